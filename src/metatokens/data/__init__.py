@@ -1,0 +1,1 @@
+"""From a corpus of documents to blocks of token ids with meta-tokens inserted."""

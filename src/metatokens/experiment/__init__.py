@@ -1,0 +1,1 @@
+"""Which runs answer which question, and how they are carried out."""

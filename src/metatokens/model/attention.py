@@ -1,0 +1,149 @@
+"""Causal attention and meta-attention (paper, section 3 and Appendix A).
+
+Meta-attention is softmax(Q K^T / sqrt(d) + M + P) V, with M the causal mask and P = 0 where query and key are both
+meta-tokens, -inf elsewhere. A dense mask would spend T^2 work to compute M^2 numbers and leaves every other row
+without a key. Here the meta-tokens' rows are gathered, attend causally among themselves, and are scattered back:
+the same function, with exactly nothing added to any other row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from metatokens.model.cache import MetaTokenCache, MetaTokenCacheLayer
+from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.positions import Rotary, rotate
+
+
+class Attention(nn.Module):
+    """Projections that causal attention and meta-attention share."""
+
+    is_causal = True  # read by the attention functions of transformers, like the next two
+    num_key_value_groups = 1
+
+    def __init__(self, config: MetaGPT2Config, layer_index: int):
+        super().__init__()
+        self.config = config
+        self.layer_index = layer_index
+        self.scaling = config.head_size**-0.5
+        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.bias)
+        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+
+    def project(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of x (batch, length, width), each (batch, heads, length, head size)."""
+        batch, length, _ = x.shape
+        qkv = self.qkv_proj(x).view(batch, length, 3, self.config.num_attention_heads, self.config.head_size)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        return (q, k, v) if rotary is None else (rotate(q, rotary), rotate(k, rotary), v)
+
+
+class CausalAttention(Attention):
+    """Multi-head attention of every position to itself and the ones before.
+
+    With `second=True` it is the control of meta-attention: the same module over all positions, and its keys and
+    values go into the cache's second store.
+    """
+
+    def __init__(self, config: MetaGPT2Config, layer_index: int, *, second: bool = False):
+        super().__init__(config, layer_index)
+        self.second = second
+
+    def forward(
+        self, x: Tensor, *, rotary: Rotary | None, mask: Tensor | None, cache: MetaTokenCache | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            x: (batch, length, width).
+            rotary: tables for the positions of x, or None.
+            mask: what transformers' `create_causal_mask` gave for the configured attention function.
+            cache: where earlier keys and values are, and where the new ones go.
+
+        Returns:
+            The output, (batch, length, width), and the attention weights where the attention function has them.
+        """
+        q, k, v = self.project(x, rotary)
+        if cache is not None and self.second:
+            layer = cache.layers[self.layer_index]
+            first_slot = layer.get_seq_length() - k.shape[2]  # the first module has stored these tokens already
+            slots = torch.arange(k.shape[2], device=k.device) + first_slot
+            k, v, _ = layer.update_second(k, v, slots.expand(k.shape[0], -1))
+        elif cache is not None:
+            k, v = cache.update(k, v, self.layer_index)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        out, weights = attend(self, q, k, v, mask, scaling=self.scaling, dropout=0.0)
+        return self.out_proj(out.reshape(x.shape)), weights
+
+
+@dataclass(frozen=True, slots=True)
+class MetaRows:
+    """Where the meta-tokens of a batch stand; rows with fewer than the most are padded.
+
+    Attributes:
+        index: (batch, most) int64, position in the input of each meta-token, ascending; then padding, which points
+            at some other position of the row.
+        valid: (batch, most) bool, False at padding.
+        slots: (batch, most) int64, position in the whole sequence, cached tokens counted; -1 at padding.
+    """
+
+    index: Tensor
+    valid: Tensor
+    slots: Tensor
+
+    @classmethod
+    def find(cls, is_meta: Tensor, cached: int = 0) -> "MetaRows | None":
+        """The meta-tokens' rows of a (batch, length) mask that follows `cached` tokens; None if there is not one."""
+        counts = is_meta.sum(dim=1)
+        most = int(counts.max())
+        if most == 0:
+            return None
+        # A stable sort moves the meta-tokens to the front in their order, and padding behind them, so that plain
+        # causal attention among the gathered rows never lets a real row see padding.
+        index = is_meta.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
+        valid = torch.arange(most, device=is_meta.device) < counts[:, None]
+        return cls(index, valid, (index + cached).masked_fill(~valid, -1))
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The rows of x, (batch or 1, length, features) -> (batch, most, features)."""
+        x = x.expand(self.index.shape[0], -1, -1)
+        return x.gather(1, self.index[:, :, None].expand(-1, -1, x.shape[-1]))
+
+    def scatter_add(self, x: Tensor, rows: Tensor) -> Tensor:
+        """x (batch, length, features) plus `rows` (batch, most, features) at the meta-tokens' places."""
+        # Padding is dropped here, after the output projection, since the projection's bias would leak.
+        rows = rows.masked_fill(~self.valid[:, :, None], 0.0)
+        return x.scatter_add(1, self.index[:, :, None].expand_as(rows), rows)
+
+
+class MetaAttention(Attention):
+    """Causal attention among the meta-tokens alone, over rows already gathered."""
+
+    def forward(
+        self, x: Tensor, *, rows: MetaRows, rotary: Rotary | None, cache: MetaTokenCache | None
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: the meta-tokens' rows, (batch, most, width).
+            rows: where they stand in the input.
+            rotary: tables for their positions, or None.
+            cache: where earlier meta-tokens' keys and values are, and where the new ones go.
+
+        Returns:
+            (batch, most, width); what stands in padded rows means nothing.
+        """
+        q, k, v = self.project(x, rotary)
+        mask = None
+        if cache is not None:
+            layer: MetaTokenCacheLayer = cache.layers[self.layer_index]
+            is_first = layer.second_keys is None
+            k, v, key_slots = layer.update_second(k, v, rows.slots)
+            if not is_first:
+                seen = (key_slots[:, None, :] >= 0) & (key_slots[:, None, :] <= rows.slots[:, :, None])
+                mask = (seen | ~rows.valid[:, :, None])[:, None]  # a padded query sees something, to avoid NaN
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scaling)
+        return self.out_proj(out.transpose(1, 2).reshape(x.shape))

@@ -1,0 +1,93 @@
+"""Configuration of the GPT-2 family with meta-tokens (paper, Appendix A and B)."""
+
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
+
+from metatokens.errors import UserError
+
+PositionEmbedding = Literal["learned", "rope", "none"]
+SecondAttention = Literal["meta", "causal", "none"]
+
+
+@strict
+class MetaGPT2Config(PreTrainedConfig):
+    """Sizes and choices of a `MetaGPT2ForCausalLM`; the defaults are the paper's 152M model.
+
+    Args:
+        vocab_size: rows of the embedding table, which is tied to the head. GPT-2's 50,257 entries padded to a
+            multiple of 64; the meta-token is one of the padding rows.
+        hidden_size: width of the residual stream.
+        num_hidden_layers: number of transformer blocks.
+        num_attention_heads: heads of every attention module; must divide `hidden_size`.
+        intermediate_size: width of the feed-forward layer; `None` means four times `hidden_size`.
+        max_position_embeddings: positions trained on, and rows of the table if positions are learned.
+        position_embedding: `learned` (a table added to the embeddings), `rope` (queries and keys rotated), `none`.
+        second_attention: the module between causal attention and the feed-forward layer: `meta` (meta-tokens attend
+            causally to meta-tokens), `causal` (all positions: the parameter-matched control), `none` (GPT-2).
+        meta_token_id: the vocabulary entry of the meta-token; `None` for a model that has none.
+        bias: whether linear layers and LayerNorms have biases.
+        activation: name of the feed-forward activation in `transformers.activations`.
+        layer_norm_epsilon: added to the variance in LayerNorm.
+        initializer_range: standard deviation of the initial weights.
+        rope_parameters: rotary settings as in transformers (`rope_type`, `rope_theta`, YaRN's fields, ...).
+
+    Raises:
+        UserError: if fields contradict each other.
+    """
+
+    model_type = "meta_gpt2"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    vocab_size: int = 50304
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int | None = None
+    max_position_embeddings: int = 1024
+    position_embedding: PositionEmbedding = "rope"
+    second_attention: SecondAttention = "meta"
+    meta_token_id: int | None = 50257
+    bias: bool = False
+    activation: str = "gelu"
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    rope_parameters: RopeParameters | dict | None = None
+    use_cache: bool = True
+    bos_token_id: int | None = 50256
+    eos_token_id: int | list[int] | None = 50256
+    pad_token_id: int | None = None
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Fill in what follows from other fields and refuse contradictions."""
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        if self.position_embedding == "rope" and self.rope_parameters is None:
+            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+        sizes = (self.vocab_size, self.hidden_size, self.num_hidden_layers, self.num_attention_heads)
+        if min(*sizes, self.max_position_embeddings) < 1:
+            raise UserError("sizes in a model configuration must be positive.")
+        if self.hidden_size % self.num_attention_heads:
+            raise UserError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}."
+            )
+        if self.position_embedding == "rope" and (self.hidden_size // self.num_attention_heads) % 2:
+            raise UserError("rotary positions need an even head size (hidden_size / num_attention_heads).")
+        if self.second_attention == "meta" and self.meta_token_id is None:
+            raise UserError("second_attention 'meta' needs a meta_token_id.")
+        if self.meta_token_id is not None and not 0 <= self.meta_token_id < self.vocab_size:
+            raise UserError(f"meta_token_id {self.meta_token_id} is outside the vocabulary of {self.vocab_size}.")
+        super().__post_init__(**kwargs)
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @classmethod
+    def paper(cls, **overrides: Any) -> "MetaGPT2Config":
+        """The paper's 152M model: 12 layers, 12 heads, width 768, RoPE, meta-attention (Appendix B)."""
+        return cls(**overrides)

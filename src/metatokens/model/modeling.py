@@ -1,0 +1,316 @@
+"""The language model: GPT-2 with meta-attention between causal attention and the feed-forward layer.
+
+Paper, section 3 and Appendix A. Where the paper's text and the code base it names differ, the code base holds:
+LayerNorm before each module, exact GELU, a tied head without bias. `second_attention="none"` is GPT-2.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from metatokens.model.attention import Attention, CausalAttention, MetaAttention, MetaRows
+from metatokens.model.cache import MetaTokenCache
+from metatokens.model.configuration import MetaGPT2Config, SecondAttention
+from metatokens.model.generation import MetaTokenGenerationMixin
+from metatokens.model.positions import LearnedPositions, Rotary, RotaryPositions, position_ids_from_mask
+
+
+class FeedForward(nn.Module):
+    """Two linear layers with an activation between them."""
+
+    def __init__(self, config: MetaGPT2Config):
+        super().__init__()
+        self.in_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.bias)
+        self.out_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
+        self.activation = ACT2FN[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, length, width) to the same shape, each position by itself."""
+        return self.out_proj(self.activation(self.in_proj(x)))
+
+
+class MetaGPT2Block(GradientCheckpointingLayer):
+    """Causal attention, then the second attention, then the feed-forward layer, each with its LayerNorm."""
+
+    def __init__(self, config: MetaGPT2Config, layer_index: int):
+        super().__init__()
+        norm = {"eps": config.layer_norm_epsilon, "bias": config.bias}
+        self.attention_norm = nn.LayerNorm(config.hidden_size, **norm)
+        self.attention = CausalAttention(config, layer_index)
+        self.second_attention: MetaAttention | CausalAttention | None = None
+        if config.second_attention != "none":
+            self.second_norm = nn.LayerNorm(config.hidden_size, **norm)
+        if config.second_attention == "meta":
+            self.second_attention = MetaAttention(config, layer_index)
+        elif config.second_attention == "causal":
+            self.second_attention = CausalAttention(config, layer_index, second=True)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size, **norm)
+        self.mlp = FeedForward(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        rotary: Rotary | None,
+        mask: Tensor | None,
+        meta_rows: MetaRows | None,
+        meta_rotary: Rotary | None,
+        past_key_values: MetaTokenCache | None,
+    ) -> Tensor:
+        """One block's step of the residual stream, (batch, length, width)."""
+        x = x + self.attention(self.attention_norm(x), rotary=rotary, mask=mask, cache=past_key_values)[0]
+        if isinstance(self.second_attention, CausalAttention):
+            x = x + self.second_attention(self.second_norm(x), rotary=rotary, mask=mask, cache=past_key_values)[0]
+        elif self.second_attention is not None and meta_rows is not None:
+            meta = self.second_norm(meta_rows.gather(x))
+            meta = self.second_attention(meta, rows=meta_rows, rotary=meta_rotary, cache=past_key_values)
+            x = meta_rows.scatter_add(x, meta)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class MetaGPT2PreTrainedModel(PreTrainedModel):
+    """What transformers needs to know of the family: loading, saving, initial weights."""
+
+    config_class = MetaGPT2Config
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("MetaGPT2Block",)
+    _skip_keys_device_placement = ("past_key_values",)
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+    _can_record_outputs = {  # noqa: RUF012  (transformers reads a plain dict)
+        "hidden_states": MetaGPT2Block,
+        "attentions": CausalAttention,
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Attention | FeedForward):
+            # GPT-2 scales the layers that write to the residual stream down with depth. (Children come first.)
+            std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
+            init.normal_(module.out_proj.weight, std=std)
+
+
+class MetaGPT2Model(MetaGPT2PreTrainedModel):
+    """Embedding, blocks and final LayerNorm."""
+
+    def __init__(self, config: MetaGPT2Config):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.learned_positions = LearnedPositions(config) if config.position_embedding == "learned" else None
+        self.rotary_positions = RotaryPositions(config) if config.position_embedding == "rope" else None
+        self.layers = nn.ModuleList(MetaGPT2Block(config, i) for i in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon, bias=config.bias)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: MetaTokenCache | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states of `input_ids` (batch, length); arguments as in `MetaGPT2ForCausalLM.forward`."""
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if use_cache and past_key_values is None and not self.training:
+            past_key_values = MetaTokenCache(self.config)
+        batch, length = input_ids.shape
+        cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if position_ids is None and attention_mask is not None:
+            position_ids = position_ids_from_mask(attention_mask)[:, -length:]
+        elif position_ids is None:
+            position_ids = torch.arange(cached, cached + length, device=input_ids.device)[None]
+
+        x = self.embed_tokens(input_ids)
+        if self.learned_positions is not None:
+            self.learned_positions.check(cached + length)
+            x = x + self.learned_positions(position_ids)
+        rotary = None if self.rotary_positions is None else self.rotary_positions(x, position_ids)
+
+        meta_rows = meta_rotary = None
+        if self.config.second_attention == "meta":
+            is_meta = input_ids == self.config.meta_token_id
+            if attention_mask is not None:
+                is_meta = is_meta & attention_mask[:, -length:].bool()
+            meta_rows = MetaRows.find(is_meta, cached)
+            if meta_rows is not None and rotary is not None:
+                meta_rotary = (meta_rows.gather(rotary[0]), meta_rows.gather(rotary[1]))
+
+        mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids=position_ids)
+        for layer in self.layers:
+            x = layer(
+                x,
+                rotary=rotary,
+                mask=mask,
+                meta_rows=meta_rows,
+                meta_rotary=meta_rotary,
+                past_key_values=past_key_values,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+
+
+class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
+    """The language model; meta-tokens are wherever `input_ids == config.meta_token_id`."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: MetaGPT2Config):
+        super().__init__(config)
+        self.model = MetaGPT2Model(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: MetaTokenCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Next-token logits, and the loss if there are labels.
+
+        Args:
+            input_ids: (batch, length).
+            attention_mask: (batch, cached + length), 1 at real tokens; padding may be on either side.
+            position_ids: (batch, length); default: real tokens counted from 0 in each row.
+            past_key_values: a `MetaTokenCache` with the tokens before.
+            labels: (batch, length), the input's own ids, -100 where nothing is to be predicted; shifted here.
+            use_cache: whether to return a cache; default: the configuration's, never in training.
+            logits_to_keep: compute logits for the last so many positions only (0: all), or for these indices.
+            **kwargs: `num_items_in_batch` divides the summed loss (Trainer passes it); output flags of transformers.
+
+        Returns:
+            Logits (batch, positions, vocabulary). In training mode with labels, only those that a label scores are
+            computed, as (labels, vocabulary): the head is the widest product of a small model.
+
+        Raises:
+            UserError: if the sequence is longer than a learned table of positions.
+        """
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden, loss = outputs.last_hidden_state, None
+        if labels is not None and self.training:
+            targets = labels[:, 1:]
+            scored = targets != -100
+            logits = self.lm_head(hidden[:, :-1][scored])
+            loss = self.loss_function(logits, None, self.config.vocab_size, shift_labels=targets[scored], **kwargs)
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden[:, kept])
+            if labels is not None:
+                loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    @classmethod
+    def from_gpt2(
+        cls, hf_model: GPT2LMHeadModel, second_attention: SecondAttention = "none"
+    ) -> "MetaGPT2ForCausalLM":
+        """Convert a transformers GPT-2; the logits of its vocabulary stay the same.
+
+        With a second attention module, its output projection starts at zero, so that the function is unchanged until
+        it is trained, and the vocabulary is padded to a multiple of 64 rows of which the first new one is the
+        meta-token, its embedding the mean of the others. With `"none"` the vocabulary is kept as it is.
+
+        Args:
+            hf_model: the model to convert; it is not changed.
+            second_attention: the module to add.
+
+        Raises:
+            UserError: if the model uses a GPT-2 option that this family lacks.
+        """
+        gpt2 = hf_model.config
+        if gpt2.scale_attn_by_inverse_layer_idx or gpt2.add_cross_attention or not gpt2.scale_attn_weights:
+            raise UserError("only the plain GPT-2 can be converted (no cross-attention, attention scaled by sqrt(d)).")
+        grows = second_attention != "none"
+        config = MetaGPT2Config(
+            vocab_size=(gpt2.vocab_size // 64 + 1) * 64 if grows else gpt2.vocab_size,
+            hidden_size=gpt2.n_embd,
+            num_hidden_layers=gpt2.n_layer,
+            num_attention_heads=gpt2.n_head,
+            intermediate_size=gpt2.n_inner,
+            max_position_embeddings=gpt2.n_positions,
+            position_embedding="learned",
+            second_attention=second_attention,
+            meta_token_id=gpt2.vocab_size if grows else None,
+            bias=True,
+            activation=gpt2.activation_function,
+            layer_norm_epsilon=gpt2.layer_norm_epsilon,
+            initializer_range=gpt2.initializer_range,
+            bos_token_id=gpt2.bos_token_id,
+            eos_token_id=gpt2.eos_token_id,
+            pad_token_id=gpt2.pad_token_id,
+        )
+        model = cls(config).to(hf_model.dtype)
+        weights = _rename_gpt2(hf_model.state_dict())
+        embedding = weights["model.embed_tokens.weight"]
+        new_rows = embedding.mean(dim=0).expand(config.vocab_size - gpt2.vocab_size, -1)
+        weights["model.embed_tokens.weight"] = torch.cat([embedding, new_rows])
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert not unexpected
+        assert all("second_" in name or name == "lm_head.weight" for name in missing)
+        model.tie_weights()
+        for layer in model.model.layers if grows else ():
+            nn.init.zeros_(layer.second_attention.out_proj.weight)
+        return model.to(hf_model.device).train(hf_model.training)
+
+
+_GPT2_NAMES = {
+    "transformer.wte.": "model.embed_tokens.",
+    "transformer.wpe.": "model.learned_positions.",
+    "transformer.ln_f.": "model.norm.",
+    "transformer.h.": "model.layers.",
+    ".ln_1.": ".attention_norm.",
+    ".ln_2.": ".mlp_norm.",
+    ".attn.c_attn.": ".attention.qkv_proj.",
+    ".attn.c_proj.": ".attention.out_proj.",
+    ".mlp.c_fc.": ".mlp.in_proj.",
+    ".mlp.c_proj.": ".mlp.out_proj.",
+}
+
+
+def _rename_gpt2(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A GPT-2 state dict under this model's names; GPT-2's Conv1D stores its weights transposed."""
+    renamed = {}
+    for name, weight in state.items():
+        transposed = name.endswith("weight") and any(part in name for part in (".c_attn.", ".c_proj.", ".c_fc."))
+        for old, new in _GPT2_NAMES.items():
+            name = name.replace(old, new)
+        if name != "lm_head.weight":  # tied to the embedding
+            renamed[name] = weight.T if transposed else weight
+    return renamed
+
+
+AutoConfig.register(MetaGPT2Config.model_type, MetaGPT2Config)
+AutoModelForCausalLM.register(MetaGPT2Config, MetaGPT2ForCausalLM)

@@ -1,0 +1,60 @@
+"""Positions: a learned table, rotary angles, or none (paper, section 2)."""
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from metatokens.errors import UserError
+from metatokens.model.configuration import MetaGPT2Config
+
+Rotary = tuple[Tensor, Tensor]  # cosines and sines, each (batch, length, head size)
+
+
+def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
+    """Positions that count the real tokens of each row, so that padding on either side changes nothing.
+
+    Args:
+        attention_mask: (batch, length), 1 at real tokens.
+
+    Returns:
+        (batch, length) int64; 0 at padding on the left.
+    """
+    return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+
+class LearnedPositions(nn.Embedding):
+    """One learned vector a position, added to the token's embedding (the paper's APE)."""
+
+    def __init__(self, config: MetaGPT2Config):
+        super().__init__(config.max_position_embeddings, config.hidden_size)
+
+    def check(self, length: int) -> None:
+        """Refuse a sequence that the table cannot number.
+
+        Raises:
+            UserError: if `length` tokens are more than the table has rows.
+        """
+        if length > self.num_embeddings:
+            raise UserError(
+                f"a sequence of {length} tokens is longer than the {self.num_embeddings} learned positions of this "
+                "model; use a shorter one, or a model with position_embedding 'rope' or 'none'."
+            )
+
+
+class RotaryPositions(LlamaRotaryEmbedding):
+    """Rotary angles of `config.rope_parameters`, YaRN included: `forward(x, position_ids)` gives a `Rotary`.
+
+    The class is transformers' own under this package's name, so that the tables are those of every Llama model.
+    """
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate each half-split pair of features by the angle of its position (Su et al., 2021).
+
+    Args:
+        x: queries or keys, (batch, heads, length, head size).
+        rotary: cosines and sines, each (batch or 1, length, head size).
+    """
+    cos, sin = (table.unsqueeze(1) for table in rotary)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

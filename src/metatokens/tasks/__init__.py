@@ -1,0 +1,1 @@
+"""The paper's four recall tasks as records of prompt and completion."""

@@ -1,0 +1,1 @@
+"""Pretraining and fine-tuning through the Hugging Face Trainer."""
