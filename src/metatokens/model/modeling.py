@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
+from metatokens.errors import UserError
 from metatokens.model.attention import Attention, CausalAttention, MetaAttention, MetaRows
 from metatokens.model.cache import MetaTokenCache
 from metatokens.model.configuration import MetaGPT2Config, SecondAttention
@@ -129,7 +130,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not self.training:
             past_key_values = MetaTokenCache(self.config)
-        batch, length = input_ids.shape
+        length = input_ids.shape[1]
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
         if position_ids is None and attention_mask is not None:
             position_ids = position_ids_from_mask(attention_mask)[:, -length:]

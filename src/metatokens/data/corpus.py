@@ -1,0 +1,184 @@
+"""Documents of text: from this Python installation, from files, or streamed from the Hugging Face Hub.
+
+Everything is read as a stream: whatever the corpus' size, memory holds about a document at a time (`builtin`,
+2 MB, is kept). Documents without text are skipped.
+"""
+
+import ast
+import functools
+import glob
+import gzip
+import json
+import os
+import sysconfig
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+from metatokens.errors import UserError
+
+SKIPPED_PACKAGES = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+MIN_DOCSTRINGS = 200  # characters; a module with less documentation than this makes no document
+
+# A text file is cut at the first blank line after SOFT_CUT characters; where there is none, at the first line
+# end after HARD_CUT, so that any long file has several documents and memory stays bounded.
+SOFT_CUT, HARD_CUT = 8_000, 64_000
+
+
+def read_corpus(spec: str) -> Iterator[str]:
+    """The documents of a corpus, in a fixed order.
+
+    Args:
+        spec: one of
+
+            - `builtin`: the reference topics and the standard library's docstrings, a document for each topic
+              and module, from the files of this Python installation (so it differs between versions);
+            - a file, or a glob (`**` included) of files in sorted order. `.jsonl`: a document a line, in the
+              field `text`. `.parquet`: a document a row, in the column `text`. `.txt`: one long text, cut at
+              blank lines into documents of 8,000 characters or somewhat more, so that a held-out split by
+              document exists even for a single book; joined, the documents are the file. `.txt.gz`,
+              `.jsonl.gz` and `.json.gz` (JSON lines too): the same, compressed;
+            - `hf:NAME` or `hf:NAME:CONFIG`: the field `text` of the train split of a dataset on the Hugging
+              Face Hub or in a local folder, streamed.
+
+    Raises:
+        UserError: at once, if the spec names no file or a kind of file that is not read; while reading, if a
+            source cannot be read or a document is not as described above. The sentence names file and line.
+    """
+    if spec == "builtin":
+        return iter(_builtin())
+    if spec.startswith("hf:"):
+        documents = _dataset(spec)
+    else:
+        files = [(path, _reader(path)) for path in _files(spec)]
+        documents = (document for path, read in files for document in read(path))
+    return (document for document in documents if document and not document.isspace())
+
+
+@functools.cache  # parsing the library takes seconds, and a run reads its corpus more than once
+def _builtin() -> tuple[str, ...]:
+    modules = map(_docstrings, _sources(Path(sysconfig.get_path("stdlib"))))
+    return (*topics.values(), *(text for text in modules if len(text) >= MIN_DOCSTRINGS))
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - SKIPPED_PACKAGES)
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def _docstrings(path: Path) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escape sequences in old modules
+        tree = ast.parse(path.read_bytes())
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
+    nodes.sort(key=lambda node: getattr(node, "lineno", 0))  # the module itself has no line and comes first
+    return "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
+
+
+def _files(spec: str) -> list[Path]:
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        raise UserError(f"the corpus {spec} is a folder: name a file in it, or several: {path / '*.jsonl'}.")
+    if path.exists():
+        return [path]
+    found = [match for match in map(Path, sorted(glob.glob(str(path), recursive=True))) if match.is_file()]
+    if not found:
+        raise UserError(f"no file matches the corpus {spec}: give builtin, a file, a glob or hf:NAME:CONFIG.")
+    return found
+
+
+def _reader(path: Path) -> Callable[[Path], Iterator[str]]:
+    for suffix, reader in READERS.items():
+        if path.name.lower().endswith(suffix):
+            return reader
+    raise UserError(f"{path} is not a corpus file: the name must end in one of {', '.join(READERS)}.")
+
+
+def _text_file(path: Path) -> Iterator[str]:
+    lines: list[str] = []
+    size = 0  # white space around a line is not counted, so that every document holds text
+    for line in _lines(path):
+        paragraph_starts = bool(lines) and lines[-1].isspace() and not line.isspace()
+        if size >= HARD_CUT or (size >= SOFT_CUT and paragraph_starts):
+            yield "".join(lines)
+            lines, size = [], 0
+        lines.append(line)
+        size += len(line.strip())
+    yield "".join(lines)
+
+
+def _json_lines(path: Path) -> Iterator[str]:
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.isspace():
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{path}, line {number} is not JSON: {error}.") from error
+            yield _text(record, f"{path}, line {number}")
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a UTF-8 file, line ends as they are."""
+    with _reading(path), gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{path}, line {number} is not UTF-8: {error.reason}, byte {error.start + 1} of the line."
+                ) from error
+
+
+def _parquet(path: Path) -> Iterator[str]:
+    import pyarrow.parquet as pq
+
+    with _reading(path), pq.ParquetFile(path) as file:
+        rows = (row for batch in file.iter_batches(columns=["text"]) for row in batch.to_pylist())
+        for number, row in enumerate(rows, start=1):
+            yield _text(row, f"{path}, row {number}")
+
+
+READERS: dict[str, Callable[[Path], Iterator[str]]] = {
+    ".txt": _text_file,
+    ".txt.gz": _text_file,
+    ".jsonl": _json_lines,
+    ".jsonl.gz": _json_lines,
+    ".json.gz": _json_lines,
+    ".parquet": _parquet,
+}
+
+
+def _dataset(spec: str) -> Iterator[str]:
+    from datasets import load_dataset
+
+    name, _, config = spec.removeprefix("hf:").partition(":")
+    with _reading(spec):
+        rows = load_dataset(name, config or None, split="train", streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield _text(row, f"{spec}, row {number}")
+
+
+def _text(record: Any, where: str) -> str:
+    try:
+        text: str = record["text"]
+        text.encode()  # JSON can spell half a surrogate pair, which is no text
+    except (LookupError, TypeError, AttributeError, UnicodeEncodeError) as error:
+        raise UserError(f'{where} has no text in its field "text".') from error
+    return text
+
+
+@contextmanager
+def _reading(source: object) -> Iterator[None]:
+    """Turn the failures of the libraries that read a source into the user's error."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, EOFError, zlib.error) as error:  # the last two: a damaged gzip file
+        raise UserError(f"{source} cannot be read: {str(error).rstrip('.')}.") from error

@@ -1,0 +1,136 @@
+"""Tokenizers: GPT-2's, one from a folder, or a byte-level BPE trained on the corpus.
+
+Text never turns into a control token: `<|endoftext|>` written in a document is encoded as the ordinary
+pieces of those characters, and decodes to them. Control ids (the end of a document, the meta-token) are put
+in as ids. The meta-token is not in the tokenizer; its id is the first one after the vocabulary.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from metatokens.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+MIN_ENTRIES, MAX_ENTRIES = 300, 65_536  # of a trained vocabulary; the bytes and the end-of-text token are 257
+UNLIMITED = int(1e30)  # transformers' "no maximum length", which keeps it from warning about long texts
+
+# The library's threads do not survive a fork, so forked data-loading workers go without. It sees to that itself
+# only where the variable is unset, and then says so in the middle of the progress display.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
+
+
+def load_tokenizer(
+    spec: str, *, corpus: Iterable[str] | None = None, extra_texts: Iterable[str] = ()
+) -> PreTrainedTokenizerBase:
+    """The tokenizer that a spec names.
+
+    Args:
+        spec: a folder that holds a tokenizer; `gpt2`, from the Hugging Face Hub or its local cache (a folder
+            of that name wins); or `train:N`, a byte-level BPE with N entries in all, trained here.
+        corpus: the documents that `train:N` learns from; not read otherwise.
+        extra_texts: short texts that `train:N` learns from too, with such weight that each of their words
+            becomes a single token where the vocabulary has room.
+
+    Returns:
+        A fast tokenizer with an end-of-text id and no maximum length, to which special tokens in a text are
+        text. Saved and loaded again, it still is.
+
+    Raises:
+        UserError: if the spec names no usable tokenizer, or the corpus has too little text for N entries.
+    """
+    if Path(spec).is_dir():
+        tokenizer = _pretrained(spec, f"the folder {spec} holds no tokenizer that can be loaded.")
+    elif spec == "gpt2":
+        tokenizer = _pretrained(spec, "the Hugging Face Hub gave no gpt2 tokenizer: pass a folder that holds one.")
+    elif spec.startswith("train:"):
+        tokenizer = _train(spec, corpus, extra_texts)
+    else:
+        raise UserError(f"no tokenizer {spec!r}: give an existing folder, gpt2, or train:N (N entries).")
+    ids = tokenizer.get_vocab().values()
+    if not tokenizer.is_fast or tokenizer.eos_token_id is None or max(ids, default=0) != len(tokenizer) - 1:
+        raise UserError(
+            f"the tokenizer {spec} cannot be used: it must be a fast one with an end-of-text token, its ids "
+            "numbered from 0 without gaps."
+        )
+    tokenizer.model_max_length = UNLIMITED
+    return tokenizer
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The ids of each text, special tokens neither recognised nor added, at the backend's batch rate."""
+    backend = tokenizer.backend_tokenizer
+    # A call of the tokenizer itself leaves its settings in the backend.
+    backend.encode_special_tokens = True
+    backend.no_truncation()
+    backend.no_padding()
+    return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+
+def meta_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The meta-token's id: the first one after the vocabulary (50257 with GPT-2's)."""
+    return len(tokenizer)
+
+
+def padded_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The model's vocabulary: entries and meta-token, up to a multiple of 64 (50304 with GPT-2's)."""
+    return math.ceil((len(tokenizer) + 1) / 64) * 64
+
+
+def _pretrained(name: str, complaint: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer  # imports torch, which data-loading workers can do without
+
+    try:
+        return AutoTokenizer.from_pretrained(name, split_special_tokens=True, add_prefix_space=False)
+    except Exception as error:  # the backend raises bare Exception where it cannot parse a file
+        raise UserError(complaint) from error
+
+
+def _train(spec: str, corpus: Iterable[str] | None, extra_texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    digits = spec.removeprefix("train:")
+    if not (digits.isdecimal() and MIN_ENTRIES <= int(digits) <= MAX_ENTRIES):
+        raise UserError(f"the tokenizer {spec!r} must be train:N with N from {MIN_ENTRIES} to {MAX_ENTRIES}.")
+    if corpus is None:
+        raise ValueError(f"the tokenizer {spec} needs a corpus to learn from.")
+    entries = int(digits)
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=entries,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_training_texts(corpus, extra_texts, entries), trainer)
+    if backend.get_vocab_size() < entries:
+        raise UserError(
+            f"the corpus has too little text for the tokenizer {spec}: it yields no more than "
+            f"{backend.get_vocab_size()} entries."
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        split_special_tokens=True,
+        add_prefix_space=False,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _training_texts(corpus: Iterable[str], extra_texts: Iterable[str], entries: int) -> Iterator[str]:
+    """The corpus, then the extra texts as often as a piece must occur to be sure of its entry.
+
+    With V entries, the rarest pieces that get one occur about (characters / 16 V) times; four times that
+    made each of the tasks' 200 items one token for V = 4096, at 2 % more tokens for the corpus.
+    """
+    characters = 0
+    for document in corpus:
+        characters += len(document)
+        yield document
+    yield from list(extra_texts) * math.ceil(characters / (4 * entries))

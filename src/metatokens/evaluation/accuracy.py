@@ -1,0 +1,158 @@
+"""Exact match and token accuracy on a task's fixed test set, by length (paper, Tables 7-10)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from metatokens.evaluation.results import Result, wilson_interval
+from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.tasks.curriculum import TaskData, chance, majority_rate
+from metatokens.tasks.example import Example
+
+TEST_SEED = 2026  # of the test examples: one fixed set for all models
+
+
+def test_examples(
+    task: str, length: int, n: int, tokenizer: PreTrainedTokenizerBase, *, condition: str, documents: Sequence[str]
+) -> list[Example]:
+    """The first n examples of the fixed test set with prompts of (length / 2, length] tokens."""
+    source = TaskData(task, tokenizer=tokenizer, condition=condition, seed=TEST_SEED, documents=documents)
+    return [source.test(index, length) for index in range(n)]
+
+
+def score(
+    model: MetaGPT2ForCausalLM, examples: Sequence[Example], *, tokens_per_batch: int = 16_384
+) -> tuple[list[bool], list[int]]:
+    """Which of each example's answer tokens greedy decoding gets right.
+
+    Greedy decoding gives the whole answer, its end of text included, exactly if each of its tokens is the likeliest
+    one after the prompt and the answer's tokens before it. So one forward pass over prompt and answer tells.
+
+    Args:
+        model: in any mode; it is put into evaluation mode.
+        examples: are never cut; those of similar length share a batch.
+        tokens_per_batch: padded tokens of a batch.
+
+    Returns:
+        For each example, whether the whole answer is right, and how many of its tokens are.
+
+    Raises:
+        UserError: if a sequence is longer than the model's learned positions.
+    """
+    model.eval()
+    order = sorted(range(len(examples)), key=lambda i: len(examples[i].input_ids))
+    exact, tokens = [False] * len(examples), [0] * len(examples)
+    longest = max(len(example.input_ids) for example in examples)
+    batch = max(1, tokens_per_batch // longest)
+    for start in range(0, len(order), batch):
+        rows = order[start : start + batch]
+        for row, hits in zip(rows, _hits(model, [examples[row] for row in rows]), strict=True):
+            exact[row], tokens[row] = bool(hits.all()), int(hits.sum())
+    return exact, tokens
+
+
+@torch.inference_mode()
+def _hits(model: MetaGPT2ForCausalLM, examples: Sequence[Example]) -> Iterator[torch.Tensor]:
+    """For each example, a bool for each token of its answer."""
+    longest = max(len(example.input_ids) for example in examples)
+    ids = torch.zeros(len(examples), longest, dtype=torch.long)
+    answer = torch.zeros_like(ids, dtype=torch.bool)
+    for row, example in enumerate(examples):
+        size = len(example.input_ids)
+        ids[row, :size] = torch.tensor(example.input_ids)
+        answer[row, example.answer_start : size] = True
+    ids, answer = ids.to(model.device), answer.to(model.device)
+    # Padding is on the right, where causal attention never looks, so no mask is needed.
+    hidden = model.model(ids, use_cache=False).last_hidden_state
+    hit = model.lm_head(hidden[:, :-1][answer[:, 1:]]).argmax(-1) == ids[answer]
+    return iter(hit.cpu().split(answer.sum(dim=1).tolist()))
+
+
+def evaluate(
+    model: MetaGPT2ForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    task: str,
+    counts: Mapping[int, int],
+    *,
+    name: str,
+    condition: str = "paper",
+    documents: Sequence[str] = (),
+    seed: int = 0,
+    train_length: int | None = None,
+    train_condition: str | None = None,
+    recipe: str | None = None,
+) -> list[Result]:
+    """Two results a length: `exact_match`, n counting examples, and `token_accuracy`, n counting answer tokens.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        task: one of the four tasks.
+        counts: for each bin of prompt length (in tokens), how many examples.
+        name: `gpt2`, `pause`, `twin`, `meta`, or whatever the figures are to be filed under.
+        condition: the marker condition of the test prompts.
+        documents: corpus texts for `copying`.
+        seed, train_length, train_condition, recipe: how the model was trained, for the record.
+
+    Raises:
+        UserError: if a length is beyond the model's learned positions.
+    """
+    results = []
+    for length, count in counts.items():
+        examples = test_examples(task, length, count, tokenizer, condition=condition, documents=documents)
+        exact, tokens = score(model, examples)
+        sizes = [len(example.input_ids) - example.answer_start for example in examples]
+        for metric, successes, total in (
+            ("exact_match", sum(exact), len(exact)),
+            ("token_accuracy", sum(tokens), sum(sizes)),
+        ):
+            low, high = wilson_interval(successes, total)
+            results.append(
+                Result(
+                    model=name,
+                    position_embedding=model.config.position_embedding,
+                    task=task,
+                    condition=condition,
+                    train_condition=train_condition,
+                    train_length=train_length,
+                    length=length,
+                    metric=metric,
+                    value=successes / total,
+                    n=total,
+                    low=low,
+                    high=high,
+                    chance=chance(task) if metric == "exact_match" else None,
+                    seed=seed,
+                    recipe=recipe,
+                )
+            )
+    return results
+
+
+def majority_rates(
+    task: str, counts: Mapping[int, int], tokenizer: PreTrainedTokenizerBase, recipe: str | None = None
+) -> list[Result]:
+    """The rate of the commonest answer in the test set of each length: what always giving it would score."""
+    results = []
+    for length, count in counts.items():
+        examples = test_examples(task, length, count, tokenizer, condition="paper", documents=())
+        rate, _ = majority_rate([example.completion for example in examples])
+        low, high = wilson_interval(round(rate * count), count)
+        results.append(
+            Result(
+                model="-",
+                task=task,
+                condition="paper",
+                length=length,
+                metric="majority_rate",
+                value=rate,
+                n=count,
+                low=low,
+                high=high,
+                seed=TEST_SEED,
+                recipe=recipe,
+            )
+        )
+    return results
+

@@ -1,0 +1,124 @@
+"""Perplexity on held-out text, counted on identical text tokens for every model.
+
+The text is cut into the same blocks for all models; the first token of a block is not scored, since a model without
+inserted tokens has nothing to predict it from. Meta-tokens are context, never targets.
+"""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedTokenizerBase
+
+from metatokens.data.insertion import Placement, insert_meta_tokens, meta_token_count
+from metatokens.data.tokenizer import encode_text
+from metatokens.errors import UserError
+from metatokens.evaluation.results import Result
+from metatokens.model.modeling import MetaGPT2ForCausalLM
+
+
+@torch.inference_mode()
+def block_losses(
+    model: MetaGPT2ForCausalLM, blocks: np.ndarray, *, block_size: int, fraction: float, placement: Placement, batch: int = 16
+) -> np.ndarray:
+    """The summed negative log-likelihood (nats) of each block's text tokens but the first.
+
+    Args:
+        model: in any mode; it is put into evaluation mode.
+        blocks: text ids, (blocks, text tokens a block).
+        block_size: positions of a block with its meta-tokens, n.
+        fraction: of the positions that are meta-tokens, k.
+        placement: of the meta-tokens: `uniform` or `periodic`; `none` reads the same text without any.
+        batch: blocks of a forward pass.
+
+    Returns:
+        (blocks,) float64.
+    """
+    model.eval()
+    losses: list[float] = []
+    for start in range(0, len(blocks), batch):
+        pairs = [
+            insert_meta_tokens(
+                blocks[row],
+                meta_token_id=model.config.meta_token_id or 0,
+                block_size=blocks.shape[1] if placement == "none" else block_size,
+                fraction=fraction,
+                placement=placement,
+                generator=np.random.default_rng(row),
+            )
+            for row in range(start, min(start + batch, len(blocks)))
+        ]
+        ids, labels = (torch.from_numpy(np.stack(part)).to(model.device) for part in zip(*pairs, strict=True))
+        targets = labels[:, 1:]
+        scored = targets != -100
+        hidden = model.model(ids, use_cache=False).last_hidden_state[:, :-1][scored]
+        loss = cross_entropy(model.lm_head(hidden).double(), targets[scored], reduction="none")
+        losses += [part.sum().item() for part in loss.split(scored.sum(dim=1).tolist())]
+    return np.array(losses)
+
+
+def perplexity(
+    model: MetaGPT2ForCausalLM,
+    text: np.ndarray,
+    *,
+    block_size: int,
+    fraction: float,
+    placement: Placement,
+    name: str,
+    seed: int = 0,
+    recipe: str | None = None,
+) -> Result:
+    """Perplexity of `text` with a 95 % interval over blocks.
+
+    The interval treats blocks as independent: exp(mean +- 1.96 standard errors) of the loss a token.
+
+    Args:
+        model: the model.
+        text: token ids of the held-out text, (tokens,).
+        block_size, fraction: a block has n - floor(k n) text tokens, whether meta-tokens are inserted or not; what is
+            left of the text after the last whole block is not read.
+        placement: of the meta-tokens inserted; `none` inserts none.
+        name: what the figure is filed under.
+        seed, recipe: of the model's training, for the record.
+
+    Raises:
+        UserError: if the text has fewer than two blocks.
+    """
+    text_per_block = block_size - meta_token_count(block_size, fraction)
+    count = len(text) // text_per_block
+    if count < 2:
+        raise UserError(f"the text has {len(text)} tokens; perplexity needs two blocks of {text_per_block} at least.")
+    blocks = np.asarray(text[: count * text_per_block]).reshape(count, text_per_block)
+    a_token = block_losses(model, blocks, block_size=block_size, fraction=fraction, placement=placement)
+    a_token /= text_per_block - 1
+    mean, error = a_token.mean(), a_token.std(ddof=1) / math.sqrt(count)
+    return Result(
+        model=name,
+        position_embedding=model.config.position_embedding,
+        condition=placement,
+        length=block_size,
+        metric="perplexity",
+        value=math.exp(mean),
+        n=count * (text_per_block - 1),
+        low=math.exp(mean - 1.96 * error),
+        high=math.exp(mean + 1.96 * error),
+        chance=math.exp(unigram_entropy(blocks)),
+        seed=seed,
+        recipe=recipe,
+    )
+
+
+def unigram_entropy(tokens: np.ndarray) -> float:
+    """Entropy (nats) of the tokens' own frequencies: no model without context can have a lower loss on them."""
+    counts = np.bincount(tokens.reshape(-1))
+    frequencies = counts[counts > 0] / counts.sum()
+    return float(-(frequencies * np.log(frequencies)).sum())
+
+
+def corpus_tokens(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """The ids of all documents, each followed by the end-of-text id, (tokens,) int64."""
+    end = np.array([tokenizer.eos_token_id])
+    parts = [np.array(encode_text(tokenizer, [document])[0], dtype=np.int64) for document in documents]
+    return np.concatenate([piece for part in parts for piece in (part, end)])

@@ -1,0 +1,96 @@
+"""Model folders on disk: safetensors, and a manifest of checksums that is written last.
+
+A folder with a `manifest.json` is complete, and every file in it has the checksum that the manifest gives. A folder
+without one, such as a model that another program saved, is read as transformers reads it, from safetensors alone.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
+
+from metatokens.errors import UserError
+from metatokens.model.configuration import MetaGPT2Config, SecondAttention
+from metatokens.model.modeling import MetaGPT2ForCausalLM
+
+MANIFEST = "manifest.json"
+
+
+def write_manifest(folder: Path) -> None:
+    """Record the SHA-256 of every file in `folder` (not of its subfolders), which marks it as complete."""
+    sums = {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST}
+    partial = folder / (MANIFEST + ".partial")
+    partial.write_text(json.dumps({"sha256": sums}, indent=1), encoding="utf-8")
+    os.replace(partial, folder / MANIFEST)
+
+
+def verify_manifest(folder: Path) -> None:
+    """Compare a folder with its manifest.
+
+    Raises:
+        UserError: if a file is missing, cut short or changed; the sentence names it.
+    """
+    try:
+        sums = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder / MANIFEST} is missing or damaged, so {folder} may not be complete.") from error
+    for name, expected in sums.items():
+        if not (folder / name).is_file():
+            raise UserError(f"{folder / name} is missing: the checkpoint is not complete.")
+        if _sha256(folder / name) != expected:
+            raise UserError(f"{folder / name} is damaged: its checksum is not the one in {MANIFEST}.")
+
+
+def save_model(model: MetaGPT2ForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write model and tokenizer to `folder`, the manifest last."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_manifest(folder)
+
+
+def load_model(folder: Path, second_attention: SecondAttention | None = None) -> MetaGPT2ForCausalLM:
+    """Load a checkpoint of this package or of transformers' GPT-2, which is converted.
+
+    Args:
+        folder: holds `config.json` and `model.safetensors`.
+        second_attention: what a GPT-2 is to be given (`MetaGPT2ForCausalLM.from_gpt2`); other checkpoints have theirs.
+
+    Raises:
+        UserError: if there is no model, it is of another kind, cut short or damaged.
+    """
+    if not (folder / "config.json").is_file():
+        raise UserError(f"there is no model in {folder}: it has no config.json.")
+    if (folder / MANIFEST).exists():
+        verify_manifest(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError, TypeError) as error:
+        raise UserError(f"{folder / 'config.json'} is not a model configuration: {_one_line(error)}") from error
+    model_class = {MetaGPT2Config: MetaGPT2ForCausalLM, GPT2Config: GPT2LMHeadModel}.get(type(config))
+    if model_class is None:
+        raise UserError(f"{folder} holds a {config.model_type} model; allowed are meta_gpt2 and gpt2.")
+    try:
+        model, report = model_class.from_pretrained(
+            folder, config=config, use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"the weights in {folder} cannot be read: {_one_line(error)}") from error
+    if report["missing_keys"] or report["unexpected_keys"]:
+        first = sorted([*report["missing_keys"], *report["unexpected_keys"]])[0]
+        raise UserError(f"the weights in {folder} do not fit its configuration: see {first}.")
+    if isinstance(model, GPT2LMHeadModel):
+        model = MetaGPT2ForCausalLM.from_gpt2(model, second_attention or "none")
+    return model
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,157 @@
+"""Run settings: typed, strict, read from YAML; `--set a.b=c` overrides one of them.
+
+A recipe of `pretrain` has the sections `data`, `model` and `training`; one of `finetune` has `task` and `training`.
+The recipes that come with the package can be named without a path: `demo`, `demo_finetune`, `paper`, ...
+"""
+
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from metatokens.errors import UserError
+
+Positive = Annotated[int, Field(gt=0)]
+AtLeastZero = Annotated[int, Field(ge=0)]
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+
+class DataSettings(_Settings):
+    """What a pretraining run reads, and how meta-tokens are put into it (paper, section 3)."""
+
+    tokens: Path | None = None  # the folder that `metatokens tokenize` wrote
+    block_size: Annotated[int, Field(ge=2)] = 1024  # positions of a block, meta-tokens included
+    fraction: float = 0.1  # of the block's positions that are meta-tokens: the paper's k, in [0, 0.5]
+    placement: Literal["uniform", "periodic", "none"] = "uniform"
+
+
+class ModelSettings(_Settings):
+    """Fields of `MetaGPT2Config`; vocabulary and special ids come from the tokenizer."""
+
+    hidden_size: Positive = 768
+    num_hidden_layers: Positive = 12
+    num_attention_heads: Positive = 12
+    intermediate_size: Positive | None = None
+    max_position_embeddings: Positive = 1024
+    position_embedding: Literal["learned", "rope", "none"] = "rope"
+    second_attention: Literal["meta", "causal", "none"] = "meta"
+    bias: bool = False
+    activation: str = "gelu"
+    initializer_range: Annotated[float, Field(gt=0)] = 0.02
+
+
+class TrainingSettings(_Settings):
+    """Names, meanings and units of transformers' `TrainingArguments`, but for `decay_steps`."""
+
+    max_steps: Positive
+    decay_steps: Positive | None = None  # horizon of the learning rate's cosine; max_steps where not given
+    per_device_train_batch_size: Positive = 12
+    gradient_accumulation_steps: Positive = 1
+    learning_rate: Annotated[float, Field(gt=0)] = 6e-4
+    min_learning_rate: Annotated[float, Field(ge=0)] = 6e-5  # `min_lr` of the schedule "cosine_with_min_lr"
+    warmup_steps: AtLeastZero = 0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1  # on matrices only
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    logging_steps: Positive = 10
+    save_steps: Positive = 1000
+    save_total_limit: Positive = 2
+    bf16: bool = False
+    activation_checkpointing: bool = False
+    torch_compile: bool = False
+    dataloader_num_workers: AtLeastZero = 0
+    report_to: str = "none"
+    seed: AtLeastZero = 0
+
+
+class TaskSettings(_Settings):
+    """What a fine-tuning run trains on (paper, section 4.2 and Appendix D)."""
+
+    train_lengths: tuple[Positive, ...] = (128, 256, 512)  # tokens; one phase of training and one checkpoint each
+    condition: Literal["paper", "none", "decoy"] = "paper"
+    examples: Positive = 90_000
+    loss_on: Literal["answer", "sequence"] = "answer"
+
+
+class PretrainRecipe(_Settings):
+    """Settings of `metatokens pretrain`."""
+
+    data: DataSettings = DataSettings()
+    model: ModelSettings = ModelSettings()
+    training: TrainingSettings
+
+
+class FinetuneRecipe(_Settings):
+    """Settings of `metatokens finetune`; `training.max_steps` is the number of steps of each train length."""
+
+    task: TaskSettings = TaskSettings()
+    training: TrainingSettings
+
+
+Recipe = TypeVar("Recipe", PretrainRecipe, FinetuneRecipe)
+
+
+def load_recipe(kind: type[Recipe], source: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply overrides.
+
+    Args:
+        kind: `PretrainRecipe` or `FinetuneRecipe`.
+        source: path of a YAML file, or the name of a recipe that comes with the package.
+        overrides: strings such as `training.max_steps=60`; values are read as YAML.
+
+    Raises:
+        UserError: if the file is missing or no YAML, or a key or value is not allowed; the sentence names it.
+    """
+    settings = _read_yaml(source)
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not all(key.split(".")):
+            raise UserError(f"--set {override!r} is not of the form section.key=value.")
+        *sections, last = key.split(".")
+        target = settings
+        for section in sections:
+            target = target.setdefault(section, {})
+            if not isinstance(target, dict):
+                raise UserError(f"--set {override!r}: {section} is not a section.")
+        try:
+            target[last] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"--set {override!r}: the value is not valid YAML.") from error
+    try:
+        return kind.model_validate(settings)
+    except ValidationError as error:
+        raise UserError(f"recipe {source}: {_explain(kind, error)}") from error
+
+
+def _read_yaml(source: str) -> dict[str, Any]:
+    packaged = files("metatokens") / "recipes"
+    path = Path(source) if Path(source).exists() else packaged / f"{source}.yaml"
+    if not path.is_file():
+        names = ", ".join(sorted(entry.name.removesuffix(".yaml") for entry in packaged.iterdir()))
+        raise UserError(f"no recipe at {source}; give a YAML file or one of: {names}.")
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"recipe {source} cannot be read as YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"recipe {source} must be a mapping of sections.")
+    return settings
+
+
+def _explain(kind: type[BaseModel], error: ValidationError) -> str:
+    """The first complaint of a validation error, as one sentence."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] != "extra_forbidden":
+        return f"{key} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}."
+    allowed: Any = kind
+    for section in first["loc"][:-1]:
+        allowed = allowed.model_fields[section].annotation
+    return f"{key} is not a setting; allowed are {', '.join(allowed.model_fields)}."

@@ -1,0 +1,270 @@
+"""The report's figures: small multiples in which a model looks the same everywhere.
+
+Everything is drawn with matplotlib's object-oriented interface. An inch is 96 pixels of a page, drawn at twice the
+density, so that letters keep their size on a phone: there the panels stand in one column.
+"""
+
+import io
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.markers import MarkerStyle
+from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import ScaledTranslation
+
+from metatokens.evaluation.results import Result
+from metatokens.report.estimates import Labels, measured_conditions, measured_tasks, model_of, pivot, tasks_in_order
+from metatokens.report.inputs import CurvePoint
+from metatokens.report.learning import LEARNED_LOSS
+from metatokens.report.tables import columns, commonest_answer, name, tokens, train_lengths
+
+PHONE, PAGE = 3.5, 8.6  # inches
+_PANEL_HEIGHT, _LEGEND_HEIGHT = 2.5, 0.5
+_INK, _GREY, _RULE, _SHADE = "#22211f", "#66635e", "#e2e0db", "#f4f2ed"
+_ASIDE = 4.0  # points
+_SIZE = 9.0  # points
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a model's line looks. The colours are told apart by the colour-blind; dashes and markers differ as well."""
+
+    colour: str
+    dashes: tuple[float, ...]
+    marker: str
+    size: float
+    fill: str = "full"
+
+
+_STYLES = {
+    "gpt2": Style("#4d4d4d", (1, 1.2), "s", 5.5),
+    "pause": Style("#00875f", (5, 1.5, 1, 1.5), "^", 6.5),
+    "twin": Style("#0072b2", (4, 1.8), "D", 5.2),
+    "meta": Style("#d55e00", (), "o", 6.0),
+}
+_FURTHER_STYLES = (
+    Style("#a3478a", (7, 2), "v", 6.5),
+    Style("#a07000", (2, 1), "P", 6.5),
+    Style("#2f97d0", (6, 1, 1, 1, 1, 1), "X", 6.5),
+)
+_CONDITIONS = {"paper": "paper: marked", "none": "none: no markers", "decoy": "decoy: idle markers too"}
+_FILLS = ("full", "none", "left", "bottom")  # the variants of one model, such as its position embeddings
+
+
+def palette(labels: Iterable[str]) -> dict[str, Style]:
+    """A style for each label; the four models of the project always look the same."""
+    further = cycle(_FURTHER_STYLES)
+    of_model = dict(_STYLES)
+    variants: dict[str, int] = {}
+    styles = {}
+    for label in dict.fromkeys(labels):
+        model = model_of(label)
+        style = of_model.setdefault(model, next(further)) if model not in of_model else of_model[model]
+        variant = variants[model] = variants.get(model, -1) + 1
+        styles[label] = replace(style, fill=_FILLS[variant % len(_FILLS)])
+    return styles
+
+
+def swatch(style: Style) -> dict[str, str]:
+    """A style as the attributes of an SVG line and of the polygon of its marker, around the origin, y downwards."""
+    marker = MarkerStyle(style.marker)
+    outline = marker.get_path().transformed(marker.get_transform()).to_polygons()[0]
+    return {
+        "colour": style.colour,
+        "dashes": " ".join(f"{1.8 * length:g}" for length in style.dashes),
+        "points": " ".join(f"{style.size * x:.2f},{-style.size * y:.2f}" for x, y in outline),
+        "fill": style.colour if style.fill == "full" else "#fff",
+    }
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG file; the same figure gives the same bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=192, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def headline(results: Sequence[Result], styles: Mapping[str, Style], width: float = PAGE) -> Figure:
+    """Accuracy by prompt length, a panel for each task, in the condition that the models were trained on.
+
+    Args:
+        results: all results of the report.
+        styles: a style for each label, from `palette`.
+        width: `PAGE` or `PHONE`.
+    """
+    panels = {
+        name(task): _accuracy_panel(results, styles, task, measured_conditions(results, task)[0])
+        for task in measured_tasks(results)
+    }
+    return _small_multiples(panels, styles, width, across=2)
+
+
+def marker_conditions(
+    results: Sequence[Result], styles: Mapping[str, Style], task: str | None, width: float = PAGE
+) -> Figure:
+    """One task's accuracy by prompt length, a panel for each marker condition."""
+    panels = {
+        _CONDITIONS.get(str(condition), str(condition)): _accuracy_panel(results, styles, task, condition)
+        for condition in measured_conditions(results, task)
+    }
+    return _small_multiples(panels, styles, width, across=3)
+
+
+def pretraining(
+    curves: Sequence[CurvePoint], styles: Mapping[str, Style], unigram: float | None, width: float = PAGE
+) -> Figure:
+    """Pretraining loss by step.
+
+    Args:
+        curves: all training curves.
+        styles: a style for each label, from `palette`.
+        unigram: the perplexity of a unigram model, drawn as a loss for comparison; None where it was not measured.
+        width: `PAGE` or `PHONE`.
+    """
+
+    def draw(axes: Axes) -> None:
+        _draw_curves(axes, curves, styles, None)
+        if unigram:
+            axes.axhline(math.log(unigram), color=_GREY, linestyle=(0, (2, 2)), linewidth=1)
+            axes.annotate(
+                "unigram, held-out text", (1, math.log(unigram)), (-2, 3), xycoords=axes.get_yaxis_transform(),
+                textcoords="offset points", ha="right", fontsize=_SIZE - 1, color=_GREY,
+            )  # fmt: skip
+
+    return _small_multiples({"Pretraining": draw}, styles, width, across=1)
+
+
+def fine_tuning(curves: Sequence[CurvePoint], styles: Mapping[str, Style], width: float = PAGE) -> Figure:
+    """Answer loss by fine-tuning step, a panel for each task, on a logarithmic scale."""
+
+    def panel(task: str | None) -> Callable[[Axes], None]:
+        def draw(axes: Axes) -> None:
+            axes.set_yscale("log", nonpositive="clip")
+            axes.axhline(LEARNED_LOSS, color=_GREY, linestyle=(0, (2, 2)), linewidth=1)
+            _draw_curves(axes, curves, styles, task)
+            axes.set_ylim(bottom=max(axes.get_ylim()[0], LEARNED_LOSS / 100))
+            axes.yaxis.set_major_formatter("{x:g}")
+
+        return draw
+
+    tasks = tasks_in_order(point.task for point in curves if point.task is not None)
+    return _small_multiples({name(task): panel(task) for task in tasks}, styles, width, across=2)
+
+
+def _small_multiples(
+    panels: Mapping[str, Callable[[Axes], None]], styles: Mapping[str, Style], width: float, across: int
+) -> Figure:
+    across = min(across, len(panels)) if width > PHONE else 1
+    down = math.ceil(len(panels) / across)
+    figure = Figure((width, down * _PANEL_HEIGHT + _LEGEND_HEIGHT), layout="constrained", facecolor="white")
+    grid = figure.subplots(down, across, squeeze=False)
+    drawn: dict[str, Any] = {}
+    for place, (axes, (title, draw)) in enumerate(zip(grid.flat, panels.items(), strict=False)):
+        axes.set_title(title, loc="left", fontsize=_SIZE + 1.5, fontweight="bold", color=_INK)
+        axes.grid(axis="y", color=_RULE, linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color(_GREY)
+        draw(axes)
+        axes.set_xlabel(axes.get_xlabel() if place + across >= len(panels) else "", fontsize=_SIZE, color=_INK)
+        axes.set_ylabel(axes.get_ylabel() if place % across == 0 else "", fontsize=_SIZE, color=_INK)
+        axes.tick_params(which="both", length=0, labelsize=_SIZE, labelcolor=_INK)
+        handles, labels = axes.get_legend_handles_labels()
+        drawn |= dict(zip(labels, handles, strict=True))
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    labels = sorted(drawn, key=lambda label: [*styles, label].index(label))
+    figure.legend(
+        [drawn[label] for label in labels], labels, loc="outside upper left", frameon=False, fontsize=_SIZE,
+        ncols=6 if width > PHONE else 2, handlelength=3.2, labelcolor=_INK, columnspacing=1.6,
+    )  # fmt: skip
+    return figure
+
+
+def _accuracy_panel(
+    results: Sequence[Result], styles: Mapping[str, Style], task: str | None, condition: str | None
+) -> Callable[[Axes], None]:
+    cells = pivot(results, "length", metric="exact_match", task=task, condition=condition)
+    lengths = [length for length in columns(cells) if length is not None]
+    trained = train_lengths(results)
+
+    def draw(axes: Axes) -> None:
+        for length in trained & set(lengths):
+            axes.axvline(length, color=_SHADE, linewidth=16, zorder=0)
+        chance = {
+            length: 100 * row[length].chance
+            for row in cells.values()
+            for length in lengths
+            if length in row and row[length].chance is not None
+        }
+        if chance:
+            x = sorted(chance)
+            y = [chance[length] for length in x]
+            axes.fill_between([0.93 * x[0], *x, 1.07 * x[-1]], [y[0], *y, y[-1]], color=_RULE, label="chance", zorder=0.5)
+        commonest = sorted((length, 100 * rate) for length, rate in commonest_answer(results, task).items() if length)
+        if commonest:
+            axes.plot(*zip(*commonest, strict=True), label="commonest answer", color=_GREY, linestyle=":", linewidth=1.2)
+        for place, (label, row) in enumerate(cells.items()):
+            points = [(length, row[length]) for length in lengths if length in row and row[length].value is not None]
+            # Models often coincide, at 100 % above all: a few points to the side keep each marker in sight.
+            aside = ScaledTranslation(_ASIDE * (place - (len(cells) - 1) / 2) / 72, 0, axes.figure.dpi_scale_trans)
+            drawn = {"transform": axes.transData + aside, "color": styles[label].colour}
+            axes.plot(
+                [length for length, _ in points],
+                [100 * cell.value for _, cell in points],
+                **_line(styles[label]) | drawn | {"label": label},
+            )
+            axes.fill_between(
+                [length for length, cell in points if cell.low is not None],
+                [100 * cell.low for _, cell in points if cell.low is not None],
+                [100 * cell.high for _, cell in points if cell.low is not None],
+                **drawn | {"alpha": 0.13, "linewidth": 0},
+            )
+        axes.set_xscale("log", base=2)
+        names = [f"{tokens(length)}\ntrain" if length in trained else tokens(length) for length in lengths]
+        axes.set_xticks(lengths, names)
+        axes.set_xticks([], minor=True)
+        axes.margins(x=0.07)
+        axes.set_ylim(-4, 104)
+        axes.set_yticks(range(0, 101, 25))
+        axes.set_ylabel("exactly right, %")
+        axes.set_xlabel("prompt length, tokens")
+
+    return draw
+
+
+def _draw_curves(axes: Axes, curves: Sequence[CurvePoint], styles: Mapping[str, Style], task: str | None) -> None:
+    labels = Labels(curves)
+    runs: dict[tuple[str, int], dict[int, float]] = {}
+    for point in curves:
+        if point.task == task:
+            runs.setdefault((labels(point), point.seed), {})[point.step] = point.loss
+    ordered = sorted(runs.items(), key=lambda run: (labels.all.index(run[0][0]), run[0][1]))
+    for place, ((label, _), losses) in enumerate(ordered):
+        steps = sorted(losses)
+        # Curves often coincide: markers at different steps keep each of them in sight.
+        gap = max(1, len(steps) // 5)
+        markers = (gap * place // len(ordered), gap)
+        axes.plot(steps, [losses[step] for step in steps], markevery=markers, label=label, **_line(styles[label]))
+    axes.set_xlabel("training step")
+    axes.set_ylabel("loss, nats a token")
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.margins(x=0.02)
+
+
+def _line(style: Style) -> dict[str, Any]:
+    return {
+        "color": style.colour,
+        "linestyle": (0, style.dashes) if style.dashes else "solid",
+        "linewidth": 1.6,
+        "marker": style.marker,
+        "markersize": style.size,
+        "fillstyle": style.fill,
+        "markerfacecoloralt": "white",
+    }

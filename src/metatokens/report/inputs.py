@@ -1,0 +1,160 @@
+"""What a report is made from: result records and, beside them in a run folder, curves, examples and settings."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError, model_validator
+
+from metatokens.errors import UserError
+from metatokens.evaluation.results import Result, read_results
+
+MARKER = " _PAUSE_"  # how a meta-token is shown in a prompt
+OUTCOME_FIELDS = {"value", "n", "low", "high", "chance", "versions", "created"}  # the others say what was measured
+
+Record = TypeVar("Record", bound=BaseModel)
+
+
+class CurvePoint(BaseModel):
+    """The training loss (nats per target token) at one logged step; `task` is null in pretraining."""
+
+    model: str
+    position_embedding: str | None = None
+    task: str | None = None
+    train_length: int | None = None
+    seed: int
+    step: int
+    loss: float
+    seconds: float | None = None
+
+
+class ShownExample(BaseModel):
+    """One example of a task, as `metatokens sample` prints it; only what is shown."""
+
+    task: str | None = None
+    phase: int | None = None
+    split: str | None = None
+    condition: str | None = None
+    prompt: str
+    markers: list[int] = []
+    completion: str
+    n_tokens: int | None = None
+
+    @model_validator(mode="after")
+    def _markers_stand_in_prompt(self) -> "ShownExample":
+        end = 0
+        for offset in self.markers:
+            if offset < end or not self.prompt.startswith(MARKER, offset):
+                raise ValueError(f"markers names offset {offset}, where the prompt has no {MARKER!r}")
+            end = offset + len(MARKER)
+        return self
+
+    def pieces(self) -> list[tuple[str, bool]]:
+        """The prompt as (text, is a meta-token) pairs; a literal `_PAUSE_` in the text is text."""
+        pieces, start = [], 0
+        for offset in self.markers:
+            pieces += [(self.prompt[start:offset], False), (MARKER.strip(), True)]
+            start = offset + len(MARKER)
+        return [piece for piece in [*pieces, (self.prompt[start:], False)] if piece[0]]
+
+
+class Stage(BaseModel):
+    """One stage of a run and the wall time it took."""
+
+    name: str
+    seconds: float
+
+
+class ModelInfo(BaseModel):
+    """What a run says about one of its models."""
+
+    parameters: int | None = None
+    description: str = ""
+
+
+class RunInfo(BaseModel):
+    """A run's `run.json`: what was run, where, with which settings. Everything may be absent."""
+
+    command: str | None = None
+    preset: str | None = None
+    recipes: dict[str, dict[str, Any]] = {}
+    python: str | None = None
+    platform: str | None = None
+    cores: int | None = None
+    versions: dict[str, str] = {}
+    created: str | None = None
+    finished: str | None = None
+    wall_seconds: float | None = None
+    stages: list[Stage] = []
+    corpus: dict[str, Any] = {}
+    models: dict[str, ModelInfo] = {}
+
+
+@dataclass
+class Inputs:
+    """Everything that was read for one report."""
+
+    results: list[Result]
+    remeasured: int = 0
+    """Records left out because a later record holds the same figure."""
+    curves: list[CurvePoint] = field(default_factory=list)
+    examples: list[ShownExample] = field(default_factory=list)
+    runs: list[RunInfo] = field(default_factory=list)
+
+
+def read_inputs(paths: Sequence[Path]) -> Inputs:
+    """Read run folders and result files.
+
+    Args:
+        paths: folders that hold `results.jsonl` and may hold `curves.jsonl`, `examples.jsonl` and `run.json`, or
+            files of result lines.
+
+    Raises:
+        UserError: if a path is missing or unreadable, a line or file is malformed, or there is no result at all.
+    """
+    files = [path / "results.jsonl" if path.is_dir() else path for path in paths]
+    for path, file in zip(paths, files, strict=True):
+        if path != file and not file.is_file():
+            raise UserError(f"the folder {path} holds no results.jsonl; give a run folder or a file of result lines.")
+    try:
+        records = read_results(files)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the results in {', '.join(map(str, files))}: {error}.") from error
+    if not records:
+        raise UserError(f"there is no result in {', '.join(map(str, files)) or 'an empty list of files'}.")
+    latest = {record.model_dump_json(exclude=OUTCOME_FIELDS): record for record in records}
+    inputs = Inputs(list(latest.values()), remeasured=len(records) - len(latest))
+    for folder in (path for path in paths if path.is_dir()):
+        inputs.curves += _read_lines(folder / "curves.jsonl", CurvePoint)
+        inputs.examples += _read_lines(folder / "examples.jsonl", ShownExample)
+        if (folder / "run.json").exists():
+            inputs.runs.append(_parse(RunInfo, _read_text(folder / "run.json"), str(folder / "run.json")))
+    return inputs
+
+
+def _read_lines(path: Path, kind: type[Record]) -> Iterator[Record]:
+    # Only a line feed ends a record: a text may hold the other line separators that str.splitlines knows.
+    lines = _read_text(path).split("\n") if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield _parse(kind, line, f"{path}, line {number}")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}.") from error
+
+
+def _parse(kind: type[Record], text: str, place: str) -> Record:
+    try:
+        return kind.model_validate(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{place} is not valid JSON: {error}.") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"{place}: {where + ': ' if where else ''}{first['msg']}.") from error

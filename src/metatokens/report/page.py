@@ -1,0 +1,103 @@
+"""The report as one HTML file that needs nothing else, and as Markdown with its pictures beside it."""
+
+import base64
+import html
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from metatokens.errors import UserError
+from metatokens.report import figures
+from metatokens.report.estimates import Labels
+from metatokens.report.inputs import Inputs, read_inputs
+from metatokens.report.sections import Picture, headline, sections
+
+SIGNATURE = "metatokens report"  # stands in both files, so that no other file is ever overwritten
+
+
+def write_report(paths: Sequence[Path], out: Path) -> Path:
+    """Write `index.html`, `report.md` and `figures/*.png`. The same inputs give the same bytes.
+
+    Args:
+        paths: run folders (`results.jsonl` and, where there are, `curves.jsonl`, `examples.jsonl`, `run.json`) or
+            files of result lines.
+        out: the folder to write, made where it is missing; a report in it is replaced.
+
+    Returns:
+        The path of `index.html`.
+
+    Raises:
+        UserError: if an input is missing, empty or malformed, if `out` cannot be written, or if it holds an
+            `index.html` or `report.md` that is not a report.
+    """
+    inputs = read_inputs(paths)
+    content = _content(inputs)
+    files: dict[Path, bytes] = {
+        out / "index.html": _html().get_template("page.html.j2").render(content).encode(),
+        out / "report.md": _markdown().get_template("page.md.j2").render(content).encode(),
+    }
+    for file in files:
+        if file.is_file() and SIGNATURE.encode() not in file.read_bytes():
+            raise UserError(f"{file} is not a report; choose another folder for --out, or remove it.")
+    pictures = [block for section in content["sections"] for block in section.blocks if isinstance(block, Picture)]
+    files |= {out / "figures" / f"{picture.file}.png": picture.page for picture in pictures}
+    try:
+        (out / "figures").mkdir(parents=True, exist_ok=True)
+        for file, data in files.items():
+            file.write_bytes(data)
+    except OSError as error:
+        raise UserError(f"cannot write the report to {out}: {error.strerror}.") from error
+    return out / "index.html"
+
+
+def _content(inputs: Inputs) -> dict[str, Any]:
+    """What both templates show."""
+    labels = [*Labels(inputs.results).all, *Labels(inputs.curves).all]
+    styles = figures.palette(labels)
+    dates = [run.finished or run.created for run in inputs.runs] + [result.created for result in inputs.results]
+    return {
+        "signature": SIGNATURE,
+        "presets": list(dict.fromkeys(run.preset for run in inputs.runs if run.preset)),
+        "created": max(filter(None, dates)),
+        "headline": headline(inputs),
+        "sections": sections(inputs, styles),
+        "swatches": {label: figures.swatch(style) for label, style in styles.items()},
+    }
+
+
+def _html() -> Environment:
+    return _environment(autoescape=True, filters={"data_uri": _data_uri})
+
+
+def _markdown() -> Environment:
+    # Every value is escaped where it is printed, unless it was escaped for HTML already.
+    def escape(value: Any) -> Any:
+        return value if isinstance(value, Markup) else _escape_markdown(str(value))
+
+    return _environment(finalize=escape, filters={"html": lambda text: Markup.escape(text)})
+
+
+def _environment(filters: dict[str, Any], **options: Any) -> Environment:
+    environment = Environment(
+        loader=PackageLoader("metatokens.report", "."),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        **options,
+    )
+    environment.tests["kind"] = lambda block, kind: type(block).__name__ == kind
+    environment.filters |= filters
+    return environment
+
+
+def _data_uri(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+def _escape_markdown(text: str) -> str:
+    return re.sub(r"([\\`*_\[\]|~])", r"\\\1", html.escape(" ".join(text.split()), quote=False))

@@ -1,0 +1,287 @@
+"""What the report says, section by section, before it becomes HTML or Markdown."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from matplotlib.figure import Figure
+
+from metatokens.report import figures, findings, tables
+from metatokens.report.estimates import measured_conditions, measured_tasks, model_of, select
+from metatokens.report.figures import PAGE, PHONE, Style, png
+from metatokens.report.findings import Finding
+from metatokens.report.inputs import Inputs, RunInfo, ShownExample
+from metatokens.report.learning import LEARNED_LOSS
+from metatokens.report.tables import Table, name
+
+MODELS = {
+    "gpt2": "no meta-tokens in pretraining, one attention",
+    "pause": "meta-tokens, one attention",
+    "twin": "meta-tokens, second attention over all tokens: the control of equal size",
+    "meta": "meta-tokens, second attention among them alone",
+}
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The first screen: what was compared and what came out."""
+
+    compared: str
+    verdict: str
+    table: Table
+    findings: Sequence[Finding]
+    caution: str
+    descriptions: Mapping[str, str]
+    """What each row's model is."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure, drawn for a page and for a phone."""
+
+    file: str
+    alt: str
+    page: bytes
+    phone: bytes
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Tables that are shown when asked for."""
+
+    title: str
+    tables: Sequence[Table]
+
+
+Block = Finding | Table | Picture | Fold | ShownExample
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section: a few words, then what it shows."""
+
+    anchor: str
+    title: str
+    intro: str
+    blocks: Sequence[Block] = ()
+
+
+def headline(inputs: Inputs) -> Headline:
+    """The first task's accuracy at the two lengths that tell most; perplexity where no accuracy was measured."""
+    results = inputs.results
+    infos = {model: info for run in inputs.runs for model, info in run.models.items()}
+    task = next(iter(measured_tasks(results)), None)
+    if not select(results, metric="exact_match"):
+        table, found, verdict, compared = tables.perplexity(results), [], "No accuracy was measured.", "Perplexity"
+    else:
+        condition = measured_conditions(results, task)[0]
+        table = tables.accuracy(results, task, condition, lengths=tables.key_lengths(results, task))
+        gains = findings.gains(results, task)
+        verdict = findings.in_one_sentence(task, gains)
+        found = [*gains, *findings.marker_effects(results, task, {findings.SUBJECT})]
+        compared = f"{name(task)}: answers exactly right, % (95 % interval)"
+    positions = sorted({result.position_embedding for result in results if result.position_embedding})
+    with_positions = f"; positions: {', '.join(positions)}" if positions else ""
+    labels = [row[0] for row in table.rows]
+    return Headline(
+        compared=compared + with_positions,
+        verdict=verdict,
+        table=table,
+        findings=found,
+        caution=findings.caution(results, task, infos),
+        descriptions={
+            label: MODELS.get(model_of(label)) or (infos[model_of(label)].description if model_of(label) in infos else "")
+            for label in labels
+        },
+    )
+
+
+def sections(inputs: Inputs, styles: Mapping[str, Style]) -> list[Section]:
+    """Every section; one without data says so.
+
+    Args:
+        inputs: what was read.
+        styles: a style for each label, from `figures.palette`.
+    """
+    return [
+        _accuracy(inputs, styles),
+        _markers(inputs, styles),
+        _training(inputs, styles),
+        _perplexity(inputs),
+        _majority(inputs),
+        _examples(inputs),
+        *_provenance(inputs),
+    ]
+
+
+def _accuracy(inputs: Inputs, styles: Mapping[str, Style]) -> Section:
+    results = inputs.results
+    anchor, title = "accuracy", "Accuracy by prompt length"
+    tasks = measured_tasks(results)
+    if not tasks:
+        return Section(anchor, title, "No accuracy was measured.")
+    conditions = {task: measured_conditions(results, task)[0] for task in tasks}
+    summaries = [findings.accuracy_summary(results, task, condition) for task, condition in conditions.items()]
+    token_accuracy = [
+        tables.accuracy(results, task, condition, metric="token_accuracy")
+        for task, condition in conditions.items()
+        if select(results, metric="token_accuracy", task=task, condition=condition)
+    ]
+    blocks: list[Block] = [
+        _picture("accuracy", " ".join(summaries), lambda width: figures.headline(results, styles, width)),
+        *(
+            replace(finding, place=f"{name(task)}, {finding.place}")
+            for task in tasks
+            for finding in findings.gains(results, task)
+        ),
+        *(tables.accuracy(results, task, condition) for task, condition in conditions.items()),
+    ]
+    if token_accuracy:
+        blocks.append(Fold("Token accuracy: answer tokens right, one by one", token_accuracy))
+    return Section(
+        anchor,
+        title,
+        "An answer counts when all of it is right. Bands and brackets are 95 % intervals. Column L holds prompts of more "
+        "than L/2 and up to L tokens, meta-tokens included. Two models are said to differ where the 95 % interval of their "
+        "difference (Newcombe) excludes zero.",
+        blocks,
+    )
+
+
+def _markers(inputs: Inputs, styles: Mapping[str, Style]) -> Section:
+    results = inputs.results
+    blocks: list[Block] = []
+    for task in measured_tasks(results):
+        conditions = measured_conditions(results, task)
+        if len(conditions) > 1:
+            summary = [f"In {c}: {findings.accuracy_summary(results, task, c)}" for c in conditions]
+
+            def draw(width: float, task: str | None = task) -> Figure:
+                return figures.marker_conditions(results, styles, task, width)
+
+            blocks += [
+                _picture(f"markers_{task}", " ".join(summary), draw),
+                *findings.marker_effects(results, task, {result.model for result in results}),
+                *(tables.accuracy(results, task, condition) for condition in conditions[1:]),
+            ]
+    title = "Do the markers give the answer away?"
+    if not blocks:
+        return Section("markers", title, "Only one marker condition was measured.")
+    return Section(
+        "markers",
+        title,
+        "In condition paper a meta-token marks the place that the question asks about. In none each marker of the context "
+        "is the ordinary text \u201c|\u201d. In decoy further meta-tokens stand where they leave the answer unchanged.",
+        blocks,
+    )
+
+
+def _training(inputs: Inputs, styles: Mapping[str, Style]) -> Section:
+    curves = inputs.curves
+    title = "Training curves"
+    if not curves:
+        return Section("training", title, "No training curves: there is no curves.jsonl beside the results.")
+    blocks: list[Block] = []
+    if any(point.task is None for point in curves):
+        perplexities = select(inputs.results, metric="perplexity", condition="none")
+        unigram = next((result.chance for result in perplexities if result.chance), None)
+        blocks.append(
+            _picture(
+                "pretraining",
+                findings.final_losses(curves, None),
+                lambda width: figures.pretraining(curves, styles, unigram, width),
+            )
+        )
+    tasks = [task for task in dict.fromkeys(point.task for point in curves) if task is not None]
+    if tasks:
+        summary = " ".join(findings.final_losses(curves, task) for task in tasks)
+        blocks += [
+            _picture("fine_tuning", summary, lambda width: figures.fine_tuning(curves, styles, width)),
+            *findings.budgets(curves),
+            tables.learning_steps(curves),
+        ]
+    return Section(
+        "training",
+        title,
+        "Pretraining loss is over text tokens, fine-tuning loss over answer tokens; the dashed line marks "
+        f"{LEARNED_LOSS}. A task counts as learned from the first logged step after which the answer loss stays under it.",
+        blocks,
+    )
+
+
+def _perplexity(inputs: Inputs) -> Section:
+    if not select(inputs.results, metric="perplexity"):
+        return Section("perplexity", "Perplexity", "No perplexity was measured.")
+    return Section(
+        "perplexity",
+        "Perplexity",
+        "Held-out text, the same text tokens for every model and column; no meta-token is ever a target. "
+        + " ".join(findings.perplexities(inputs.results)),
+        [tables.perplexity(inputs.results)],
+    )
+
+
+def _majority(inputs: Inputs) -> Section:
+    title = "What always giving one answer scores"
+    if not select(inputs.results, metric="majority_rate"):
+        return Section("majority", title, "No majority rate was measured.")
+    return Section(
+        "majority",
+        title,
+        "The rate of the commonest answer among the test answers. A model has learned nothing that this does not show "
+        "unless it scores above it.",
+        [tables.majority_rates(inputs.results)],
+    )
+
+
+def _examples(inputs: Inputs) -> Section:
+    if not inputs.examples:
+        return Section("examples", "Examples", "No examples: there is no examples.jsonl beside the results.")
+    intro = "One prompt of each task. A tinted _PAUSE_ is a meta-token; any other text is text."
+    return Section("examples", "Examples", intro, inputs.examples)
+
+
+def _provenance(inputs: Inputs) -> list[Section]:
+    remeasured = f" Of {inputs.remeasured} figures measured again, the later is shown." if inputs.remeasured else ""
+    title = "What was run where"
+    if inputs.runs:
+        several = len(inputs.runs) > 1
+        return [
+            Section(
+                f"run-{number}" if several else "run",
+                f"{title}: run {number}" if several else title,
+                f"{len(inputs.results):,} results in all.{remeasured}",
+                _run(run),
+            )
+            for number, run in enumerate(inputs.runs, start=1)
+        ]
+    versions = {package: version for result in inputs.results for package, version in result.versions.items()}
+    intro = f"There is no run.json beside the results: command, settings and times are unknown.{remeasured}"
+    return [Section("run", title, intro, [tables.settings("Versions named in the results", versions)])]
+
+
+def _run(run: RunInfo) -> list[Block]:
+    facts = {
+        "command": run.command,
+        "preset": run.preset,
+        "platform": run.platform,
+        "cores": run.cores,
+        "python": run.python,
+        **run.versions,
+        "started": run.created,
+        "finished": run.finished,
+        "wall time": None if run.wall_seconds is None else tables.duration(run.wall_seconds),
+    }
+    blocks: list[Block] = [tables.settings("Run", {fact: value for fact, value in facts.items() if value is not None})]
+    if run.models:
+        blocks.append(tables.models(run.models))
+    if run.corpus:
+        blocks.append(tables.settings("Corpus", run.corpus))
+    if run.stages:
+        blocks.append(Fold("Time of each stage", [tables.stages(run.stages)]))
+    if run.recipes:
+        blocks.append(Fold("Settings", [tables.settings(recipe, values) for recipe, values in run.recipes.items()]))
+    return blocks
+
+
+def _picture(file: str, alt: str, draw: Callable[[float], Figure]) -> Picture:
+    return Picture(file, alt, png(draw(PAGE)), png(draw(PHONE)))

@@ -1,0 +1,249 @@
+"""Result records to tables of strings, which the page and its Markdown both print."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from metatokens.evaluation.results import Metric, Result
+from metatokens.report.estimates import Estimate, pivot, select, tasks_in_order
+from metatokens.report.inputs import CurvePoint, ModelInfo, Stage
+from metatokens.report.learning import BUDGET, LEARNED_LOSS, learning
+
+NOT_RUN = "-"
+EN_DASH, MINUS, TIMES, DIVIDED = "\u2013", "\u2212", "\u00d7", "\u00f7"
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of strings."""
+
+    title: str
+    header: Row
+    rows: tuple[Row, ...]
+    footer: tuple[Row, ...] = ()
+    """Rows that say what to compare the others with: chance, n."""
+    note: str = ""
+    text_columns: int = 1
+    """How many columns, from the left, hold words; the others hold figures."""
+    estimates: tuple[tuple[Estimate | None, ...], ...] = ()
+    """The estimates behind the figure columns of `rows`, where they are to be drawn too."""
+
+
+def name(value: str | None) -> str:
+    """A task or condition as a reader sees it: `list_recall` is "List recall"."""
+    return (value or "no name").replace("_", " ").capitalize()
+
+
+def tokens(length: int | None) -> str:
+    """A length as a reader sees it: `1,024`."""
+    return "all" if length is None else f"{length:,}"
+
+
+def percent(value: float | None) -> str:
+    """A proportion in percent: `97.4`; `-` where there is none."""
+    return NOT_RUN if value is None else f"{100 * value:.1f}"
+
+
+def with_interval(estimate: Estimate | None) -> str:
+    """A proportion and its interval in percent: `97.4 (95.6-98.5)`; `-` where the model cannot be run."""
+    if estimate is None:
+        return ""
+    if estimate.low is None or estimate.high is None:
+        return percent(estimate.value)
+    return f"{percent(estimate.value)} ({percent(estimate.low)}{EN_DASH}{percent(estimate.high)})"
+
+
+def train_lengths(results: Iterable[Result]) -> set[int]:
+    """The lengths, in tokens, that the measured models were fine-tuned at."""
+    return {result.train_length for result in results if result.train_length is not None}
+
+
+def key_lengths(results: Sequence[Result], task: str | None) -> dict[int | None, str]:
+    """The two lengths that tell most, with their names: the train length and the longest.
+
+    Where models were trained at several lengths, the shortest and the longest that were measured.
+    """
+    measured = select(results, metric="exact_match", task=task)
+    lengths = sorted({result.length for result in measured if result.length is not None}) or [None]
+    trained = train_lengths(measured)
+    start = trained.pop() if len(trained) == 1 and trained <= set(lengths) else None
+    first, last = start or lengths[0], lengths[-1]
+    names = {first: f"{tokens(first)} tokens" + (" (train length)" if start else "")}
+    if last != first:
+        names[last] = f"{tokens(last)} tokens" + (f" ({last / start:g}{TIMES})" if start and last else "")
+    return names
+
+
+def accuracy(
+    results: Sequence[Result],
+    task: str | None,
+    condition: str | None,
+    *,
+    metric: Metric = "exact_match",
+    lengths: Mapping[int | None, str] | None = None,
+) -> Table:
+    """One task's accuracy: a row for each model, a column for each length; chance, commonest answer and n below.
+
+    Args:
+        results: all results of the report.
+        task: the task.
+        condition: the marker condition.
+        metric: `exact_match` or `token_accuracy`.
+        lengths: the lengths shown and their names; all that were measured, by default.
+    """
+    cells = pivot(results, "length", metric=metric, task=task, condition=condition)
+    if lengths is None:
+        trained = train_lengths(select(results, metric=metric, task=task))
+        lengths = {length: f"{tokens(length)} (train)" if length in trained else tokens(length) for length in columns(cells)}
+    footer = [_footer("chance", cells, lengths, lambda cell: cell.chance, percent)]
+    commonest = commonest_answer(results, task) if metric == "exact_match" else {}
+    if commonest:
+        footer.append(("commonest answer", *(percent(commonest.get(length)) for length in lengths)))
+    unit, counted = ("answers exactly right", "n (prompts)")
+    if metric == "token_accuracy":
+        unit, counted = ("answer tokens right", "n (tokens)")
+    footer.append(_footer(counted, cells, lengths, lambda cell: cell.n or None, _count))
+    return Table(
+        f"{name(task)}: {unit}, %",
+        ("model", *lengths.values()),
+        tuple((label, *(with_interval(row.get(length)) for length in lengths)) for label, row in cells.items()),
+        tuple(footer),
+        note="-: the length lies beyond what the model can be run at." if _some_not_run(cells) else "",
+        estimates=tuple(tuple(row.get(length) for length in lengths) for row in cells.values()),
+    )
+
+
+def commonest_answer(results: Sequence[Result], task: str | None) -> dict[int | None, float]:
+    """By length, the rate of the commonest answer among a task's test answers: what always giving it would score."""
+    found = pivot(results, "length", metric="majority_rate", task=task)
+    return {length: cell.value for row in found.values() for length, cell in row.items() if cell.value is not None}
+
+
+def majority_rates(results: Sequence[Result]) -> Table:
+    """The rate of the commonest answer: a row for each task, a column for each length."""
+    tasks = tasks_in_order(result.task for result in select(results, metric="majority_rate"))
+    rates = {task: commonest_answer(results, task) for task in tasks}
+    lengths = columns(rates)
+    rows = tuple((name(task), *(percent(row.get(length)) for length in lengths)) for task, row in rates.items())
+    return Table("Rate of the commonest answer, %", ("task", *map(tokens, lengths)), rows)
+
+
+def perplexity(results: Sequence[Result]) -> Table:
+    """Held-out perplexity: a row for each model, a column for each placement; the unigram perplexity and n below."""
+    cells = pivot(results, "condition", metric="perplexity")
+    placements = {
+        placement: "text alone" if placement == "none" else f"with meta-tokens ({placement})"
+        for placement in sorted(columns(cells), key=lambda placement: placement != "none")
+    }
+    return Table(
+        "Perplexity of held-out text",
+        ("model", *placements.values()),
+        tuple((label, *(_perplexity(row.get(placement)) for placement in placements)) for label, row in cells.items()),
+        (
+            _footer("unigram", cells, placements, lambda cell: cell.chance, lambda value: f"{value:,.1f}"),
+            _footer("n (tokens)", cells, placements, lambda cell: cell.n or None, _count),
+        ),
+    )
+
+
+def learning_steps(curves: Sequence[CurvePoint]) -> Table:
+    """Steps until the answer loss stays under the threshold, beside the steps trained."""
+    return Table(
+        f"Steps until the answer loss stays under {LEARNED_LOSS}",
+        ("task", "model", "seed", "steps needed", "seconds", "steps trained", f"{DIVIDED} slowest learner"),
+        tuple(
+            (
+                name(run.task),
+                run.label,
+                str(run.seed),
+                _count(run.learned.step) if run.learned else "not reached",
+                _count(run.learned.seconds) if run.learned and run.learned.seconds is not None else NOT_RUN,
+                _count(run.steps),
+                NOT_RUN if run.budget is None else f"{run.budget:.2f}",
+            )
+            for run in learning(curves)
+        ),
+        note="Last column: steps trained, divided by the steps that the slowest learner of the task needed. "
+        f"A comparison asks for {BUDGET} or more.",
+        text_columns=2,
+    )
+
+
+def models(infos: Mapping[str, ModelInfo]) -> Table:
+    """The models of a run: parameters and description."""
+    rows = tuple(
+        (model, NOT_RUN if info.parameters is None else _count(info.parameters), info.description)
+        for model, info in infos.items()
+    )
+    return Table("Models", ("model", "parameters", "what it is"), rows)
+
+
+def settings(title: str, values: Mapping[str, Any]) -> Table:
+    """Nested settings as dotted keys and values."""
+    return Table(title, ("setting", "value"), tuple(_flat(values)), text_columns=2)
+
+
+def stages(times: Sequence[Stage]) -> Table:
+    """The stages of a run and the time that each took."""
+    return Table("Time of each stage", ("stage", "time"), tuple((stage.name, duration(stage.seconds)) for stage in times))
+
+
+def duration(seconds: float) -> str:
+    """A time as a reader sees it: `13 min 30 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def columns(cells: Mapping[Any, Mapping[Any, object]]) -> list[Any]:
+    """The columns of a pivot table, in order."""
+    found = {column for row in cells.values() for column in row}
+    return sorted(found, key=lambda column: (column is None, column))
+
+
+def _footer(
+    title: str,
+    cells: Mapping[str, Mapping[Any, Estimate]],
+    chosen: Iterable[Any],
+    figure: Callable[[Estimate], Any],
+    form: Callable[[Any], str],
+) -> Row:
+    """One figure a column; a range where it differs from row to row."""
+    row = [title]
+    for column in chosen:
+        found = {figure(cells[label][column]) for label in cells if column in cells[label]} - {None}
+        row.append(EN_DASH.join(form(value) for value in sorted({min(found), max(found)})) if found else NOT_RUN)
+    return tuple(row)
+
+
+def _some_not_run(cells: Mapping[str, Mapping[Any, Estimate]]) -> bool:
+    return any(cell.value is None for row in cells.values() for cell in row.values())
+
+
+def _perplexity(cell: Estimate | None) -> str:
+    if cell is None:
+        return ""
+    return NOT_RUN if cell.value is None else f"{cell.value:,.1f}"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[Row]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", _setting(value)
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_setting, value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return _count(value)
+    return NOT_RUN if value is None else str(value)

@@ -1,0 +1,87 @@
+"""Copying: repeat the part of a text that two meta-tokens bracket.
+
+The paper's example is an excerpt of a novel (appendix "Example Prompts"); a short one, with the completion
+" was hardly a clue":
+
+    There _PAUSE_ was hardly a clue _PAUSE_ to be found.
+    Q: Copy the bracketed text. _PAUSE_
+
+The completion is the bracketed text and nothing else; the paper's adds a full stop.
+"""
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from metatokens.errors import UserError
+from metatokens.tasks.example import Content
+
+QUESTION = "Q: Copy the bracketed text."
+DECOY_QUESTION = "Q: Copy the first bracketed text."
+
+_PIECE = re.compile(r"\s*(?:\w+|[^\w\s]+)")  # a word or a run of punctuation, with the space before it
+_SHORTEST = 3 * 3  # pieces: the smallest m * n of any phase
+
+
+class Excerpts:
+    """Excerpts of documents for the task to ask about.
+
+    Args:
+        documents: texts; those too short for an excerpt are passed over. They are cut at bars, since a bar
+            stands for a marker in condition `none`.
+
+    Raises:
+        UserError: if no document is long enough for the shortest excerpt.
+    """
+
+    def __init__(self, documents: Sequence[str]):
+        texts = [text for document in documents for text in document.split("|")]
+        ends = [np.array([match.end() for match in _PIECE.finditer(text)], dtype=np.int32) for text in texts]
+        longest_first = sorted(range(len(texts)), key=lambda i: -len(ends[i]))
+        self._texts = [texts[i] for i in longest_first]
+        self._ends = [ends[i] for i in longest_first]  # where each piece ends, as character offsets
+        lengths = np.array([len(ends[i]) for i in longest_first], dtype=np.int64)  # in pieces
+        self._negative_lengths = -lengths  # ascending, as searchsorted wants it
+        self._total_lengths = np.cumsum(lengths)
+        self.longest = int(lengths.max(initial=0))
+        """Pieces of the longest excerpt there is."""
+        if self.longest < _SHORTEST:
+            raise UserError(
+                f"copying needs a document of at least {_SHORTEST} words and punctuation marks free of bars; "
+                f"the longest of the {len(documents)} given has {self.longest}."
+            )
+
+    def draw(self, generator: np.random.Generator, m: int, n: int) -> Content:
+        """Draw an excerpt of m * n pieces with n of them bracketed, at any distance from its end.
+
+        m * n is at most `longest`. Decoys: one to three bracketed parts further on, but none where fewer than
+        two pieces follow.
+        """
+        pieces = self._draw_excerpt(generator, m * n)
+        start = int(generator.integers((m - 1) * n + 1))
+        end = start + n
+        following = len(pieces) - end
+        pairs = min(int(generator.integers(1, 4)), following // 2)
+        decoys = generator.permutation(following)[: 2 * pairs] + end + 1
+        return Content(
+            pieces=pieces,
+            markers=(start, end),
+            decoys=tuple(decoys.tolist()),
+            question=QUESTION,
+            decoy_question=DECOY_QUESTION,
+            answer="".join(pieces[start:end]),
+        )
+
+    def _draw_excerpt(self, generator: np.random.Generator, length: int) -> list[str]:
+        """A run of `length` pieces anywhere in a document, itself drawn in proportion to its length."""
+        long_enough = int(np.searchsorted(self._negative_lengths, -length, side="right"))
+        drawn = generator.integers(self._total_lengths[long_enough - 1])
+        document = int(np.searchsorted(self._total_lengths, drawn, side="right"))
+        text, ends = self._texts[document], self._ends[document]
+        first = int(generator.integers(len(ends) - length + 1))
+        offsets = [int(ends[first - 1]) if first else 0, *ends[first : first + length].tolist()]
+        pieces = [text[start:end] for start, end in pairwise(offsets)]
+        pieces[0] = pieces[0].lstrip()
+        return pieces

@@ -1,0 +1,212 @@
+"""Which examples there are: phases, lengths, conditions, and the split into train and test (paper, Table 6).
+
+An example is a function of its task, condition, seed, index, purpose (train or test, and the length or phase
+asked for), the tokenizer, and for copying the documents; nothing else, so any process can make any of them at
+any time. The conditions of one index show the same content, unless it fits the length in the one and not in
+the other.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import cast, get_args
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from metatokens.errors import UserError
+from metatokens.tasks import copying, list_recall, parity, segment_counting
+from metatokens.tasks.encoding import SegmentEncoder
+from metatokens.tasks.example import CONDITIONS, MARKER, Condition, Content, Example, Split, encode_example
+from metatokens.tasks.inventory import INVENTORY
+
+_DRAWS = {"list_recall": list_recall.draw, "segment_counting": segment_counting.draw, "parity": parity.draw}
+TASKS = (*_DRAWS, "copying")
+
+_ATTEMPTS = (
+    10_000  # finds a test prompt (one in ten) of a length that one in a hundred has, but for odds of e^-10
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """How many lists there are, and how many items each list has."""
+
+    lists: tuple[int, int]
+    """The range of m, both ends included."""
+    lengths: tuple[tuple[int, int], ...]
+    """Ranges of n, equally likely, both ends included."""
+
+    def draw(self, generator: np.random.Generator) -> tuple[int, int]:
+        """Draw m and n."""
+        low, high = self.lengths[generator.integers(len(self.lengths))]
+        m_low, m_high = self.lists
+        return int(generator.integers(m_low, m_high + 1)), int(generator.integers(low, high + 1))
+
+
+PHASES = {
+    1: Phase((3, 8), ((3, 10),)),
+    2: Phase((8, 12), ((3, 8), (9, 16))),
+    3: Phase((12, 19), ((3, 8), (9, 16), (17, 25))),
+    4: Phase((15, 20), ((40, 60),)),
+    5: Phase((15, 20), ((90, 110),)),
+}
+
+_PHASE_OF_LENGTH = {128: 1, 256: 2, 512: 3, 1024: 4, 2048: 5}
+
+
+def phase_of_length(length: int) -> int:
+    """The hardest phase at a prompt length in tokens: that of the next listed length, 5 beyond 2,048."""
+    return next((phase for listed, phase in _PHASE_OF_LENGTH.items() if length <= listed), max(PHASES))
+
+
+class TaskData:
+    """The examples of one task in one condition, made on demand.
+
+    Args:
+        task: one of TASKS.
+        tokenizer: measures lengths and gives the ids.
+        condition: one of CONDITIONS.
+        seed: 0 or more; another seed, other examples.
+        documents: for copying, the texts that it takes its excerpts from.
+
+    Raises:
+        UserError: if the task or the condition is unknown, the seed negative, or no document long enough.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        condition: str = "paper",
+        seed: int = 0,
+        documents: Sequence[str] = (),
+    ):
+        if task not in TASKS:
+            raise UserError(f"unknown task {task!r}; the tasks are {', '.join(TASKS)}.")
+        if condition not in CONDITIONS:
+            raise UserError(f"unknown condition {condition!r}; the conditions are {', '.join(CONDITIONS)}.")
+        if seed < 0:
+            raise UserError(f"the seed is {seed}; it must be 0 or more.")
+        self._task, self._condition, self._seed = task, cast(Condition, condition), seed
+        self._encoder = SegmentEncoder(tokenizer)
+        self._vocabulary_size = len(tokenizer)
+        self._draw: Callable[[np.random.Generator, int, int], Content]
+        self._longest_context = math.inf
+        if task == "copying":
+            excerpts = copying.Excerpts(documents)
+            self._draw, self._longest_context = excerpts.draw, excerpts.longest
+        else:
+            self._draw = _DRAWS[task]
+
+    def train(self, index: int, train_length: int) -> Example:
+        """The index-th training example with a prompt of at most `train_length` tokens.
+
+        Its phase is drawn uniformly from those up to the length's.
+
+        Raises:
+            UserError: if no such prompt was found.
+        """
+        generator = self._generator(index, f"train {train_length}")
+        phase = int(generator.integers(1, phase_of_length(train_length) + 1))
+        return self._find(generator, index, phase, "train", 0, train_length)
+
+    def test(self, index: int, length: int) -> Example:
+        """The index-th test example of bin `length`: its prompt has (length / 2, length] tokens.
+
+        Raises:
+            UserError: if no such prompt was found.
+        """
+        generator = self._generator(index, f"test {length}")
+        return self._find(generator, index, phase_of_length(length), "test", length // 2, length)
+
+    def sample(self, index: int, phase: int, split: Split) -> Example:
+        """The index-th example of a phase and split, of whatever length.
+
+        Raises:
+            UserError: if the phase or the split is unknown, or no such prompt was found.
+        """
+        if phase not in PHASES:
+            raise UserError(f"unknown phase {phase}; the phases are 1 to {max(PHASES)}.")
+        if split not in get_args(Split):
+            raise UserError(f"unknown split {split!r}; the splits are {', '.join(get_args(Split))}.")
+        return self._find(self._generator(index, f"phase {phase} {split}"), index, phase, split)
+
+    def _generator(self, index: int, purpose: str) -> np.random.Generator:
+        # The condition is left out, so that all conditions draw the same contents.
+        return np.random.default_rng([self._seed, index, _stable_hash(f"{self._task} {purpose}")])
+
+    def _find(
+        self,
+        generator: np.random.Generator,
+        index: int,
+        phase: int,
+        split: Split,
+        above: int = 0,
+        up_to: float = math.inf,
+    ) -> Example:
+        """Draw contents until one is in the split and its prompt has (above, up_to] tokens."""
+        for _ in range(_ATTEMPTS):
+            m, n = PHASES[phase].draw(generator)
+            if m * n > min(up_to, self._longest_context):  # a word is one token or more
+                continue
+            content = self._draw(generator, m, n)
+            if _split_of(content) != split or (self._condition == "decoy" and not content.decoys):
+                continue
+            example = encode_example(
+                self._encoder,
+                content.segments(self._condition),
+                content.answer,
+                task=self._task,
+                phase=phase,
+                seed=self._seed,
+                index=index,
+                split=split,
+                condition=self._condition,
+            )
+            if above < example.n_tokens <= up_to:
+                return example
+        length = f" and {above + 1:,} to {up_to:,} tokens" if up_to < math.inf else ""
+        documents = f", documents of {self._longest_context:,} words" if self._task == "copying" else ""
+        raise UserError(
+            f"no {self._task} prompt of phase {phase}{length} was found in {_ATTEMPTS:,} attempts "
+            f"(vocabulary of {self._vocabulary_size:,} entries{documents}); try another length or tokenizer."
+        )
+
+
+def _split_of(content: Content) -> Split:
+    """A tenth of all contents is for testing, whatever the condition shown."""
+    return "train" if _stable_hash(MARKER.join(content.segments("paper"))) % 10 else "test"
+
+
+def _stable_hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def task_texts() -> list[str]:
+    """Texts that show every item, category and question, for a tokenizer to be trained on beside a corpus."""
+    questions = [parity.QUESTION, copying.QUESTION, copying.DECOY_QUESTION]
+    for place, (category, items) in enumerate(INVENTORY.items(), start=1):
+        questions.append(list_recall.QUESTION.format(place=place, category=category))
+        questions.append(segment_counting.QUESTION.format(item=items[0], category=category))
+    return [
+        *(f"{category}: {' '.join(items)} |" for category, items in INVENTORY.items()),
+        f"Bits: {' '.join(map(str, range(26)))}",  # the places of phases 1 to 3
+        *questions,
+        *(question.replace("pause", "bar") for question in questions),
+    ]
+
+
+def chance(task: str) -> float | None:
+    """Exact match of blind guessing among the answers a question allows; None where their number varies."""
+    return {"list_recall": 0.1, "segment_counting": None, "parity": 0.5, "copying": 0.0}[task]
+
+
+def majority_rate(answers: Iterable[str]) -> tuple[float, str]:
+    """The exact match of always giving the most frequent answer, and that answer."""
+    counts = Counter(answers)
+    answer = min(counts, key=lambda a: (-counts[a], a))
+    return counts[answer] / counts.total(), answer

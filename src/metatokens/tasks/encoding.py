@@ -1,0 +1,63 @@
+"""Prompts to token ids: segment by segment, the meta-token's id at each join, each word encoded once."""
+
+import re
+from collections.abc import Sequence
+
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase
+
+from metatokens.data.tokenizer import encode_text, meta_token_id
+
+# How GPT-2's byte-level pre-tokenizer cuts ASCII text into words; byte-pair merges never cross its cuts.
+_ASCII_WORDS = re.compile(
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII
+)
+
+
+class SegmentEncoder:
+    """Encodes prompts and completions with one tokenizer, and remembers the ids of words.
+
+    Where the tokenizer is a byte-level BPE with GPT-2's word cuts, the ids of an ASCII text are those of its
+    words put end to end. Other texts, and all texts with another tokenizer, are encoded whole. The ids are
+    the same.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        self._word_ids: dict[str, list[int]] = {}
+        self._words_are_independent = _cuts_words_like_gpt2(tokenizer)
+        self.meta_token_id: int = meta_token_id(tokenizer)
+        self.eos_token_id: int = tokenizer.eos_token_id
+
+    def encode_text(self, text: str) -> list[int]:
+        """The ids of one text, special tokens disallowed."""
+        if not (self._words_are_independent and text.isascii()):
+            return encode_text(self._tokenizer, [text])[0]
+        words = _ASCII_WORDS.findall(text)
+        known = self._word_ids
+        new = [word for word in dict.fromkeys(words) if word not in known]
+        if new:
+            known.update(zip(new, encode_text(self._tokenizer, new), strict=True))
+        return [token for word in words for token in known[word]]
+
+    def encode_prompt(self, segments: Sequence[str]) -> list[int]:
+        """The ids of the segments, a meta-token at each join."""
+        ids = self.encode_text(segments[0])
+        for segment in segments[1:]:
+            ids.append(self.meta_token_id)
+            ids += self.encode_text(segment)
+        return ids
+
+
+def _cuts_words_like_gpt2(tokenizer: PreTrainedTokenizerBase) -> bool:
+    backend = tokenizer.backend_tokenizer
+    cut = backend.pre_tokenizer
+    return (
+        isinstance(backend.model, models.BPE)
+        and backend.model.dropout is None
+        and backend.normalizer is None
+        and isinstance(cut, pre_tokenizers.ByteLevel)
+        and cut.use_regex
+        and not cut.add_prefix_space
+        and all(token.special for token in backend.get_added_tokens_decoder().values())
+    )

@@ -1,0 +1,177 @@
+"""One example of a task: from drawn content to text, from text to tokens, and to and from records on disk.
+
+A prompt is a sequence of text segments with one meta-token at each join. It is shown with ` _PAUSE_` at the
+joins; the offsets of these markers travel with the text, so that a text which literally contains `_PAUSE_`
+stays text.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from transformers import PreTrainedTokenizerBase
+
+from metatokens.errors import UserError
+from metatokens.tasks.encoding import SegmentEncoder
+
+Condition = Literal["paper", "none", "decoy"]
+CONDITIONS: tuple[Condition, ...] = get_args(Condition)
+Split = Literal["train", "test"]
+
+MARKER = " _PAUSE_"  # how a meta-token is shown in a prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What a task asks, before a condition decides which markers are shown.
+
+    A gap g is the place before piece g; gap len(pieces) is the end of the context.
+    """
+
+    pieces: Sequence[str]
+    """The context's text, cut wherever a marker could stand."""
+    markers: tuple[int, ...]
+    """The gaps of the meta-tokens that the question is about, ascending."""
+    decoys: tuple[int, ...]
+    """The gaps of further meta-tokens that leave the answer unchanged, in any order."""
+    question: str
+    decoy_question: str | None = None
+    """The question in condition `decoy`, where it differs."""
+    answer: str
+
+    def segments(self, condition: Condition) -> tuple[str, ...]:
+        """The prompt's text segments. There is a meta-token at each join; the last one ends the prompt."""
+        if condition == "none":
+            context, question = [" |".join(self._cut(self.markers))], self.question.replace("pause", "bar")
+        elif condition == "decoy":
+            context = self._cut(sorted(self.markers + self.decoys))
+            question = self.decoy_question or self.question
+        else:
+            context, question = self._cut(self.markers), self.question
+        return (*context[:-1], f"{context[-1]}\n{question}", "")
+
+    def _cut(self, gaps: Sequence[int]) -> list[str]:
+        return ["".join(self.pieces[start:end]) for start, end in pairwise((0, *gaps, len(self.pieces)))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One prompt with its completion, as text and as token ids. The fields are the fields of a record."""
+
+    task: str | None = None
+    phase: int | None = None
+    seed: int | None = None
+    index: int | None = None
+    split: Split | None = None
+    condition: Condition | None = None
+    prompt: str
+    """Readable text, each meta-token shown as ` _PAUSE_`."""
+    markers: tuple[int, ...]
+    """The character offsets in `prompt` at which ` _PAUSE_` stands for the meta-token."""
+    completion: str
+    input_ids: tuple[int, ...]
+    """Prompt ids, completion ids, end of text."""
+    answer_start: int
+    """Index of the completion's first id."""
+    n_tokens: int
+    """Tokens of the prompt, meta-tokens included."""
+
+    def to_record(self) -> dict[str, Any]:
+        """The example as a dictionary that JSON can write."""
+        return dataclasses.asdict(self)
+
+
+def encode_example(
+    encoder: SegmentEncoder, segments: Sequence[str], completion: str, **fields: Any
+) -> Example:
+    """Tokenise a prompt segment by segment and its completion; `fields` are the example's other fields."""
+    ends = list(accumulate(len(segment) + len(MARKER) for segment in segments[:-1]))
+    prompt_ids = encoder.encode_prompt(segments)
+    return Example(
+        prompt=MARKER.join(segments),
+        markers=tuple(end - len(MARKER) for end in ends),
+        completion=completion,
+        input_ids=(*prompt_ids, *encoder.encode_text(completion), encoder.eos_token_id),
+        answer_start=len(prompt_ids),
+        n_tokens=len(prompt_ids),
+        **fields,
+    )
+
+
+class _Record(BaseModel):
+    """A record as a user may write it. What derives from the text may stand in it and is computed afresh."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    task: str | None = None
+    phase: int | None = None
+    seed: int | None = None
+    index: int | None = None
+    split: Split | None = None
+    condition: Condition | None = None
+    prompt: Annotated[str, Field(min_length=1)]
+    markers: list[int] = []
+    completion: Annotated[str, Field(min_length=1)]
+    input_ids: Any = None
+    answer_start: Any = None
+    n_tokens: Any = None
+
+
+def read_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    """Read a JSON-lines file of records; `prompt` and `completion` suffice in each.
+
+    Without `markers` a prompt holds no meta-token, whatever its text.
+
+    Raises:
+        UserError: if the file cannot be read, holds no record, or has a line that is none; it names the line.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read the records in {path}: {error.strerror}.") from error
+    encoder = SegmentEncoder(tokenizer)
+    examples = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                examples.append(_example_from_record(encoder, line))
+            except ValueError as error:
+                raise UserError(f"{path}, line {number}: {_first_reason(error)}.") from error
+    if not examples:
+        raise UserError(f"{path} holds no record; each line is a JSON object with a prompt and a completion.")
+    return examples
+
+
+def _example_from_record(encoder: SegmentEncoder, line: bytes) -> Example:
+    record = _Record.model_validate_json(line)
+    return encode_example(
+        encoder,
+        _split_at(record.prompt, record.markers),
+        record.completion,
+        **record.model_dump(include={"task", "phase", "seed", "index", "split", "condition"}),
+    )
+
+
+def _split_at(prompt: str, markers: Sequence[int]) -> list[str]:
+    segments, start = [], 0
+    for offset in markers:
+        if offset < start or not prompt.startswith(MARKER, offset):
+            raise ValueError(f"markers: offset {offset} is not that of a further {MARKER!r} in the prompt")
+        segments.append(prompt[start:offset])
+        start = offset + len(MARKER)
+    return [*segments, prompt[start:]]
+
+
+def _first_reason(error: ValueError) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    if first["type"] == "extra_forbidden":
+        return (
+            f"unknown field {first['loc'][0]!r}; the fields of a record are {', '.join(_Record.model_fields)}"
+        )
+    return ": ".join([*map(str, first["loc"]), first["msg"]])

@@ -1,0 +1,44 @@
+"""List recall: which item stands at a given place of the list that is repeated with a meta-token in it?
+
+One example of phase 1 (paper, appendix "Example Prompts"); the completion is " lawyer":
+
+    Fruits: orange peach banana plum
+    Professions: teacher nurse lawyer architect
+    Professions: teacher nurse lawyer _PAUSE_ architect
+    Q: What is item 3 of Professions? _PAUSE_
+
+The appendix's recipe asks for the item after the meta-token, its example for the one before. This follows the
+example: the question is positional, and the meta-token stands right after the item asked for.
+"""
+
+import numpy as np
+
+from metatokens.tasks.example import Content
+from metatokens.tasks.inventory import draw_lists, list_pieces
+
+QUESTION = "Q: What is item {place} of {category}?"
+
+
+def draw(generator: np.random.Generator, m: int, n: int) -> Content:
+    """Draw m lists of n items, then the target list once more with the meta-token after the item asked for.
+
+    Decoys: one meta-token at a random place in each of some lines of other categories.
+    """
+    names, lists = draw_lists(generator, m, n)
+    target = int(generator.integers(m))
+    asked = int(generator.integers(n))
+    others = [line for line in generator.permutation(m).tolist() if line != target]
+    decoyed = others[: generator.integers(1, m)]
+    places = generator.integers(n, size=len(decoyed)).tolist()
+    return Content(
+        pieces=list_pieces([*names, names[target]], [*lists, lists[target]]),
+        markers=(_gap_after(m, asked, n),),
+        decoys=tuple(_gap_after(line, item, n) for line, item in zip(decoyed, places, strict=True)),
+        question=QUESTION.format(place=asked + 1, category=names[target]),
+        answer=lists[target][asked],
+    )
+
+
+def _gap_after(line: int, item: int, n: int) -> int:
+    # Beyond the lines before, this line's heading, and its items up to this one.
+    return line * (n + 1) + 1 + item + 1

@@ -1,0 +1,185 @@
+"""Fine-tuning on a task or on a user's own records, in phases of growing train length (paper, section 4.2)."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase, set_seed
+
+from metatokens.data.tokenizer import load_tokenizer, meta_token_id
+from metatokens.errors import UserError
+from metatokens.model.checkpoint import load_model
+from metatokens.model.configuration import MetaGPT2Config
+from metatokens.recipe import FinetuneRecipe
+from metatokens.tasks.curriculum import TaskData
+from metatokens.tasks.example import Example, read_examples
+from metatokens.training.trainer import Progress, open_run, train
+
+IGNORED = -100  # the label of a position that is not scored
+
+
+class TaskExamples(Dataset):
+    """A task's train examples, generated when they are asked for: item i is example `i % examples`."""
+
+    def __init__(self, task: TaskData, train_length: int, *, examples: int, length: int):
+        self.task, self.train_length, self.examples, self.length = task, train_length, examples, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Example:
+        return self.task.train(index % self.examples, self.train_length)
+
+
+class RecordExamples(Dataset):
+    """A user's records, in an order that is a permutation of its own in every epoch."""
+
+    def __init__(self, records: Sequence[Example], *, seed: int, length: int):
+        self.records, self.seed, self.length = records, seed, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Example:
+        epoch, place = divmod(index, len(self.records))
+        return self.records[np.random.default_rng((self.seed, epoch)).permutation(len(self.records))[place]]
+
+
+class Collator:
+    """Examples to a batch padded on the right, where causal attention needs no mask for padding.
+
+    Labels are the completion and the end of text; with `loss_on="sequence"`, the prompt's text too.
+    """
+
+    def __init__(self, *, pad_token_id: int, meta_token_id: int, loss_on: str):
+        self.pad_token_id, self.meta_token_id, self.loss_on = pad_token_id, meta_token_id, loss_on
+
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        """`input_ids` and `labels`, each (batch, longest)."""
+        longest = max(len(example.input_ids) for example in examples)
+        input_ids = torch.full((len(examples), longest), self.pad_token_id)
+        labels = torch.full((len(examples), longest), IGNORED)
+        for row, example in enumerate(examples):
+            ids = torch.tensor(example.input_ids)
+            first = example.answer_start if self.loss_on == "answer" else 1
+            input_ids[row, : len(ids)] = ids
+            labels[row, first : len(ids)] = ids[first:]
+        return {"input_ids": input_ids, "labels": labels.masked_fill(labels == self.meta_token_id, IGNORED)}
+
+
+def finetune(
+    recipe: FinetuneRecipe,
+    model_folder: Path,
+    out: Path,
+    *,
+    task: str | None = None,
+    data: Path | None = None,
+    documents: Sequence[str] = (),
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Fine-tune a model for each of the recipe's train lengths in turn, each phase from the last one's model.
+
+    Args:
+        recipe: the settings; `training.max_steps` counts the steps of one train length.
+        model_folder: the checkpoint to start from.
+        out: gets a folder a train length, each with a model, and `settings.json`. Resumed if it holds this run.
+        task: a task's name; or
+        data: a JSON-lines file of the user's own records, trained on as they stand, into `out/data`.
+        documents: corpus texts, which the task `copying` copies from.
+        overwrite: replace another run in `out`.
+        progress: called with the steps done and the steps in all.
+
+    Raises:
+        UserError: if settings, model, task or data do not fit each other.
+    """
+    settings = recipe.training
+    tokenizer = load_tokenizer(str(model_folder))
+    batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+    needed = settings.max_steps * batch
+    phases: dict[str, Dataset] = {}
+    longest: dict[str, int] = {}
+    run = {"verb": "finetune", "recipe": recipe.model_dump(mode="json"), "model": str(model_folder)}
+    if data is not None:
+        records = read_examples(data, tokenizer)
+        phases["data"] = RecordExamples(records, seed=settings.seed, length=needed)
+        longest["data"] = max(len(record.input_ids) for record in records)
+        run |= {"data": str(data), "data_sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
+    elif task is not None:
+        source = TaskData(
+            task, tokenizer=tokenizer, condition=recipe.task.condition, seed=settings.seed, documents=documents
+        )
+        for length in recipe.task.train_lengths:
+            source.train(0, length)  # whether there is such a prompt at all is said before any training
+            phases[str(length)] = TaskExamples(source, length, examples=recipe.task.examples, length=needed)
+            longest[str(length)] = length
+        run |= {"task": task, "documents": hashlib.sha256("\0".join(documents).encode()).hexdigest()}
+    else:
+        raise UserError("fine-tuning needs a task or a file of records.")
+    open_run(out, run, overwrite=overwrite)
+
+    start = model_folder
+    for number, (name, dataset) in enumerate(phases.items()):
+        folder = out / name
+        if not (folder / "manifest.json").exists():
+            folder.mkdir(exist_ok=True)
+            set_seed(settings.seed)
+            model = load_model(start)
+            check_meta_token(model.config, tokenizer, model_folder)
+            check_length(model.config, longest[name])
+            collator = Collator(
+                pad_token_id=tokenizer.eos_token_id,
+                meta_token_id=model.config.meta_token_id,
+                loss_on=recipe.task.loss_on,
+            )
+            done = number * settings.max_steps
+            report = progress and (lambda step, _, done=done: progress(done + step, len(phases) * settings.max_steps))
+            train(model, dataset, tokenizer, settings, folder, collator=collator, progress=report)
+        start = folder
+
+
+def training_of(folder: Path) -> dict[str, Any]:
+    """How a model in `folder` was fine-tuned, as fields of a result; empty if no run wrote it.
+
+    Returns:
+        `seed`, `train_length` (tokens, None for a user's records) and `train_condition`.
+    """
+    try:
+        recipe = json.loads((folder.parent / "settings.json").read_text(encoding="utf-8"))["recipe"]
+        about = {"seed": recipe["training"]["seed"], "train_condition": recipe["task"]["condition"]}
+    except (OSError, ValueError, KeyError):
+        return {}
+    return about | {"train_length": int(folder.name) if folder.name.isdecimal() else None}
+
+
+def check_meta_token(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Refuse a model that cannot read the tasks' markers.
+
+    Raises:
+        UserError: if the model has no meta-token, or not the one that its tokenizer implies.
+    """
+    if config.meta_token_id is None:
+        raise UserError(f"the model in {folder} has no meta_token_id, which the tasks' markers need.")
+    if config.meta_token_id != meta_token_id(tokenizer):
+        raise UserError(
+            f"the model in {folder} has meta_token_id {config.meta_token_id}, and its tokenizer has "
+            f"{len(tokenizer)} entries, which makes it {meta_token_id(tokenizer)}."
+        )
+
+
+def check_length(config: MetaGPT2Config, length: int) -> None:
+    """Refuse prompts that a learned table of positions cannot number.
+
+    Raises:
+        UserError: if `length` tokens are beyond the table.
+    """
+    if config.position_embedding == "learned" and length > config.max_position_embeddings:
+        raise UserError(
+            f"prompts of {length} tokens are beyond the {config.max_position_embeddings} learned positions of the model."
+        )

@@ -1,0 +1,176 @@
+"""The Hugging Face Trainer with this package's schedule, run folder and checkpoints."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import (
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from metatokens.errors import UserError
+from metatokens.model.checkpoint import save_model, verify_manifest, write_manifest
+from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.recipe import TrainingSettings
+
+Progress = Callable[[int, int], None]  # steps done, steps in all
+
+
+class MetaTokenTrainer(Trainer):
+    """Trainer whose learning rate may decay over a longer horizon than the run (paper: 600k against 200k steps)."""
+
+    def __init__(self, *args: Any, decay_steps: int | None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.decay_steps = decay_steps
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule over `decay_steps`, where given."""
+        return super().create_scheduler(self.decay_steps or num_training_steps, optimizer)
+
+
+class RunCallback(TrainerCallback):
+    """Marks saved checkpoints as complete, and says how far the run is."""
+
+    def __init__(self, progress: Progress | None):
+        self.progress = progress
+        self.last_report = 0.0
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write the manifest of the checkpoint that was just saved."""
+        if state.is_world_process_zero:
+            write_manifest(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Report progress, once a second at most."""
+        if self.progress and time.monotonic() - self.last_report > 1.0:
+            self.last_report = time.monotonic()
+            self.progress(state.global_step, state.max_steps)
+
+
+def train(
+    model: MetaGPT2ForCausalLM,
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: TrainingSettings,
+    out: Path,
+    *,
+    collator: Callable[[list[Any]], dict[str, torch.Tensor]],
+    progress: Progress | None = None,
+) -> None:
+    """Train until `settings.max_steps`, resuming from the last good checkpoint, and write the model to `out`.
+
+    `out` then holds the model, `curve.jsonl` (a line a logged step: step, loss, learning_rate) and `checkpoints/`.
+
+    Args:
+        model: changed in place.
+        dataset: items in the order of training, enough for all steps.
+        tokenizer: saved beside the model.
+        settings: of the recipe.
+        out: an existing folder.
+        collator: makes a batch of items.
+        progress: called about once a second.
+    """
+    checkpoints = out / "checkpoints"
+    own = settings.model_dump(exclude={"decay_steps", "min_learning_rate", "report_to"})
+    arguments = TrainingArguments(
+        output_dir=str(checkpoints),
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr": settings.min_learning_rate},
+        train_sampling_strategy="sequential",  # the datasets shuffle by (seed, epoch), so that resuming is exact
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),
+        disable_tqdm=True,
+        logging_first_step=True,
+        report_to=settings.report_to.split(","),
+        **own,
+    )
+    trainer = MetaTokenTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        data_collator=collator,
+        callbacks=[RunCallback(progress)],
+        decay_steps=settings.decay_steps,
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train(resume_from_checkpoint=last_good_checkpoint(checkpoints))
+    if trainer.is_world_process_zero():
+        with (out / "curve.jsonl").open("w", encoding="utf-8") as file:
+            for entry in trainer.state.log_history:
+                if "loss" in entry:
+                    kept = {key: entry[key] for key in ("step", "loss", "learning_rate", "grad_norm") if key in entry}
+                    file.write(json.dumps(kept) + "\n")
+        save_model(model, tokenizer, out)
+
+
+def last_good_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint below `folder` that is complete and unchanged; damaged ones are removed."""
+    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True)
+    for path in found:
+        try:
+            verify_manifest(path)
+        except UserError as error:
+            print(f"{error} It is dropped, and an earlier one is used.", flush=True)
+            shutil.rmtree(path)
+        else:
+            return str(path)
+    return None
+
+
+def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) -> bool:
+    """Make `out` the folder of a run with these settings.
+
+    Args:
+        out: new, empty, or holding a run with the same settings, which is then resumed.
+        settings: all that determines the run's result; compared with, and written to, `settings.json`.
+        overwrite: replace what is there.
+
+    Returns:
+        Whether the run in the folder is finished already.
+
+    Raises:
+        UserError: if the folder holds something else or cannot be written.
+    """
+    settings = json.loads(json.dumps(settings, default=str))
+    record = out / "settings.json"
+    try:
+        if overwrite and record.exists():
+            shutil.rmtree(out)
+        out.mkdir(parents=True, exist_ok=True)
+        if record.exists():
+            _compare(out, json.loads(record.read_text(encoding="utf-8")), settings)
+        elif any(out.iterdir()):
+            raise UserError(f"{out} is not empty and holds no run; give a new folder.")
+        else:
+            partial = out / "settings.json.partial"
+            partial.write_text(json.dumps(settings, indent=1), encoding="utf-8")
+            os.replace(partial, record)
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"{out} cannot be used as a run folder: {error}.") from error
+    return (out / "manifest.json").exists()
+
+
+def _compare(out: Path, before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> None:
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            _compare(out, old, new, f"{prefix}{key}.")
+        elif old != new:
+            raise UserError(
+                f"{out} holds a run with other settings ({prefix}{key} was {old!r} and is now {new!r}); "
+                "give a new folder, or --overwrite to replace it."
+            )

@@ -1,0 +1,214 @@
+"""Phases, lengths, splits: which examples the tasks give."""
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections import Counter
+from hashlib import blake2b
+
+import pytest
+from scipy.stats import chisquare
+
+from metatokens.errors import UserError
+from metatokens.tasks import curriculum
+from metatokens.tasks.curriculum import TaskData
+from metatokens.tasks.inventory import INVENTORY
+
+
+def test_inventory_is_twenty_categories_of_ten_items_in_one_category_each():
+    items = [item for category in INVENTORY.values() for item in category]
+    assert len(INVENTORY) == 20
+    assert all(len(category) == 10 for category in INVENTORY.values())
+    assert len(set(items)) == 200
+    assert all(item.isalpha() and item.islower() for item in items)
+    assert all(re.fullmatch("[A-Z][a-z]+", category) for category in INVENTORY)
+
+
+TABLE_6 = {  # phase: (m, n), as the paper's table has them
+    1: (range(3, 9), range(3, 11)),
+    2: (range(8, 13), range(3, 17)),
+    3: (range(12, 20), range(3, 26)),
+    4: (range(15, 21), range(40, 61)),
+    5: (range(15, 21), range(90, 111)),
+}
+
+
+@pytest.mark.parametrize("phase", TABLE_6)
+def test_lists_have_the_sizes_of_the_phase(phase, tokenizer):
+    data = TaskData("list_recall", tokenizer=tokenizer)
+    sizes = Counter()
+    for index in range(500):
+        *lists, _, _ = data.sample(index, phase, "train").prompt.split("\n")
+        items = {line.split(":")[0]: line.split(":")[1].split() for line in lists}
+        assert len(items) == len(lists), "categories are distinct"
+        assert all(set(words) <= set(INVENTORY[category]) for category, words in items.items())
+        (n,) = {len(words) for words in items.values()}
+        sizes[len(lists), n] += 1
+    assert {m for m, _ in sizes} == set(TABLE_6[phase][0])
+    assert {n for _, n in sizes} == set(TABLE_6[phase][1])
+    if phase in (2, 3):  # the modes 3-8, 9-16 (and 17-25) are equally likely
+        modes = Counter()
+        for (_, n), count in sizes.items():
+            modes["short" if n <= 8 else "middle" if n <= 16 else "long"] += count
+        assert chisquare(list(modes.values())).pvalue > 1e-4
+
+
+def test_recall_asks_for_every_place_and_item_alike(tokenizer):
+    data = TaskData("list_recall", tokenizer=tokenizer)
+    places, items = Counter(), Counter()
+    for index in range(2000):
+        example = data.sample(index, 2, "train")
+        n = len(example.prompt.split("\n")[0].split()) - 1
+        places[n, int(re.search(r"item (\d+)", example.prompt).group(1))] += 1
+        items[
+            next(words.index(example.completion[1:]) for words in INVENTORY.values() if example.completion[1:] in words)
+        ] += 1
+    assert chisquare([items[i] for i in range(10)]).pvalue > 1e-4
+    assert chisquare([places[8, place] for place in range(1, 9)]).pvalue > 1e-4
+
+
+def test_copied_spans_end_anywhere(tokenizer, documents):
+    data = TaskData("copying", tokenizer=tokenizer, documents=documents)
+    halves = Counter()
+    for index in range(1000):
+        before, _, after, _ = data.sample(index, 3, "train").prompt.split(" _PAUSE_")
+        halves[len(before) > len(after)] += 1
+    assert chisquare([halves[True], halves[False]]).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("task", curriculum.TASKS)
+@pytest.mark.parametrize("length", [128, 256, 512, 1024, 2048])
+def test_lengths_hold(task, length, tokenizer, documents):
+    data = TaskData(task, tokenizer=tokenizer, documents=documents)
+    test = [data.test(index, length) for index in range(20)]
+    assert all(length / 2 < example.n_tokens <= length and example.split == "test" for example in test)
+    train = [data.train(index, length) for index in range(60)]
+    assert all(example.n_tokens <= length and example.split == "train" for example in train)
+    hardest = {128: 1, 256: 2, 512: 3, 1024: 4, 2048: 5}[length]
+    assert {example.phase for example in test} == {hardest}
+    assert {example.phase for example in train} == set(range(1, hardest + 1))
+    assert len({example.prompt for example in test}) == 20
+
+
+def test_lengths_between_the_listed_ones_take_the_next_phase():
+    assert [curriculum.phase_of_length(length) for length in (64, 128, 129, 512, 700, 2048, 4096)] == [
+        1,
+        1,
+        2,
+        3,
+        4,
+        5,
+        5,
+    ]
+
+
+@pytest.mark.parametrize("task", curriculum.TASKS)
+def test_train_and_test_share_no_prompt(task, tokenizer, documents):
+    data = TaskData(task, tokenizer=tokenizer, documents=documents)
+    test = {data.test(index, 64).prompt for index in range(300)}
+    train = {data.train(index, 128).prompt for index in range(4000)}
+    train |= {data.train(index, 64).prompt for index in range(1000)}
+    assert not test & train
+    others = TaskData(task, tokenizer=tokenizer, condition="none", documents=documents)
+    assert not {others.test(index, 64).prompt for index in range(100)} & {
+        others.train(i, 64).prompt for i in range(1000)
+    }
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_the_prompts_hash_decides_the_split(split, tokenizer, documents):
+    for task in curriculum.TASKS:
+        data = TaskData(task, tokenizer=tokenizer, documents=documents)
+        for index in range(50):
+            digest = blake2b(data.sample(index, 1, split).prompt.encode(), digest_size=8).digest()
+            assert (int.from_bytes(digest, "big") % 10 == 0) == (split == "test")
+
+
+EXAMPLES = """[
+    (data.train(index, 256), data.test(index, 128), data.sample(index, 3, "test"))
+    for task in curriculum.TASKS
+    for condition in curriculum.CONDITIONS
+    for data in [curriculum.TaskData(task, tokenizer=tokenizer, condition=condition, seed=5, documents=documents)]
+    for index in (7, 0, 3)
+]"""
+PRINT_EXAMPLES = f"""
+import pickle, sys
+from metatokens.tasks import curriculum
+tokenizer, documents = pickle.load(sys.stdin.buffer)
+print({EXAMPLES})
+"""
+
+
+def test_examples_are_the_same_in_every_process(tokenizer, documents):
+    process = subprocess.run(
+        [sys.executable, "-c", PRINT_EXAMPLES],
+        input=pickle.dumps((tokenizer, documents)),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONIOENCODING": "utf-8"},
+        check=True,
+    )
+    here = eval(EXAMPLES, {"curriculum": curriculum, "tokenizer": tokenizer, "documents": documents})
+    assert process.stdout.decode() == f"{here}\n"
+
+
+def test_seed_and_index_change_the_example(tokenizer):
+    prompts = {
+        TaskData("list_recall", tokenizer=tokenizer, seed=seed).train(index, 128).prompt
+        for seed in range(10)
+        for index in range(10)
+    }
+    assert len(prompts) == 100
+
+
+def test_task_data_travels_to_worker_processes(tokenizer, documents):
+    for task in curriculum.TASKS:
+        data = TaskData(task, tokenizer=tokenizer, documents=documents)
+        assert pickle.loads(pickle.dumps(data)).train(0, 128) == data.train(0, 128)
+
+
+def test_no_answer_is_right_most_of_the_time(tokenizer, documents):
+    def majority(task, phase):
+        data = TaskData(task, tokenizer=tokenizer, documents=documents)
+        return curriculum.majority_rate(data.sample(index, phase, "train").completion for index in range(1000))[0]
+
+    assert majority("parity", 1) < 0.56
+    assert majority("parity", 3) < 0.56
+    assert majority("segment_counting", 1) < 0.56
+    assert majority("segment_counting", 4) < 0.3
+    assert majority("list_recall", 1) < 0.03
+
+
+def test_majority_rate_counts_the_most_frequent_answer():
+    assert curriculum.majority_rate([" 1", " 0", " 1", " 2"]) == (0.5, " 1")
+    assert curriculum.majority_rate([" 1", " 0"]) == (0.5, " 0")
+
+
+def test_chance_is_known_for_every_task():
+    assert {task: curriculum.chance(task) for task in curriculum.TASKS} == {
+        "list_recall": 0.1,
+        "segment_counting": None,
+        "parity": 0.5,
+        "copying": 0.0,
+    }
+
+
+def test_what_cannot_be_had_is_refused(tokenizer, documents):
+    with pytest.raises(UserError, match=r"unknown task 'recall'; the tasks are list_recall, .*copying"):
+        TaskData("recall", tokenizer=tokenizer)
+    with pytest.raises(UserError, match="unknown condition 'x'; the conditions are paper, none, decoy"):
+        TaskData("parity", tokenizer=tokenizer, condition="x")
+    with pytest.raises(UserError, match="seed is -1"):
+        TaskData("parity", tokenizer=tokenizer, seed=-1)
+    data = TaskData("parity", tokenizer=tokenizer)
+    with pytest.raises(UserError, match="phase 6; the phases are 1 to 5"):
+        data.sample(0, 6, "train")
+    with pytest.raises(UserError, match="split 'dev'; the splits are train, test"):
+        data.sample(0, 1, "dev")
+    with pytest.raises(UserError, match=r"no parity prompt of phase 1 and 5 to 8 tokens .*vocabulary of 1,400"):
+        data.test(0, 8)
+    with pytest.raises(UserError, match=r"at least 9 words .*the longest of the 2 given has 5"):
+        TaskData("copying", tokenizer=tokenizer, documents=["too short to be used", "a | b"])
+    with pytest.raises(UserError, match=r"no copying prompt of phase 4 was found .*documents of \d+ words"):
+        TaskData("copying", tokenizer=tokenizer, documents=documents[4:]).sample(0, 4, "train")

@@ -1,0 +1,81 @@
+"""Token ids: words put end to end give what the tokenizer gives for the whole text."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from metatokens.data.tokenizer import encode_text, load_tokenizer
+from metatokens.tasks import curriculum
+from metatokens.tasks.encoding import SegmentEncoder
+
+TEXTS = st.one_of(
+    st.text(alphabet=st.characters(max_codepoint=127)),
+    st.text(alphabet="aZ09 '\n\t|_.:sltdremv\x1c\x85\xa0é"),
+    st.lists(st.sampled_from(["it", "'s", "'ll", " ", "  ", "\n", "x", "Fruits", ":", "|", "7", "_PAUSE_"])).map(
+        "".join
+    ),
+    st.text(),
+)
+
+
+@given(text=TEXTS)
+def test_ids_are_those_of_the_whole_text(tokenizer, text):
+    assert SegmentEncoder(tokenizer).encode_text(text) == encode_text(tokenizer, [text])[0]
+
+
+@given(text=TEXTS)
+def test_ids_are_those_of_the_whole_text_with_gpt2s_vocabulary(gpt2_tokenizer, text):
+    assert SegmentEncoder(gpt2_tokenizer).encode_text(text) == encode_text(gpt2_tokenizer, [text])[0]
+
+
+@pytest.fixture(scope="session")
+def gpt2_tokenizer(shared_data):
+    return load_tokenizer(str(shared_data / "gpt2_tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def phrase_tokenizer():
+    """Byte-level, but it merges across spaces: its words are not independent."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate([*alphabet, "aĠ", "aĠb", "<|endoftext|>"])}
+    backend = Tokenizer(models.BPE(vocabulary, [("a", "Ġ"), ("aĠ", "b")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+
+
+def test_a_tokenizer_whose_words_depend_on_each_other_gets_whole_texts(phrase_tokenizer):
+    (whole,) = encode_text(phrase_tokenizer, ["a b a b"])
+    assert len(whole) == 3
+    assert SegmentEncoder(phrase_tokenizer).encode_text("a b a b") == whole
+
+
+@pytest.mark.parametrize("task", curriculum.TASKS)
+@pytest.mark.parametrize("condition", curriculum.CONDITIONS)
+def test_example_ids_are_its_segments_meta_tokens_answer_and_end(task, condition, tokenizer, documents):
+    data = curriculum.TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)
+    for index in range(30):
+        example = data.sample(index, 1 + index % 5, "train")
+        expected, start = [], 0
+        for offset in example.markers:
+            assert example.prompt[offset : offset + 8] == " _PAUSE_"
+            expected += [*encode_text(tokenizer, [example.prompt[start:offset]])[0], len(tokenizer)]
+            start = offset + 8
+        assert start == len(example.prompt), "the prompt ends with a meta-token"
+        assert example.input_ids[: example.answer_start] == tuple(expected)
+        assert example.n_tokens == example.answer_start == len(expected)
+        *answer, end = example.input_ids[example.answer_start :]
+        assert end == tokenizer.eos_token_id
+        assert tokenizer.decode(answer) == example.completion
+        if task == "copying" and condition != "none":
+            first = expected.index(len(tokenizer)) + 1
+            assert expected[first : first + len(answer)] == answer, "the answer has the ids of the bracketed text"
+
+
+def test_task_words_become_single_tokens(tokenizer):
+    texts = curriculum.task_texts()
+    words = {" " + word for text in texts for word in text.replace("?", "").replace(":", "").split() if word.isalpha()}
+    split = [word for word, ids in zip(words, encode_text(tokenizer, sorted(words)), strict=True) if len(ids) > 1]
+    assert len(split) < len(words) / 20
