@@ -6,11 +6,11 @@ exit status 2. Every verb imports what it needs when it runs, so that `--help` i
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -117,7 +117,9 @@ def sample(
     text = read_corpus(corpus) if tokenizer.startswith("train:") else None
     loaded = load_tokenizer(tokenizer, corpus=text, extra_texts=task_texts())
     source = TaskData(task, tokenizer=loaded, condition=condition, seed=seed, documents=documents)
-    _write((json.dumps(source.sample(i, phase, split).to_record(), ensure_ascii=False) for i in range(n)), out)
+    _write(
+        (json.dumps(source.sample(i, phase, cast(Any, split)).to_record(), ensure_ascii=False) for i in range(n)), out
+    )
 
 
 @app.command()
@@ -140,9 +142,9 @@ def finetune(
         raise UserError("give either --task or --data.")
     own = [f"task.train_lengths={_lengths(train_length)}"] if train_length else []
     settings = load_recipe(FinetuneRecipe, recipe, [*own, *(overrides or ())])
-    documents = _documents(corpus) if task == "copying" else ()
+    texts = _documents(corpus) if task == "copying" else ()
     with _progress("finetune") as progress:
-        finetune(settings, model, out, task=task, data=data, documents=documents, overwrite=overwrite, progress=progress)
+        finetune(settings, model, out, task=task, data=data, documents=texts, overwrite=overwrite, progress=progress)
     _say(f"models: {', '.join(str(path.parent) for path in sorted(out.glob('*/manifest.json')))}")
 
 
@@ -161,12 +163,14 @@ def evaluate(
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.accuracy import evaluate
     from metatokens.model.checkpoint import load_model
+    from metatokens.model.positions import check_length
     from metatokens.training.finetune import check_meta_token, training_of
 
     loaded, tokenizer = load_model(model), load_tokenizer(str(model))
     check_meta_token(loaded.config, tokenizer, model)
-    documents = _documents(corpus) if task == "copying" else ()
     counts = dict.fromkeys(_lengths(lengths), n)
+    check_length(loaded.config, max(counts))
+    documents = _documents(corpus) if task == "copying" else ()
     about = training_of(model)
     _write_results(
         evaluate(
@@ -193,8 +197,9 @@ def perplexity(
     from metatokens.model.checkpoint import load_model
 
     text = corpus_tokens(read_corpus(corpus), load_tokenizer(str(model)))
+    loaded = load_model(model)
     result = perplexity(
-        load_model(model), text, block_size=block_size, fraction=fraction, placement=placement, name=name or str(model)
+        loaded, text, block_size=block_size, fraction=fraction, placement=placement, name=name or str(model)
     )
     _write_results([result], out)
 
@@ -228,7 +233,7 @@ def generate(
         pad_token_id=tokenizer.eos_token_id,
         **sampling,
     )
-    print(prompt + tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+    print(f"{prompt}{tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)}")
 
 
 @app.command()
@@ -293,7 +298,7 @@ def _documents(corpus: str) -> list[str]:
 
 
 @contextmanager
-def _progress(verb: str) -> "Iterable[Progress]":
+def _progress(verb: str) -> "Iterator[Progress]":
     """A progress bar with the time left, on standard error."""
     from rich.console import Console
     from rich.progress import (

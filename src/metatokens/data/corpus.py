@@ -158,6 +158,8 @@ def _dataset(spec: str) -> Iterator[str]:
     from datasets import load_dataset
 
     name, _, config = spec.removeprefix("hf:").partition(":")
+    if not name:
+        raise UserError(f"the corpus {spec} names no dataset: give hf:NAME or hf:NAME:CONFIG.")
     with _reading(spec):
         rows = load_dataset(name, config or None, split="train", streaming=True)
         for number, row in enumerate(rows, start=1):
@@ -181,4 +183,5 @@ def _reading(source: object) -> Iterator[None]:
     except UserError:
         raise
     except (OSError, ValueError, EOFError, zlib.error) as error:  # the last two: a damaged gzip file
-        raise UserError(f"{source} cannot be read: {str(error).rstrip('.')}.") from error
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UserError(f"{source} cannot be read: {reason}.") from error

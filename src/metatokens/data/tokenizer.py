@@ -52,11 +52,15 @@ def load_tokenizer(
         tokenizer = _train(spec, corpus, extra_texts)
     else:
         raise UserError(f"no tokenizer {spec!r}: give an existing folder, gpt2, or train:N (N entries).")
-    ids = tokenizer.get_vocab().values()
-    if not tokenizer.is_fast or tokenizer.eos_token_id is None or max(ids, default=0) != len(tokenizer) - 1:
+    if not (
+        tokenizer.is_fast
+        and tokenizer.eos_token_id is not None
+        and max(tokenizer.get_vocab().values()) == len(tokenizer) - 1
+        and encode_text(tokenizer, ["text"]) != [[]]  # transformers loads a folder without a vocabulary as an empty one
+    ):
         raise UserError(
-            f"the tokenizer {spec} cannot be used: it must be a fast one with an end-of-text token, its ids "
-            "numbered from 0 without gaps."
+            f"the tokenizer {spec} cannot be used: it must be a fast one with an end-of-text token and a "
+            "vocabulary numbered from 0 without gaps."
         )
     tokenizer.model_max_length = UNLIMITED
     return tokenizer

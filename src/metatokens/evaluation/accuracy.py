@@ -1,20 +1,29 @@
 """Exact match and token accuracy on a task's fixed test set, by length (paper, Tables 7-10)."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from metatokens.evaluation.results import Result, wilson_interval
+from metatokens.evaluation.results import Metric, Result, wilson_interval
 from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.model.positions import reaches
 from metatokens.tasks.curriculum import TaskData, chance, majority_rate
 from metatokens.tasks.example import Example
 
+METRICS: tuple[Metric, ...] = ("exact_match", "token_accuracy")
 TEST_SEED = 2026  # of the test examples: one fixed set for all models
 
 
 def test_examples(
-    task: str, length: int, n: int, tokenizer: PreTrainedTokenizerBase, *, condition: str, documents: Sequence[str]
+    task: str,
+    length: int,
+    n: int,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    condition: str,
+    documents: Sequence[str],
 ) -> list[Example]:
     """The first n examples of the fixed test set with prompts of (length / 2, length] tokens."""
     source = TaskData(task, tokenizer=tokenizer, condition=condition, seed=TEST_SEED, documents=documents)
@@ -64,8 +73,8 @@ def _hits(model: MetaGPT2ForCausalLM, examples: Sequence[Example]) -> Iterator[t
         answer[row, example.answer_start : size] = True
     ids, answer = ids.to(model.device), answer.to(model.device)
     # Padding is on the right, where causal attention never looks, so no mask is needed.
-    hidden = model.model(ids, use_cache=False).last_hidden_state
-    hit = model.lm_head(hidden[:, :-1][answer[:, 1:]]).argmax(-1) == ids[answer]
+    hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state
+    hit = model.lm_head(hidden[answer[:, 1:]]).argmax(-1) == ids[answer]
     return iter(hit.cpu().split(answer.sum(dim=1).tolist()))
 
 
@@ -95,38 +104,32 @@ def evaluate(
         documents: corpus texts for `copying`.
         seed, train_length, train_condition, recipe: how the model was trained, for the record.
 
-    Raises:
-        UserError: if a length is beyond the model's learned positions.
+    Returns:
+        The results; those of a length beyond the model's learned positions have no value, and n = 0.
     """
+    about: dict[str, Any] = {
+        "model": name,
+        "position_embedding": model.config.position_embedding,
+        "task": task,
+        "condition": condition,
+        "train_condition": train_condition,
+        "train_length": train_length,
+        "seed": seed,
+        "recipe": recipe,
+    }
     results = []
     for length, count in counts.items():
+        if not reaches(model.config, length):
+            results += [Result(**about, length=length, metric=metric, value=None, n=0) for metric in METRICS]
+            continue
         examples = test_examples(task, length, count, tokenizer, condition=condition, documents=documents)
         exact, tokens = score(model, examples)
-        sizes = [len(example.input_ids) - example.answer_start for example in examples]
-        for metric, successes, total in (
-            ("exact_match", sum(exact), len(exact)),
-            ("token_accuracy", sum(tokens), sum(sizes)),
-        ):
-            low, high = wilson_interval(successes, total)
-            results.append(
-                Result(
-                    model=name,
-                    position_embedding=model.config.position_embedding,
-                    task=task,
-                    condition=condition,
-                    train_condition=train_condition,
-                    train_length=train_length,
-                    length=length,
-                    metric=metric,
-                    value=successes / total,
-                    n=total,
-                    low=low,
-                    high=high,
-                    chance=chance(task) if metric == "exact_match" else None,
-                    seed=seed,
-                    recipe=recipe,
-                )
-            )
+        answer_tokens = sum(len(example.input_ids) - example.answer_start for example in examples)
+        measured = ((sum(exact), len(exact), chance(task)), (sum(tokens), answer_tokens, None))
+        for metric, (successes, n, guessing) in zip(METRICS, measured, strict=True):
+            low, high = wilson_interval(successes, n)
+            figure: dict[str, Any] = {"value": successes / n, "n": n, "low": low, "high": high, "chance": guessing}
+            results.append(Result(**about, **figure, length=length, metric=metric))
     return results
 
 
@@ -155,4 +158,3 @@ def majority_rates(
             )
         )
     return results
-

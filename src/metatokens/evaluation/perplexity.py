@@ -6,6 +6,7 @@ inserted tokens has nothing to predict it from. Meta-tokens are context, never t
 
 import math
 from collections.abc import Iterable
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,7 +22,13 @@ from metatokens.model.modeling import MetaGPT2ForCausalLM
 
 @torch.inference_mode()
 def block_losses(
-    model: MetaGPT2ForCausalLM, blocks: np.ndarray, *, block_size: int, fraction: float, placement: Placement, batch: int = 16
+    model: MetaGPT2ForCausalLM,
+    blocks: np.ndarray,
+    *,
+    block_size: int,
+    fraction: float,
+    placement: str,
+    batch: int = 16,
 ) -> np.ndarray:
     """The summed negative log-likelihood (nats) of each block's text tokens but the first.
 
@@ -45,7 +52,7 @@ def block_losses(
                 meta_token_id=model.config.meta_token_id or 0,
                 block_size=blocks.shape[1] if placement == "none" else block_size,
                 fraction=fraction,
-                placement=placement,
+                placement=cast(Placement, placement),
                 generator=np.random.default_rng(row),
             )
             for row in range(start, min(start + batch, len(blocks)))
@@ -65,7 +72,7 @@ def perplexity(
     *,
     block_size: int,
     fraction: float,
-    placement: Placement,
+    placement: str,
     name: str,
     seed: int = 0,
     recipe: str | None = None,

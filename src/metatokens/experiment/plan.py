@@ -46,9 +46,7 @@ class Preset:
     task_steps: Mapping[str, int]  # fine-tuning steps of each task
     test_counts: Mapping[int, int]  # test prompts of each length
     models: tuple[str, ...] = tuple(MODELS)
-    extra_conditions: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {"list_recall": ("none", "decoy")}
-    )
+    extra_conditions: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"list_recall": ("none", "decoy")})
 
 
 DEMO = Preset(

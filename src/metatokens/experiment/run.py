@@ -37,9 +37,11 @@ def reproduce(name: str, out: Path, *, workers: int | None = None, overwrite: bo
         UserError: if the preset is unknown or the folder holds something else.
     """
     sizes = preset(name)
-    recipes = {f"pretrain {model}": pretrain_recipe(sizes, model, Path("tokens")) for model in sizes.models}
-    recipes |= {f"finetune {task}": finetune_recipe(sizes, task) for task in sizes.task_steps}
-    settings = {key: recipe.model_dump(mode="json") for key, recipe in recipes.items()}
+    settings = {
+        f"pretrain {model}": pretrain_recipe(sizes, model, Path("tokens")).model_dump(mode="json")
+        for model in sizes.models
+    }
+    settings |= {f"finetune {task}": finetune_recipe(sizes, task).model_dump(mode="json") for task in sizes.task_steps}
     open_run(out, {"preset": name, "recipes": settings, "tests": dict(sizes.test_counts)}, overwrite=overwrite)
     (out / "stages").mkdir(exist_ok=True)
 
@@ -160,13 +162,13 @@ def _write_curves(out: Path, sizes: Preset) -> None:
     """Gather the training curves of all runs."""
     curves = []
     for model in sizes.models:
-        runs = {(None, None): out / "models" / model / "pretrained"}
+        runs: list[tuple[str | None, int | None, Path]] = [(None, None, out / "models" / model / "pretrained")]
         for task in sizes.task_steps:
             folders = sorted((out / "models" / model / task).glob("[0-9]*"), key=lambda folder: int(folder.name))
-            runs |= {(task, int(folder.name)): folder for folder in folders}
-        for (task, length), folder in runs.items():
+            runs += [(task, int(folder.name), folder) for folder in folders]
+        for name, length, folder in runs:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            about = {"model": model, "position_embedding": config["position_embedding"], "task": task}
+            about = {"model": model, "position_embedding": config["position_embedding"], "task": name}
             for line in (folder / "curve.jsonl").read_text(encoding="utf-8").splitlines():
                 curves.append(about | {"train_length": length} | json.loads(line))
     _write(out / "curves.jsonl", _json_lines(curves))

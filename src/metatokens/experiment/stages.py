@@ -35,9 +35,7 @@ class Workshop:
 
     def tokenize(self, progress: Progress) -> list[Result]:
         """Write the token store, its tokenizer trained on the tasks' words too."""
-        write_token_store(
-            self.out / "tokens", self.preset.corpus, self.preset.tokenizer, extra_texts=task_texts()
-        )
+        write_token_store(self.out / "tokens", self.preset.corpus, self.preset.tokenizer, extra_texts=task_texts())
         return []
 
     def describe_tasks(self, progress: Progress) -> list[Result]:

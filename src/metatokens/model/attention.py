@@ -115,16 +115,14 @@ class MetaRows:
     def scatter_add(self, x: Tensor, rows: Tensor) -> Tensor:
         """x (batch, length, features) plus `rows` (batch, most, features) at the meta-tokens' places."""
         # Padding is dropped here, after the output projection, since the projection's bias would leak.
-        rows = rows.masked_fill(~self.valid[:, :, None], 0.0)
+        rows = rows.to(x.dtype).masked_fill(~self.valid[:, :, None], 0.0)  # autocast may have lowered the rows
         return x.scatter_add(1, self.index[:, :, None].expand_as(rows), rows)
 
 
 class MetaAttention(Attention):
     """Causal attention among the meta-tokens alone, over rows already gathered."""
 
-    def forward(
-        self, x: Tensor, *, rows: MetaRows, rotary: Rotary | None, cache: MetaTokenCache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, *, rows: MetaRows, rotary: Rotary | None, cache: MetaTokenCache | None) -> Tensor:
         """Attend.
 
         Args:

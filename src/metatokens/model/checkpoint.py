@@ -9,6 +9,7 @@ import json
 import os
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
 
@@ -52,8 +53,20 @@ def save_model(model: MetaGPT2ForCausalLM, tokenizer: PreTrainedTokenizerBase, f
     write_manifest(folder)
 
 
+def weights_sha256(folder: Path) -> str:
+    """The checksum of a model's weights, which tells two models apart wherever they are kept.
+
+    Raises:
+        UserError: if there are no weights.
+    """
+    try:
+        return _sha256(folder / "model.safetensors")
+    except OSError as error:
+        raise UserError(f"there is no model in {folder}: it has no model.safetensors.") from error
+
+
 def load_model(folder: Path, second_attention: SecondAttention | None = None) -> MetaGPT2ForCausalLM:
-    """Load a checkpoint of this package or of transformers' GPT-2, which is converted.
+    """Load a checkpoint of this package or of transformers' GPT-2, which is converted; onto the GPU if there is one.
 
     Args:
         folder: holds `config.json` and `model.safetensors`.
@@ -84,7 +97,7 @@ def load_model(folder: Path, second_attention: SecondAttention | None = None) ->
         raise UserError(f"the weights in {folder} do not fit its configuration: see {first}.")
     if isinstance(model, GPT2LMHeadModel):
         model = MetaGPT2ForCausalLM.from_gpt2(model, second_attention or "none")
-    return model
+    return model.cuda() if torch.cuda.is_available() else model
 
 
 def _sha256(path: Path) -> str:

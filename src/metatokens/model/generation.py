@@ -20,9 +20,7 @@ from metatokens.model.cache import MetaTokenCache
 class MetaTokenGenerationMixin(GenerationMixin):
     """`generate()` of a model that may have meta-tokens."""
 
-    def generate(  # type: ignore[override]
-        self, inputs: Tensor | None = None, *args: Any, meta_every: int | None = None, **kwargs: Any
-    ) -> Any:
+    def generate(self, inputs: Tensor | None = None, *args: Any, meta_every: int | None = None, **kwargs: Any) -> Any:
         """`GenerationMixin.generate` with a policy for meta-tokens.
 
         Args:
@@ -49,7 +47,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
             kwargs |= {"meta_every": meta_every, "prompt_length": prompt.shape[1]}
         return super().generate(inputs, *args, **kwargs)
 
-    def prepare_inputs_for_generation(  # type: ignore[override]
+    def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
         *,
@@ -82,7 +80,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
             "logits_to_keep": kwargs.get("logits_to_keep", 1),
         }
 
-    def _prepare_cache_for_generation(  # type: ignore[override]
+    def _prepare_cache_for_generation(
         self,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],

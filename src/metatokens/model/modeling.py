@@ -15,14 +15,19 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from metatokens.errors import UserError
 from metatokens.model.attention import Attention, CausalAttention, MetaAttention, MetaRows
 from metatokens.model.cache import MetaTokenCache
 from metatokens.model.configuration import MetaGPT2Config, SecondAttention
 from metatokens.model.generation import MetaTokenGenerationMixin
-from metatokens.model.positions import LearnedPositions, Rotary, RotaryPositions, position_ids_from_mask
+from metatokens.model.positions import Rotary, RotaryPositions, check_length, position_ids_from_mask
+
+
+def layer_norm(config: MetaGPT2Config) -> nn.LayerNorm:
+    """A LayerNorm over the residual stream."""
+    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon, bias=config.bias)
 
 
 class FeedForward(nn.Module):
@@ -30,6 +35,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: MetaGPT2Config):
         super().__init__()
+        assert config.intermediate_size is not None  # the configuration fills it in
         self.in_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.bias)
         self.out_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
         self.activation = ACT2FN[config.activation]
@@ -44,17 +50,16 @@ class MetaGPT2Block(GradientCheckpointingLayer):
 
     def __init__(self, config: MetaGPT2Config, layer_index: int):
         super().__init__()
-        norm = {"eps": config.layer_norm_epsilon, "bias": config.bias}
-        self.attention_norm = nn.LayerNorm(config.hidden_size, **norm)
+        self.attention_norm = layer_norm(config)
         self.attention = CausalAttention(config, layer_index)
         self.second_attention: MetaAttention | CausalAttention | None = None
         if config.second_attention != "none":
-            self.second_norm = nn.LayerNorm(config.hidden_size, **norm)
+            self.second_norm = layer_norm(config)
         if config.second_attention == "meta":
             self.second_attention = MetaAttention(config, layer_index)
         elif config.second_attention == "causal":
             self.second_attention = CausalAttention(config, layer_index, second=True)
-        self.mlp_norm = nn.LayerNorm(config.hidden_size, **norm)
+        self.mlp_norm = layer_norm(config)
         self.mlp = FeedForward(config)
 
     def forward(
@@ -91,7 +96,7 @@ class MetaGPT2PreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_record_outputs = {  # noqa: RUF012  (transformers reads a plain dict)
         "hidden_states": MetaGPT2Block,
-        "attentions": CausalAttention,
+        "attentions": OutputRecorder(CausalAttention, index=1, layer_name="attention"),  # not the second one's
     }
 
     @torch.no_grad()
@@ -109,10 +114,13 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
     def __init__(self, config: MetaGPT2Config):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.learned_positions = LearnedPositions(config) if config.position_embedding == "learned" else None
-        self.rotary_positions = RotaryPositions(config) if config.position_embedding == "rope" else None
+        self.learned_positions = self.rotary_positions = None
+        if config.position_embedding == "learned":
+            self.learned_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        elif config.position_embedding == "rope":
+            self.rotary_positions = RotaryPositions(config)
         self.layers = nn.ModuleList(MetaGPT2Block(config, i) for i in range(config.num_hidden_layers))
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon, bias=config.bias)
+        self.norm = layer_norm(config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -139,7 +147,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
 
         x = self.embed_tokens(input_ids)
         if self.learned_positions is not None:
-            self.learned_positions.check(cached + length)
+            check_length(self.config, cached + length)
             x = x + self.learned_positions(position_ids)
         rotary = None if self.rotary_positions is None else self.rotary_positions(x, position_ids)
 
@@ -235,9 +243,7 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
         )
 
     @classmethod
-    def from_gpt2(
-        cls, hf_model: GPT2LMHeadModel, second_attention: SecondAttention = "none"
-    ) -> "MetaGPT2ForCausalLM":
+    def from_gpt2(cls, hf_model: GPT2LMHeadModel, second_attention: SecondAttention = "none") -> "MetaGPT2ForCausalLM":
         """Convert a transformers GPT-2; the logits of its vocabulary stay the same.
 
         With a second attention module, its output projection starts at zero, so that the function is unchanged until

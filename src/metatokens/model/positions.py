@@ -1,7 +1,7 @@
 """Positions: a learned table, rotary angles, or none (paper, section 2)."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from metatokens.errors import UserError
@@ -22,23 +22,22 @@ def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
     return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
-class LearnedPositions(nn.Embedding):
-    """One learned vector a position, added to the token's embedding (the paper's APE)."""
+def reaches(config: MetaGPT2Config, length: int) -> bool:
+    """Whether a sequence of `length` tokens has positions in the model: not so beyond a learned table."""
+    return config.position_embedding != "learned" or length <= config.max_position_embeddings
 
-    def __init__(self, config: MetaGPT2Config):
-        super().__init__(config.max_position_embeddings, config.hidden_size)
 
-    def check(self, length: int) -> None:
-        """Refuse a sequence that the table cannot number.
+def check_length(config: MetaGPT2Config, length: int) -> None:
+    """Refuse a sequence that a learned table cannot number.
 
-        Raises:
-            UserError: if `length` tokens are more than the table has rows.
-        """
-        if length > self.num_embeddings:
-            raise UserError(
-                f"a sequence of {length} tokens is longer than the {self.num_embeddings} learned positions of this "
-                "model; use a shorter one, or a model with position_embedding 'rope' or 'none'."
-            )
+    Raises:
+        UserError: if `length` tokens are beyond the table.
+    """
+    if not reaches(config, length):
+        raise UserError(
+            f"a sequence of {length} tokens is longer than the {config.max_position_embeddings} learned positions of "
+            "this model; use a shorter one, or a model with position_embedding 'rope' or 'none'."
+        )
 
 
 class RotaryPositions(LlamaRotaryEmbedding):

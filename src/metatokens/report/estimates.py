@@ -63,6 +63,11 @@ def model_of(label: str) -> str:
     return label.split(SEPARATOR)[0]
 
 
+def variant_of(label: str) -> str:
+    """What a label says beside the model; empty where the model says all."""
+    return label.removeprefix(model_of(label)).removeprefix(SEPARATOR)
+
+
 def select(results: Iterable[Result], **where: Any) -> list[Result]:
     """The results whose fields have the given values."""
     return [result for result in results if all(getattr(result, name) == value for name, value in where.items())]

@@ -19,9 +19,10 @@ from matplotlib.transforms import ScaledTranslation
 
 from metatokens.evaluation.results import Result
 from metatokens.report.estimates import Labels, measured_conditions, measured_tasks, model_of, pivot, tasks_in_order
+from metatokens.report.gains import commonest_answer, train_lengths
 from metatokens.report.inputs import CurvePoint
 from metatokens.report.learning import LEARNED_LOSS
-from metatokens.report.tables import columns, commonest_answer, name, tokens, train_lengths
+from metatokens.report.tables import columns, name, tokens
 
 PHONE, PAGE = 3.5, 8.6  # inches
 _PANEL_HEIGHT, _LEGEND_HEIGHT = 2.5, 0.5

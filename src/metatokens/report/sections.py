@@ -1,7 +1,7 @@
 """What the report says, section by section, before it becomes HTML or Markdown."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
@@ -9,15 +9,16 @@ from metatokens.report import figures, findings, tables
 from metatokens.report.estimates import measured_conditions, measured_tasks, model_of, select
 from metatokens.report.figures import PAGE, PHONE, Style, png
 from metatokens.report.findings import Finding
+from metatokens.report.gains import key_lengths
 from metatokens.report.inputs import Inputs, RunInfo, ShownExample
 from metatokens.report.learning import LEARNED_LOSS
 from metatokens.report.tables import Table, name
 
 MODELS = {
-    "gpt2": "no meta-tokens in pretraining, one attention",
-    "pause": "meta-tokens, one attention",
-    "twin": "meta-tokens, second attention over all tokens: the control of equal size",
-    "meta": "meta-tokens, second attention among them alone",
+    "gpt2": "no meta-tokens in pretraining",
+    "pause": "meta-tokens, no second attention",
+    "twin": "meta-tokens, second attention over all tokens (control)",
+    "meta": "meta-tokens, second attention among them",
 }
 
 
@@ -25,9 +26,10 @@ MODELS = {
 class Headline:
     """The first screen: what was compared and what came out."""
 
-    compared: str
     verdict: str
     table: Table
+    key: str
+    """How to read the table."""
     findings: Sequence[Finding]
     caution: str
     descriptions: Mapping[str, str]
@@ -52,7 +54,7 @@ class Fold:
     tables: Sequence[Table]
 
 
-Block = Finding | Table | Picture | Fold | ShownExample
+Block = str | Table | Picture | Fold | ShownExample  # a string is a paragraph
 
 
 @dataclass(frozen=True)
@@ -71,19 +73,17 @@ def headline(inputs: Inputs) -> Headline:
     infos = {model: info for run in inputs.runs for model, info in run.models.items()}
     task = next(iter(measured_tasks(results)), None)
     if not select(results, metric="exact_match"):
-        table, found, verdict, compared = tables.perplexity(results), [], "No accuracy was measured.", "Perplexity"
+        table, found, verdict = tables.perplexity(results), [], "No accuracy was measured."
     else:
         condition = measured_conditions(results, task)[0]
-        table = tables.accuracy(results, task, condition, lengths=tables.key_lengths(results, task))
-        gains = findings.gains(results, task)
-        verdict = findings.in_one_sentence(task, gains)
-        found = [*gains, *findings.marker_effects(results, task, {findings.SUBJECT})]
-        compared = f"{name(task)}: answers exactly right, % (95 % interval)"
+        table = tables.accuracy(results, task, condition, lengths=key_lengths(results, task))
+        verdict = findings.verdict(results, task)
+        found = [*findings.comparisons(results, task), *findings.marker_effects(results, task)]
     positions = sorted({result.position_embedding for result in results if result.position_embedding})
-    with_positions = f"; positions: {', '.join(positions)}" if positions else ""
+    key = "In brackets and shaded: 95\u00a0% interval. Bar: 0 to 100\u00a0%; black tick: chance." if found else ""
     labels = [row[0] for row in table.rows]
     return Headline(
-        compared=compared + with_positions,
+        key=f"{key} Positions: {', '.join(positions) or 'not named'}.",
         verdict=verdict,
         table=table,
         findings=found,
@@ -128,13 +128,10 @@ def _accuracy(inputs: Inputs, styles: Mapping[str, Style]) -> Section:
     ]
     blocks: list[Block] = [
         _picture("accuracy", " ".join(summaries), lambda width: figures.headline(results, styles, width)),
-        *(
-            replace(finding, place=f"{name(task)}, {finding.place}")
-            for task in tasks
-            for finding in findings.gains(results, task)
-        ),
+        *(findings.verdict(results, task) for task in tasks),
         *(tables.accuracy(results, task, condition) for task, condition in conditions.items()),
     ]
+    blocks.append(Fold("Differences between models, with intervals", [tables.differences(results)]))
     if token_accuracy:
         blocks.append(Fold("Token accuracy: answer tokens right, one by one", token_accuracy))
     return Section(
@@ -160,7 +157,7 @@ def _markers(inputs: Inputs, styles: Mapping[str, Style]) -> Section:
 
             blocks += [
                 _picture(f"markers_{task}", " ".join(summary), draw),
-                *findings.marker_effects(results, task, {result.model for result in results}),
+                tables.marker_conditions(results, task),
                 *(tables.accuracy(results, task, condition) for condition in conditions[1:]),
             ]
     title = "Do the markers give the answer away?"
@@ -196,7 +193,7 @@ def _training(inputs: Inputs, styles: Mapping[str, Style]) -> Section:
         summary = " ".join(findings.final_losses(curves, task) for task in tasks)
         blocks += [
             _picture("fine_tuning", summary, lambda width: figures.fine_tuning(curves, styles, width)),
-            *findings.budgets(curves),
+            findings.budget(curves),
             tables.learning_steps(curves),
         ]
     return Section(
@@ -214,21 +211,20 @@ def _perplexity(inputs: Inputs) -> Section:
     return Section(
         "perplexity",
         "Perplexity",
-        "Held-out text, the same text tokens for every model and column; no meta-token is ever a target. "
-        + " ".join(findings.perplexities(inputs.results)),
-        [tables.perplexity(inputs.results)],
+        "Held-out text, the same text tokens for every model and column; no meta-token is ever a target.",
+        [findings.perplexities(inputs.results), tables.perplexity(inputs.results)],
     )
 
 
 def _majority(inputs: Inputs) -> Section:
-    title = "What always giving one answer scores"
+    title = "The commonest answer"
     if not select(inputs.results, metric="majority_rate"):
         return Section("majority", title, "No majority rate was measured.")
     return Section(
         "majority",
         title,
-        "The rate of the commonest answer among the test answers. A model has learned nothing that this does not show "
-        "unless it scores above it.",
+        "What always giving the commonest of the test answers would score. A model that scores no higher need not have "
+        "read the prompt.",
         [tables.majority_rates(inputs.results)],
     )
 

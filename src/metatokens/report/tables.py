@@ -2,16 +2,27 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from metatokens.evaluation.results import Metric, Result
-from metatokens.report.estimates import Estimate, pivot, select, tasks_in_order
+from metatokens.report.estimates import (
+    Difference,
+    Estimate,
+    difference,
+    measured_conditions,
+    measured_tasks,
+    pivot,
+    select,
+    tasks_in_order,
+)
+from metatokens.report.gains import commonest_answer, gains, key_lengths, train_lengths
 from metatokens.report.inputs import CurvePoint, ModelInfo, Stage
-from metatokens.report.learning import BUDGET, LEARNED_LOSS, learning
+from metatokens.report.learning import BUDGET, LEARNED_LOSS, Learning, learning
 
 NOT_RUN = "-"
-EN_DASH, MINUS, TIMES, DIVIDED = "\u2013", "\u2212", "\u00d7", "\u00f7"
+EN_DASH, MINUS, DIVIDED = "\u2013", "\u2212", "\u00f7"
 Row = tuple[str, ...]
+Cell = TypeVar("Cell")
 
 
 @dataclass(frozen=True)
@@ -54,25 +65,14 @@ def with_interval(estimate: Estimate | None) -> str:
     return f"{percent(estimate.value)} ({percent(estimate.low)}{EN_DASH}{percent(estimate.high)})"
 
 
-def train_lengths(results: Iterable[Result]) -> set[int]:
-    """The lengths, in tokens, that the measured models were fine-tuned at."""
-    return {result.train_length for result in results if result.train_length is not None}
+def signed(value: float) -> str:
+    """A signed proportion in percent or percentage points: `+3.1`."""
+    return f"{100 * value:+.1f}".replace("-", MINUS)
 
 
-def key_lengths(results: Sequence[Result], task: str | None) -> dict[int | None, str]:
-    """The two lengths that tell most, with their names: the train length and the longest.
-
-    Where models were trained at several lengths, the shortest and the longest that were measured.
-    """
-    measured = select(results, metric="exact_match", task=task)
-    lengths = sorted({result.length for result in measured if result.length is not None}) or [None]
-    trained = train_lengths(measured)
-    start = trained.pop() if len(trained) == 1 and trained <= set(lengths) else None
-    first, last = start or lengths[0], lengths[-1]
-    names = {first: f"{tokens(first)} tokens" + (" (train length)" if start else "")}
-    if last != first:
-        names[last] = f"{tokens(last)} tokens" + (f" ({last / start:g}{TIMES})" if start and last else "")
-    return names
+def points(gap: Difference | None) -> str:
+    """A difference and its interval in percentage points: `+3.1 (+0.4 to +5.8)`; `-` where there is none."""
+    return NOT_RUN if gap is None else f"{signed(gap.value)} ({signed(gap.low)} to {signed(gap.high)})"
 
 
 def accuracy(
@@ -100,9 +100,11 @@ def accuracy(
     commonest = commonest_answer(results, task) if metric == "exact_match" else {}
     if commonest:
         footer.append(("commonest answer", *(percent(commonest.get(length)) for length in lengths)))
-    unit, counted = ("answers exactly right", "n (prompts)")
+    unit, counted = "answers exactly right", "n (prompts)"
     if metric == "token_accuracy":
-        unit, counted = ("answer tokens right", "n (tokens)")
+        unit, counted = "answer tokens right", "n (tokens)"
+    if len(measured_conditions(results, task)) > 1:
+        unit = f"{unit} in condition {condition}"
     footer.append(_footer(counted, cells, lengths, lambda cell: cell.n or None, _count))
     return Table(
         f"{name(task)}: {unit}, %",
@@ -114,10 +116,36 @@ def accuracy(
     )
 
 
-def commonest_answer(results: Sequence[Result], task: str | None) -> dict[int | None, float]:
-    """By length, the rate of the commonest answer among a task's test answers: what always giving it would score."""
-    found = pivot(results, "length", metric="majority_rate", task=task)
-    return {length: cell.value for row in found.values() for length, cell in row.items() if cell.value is not None}
+def differences(results: Sequence[Result]) -> Table:
+    """Every comparison of two models: a row for each task, length and pair."""
+    rows = [
+        (name(task), gain.place, f"{a} {MINUS} {b}", points(difference(gain.cells[a], gain.cells[b])))
+        for task in measured_tasks(results)
+        for gain in gains(results, task)
+        for a, b in gain.pairs()
+    ]
+    header = ("task", "length", "difference", "points (95 % interval)")
+    return Table("Differences between models", header, tuple(rows), text_columns=3)
+
+
+def marker_conditions(results: Sequence[Result], task: str | None) -> Table:
+    """One task at the train length: a row for each model, the score in each condition and what the condition changes."""
+    length, place = next(iter(key_lengths(results, task).items()))
+    trained, *others = measured_conditions(results, task)
+    base, *cells = (
+        pivot(results, "length", metric="exact_match", task=task, condition=condition)
+        for condition in (trained, *others)
+    )
+    rows = []
+    for label, row in base.items():
+        before = row.get(length)
+        figures = [with_interval(before)]
+        for other in cells:
+            after = other.get(label, {}).get(length)
+            figures += [with_interval(after), points(difference(after, before)) if before and after else ""]
+        rows.append((label, *figures))
+    header = ["model", str(trained), *(text for other in others for text in (str(other), f"{other} {MINUS} {trained}"))]
+    return Table(f"{name(task)} at {place}, by condition, %", tuple(header), tuple(rows))
 
 
 def majority_rates(results: Sequence[Result]) -> Table:
@@ -148,25 +176,27 @@ def perplexity(results: Sequence[Result]) -> Table:
 
 
 def learning_steps(curves: Sequence[CurvePoint]) -> Table:
-    """Steps until the answer loss stays under the threshold, beside the steps trained."""
+    """Steps until the answer loss stays under the threshold: a row for each model, a column for each task."""
+    runs = learning(curves)
+    seeds = {run.seed for run in runs}
+    lengths = {run.train_length for run in runs}
+    columns = {
+        (run.task, run.train_length): name(run.task) + (f" at {tokens(run.train_length)}" if len(lengths) > 1 else "")
+        for run in runs
+    }
+    rows: dict[str, dict[tuple[str, int | None], Learning]] = {}
+    for run in runs:
+        row = run.label if len(seeds) == 1 else f"{run.label}, seed {run.seed}"
+        rows.setdefault(row, {})[run.task, run.train_length] = run
     return Table(
         f"Steps until the answer loss stays under {LEARNED_LOSS}",
-        ("task", "model", "seed", "steps needed", "seconds", "steps trained", f"{DIVIDED} slowest learner"),
-        tuple(
-            (
-                name(run.task),
-                run.label,
-                str(run.seed),
-                _count(run.learned.step) if run.learned else "not reached",
-                _count(run.learned.seconds) if run.learned and run.learned.seconds is not None else NOT_RUN,
-                _count(run.steps),
-                NOT_RUN if run.budget is None else f"{run.budget:.2f}",
-            )
-            for run in learning(curves)
+        ("model", *columns.values()),
+        tuple((row, *(_steps(found.get(column)) for column in columns)) for row, found in rows.items()),
+        (
+            _footer("steps trained", rows, columns, lambda run: run.steps, _count),
+            _footer(f"{DIVIDED} slowest learner", rows, columns, lambda run: run.budget, lambda ratio: f"{ratio:.2f}"),
         ),
-        note="Last column: steps trained, divided by the steps that the slowest learner of the task needed. "
-        f"A comparison asks for {BUDGET} or more.",
-        text_columns=2,
+        note=f"Last row: steps trained, divided by those that the task's slowest learner needed; {BUDGET} is asked for.",
     )
 
 
@@ -206,9 +236,9 @@ def columns(cells: Mapping[Any, Mapping[Any, object]]) -> list[Any]:
 
 def _footer(
     title: str,
-    cells: Mapping[str, Mapping[Any, Estimate]],
+    cells: Mapping[str, Mapping[Any, Cell]],
     chosen: Iterable[Any],
-    figure: Callable[[Estimate], Any],
+    figure: Callable[[Cell], Any],
     form: Callable[[Any], str],
 ) -> Row:
     """One figure a column; a range where it differs from row to row."""
@@ -221,6 +251,15 @@ def _footer(
 
 def _some_not_run(cells: Mapping[str, Mapping[Any, Estimate]]) -> bool:
     return any(cell.value is None for row in cells.values() for cell in row.values())
+
+
+def _steps(run: Learning | None) -> str:
+    if run is None:
+        return ""
+    if run.learned is None:
+        return "not reached"
+    seconds = "" if run.learned.seconds is None else f" ({duration(run.learned.seconds)})"
+    return _count(run.learned.step) + seconds
 
 
 def _perplexity(cell: Estimate | None) -> str:

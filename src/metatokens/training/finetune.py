@@ -3,28 +3,29 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
 from metatokens.errors import UserError
-from metatokens.model.checkpoint import load_model
+from metatokens.model.checkpoint import MANIFEST, load_model, weights_sha256
 from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.positions import check_length
 from metatokens.recipe import FinetuneRecipe
 from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.example import Example, read_examples
-from metatokens.training.trainer import Progress, open_run, train
+from metatokens.training.trainer import Progress, SizedDataset, open_run, train, unwatched
 
 IGNORED = -100  # the label of a position that is not scored
 
 
-class TaskExamples(Dataset):
+class TaskExamples:
     """A task's train examples, generated when they are asked for: item i is example `i % examples`."""
 
     def __init__(self, task: TaskData, train_length: int, *, examples: int, length: int):
@@ -37,7 +38,7 @@ class TaskExamples(Dataset):
         return self.task.train(index % self.examples, self.train_length)
 
 
-class RecordExamples(Dataset):
+class RecordExamples:
     """A user's records, in an order that is a permutation of its own in every epoch."""
 
     def __init__(self, records: Sequence[Example], *, seed: int, length: int):
@@ -82,7 +83,7 @@ def finetune(
     data: Path | None = None,
     documents: Sequence[str] = (),
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = unwatched,
 ) -> None:
     """Fine-tune a model for each of the recipe's train lengths in turn, each phase from the last one's model.
 
@@ -101,47 +102,50 @@ def finetune(
     """
     settings = recipe.training
     tokenizer = load_tokenizer(str(model_folder))
-    batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
-    needed = settings.max_steps * batch
-    phases: dict[str, Dataset] = {}
-    longest: dict[str, int] = {}
-    run = {"verb": "finetune", "recipe": recipe.model_dump(mode="json"), "model": str(model_folder)}
+    model = load_model(model_folder)
+    check_meta_token(model.config, tokenizer, model_folder)
+    needed = settings.max_steps * settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+    phases: dict[str, SizedDataset] = {}
+    run = {
+        "verb": "finetune",
+        "recipe": recipe.model_dump(mode="json"),
+        "model_sha256": weights_sha256(model_folder),
+    }
     if data is not None:
         records = read_examples(data, tokenizer)
+        check_length(model.config, max(len(record.input_ids) for record in records))
         phases["data"] = RecordExamples(records, seed=settings.seed, length=needed)
-        longest["data"] = max(len(record.input_ids) for record in records)
-        run |= {"data": str(data), "data_sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
+        run |= {"data_sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
     elif task is not None:
         source = TaskData(
             task, tokenizer=tokenizer, condition=recipe.task.condition, seed=settings.seed, documents=documents
         )
         for length in recipe.task.train_lengths:
+            check_length(model.config, length)
             source.train(0, length)  # whether there is such a prompt at all is said before any training
             phases[str(length)] = TaskExamples(source, length, examples=recipe.task.examples, length=needed)
-            longest[str(length)] = length
-        run |= {"task": task, "documents": hashlib.sha256("\0".join(documents).encode()).hexdigest()}
+        run |= {"task": task, "documents_sha256": hashlib.sha256("\0".join(documents).encode()).hexdigest()}
     else:
         raise UserError("fine-tuning needs a task or a file of records.")
     open_run(out, run, overwrite=overwrite)
 
-    start = model_folder
+    collator = Collator(
+        pad_token_id=tokenizer.eos_token_id, meta_token_id=model.config.meta_token_id, loss_on=recipe.task.loss_on
+    )
     for number, (name, dataset) in enumerate(phases.items()):
         folder = out / name
-        if not (folder / "manifest.json").exists():
-            folder.mkdir(exist_ok=True)
-            set_seed(settings.seed)
-            model = load_model(start)
-            check_meta_token(model.config, tokenizer, model_folder)
-            check_length(model.config, longest[name])
-            collator = Collator(
-                pad_token_id=tokenizer.eos_token_id,
-                meta_token_id=model.config.meta_token_id,
-                loss_on=recipe.task.loss_on,
-            )
-            done = number * settings.max_steps
-            report = progress and (lambda step, _, done=done: progress(done + step, len(phases) * settings.max_steps))
-            train(model, dataset, tokenizer, settings, folder, collator=collator, progress=report)
-        start = folder
+        if (folder / MANIFEST).exists():
+            model = load_model(folder)
+            continue
+        folder.mkdir(exist_ok=True)
+        set_seed(settings.seed)
+        before, total = number * settings.max_steps, len(phases) * settings.max_steps
+        report = partial(_report_phase, progress, before, total)
+        train(model, dataset, tokenizer, settings, folder, collator=collator, progress=report)
+
+
+def _report_phase(progress: Progress, before: int, total: int, done: int, _: int) -> None:
+    progress(before + done, total)
 
 
 def training_of(folder: Path) -> dict[str, Any]:
@@ -170,16 +174,4 @@ def check_meta_token(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase,
         raise UserError(
             f"the model in {folder} has meta_token_id {config.meta_token_id}, and its tokenizer has "
             f"{len(tokenizer)} entries, which makes it {meta_token_id(tokenizer)}."
-        )
-
-
-def check_length(config: MetaGPT2Config, length: int) -> None:
-    """Refuse prompts that a learned table of positions cannot number.
-
-    Raises:
-        UserError: if `length` tokens are beyond the table.
-    """
-    if config.position_embedding == "learned" and length > config.max_position_embeddings:
-        raise UserError(
-            f"prompts of {length} tokens are beyond the {config.max_position_embeddings} learned positions of the model."
         )

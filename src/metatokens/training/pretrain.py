@@ -1,19 +1,20 @@
 """Pretraining on blocks of text with meta-tokens inserted (paper, section 3 and Appendix B)."""
 
 import math
+import os
 from pathlib import Path
 
-import torch
 from transformers import default_data_collator, set_seed
 
 from metatokens.data.blocks import BlockDataset, TokenStore
-from metatokens.data.tokenizer import meta_token_id, padded_vocab_size
+from metatokens.data.tokenizer import padded_vocab_size
 from metatokens.errors import UserError
-from metatokens.model.checkpoint import load_model
+from metatokens.model.checkpoint import load_model, weights_sha256
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.model.positions import check_length
 from metatokens.recipe import PretrainRecipe
-from metatokens.training.trainer import Progress, open_run, train
+from metatokens.training.trainer import Progress, open_run, train, unwatched
 
 
 def pretrain(
@@ -22,7 +23,7 @@ def pretrain(
     *,
     init: Path | None = None,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = unwatched,
 ) -> None:
     """Train a language model, or go on with one, until `training.max_steps`.
 
@@ -40,28 +41,25 @@ def pretrain(
         raise UserError("the recipe names no data.tokens: the folder that `metatokens tokenize` wrote.")
     store = TokenStore.open(recipe.data.tokens)
     settings = recipe.training
-    batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
-    blocks = _blocks(recipe, store, epochs=1)
-    needed = settings.max_steps * batch * int(_world_size())
-    dataset = _blocks(recipe, store, epochs=math.ceil(needed / len(blocks)))
-    run = {"verb": "pretrain", "recipe": recipe.model_dump(mode="json"), "init": init and str(init)}
-    run["train_sha256"] = store.manifest.splits["train"].sha256
-    if open_run(out, run, overwrite=overwrite):
-        return
     set_seed(settings.seed)
-    model = _new_model(recipe, store) if init is None else load_model(init, recipe.model.second_attention)
-    longest = recipe.data.block_size
-    if model.config.position_embedding == "learned" and longest > model.config.max_position_embeddings:
-        raise UserError(
-            f"data.block_size {longest} is beyond the {model.config.max_position_embeddings} learned positions."
-        )
-    if init is not None:
-        _check_vocabulary(model, store, recipe)
-    train(model, dataset, store.tokenizer, settings, out, collator=default_data_collator, progress=progress)
-
-
-def _world_size() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if init is None:
+        model = MetaGPT2ForCausalLM(_config(recipe, store))
+    else:
+        model = load_model(init, recipe.model.second_attention)
+        _check_vocabulary(model.config, store, recipe)
+    check_length(model.config, recipe.data.block_size)
+    batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+    batch *= int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun and accelerate
+    epochs = math.ceil(settings.max_steps * batch / len(_blocks(recipe, store, epochs=1)))
+    run = {
+        "verb": "pretrain",
+        "recipe": recipe.model_dump(mode="json", exclude={"data": {"tokens"}}),
+        "tokens_sha256": store.manifest.splits["train"].sha256,
+        "init_sha256": None if init is None else weights_sha256(init),
+    }
+    if not open_run(out, run, overwrite=overwrite):
+        dataset = _blocks(recipe, store, epochs=epochs)
+        train(model, dataset, store.tokenizer, settings, out, collator=default_data_collator, progress=progress)
 
 
 def _blocks(recipe: PretrainRecipe, store: TokenStore, *, epochs: int) -> BlockDataset:
@@ -77,27 +75,27 @@ def _blocks(recipe: PretrainRecipe, store: TokenStore, *, epochs: int) -> BlockD
     )
 
 
-def _new_model(recipe: PretrainRecipe, store: TokenStore) -> MetaGPT2ForCausalLM:
-    eos = store.tokenizer.eos_token_id
-    config = MetaGPT2Config(
+def _config(recipe: PretrainRecipe, store: TokenStore) -> MetaGPT2Config:
+    eos = store.manifest.eos_token_id
+    return MetaGPT2Config(
         **recipe.model.model_dump(),
         vocab_size=padded_vocab_size(store.tokenizer),
-        meta_token_id=meta_token_id(store.tokenizer),
+        meta_token_id=store.manifest.meta_token_id,
         bos_token_id=eos,
         eos_token_id=eos,
         pad_token_id=eos,
     )
-    return MetaGPT2ForCausalLM(config)
 
 
-def _check_vocabulary(model: MetaGPT2ForCausalLM, store: TokenStore, recipe: PretrainRecipe) -> None:
-    if model.config.vocab_size < len(store.tokenizer):
+def _check_vocabulary(config: MetaGPT2Config, store: TokenStore, recipe: PretrainRecipe) -> None:
+    entries, meta = store.manifest.vocab_size, store.manifest.meta_token_id
+    if config.vocab_size < entries:
         raise UserError(
-            f"the model has {model.config.vocab_size} vocabulary entries and the token store {len(store.tokenizer)}: "
-            "they were made with different tokenizers."
+            f"the model has {config.vocab_size} vocabulary entries and the token store {entries}: they were made with "
+            "different tokenizers."
         )
-    if recipe.data.placement != "none" and model.config.meta_token_id != meta_token_id(store.tokenizer):
+    if recipe.data.placement != "none" and config.meta_token_id != meta:
         raise UserError(
-            f"the model's meta_token_id is {model.config.meta_token_id} and the token store's is "
-            f"{meta_token_id(store.tokenizer)}; convert the model with a second attention, or set data.placement=none."
+            f"the model's meta_token_id is {config.meta_token_id} and the token store's is {meta}; convert the model "
+            "with a second attention, or set data.placement=none."
         )

@@ -6,10 +6,9 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import Dataset
 from transformers import (
     PreTrainedTokenizerBase,
     PrinterCallback,
@@ -28,6 +27,18 @@ from metatokens.recipe import TrainingSettings
 Progress = Callable[[int, int], None]  # steps done, steps in all
 
 
+def unwatched(done: int, total: int) -> None:
+    """Progress that nobody follows."""
+
+
+class SizedDataset(Protocol):
+    """A map-style dataset."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
 class MetaTokenTrainer(Trainer):
     """Trainer whose learning rate may decay over a longer horizon than the run (paper: 600k against 200k steps)."""
 
@@ -43,7 +54,7 @@ class MetaTokenTrainer(Trainer):
 class RunCallback(TrainerCallback):
     """Marks saved checkpoints as complete, and says how far the run is."""
 
-    def __init__(self, progress: Progress | None):
+    def __init__(self, progress: Progress):
         self.progress = progress
         self.last_report = 0.0
 
@@ -54,20 +65,20 @@ class RunCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report progress, once a second at most."""
-        if self.progress and time.monotonic() - self.last_report > 1.0:
+        if time.monotonic() - self.last_report > 1.0:
             self.last_report = time.monotonic()
             self.progress(state.global_step, state.max_steps)
 
 
 def train(
     model: MetaGPT2ForCausalLM,
-    dataset: Dataset,
+    dataset: SizedDataset,
     tokenizer: PreTrainedTokenizerBase,
     settings: TrainingSettings,
     out: Path,
     *,
     collator: Callable[[list[Any]], dict[str, torch.Tensor]],
-    progress: Progress | None = None,
+    progress: Progress,
 ) -> None:
     """Train until `settings.max_steps`, resuming from the last good checkpoint, and write the model to `out`.
 

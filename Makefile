@@ -1,0 +1,53 @@
+# make install   the package in .venv, from the lock
+# make demo      train, evaluate and report small models (about a quarter of an hour on two cores)
+# make test      every test, with line coverage
+# make lint      the linter and the type checker
+# make lock      resolve the dependencies again
+
+VENV := .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+
+.PHONY: install demo smoke test lint lock clean
+
+install: $(VENV)/.installed
+
+demo: install
+	$(BIN)/metatokens reproduce --preset demo --out runs/demo
+
+smoke: install
+	$(BIN)/metatokens reproduce --preset smoke --out runs/smoke
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n auto --cov --cov-report=term
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "metatokens needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: requirements.lock pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+$(VENV)/.installed-test: requirements-test.lock $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.lock
+	touch $@
+
+# torch is pinned by hand: its build names (2.13.0+cpu) differ between indexes.
+lock:
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0 .
+	$(BIN)/python -m pip freeze --exclude metatokens --exclude pip --exclude setuptools | sed 's/+cpu//' > requirements.lock
+	$(BIN)/python -m pip install --quiet '.[test]'
+	$(BIN)/python -m pip freeze --exclude metatokens --exclude pip --exclude setuptools | sed 's/+cpu//' > requirements-test.lock
+	rm -rf $(VENV)
+
+clean:
+	rm -rf $(VENV)

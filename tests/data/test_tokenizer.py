@@ -1,0 +1,214 @@
+"""Tokenizers: specs, training, and text that stays text."""
+
+import logging
+import os
+import subprocess
+import sys
+from pydoc_data.topics import topics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from metatokens.data.tokenizer import encode_text, load_tokenizer, meta_token_id, padded_vocab_size
+from metatokens.errors import UserError
+
+WORDS = ["lawyer", "cardamom", "clarinet", "turmeric", "wrestling", "butterfly", "rectangle"]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return load_tokenizer("train:1500", corpus=topics.values(), extra_texts=[f": {' '.join(WORDS)}"])
+
+
+@pytest.fixture(scope="module")
+def saved(trained, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    trained.save_pretrained(folder)
+    return folder
+
+
+def test_a_trained_vocabulary_has_the_entries_asked_for(trained):
+    assert len(trained) == 1500
+    assert meta_token_id(trained) == 1500
+    assert padded_vocab_size(trained) == 1536
+    assert sorted(trained.get_vocab().values()) == list(range(1500))
+    assert trained.eos_token == "<|endoftext|>"
+    assert trained.convert_tokens_to_ids("<|endoftext|>") == trained.eos_token_id
+
+
+def test_the_meta_token_has_room_in_the_padded_vocabulary():
+    tokenizer = load_tokenizer("train:320", corpus=topics.values())
+    assert (meta_token_id(tokenizer), padded_vocab_size(tokenizer)) == (320, 384)
+
+
+def test_training_is_deterministic(trained):
+    again = load_tokenizer("train:1500", corpus=topics.values(), extra_texts=[f": {' '.join(WORDS)}"])
+    assert again.backend_tokenizer.to_str() == trained.backend_tokenizer.to_str()
+
+
+def test_words_of_the_extra_texts_become_single_tokens_at_little_cost(trained):
+    without = load_tokenizer("train:1500", corpus=topics.values())
+    spaced = [f" {word}" for word in WORDS]
+    assert [len(ids) for ids in encode_text(trained, spaced)] == [1] * len(WORDS)
+    assert all(len(ids) > 1 for ids in encode_text(without, spaced))
+    with_extra, plain = (sum(map(len, encode_text(each, list(topics.values())))) for each in (trained, without))
+    assert with_extra < 1.05 * plain
+
+
+texts = st.lists(st.sampled_from(["<|endoftext|>", "_PAUSE_", " <|endo", "text|>", " ", "\n"]) | st.text()).map("".join)
+
+
+@given(texts)
+def test_any_text_stays_text(trained, text):
+    [ids] = encode_text(trained, [text])
+    assert trained.decode(ids) == text
+    assert trained.eos_token_id not in ids
+    assert max(ids, default=0) < meta_token_id(trained)
+    assert trained(text)["input_ids"] == ids
+
+
+@given(texts)
+def test_any_text_stays_text_after_saving_and_loading(trained, saved, text):
+    loaded = AutoTokenizer.from_pretrained(saved)
+    expected = encode_text(trained, [text])
+    assert encode_text(loaded, [text]) == expected
+    assert [loaded(text)["input_ids"]] == expected
+    assert loaded.decode(expected[0]) == text
+
+
+def test_a_folder_gives_the_tokenizer_saved_in_it(trained, saved):
+    loaded = load_tokenizer(str(saved))
+    assert loaded.get_vocab() == trained.get_vocab()
+    assert loaded.eos_token_id == trained.eos_token_id
+
+
+def test_a_folder_named_gpt2_wins_over_the_hub(saved, tmp_path, monkeypatch):
+    (tmp_path / "gpt2").symlink_to(saved)
+    monkeypatch.chdir(tmp_path)
+    assert len(load_tokenizer("gpt2")) == 1500
+
+
+def test_the_gpt2_vocabulary(shared_data):
+    tokenizer = load_tokenizer(str(shared_data / "gpt2_tokenizer"))
+    assert (meta_token_id(tokenizer), padded_vocab_size(tokenizer)) == (50257, 50304)
+    assert encode_text(tokenizer, ["Hello world", " lawyer"]) == [[15496, 995], [6853]]
+    assert tokenizer.eos_token_id == 50256
+    [ids] = encode_text(tokenizer, ["<|endoftext|>"])
+    assert 50256 not in ids
+    assert tokenizer.decode(ids) == "<|endoftext|>"
+
+
+def test_settings_of_an_earlier_call_do_not_leak_into_encoding(trained):
+    text = "one two <|endoftext|> three"
+    [expected] = encode_text(trained, [text])
+    trained(text, truncation=True, max_length=2, split_special_tokens=False)
+    assert encode_text(trained, [text]) == [expected]
+
+
+def test_a_long_text_brings_no_warning(saved):
+    heard = []
+    handler = logging.Handler()
+    handler.emit = heard.append
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        ids = load_tokenizer(str(saved))("word " * 5000)["input_ids"]
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert len(ids) > 5000
+    assert heard == []
+
+
+def test_a_forked_worker_can_encode_and_says_nothing(saved):
+    code = f"""if True:
+        import os
+        from metatokens.data.tokenizer import encode_text, load_tokenizer
+        tokenizer = load_tokenizer({str(saved)!r})
+        texts = ["some text"] * 1000
+        here = encode_text(tokenizer, texts)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if encode_text(tokenizer, texts) == here else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("spec", ["train:", "train:299", "train:65537", "train:-400", "train:4k", "train:1e3"])
+def test_a_size_out_of_range_names_the_range(spec):
+    with pytest.raises(UserError, match=rf"{spec}.*300 to 65536"):
+        load_tokenizer(spec, corpus=["text"])
+
+
+def test_too_little_text_for_the_vocabulary():
+    with pytest.raises(UserError, match=r"too little text.*train:400.*2\d\d entries"):
+        load_tokenizer("train:400", corpus=["a few words of text"])
+
+
+def test_training_without_a_corpus_is_the_callers_mistake():
+    with pytest.raises(ValueError, match="needs a corpus"):
+        load_tokenizer("train:400")
+
+
+def test_an_unknown_spec_names_the_known_ones(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere.*folder, gpt2, or train:N"):
+        load_tokenizer(str(tmp_path / "nowhere"))
+
+
+def test_an_unreachable_hub_suggests_a_folder(tmp_path):
+    code = """if True:
+        from metatokens.data.tokenizer import load_tokenizer
+        from metatokens.errors import UserError
+        try:
+            load_tokenizer("gpt2")
+        except UserError as error:
+            assert "folder" in str(error), error
+        else:
+            raise AssertionError
+    """
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | offline, cwd=tmp_path)
+
+
+def empty(folder):
+    folder.mkdir()
+
+
+def without_vocabulary(folder):
+    folder.mkdir()
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+
+
+def garbled(folder):
+    folder.mkdir()
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / "tokenizer.json").write_text('{"model": ')
+
+
+def without_end_of_text(folder):
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
+
+
+def with_gaps(folder):
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 5}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="b").save_pretrained(folder)
+
+
+@pytest.mark.parametrize("make", [empty, without_vocabulary, garbled, without_end_of_text, with_gaps])
+def test_a_folder_without_a_usable_tokenizer(tmp_path, make):
+    make(tmp_path / "folder")
+    with pytest.raises(UserError, match=r"folder (holds no tokenizer|cannot be used)") as caught:
+        load_tokenizer(str(tmp_path / "folder"))
+    assert "\n" not in str(caught.value)
