@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import itertools
 import json
+import os
 import pickle
 import platform
 import subprocess
@@ -287,6 +288,23 @@ def test_a_disk_that_fails_half_way(tmp_path, corpus, monkeypatch):
     with pytest.raises(UserError, match=r"cannot be written.*No space left on device"):
         write_token_store(tmp_path / "tokens", corpus, "train:300")
     assert list((tmp_path / "tokens").iterdir()) == []
+
+
+def test_a_replacement_cut_off_half_way_does_not_pass_for_a_store(copy_of_store, corpus, monkeypatch):
+    replace = os.replace
+
+    def cut_off(source, target):
+        if target.name == "held_out.arrow":
+            raise OSError(5, "Input/output error")
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks.os, "replace", cut_off)
+        with pytest.raises(UserError, match="Input/output error"):
+            write_token_store(copy_of_store, corpus, "train:310", overwrite=True)
+    with pytest.raises(UserError, match="holds no complete token store"):
+        TokenStore.open(copy_of_store)
+    assert write_token_store(copy_of_store, corpus, "train:310").manifest.vocab_size == 310
 
 
 # --- blocks

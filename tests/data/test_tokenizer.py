@@ -108,13 +108,17 @@ def test_settings_of_an_earlier_call_do_not_leak_into_encoding(trained):
     assert encode_text(trained, [text]) == [expected]
 
 
-def test_a_long_text_brings_no_warning(saved):
+def test_a_long_text_brings_no_warning(trained, tmp_path):
+    limited = PreTrainedTokenizerFast(
+        tokenizer_object=trained.backend_tokenizer, eos_token="<|endoftext|>", model_max_length=16
+    )
+    limited.save_pretrained(tmp_path)
     heard = []
     handler = logging.Handler()
     handler.emit = heard.append
     logging.getLogger("transformers").addHandler(handler)
     try:
-        ids = load_tokenizer(str(saved))("word " * 5000)["input_ids"]
+        ids = load_tokenizer(str(tmp_path))("word " * 5000)["input_ids"]
     finally:
         logging.getLogger("transformers").removeHandler(handler)
     assert len(ids) > 5000

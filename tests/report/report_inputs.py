@@ -152,6 +152,8 @@ def write_run(folder: Path, score: Score = meta_best, models: Sequence[str] = MO
     folder.mkdir(parents=True)
     write_results(folder / "results.jsonl", [*accuracies(score, models), *other_results(models)])
     for name, records in (("curves", curves(models)), ("examples", EXAMPLES)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+        )
     (folder / "run.json").write_text(json.dumps(RUN), encoding="utf-8")
     return folder

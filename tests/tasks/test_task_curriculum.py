@@ -69,6 +69,12 @@ def test_recall_asks_for_every_place_and_item_alike(tokenizer):
     assert chisquare([places[8, place] for place in range(1, 9)]).pvalue > 1e-4
 
 
+def test_parity_marks_any_number_of_bits_up_to_the_longest_list(tokenizer):
+    data = TaskData("parity", tokenizer=tokenizer)
+    prompts = [data.sample(index, 1, "train").prompt for index in range(1000)]
+    assert {prompt.split().index("_PAUSE_") - 1 for prompt in prompts} == set(TABLE_6[1][1]) | {1, 2}
+
+
 def test_copied_spans_end_anywhere(tokenizer, documents):
     data = TaskData("copying", tokenizer=tokenizer, documents=documents)
     halves = Counter()

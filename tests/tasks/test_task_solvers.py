@@ -15,6 +15,7 @@ def solve_list_recall(prompt: str) -> str:
     ).groups()
     *lists, repeated = context.split("\n")
     items = {name: rest.split() for name, rest in (re.sub(MARKER, "", line).split(":") for line in lists)}
+    assert not any(re.search(rf"{category}:.*{MARKER}", line) for line in lists), "decoys are in other lists"
     heading, *words = repeated.split()
     assert heading == f"{category}:"
     marker = next(i for i, word in enumerate(words) if word in ("_PAUSE_", "|"))
@@ -127,6 +128,7 @@ def test_conditions_differ_in_their_markers_only(task, tokenizer, documents):
         if task == "copying" and examples[0].completion != examples[2].completion:
             continue  # without room for a decoy another content is drawn
         texts = [re.sub(MARKER, "", example.prompt) for example in examples]
+        assert "pause" not in texts[1]
         assert texts[1].replace("this bar?", "this pause?").replace("the bars", "the pauses") == texts[0]
         assert texts[2].replace("the first bracketed", "the bracketed") == texts[0]
         assert [len(example.markers) for example in examples[:2]] == [

@@ -19,6 +19,10 @@ from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.positions import Rotary, rotate
 
 
+class ResidualProjection(nn.Linear):
+    """A layer that writes to the residual stream; GPT-2 scales its initial weights down with depth."""
+
+
 class Attention(nn.Module):
     """Projections that causal attention and meta-attention share."""
 
@@ -31,7 +35,7 @@ class Attention(nn.Module):
         self.layer_index = layer_index
         self.scaling = config.head_size**-0.5
         self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.bias)
-        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        self.out_proj = ResidualProjection(config.hidden_size, config.hidden_size, bias=config.bias)
 
     def project(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of x (batch, length, width), each (batch, heads, length, head size)."""

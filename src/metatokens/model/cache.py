@@ -78,3 +78,9 @@ class MetaTokenCache(Cache):
 
     def __init__(self, config: MetaGPT2Config):
         super().__init__(layers=[MetaTokenCacheLayer() for _ in range(config.num_hidden_layers)])
+        self.inserted = 0  # meta-tokens that `generate()` added and left out of the ids it returned
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.inserted = 0

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
 
@@ -81,7 +82,7 @@ def load_model(folder: Path, second_attention: SecondAttention | None = None) ->
         verify_manifest(folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, TypeError) as error:
+    except (ValueError, OSError, TypeError, KeyError, StrictDataclassError) as error:
         raise UserError(f"{folder / 'config.json'} is not a model configuration: {_one_line(error)}") from error
     model_class = {MetaGPT2Config: MetaGPT2ForCausalLM, GPT2Config: GPT2LMHeadModel}.get(type(config))
     if model_class is None:

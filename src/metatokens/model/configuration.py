@@ -4,7 +4,8 @@ from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import RopeParameters
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from metatokens.errors import UserError
 
@@ -78,6 +79,12 @@ class MetaGPT2Config(PreTrainedConfig):
             raise UserError("rotary positions need an even head size (hidden_size / num_attention_heads).")
         if self.second_attention == "meta" and self.meta_token_id is None:
             raise UserError("second_attention 'meta' needs a meta_token_id.")
+        if self.activation not in ACT2FN:
+            raise UserError(f"activation {self.activation!r} is unknown; allowed are {', '.join(ACT2FN)}.")
+        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
+        if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
+            allowed = ", ".join(("default", *ROPE_INIT_FUNCTIONS))
+            raise UserError(f"rope_type {rope_type!r} is unknown; allowed are {allowed}.")
         if self.meta_token_id is not None and not 0 <= self.meta_token_id < self.vocab_size:
             raise UserError(f"meta_token_id {self.meta_token_id} is outside the vocabulary of {self.vocab_size}.")
         super().__post_init__(**kwargs)

@@ -17,6 +17,10 @@ from metatokens.errors import UserError
 from metatokens.model.cache import MetaTokenCache
 
 
+class SuppressMetaToken(SuppressTokensLogitsProcessor):
+    """A type of its own, since `generate()` drops its own processor for one of the same type that is passed in."""
+
+
 class MetaTokenGenerationMixin(GenerationMixin):
     """`generate()` of a model that may have meta-tokens."""
 
@@ -29,21 +33,33 @@ class MetaTokenGenerationMixin(GenerationMixin):
             meta_every: insert a meta-token after every so many generated text tokens, counted from the prompt's end
                 alike for all rows; None inserts none. `max_new_tokens` counts text tokens, and the returned ids
                 omit the inserted ones.
-            **kwargs: as in `GenerationMixin.generate`.
+            **kwargs: as in `GenerationMixin.generate`. A cache in `past_key_values` may hold the sequence's start, if
+                no meta-tokens were inserted when it was filled.
 
         Raises:
-            UserError: if `meta_every` is below 1 or the model has no meta-token.
+            UserError: if `meta_every` is below 1, the model has no meta-token, or the other arguments do not go with
+                them.
         """
+        if getattr(kwargs.get("past_key_values"), "inserted", 0):
+            raise UserError(
+                "the cache in past_key_values holds meta-tokens that generate() inserted, which input_ids lack; "
+                "start from a new cache."
+            )
         meta_id = self.config.meta_token_id
         if meta_id is not None:
-            suppress = SuppressTokensLogitsProcessor([meta_id], device=self.device)
+            suppress = SuppressMetaToken([meta_id], device=self.device)
             kwargs["logits_processor"] = LogitsProcessorList([*(kwargs.get("logits_processor") or ()), suppress])
         if meta_every is not None:
             if meta_id is None:
                 raise UserError("meta_every needs a model with a meta_token_id, and this one has none.")
             if meta_every < 1:
                 raise UserError(f"meta_every is {meta_every}; it must be at least 1.")
-            prompt = inputs if inputs is not None else kwargs["input_ids"]
+            prompt, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
+            if prompt is None or (mask is not None and mask.shape != prompt.shape):
+                raise UserError(
+                    "meta_every needs the whole sequence as input_ids, what is cached included, and an attention_mask, "
+                    "if any, of the same shape."
+                )
             kwargs |= {"meta_every": meta_every, "prompt_length": prompt.shape[1]}
         return super().generate(inputs, *args, **kwargs)
 
@@ -71,7 +87,9 @@ class MetaTokenGenerationMixin(GenerationMixin):
         ids = input_ids.new_full((input_ids.shape[0], length), self.config.meta_token_id)
         mask = attention_mask.new_ones((input_ids.shape[0], length))
         ids[:, is_text], mask[:, is_text] = input_ids, attention_mask
-        cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+        cached = 0
+        if past_key_values is not None:
+            cached, past_key_values.inserted = past_key_values.get_seq_length(), inserted
         return {
             "input_ids": ids[:, cached:],
             "attention_mask": mask,
@@ -93,5 +111,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
                 f"cache_implementation {generation_config.cache_implementation!r} is not available for this model, "
                 "whose cache grows; leave it out."
             )
+        assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        if "meta_every" in model_kwargs and (assisted or generation_config.prefill_chunk_size):
+            raise UserError("meta_every does not go with assisted generation or prefill_chunk_size.")
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache:
             model_kwargs["past_key_values"] = MetaTokenCache(self.config)

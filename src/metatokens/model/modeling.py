@@ -14,15 +14,16 @@ from transformers.activations import ACT2FN
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from metatokens.errors import UserError
-from metatokens.model.attention import Attention, CausalAttention, MetaAttention, MetaRows
+from metatokens.model.attention import CausalAttention, MetaAttention, MetaRows, ResidualProjection
 from metatokens.model.cache import MetaTokenCache
 from metatokens.model.configuration import MetaGPT2Config, SecondAttention
 from metatokens.model.generation import MetaTokenGenerationMixin
-from metatokens.model.positions import Rotary, RotaryPositions, check_length, position_ids_from_mask
+from metatokens.model.positions import Rotary, check_length, position_ids_from_mask
 
 
 def layer_norm(config: MetaGPT2Config) -> nn.LayerNorm:
@@ -37,7 +38,7 @@ class FeedForward(nn.Module):
         super().__init__()
         assert config.intermediate_size is not None  # the configuration fills it in
         self.in_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.bias)
-        self.out_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
+        self.out_proj = ResidualProjection(config.intermediate_size, config.hidden_size, bias=config.bias)
         self.activation = ACT2FN[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,10 +103,9 @@ class MetaGPT2PreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, Attention | FeedForward):
-            # GPT-2 scales the layers that write to the residual stream down with depth. (Children come first.)
+        if isinstance(module, ResidualProjection):
             std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
-            init.normal_(module.out_proj.weight, std=std)
+            init.normal_(module.weight, std=std)
 
 
 class MetaGPT2Model(MetaGPT2PreTrainedModel):
@@ -118,7 +118,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         if config.position_embedding == "learned":
             self.learned_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         elif config.position_embedding == "rope":
-            self.rotary_positions = RotaryPositions(config)
+            # By the name of its class transformers knows a module whose frequencies `from_pretrained` has to compute.
+            self.rotary_positions = LlamaRotaryEmbedding(config)
         self.layers = nn.ModuleList(MetaGPT2Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = layer_norm(config)
         self.gradient_checkpointing = False
@@ -138,6 +139,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not self.training:
             past_key_values = MetaTokenCache(self.config)
+        if self.config.second_attention != "none" and not isinstance(past_key_values, MetaTokenCache | None):
+            raise UserError(f"past_key_values is a {type(past_key_values).__name__}; give a MetaTokenCache.")
         length = input_ids.shape[1]
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
         if position_ids is None and attention_mask is not None:
@@ -260,6 +263,8 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
         gpt2 = hf_model.config
         if gpt2.scale_attn_by_inverse_layer_idx or gpt2.add_cross_attention or not gpt2.scale_attn_weights:
             raise UserError("only the plain GPT-2 can be converted (no cross-attention, attention scaled by sqrt(d)).")
+        if not gpt2.tie_word_embeddings:
+            raise UserError("this GPT-2 has a head of its own; only one tied to the embedding can be converted.")
         grows = second_attention != "none"
         config = MetaGPT2Config(
             vocab_size=(gpt2.vocab_size // 64 + 1) * 64 if grows else gpt2.vocab_size,

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
@@ -38,13 +37,6 @@ def check_length(config: MetaGPT2Config, length: int) -> None:
             f"a sequence of {length} tokens is longer than the {config.max_position_embeddings} learned positions of "
             "this model; use a shorter one, or a model with position_embedding 'rope' or 'none'."
         )
-
-
-class RotaryPositions(LlamaRotaryEmbedding):
-    """Rotary angles of `config.rope_parameters`, YaRN included: `forward(x, position_ids)` gives a `Rotary`.
-
-    The class is transformers' own under this package's name, so that the tables are those of every Llama model.
-    """
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

@@ -112,17 +112,14 @@ def difference(a: Estimate, b: Estimate) -> Difference | None:
     """a - b with Newcombe's hybrid score interval, made from the Wilson intervals of the two proportions.
 
     Source: R. G. Newcombe, Statistics in Medicine 17 (1998), method 10. It takes the two samples as independent; on a
-    test set that the models share it is the wider, cautious interval. None where a figure or an interval is missing.
+    test set that the models share it is usually the wider one. None where a figure or an interval is missing.
     """
-    if a.value is None or b.value is None or None in (a.low, a.high, b.low, b.high):
+    if a.value is None or a.low is None or a.high is None or b.value is None or b.low is None or b.high is None:
         return None
-    assert a.low is not None and a.high is not None and b.low is not None and b.high is not None
     gap = a.value - b.value
-    return Difference(
-        gap,
-        gap - math.hypot(a.value - a.low, b.high - b.value),
-        gap + math.hypot(a.high - a.value, b.value - b.low),
-    )
+    down = math.hypot(a.value - a.low, b.high - b.value)
+    up = math.hypot(a.high - a.value, b.value - b.low)
+    return Difference(gap, gap - down, gap + up)
 
 
 def _pool(results: Sequence[Result]) -> Estimate:

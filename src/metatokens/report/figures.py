@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.markers import MarkerStyle
@@ -18,11 +19,20 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
 from metatokens.evaluation.results import Result
-from metatokens.report.estimates import Labels, measured_conditions, measured_tasks, model_of, pivot, tasks_in_order
+from metatokens.report.estimates import (
+    Estimate,
+    Labels,
+    measured_conditions,
+    measured_tasks,
+    model_of,
+    pivot,
+    tasks_in_order,
+)
 from metatokens.report.gains import commonest_answer, train_lengths
 from metatokens.report.inputs import CurvePoint
 from metatokens.report.learning import LEARNED_LOSS
-from metatokens.report.tables import columns, name, tokens
+from metatokens.report.tables import columns
+from metatokens.report.wording import name, tokens
 
 PHONE, PAGE = 3.5, 8.6  # inches
 _PANEL_HEIGHT, _LEGEND_HEIGHT = 2.5, 0.5
@@ -54,6 +64,7 @@ _FURTHER_STYLES = (
     Style("#2f97d0", (6, 1, 1, 1, 1, 1), "X", 6.5),
 )
 _CONDITIONS = {"paper": "paper: marked", "none": "none: no markers", "decoy": "decoy: idle markers too"}
+_NOT_MEASURED = Estimate(None, None, None, 0, None)
 _FILLS = ("full", "none", "left", "bottom")  # the variants of one model, such as its position embeddings
 
 
@@ -65,16 +76,17 @@ def palette(labels: Iterable[str]) -> dict[str, Style]:
     styles = {}
     for label in dict.fromkeys(labels):
         model = model_of(label)
-        style = of_model.setdefault(model, next(further)) if model not in of_model else of_model[model]
+        if model not in of_model:
+            of_model[model] = next(further)
         variant = variants[model] = variants.get(model, -1) + 1
-        styles[label] = replace(style, fill=_FILLS[variant % len(_FILLS)])
+        styles[label] = replace(of_model[model], fill=_FILLS[variant % len(_FILLS)])
     return styles
 
 
 def swatch(style: Style) -> dict[str, str]:
     """A style as the attributes of an SVG line and of the polygon of its marker, around the origin, y downwards."""
     marker = MarkerStyle(style.marker)
-    outline = marker.get_path().transformed(marker.get_transform()).to_polygons()[0]
+    outline = np.asarray(marker.get_path().transformed(marker.get_transform()).to_polygons()[0])
     return {
         "colour": style.colour,
         "dashes": " ".join(f"{1.8 * length:g}" for length in style.dashes),
@@ -148,7 +160,10 @@ def fine_tuning(curves: Sequence[CurvePoint], styles: Mapping[str, Style], width
             axes.set_yscale("log", nonpositive="clip")
             axes.axhline(LEARNED_LOSS, color=_GREY, linestyle=(0, (2, 2)), linewidth=1)
             _draw_curves(axes, curves, styles, task)
-            axes.set_ylim(bottom=max(axes.get_ylim()[0], LEARNED_LOSS / 100))
+            losses = [point.loss for point in curves if point.task == task and math.isfinite(point.loss)]
+            if losses:
+                floor = max(min(losses), LEARNED_LOSS / 100)
+                axes.set_ylim(min(floor, LEARNED_LOSS / 2), 1.5 * max(*losses, LEARNED_LOSS))
             axes.yaxis.set_major_formatter("{x:g}")
 
         return draw
@@ -166,7 +181,7 @@ def _small_multiples(
     grid = figure.subplots(down, across, squeeze=False)
     drawn: dict[str, Any] = {}
     for place, (axes, (title, draw)) in enumerate(zip(grid.flat, panels.items(), strict=False)):
-        axes.set_title(title, loc="left", fontsize=_SIZE + 1.5, fontweight="bold", color=_INK)
+        axes.set_title(title, loc="left", parse_math=False, fontsize=_SIZE + 1.5, fontweight="bold", color=_INK)
         axes.grid(axis="y", color=_RULE, linewidth=0.7)
         axes.set_axisbelow(True)
         axes.spines[["top", "right", "left"]].set_visible(False)
@@ -180,10 +195,12 @@ def _small_multiples(
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     labels = sorted(drawn, key=lambda label: [*styles, label].index(label))
-    figure.legend(
+    legend = figure.legend(
         [drawn[label] for label in labels], labels, loc="outside upper left", frameon=False, fontsize=_SIZE,
         ncols=6 if width > PHONE else 2, handlelength=3.2, labelcolor=_INK, columnspacing=1.6,
     )  # fmt: skip
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     return figure
 
 
@@ -197,35 +214,25 @@ def _accuracy_panel(
     def draw(axes: Axes) -> None:
         for length in trained & set(lengths):
             axes.axvline(length, color=_SHADE, linewidth=16, zorder=0)
-        chance = {
-            length: 100 * row[length].chance
-            for row in cells.values()
-            for length in lengths
-            if length in row and row[length].chance is not None
-        }
-        if chance:
-            x = sorted(chance)
-            y = [chance[length] for length in x]
-            axes.fill_between([0.93 * x[0], *x, 1.07 * x[-1]], [y[0], *y, y[-1]], color=_RULE, label="chance", zorder=0.5)
-        commonest = sorted((length, 100 * rate) for length, rate in commonest_answer(results, task).items() if length)
+        chance = {length: row[length].chance for row in cells.values() for length in lengths if length in row}
+        if any(rate is not None for rate in chance.values()):
+            rates = _percent(chance[length] for length in lengths)
+            reach = [0.93 * lengths[0], *lengths, 1.07 * lengths[-1]]
+            axes.fill_between(reach, [rates[0], *rates, rates[-1]], color=_RULE, label="chance", zorder=0.5)
+        commonest = commonest_answer(results, task)
         if commonest:
-            axes.plot(*zip(*commonest, strict=True), label="commonest answer", color=_GREY, linestyle=":", linewidth=1.2)
+            rates = _percent(commonest.get(length) for length in lengths)
+            axes.plot(lengths, rates, label="commonest answer", color=_GREY, linestyle=":", linewidth=1.2)
         for place, (label, row) in enumerate(cells.items()):
-            points = [(length, row[length]) for length in lengths if length in row and row[length].value is not None]
+            row_cells = [row.get(length, _NOT_MEASURED) for length in lengths]
             # Models often coincide, at 100 % above all: a few points to the side keep each marker in sight.
-            aside = ScaledTranslation(_ASIDE * (place - (len(cells) - 1) / 2) / 72, 0, axes.figure.dpi_scale_trans)
-            drawn = {"transform": axes.transData + aside, "color": styles[label].colour}
-            axes.plot(
-                [length for length, _ in points],
-                [100 * cell.value for _, cell in points],
-                **_line(styles[label]) | drawn | {"label": label},
-            )
-            axes.fill_between(
-                [length for length, cell in points if cell.low is not None],
-                [100 * cell.low for _, cell in points if cell.low is not None],
-                [100 * cell.high for _, cell in points if cell.low is not None],
-                **drawn | {"alpha": 0.13, "linewidth": 0},
-            )
+            shift = _ASIDE * (place - (len(cells) - 1) / 2) / 72
+            beside = axes.transData + ScaledTranslation(shift, 0, axes.figure.dpi_scale_trans)
+            colour, accuracy = styles[label].colour, _percent(cell.value for cell in row_cells)
+            lows, highs = _percent(cell.low for cell in row_cells), _percent(cell.high for cell in row_cells)
+            axes.plot(lengths, accuracy, label=label, transform=beside, **_line(styles[label]))
+            axes.fill_between(lengths, lows, highs, transform=beside, color=colour, alpha=0.13, linewidth=0)
+            axes.vlines(lengths, lows, highs, transform=beside, color=colour, linewidth=1)
         axes.set_xscale("log", base=2)
         names = [f"{tokens(length)}\ntrain" if length in trained else tokens(length) for length in lengths]
         axes.set_xticks(lengths, names)
@@ -257,6 +264,11 @@ def _draw_curves(axes: Axes, curves: Sequence[CurvePoint], styles: Mapping[str, 
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.margins(x=0.02)
+
+
+def _percent(proportions: Iterable[float | None]) -> list[float]:
+    """Proportions in percent; one that is missing leaves a gap in the line."""
+    return [math.nan if value is None else 100 * value for value in proportions]
 
 
 def _line(style: Style) -> dict[str, Any]:

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from metatokens.evaluation.results import Result
 from metatokens.report.estimates import (
     Difference,
-    Estimate,
     difference,
     measured_conditions,
     model_of,
     pivot,
     select,
 )
-from metatokens.report.gains import SUBJECT, gains, key_lengths
+from metatokens.report.gains import SUBJECT, Gain, gains, key_lengths
 from metatokens.report.inputs import CurvePoint, ModelInfo
 from metatokens.report.learning import BUDGET, learning
-from metatokens.report.tables import EN_DASH, name, percent, points, signed, tokens
+from metatokens.report.wording import EN_DASH, name, percent, signed, tokens
 
 PAPER_PARAMETERS = 152e6
 
@@ -42,8 +41,7 @@ def comparisons(results: Sequence[Result], task: str | None) -> list[Finding]:
     """The differences behind the verdict, and which models are above chance."""
     findings = []
     for gain in gains(results, task):
-        clauses = [_clause(a, gain.cells[a], b, gain.cells[b]) for a, b in gain.pairs()]
-        sentences = [f"{'; '.join(clauses)}."] if clauses else [f"{gain.verdict()}."]
+        sentences = [_differences(gain)]
         if floor := gain.above_floor():
             called, rate, above = floor
             sentences.append(f"Above {called} ({_percent(rate)}): {_list(above)}.")
@@ -84,7 +82,9 @@ def budget(curves: Sequence[CurvePoint]) -> str:
         elif ratio >= BUDGET:
             answers[f"Every model had {BUDGET} times the slowest learner's steps or more"].append(place)
         else:
-            answers[f"A model had less than {BUDGET} times the slowest learner's steps"].append(f"{place} ({ratio:.2f})")
+            answers[f"A model had less than {BUDGET} times the slowest learner's steps"].append(
+                f"{place} ({ratio:.2f})"
+            )
     return " ".join(f"{answer}: {_list(places)}." for answer, places in answers.items())
 
 
@@ -152,16 +152,24 @@ def caution(results: Sequence[Result], task: str | None, models: Mapping[str, Mo
     return " ".join(sentences)
 
 
-def _clause(name_a: str, a: Estimate, name_b: str, b: Estimate) -> str:
-    gap = difference(a, b)
-    if gap is None:
-        return f"{name_a} and {name_b} have no intervals to compare"
-    if gap.low <= 0 <= gap.high:
-        n = min(a.n, b.n)
-        return f"no difference that n\u00a0=\u00a0{n} can show between {name_a} and {name_b} ({_bounds(gap)} points)"
-    side = "above" if gap.value > 0 else "below"
-    near, far = sorted((abs(gap.low), abs(gap.high)))
-    return f"{name_a} is {percent(abs(gap.value))} points {side} {name_b} ({percent(near)} to {percent(far)})"
+def _differences(gain: Gain) -> str:
+    """The pairs that differ, then those that do not."""
+    differ, same = [], []
+    for a, b in gain.pairs():
+        gap = difference(gain.cells[a], gain.cells[b])
+        if gap is None:
+            continue
+        if gap.low <= 0 <= gap.high:
+            same.append(f"{a} and {b} ({_bounds(gap)} points)")
+        else:
+            side = "above" if gap.value > 0 else "below"
+            near, far = sorted((abs(gap.low), abs(gap.high)))
+            differ.append(f"{a} is {percent(abs(gap.value))} points {side} {b} ({percent(near)} to {percent(far)})")
+    n = min((cell.n for cell in gain.cells.values()), default=0)
+    sentences = [f"{'; '.join(differ)}."] if differ else []
+    if same:
+        sentences.append(f"No difference that n\u00a0=\u00a0{n} can show: {_list(same)}.")
+    return " ".join(sentences) or f"{gain.verdict()}."
 
 
 def _bounds(gap: Difference) -> str:

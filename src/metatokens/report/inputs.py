@@ -59,6 +59,16 @@ class ShownExample(BaseModel):
             start = offset + len(MARKER)
         return [piece for piece in [*pieces, (self.prompt[start:], False)] if piece[0]]
 
+    def facts(self) -> str:
+        """Where the example comes from, in one line."""
+        facts = {
+            "phase {}": self.phase,
+            "{}": self.split,
+            "condition {}": self.condition,
+            "{} tokens": self.n_tokens,
+        }
+        return ", ".join(form.format(value) for form, value in facts.items() if value is not None)
+
 
 class Stage(BaseModel):
     """One stage of a run and the wall time it took."""

@@ -38,23 +38,21 @@ def learning(curves: Sequence[CurvePoint]) -> list[Learning]:
             runs[point.task, point.train_length, labels(point), point.seed][point.step] = point
     learned = {run: _learned(points) for run, points in runs.items()}
     slowest: dict[tuple[str, int | None], int] = defaultdict(int)
-    for (task, length, _, _), point in learned.items():
-        slowest[task, length] = max(slowest[task, length], point.step if point else 0)
-    order = tasks_in_order({task for task, *_ in runs})
-    return [
-        Learning(label, task, length, seed, learned[run], max(points), _ratio(max(points), slowest[task, length]))
-        for run, points in sorted(
-            runs.items(), key=lambda item: (order.index(item[0][0]), item[0][1] or 0, labels.all.index(item[0][2]))
-        )
-        for task, length, label, seed in [run]
-    ]
+    for (task, length, _, _), reached in learned.items():
+        slowest[task, length] = max(slowest[task, length], reached.step if reached else 0)
+    outcomes = []
+    for run, points in runs.items():
+        task, length, label, seed = run
+        steps, needed = max(points), slowest[task, length]
+        budget = steps / needed if needed else None
+        outcomes.append(Learning(label, task, length, seed, learned[run], steps, budget))
+    order = tasks_in_order(run.task for run in outcomes)
+    return sorted(
+        outcomes, key=lambda run: (order.index(run.task), run.train_length or 0, labels.all.index(run.label), run.seed)
+    )
 
 
 def _learned(points: dict[int, CurvePoint]) -> CurvePoint | None:
     # "Under" is asked of every later loss, so that one that is not a number counts as not learned.
     tail = list(takewhile(lambda step: points[step].loss < LEARNED_LOSS, sorted(points, reverse=True)))
     return points[tail[-1]] if tail else None
-
-
-def _ratio(steps: int, needed: int) -> float | None:
-    return steps / needed if needed else None

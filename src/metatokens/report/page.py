@@ -14,7 +14,9 @@ from metatokens.errors import UserError
 from metatokens.report import figures
 from metatokens.report.estimates import Labels
 from metatokens.report.inputs import Inputs, read_inputs
+from metatokens.report.provenance import provenance
 from metatokens.report.sections import Picture, headline, sections
+from metatokens.report.wording import name
 
 SIGNATURE = "metatokens report"  # stands in both files, so that no other file is ever overwritten
 
@@ -64,24 +66,21 @@ def _content(inputs: Inputs) -> dict[str, Any]:
         "presets": list(dict.fromkeys(run.preset for run in inputs.runs if run.preset)),
         "created": max(filter(None, dates)),
         "headline": headline(inputs),
-        "sections": sections(inputs, styles),
+        "sections": [*sections(inputs, styles), *provenance(inputs)],
         "swatches": {label: figures.swatch(style) for label, style in styles.items()},
     }
 
 
 def _html() -> Environment:
-    return _environment(autoescape=True, filters={"data_uri": _data_uri})
+    return _environment(autoescape=True)
 
 
 def _markdown() -> Environment:
-    # Every value is escaped where it is printed, unless it was escaped for HTML already.
-    def escape(value: Any) -> Any:
-        return value if isinstance(value, Markup) else _escape_markdown(str(value))
-
-    return _environment(finalize=escape, filters={"html": lambda text: Markup.escape(text)})
+    # Every value is escaped where it is printed, but for what a template marks as markup.
+    return _environment(finalize=lambda value: value if isinstance(value, Markup) else _escape_markdown(str(value)))
 
 
-def _environment(filters: dict[str, Any], **options: Any) -> Environment:
+def _environment(**options: Any) -> Environment:
     environment = Environment(
         loader=PackageLoader("metatokens.report", "."),
         undefined=StrictUndefined,
@@ -91,7 +90,7 @@ def _environment(filters: dict[str, Any], **options: Any) -> Environment:
         **options,
     )
     environment.tests["kind"] = lambda block, kind: type(block).__name__ == kind
-    environment.filters |= filters
+    environment.filters |= {"data_uri": _data_uri, "markup": Markup, "name": name}
     return environment
 
 

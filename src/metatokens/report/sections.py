@@ -10,9 +10,9 @@ from metatokens.report.estimates import measured_conditions, measured_tasks, mod
 from metatokens.report.figures import PAGE, PHONE, Style, png
 from metatokens.report.findings import Finding
 from metatokens.report.gains import key_lengths
-from metatokens.report.inputs import Inputs, RunInfo, ShownExample
+from metatokens.report.inputs import Inputs, ShownExample
 from metatokens.report.learning import LEARNED_LOSS
-from metatokens.report.tables import Table, name
+from metatokens.report.tables import Table
 
 MODELS = {
     "gpt2": "no meta-tokens in pretraining",
@@ -80,23 +80,21 @@ def headline(inputs: Inputs) -> Headline:
         verdict = findings.verdict(results, task)
         found = [*findings.comparisons(results, task), *findings.marker_effects(results, task)]
     positions = sorted({result.position_embedding for result in results if result.position_embedding})
-    key = "In brackets and shaded: 95\u00a0% interval. Bar: 0 to 100\u00a0%; black tick: chance." if found else ""
+    key = "In brackets: 95\u00a0% interval. " if found else ""
+    descriptions = {model: info.description for model, info in infos.items()} | MODELS
     labels = [row[0] for row in table.rows]
     return Headline(
-        key=f"{key} Positions: {', '.join(positions) or 'not named'}.",
+        key=f"{key}Positions: {', '.join(positions) or 'not named'}.",
         verdict=verdict,
         table=table,
         findings=found,
         caution=findings.caution(results, task, infos),
-        descriptions={
-            label: MODELS.get(model_of(label)) or (infos[model_of(label)].description if model_of(label) in infos else "")
-            for label in labels
-        },
+        descriptions={label: descriptions.get(model_of(label), "") for label in labels},
     )
 
 
 def sections(inputs: Inputs, styles: Mapping[str, Style]) -> list[Section]:
-    """Every section; one without data says so.
+    """The sections on what came out; one without data says so.
 
     Args:
         inputs: what was read.
@@ -109,7 +107,6 @@ def sections(inputs: Inputs, styles: Mapping[str, Style]) -> list[Section]:
         _perplexity(inputs),
         _majority(inputs),
         _examples(inputs),
-        *_provenance(inputs),
     ]
 
 
@@ -137,9 +134,9 @@ def _accuracy(inputs: Inputs, styles: Mapping[str, Style]) -> Section:
     return Section(
         anchor,
         title,
-        "An answer counts when all of it is right. Bands and brackets are 95 % intervals. Column L holds prompts of more "
-        "than L/2 and up to L tokens, meta-tokens included. Two models are said to differ where the 95 % interval of their "
-        "difference (Newcombe) excludes zero.",
+        "An answer counts when all of it is right. Bands and brackets are 95\u00a0% intervals. Length L stands for "
+        "prompts of more than L/2 and up to L tokens, meta-tokens included. Two models are said to differ where the "
+        "95\u00a0% interval of their difference (Newcombe) excludes zero, without correction for several comparisons.",
         blocks,
     )
 
@@ -147,7 +144,7 @@ def _accuracy(inputs: Inputs, styles: Mapping[str, Style]) -> Section:
 def _markers(inputs: Inputs, styles: Mapping[str, Style]) -> Section:
     results = inputs.results
     blocks: list[Block] = []
-    for task in measured_tasks(results):
+    for number, task in enumerate(measured_tasks(results), start=1):
         conditions = measured_conditions(results, task)
         if len(conditions) > 1:
             summary = [f"In {c}: {findings.accuracy_summary(results, task, c)}" for c in conditions]
@@ -156,7 +153,7 @@ def _markers(inputs: Inputs, styles: Mapping[str, Style]) -> Section:
                 return figures.marker_conditions(results, styles, task, width)
 
             blocks += [
-                _picture(f"markers_{task}", " ".join(summary), draw),
+                _picture(f"markers_{number}", " ".join(summary), draw),
                 tables.marker_conditions(results, task),
                 *(tables.accuracy(results, task, condition) for condition in conditions[1:]),
             ]
@@ -166,8 +163,9 @@ def _markers(inputs: Inputs, styles: Mapping[str, Style]) -> Section:
     return Section(
         "markers",
         title,
-        "In condition paper a meta-token marks the place that the question asks about. In none each marker of the context "
-        "is the ordinary text \u201c|\u201d. In decoy further meta-tokens stand where they leave the answer unchanged.",
+        "In condition \u201cpaper\u201d a meta-token marks the place that the question asks about. In "
+        "\u201cnone\u201d each marker of the context is the ordinary text \u201c|\u201d. In \u201cdecoy\u201d "
+        "further meta-tokens stand where they leave the answer unchanged.",
         blocks,
     )
 
@@ -199,8 +197,8 @@ def _training(inputs: Inputs, styles: Mapping[str, Style]) -> Section:
     return Section(
         "training",
         title,
-        "Pretraining loss is over text tokens, fine-tuning loss over answer tokens; the dashed line marks "
-        f"{LEARNED_LOSS}. A task counts as learned from the first logged step after which the answer loss stays under it.",
+        "Pretraining loss is over text tokens, fine-tuning loss over answer tokens. A task counts as learned from the "
+        f"first logged step from which the answer loss stays under {LEARNED_LOSS}, the dashed line.",
         blocks,
     )
 
@@ -234,49 +232,6 @@ def _examples(inputs: Inputs) -> Section:
         return Section("examples", "Examples", "No examples: there is no examples.jsonl beside the results.")
     intro = "One prompt of each task. A tinted _PAUSE_ is a meta-token; any other text is text."
     return Section("examples", "Examples", intro, inputs.examples)
-
-
-def _provenance(inputs: Inputs) -> list[Section]:
-    remeasured = f" Of {inputs.remeasured} figures measured again, the later is shown." if inputs.remeasured else ""
-    title = "What was run where"
-    if inputs.runs:
-        several = len(inputs.runs) > 1
-        return [
-            Section(
-                f"run-{number}" if several else "run",
-                f"{title}: run {number}" if several else title,
-                f"{len(inputs.results):,} results in all.{remeasured}",
-                _run(run),
-            )
-            for number, run in enumerate(inputs.runs, start=1)
-        ]
-    versions = {package: version for result in inputs.results for package, version in result.versions.items()}
-    intro = f"There is no run.json beside the results: command, settings and times are unknown.{remeasured}"
-    return [Section("run", title, intro, [tables.settings("Versions named in the results", versions)])]
-
-
-def _run(run: RunInfo) -> list[Block]:
-    facts = {
-        "command": run.command,
-        "preset": run.preset,
-        "platform": run.platform,
-        "cores": run.cores,
-        "python": run.python,
-        **run.versions,
-        "started": run.created,
-        "finished": run.finished,
-        "wall time": None if run.wall_seconds is None else tables.duration(run.wall_seconds),
-    }
-    blocks: list[Block] = [tables.settings("Run", {fact: value for fact, value in facts.items() if value is not None})]
-    if run.models:
-        blocks.append(tables.models(run.models))
-    if run.corpus:
-        blocks.append(tables.settings("Corpus", run.corpus))
-    if run.stages:
-        blocks.append(Fold("Time of each stage", [tables.stages(run.stages)]))
-    if run.recipes:
-        blocks.append(Fold("Settings", [tables.settings(recipe, values) for recipe, values in run.recipes.items()]))
-    return blocks
 
 
 def _picture(file: str, alt: str, draw: Callable[[float], Figure]) -> Picture:

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 from metatokens.evaluation.results import Metric, Result
 from metatokens.report.estimates import (
-    Difference,
     Estimate,
     difference,
     measured_conditions,
@@ -18,9 +17,20 @@ from metatokens.report.estimates import (
 from metatokens.report.gains import commonest_answer, gains, key_lengths, train_lengths
 from metatokens.report.inputs import CurvePoint, ModelInfo, Stage
 from metatokens.report.learning import BUDGET, LEARNED_LOSS, Learning, learning
+from metatokens.report.wording import (
+    DIVIDED,
+    EN_DASH,
+    MINUS,
+    NOT_RUN,
+    count,
+    duration,
+    name,
+    percent,
+    points,
+    tokens,
+    with_interval,
+)
 
-NOT_RUN = "-"
-EN_DASH, MINUS, DIVIDED = "\u2013", "\u2212", "\u00f7"
 Row = tuple[str, ...]
 Cell = TypeVar("Cell")
 
@@ -39,40 +49,6 @@ class Table:
     """How many columns, from the left, hold words; the others hold figures."""
     estimates: tuple[tuple[Estimate | None, ...], ...] = ()
     """The estimates behind the figure columns of `rows`, where they are to be drawn too."""
-
-
-def name(value: str | None) -> str:
-    """A task or condition as a reader sees it: `list_recall` is "List recall"."""
-    return (value or "no name").replace("_", " ").capitalize()
-
-
-def tokens(length: int | None) -> str:
-    """A length as a reader sees it: `1,024`."""
-    return "all" if length is None else f"{length:,}"
-
-
-def percent(value: float | None) -> str:
-    """A proportion in percent: `97.4`; `-` where there is none."""
-    return NOT_RUN if value is None else f"{100 * value:.1f}"
-
-
-def with_interval(estimate: Estimate | None) -> str:
-    """A proportion and its interval in percent: `97.4 (95.6-98.5)`; `-` where the model cannot be run."""
-    if estimate is None:
-        return ""
-    if estimate.low is None or estimate.high is None:
-        return percent(estimate.value)
-    return f"{percent(estimate.value)} ({percent(estimate.low)}{EN_DASH}{percent(estimate.high)})"
-
-
-def signed(value: float) -> str:
-    """A signed proportion in percent or percentage points: `+3.1`."""
-    return f"{100 * value:+.1f}".replace("-", MINUS)
-
-
-def points(gap: Difference | None) -> str:
-    """A difference and its interval in percentage points: `+3.1 (+0.4 to +5.8)`; `-` where there is none."""
-    return NOT_RUN if gap is None else f"{signed(gap.value)} ({signed(gap.low)} to {signed(gap.high)})"
 
 
 def accuracy(
@@ -95,7 +71,9 @@ def accuracy(
     cells = pivot(results, "length", metric=metric, task=task, condition=condition)
     if lengths is None:
         trained = train_lengths(select(results, metric=metric, task=task))
-        lengths = {length: f"{tokens(length)} (train)" if length in trained else tokens(length) for length in columns(cells)}
+        lengths = {
+            length: f"{tokens(length)} (train)" if length in trained else tokens(length) for length in columns(cells)
+        }
     footer = [_footer("chance", cells, lengths, lambda cell: cell.chance, percent)]
     commonest = commonest_answer(results, task) if metric == "exact_match" else {}
     if commonest:
@@ -105,7 +83,7 @@ def accuracy(
         unit, counted = "answer tokens right", "n (tokens)"
     if len(measured_conditions(results, task)) > 1:
         unit = f"{unit} in condition {condition}"
-    footer.append(_footer(counted, cells, lengths, lambda cell: cell.n or None, _count))
+    footer.append(_footer(counted, cells, lengths, lambda cell: cell.n or None, count))
     return Table(
         f"{name(task)}: {unit}, %",
         ("model", *lengths.values()),
@@ -129,7 +107,7 @@ def differences(results: Sequence[Result]) -> Table:
 
 
 def marker_conditions(results: Sequence[Result], task: str | None) -> Table:
-    """One task at the train length: a row for each model, the score in each condition and what the condition changes."""
+    """One task at the train length: a row for each model, its score in each condition and what that changes."""
     length, place = next(iter(key_lengths(results, task).items()))
     trained, *others = measured_conditions(results, task)
     base, *cells = (
@@ -170,7 +148,7 @@ def perplexity(results: Sequence[Result]) -> Table:
         tuple((label, *(_perplexity(row.get(placement)) for placement in placements)) for label, row in cells.items()),
         (
             _footer("unigram", cells, placements, lambda cell: cell.chance, lambda value: f"{value:,.1f}"),
-            _footer("n (tokens)", cells, placements, lambda cell: cell.n or None, _count),
+            _footer("n (tokens)", cells, placements, lambda cell: cell.n or None, count),
         ),
     )
 
@@ -193,20 +171,20 @@ def learning_steps(curves: Sequence[CurvePoint]) -> Table:
         ("model", *columns.values()),
         tuple((row, *(_steps(found.get(column)) for column in columns)) for row, found in rows.items()),
         (
-            _footer("steps trained", rows, columns, lambda run: run.steps, _count),
+            _footer("steps trained", rows, columns, lambda run: run.steps, count),
             _footer(f"{DIVIDED} slowest learner", rows, columns, lambda run: run.budget, lambda ratio: f"{ratio:.2f}"),
         ),
-        note=f"Last row: steps trained, divided by those that the task's slowest learner needed; {BUDGET} is asked for.",
+        note=f"Last row: steps trained over those that the slowest learner of the task needed; {BUDGET} is asked for.",
     )
 
 
 def models(infos: Mapping[str, ModelInfo]) -> Table:
     """The models of a run: parameters and description."""
     rows = tuple(
-        (model, NOT_RUN if info.parameters is None else _count(info.parameters), info.description)
+        (model, info.description, NOT_RUN if info.parameters is None else count(info.parameters))
         for model, info in infos.items()
     )
-    return Table("Models", ("model", "parameters", "what it is"), rows)
+    return Table("Models", ("model", "what it is", "parameters"), rows, text_columns=2)
 
 
 def settings(title: str, values: Mapping[str, Any]) -> Table:
@@ -216,16 +194,9 @@ def settings(title: str, values: Mapping[str, Any]) -> Table:
 
 def stages(times: Sequence[Stage]) -> Table:
     """The stages of a run and the time that each took."""
-    return Table("Time of each stage", ("stage", "time"), tuple((stage.name, duration(stage.seconds)) for stage in times))
-
-
-def duration(seconds: float) -> str:
-    """A time as a reader sees it: `13 min 30 s`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+    return Table(
+        "Time of each stage", ("stage", "time"), tuple((stage.name, duration(stage.seconds)) for stage in times)
+    )
 
 
 def columns(cells: Mapping[Any, Mapping[Any, object]]) -> list[Any]:
@@ -259,17 +230,13 @@ def _steps(run: Learning | None) -> str:
     if run.learned is None:
         return "not reached"
     seconds = "" if run.learned.seconds is None else f" ({duration(run.learned.seconds)})"
-    return _count(run.learned.step) + seconds
+    return count(run.learned.step) + seconds
 
 
 def _perplexity(cell: Estimate | None) -> str:
     if cell is None:
         return ""
     return NOT_RUN if cell.value is None else f"{cell.value:,.1f}"
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[Row]:
@@ -284,5 +251,5 @@ def _setting(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_setting, value))
     if isinstance(value, int) and not isinstance(value, bool):
-        return _count(value)
+        return count(value)
     return NOT_RUN if value is None else str(value)

@@ -1,0 +1,50 @@
+"""What was run where: the sections that let a reader judge a run, or repeat it."""
+
+from metatokens.report.inputs import Inputs, RunInfo
+from metatokens.report.sections import Block, Fold, Section
+from metatokens.report.tables import models, settings, stages
+from metatokens.report.wording import duration
+
+
+def provenance(inputs: Inputs) -> list[Section]:
+    """A section for each run, or one that says that no run was described."""
+    remeasured = f" Of {inputs.remeasured} figures measured again, the later is shown." if inputs.remeasured else ""
+    title = "What was run where"
+    if inputs.runs:
+        several = len(inputs.runs) > 1
+        return [
+            Section(
+                f"run-{number}" if several else "run",
+                f"{title}: run {number}" if several else title,
+                f"{len(inputs.results):,} results in all.{remeasured}",
+                _run(run),
+            )
+            for number, run in enumerate(inputs.runs, start=1)
+        ]
+    versions = {package: version for result in inputs.results for package, version in result.versions.items()}
+    intro = f"There is no run.json beside the results: command, settings and times are unknown.{remeasured}"
+    return [Section("run", title, intro, [settings("Versions named in the results", versions)])]
+
+
+def _run(run: RunInfo) -> list[Block]:
+    facts = {
+        "command": run.command,
+        "preset": run.preset,
+        "platform": run.platform,
+        "cores": run.cores,
+        "python": run.python,
+        **run.versions,
+        "started": run.created,
+        "finished": run.finished,
+        "wall time": None if run.wall_seconds is None else duration(run.wall_seconds),
+    }
+    blocks: list[Block] = [settings("Run", {fact: value for fact, value in facts.items() if value is not None})]
+    if run.models:
+        blocks.append(models(run.models))
+    if run.corpus:
+        blocks.append(settings("Corpus", run.corpus))
+    if run.stages:
+        blocks.append(Fold("Time of each stage", [stages(run.stages)]))
+    if run.recipes:
+        blocks.append(Fold("Settings", [settings(recipe, values) for recipe, values in run.recipes.items()]))
+    return blocks

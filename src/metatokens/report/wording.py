@@ -1,0 +1,54 @@
+"""How names and figures read in the report."""
+
+from metatokens.report.estimates import Difference, Estimate
+
+NOT_RUN = "-"
+EN_DASH, MINUS, DIVIDED = "\u2013", "\u2212", "\u00f7"
+
+
+def name(value: str | None) -> str:
+    """A task or condition as a reader sees it: `list_recall` is "List recall"."""
+    return (value or "no name").replace("_", " ").capitalize()
+
+
+def tokens(length: int | None) -> str:
+    """A length as a reader sees it: `1,024`."""
+    return "all" if length is None else f"{length:,}"
+
+
+def percent(value: float | None) -> str:
+    """A proportion in percent: `97.4`; `-` where there is none."""
+    return NOT_RUN if value is None else f"{100 * value:.1f}"
+
+
+def with_interval(estimate: Estimate | None) -> str:
+    """A proportion and its interval in percent: `97.4 (95.6-98.5)`; `-` where the model cannot be run."""
+    if estimate is None:
+        return ""
+    if estimate.low is None or estimate.high is None:
+        return percent(estimate.value)
+    return f"{percent(estimate.value)} ({percent(estimate.low)}{EN_DASH}{percent(estimate.high)})"
+
+
+def signed(value: float) -> str:
+    """A signed proportion in percent or percentage points: `+3.1`."""
+    return f"{100 * value:+.1f}".replace("-", MINUS)
+
+
+def points(gap: Difference | None) -> str:
+    """A difference and its interval in percentage points: `+3.1 (+0.4 to +5.8)`; `-` where there is none."""
+    return NOT_RUN if gap is None else f"{signed(gap.value)} ({signed(gap.low)} to {signed(gap.high)})"
+
+
+def duration(seconds: float) -> str:
+    """A time as a reader sees it: `13 min 30 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def count(value: float) -> str:
+    """A whole number as a reader sees it: `51,234`."""
+    return f"{value:,.0f}"

@@ -1,0 +1,182 @@
+"""What holds of the model whatever its weights: sizes, causality, padding, modes of running it."""
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from dense_oracle import rotate_by_position
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import FAMILY, META, QUICK, pad, random_rows, tiny_config, tiny_model
+from transformers import DynamicCache, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM
+from metatokens.errors import UserError
+from metatokens.model.attention import CausalAttention
+from metatokens.model.positions import rotate
+
+
+@pytest.mark.parametrize(
+    ("overrides", "count"),
+    [
+        ({"second_attention": "none"}, 123_587_328),
+        ({"second_attention": "meta"}, 151_908_096),
+        ({"second_attention": "causal"}, 151_908_096),  # the control has as many as what it controls for
+        ({"second_attention": "none", "position_embedding": "none"}, 123_587_328),
+        ({"second_attention": "none", "position_embedding": "learned"}, 123_587_328 + 786_432),
+        ({"second_attention": "meta", "position_embedding": "learned"}, 151_908_096 + 786_432),
+    ],
+)
+def test_parameter_counts_of_the_paper(overrides: dict[str, Any], count: int) -> None:
+    with torch.device("meta"):
+        model = MetaGPT2ForCausalLM(MetaGPT2Config.paper(**overrides))
+    assert model.num_parameters() == count
+
+
+def test_initial_weights_are_those_of_gpt2() -> None:
+    torch.manual_seed(0)
+    model = MetaGPT2ForCausalLM(tiny_config(hidden_size=128, num_hidden_layers=3, initializer_range=0.05))
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            assert (parameter == 1).all()
+        elif name.endswith(".bias"):
+            assert (parameter == 0).all()
+        else:  # what writes to the residual stream is scaled down with its depth
+            expected = 0.05 / 6**0.5 if "out_proj" in name else 0.05
+            assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
+
+
+@pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
+@QUICK
+@given(data=st.data())
+def test_changing_the_future_changes_nothing_before(
+    position_embedding: str, second_attention: str, data: st.DataObject
+) -> None:
+    model = tiny_model(position_embedding=position_embedding, second_attention=second_attention)
+    tokens = st.one_of(st.just(META), st.integers(0, 63))
+    past = data.draw(st.lists(tokens, min_size=1, max_size=10))
+    futures = data.draw(st.tuples(*[st.lists(tokens, min_size=1, max_size=6)] * 2))
+    logits = [model(torch.tensor([past + future])).logits[0, : len(past)] for future in futures]
+    assert (logits[0] - logits[1]).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
+def test_padding_changes_nothing(position_embedding: str, second_attention: str, side: str) -> None:
+    model = tiny_model(position_embedding=position_embedding, second_attention=second_attention)
+    rows = random_rows((14, 9, 5, 1))
+    ids, mask = pad(rows, side)
+    batched = model(ids, attention_mask=mask).logits
+    assert batched.isfinite().all()
+    for row, logits, real in zip(rows, batched, mask.bool(), strict=True):
+        alone = model(torch.tensor([row])).logits[0]
+        assert (logits[real] - alone).abs().max() < 1e-11
+
+
+def test_given_positions_replace_the_counted_ones() -> None:
+    model = tiny_model(position_embedding="learned")
+    ids = torch.tensor(random_rows((6,)))
+    moved = model(ids, position_ids=torch.arange(6)[None] + 3).logits
+    with torch.no_grad():
+        model.model.learned_positions.weight.copy_(model.model.learned_positions.weight.roll(-3, dims=0))
+    assert torch.equal(model(ids).logits, moved)
+
+
+def test_a_sequence_longer_than_the_learned_table_is_refused() -> None:
+    model = tiny_model(position_embedding="learned", max_position_embeddings=8)
+    model(torch.ones(1, 8, dtype=torch.long))
+    with pytest.raises(UserError, match="9 tokens is longer than the 8 learned positions"):
+        model(torch.ones(1, 9, dtype=torch.long))
+    cache = model(torch.ones(1, 8, dtype=torch.long), use_cache=True).past_key_values
+    with pytest.raises(UserError, match="9 tokens"):
+        model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+    tiny_model(position_embedding="rope", max_position_embeddings=8)(torch.ones(1, 30, dtype=torch.long))
+
+
+def test_a_cache_without_a_second_store_is_refused() -> None:
+    ids = torch.tensor([[1, META]])
+    for second_attention in ("meta", "causal"):
+        with pytest.raises(UserError, match="DynamicCache; give a MetaTokenCache"):
+            tiny_model(second_attention=second_attention)(ids, past_key_values=DynamicCache())
+    tiny_model(second_attention="none")(ids, past_key_values=DynamicCache())
+
+
+def test_rotary_tables_are_those_of_transformers_and_of_the_formula() -> None:
+    positions = torch.arange(40)[None]
+    x = torch.randn(1, 4, 40, 8, generator=torch.Generator().manual_seed(0))
+    tables = tiny_model(dtype=torch.float32).model.rotary_positions(x, positions)
+    llama = LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=48)
+    expected = LlamaRotaryEmbedding(llama)(x, positions)
+    assert torch.equal(tables[0], expected[0])
+    assert torch.equal(tables[1], expected[1])
+    turned = rotate(x, tables)
+    assert torch.equal(turned, apply_rotary_pos_emb(x, x, *expected)[0])
+    assert (turned[0] - rotate_by_position(x[0].double())).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+def test_hidden_states_and_attentions_of_each_layer(second_attention: str) -> None:
+    model = tiny_model(second_attention=second_attention, num_hidden_layers=3)
+    model.set_attn_implementation("eager")
+    first = []
+    for layer in model.model.layers:
+        layer.attention.register_forward_hook(lambda module, args, output: first.append(output[1]))
+    ids = torch.tensor(random_rows((7, 7)))
+    outputs = model(ids, output_hidden_states=True, output_attentions=True)
+    assert [tuple(state.shape) for state in outputs.hidden_states] == [(2, 7, 32)] * 4
+    # One a layer, of the first module, also where the second is a causal attention too.
+    assert len(outputs.attentions) == 3
+    assert all(torch.equal(*pair) for pair in zip(outputs.attentions, first, strict=True))
+    assert (outputs.logits - tiny_model(second_attention=second_attention, num_hidden_layers=3)(ids).logits).abs().max() < 1e-11
+    assert isinstance(model.model.layers[0].attention, CausalAttention)
+
+
+@pytest.mark.parametrize("second_attention", ["meta", "causal"])
+def test_gradient_checkpointing_gives_the_same_gradients(second_attention: str) -> None:
+    ids = torch.tensor(random_rows((12, 12)))
+    gradients, runs = [], []
+    for checkpointing in (False, True):
+        model = tiny_model(second_attention=second_attention).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        calls: list[int] = []
+        model.model.layers[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        model(ids, labels=ids).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+        runs.append(len(calls))
+    assert runs == [1, 2]  # it was on: the forward pass ran again
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+
+
+def test_autocast_trains() -> None:
+    model = tiny_model(dtype=torch.float32).train()
+    ids = torch.tensor(random_rows((12, 12)))
+    exact = model(ids, labels=ids).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(exact.item(), rel=0.05)
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="torch.compile on a CPU needs a C++ compiler"
+)
+def test_compiled_model_equals_eager() -> None:
+    model = tiny_model(num_hidden_layers=1, dtype=torch.float32).train()
+    compiled = torch.compile(model)
+    for lengths in ((9, 9), (9, 9)):
+        ids = torch.tensor(random_rows(lengths))
+        expected = model(ids, labels=ids).loss
+        expected.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        loss = compiled(ids, labels=ids).loss
+        loss.backward()
+        torch.testing.assert_close(loss, expected)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name], msg=name)
+        model.zero_grad()

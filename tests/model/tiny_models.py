@@ -1,0 +1,69 @@
+"""Tiny random models and ragged batches that the model's tests share."""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM
+
+META = 63  # the meta-token of every tiny model; the ids below are text
+QUICK = settings(deadline=None, max_examples=25)
+FAMILY = list(product(("learned", "rope", "none"), ("meta", "causal", "none")))  # positions x second attention
+
+
+def tiny_config(**overrides: Any) -> MetaGPT2Config:
+    """A configuration of two narrow layers, with biases, so that nothing about them goes untested."""
+    defaults = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 48,
+        "meta_token_id": META,
+        "bias": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return MetaGPT2Config(**(defaults | overrides))
+
+
+def randomize(model: torch.nn.Module, seed: int = 0) -> None:
+    """Draw every parameter anew, wide enough that attention is far from uniform and no bias or scale is trivial."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.3, generator=generator)
+            if name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
+                parameter += 1.0
+
+
+def tiny_model(*, seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: Any) -> MetaGPT2ForCausalLM:
+    """A random model in evaluation mode; float64 unless a test says otherwise, so that tolerances can be tight."""
+    model = MetaGPT2ForCausalLM(tiny_config(**overrides)).to(dtype).eval()
+    randomize(model, seed)
+    return model
+
+
+def random_rows(lengths: Sequence[int], *, seed: int = 0, meta_rate: float = 0.3) -> list[list[int]]:
+    """Sequences of text ids and, at the given rate, meta-tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for length in lengths:
+        text = torch.randint(0, META, (length,), generator=generator)
+        is_meta = torch.rand(length, generator=generator) < meta_rate
+        rows.append(text.masked_fill(is_meta, META).tolist())
+    return rows
+
+
+def pad(rows: Sequence[Sequence[int]], side: str = "left") -> tuple[Tensor, Tensor]:
+    """A batch (rows, longest) and its attention mask; padded with meta-tokens, which must not count as such."""
+    longest = max(map(len, rows))
+    ids, mask = torch.full((len(rows), longest), META), torch.zeros(len(rows), longest, dtype=torch.long)
+    for i, row in enumerate(rows):
+        place = slice(longest - len(row), None) if side == "left" else slice(len(row))
+        ids[i, place], mask[i, place] = torch.tensor(row), 1
+    return ids, mask
