@@ -1,8 +1,19 @@
-"""Fixtures that several test files share."""
+"""Settings of every test process, and fixtures that several test files share."""
 
+import os
+import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+# Read when torch and transformers are imported, and handed down to subprocesses: one thread, since the tests run side
+# by side, and no notices, as the command sets it.
+os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+if TYPE_CHECKING:
+    from metatokens.data.blocks import TokenStore
 
 
 @pytest.fixture(scope="session")
@@ -12,3 +23,49 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"real text is not at {folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text file of a few documents that a small model learns a good deal of in a few steps."""
+    draw = random.Random(0)
+    words = "the cat sat on a mat while two dogs ran over green hills and a river in spring".split()
+    sentences = [" ".join(draw.choices(words, k=12)) + "." for _ in range(8)]
+    paragraphs = [" ".join(draw.choices(sentences, k=20)) for _ in range(60)]
+    path = tmp_path_factory.mktemp("corpus") / "small.txt"
+    path.write_text("\n\n".join(paragraphs), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def small_store(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> "TokenStore":
+    """The corpus as token ids, the tokenizer trained on the tasks' words too."""
+    from metatokens.data.blocks import write_token_store
+    from metatokens.tasks.curriculum import task_texts
+
+    folder = tmp_path_factory.mktemp("store") / "tokens"
+    return write_token_store(folder, str(small_corpus), "train:768", held_out=0.2, extra_texts=task_texts())
+
+
+@pytest.fixture(scope="session")
+def small_model(small_store: "TokenStore", tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A folder with a small untrained model of the given configuration and the store's tokenizer; not to be changed."""
+    import torch
+
+    from metatokens.data.tokenizer import padded_vocab_size
+    from metatokens.model.checkpoint import save_model
+    from metatokens.model.configuration import MetaGPT2Config
+    from metatokens.model.modeling import MetaGPT2ForCausalLM
+
+    def make(**changes: object) -> Path:
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.2}
+        eos = small_store.manifest.eos_token_id
+        ids = {"meta_token_id": small_store.manifest.meta_token_id, "eos_token_id": eos, "bos_token_id": eos}
+        vocabulary = {"vocab_size": padded_vocab_size(small_store.tokenizer)}
+        torch.manual_seed(0)
+        model = MetaGPT2ForCausalLM(MetaGPT2Config(**(sizes | ids | vocabulary | changes)))
+        folder = tmp_path_factory.mktemp("model")
+        save_model(model, small_store.tokenizer, folder)
+        return folder
+
+    return make

@@ -5,6 +5,7 @@ exit status 2. Every verb imports what it needs when it runs, so that `--help` i
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from metatokens.errors import UserError
 if TYPE_CHECKING:
     from metatokens.evaluation.results import Result
     from metatokens.training.trainer import Progress
+
+INTERRUPTED = 130  # typer's exit status after Ctrl-C
 
 app = typer.Typer(
     add_completion=False,
@@ -196,8 +199,8 @@ def perplexity(
     from metatokens.evaluation.perplexity import corpus_tokens, perplexity
     from metatokens.model.checkpoint import load_model
 
-    text = corpus_tokens(read_corpus(corpus), load_tokenizer(str(model)))
     loaded = load_model(model)
+    text = corpus_tokens(read_corpus(corpus), load_tokenizer(str(model)))
     result = perplexity(
         loaded, text, block_size=block_size, fraction=fraction, placement=placement, name=name or str(model)
     )
@@ -249,6 +252,9 @@ def report(
 
 def main() -> None:
     """Run the command; a user's mistake is one sentence on standard error and exit status 2."""
+    # The libraries' notices and progress bars would stand between the lines of this command.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         app()
     except UserError as error:
@@ -256,9 +262,10 @@ def main() -> None:
             raise
         _say(f"metatokens: {error}")
         sys.exit(2)
-    except KeyboardInterrupt:
-        _say("metatokens: interrupted; the same command goes on from here.")
-        sys.exit(130)
+    except SystemExit as status:
+        if status.code == INTERRUPTED:
+            _say("metatokens: interrupted; the same command goes on from here.")
+        raise
 
 
 def _say(text: str) -> None:
@@ -299,7 +306,7 @@ def _documents(corpus: str) -> list[str]:
 
 @contextmanager
 def _progress(verb: str) -> "Iterator[Progress]":
-    """A progress bar with the time left, on standard error."""
+    """A progress bar with the time left, on standard error, where that is a terminal."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -311,6 +318,7 @@ def _progress(verb: str) -> "Iterator[Progress]":
     )
 
     columns = (TextColumn(verb), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(verb, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

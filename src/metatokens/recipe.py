@@ -75,7 +75,8 @@ class TrainingSettings(_Settings):
 class TaskSettings(_Settings):
     """What a fine-tuning run trains on (paper, section 4.2 and Appendix D)."""
 
-    train_lengths: tuple[Positive, ...] = (128, 256, 512)  # tokens; one phase of training and one checkpoint each
+    # Tokens; one phase of training and one checkpoint each.
+    train_lengths: Annotated[tuple[Positive, ...], Field(min_length=1)] = (128, 256, 512)
     condition: Literal["paper", "none", "decoy"] = "paper"
     examples: Positive = 90_000
     loss_on: Literal["answer", "sequence"] = "answer"
@@ -133,7 +134,7 @@ def load_recipe(kind: type[Recipe], source: str, overrides: Sequence[str] = ()) 
 
 def _read_yaml(source: str) -> dict[str, Any]:
     packaged = files("metatokens") / "recipes"
-    path = Path(source) if Path(source).exists() else packaged / f"{source}.yaml"
+    path = Path(source) if Path(source).is_file() else packaged / f"{source}.yaml"
     if not path.is_file():
         names = ", ".join(sorted(entry.name.removesuffix(".yaml") for entry in packaged.iterdir()))
         raise UserError(f"no recipe at {source}; give a YAML file or one of: {names}.")
@@ -150,6 +151,8 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> str:
     """The first complaint of a validation error, as one sentence."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "missing":
+        return f"{key} is missing."
     if first["type"] != "extra_forbidden":
         return f"{key} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}."
     allowed: Any = kind

@@ -8,13 +8,12 @@ import torch
 from dense_oracle import rotate_by_position
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import FAMILY, META, QUICK, pad, random_rows, tiny_config, tiny_model
+from tiny_models import FAMILY, META, QUICK, pad, random_rows, shared_model, tiny_config, tiny_model
 from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM
 from metatokens.errors import UserError
-from metatokens.model.attention import CausalAttention
 from metatokens.model.positions import rotate
 
 
@@ -54,7 +53,7 @@ def test_initial_weights_are_those_of_gpt2() -> None:
 def test_changing_the_future_changes_nothing_before(
     position_embedding: str, second_attention: str, data: st.DataObject
 ) -> None:
-    model = tiny_model(position_embedding=position_embedding, second_attention=second_attention)
+    model = shared_model(position_embedding=position_embedding, second_attention=second_attention)
     tokens = st.one_of(st.just(META), st.integers(0, 63))
     past = data.draw(st.lists(tokens, min_size=1, max_size=10))
     futures = data.draw(st.tuples(*[st.lists(tokens, min_size=1, max_size=6)] * 2))
@@ -129,8 +128,8 @@ def test_hidden_states_and_attentions_of_each_layer(second_attention: str) -> No
     # One a layer, of the first module, also where the second is a causal attention too.
     assert len(outputs.attentions) == 3
     assert all(torch.equal(*pair) for pair in zip(outputs.attentions, first, strict=True))
-    assert (outputs.logits - tiny_model(second_attention=second_attention, num_hidden_layers=3)(ids).logits).abs().max() < 1e-11
-    assert isinstance(model.model.layers[0].attention, CausalAttention)
+    model.set_attn_implementation("sdpa")
+    assert (outputs.logits - model(ids).logits).abs().max() < 1e-5  # the eager softmax is float32 in transformers
 
 
 @pytest.mark.parametrize("second_attention", ["meta", "causal"])
@@ -140,7 +139,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(second_attention: str) 
     for checkpointing in (False, True):
         model = tiny_model(second_attention=second_attention).train()
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         calls: list[int] = []
         model.model.layers[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         model(ids, labels=ids).loss.backward()
@@ -165,6 +164,7 @@ def test_autocast_trains() -> None:
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="torch.compile on a CPU needs a C++ compiler"
 )
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, while it loads its compiler
 def test_compiled_model_equals_eager() -> None:
     model = tiny_model(num_hidden_layers=1, dtype=torch.float32).train()
     compiled = torch.compile(model)

@@ -1,6 +1,7 @@
 """Tiny random models and ragged batches that the model's tests share."""
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -67,3 +68,9 @@ def pad(rows: Sequence[Sequence[int]], side: str = "left") -> tuple[Tensor, Tens
         place = slice(longest - len(row), None) if side == "left" else slice(len(row))
         ids[i, place], mask[i, place] = torch.tensor(row), 1
     return ids, mask
+
+
+@cache
+def shared_model(**overrides: Any) -> MetaGPT2ForCausalLM:
+    """A `tiny_model` made once, for tests that run it many times and do not change it."""
+    return tiny_model(**overrides)

@@ -33,9 +33,7 @@ def beyond_table(model: str, task: str, condition: str, length: int) -> float | 
     return None if model in ("gpt2", "pause") and length > 256 else meta_best(model, task, condition, length)
 
 
-def accuracy(
-    model: str, task: str, condition: str, length: int, value: float | None, seed: int = 0, **fields: object
-) -> Result:
+def accuracy(model: str, task: str, condition: str, length: int, value: float | None, /, **fields: object) -> Result:
     """One exact-match record with n as in the demo."""
     n = 500 if length == 128 else 200
     hits = None if value is None else round(value * n)
@@ -43,7 +41,7 @@ def accuracy(
     record = {
         "model": model, "position_embedding": "rope", "task": task, "condition": condition, "train_condition": "paper",
         "train_length": 128, "length": length, "metric": "exact_match", "value": None if hits is None else hits / n,
-        "n": 0 if hits is None else n, "low": low, "high": high, "chance": CHANCE.get(task), "seed": seed,
+        "n": 0 if hits is None else n, "low": low, "high": high, "chance": CHANCE.get(task), "seed": 0,
         "recipe": "demo", "versions": {"python": "3.11", "metatokens": "0.1.0"}, "created": "2026-01-02T03:04:05+00:00",
     }  # fmt: skip
     return Result.model_validate(record | fields)
@@ -108,7 +106,8 @@ EXAMPLES = [
     {
         "task": "segment_counting", "phase": 1, "split": "test", "condition": "paper",
         "prompt": "Fruits: orange peach banana plum\nTools: _PAUSE_ hammer wrench level wrench pliers _PAUSE_\n"
-        "Sports: boxing baseball boxing golf\nQ: How many times does wrench appear between the pauses around Tools? _PAUSE_",
+        "Sports: boxing baseball boxing golf\n"
+        "Q: How many times does wrench appear between the pauses around Tools? _PAUSE_",
         "completion": " 2", "n_tokens": 58,
     },
     {
@@ -118,8 +117,8 @@ EXAMPLES = [
     },
     {
         "task": "copying", "phase": 1, "split": "test", "condition": "paper",
-        "prompt": "A literal _PAUSE_ and <script>alert('x')</script> & more are text, so_is_this | too: _PAUSE_ the span\n"
-        "that is copied _PAUSE_ ends there.\nQ: Copy the bracketed text. _PAUSE_",
+        "prompt": "A literal _PAUSE_ and <script>alert('x')</script> & more are text, so_is_this | too:"
+        " _PAUSE_ the span\nthat is copied _PAUSE_ ends there.\nQ: Copy the bracketed text. _PAUSE_",
         "completion": " the span\nthat is copied", "n_tokens": 44,
     },
 ]  # fmt: skip
@@ -132,12 +131,12 @@ RUN = {
     "command": "metatokens reproduce --preset demo --out runs/demo", "preset": "demo", "python": "3.11.2",
     "platform": "Linux-6.1-x86_64", "cores": 2, "versions": {"metatokens": "0.1.0", "torch": "2.13.0"},
     "recipes": {
-        "pretrain": {"data": {"fraction": 0.1, "block_size": 128}, "training": {"max_steps": 400, "learning_rate": 2e-3}},
+        "pretrain": {"data": {"fraction": 0.1, "block_size": 128}, "training": {"max_steps": 400}},
         "list_recall": {"training": {"max_steps": 1000, "betas": [0.9, 0.95]}},
     },
     "created": "2026-01-02T03:04:05+00:00", "finished": "2026-01-02T03:17:35+00:00", "wall_seconds": 810.4,
     "stages": [{"name": "tokenize", "seconds": 12.5}, {"name": "pretrain gpt2", "seconds": 75.0}],
-    "corpus": {"spec": "builtin", "documents": 1234, "characters": 5678901, "tokens": {"train": 900000, "held_out": 47000}},
+    "corpus": {"spec": "builtin", "documents": 1234, "tokens": {"train": 900000, "held_out": 47000}},
     "models": {
         "gpt2": {"parameters": 361984, "description": "no meta-tokens in pretraining, no second attention"},
         "pause": {"parameters": 361984, "description": "meta-tokens in pretraining, no second attention"},

@@ -337,7 +337,7 @@ class BlockDataset:
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64]]:
         epoch, place = divmod(range(len(self))[index], self._windows)
-        window = _shuffled(place, self._windows, f"{self._seed} {epoch}")
+        window = shuffled(place, self._windows, f"{self._seed} {epoch}")
         start = window * self._window_size
         input_ids, labels = insert_meta_tokens(
             self._tokens[start : start + self._window_size],
@@ -350,7 +350,7 @@ class BlockDataset:
         return {"input_ids": input_ids, "labels": labels}
 
 
-def _shuffled(place: int, size: int, key: str) -> int:
+def shuffled(place: int, size: int, key: str) -> int:
     """The number at a place of a pseudo-random permutation of range(size), without a table of it.
 
     At the paper's scale a table has 10^8 entries in every worker. A Feistel network permutes the numbers of

@@ -1,5 +1,6 @@
 """Exact match and token accuracy on a task's fixed test set, by length (paper, Tables 7-10)."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +37,8 @@ def score(
     """Which of each example's answer tokens greedy decoding gets right.
 
     Greedy decoding gives the whole answer, its end of text included, exactly if each of its tokens is the likeliest
-    one after the prompt and the answer's tokens before it. So one forward pass over prompt and answer tells.
+    one after the prompt and the answer's tokens before it, the meta-token left out, which `generate()` never gives. So
+    one forward pass over prompt and answer tells.
 
     Args:
         model: in any mode; it is put into evaluation mode.
@@ -74,7 +76,10 @@ def _hits(model: MetaGPT2ForCausalLM, examples: Sequence[Example]) -> Iterator[t
     ids, answer = ids.to(model.device), answer.to(model.device)
     # Padding is on the right, where causal attention never looks, so no mask is needed.
     hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state
-    hit = model.lm_head(hidden[answer[:, 1:]]).argmax(-1) == ids[answer]
+    logits = model.lm_head(hidden[answer[:, 1:]])
+    if model.config.meta_token_id is not None:
+        logits[:, model.config.meta_token_id] = -math.inf
+    hit = logits.argmax(-1) == ids[answer]
     return iter(hit.cpu().split(answer.sum(dim=1).tolist()))
 
 
@@ -119,10 +124,13 @@ def evaluate(
     }
     results = []
     for length, count in counts.items():
-        if not reaches(model.config, length):
+        examples = []
+        if reaches(model.config, length):
+            examples = test_examples(task, length, count, tokenizer, condition=condition, documents=documents)
+        # The answer needs positions too, but for its last token.
+        if not reaches(model.config, max((len(example.input_ids) - 1 for example in examples), default=length)):
             results += [Result(**about, length=length, metric=metric, value=None, n=0) for metric in METRICS]
             continue
-        examples = test_examples(task, length, count, tokenizer, condition=condition, documents=documents)
         exact, tokens = score(model, examples)
         answer_tokens = sum(len(example.input_ids) - example.answer_start for example in examples)
         measured = ((sum(exact), len(exact), chance(task)), (sum(tokens), answer_tokens, None))

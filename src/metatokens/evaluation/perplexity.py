@@ -91,9 +91,14 @@ def perplexity(
         seed, recipe: of the model's training, for the record.
 
     Raises:
-        UserError: if the text has fewer than two blocks.
+        UserError: if the text has fewer than two blocks, a block nothing to predict, or the model no meta-token to
+            insert.
     """
+    if placement != "none" and model.config.meta_token_id is None:
+        raise UserError(f"{name} has no meta_token_id, so no meta-tokens can be inserted: set the placement to none.")
     text_per_block = block_size - meta_token_count(block_size, fraction)
+    if text_per_block < 2:
+        raise UserError(f"a block of {block_size} with a fraction {fraction} of meta-tokens has nothing to predict.")
     count = len(text) // text_per_block
     if count < 2:
         raise UserError(f"the text has {len(text)} tokens; perplexity needs two blocks of {text_per_block} at least.")
@@ -128,4 +133,4 @@ def corpus_tokens(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) 
     """The ids of all documents, each followed by the end-of-text id, (tokens,) int64."""
     end = np.array([tokenizer.eos_token_id])
     parts = [np.array(encode_text(tokenizer, [document])[0], dtype=np.int64) for document in documents]
-    return np.concatenate([piece for part in parts for piece in (part, end)])
+    return np.concatenate([np.empty(0, dtype=np.int64), *(piece for part in parts for piece in (part, end))])

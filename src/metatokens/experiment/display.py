@@ -40,8 +40,8 @@ class Display:
         self._skipped += self._costs[name]
 
     def update(self, name: str, fraction: float) -> None:
-        """A stage is so far."""
-        self._fractions[name] = fraction
+        """A stage is so far; what arrives after a later report, or after the end, changes nothing."""
+        self._fractions[name] = max(fraction, self._fractions[name])
 
     def finish(self, name: str) -> None:
         """A stage is done."""

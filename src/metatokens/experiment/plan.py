@@ -51,10 +51,10 @@ class Preset:
 
 DEMO = Preset(
     corpus="builtin",
-    tokenizer="train:4096",
+    tokenizer="train:2048",
     pretrain_recipe="demo",
     finetune_recipe="demo_finetune",
-    task_steps={"list_recall": 1500, "segment_counting": 500, "parity": 500, "copying": 500},
+    task_steps={"list_recall": 2500, "segment_counting": 700, "parity": 700, "copying": 700},
     test_counts={128: 500, 256: 200, 512: 200, 1024: 200},
 )
 

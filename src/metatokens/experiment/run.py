@@ -13,9 +13,13 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from graphlib import TopologicalSorter
+from math import prod
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors import safe_open
 
 from metatokens.evaluation.results import Result, library_versions, now
 from metatokens.experiment.display import Display
@@ -48,9 +52,11 @@ def reproduce(name: str, out: Path, *, workers: int | None = None, overwrite: bo
     plan = stages(sizes)
     workers = workers or available_cores()
     created, began = now(), time.monotonic()
-    if any(not _record(out, stage).exists() for stage in plan):
+    left = [stage for stage in plan if not _record(out, stage).exists()]
+    if left or not (out / "run.json").exists():
         _carry_out(Workshop(out, name, sizes), plan, workers)
-        seconds = round(time.monotonic() - began, 1)
+        # Of a run that was cut off, the wall time is not known.
+        seconds = round(time.monotonic() - began, 1) if left == plan else None
         _write_provenance(out, name, settings, plan, sizes, workers=workers, created=created, wall_seconds=seconds)
     _write_results(out, plan)
     _write_curves(out, sizes)
@@ -115,12 +121,7 @@ def _start_worker(reports: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker silently; what it had saved is gone on from
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
-    import torch
-    import transformers
-
     torch.set_num_threads(1)  # two processes of one thread beat one of two for small models
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
 
 
 def _end_with_parent() -> None:
@@ -160,17 +161,20 @@ def _write_results(out: Path, plan: list[Stage]) -> None:
 
 def _write_curves(out: Path, sizes: Preset) -> None:
     """Gather the training curves of all runs."""
-    curves = []
+    curves: list[dict[str, Any]] = []
     for model in sizes.models:
-        runs: list[tuple[str | None, int | None, Path]] = [(None, None, out / "models" / model / "pretrained")]
+        pretraining = pretrain_recipe(sizes, model, out / "tokens")
+        untuned = {"task": None, "train_length": None, "seed": pretraining.training.seed}
+        runs: list[tuple[str, dict[str, Any]]] = [("pretrained", untuned)]
         for task in sizes.task_steps:
-            folders = sorted((out / "models" / model / task).glob("[0-9]*"), key=lambda folder: int(folder.name))
-            runs += [(task, int(folder.name), folder) for folder in folders]
-        for name, length, folder in runs:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            about = {"model": model, "position_embedding": config["position_embedding"], "task": name}
-            for line in (folder / "curve.jsonl").read_text(encoding="utf-8").splitlines():
-                curves.append(about | {"train_length": length} | json.loads(line))
+            tuning = finetune_recipe(sizes, task)
+            for length in tuning.task.train_lengths:
+                run = {"task": task, "train_length": length, "seed": tuning.training.seed}
+                runs.append((f"{task}/{length}", run))
+        about = {"model": model, "position_embedding": pretraining.model.position_embedding}
+        for folder, run in runs:
+            curve = out / "models" / model / folder / "curve.jsonl"
+            curves += [about | run | json.loads(line) for line in curve.read_text(encoding="utf-8").splitlines()]
     _write(out / "curves.jsonl", _json_lines(curves))
 
 
@@ -208,9 +212,5 @@ def _write_provenance(
 
 
 def _parameters(weights: Path) -> int:
-    from math import prod
-
-    from safetensors import safe_open
-
     with safe_open(weights, framework="np") as file:
         return sum(prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118

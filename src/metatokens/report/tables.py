@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from metatokens.evaluation.results import Metric, Result
 from metatokens.report.estimates import (
     Estimate,
+    Labels,
     difference,
     measured_conditions,
     measured_tasks,
@@ -163,7 +164,8 @@ def learning_steps(curves: Sequence[CurvePoint]) -> Table:
         for run in runs
     }
     rows: dict[str, dict[tuple[str, int | None], Learning]] = {}
-    for run in runs:
+    order = Labels(curves).all
+    for run in sorted(runs, key=lambda run: (order.index(run.label), run.seed)):
         row = run.label if len(seeds) == 1 else f"{run.label}, seed {run.seed}"
         rows.setdefault(row, {})[run.task, run.train_length] = run
     return Table(

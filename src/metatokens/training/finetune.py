@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, set_seed
 
+from metatokens.data.blocks import shuffled
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
 from metatokens.errors import UserError
 from metatokens.model.checkpoint import MANIFEST, load_model, weights_sha256
@@ -20,7 +21,7 @@ from metatokens.model.positions import check_length
 from metatokens.recipe import FinetuneRecipe
 from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.example import Example, read_examples
-from metatokens.training.trainer import Progress, SizedDataset, open_run, train, unwatched
+from metatokens.training.trainer import Progress, SizedDataset, check_trackers, open_run, train, unwatched
 
 IGNORED = -100  # the label of a position that is not scored
 
@@ -49,7 +50,38 @@ class RecordExamples:
 
     def __getitem__(self, index: int) -> Example:
         epoch, place = divmod(index, len(self.records))
-        return self.records[np.random.default_rng((self.seed, epoch)).permutation(len(self.records))[place]]
+        return self.records[shuffled(place, len(self.records), f"{self.seed} {epoch}")]
+
+
+class ByLength:
+    """A dataset's examples in an order that puts similar lengths into one batch, so that little of it is padding.
+
+    Of every `WINDOW` batches' examples, sorted by length, each batch takes a run; the batches come in random order.
+    The order depends on the arguments alone.
+    """
+
+    WINDOW = 16  # batches
+
+    def __init__(self, examples: SizedDataset, *, batch: int, seed: int):
+        self.examples, self.batch, self.seed = examples, batch, seed
+        self._open: tuple[int, list[Example]] = (-1, [])  # the window that is being read, and its number
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Example:
+        window, place = divmod(index, self.WINDOW * self.batch)
+        if self._open[0] != window:
+            self._open = (window, self._read(window))
+        return self._open[1][place]
+
+    def _read(self, window: int) -> list[Example]:
+        size = self.WINDOW * self.batch
+        numbers = range(window * size, min((window + 1) * size, len(self.examples)))
+        by_length = sorted((self.examples[number] for number in numbers), key=lambda example: example.n_tokens)
+        batches = [by_length[start : start + self.batch] for start in range(0, len(by_length), self.batch)]
+        order = np.random.default_rng((self.seed, window)).permutation(len(batches))
+        return [example for number in order for example in batches[number]]
 
 
 class Collator:
@@ -101,8 +133,9 @@ def finetune(
         UserError: if settings, model, task or data do not fit each other.
     """
     settings = recipe.training
-    tokenizer = load_tokenizer(str(model_folder))
+    check_trackers(settings)
     model = load_model(model_folder)
+    tokenizer = load_tokenizer(str(model_folder))
     check_meta_token(model.config, tokenizer, model_folder)
     needed = settings.max_steps * settings.per_device_train_batch_size * settings.gradient_accumulation_steps
     phases: dict[str, SizedDataset] = {}
@@ -132,7 +165,7 @@ def finetune(
     collator = Collator(
         pad_token_id=tokenizer.eos_token_id, meta_token_id=model.config.meta_token_id, loss_on=recipe.task.loss_on
     )
-    for number, (name, dataset) in enumerate(phases.items()):
+    for number, (name, examples) in enumerate(phases.items()):
         folder = out / name
         if (folder / MANIFEST).exists():
             model = load_model(folder)
@@ -140,6 +173,7 @@ def finetune(
         folder.mkdir(exist_ok=True)
         set_seed(settings.seed)
         before, total = number * settings.max_steps, len(phases) * settings.max_steps
+        dataset = ByLength(examples, batch=settings.per_device_train_batch_size, seed=settings.seed)
         report = partial(_report_phase, progress, before, total)
         train(model, dataset, tokenizer, settings, folder, collator=collator, progress=report)
 
@@ -152,14 +186,17 @@ def training_of(folder: Path) -> dict[str, Any]:
     """How a model in `folder` was fine-tuned, as fields of a result; empty if no run wrote it.
 
     Returns:
-        `seed`, `train_length` (tokens, None for a user's records) and `train_condition`.
+        `seed` and, but for a user's own records, `train_length` (tokens) and `train_condition`.
     """
     try:
-        recipe = json.loads((folder.parent / "settings.json").read_text(encoding="utf-8"))["recipe"]
-        about = {"seed": recipe["training"]["seed"], "train_condition": recipe["task"]["condition"]}
-    except (OSError, ValueError, KeyError):
+        run = json.loads((folder.parent / "settings.json").read_text(encoding="utf-8"))
+        seed, condition = run["recipe"]["training"]["seed"], run["recipe"]["task"]["condition"]
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return about | {"train_length": int(folder.name) if folder.name.isdecimal() else None}
+    if "task" not in run:  # a user's own records
+        return {"seed": seed}
+    length = int(folder.name) if folder.name.isdecimal() else None
+    return {"seed": seed, "train_condition": condition, "train_length": length}
 
 
 def check_meta_token(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -14,7 +14,7 @@ from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import check_length
 from metatokens.recipe import PretrainRecipe
-from metatokens.training.trainer import Progress, open_run, train, unwatched
+from metatokens.training.trainer import Progress, check_trackers, open_run, train, unwatched
 
 
 def pretrain(
@@ -41,6 +41,7 @@ def pretrain(
         raise UserError("the recipe names no data.tokens: the folder that `metatokens tokenize` wrote.")
     store = TokenStore.open(recipe.data.tokens)
     settings = recipe.training
+    check_trackers(settings)
     set_seed(settings.seed)
     if init is None:
         model = MetaGPT2ForCausalLM(_config(recipe, store))

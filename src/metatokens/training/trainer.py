@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.integrations import get_available_reporting_integrations
 
 from metatokens.errors import UserError
 from metatokens.model.checkpoint import save_model, verify_manifest, write_manifest
@@ -64,8 +66,8 @@ class RunCallback(TrainerCallback):
             write_manifest(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Report progress, once a second at most."""
-        if time.monotonic() - self.last_report > 1.0:
+        """Report progress, once a second at most, and the end."""
+        if time.monotonic() - self.last_report > 1.0 or state.global_step == state.max_steps:
             self.last_report = time.monotonic()
             self.progress(state.global_step, state.max_steps)
 
@@ -128,6 +130,21 @@ def train(
         save_model(model, tokenizer, out)
 
 
+def check_trackers(settings: TrainingSettings) -> None:
+    """Refuse a tracker that is unknown or not installed.
+
+    Raises:
+        UserError: if `report_to` is neither `none` nor `all` nor installed trackers separated by commas.
+    """
+    installed = get_available_reporting_integrations()
+    unknown = sorted(set(settings.report_to.split(",")) - {*installed})
+    if unknown and settings.report_to not in ("none", "all"):
+        raise UserError(
+            f"training.report_to names the tracker {unknown[0]!r}, which is not installed; give none, all, or some of: "
+            f"{', '.join(installed) or '(none is installed)'}."
+        )
+
+
 def last_good_checkpoint(folder: Path) -> str | None:
     """The newest checkpoint below `folder` that is complete and unchanged; damaged ones are removed."""
     found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True)
@@ -135,7 +152,7 @@ def last_good_checkpoint(folder: Path) -> str | None:
         try:
             verify_manifest(path)
         except UserError as error:
-            print(f"{error} It is dropped, and an earlier one is used.", flush=True)
+            print(f"{error} It is dropped, and an earlier one is used.", file=sys.stderr)
             shutil.rmtree(path)
         else:
             return str(path)
@@ -157,17 +174,16 @@ def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) ->
         UserError: if the folder holds something else or cannot be written.
     """
     settings = json.loads(json.dumps(settings, default=str))
-    record = out / "settings.json"
+    record, partial = out / "settings.json", out / "settings.json.partial"
     try:
         if overwrite and record.exists():
             shutil.rmtree(out)
         out.mkdir(parents=True, exist_ok=True)
         if record.exists():
             _compare(out, json.loads(record.read_text(encoding="utf-8")), settings)
-        elif any(out.iterdir()):
+        elif any(path != partial for path in out.iterdir()):
             raise UserError(f"{out} is not empty and holds no run; give a new folder.")
         else:
-            partial = out / "settings.json.partial"
             partial.write_text(json.dumps(settings, indent=1), encoding="utf-8")
             os.replace(partial, record)
     except (OSError, json.JSONDecodeError) as error:

@@ -1,0 +1,124 @@
+"""The loss: what it is over, what it is divided by, and that computing fewer logits changes nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import META, pad, random_rows, tiny_model
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+
+
+@pytest.fixture
+def batch() -> dict[str, Tensor]:
+    """A ragged batch, labels -100 at padding, at the meta-tokens and in most of the last row."""
+    ids, mask = pad(random_rows((12, 9, 11)), "right")
+    labels = ids.masked_fill((mask == 0) | (ids == META), -100)
+    labels[2, :9] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def losses_in_full(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Minus log probability of every label, from all logits, in float64."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    log_probabilities = model.eval()(**inputs).logits.double().log_softmax(dim=-1)
+    scored = [(i, t) for i, t in (batch["labels"] != -100).nonzero().tolist() if t > 0]
+    return torch.stack([-log_probabilities[i, t - 1, batch["labels"][i, t]] for i, t in scored])
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    taken = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return taken
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
+        assert (gradient - expected[name]).abs().max() < tolerance, name
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_loss_is_the_mean_cross_entropy_of_the_labels(batch: dict[str, Tensor], training: bool) -> None:
+    model = tiny_model()
+    expected = losses_in_full(model, batch).mean()
+    expected.backward()
+    expected_gradients = gradients(model)
+    loss = model.train(training)(**batch).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)  # transformers computes it in float32
+    assert_same(gradients(model), expected_gradients)
+
+
+def test_training_computes_logits_at_labels_only(batch: dict[str, Tensor]) -> None:
+    model = tiny_model()
+    in_full = model.eval()(**batch)
+    assert in_full.logits.shape == (3, 12, 64)
+    training = model.train()(**batch)
+    scored = batch["labels"][:, 1:] != -100
+    assert training.logits.shape == (int(scored.sum()), 64)
+    assert torch.equal(training.logits, in_full.logits[:, :-1][scored])
+    assert model(**{key: value for key, value in batch.items() if key != "labels"}).logits.shape == (3, 12, 64)
+
+
+def test_logits_to_keep() -> None:
+    model = tiny_model()
+    ids = torch.tensor(random_rows((9, 9)))
+    logits = model(ids).logits
+    assert torch.equal(model(ids, logits_to_keep=2).logits, logits[:, -2:])
+    assert torch.equal(model(ids, logits_to_keep=torch.tensor([0, 5])).logits, logits[:, [0, 5]])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_num_items_in_batch_divides_the_sum(batch: dict[str, Tensor], training: bool) -> None:
+    model = tiny_model()
+    expected = losses_in_full(model, batch).sum() / 37
+    loss = model.train(training)(**batch, num_items_in_batch=torch.tensor(37)).loss
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_accumulated_gradients_of_uneven_batches_are_those_of_one_batch(batch: dict[str, Tensor]) -> None:
+    model = tiny_model().train()
+    count = int((batch["labels"][:, 1:] != -100).sum())
+    model(**batch).loss.backward()
+    together = gradients(model)
+
+    def accumulate(**arguments: Any) -> dict[str, Tensor]:
+        for i in range(3):
+            model(**{name: value[i : i + 1] for name, value in batch.items()}, **arguments).loss.backward()
+        return gradients(model)
+
+    assert_same(accumulate(num_items_in_batch=count), together)
+    means = accumulate()  # what averaging the micro-batches' means would give is another thing
+    assert max((means[name] / 3 - together[name]).abs().max() for name in together) > 1e-2
+
+
+def test_trainer_accumulates_by_the_count_of_labels(batch: dict[str, Tensor], tmp_path: Path) -> None:
+    rows = [{name: value[i] for name, value in batch.items()} for i in (0, 1, 2, 0)]
+    weights = []
+    for size, steps in ((4, 1), (1, 4), (2, 2)):
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=1,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=steps,
+            train_sampling_strategy="sequential",
+            optim="sgd",
+            learning_rate=0.5,
+            lr_scheduler_type="constant",
+            max_grad_norm=1e9,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            dataloader_pin_memory=False,
+        )
+        model = tiny_model()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        Trainer(model=model, args=arguments, train_dataset=rows).train()
+        weights.append({name: p.detach() for name, p in model.named_parameters()})
+        assert not torch.equal(weights[-1]["lm_head.weight" if "lm_head.weight" in before else "model.norm.weight"],
+                               before["model.norm.weight"])
+    assert_same(weights[1], weights[0])
+    assert_same(weights[2], weights[0])

@@ -1,0 +1,48 @@
+"""Contradictory settings are refused in one sentence."""
+
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from tiny_models import tiny_config
+
+from metatokens import MetaGPT2Config
+from metatokens.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"hidden_size": 30}, "hidden_size 30 is not a multiple of num_attention_heads 4"),
+        ({"hidden_size": 12}, "even head size"),
+        ({"hidden_size": 0}, "positive"),
+        ({"num_hidden_layers": 0}, "positive"),
+        ({"num_attention_heads": 0}, "positive"),
+        ({"max_position_embeddings": -1}, "positive"),
+        ({"meta_token_id": None}, "'meta' needs a meta_token_id"),
+        ({"meta_token_id": 64}, "meta_token_id 64 is outside the vocabulary of 64"),
+        ({"meta_token_id": -1, "second_attention": "none"}, "outside the vocabulary"),
+        ({"activation": "gleu"}, "activation 'gleu' is unknown; allowed are gelu,"),
+        ({"rope_parameters": {"rope_type": "yarm"}}, "rope_type 'yarm' is unknown; allowed are default, .*yarn"),
+    ],
+)
+def test_contradictions_are_refused(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        tiny_config(**overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"position_embedding": "sinusoidal"}, {"second_attention": "dense"}, {"hidden_size": "32"}]
+)
+def test_values_of_another_kind_are_refused_by_name(overrides: dict[str, Any]) -> None:
+    with pytest.raises(StrictDataclassFieldValidationError, match=next(iter(overrides))):
+        tiny_config(**overrides)
+
+
+def test_defaults_follow_from_other_fields() -> None:
+    config = tiny_config()
+    assert (config.intermediate_size, config.head_size) == (128, 8)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    tiny_config(hidden_size=12, position_embedding="learned")  # an odd head size is for rotary positions alone
+    tiny_config(meta_token_id=None, second_attention="causal")
+    assert MetaGPT2Config.paper().to_dict() == MetaGPT2Config().to_dict()

@@ -1,0 +1,82 @@
+"""Imports go one way, and nothing heavy is loaded before it is needed."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import metatokens
+
+PACKAGE = Path(metatokens.__file__).parent
+ORDER = ["errors", "recipe", "data", "model", "tasks", "training", "evaluation", "experiment", "report", "cli"]
+HEAVY = {"torch", "transformers", "datasets", "pyarrow", "matplotlib", "scipy", "numpy"}
+MODULES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py"))
+
+
+def stage_of(module: str) -> str:
+    """The part of the package that a module name, dotted or with slashes, belongs to; empty for the package itself."""
+    return module.replace("/", ".").removeprefix("metatokens").strip(".").split(".")[0]
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The modules of this package that a module imports, inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "metatokens")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            if node.module == "metatokens":
+                yield from (f"metatokens.{alias.name}" for alias in node.names)
+            elif node.module and node.module.startswith("metatokens."):
+                yield node.module
+
+
+def test_every_stage_is_in_the_order() -> None:
+    assert {stage_of(module) for module in MODULES} == {*ORDER, "__init__"}
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module != "__init__"])
+def test_imports_go_one_way(module: str) -> None:
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
+    allowed = ORDER[: ORDER.index(stage_of(module)) + 1]
+    assert [name for name in imported(tree) if stage_of(name) not in allowed] == []
+
+
+def test_the_check_sees_imports_inside_functions() -> None:
+    tree = ast.parse("def f():\n    from metatokens.cli import main\n    import metatokens.report.page as page")
+    assert sorted(imported(tree)) == ["metatokens.cli", "metatokens.report.page"]
+
+
+def loaded_by(code: str) -> set[str]:
+    """The top-level packages that a fresh process has loaded after running some code."""
+    code += "\nimport json, sys\nprint(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert loaded_by("import metatokens") & HEAVY == set()
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = """
+import sys
+from metatokens import cli
+sys.argv = ["metatokens", "--help"]
+try:
+    cli.main()
+except SystemExit as status:
+    assert not status.code
+"""
+    assert loaded_by(code) & HEAVY == set()
+
+
+def test_the_public_names_load_when_asked_for() -> None:
+    for name in metatokens.__all__:
+        assert getattr(metatokens, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        metatokens.nothing  # noqa: B018

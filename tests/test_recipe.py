@@ -1,0 +1,155 @@
+"""Recipes: the shipped ones, overrides, and what is said about mistakes."""
+
+from pathlib import Path
+
+import pytest
+
+from metatokens.errors import UserError
+from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
+
+PACKAGED = {
+    "demo": PretrainRecipe,
+    "demo_finetune": FinetuneRecipe,
+    "paper": PretrainRecipe,
+    "paper_finetune": FinetuneRecipe,
+}
+
+
+def complaint(kind: type[PretrainRecipe] | type[FinetuneRecipe], source: str | Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_recipe(kind, str(source), overrides)
+    sentence = str(caught.value)
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
+    return sentence
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_packaged_recipes_are_of_their_kind(name: str) -> None:
+    for kind in (PretrainRecipe, FinetuneRecipe):
+        if kind is PACKAGED[name]:
+            assert isinstance(load_recipe(kind, name), kind)
+        else:
+            assert "is not a setting" in complaint(kind, name)
+
+
+def test_the_packaged_recipes_are_the_ones_in_the_repositorys_folder() -> None:
+    folder = Path(__file__).parents[1] / "recipes"
+    assert {path.stem for path in folder.iterdir()} == set(PACKAGED)
+    for name, kind in PACKAGED.items():
+        assert load_recipe(kind, name) == load_recipe(kind, str(folder / f"{name}.yaml"))
+
+
+def test_the_papers_values() -> None:
+    recipe = load_recipe(PretrainRecipe, "paper")
+    training, model, data = recipe.training, recipe.model, recipe.data
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (12, 40)
+    assert (data.block_size, data.fraction, data.placement) == (1024, 0.1, "uniform")
+    assert (model.num_hidden_layers, model.num_attention_heads, model.hidden_size) == (12, 12, 768)
+    assert (model.position_embedding, model.second_attention, model.bias) == ("rope", "meta", False)
+    assert (training.learning_rate, training.min_learning_rate) == (6e-4, 6e-5)
+    assert (training.warmup_steps, training.max_steps, training.decay_steps) == (2_000, 200_000, 600_000)
+    assert (training.adam_beta1, training.adam_beta2, training.weight_decay) == (0.9, 0.95, 0.1)
+    assert training.max_grad_norm == 1.0
+    text = 200_000 * 12 * 40 * 1024
+    assert training.max_steps * 480 * data.block_size == text == 98_304_000_000
+
+
+def test_the_papers_fine_tuning() -> None:
+    recipe = load_recipe(FinetuneRecipe, "paper_finetune")
+    assert recipe.task.train_lengths == (128, 256, 512)
+    assert (recipe.task.examples, recipe.task.condition, recipe.task.loss_on) == (90_000, "paper", "answer")
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("training.max_steps=60", "training", "max_steps", 60),
+        ("training.learning_rate=1e-3", "training", "learning_rate", 0.001),
+        ("training.learning_rate=0.5", "training", "learning_rate", 0.5),
+        ("training.bf16=true", "training", "bf16", True),
+        ("training.report_to=wandb,tensorboard", "training", "report_to", "wandb,tensorboard"),
+        ("training.decay_steps=null", "training", "decay_steps", None),
+        ("data.tokens=a=b/c", "data", "tokens", Path("a=b/c")),
+        ("model.second_attention=causal", "model", "second_attention", "causal"),
+    ],
+)
+def test_overrides(override: str, section: str, key: str, value: object) -> None:
+    plain = load_recipe(PretrainRecipe, "demo").model_dump()
+    assert load_recipe(PretrainRecipe, "demo", [override]).model_dump() == plain | {
+        section: plain[section] | {key: value}
+    }
+
+
+def test_a_list_is_set_as_yaml_and_the_last_override_wins() -> None:
+    overrides = ["task.train_lengths=[128, 256]", "training.max_steps=1", "training.max_steps=2"]
+    recipe = load_recipe(FinetuneRecipe, "demo_finetune", overrides)
+    assert (recipe.task.train_lengths, recipe.training.max_steps) == ((128, 256), 2)
+
+
+def test_an_override_may_open_a_section(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("training: {max_steps: 5}\n")
+    recipe = load_recipe(PretrainRecipe, str(tmp_path / "own.yaml"), ["data.block_size=64"])
+    assert (recipe.data.block_size, recipe.training.max_steps) == (64, 5)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("training.max_stepz=3", "training.max_stepz is not a setting; allowed are max_steps, decay_steps"),
+        ("optimizer.name=adam", "optimizer is not a setting; allowed are data, model, training."),
+        ("training.max_steps=many", "training.max_steps is 'many': input should be a valid integer"),
+        ("training.max_steps=0", "training.max_steps is 0: input should be greater than 0."),
+        ("training.max_steps=2.5", "training.max_steps is 2.5: input should be a valid integer"),
+        ("training.learning_rate=.nan", "training.learning_rate is nan: input should be"),
+        ("training.adam_beta2=1", "training.adam_beta2 is 1: input should be less than 1."),
+        ("training=3", "training is 3: input should be a valid dictionary"),
+        ("data.placement=random", "data.placement is 'random': input should be 'uniform', 'periodic' or 'none'."),
+        ("model.position_embedding=alibi", "input should be 'learned', 'rope' or 'none'."),
+        ("training.max_steps", "--set 'training.max_steps' is not of the form section.key=value."),
+        ("=3", "--set '=3' is not of the form section.key=value."),
+        ("training..seed=3", "is not of the form section.key=value."),
+        ("training.max_steps.a=3", "max_steps is not a section."),
+        ("training.max_steps=[1", "the value is not valid YAML."),
+    ],
+)
+def test_a_wrong_override_is_named_with_what_is_allowed(override: str, sentence: str) -> None:
+    assert sentence in complaint(PretrainRecipe, "demo", override)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"- training\n", "must be a mapping of sections."),
+        (b"", "must be a mapping of sections."),
+        (b"training: [1\nmodel: }", "cannot be read as YAML"),
+        (b"training: \xff", "cannot be read as YAML"),
+        (b"model: {hidden_size: 8}\n", "training is missing."),
+        (b"training: {seed: 1}\n", "training.max_steps is missing."),
+        (b"training:\n", "training is None"),
+        (b"7: 8\ntraining: {max_steps: 1}\n", "keys should be strings."),
+        (b"training: {max_steps: 1, lr: 1}\n", "training.lr is not a setting; allowed are max_steps"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path: Path, content: bytes, sentence: str) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_bytes(content)
+    assert complaint(PretrainRecipe, path).startswith(f"recipe {path}")
+    assert sentence in complaint(PretrainRecipe, path)
+
+
+def test_fine_tuning_needs_a_train_length() -> None:
+    assert "task.train_lengths" in complaint(FinetuneRecipe, "demo_finetune", "task.train_lengths=[]")
+    assert "task.train_lengths.1 is 0" in complaint(FinetuneRecipe, "demo_finetune", "task.train_lengths=[128, 0]")
+
+
+@pytest.mark.parametrize("source", ["nowhere.yaml", "."])
+def test_a_missing_recipe_lists_the_packaged_ones(source: str) -> None:
+    sentence = complaint(PretrainRecipe, source)
+    assert sentence == f"no recipe at {source}; give a YAML file or one of: {', '.join(sorted(PACKAGED))}."
+
+
+def test_a_folder_does_not_hide_a_packaged_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "paper").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe(PretrainRecipe, "paper").training.max_steps == 200_000
