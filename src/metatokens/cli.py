@@ -186,21 +186,20 @@ def evaluate(
 @app.command()
 def perplexity(
     model: Model,
-    corpus: Corpus,
+    corpus: Annotated[str, typer.Option(help="A corpus spec, or a token store, whose held-out split is read.")],
     block_size: Annotated[int, typer.Option(min=2, help="Positions of a block, meta-tokens included.")] = 256,
     fraction: Annotated[float, typer.Option(help="Of the positions that are meta-tokens, in [0, 0.5].")] = 0.1,
     placement: Annotated[str, typer.Option(help="uniform, periodic or none.")] = "none",
     name: Annotated[str | None, typer.Option(help="What the result is filed under; default: the folder.")] = None,
     out: ResultFile = None,
 ) -> None:
-    """Measure perplexity on a corpus, counted on text tokens alone."""
-    from metatokens.data.corpus import read_corpus
+    """Measure perplexity, counted on text tokens alone, on a corpus or on the held-out split of a token store."""
     from metatokens.data.tokenizer import load_tokenizer
-    from metatokens.evaluation.perplexity import corpus_tokens, perplexity
+    from metatokens.evaluation.perplexity import held_out_text, perplexity
     from metatokens.model.checkpoint import load_model
 
     loaded = load_model(model)
-    text = corpus_tokens(read_corpus(corpus), load_tokenizer(str(model)))
+    text = held_out_text(corpus, load_tokenizer(str(model)))
     result = perplexity(
         loaded, text, block_size=block_size, fraction=fraction, placement=placement, name=name or str(model)
     )

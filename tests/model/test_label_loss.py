@@ -115,10 +115,8 @@ def test_trainer_accumulates_by_the_count_of_labels(batch: dict[str, Tensor], tm
             dataloader_pin_memory=False,
         )
         model = tiny_model()
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
         Trainer(model=model, args=arguments, train_dataset=rows).train()
         weights.append({name: p.detach() for name, p in model.named_parameters()})
-        assert not torch.equal(weights[-1]["lm_head.weight" if "lm_head.weight" in before else "model.norm.weight"],
-                               before["model.norm.weight"])
+    assert (weights[0]["model.norm.weight"] - tiny_model().model.norm.weight).abs().max() > 1e-2
     assert_same(weights[1], weights[0])
     assert_same(weights[2], weights[0])

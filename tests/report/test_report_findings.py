@@ -2,7 +2,6 @@
 
 import pytest
 from report_inputs import (
-    MODELS,
     accuracies,
     accuracy,
     all_equal,
@@ -28,7 +27,7 @@ def at_128(**scores: float | None) -> list:
         ),
         ({"gpt2": 0.1, "pause": 0.2, "twin": 0.2, "meta": 1.0}, "above pause, and the control twin does not explain"),
         ({"gpt2": 0.1, "pause": 0.4, "twin": 0.1, "meta": 1.0}, "above pause, and the control twin does not explain"),
-        ({"gpt2": 0.1, "pause": 0.1, "twin": 0.99, "meta": 1.0}, "but not measurably above the control twin"),
+        ({"gpt2": 0.1, "pause": 0.1, "twin": 0.996, "meta": 1.0}, "but not measurably above the control twin"),
         ({"gpt2": 0.1, "pause": 0.1, "twin": 1.0, "meta": 0.5}, "the control twin is above meta"),
         ({"gpt2": 0.1, "pause": 0.1, "twin": 1.0, "meta": 0.1}, "gains nothing measurable over gpt2, and the control"),
         ({"gpt2": 0.1, "pause": 0.1, "twin": 0.1, "meta": 0.1}, "meta gains nothing measurable over gpt2."),
@@ -37,9 +36,9 @@ def at_128(**scores: float | None) -> list:
         ({"twin": 0.1, "meta": 1.0}, "meta is above twin."),
         ({"gpt2": 0.1, "pause": 0.5}, "pause is above gpt2."),
         ({"mine": 0.5, "yours": 0.5}, "gains nothing measurable over"),
-        ({"meta": 0.5}, "only meta was measured, so nothing is compared"),
-        ({"gpt2": None, "meta": 0.5}, "only meta was measured, so nothing is compared"),
-        ({"meta": None}, "only no model was measured"),
+        ({"meta": 0.5}, "only meta was measured"),
+        ({"gpt2": None, "meta": 0.5}, "only meta was measured"),
+        ({"meta": None}, "nothing was measured"),
     ],
 )
 def test_the_verdict_is_computed(scores: dict[str, float | None], said: str) -> None:
@@ -48,7 +47,7 @@ def test_the_verdict_is_computed(scores: dict[str, float | None], said: str) -> 
 
 def test_lengths_with_one_verdict_share_it() -> None:
     assert verdict(accuracies(all_equal), "parity") == (
-        "Parity: at 128 tokens (train) and 1,024 tokens (8×), meta gains nothing measurable over gpt2."
+        "Parity: at 128 tokens (train) and 1,024 tokens (8\u00d7), meta gains nothing measurable over gpt2."
     )
 
 
@@ -68,15 +67,15 @@ def test_comparisons_give_the_figures() -> None:
     [finding] = comparisons(at_128(gpt2=0.1, pause=0.1, twin=0.98, meta=1.0), "list_recall")
     assert finding.place == "128 tokens (train)"
     assert finding.detail == (
-        "meta is 90.0 points above gpt2 (87.0 to 92.3); meta is 2.0 points above twin (0.9 to 3.6); "
-        "twin is 88.0 points above gpt2 (84.6 to 90.6). Above chance (10.0\u00a0%): twin, meta."
+        "meta is 90.0 points above gpt2 (87.0 to 92.3); meta is 2.0 points above twin (0.8 to 3.6); "
+        "twin is 88.0 points above gpt2 (84.6 to 90.5). Above chance (10.0\u00a0%): twin, meta."
     )
 
 
 def test_comparisons_say_what_n_cannot_show() -> None:
     [finding] = comparisons(at_128(gpt2=0.1, pause=0.1, twin=0.1, meta=0.1), "list_recall")
     assert finding.detail.startswith(
-        "No difference that n\u00a0=\u00a0500 can show: meta and gpt2 (−3.8 to +3.8 points)"
+        "No difference that n\u00a0=\u00a0500 can show: meta and gpt2 (\u22123.8 to +3.8 points)"
     )
     assert finding.detail.endswith("Above chance (10.0\u00a0%): none.")
 
@@ -96,7 +95,7 @@ def test_the_commonest_answer_is_the_floor_where_it_beats_chance() -> None:
 def test_marker_effects_compare_meta_with_itself() -> None:
     none, decoy = marker_effects(accuracies(meta_best), "list_recall")
     assert none.place == "meta without the markers, 128 tokens (train)"
-    assert none.detail == "100.0\u00a0% becomes 14.6\u00a0% (−88.2 to −81.9 points); chance is 10.0\u00a0%."
+    assert none.detail == "100.0\u00a0% becomes 14.6\u00a0% (\u221288.2 to \u221281.9 points); chance is 10.0\u00a0%."
     assert decoy.place == "meta among decoys, 128 tokens (train)"
     assert marker_effects(accuracies(meta_best), "parity") == []
     assert marker_effects(accuracies(meta_best, ("gpt2", "pause")), "list_recall") == []
@@ -106,17 +105,18 @@ def test_perplexity_sentences() -> None:
     assert perplexities(other_results()) == (
         "On the text alone, below the unigram perplexity: gpt2, pause, twin, meta. "
         "With inserted meta-tokens (uniform), below the unigram perplexity: pause, twin, meta. "
-        "Insertion changes the perplexity of the same text tokens: pause −1.2\u00a0%, twin −1.2\u00a0%, meta −1.2\u00a0%."
+        "Insertion changes the perplexity of the same text tokens: "
+        "pause \u22121.2\u00a0%, twin \u22121.2\u00a0%, meta \u22121.2\u00a0%."
     )
 
 
 def test_caution_names_seed_n_and_sizes() -> None:
     results = accuracies(meta_best)
-    sizes = {model: ModelInfo(parameters=parameters) for model, parameters in zip(MODELS, range(360000, 400000, 10000))}
+    sizes = {"gpt2": ModelInfo(parameters=361_984), "meta": ModelInfo(parameters=394_880), "other": ModelInfo()}
     text = caution(results, "parity", sizes)
     assert text.startswith("One training seed (0)")
     assert "n\u00a0=\u00a0500 at 128 tokens, n\u00a0=\u00a0200 at 1,024 tokens." in text
-    assert "Small models: 0.36–0.39 million parameters" in text
+    assert "Small models: 0.36\u20130.39 million parameters" in text
     large = caution(results, "parity", {"meta": ModelInfo(parameters=151_908_096)})
     assert "Models: 152 million parameters" in large
     two_seeds = [*results, accuracy("meta", "parity", "paper", 128, 0.5, seed=7)]

@@ -24,7 +24,7 @@ def test_a_whole_run_folder_is_read(tmp_path: Path) -> None:
 def test_a_result_file_alone_suffices(tmp_path: Path) -> None:
     inputs = read_inputs([write_run(tmp_path / "run") / "results.jsonl"])
     assert inputs.results
-    assert not (inputs.curves or inputs.examples or inputs.runs)
+    assert [*inputs.curves, *inputs.examples, *inputs.runs] == []
 
 
 def test_a_figure_measured_again_replaces_the_earlier_one(tmp_path: Path) -> None:

@@ -50,7 +50,10 @@ def test_the_budget_is_measured_against_the_slowest_learner() -> None:
     budgets = {run.label: run.budget for run in learning(points)}
     assert budgets == {"gpt2": 90 / 80, "twin": 120 / 80, "meta": 120 / 80}
     assert "A model had less than 1.5 times the slowest learner's steps: Parity at 128 tokens (1.12)" in budget(points)
-    assert learning_steps(points).footer == (("steps trained", "90–120"), ("÷ slowest learner", "1.12–1.50"))
+    assert learning_steps(points).footer == (
+        ("steps trained", "90\u2013120"),
+        ("\u00f7 slowest learner", "1.12\u20131.50"),
+    )
 
 
 def test_the_budget_sentence_names_each_answer() -> None:
@@ -67,7 +70,7 @@ def test_steps_table_by_model_and_task() -> None:
     table = learning_steps([*points, *curve("meta", [3.0], None)])
     assert table.header == ("model", "List recall", "Parity")
     assert table.rows == (("gpt2", "", "not reached"), ("meta", "not reached", "20 (2.0 s)"))
-    assert table.footer == (("steps trained", "10", "40"), ("÷ slowest learner", "-", "2.00"))
+    assert table.footer == (("steps trained", "10", "40"), ("\u00f7 slowest learner", "-", "2.00"))
 
 
 def test_seeds_have_rows_of_their_own() -> None:

@@ -83,7 +83,7 @@ def test_links_lead_to_sections(page: Page) -> None:
 def test_every_picture_says_what_came_out(page: Page) -> None:
     alts = [attributes["alt"] or "" for tag, attributes in page.tags if tag == "img"]
     assert len(alts) == 4
-    assert "at 1,024 tokens (8×) gpt2 10.0, pause 14.5, twin 42.0, meta 55.5" in alts[0]
+    assert "at 1,024 tokens (8\u00d7) gpt2 10.0, pause 14.5, twin 42.0, meta 55.5" in alts[0]
     assert all("meta" in alt for alt in alts)
 
 
@@ -95,18 +95,19 @@ def test_text_from_files_is_shown_and_never_run(page: Page) -> None:
 
 def test_hostile_names_are_escaped_everywhere(tmp_path: Path) -> None:
     hostile = "<img src=x onerror=alert(1)>|`_*"
-    run = write_run(tmp_path / "run")
-    names = {"model": hostile, "task": hostile, "condition": hostile}
-    write_results(run / "results.jsonl", [accuracy("m", "t", "c", 128, 0.5, **names)])
-    (run / "run.json").write_text(json.dumps({"command": hostile, "models": {hostile: {"description": hostile}}}))
-    index = write_report([run], tmp_path / "out")
-    assert "onerror" not in {name for _, attributes in Page(index.read_text()).tags for name in attributes}
-    assert "<img" not in (tmp_path / "out" / "report.md").read_text()
+    write_results(tmp_path / "results.jsonl", [accuracy(hostile, hostile, hostile, 128, 0.5)])
+    run = {"command": hostile, "models": {hostile: {"description": hostile}}, "recipes": {hostile: {hostile: hostile}}}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    index = write_report([tmp_path], tmp_path / "out")
+    page = Page(index.read_text(encoding="utf-8"))
+    assert "onerror" not in {name for _, attributes in page.tags for name in attributes}
+    assert hostile in page.texts["td"]
+    assert "<img" not in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
 
 
 def test_markdown_has_the_tables_and_its_pictures(index: Path) -> None:
     text = (index.parent / "report.md").read_text(encoding="utf-8")
-    assert "| meta | 100.0 (99.2–100.0) | 55.5 (48.6–62.2) |\n" in text
+    assert "| meta | 100.0 (99.2\u2013100.0) | 55.5 (48.6\u201362.2) |\n" in text
     pictures = re.findall(r"^!\[[^\n]+\]\((figures/[^)]+\.png)\)$", text, flags=re.MULTILINE)
     assert len(pictures) == 4
     assert all((index.parent / picture).read_bytes().startswith(b"\x89PNG") for picture in pictures)
@@ -118,7 +119,7 @@ def test_markdown_has_the_tables_and_its_pictures(index: Path) -> None:
 def test_markdown_and_html_show_the_same_figures(index: Path, page: Page) -> None:
     text = (index.parent / "report.md").read_text(encoding="utf-8")
     cells = {cell.strip() for line in text.splitlines() if line.startswith("| ") for cell in line.split("|")}
-    figures = {cell for cell in cells if re.match(r"[\d.]+ \(", cell)}
+    figures = {cell for cell in cells if re.match(r"[\d.]+ \(\d", cell)}
     shown = {" ".join(cell.split()) for cell in page.texts["td"]}
     assert figures
     assert figures <= shown
@@ -133,13 +134,14 @@ def test_the_same_inputs_give_the_same_bytes(run: Path, index: Path, tmp_path: P
 
 
 def test_the_first_words_follow_the_numbers(index: Path, tmp_path: Path) -> None:
-    equal = write_report([write_run(tmp_path / "run", all_equal)], tmp_path / "out").read_text(encoding="utf-8")
+    write_results(tmp_path / "r.jsonl", accuracies(all_equal, tasks=("list_recall",)))
+    equal = write_report([tmp_path / "r.jsonl"], tmp_path / "out").read_text(encoding="utf-8")
     best = index.read_text(encoding="utf-8")
     verdicts = [re.search(r'<p class="verdict">(.*)</p>', text) for text in (best, equal)]
     assert [match and match[1] for match in verdicts] == [
-        "List recall: at 128 tokens (train) and 1,024 tokens (8×), meta is above pause, "
+        "List recall: at 128 tokens (train) and 1,024 tokens (8\u00d7), meta is above pause, "
         "and the control twin explains part of the gain.",
-        "List recall: at 128 tokens (train) and 1,024 tokens (8×), meta gains nothing measurable over gpt2.",
+        "List recall: at 128 tokens (train) and 1,024 tokens (8\u00d7), meta gains nothing measurable over gpt2.",
     ]
 
 
@@ -165,15 +167,20 @@ def test_a_report_without_any_accuracy(tmp_path: Path) -> None:
 
 def test_results_without_length_task_or_condition(tmp_path: Path) -> None:
     blank = {"task": None, "condition": None, "length": None, "train_length": None, "chance": None}
-    write_results(tmp_path / "r.jsonl", [accuracy(m, "x", "y", 128, 0.5, **blank) for m in ("mine", "yours")])
+    results = [accuracy(model, "-", "-", 0, 0.5).model_copy(update=blank) for model in ("mine", "yours")]
+    write_results(tmp_path / "r.jsonl", results)
     assert "gains nothing measurable over" in write_report([tmp_path / "r.jsonl"], tmp_path / "out").read_text()
 
 
 def test_several_runs_are_described_one_by_one(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / "a", meta_best, ("gpt2",)), write_run(tmp_path / "b", meta_best, ("meta",))]
+    runs = [tmp_path / model for model in ("gpt2", "meta")]
+    for run in runs:
+        run.mkdir()
+        write_results(run / "results.jsonl", accuracies(meta_best, (run.name,), ("parity",)))
+        (run / "run.json").write_text(json.dumps({"command": f"made {run.name}"}))
     text = write_report(runs, tmp_path / "out").read_text(encoding="utf-8")
-    assert "What was run where: run 1" in text
-    assert "What was run where: run 2" in text
+    for said in ("What was run where: run 1", "made gpt2", "What was run where: run 2", "made meta"):
+        assert said in text
     assert "meta is above gpt2" in text
 
 

@@ -24,8 +24,8 @@ def test_accuracy_has_value_interval_chance_and_n() -> None:
     assert table.title == "Parity: answers exactly right, %"
     assert table.header == ("model", "128 (train)", "256", "512", "1,024")
     assert [row[0] for row in table.rows] == ["gpt2", "pause", "twin", "meta"]
-    assert table.rows[0][1] == "50.0 (45.6–54.4)"  # 250 of 500
-    assert table.rows[3][1] == "100.0 (99.2–100.0)"
+    assert table.rows[0][1] == "50.0 (45.6\u201354.4)"  # 250 of 500
+    assert table.rows[3][1] == "100.0 (99.2\u2013100.0)"
     assert table.footer == (
         ("chance", "50.0", "50.0", "50.0", "50.0"),
         ("commonest answer", "52.0", "52.0", "52.0", "52.0"),
@@ -53,7 +53,7 @@ def test_a_condition_is_named_where_there_are_several() -> None:
 
 def test_a_differing_n_is_shown_as_a_range() -> None:
     results = [accuracy("gpt2", "parity", "paper", 128, 0.5, n=400), accuracy("meta", "parity", "paper", 128, 0.5)]
-    assert accuracy_table(results, "parity", "paper").footer[-1] == ("n (prompts)", "400–500")
+    assert accuracy_table(results, "parity", "paper").footer[-1] == ("n (prompts)", "400\u2013500")
 
 
 def test_token_accuracy_counts_tokens() -> None:
@@ -65,14 +65,14 @@ def test_token_accuracy_counts_tokens() -> None:
 def test_differences_list_every_comparison() -> None:
     rows = differences(accuracies(meta_best)).rows
     assert len(rows) == 4 * 2 * 3
-    assert rows[0] == ("List recall", "128 tokens (train)", "meta − pause", "+81.0 (+77.3 to +84.2)")
+    assert rows[0] == ("List recall", "128 tokens (train)", "meta \u2212 pause", "+81.0 (+77.3 to +84.2)")
 
 
 def test_marker_conditions_show_what_a_condition_changes() -> None:
     table = marker_conditions(accuracies(meta_best), "list_recall")
-    assert table.header == ("model", "paper", "none", "none − paper", "decoy", "decoy − paper")
+    assert table.header == ("model", "paper", "none", "none \u2212 paper", "decoy", "decoy \u2212 paper")
     assert table.rows[3][0] == "meta"
-    assert table.rows[3][3] == "−85.4 (−88.2 to −81.9)"
+    assert table.rows[3][3] == "\u221285.4 (\u221288.2 to \u221281.9)"
 
 
 def test_perplexity_stands_beside_the_unigram() -> None:

@@ -5,7 +5,7 @@ inserted tokens has nothing to predict it from. Meta-tokens are context, never t
 """
 
 import math
-from collections.abc import Iterable
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -13,6 +13,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase
 
+from metatokens.data.blocks import TokenStore
+from metatokens.data.corpus import read_corpus
 from metatokens.data.insertion import Placement, insert_meta_tokens, meta_token_count
 from metatokens.data.tokenizer import encode_text
 from metatokens.errors import UserError
@@ -129,8 +131,26 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     return float(-(frequencies * np.log(frequencies)).sum())
 
 
-def corpus_tokens(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """The ids of all documents, each followed by the end-of-text id, (tokens,) int64."""
-    end = np.array([tokenizer.eos_token_id])
-    parts = [np.array(encode_text(tokenizer, [document])[0], dtype=np.int64) for document in documents]
-    return np.concatenate([np.empty(0, dtype=np.int64), *(piece for part in parts for piece in (part, end))])
+def held_out_text(source: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """The text to measure perplexity on.
+
+    Args:
+        source: the folder of a token store, of which the held-out split is read; or a corpus spec, read whole.
+        tokenizer: of the model.
+
+    Returns:
+        Token ids, (tokens,) int64, the end-of-text id after each document.
+
+    Raises:
+        UserError: if the source cannot be read, has no text, or is a store made with another tokenizer.
+    """
+    if Path(source, "manifest.json").is_file():
+        store = TokenStore.open(Path(source))
+        if store.tokenizer.get_vocab() != tokenizer.get_vocab():
+            raise UserError(f"the token store {source} was made with another tokenizer than the model's.")
+        return store.tokens("held_out")[:]
+    ends = [tokenizer.eos_token_id]
+    documents = [np.array(encode_text(tokenizer, [text])[0] + ends) for text in read_corpus(source)]
+    if not documents:
+        raise UserError(f"the corpus {source} holds no text.")
+    return np.concatenate(documents)

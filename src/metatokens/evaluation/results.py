@@ -82,7 +82,10 @@ def read_results(paths: Sequence[Path]) -> list[Result]:
     for path in paths:
         if not path.is_file():
             raise UserError(f"no result file at {path}.")
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        # Only a line feed ends a record: a name may hold the other line separators that str.splitlines knows.
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+            if not line.strip():
+                continue
             try:
                 results.append(Result.model_validate(json.loads(line)))
             except (json.JSONDecodeError, ValidationError) as error:

@@ -23,8 +23,9 @@ MANIFEST = "manifest.json"
 
 def write_manifest(folder: Path) -> None:
     """Record the SHA-256 of every file in `folder` (not of its subfolders), which marks it as complete."""
-    sums = {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST}
     partial = folder / (MANIFEST + ".partial")
+    partial.unlink(missing_ok=True)
+    sums = {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST}
     partial.write_text(json.dumps({"sha256": sums}, indent=1), encoding="utf-8")
     os.replace(partial, folder / MANIFEST)
 
@@ -36,10 +37,10 @@ def verify_manifest(folder: Path) -> None:
         UserError: if a file is missing, cut short or changed; the sentence names it.
     """
     try:
-        sums = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
-    except (OSError, ValueError, KeyError) as error:
+        sums = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"].items()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / MANIFEST} is missing or damaged, so {folder} may not be complete.") from error
-    for name, expected in sums.items():
+    for name, expected in sums:
         if not (folder / name).is_file():
             raise UserError(f"{folder / name} is missing: the checkpoint is not complete.")
         if _sha256(folder / name) != expected:

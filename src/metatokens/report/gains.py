@@ -52,7 +52,7 @@ class Gain:
         """What came out, as a clause without figures."""
         pairs = self.pairs()
         if not pairs:
-            return f"only {', '.join(self.cells) or 'no model'} was measured, so nothing is compared"
+            return f"only {', '.join(self.cells)} was measured" if self.cells else "nothing was measured"
         first, second = pairs[0]
         match [self.sign(pair) for pair in pairs]:
             case [1, 1, 1]:

@@ -35,8 +35,7 @@ class SegmentEncoder:
             return encode_text(self._tokenizer, [text])[0]
         words = _ASCII_WORDS.findall(text)
         known = self._word_ids
-        new = [word for word in dict.fromkeys(words) if word not in known]
-        if new:
+        if new := list(set(words).difference(known)):
             known.update(zip(new, encode_text(self._tokenizer, new), strict=True))
         return [token for word in words for token in known[word]]
 

@@ -1,0 +1,244 @@
+"""`generate()`: the cache against recomputation and against a slow loop over the oracle, and the meta-token policy."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from dense_oracle import DenseOracle
+from tiny_models import FAMILY, META, pad, random_rows, shared_model, tiny_model
+from torch import Tensor
+from transformers import DynamicCache
+
+from metatokens import MetaTokenCache
+from metatokens.errors import UserError
+
+ONE, EIGHT = random_rows((7,), seed=4), random_rows((11, 8, 3, 1, 9, 6, 11, 5), seed=5)
+MODES: list[dict[str, Any]] = [
+    {"do_sample": False},
+    {"do_sample": True, "top_k": 20, "temperature": 1.5},
+    {"do_sample": False, "num_beams": 3},
+]
+
+
+def count_tokens_read(model: torch.nn.Module) -> tuple[list[int], Any]:
+    """A list that gets the number of input tokens of every forward pass, and the hook that fills it."""
+    counts: list[int] = []
+
+    def count(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        counts.append(kwargs["input_ids"].shape[1])
+
+    return counts, model.register_forward_pre_hook(count, with_kwargs=True)
+
+
+def generate(model: torch.nn.Module, rows: Sequence[Sequence[int]], **options: Any) -> Tensor:
+    """The new ids for left-padded rows."""
+    ids, mask = pad(rows)
+    torch.manual_seed(8)
+    out = model.generate(ids, attention_mask=mask, **({"do_sample": False, "pad_token_id": 0} | options))
+    assert torch.equal(out[:, : ids.shape[1]], ids.repeat_interleave(len(out) // len(ids), dim=0))
+    return out[:, ids.shape[1] :]
+
+
+def insert(prompt: Sequence[int], text: Sequence[int], meta_every: int | None) -> list[int]:
+    """What the model has read after `text`: a meta-token behind every `meta_every`-th token of it."""
+    sequence = list(prompt)
+    for count, token in enumerate(text, start=1):
+        sequence.append(token)
+        if meta_every and count % meta_every == 0:
+            sequence.append(META)
+    return sequence
+
+
+def next_scores(oracle: DenseOracle, prompt: Sequence[int], text: Sequence[int], meta_every: int | None) -> Tensor:
+    """Log probabilities of the next text token."""
+    with torch.no_grad():
+        scores = oracle.logits(insert(prompt, text, meta_every))[-1].log_softmax(dim=-1)
+    scores[META] = -torch.inf
+    return scores
+
+
+@pytest.mark.parametrize(("meta_every", "new_tokens"), [(None, 6), (1, 6), (4, 9), (10, 12)])
+@pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
+def test_cache_gives_the_tokens_of_recomputation(
+    position_embedding: str, second_attention: str, meta_every: int | None, new_tokens: int
+) -> None:
+    model = shared_model(position_embedding=position_embedding, second_attention=second_attention)
+    for rows in (ONE, EIGHT):
+        for mode in MODES:
+            options = {"max_new_tokens": new_tokens, "meta_every": meta_every, **mode}
+            cached = generate(model, rows, **options)
+            assert cached.shape == (len(rows), new_tokens)
+            assert torch.equal(cached, generate(model, rows, use_cache=False, **options)), options
+            assert not (cached == META).any()
+
+
+@pytest.mark.parametrize("meta_every", [None, 1, 4])
+@pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
+def test_greedy_search_is_the_slow_loop(position_embedding: str, second_attention: str, meta_every: int | None) -> None:
+    model = shared_model(position_embedding=position_embedding, second_attention=second_attention)
+    oracle = DenseOracle(model)
+    for row, actual in zip(EIGHT[:4], generate(model, EIGHT[:4], max_new_tokens=9, meta_every=meta_every), strict=True):
+        text: list[int] = []
+        while len(text) < 9:
+            text.append(int(next_scores(oracle, row, text, meta_every).argmax()))
+        assert actual.tolist() == text
+
+
+@pytest.mark.parametrize("meta_every", [None, 2])
+def test_beam_search_is_the_slow_loop(meta_every: int | None) -> None:
+    model = shared_model()
+    oracle = DenseOracle(model)
+    for row, actual in zip(
+        EIGHT[:3], generate(model, EIGHT[:3], max_new_tokens=7, num_beams=3, meta_every=meta_every), strict=True
+    ):
+        beams: list[tuple[float, list[int]]] = [(0.0, [])]
+        for _ in range(7):
+            extended = [
+                (score + gain, [*text, token])
+                for score, text in beams
+                for token, gain in enumerate(next_scores(oracle, row, text, meta_every).tolist())
+            ]
+            beams = sorted(extended, reverse=True)[:3]
+        assert actual.tolist() == beams[0][1]
+
+
+@pytest.mark.parametrize("meta_every", [None, 2])
+def test_rows_that_end_early(meta_every: int | None) -> None:
+    model = shared_model()
+    free = generate(model, EIGHT, max_new_tokens=9, meta_every=meta_every)
+    ends = free[::2, 3].tolist()  # tokens that some rows are bound to reach, each at a time of its own
+    options = {"max_new_tokens": 9, "meta_every": meta_every, "eos_token_id": ends, "pad_token_id": 0}
+    cached = generate(model, EIGHT, **options)
+    for row, unbounded in zip(cached.tolist(), free.tolist(), strict=True):
+        end = next((i + 1 for i, token in enumerate(unbounded) if token in ends), 9)
+        assert row == (unbounded[:end] + [0] * 9)[: cached.shape[1]]
+    for mode in MODES[1:]:
+        assert torch.equal(
+            generate(model, EIGHT, **options, **mode), generate(model, EIGHT, use_cache=False, **options, **mode)
+        )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("second_attention", ["meta", "none"])
+def test_meta_token_is_suppressed_though_it_is_the_likeliest(second_attention: str, mode: dict[str, Any]) -> None:
+    model = tiny_model(second_attention=second_attention)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(0.1)
+        model.lm_head.weight[META] = 20 * model.model.norm.bias
+    ids = torch.tensor(random_rows((6, 6)))
+    options = {**mode, "top_k": 1} if mode["do_sample"] else mode
+    out = model.generate(
+        ids, max_new_tokens=5, meta_every=2, output_logits=True, return_dict_in_generate=True, **options
+    )
+    assert all((logits.argmax(dim=-1) == META).all() for logits in out.logits)
+    assert not (out.sequences[:, 6:] == META).any()
+
+
+def test_suppressing_a_token_of_the_users_goes_on() -> None:
+    model = shared_model()
+    first = generate(model, EIGHT, max_new_tokens=1)
+    again = generate(model, EIGHT, max_new_tokens=4, suppress_tokens=first.flatten().tolist(), meta_every=2)
+    assert not torch.isin(again, first).any()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True}])
+def test_inserted_tokens_ride_in_the_passes_of_text_tokens(options: dict[str, Any]) -> None:
+    model = tiny_model()
+    calls, _ = count_tokens_read(model)
+    generate(model, ONE, max_new_tokens=9, **options)
+    assert calls == [7] + [1] * 8
+    calls.clear()
+    generate(model, ONE, max_new_tokens=9, meta_every=4, **options)
+    assert calls == [7, 1, 1, 1, 2, 1, 1, 1, 2]
+
+
+def test_cache_after_generation_holds_the_inserted_tokens() -> None:
+    prompt = [3, META, 5, META, 7]
+    out = shared_model().generate(
+        torch.tensor([prompt]), max_new_tokens=7, meta_every=3, do_sample=False, return_dict_in_generate=True
+    )
+    read = insert(prompt, out.sequences[0, 5:-1].tolist(), 3)  # the last token has not been read
+    assert out.past_key_values.get_seq_length() == len(read)
+    assert out.past_key_values.layers[0].second_slots.tolist() == [[i for i, t in enumerate(read) if t == META]]
+
+
+@pytest.mark.parametrize("meta_every", [None, 3])
+@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+def test_a_cache_goes_on_with_the_conversation(second_attention: str, meta_every: int | None) -> None:
+    model = shared_model(second_attention=second_attention)
+    ids, mask = pad(EIGHT)
+    cache = MetaTokenCache(model.config)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4}
+    ids = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    new = torch.tensor(random_rows([3] * 8, seed=6))
+    ids = torch.cat([ids, new], dim=1)
+    mask = torch.cat([mask, torch.ones(8, 7, dtype=torch.long)], dim=1)
+    expected = model.generate(ids, attention_mask=mask, meta_every=meta_every, **options)
+    read = cache.get_seq_length()
+    assert read == 14
+    if meta_every is None:  # transformers also takes the unread tokens alone, with a mask of the whole
+        copy = MetaTokenCache(model.config)
+        model(ids[:, :read], attention_mask=mask[:, :read], past_key_values=copy)
+        out = model.generate(ids[:, read:], attention_mask=mask, past_key_values=copy, **options)
+        assert torch.equal(out[:, -4:], expected[:, -4:])
+    calls, hook = count_tokens_read(model)
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, meta_every=meta_every, **options)
+    hook.remove()
+    assert torch.equal(out, expected)
+    assert calls[0] == 18 - read  # what the cache held was not read again
+
+
+def test_a_cache_that_holds_inserted_tokens_is_refused() -> None:
+    model = shared_model()
+    cache = MetaTokenCache(model.config)
+    ids = model.generate(torch.tensor([[1, 2]]), past_key_values=cache, max_new_tokens=5, meta_every=2)
+    for meta_every in (None, 2):
+        with pytest.raises(UserError, match="holds meta-tokens that generate\\(\\) inserted"):
+            model.generate(ids, past_key_values=cache, max_new_tokens=5, meta_every=meta_every)
+    cache.reset()
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert torch.equal(out, model.generate(ids, max_new_tokens=5, do_sample=False))
+
+
+def test_prompt_lookup_crops_what_it_guessed_wrong() -> None:
+    model = shared_model()
+    prompt = torch.tensor([[5, META, 9, 5, META, 9, 5]])
+    expected = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    assert torch.equal(model.generate(prompt, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3), expected)
+
+
+def test_a_prompt_read_in_chunks() -> None:
+    expected = generate(shared_model(), EIGHT, max_new_tokens=4)
+    assert torch.equal(generate(shared_model(), EIGHT, max_new_tokens=4, prefill_chunk_size=4), expected)
+
+
+PROMPT = torch.tensor([[1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ({}, {"meta_every": 0}, "meta_every is 0; it must be at least 1"),
+        ({}, {"meta_every": -3}, "meta_every is -3"),
+        ({"meta_token_id": None, "second_attention": "none"}, {"meta_every": 4}, "needs a model with a meta_token_id"),
+        ({}, {"meta_every": 2, "inputs": None}, "needs the whole sequence"),
+        ({}, {"meta_every": 2, "attention_mask": torch.ones(1, 9)}, "needs the whole sequence"),
+        ({}, {"meta_every": 2, "prompt_lookup_num_tokens": 2}, "does not go with assisted generation"),
+        ({}, {"meta_every": 2, "prefill_chunk_size": 2}, "or prefill_chunk_size"),
+        ({}, {"cache_implementation": "static"}, "cache_implementation 'static' is not available"),
+        ({}, {"past_key_values": DynamicCache()}, "DynamicCache; give a MetaTokenCache"),
+        ({"position_embedding": "learned", "max_position_embeddings": 6}, {"meta_every": 2}, "6 learned positions"),
+    ],
+)
+def test_what_cannot_be_is_refused(model: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        tiny_model(**model).generate(**({"inputs": PROMPT, "max_new_tokens": 5, "do_sample": False} | options))
+
+
+def test_a_model_without_meta_token_generates_any_token() -> None:
+    model = tiny_model(meta_token_id=None, second_attention="none")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(0.1)
+        model.lm_head.weight[META] = 20 * model.model.norm.bias
+    assert (generate(model, ONE, max_new_tokens=3) == META).all()

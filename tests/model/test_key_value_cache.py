@@ -1,0 +1,128 @@
+"""The cache: steps of any size give the logits of one pass, and rows and ends can be moved, copied and cut off."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import FAMILY, META, QUICK, pad, random_rows, shared_model
+from torch import Tensor
+
+from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
+
+ROWS = [*random_rows((13, 9, 6)), random_rows((11,), seed=3, meta_rate=0.0)[0]]
+TOLERANCE = 1e-11
+SECOND = pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+
+
+def steps(model: MetaGPT2ForCausalLM, ids: Tensor, mask: Tensor, cuts: list[int], cache: MetaTokenCache) -> Tensor:
+    """Logits of all positions of `ids`, fed to the cache in the pieces between `cuts`; `mask` covers what it holds."""
+    pieces, before = [], mask.shape[1] - ids.shape[1]
+    for start, end in pairwise([0, *cuts, ids.shape[1]]):
+        pieces.append(model(ids[:, start:end], attention_mask=mask[:, : before + end], past_key_values=cache).logits)
+    return torch.cat(pieces, dim=1)
+
+
+def filled(model: MetaGPT2ForCausalLM, rows: list[list[int]]) -> tuple[Tensor, Tensor, MetaTokenCache]:
+    ids, mask = pad(rows)
+    cache = MetaTokenCache(model.config)
+    steps(model, ids, mask, [ids.shape[1] // 2], cache)
+    return ids, mask, cache
+
+
+def assert_continues(model: MetaGPT2ForCausalLM, ids: Tensor, mask: Tensor, cache: MetaTokenCache) -> None:
+    """New tokens after what the cache holds get the logits of a pass over everything."""
+    assert cache.get_seq_length() == ids.shape[1]
+    new = torch.tensor(random_rows([5] * len(ids), seed=7, meta_rate=0.5))
+    mask = torch.cat([mask, torch.ones_like(new)], dim=1)
+    expected = model(torch.cat([ids, new], dim=1), attention_mask=mask).logits[:, -5:]
+    assert (steps(model, new, mask, [1, 3], cache) - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
+@QUICK
+@given(cuts=st.sets(st.integers(1, 12)))
+def test_steps_of_any_size_give_the_logits_of_one_pass(
+    position_embedding: str, second_attention: str, cuts: set[int]
+) -> None:
+    model = shared_model(position_embedding=position_embedding, second_attention=second_attention)
+    ids, mask = pad(ROWS)
+    expected = model(ids, attention_mask=mask).logits
+    actual = steps(model, ids, mask, sorted(cuts), MetaTokenCache(model.config))
+    assert (actual - expected)[mask.bool()].abs().max() < TOLERANCE
+
+
+def test_second_store_holds_one_entry_a_meta_token() -> None:
+    model = shared_model()
+    sequence = ROWS[0]
+    cache = MetaTokenCache(model.config)
+    for t in range(len(sequence)):
+        before = cache.layers[0].second_keys
+        model(torch.tensor([sequence[t : t + 1]]), past_key_values=cache)
+        layer = cache.layers[0]
+        meta_slots = [slot for slot, token in enumerate(sequence[: t + 1]) if token == META]
+        if meta_slots:
+            assert layer.second_slots.tolist() == [meta_slots]
+            assert layer.second_keys.shape == layer.second_values.shape == (1, 4, len(meta_slots), 8)
+        if sequence[t] != META:
+            assert layer.second_keys is before  # a step over text does not touch it
+
+
+def test_second_store_of_a_ragged_batch_is_as_long_as_its_longest_row() -> None:
+    ids, mask, cache = filled(shared_model(), ROWS)
+    real = (ids == META) & mask.bool()
+    halves = real.split([6, 7], dim=1)
+    for layer in cache.layers:
+        assert layer.second_keys.shape[2] == sum(int(half.sum(dim=1).max()) for half in halves)
+        for slots, row in zip(layer.second_slots, real, strict=True):
+            assert slots[slots >= 0].tolist() == row.nonzero().squeeze(1).tolist()
+
+
+def test_second_store_of_the_controls() -> None:
+    _, _, cache = filled(shared_model(second_attention="causal"), ROWS)
+    assert all(layer.second_keys.shape == layer.keys.shape for layer in cache.layers)
+    _, _, cache = filled(shared_model(second_attention="none"), ROWS)
+    assert all(layer.second_keys is None for layer in cache.layers)
+
+
+@SECOND
+@QUICK
+@given(removed=st.integers(0, 13))
+def test_crop_forgets_the_end(second_attention: str, removed: int) -> None:
+    model = shared_model(second_attention=second_attention)
+    ids, mask, cache = filled(model, ROWS)
+    cache.crop(-removed)
+    kept = ids.shape[1] - removed
+    if second_attention == "meta":
+        slots = cache.layers[0].second_slots
+        assert (slots < kept).all()
+        assert (slots >= 0).any(dim=0).all()  # no entry that every row has lost is kept
+    assert_continues(model, ids[:, :kept], mask[:, :kept], cache)
+
+
+@SECOND
+def test_rows_can_be_reordered_selected_and_repeated(second_attention: str) -> None:
+    model = shared_model(second_attention=second_attention)
+    order = torch.tensor([2, 0, 0, 3])
+    ids, mask, cache = filled(model, ROWS)
+    cache.reorder_cache(order)
+    assert_continues(model, ids[order], mask[order], cache)
+    ids, mask, cache = filled(model, ROWS)
+    cache.batch_select_indices(order[:2])
+    assert_continues(model, ids[order[:2]], mask[order[:2]], cache)
+    ids, mask, cache = filled(model, ROWS)
+    cache.batch_repeat_interleave(3)
+    assert_continues(model, ids.repeat_interleave(3, dim=0), mask.repeat_interleave(3, dim=0), cache)
+
+
+@SECOND
+def test_reset_forgets_everything(second_attention: str) -> None:
+    model = shared_model(second_attention=second_attention)
+    _, _, cache = filled(model, ROWS)
+    cache.reset()
+    cache.crop(0)
+    cache.batch_select_indices(torch.tensor([0]))
+    cache.batch_repeat_interleave(2)
+    assert cache.get_seq_length() == 0
+    assert_continues(model, torch.zeros(3, 0, dtype=torch.long), torch.zeros(3, 0, dtype=torch.long), cache)

@@ -1,0 +1,248 @@
+"""Folders of models: written and read back, read by transformers alone, cut short, damaged, or not models at all."""
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_models import FAMILY, random_rows, shared_model, tiny_config, tiny_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedTokenizerFast
+
+from metatokens import MetaGPT2ForCausalLM
+from metatokens.errors import UserError
+from metatokens.model.checkpoint import MANIFEST, load_model, save_model, verify_manifest, weights_sha256
+
+IDS = torch.tensor(random_rows((10, 10)))
+TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint with its manifest."""
+    save_model(shared_model(), TOKENIZER, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def unsealed(saved: Path) -> Path:
+    """A checkpoint without a manifest, as transformers writes it."""
+    (saved / MANIFEST).unlink()
+    return saved
+
+
+@pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
+def test_a_model_comes_back_as_it_was(position_embedding: str, second_attention: str, tmp_path: Path) -> None:
+    model = shared_model(position_embedding=position_embedding, second_attention=second_attention)
+    save_model(model, TOKENIZER, tmp_path)
+    loaded = load_model(tmp_path)
+    assert type(loaded) is MetaGPT2ForCausalLM
+    assert not loaded.training
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    # transformers computes rotary frequencies in float32 when it loads; the shared model's are rounded to that as well
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    saved, kept = loaded.config.to_dict(), model.config.to_dict()
+    for field in ("architectures", "dtype", "_name_or_path"):  # what saving itself adds
+        saved.pop(field, None), kept.pop(field, None)
+    assert saved == kept
+
+
+def test_yarn_settings_come_back(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 12}
+    model = tiny_model(rope_parameters=yarn)
+    assert (model(IDS).logits - shared_model()(IDS).logits).abs().max() > 0.1
+    save_model(model, TOKENIZER, tmp_path)
+    assert torch.equal(load_model(tmp_path)(IDS).logits, model(IDS).logits)
+
+
+def test_importing_the_package_loads_neither_torch_nor_transformers() -> None:
+    script = "import sys, metatokens; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_auto_classes_know_the_model_in_a_fresh_process(unsealed: Path) -> None:
+    script = """
+import sys
+from metatokens import MetaGPT2ForCausalLM
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+config = AutoConfig.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert type(model) is MetaGPT2ForCausalLM
+print(type(config).__name__, model(torch.tensor(eval(sys.argv[2]))).logits.sum().item())
+"""
+    command = [sys.executable, "-c", script, str(unsealed), str(IDS.tolist())]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    name, value = out.split()
+    assert name == "MetaGPT2Config"
+    assert float(value) == pytest.approx(shared_model()(IDS).logits.sum().item(), abs=1e-6)
+
+
+def test_a_gpt2_folder_is_converted(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=60, n_embd=32, n_layer=1, n_head=4, bos_token_id=None, eos_token_id=None)
+    gpt2 = GPT2LMHeadModel(config).eval()
+    gpt2.save_pretrained(tmp_path)
+    for second_attention in (None, "meta"):
+        model = load_model(tmp_path, second_attention)
+        assert model.config.second_attention == (second_attention or "none")
+        ids = IDS % 60
+        assert (model(ids).logits[..., :60] - gpt2(ids).logits).abs().max() < 1e-5
+
+
+def test_weights_have_a_checksum(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
+    save_model(shared_model(), TOKENIZER, other)
+    assert weights_sha256(saved) == weights_sha256(other)
+    save_model(tiny_model(seed=1), TOKENIZER, other)
+    assert weights_sha256(saved) != weights_sha256(other)
+    with pytest.raises(UserError, match=r"no model\.safetensors"):
+        weights_sha256(other / "nowhere")
+
+
+def test_a_save_that_is_cut_off_is_not_taken_for_complete(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TOKENIZER, "save_pretrained", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save_model(tiny_model(seed=1), TOKENIZER, saved)
+    with pytest.raises(UserError, match=r"missing or damaged, so .* may not be complete"):
+        verify_manifest(saved)
+    (saved / (MANIFEST + ".partial")).write_text("{")  # what a crash while the manifest was written leaves
+    save_model(tiny_model(seed=1), TOKENIZER, saved)
+    load_model(saved)
+    assert not (saved / (MANIFEST + ".partial")).exists()
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_flipped_bit_is_noticed(saved: Path, data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(sorted(saved.iterdir())))
+    whole = path.read_bytes()
+    damaged = bytearray(whole)
+    damaged[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(damaged)
+    try:
+        with pytest.raises(UserError, match=r"damaged|missing"):
+            load_model(saved)
+    finally:
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"sha256": []}', '{"sha256": null}', '{"md5": {}}'])
+def test_a_manifest_that_is_none_is_refused(saved: Path, content: str) -> None:
+    (saved / MANIFEST).write_text(content)
+    with pytest.raises(UserError, match="missing or damaged"):
+        load_model(saved)
+
+
+def truncate(path: Path, share: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
+def test_weights_cut_short_are_refused(saved: Path, share: float) -> None:
+    truncate(saved / WEIGHTS, share)
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
+        load_model(saved)
+    (saved / MANIFEST).unlink()
+    with pytest.raises(UserError, match=r"weights in .* cannot be read"):
+        load_model(saved)
+
+
+def test_a_missing_file_is_named(saved: Path) -> None:
+    (saved / WEIGHTS).unlink()
+    with pytest.raises(UserError, match=r"model\.safetensors is missing"):
+        load_model(saved)
+
+
+def without_model(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def file_for_folder(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("not a folder")
+
+
+def other_family(folder: Path) -> None:
+    LlamaConfig(hidden_size=32, num_attention_heads=4).save_pretrained(folder)
+
+
+def flipped_header(folder: Path) -> None:
+    content = bytearray((folder / WEIGHTS).read_bytes())
+    content[12] ^= 1
+    (folder / WEIGHTS).write_bytes(content)
+
+
+def config(**overrides: object) -> Callable[[Path], None]:
+    """Change fields of config.json."""
+
+    def change(folder: Path) -> None:
+        fields = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(fields | overrides))
+
+    return change
+
+
+def config_text(content: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "config.json").write_text(content) and None
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without_model, "there is no model in .*: it has no config.json"),
+        (file_for_folder, "there is no model in"),
+        (lambda folder: (folder / "config.json").unlink(), "there is no model in"),
+        (lambda folder: (folder / WEIGHTS).unlink(), "weights in .* cannot be read"),
+        (other_family, "holds a llama model; allowed are meta_gpt2 and gpt2"),
+        (flipped_header, "weights in .* cannot be read"),
+        (config_text("{"), "config.json is not a model configuration"),
+        (config_text("[]"), "config.json is not a model configuration"),
+        (config_text("{}"), "config.json is not a model configuration"),
+        (config(model_type="meta_gpt3"), "config.json is not a model configuration"),
+        (config(hidden_size=30), "not a model configuration: hidden_size 30 is not a multiple"),
+        (config(position_embedding="sinusoidal"), "not a model configuration: .*position_embedding"),
+        (config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "not a model configuration: .*factor"),
+        (config(rope_parameters={"rope_type": "yarm"}), "not a model configuration: rope_type 'yarm' is unknown"),
+        (config(vocab_size=128), "the weights in .* cannot be read|do not fit"),
+        (config(num_hidden_layers=3), "do not fit its configuration: see model.layers.2"),
+        (config(num_hidden_layers=1), "do not fit its configuration: see model.layers.1"),
+        (config(second_attention="none"), "do not fit its configuration: see .*second_attention"),
+    ],
+)
+def test_what_is_no_model_is_refused(unsealed: Path, damage: Callable[[Path], None], message: str) -> None:
+    damage(unsealed)
+    with pytest.raises(UserError, match=message) as refusal:
+        load_model(unsealed)
+    assert "\n" not in str(refusal.value)
+
+
+class Trap:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_pickled_weights_are_never_loaded(tmp_path: Path) -> None:
+    tiny_config().save_pretrained(tmp_path)
+    sprung = tmp_path / "sprung"
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(sprung)))
+    with pytest.raises(UserError, match="cannot be read"):
+        load_model(tmp_path)
+    assert not sprung.exists()

@@ -1,0 +1,283 @@
+"""Pretraining: it learns, it goes on where it was cut off, and it goes on from other models."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from metatokens.data.blocks import BlockDataset, TokenStore
+from metatokens.errors import UserError
+from metatokens.model.checkpoint import load_model
+from metatokens.recipe import PretrainRecipe
+from metatokens.training.pretrain import pretrain
+
+MODEL_FILES = {"config.json", "curve.jsonl", "generation_config.json", "manifest.json", "model.safetensors"}
+MODEL_FILES |= {"settings.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+def curve(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pretraining: Callable[..., PretrainRecipe], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing interrupted."""
+    out = tmp_path_factory.mktemp("runs") / "undisturbed"
+    pretrain(pretraining(), out)
+    return out
+
+
+def assert_same_run(out: Path, undisturbed: Path) -> None:
+    for name in MODEL_FILES:
+        assert (out / name).read_bytes() == (undisturbed / name).read_bytes(), name
+
+
+def test_the_folder_holds_a_model_in_safetensors_and_the_curve(undisturbed: Path) -> None:
+    assert {path.name for path in undisturbed.iterdir()} == MODEL_FILES | {"checkpoints"}
+    weights = [path for path in undisturbed.rglob("*") if path.suffix in (".bin", ".safetensors")]
+    assert {path.name for path in weights} == {"model.safetensors", "training_args.bin"}  # the latter is never read
+    assert sorted(path.name for path in (undisturbed / "checkpoints").iterdir()) == ["checkpoint-6", "checkpoint-8"]
+    assert all(point.keys() == {"step", "loss", "learning_rate", "grad_norm"} for point in curve(undisturbed))
+
+
+@pytest.mark.parametrize("second_attention", ["meta", "none"])
+def test_a_model_learns(second_attention: str, pretraining: Callable[..., PretrainRecipe], tmp_path: Path) -> None:
+    settings = ("training.max_steps=60", "training.save_steps=60", "training.learning_rate=0.02")
+    pretrain(pretraining(*settings, f"model.second_attention={second_attention}"), tmp_path / "run")
+    losses = [point["loss"] for point in curve(tmp_path / "run")]
+    assert losses[0] == pytest.approx(math.log(832), abs=0.5)  # 769 entries padded to 832, none of them preferred
+    assert np.mean(losses[-10:]) < 0.6 * losses[0]
+
+
+# --- cut off and resumed
+
+
+@pytest.mark.parametrize("cuts", [(1,), (5,), (8,), (3, 7), (5, 5)])
+def test_a_run_that_was_cut_off_ends_like_one_that_was_not(
+    cuts: tuple[int, ...],
+    pretraining: Callable[..., PretrainRecipe],
+    undisturbed: Path,
+    steps: type,
+    tmp_path: Path,
+) -> None:
+    first = 1
+    for cut in cuts:
+        seen = steps(stop_at=cut)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(pretraining(), tmp_path / "run", progress=seen)
+        assert seen == list(range(first, cut + 1))
+        first = (cut - 1) // 2 * 2 + 1  # the step after the last checkpoint
+    rest = steps()
+    pretrain(pretraining(), tmp_path / "run", progress=rest)
+    assert rest == list(range(first, 9))
+    assert_same_run(tmp_path / "run", undisturbed)
+
+
+def test_a_finished_run_is_not_repeated(
+    pretraining: Callable[..., PretrainRecipe],
+    steps: type,
+    contents: Callable[[Path], dict[str, bytes]],
+    tmp_path: Path,
+) -> None:
+    pretrain(pretraining(), tmp_path / "run")
+    before = contents(tmp_path), (tmp_path / "run" / "model.safetensors").stat().st_mtime_ns
+    seen = steps()
+    pretrain(pretraining(), tmp_path / "run", progress=seen)
+    assert seen == []
+    assert (contents(tmp_path), (tmp_path / "run" / "model.safetensors").stat().st_mtime_ns) == before
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "weights with a flipped byte": lambda folder: flip_a_byte(folder / "model.safetensors"),
+    "optimizer cut short": lambda folder: (folder / "optimizer.pt").write_bytes(b"PK"),
+    "state missing": lambda folder: (folder / "trainer_state.json").unlink(),
+    "killed before the manifest": lambda folder: (folder / "manifest.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_checkpoint_is_dropped_for_the_one_before(
+    damage: Callable[[Path], None],
+    pretraining: Callable[..., PretrainRecipe],
+    undisturbed: Path,
+    steps: type,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(pretraining(), tmp_path / "run", progress=steps(stop_at=7))
+    damage(tmp_path / "run" / "checkpoints" / "checkpoint-6")
+    rest = steps()
+    pretrain(pretraining(), tmp_path / "run", progress=rest)
+    assert rest == [5, 6, 7, 8]
+    assert_same_run(tmp_path / "run", undisturbed)
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "checkpoint-6" in output.err
+    assert "dropped" in output.err
+
+
+def test_without_a_good_checkpoint_a_run_starts_again(
+    pretraining: Callable[..., PretrainRecipe], undisturbed: Path, steps: type, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(pretraining(), tmp_path / "run", progress=steps(stop_at=7))
+    for folder in (tmp_path / "run" / "checkpoints").iterdir():
+        (folder / "rng_state.pth").write_bytes(b"")
+    rest = steps()
+    pretrain(pretraining(), tmp_path / "run", progress=rest)
+    assert rest == list(range(1, 9))
+    assert_same_run(tmp_path / "run", undisturbed)
+
+
+def test_other_settings_are_refused_and_overwriting_replaces(
+    pretraining: Callable[..., PretrainRecipe],
+    undisturbed: Path,
+    contents: Callable[[Path], dict[str, bytes]],
+    tmp_path: Path,
+) -> None:
+    pretrain(pretraining("training.seed=1"), tmp_path / "run")
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match=r"recipe\.training\.seed was 1 and is now 0"):
+        pretrain(pretraining(), tmp_path / "run")
+    assert contents(tmp_path) == before
+    pretrain(pretraining(), tmp_path / "run", overwrite=True)
+    assert_same_run(tmp_path / "run", undisturbed)
+
+
+def test_moving_the_token_store_does_not_make_another_run(
+    pretraining: Callable[..., PretrainRecipe], small_store: TokenStore, undisturbed: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "moved").symlink_to(small_store.path)
+    pretrain(pretraining(f"data.tokens={tmp_path / 'moved'}"), undisturbed)
+
+
+# --- what does not change the result
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # on a machine of one core
+def test_the_number_of_loading_workers_changes_nothing(
+    pretraining: Callable[..., PretrainRecipe], undisturbed: Path, tmp_path: Path
+) -> None:
+    pretrain(pretraining("training.dataloader_num_workers=2"), tmp_path / "run")
+    for name in ("model.safetensors", "curve.jsonl"):
+        assert (tmp_path / "run" / name).read_bytes() == (undisturbed / name).read_bytes()
+
+
+def test_accumulated_batches_are_one_large_batch(
+    pretraining: Callable[..., PretrainRecipe], undisturbed: Path, tmp_path: Path
+) -> None:
+    pieces = ("training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=4")
+    pretrain(pretraining(*pieces), tmp_path / "run")
+    for ours, theirs in zip(curve(tmp_path / "run"), curve(undisturbed), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_another_seed_is_another_run(
+    pretraining: Callable[..., PretrainRecipe], undisturbed: Path, tmp_path: Path
+) -> None:
+    pretrain(pretraining("training.seed=1"), tmp_path / "run")
+    assert curve(tmp_path / "run")[0]["loss"] != curve(undisturbed)[0]["loss"]
+
+
+def test_the_first_loss_is_the_mean_over_the_batchs_text_tokens(
+    pretraining: Callable[..., PretrainRecipe], small_store: TokenStore, undisturbed: Path, tmp_path: Path
+) -> None:
+    # The first step has a learning rate of 0, so after it the model is as it started.
+    pretrain(pretraining("training.max_steps=1", "training.save_steps=1"), tmp_path / "run")
+    model = load_model(tmp_path / "run").double()
+    dataset = BlockDataset(small_store, "train", block_size=32, fraction=0.1, placement="uniform", seed=0)
+    losses = []
+    for index in range(4):
+        ids, labels = (torch.from_numpy(dataset[index][name]) for name in ("input_ids", "labels"))
+        with torch.no_grad():
+            log_probabilities = model(ids[None]).logits[0].log_softmax(-1)
+        losses += [-log_probabilities[i - 1, ids[i]].item() for i in range(1, 32) if labels[i] != -100]
+    assert curve(undisturbed)[0]["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+# --- going on from a model
+
+
+@pytest.fixture(scope="module")
+def gpt2(small_store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small GPT-2 as transformers saves it, with the store's tokenizer and random weights."""
+    torch.manual_seed(0)
+    sizes = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=40, vocab_size=len(small_store.tokenizer))
+    folder = tmp_path_factory.mktemp("gpt2")
+    GPT2LMHeadModel(sizes).save_pretrained(folder)
+    small_store.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_going_on_from_an_own_checkpoint(
+    pretraining: Callable[..., PretrainRecipe], undisturbed: Path, tmp_path: Path
+) -> None:
+    pretrain(pretraining("training.max_steps=1", "training.save_steps=1"), tmp_path / "run", init=undisturbed)
+    start, end = (load_file(folder / "model.safetensors") for folder in (undisturbed, tmp_path / "run"))
+    assert start.keys() == end.keys()  # and the one step had a learning rate of 0
+    assert all(torch.equal(start[name], end[name]) for name in start)
+    pretrain(pretraining("training.seed=1"), tmp_path / "further", init=undisturbed)
+    assert curve(tmp_path / "further")[-1]["loss"] < curve(undisturbed)[0]["loss"]
+
+
+def test_going_on_from_a_gpt2_of_transformers(
+    pretraining: Callable[..., PretrainRecipe], small_store: TokenStore, gpt2: Path, tmp_path: Path
+) -> None:
+    recipe = pretraining("data.placement=none", "model.second_attention=meta")
+    pretrain(recipe, tmp_path / "run", init=gpt2)
+    dataset = BlockDataset(small_store, "train", block_size=32, fraction=0.1, placement="none", seed=0)
+    theirs = GPT2LMHeadModel.from_pretrained(gpt2).eval()
+    ids = torch.stack([torch.from_numpy(dataset[index]["input_ids"]) for index in range(4)])
+    with torch.no_grad():
+        loss = theirs(ids, labels=ids).loss.item()
+    assert curve(tmp_path / "run")[0]["loss"] == pytest.approx(loss, rel=1e-5)
+    model = load_model(tmp_path / "run")
+    assert (model.config.second_attention, model.config.meta_token_id) == ("meta", len(small_store.tokenizer))
+
+
+def test_a_converted_gpt2_resumes_too(
+    pretraining: Callable[..., PretrainRecipe], gpt2: Path, steps: type, tmp_path: Path
+) -> None:
+    pretrain(pretraining(), tmp_path / "undisturbed", init=gpt2)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(pretraining(), tmp_path / "run", init=gpt2, progress=steps(stop_at=5))
+    pretrain(pretraining(), tmp_path / "run", init=gpt2)
+    assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
+
+
+def test_another_start_is_another_run(
+    pretraining: Callable[..., PretrainRecipe], gpt2: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    pretrain(pretraining(), tmp_path / "run", init=gpt2)
+    for init in (undisturbed, None):
+        with pytest.raises(UserError, match="init_sha256 was"):
+            pretrain(pretraining(), tmp_path / "run", init=init)
+
+
+def test_a_gpt2_without_meta_token_cannot_read_blocks_with_some(
+    pretraining: Callable[..., PretrainRecipe], gpt2: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"model's meta_token_id is None and the token store's is 768"):
+        pretrain(pretraining("model.second_attention=none"), tmp_path / "run", init=gpt2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_with_too_small_a_vocabulary_is_refused(
+    pretraining: Callable[..., PretrainRecipe], tmp_path: Path
+) -> None:
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=300)).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(UserError, match="300 vocabulary entries and the token store 768"):
+        pretrain(pretraining("model.second_attention=none"), tmp_path / "run", init=tmp_path / "gpt2")

@@ -1,0 +1,203 @@
+"""The Trainer's settings, and the run folder."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
+from transformers.integrations import integration_utils
+
+from metatokens.errors import UserError
+from metatokens.recipe import PretrainRecipe, load_recipe
+from metatokens.training import trainer as trainer_module
+from metatokens.training.pretrain import pretrain
+from metatokens.training.trainer import MetaTokenTrainer, last_good_checkpoint, open_run
+
+# --- learning rate and weight decay, of the trainer that a run really makes
+
+
+@pytest.fixture
+def trainer_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[PretrainRecipe], MetaTokenTrainer]:
+    """The trainer of a pretraining run, about to start."""
+
+    def make(recipe: PretrainRecipe) -> MetaTokenTrainer:
+        made: list[MetaTokenTrainer] = []
+        monkeypatch.setattr(MetaTokenTrainer, "train", lambda self, **_: made.append(self))
+        pretrain(recipe, tmp_path / "run")
+        (trainer,) = made
+        trainer.create_optimizer_and_scheduler(trainer.args.max_steps)
+        return trainer
+
+    return make
+
+
+@pytest.fixture
+def papers_trainer(
+    pretraining: Callable[..., PretrainRecipe], trainer_of: Callable[[PretrainRecipe], MetaTokenTrainer]
+) -> MetaTokenTrainer:
+    """A small model's trainer with the settings of the paper's recipe."""
+    paper = load_recipe(PretrainRecipe, "paper", ["training.bf16=false", "training.torch_compile=false"])
+    return trainer_of(pretraining().model_copy(update={"training": paper.training}))
+
+
+def test_learning_rate_of_the_paper(papers_trainer: MetaTokenTrainer) -> None:
+    (schedule,) = set(papers_trainer.lr_scheduler.lr_lambdas)
+
+    def cosine(step: int) -> float:
+        angle = math.pi * (step - 2_000) / (600_000 - 2_000)
+        return 6e-5 + (6e-4 - 6e-5) * (1 + math.cos(angle)) / 2
+
+    rates = {step: 6e-4 * schedule(step) for step in (0, 1_000, 2_000, 100_000, 200_000, 600_000)}
+    assert rates[0] == 0
+    assert rates[1_000] == pytest.approx(3e-4)
+    assert rates[2_000] == pytest.approx(6e-4)
+    for step in (2_000, 100_000, 200_000, 600_000):
+        assert rates[step] == pytest.approx(cosine(step), rel=1e-9)
+    assert rates[200_000] == pytest.approx(4.67e-4, abs=5e-7)  # where the paper's run ends
+    assert rates[600_000] == pytest.approx(6e-5)
+
+
+def test_the_optimizer_is_the_papers(papers_trainer: MetaTokenTrainer) -> None:
+    assert isinstance(papers_trainer.optimizer, torch.optim.AdamW)
+    for group in papers_trainer.optimizer.param_groups:
+        assert group["betas"] == (0.9, 0.95)
+    arguments = papers_trainer.args
+    assert (arguments.max_grad_norm, arguments.max_steps, arguments.gradient_accumulation_steps) == (1.0, 200_000, 40)
+    assert arguments.report_to == []
+
+
+@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+def test_weight_decay_on_all_matrices_and_nothing_else(
+    second_attention: str,
+    pretraining: Callable[..., PretrainRecipe],
+    trainer_of: Callable[[PretrainRecipe], MetaTokenTrainer],
+) -> None:
+    settings = (f"model.second_attention={second_attention}", "model.bias=true", "model.position_embedding=learned")
+    trainer = trainer_of(pretraining(*settings, "training.weight_decay=0.1"))
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    decayed: dict[float, list[str]] = {0.1: [], 0.0: []}
+    for group in trainer.optimizer.param_groups:
+        decayed[group["weight_decay"]] += [names[parameter] for parameter in group["params"]]
+    assert sorted(decayed[0.1]) == sorted(name for parameter, name in names.items() if parameter.ndim == 2)
+    assert sorted(decayed[0.0]) == sorted(name for parameter, name in names.items() if parameter.ndim == 1)
+    assert any("bias" in name for name in decayed[0.0])
+
+
+def test_a_run_follows_its_own_schedule(
+    pretraining: Callable[..., PretrainRecipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("learning_rate=0.01", "min_learning_rate=0.001", "warmup_steps=2", "decay_steps=16")
+    pretrain(pretraining(*(f"training.{setting}" for setting in settings)), tmp_path / "run")
+    curve = [json.loads(line) for line in (tmp_path / "run" / "curve.jsonl").read_text().splitlines()]
+    used = [0, 0.005] + [0.001 + 0.009 * (1 + math.cos(math.pi * step / 14)) / 2 for step in range(6)]
+    assert [point["step"] for point in curve] == list(range(1, 9))
+    assert [point["learning_rate"] for point in curve] == pytest.approx(used)
+
+
+# --- trackers
+
+
+class Tracker(TrainerCallback):
+    """Stands for Weights & Biases and its like."""
+
+    logged: list[float]
+
+    def on_log(self, args: object, state: object, control: object, logs: dict[str, float], **kwargs: object) -> None:
+        self.logged += [logs["loss"]] if "loss" in logs else []
+
+
+@pytest.fixture
+def tracker(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Tracker]]:
+    monkeypatch.setattr(Tracker, "logged", [], raising=False)
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Tracker)
+    monkeypatch.setattr(trainer_module, "get_available_reporting_integrations", lambda: ["wandb"])
+    yield Tracker
+
+
+def test_an_installed_tracker_receives_the_losses(
+    tracker: type[Tracker], pretraining: Callable[..., PretrainRecipe], tmp_path: Path
+) -> None:
+    pretrain(pretraining("training.report_to=wandb"), tmp_path / "run")
+    curve = [json.loads(line) for line in (tmp_path / "run" / "curve.jsonl").read_text().splitlines()]
+    assert tracker.logged == [point["loss"] for point in curve]
+
+
+def test_report_to_becomes_the_trainers_setting(
+    tracker: type[Tracker],
+    pretraining: Callable[..., PretrainRecipe],
+    trainer_of: Callable[[PretrainRecipe], MetaTokenTrainer],
+) -> None:
+    assert trainer_of(pretraining("training.report_to=wandb")).args.report_to == ["wandb"]
+
+
+@pytest.mark.parametrize("report_to", ["mlflow", "wandb,mlflow", "none,wandb"])
+def test_other_trackers_are_refused_before_a_folder_is_made(
+    report_to: str, tracker: type[Tracker], pretraining: Callable[..., PretrainRecipe], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"not installed; give none, all, or some of: wandb\.$"):
+        pretrain(pretraining(f"training.report_to={report_to}"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# --- the run folder
+
+
+SETTINGS = {"verb": "pretrain", "recipe": {"training": {"seed": 0, "max_steps": 5}}, "init": None}
+
+
+def test_a_new_folder_gets_its_settings_and_the_same_settings_resume(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "run"
+    assert open_run(out, SETTINGS) is False
+    assert json.loads((out / "settings.json").read_text()) == SETTINGS
+    (out / "curve.jsonl").write_text("kept")
+    assert open_run(out, SETTINGS) is False
+    (out / "manifest.json").write_text("{}")
+    assert open_run(out, SETTINGS) is True
+    assert (out / "curve.jsonl").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ({"verb": "finetune"}, "verb was 'pretrain' and is now 'finetune'"),
+        ({"recipe": {"training": {"seed": 1, "max_steps": 5}}}, "recipe.training.seed was 0 and is now 1"),
+        ({"recipe": {"training": {"seed": 0}}}, "recipe.training.max_steps was 5 and is now None"),
+        ({"init": "abc"}, "init was None and is now 'abc'"),
+    ],
+)
+def test_other_settings_are_refused_and_named(other: dict[str, object], difference: str, tmp_path: Path) -> None:
+    open_run(tmp_path / "run", SETTINGS)
+    (tmp_path / "run" / "curve.jsonl").write_text("kept")
+    with pytest.raises(UserError, match="holds a run with other settings") as caught:
+        open_run(tmp_path / "run", SETTINGS | other)
+    assert difference in str(caught.value)
+    assert json.loads((tmp_path / "run" / "settings.json").read_text()) == SETTINGS
+    assert open_run(tmp_path / "run", SETTINGS | other, overwrite=True) is False
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["settings.json"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_of_other_things_is_never_taken(overwrite: bool, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="is not empty and holds no run"):
+        open_run(tmp_path, SETTINGS, overwrite=overwrite)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_start_that_was_cut_off_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / "settings.json.partial").write_text('{"verb": "pre')
+    assert open_run(tmp_path, SETTINGS) is False
+    assert json.loads((tmp_path / "settings.json").read_text()) == SETTINGS
+
+
+def test_damaged_settings_are_named(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be used as a run folder"):
+        open_run(tmp_path, SETTINGS)
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    assert last_good_checkpoint(tmp_path) is None
