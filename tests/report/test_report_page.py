@@ -101,7 +101,7 @@ def test_hostile_names_are_escaped_everywhere(tmp_path: Path) -> None:
     index = write_report([tmp_path], tmp_path / "out")
     page = Page(index.read_text(encoding="utf-8"))
     assert "onerror" not in {name for _, attributes in page.tags for name in attributes}
-    assert hostile in page.texts["td"]
+    assert any(hostile in text for text in page.texts["td"])
     assert "<img" not in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
 
 

@@ -236,16 +236,21 @@ def test_going_on_from_an_own_checkpoint(
 def test_going_on_from_a_gpt2_of_transformers(
     pretraining: Callable[..., PretrainRecipe], small_store: TokenStore, gpt2: Path, tmp_path: Path
 ) -> None:
-    recipe = pretraining("data.placement=none", "model.second_attention=meta")
-    pretrain(recipe, tmp_path / "run", init=gpt2)
+    pretrain(pretraining("data.placement=none", "model.second_attention=none"), tmp_path / "run", init=gpt2)
     dataset = BlockDataset(small_store, "train", block_size=32, fraction=0.1, placement="none", seed=0)
     theirs = GPT2LMHeadModel.from_pretrained(gpt2).eval()
     ids = torch.stack([torch.from_numpy(dataset[index]["input_ids"]) for index in range(4)])
     with torch.no_grad():
         loss = theirs(ids, labels=ids).loss.item()
     assert curve(tmp_path / "run")[0]["loss"] == pytest.approx(loss, rel=1e-5)
-    model = load_model(tmp_path / "run")
-    assert (model.config.second_attention, model.config.meta_token_id) == ("meta", len(small_store.tokenizer))
+
+
+def test_a_gpt2_is_given_a_second_attention_and_a_meta_token(
+    pretraining: Callable[..., PretrainRecipe], small_store: TokenStore, gpt2: Path, tmp_path: Path
+) -> None:
+    pretrain(pretraining("model.second_attention=causal"), tmp_path / "run", init=gpt2)
+    config = load_model(tmp_path / "run").config
+    assert (config.second_attention, config.meta_token_id) == ("causal", len(small_store.tokenizer))
 
 
 def test_a_converted_gpt2_resumes_too(

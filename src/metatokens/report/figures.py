@@ -157,13 +157,12 @@ def fine_tuning(curves: Sequence[CurvePoint], styles: Mapping[str, Style], width
 
     def panel(task: str | None) -> Callable[[Axes], None]:
         def draw(axes: Axes) -> None:
+            finite = [point.loss for point in curves if point.task == task and math.isfinite(point.loss)]
+            floor = max(min([LEARNED_LOSS / 2, *finite]), LEARNED_LOSS / 100)
             axes.set_yscale("log", nonpositive="clip")
+            axes.set_ylim(floor, 1.5 * max([LEARNED_LOSS, *finite]))
             axes.axhline(LEARNED_LOSS, color=_GREY, linestyle=(0, (2, 2)), linewidth=1)
             _draw_curves(axes, curves, styles, task)
-            losses = [point.loss for point in curves if point.task == task and math.isfinite(point.loss)]
-            if losses:
-                floor = max(min(losses), LEARNED_LOSS / 100)
-                axes.set_ylim(min(floor, LEARNED_LOSS / 2), 1.5 * max(*losses, LEARNED_LOSS))
             axes.yaxis.set_major_formatter("{x:g}")
 
         return draw

@@ -59,29 +59,31 @@ class Excerpts:
         m * n is at most `longest`. Decoys: one to three bracketed parts further on, but none where fewer than
         two pieces follow.
         """
-        pieces = self._draw_excerpt(generator, m * n)
+        text, offsets = self._draw_excerpt(generator, m * n)
         start = int(generator.integers((m - 1) * n + 1))
         end = start + n
-        following = len(pieces) - end
+        following = m * n - end
         pairs = min(int(generator.integers(1, 4)), following // 2)
-        decoys = generator.permutation(following)[: 2 * pairs] + end + 1
+        decoys = (generator.permutation(following)[: 2 * pairs] + end + 1).tolist()
+        gaps = sorted({0, start, end, *decoys, m * n})
         return Content(
-            pieces=pieces,
-            markers=(start, end),
-            decoys=tuple(decoys.tolist()),
+            pieces=[text[offsets[one] : offsets[next_one]] for one, next_one in pairwise(gaps)],
+            markers=(gaps.index(start), gaps.index(end)),
+            decoys=tuple(map(gaps.index, decoys)),
             question=QUESTION,
             decoy_question=DECOY_QUESTION,
-            answer="".join(pieces[start:end]),
+            answer=text[offsets[start] : offsets[end]],
         )
 
-    def _draw_excerpt(self, generator: np.random.Generator, length: int) -> list[str]:
-        """A run of `length` pieces anywhere in a document, itself drawn in proportion to its length."""
+    def _draw_excerpt(self, generator: np.random.Generator, length: int) -> tuple[str, list[int]]:
+        """A document drawn in proportion to its length, and the offsets that a run of `length` pieces in it starts,
+        is cut and ends at; the space before the run is left out."""
         long_enough = int(np.searchsorted(self._negative_lengths, -length, side="right"))
         drawn = generator.integers(self._total_lengths[long_enough - 1])
         document = int(np.searchsorted(self._total_lengths, drawn, side="right"))
         text, ends = self._texts[document], self._ends[document]
         first = int(generator.integers(len(ends) - length + 1))
-        offsets = [int(ends[first - 1]) if first else 0, *ends[first : first + length].tolist()]
-        pieces = [text[start:end] for start, end in pairwise(offsets)]
-        pieces[0] = pieces[0].lstrip()
-        return pieces
+        start = int(ends[first - 1]) if first else 0
+        while text[start].isspace():
+            start += 1
+        return text, [start, *ends[first : first + length].tolist()]
