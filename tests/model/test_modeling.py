@@ -141,7 +141,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(second_attention: str) 
         if checkpointing:
             model.activation_checkpointing_enable()
         calls: list[int] = []
-        model.model.layers[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        model.model.layers[0].attention.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         model(ids, labels=ids).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
         runs.append(len(calls))

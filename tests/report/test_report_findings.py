@@ -30,7 +30,9 @@ def at_128(**scores: float | None) -> list:
         ({"gpt2": 0.1, "pause": 0.1, "twin": 0.996, "meta": 1.0}, "but not measurably above the control twin"),
         ({"gpt2": 0.1, "pause": 0.1, "twin": 1.0, "meta": 0.5}, "the control twin is above meta"),
         ({"gpt2": 0.1, "pause": 0.1, "twin": 1.0, "meta": 0.1}, "gains nothing measurable over gpt2, and the control"),
-        ({"gpt2": 0.1, "pause": 0.1, "twin": 0.1, "meta": 0.1}, "meta gains nothing measurable over gpt2."),
+        ({"gpt2": 0.3, "pause": 0.3, "twin": 0.3, "meta": 0.3}, "meta gains nothing measurable over gpt2."),
+        ({"gpt2": 0.1, "pause": 0.1, "twin": 0.1, "meta": 0.1}, "at 128 tokens (train), no model is above chance."),
+        ({"gpt2": 0.0, "pause": 0.0, "twin": 0.0, "meta": 0.09}, "at 128 tokens (train), no model is above chance."),
         ({"gpt2": 0.9, "pause": 0.1, "twin": 0.1, "meta": 0.1}, "meta is below gpt2."),
         ({"gpt2": 0.1, "meta": 1.0}, "meta is above gpt2."),
         ({"twin": 0.1, "meta": 1.0}, "meta is above twin."),
@@ -111,7 +113,7 @@ def test_perplexity_sentences() -> None:
 
 
 def test_caution_names_seed_n_and_sizes() -> None:
-    results = accuracies(meta_best)
+    results = [*accuracies(meta_best), *other_results()]
     sizes = {"gpt2": ModelInfo(parameters=361_984), "meta": ModelInfo(parameters=394_880), "other": ModelInfo()}
     text = caution(results, "parity", sizes)
     assert text.startswith("One training seed (0)")

@@ -1,6 +1,5 @@
 """Fine-tuning: what the loss is on, phases, a user's own records."""
 
-import dataclasses
 import json
 import shutil
 from collections import Counter
@@ -20,6 +19,7 @@ from metatokens.recipe import FinetuneRecipe
 from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.example import Example, read_examples
 from metatokens.training.finetune import (
+    ByLength,
     Collator,
     RecordExamples,
     TaskExamples,
@@ -34,9 +34,7 @@ META, END = 9, 0
 def example(prompt: list[int], completion: list[int]) -> Example:
     """An example of which only the ids matter."""
     ids = (*prompt, *completion, END)
-    return Example(
-        prompt="", markers=(), completion="", input_ids=ids, answer_start=len(prompt), n_tokens=len(prompt)
-    )
+    return Example(prompt="", markers=(), completion="", input_ids=ids, answer_start=len(prompt), n_tokens=len(prompt))
 
 
 # --- batches
@@ -84,6 +82,23 @@ def test_task_examples_begin_again_after_their_number(small_store: TokenStore) -
     dataset = TaskExamples(task, 64, examples=3, length=8)
     assert len(dataset) == 8
     assert [dataset[index] for index in range(8)] == [task.train(index % 3, 64) for index in range(8)]
+
+
+@pytest.mark.parametrize("count", [1, 30, 64, 100])
+def test_batches_hold_every_example_once_and_similar_lengths_together(count: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, 500, size=count).tolist()
+    examples = [example([5] * length, [7]) for length in lengths]
+    dataset = ByLength(examples, batch=2, seed=0)
+    order = [dataset[index].n_tokens for index in range(len(dataset))]
+    assert Counter(order) == Counter(lengths)
+    for start in range(0, count, 32):  # a window of 16 batches
+        window = sorted(lengths[start : start + 32])
+        pairs = [tuple(order[first : first + 2]) for first in range(start, min(start + 32, count), 2)]
+        assert sorted(pairs) == [tuple(window[first : first + 2]) for first in range(0, len(window), 2)]
+        assert len(pairs) < 3 or pairs != sorted(pairs)
+    backwards = [dataset[index].n_tokens for index in reversed(range(count))]
+    assert backwards[::-1] == order
+    assert count < 30 or order != [ByLength(examples, batch=2, seed=1)[index].n_tokens for index in range(count)]
 
 
 # --- phases
@@ -136,26 +151,28 @@ def test_phases_that_were_cut_off_end_like_ones_that_were_not(
     assert nothing == []
 
 
+@pytest.mark.parametrize(("batch", "pieces"), [(4, 1), (1, 4)])
 def test_the_loss_is_the_mean_over_all_answer_tokens_of_a_step(
-    model: Path, finetuning: Callable[..., FinetuneRecipe], small_corpus: Path, tmp_path: Path
+    batch: int,
+    pieces: int,
+    model: Path,
+    finetuning: Callable[..., FinetuneRecipe],
+    small_corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Copied spans differ in length, so a mean of the micro-batches' means would be another number.
-    pieces = ("training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=4")
-    documents = [small_corpus.read_text()]
-    finetune(finetuning(), model, tmp_path / "whole", task="copying", documents=documents)
-    finetune(finetuning(*pieces), model, tmp_path / "pieces", task="copying", documents=documents)
-    tokenizer, exact = load_tokenizer(str(model)), load_model(model).double()
-    task = TaskData("copying", tokenizer=tokenizer, documents=documents)
-    losses = []
-    for index in range(4):
-        ids, start = task.train(index, 64).input_ids, task.train(index, 64).answer_start
+    read: list[Example] = []
+    collate = Collator.__call__
+    monkeypatch.setattr(Collator, "__call__", lambda self, rows: read.extend(rows) or collate(self, rows))
+    sizes = (f"training.per_device_train_batch_size={batch}", f"training.gradient_accumulation_steps={pieces}")
+    finetune(finetuning(*sizes), model, tmp_path / "run", task="copying", documents=[small_corpus.read_text()])
+    exact, losses = load_model(model).double(), []
+    for ids, start in ((row.input_ids, row.answer_start) for row in read[:4]):
         with torch.no_grad():
             log_probabilities = exact(torch.tensor([ids])).logits[0].log_softmax(-1)
         losses.append([-log_probabilities[place - 1, ids[place]].item() for place in range(start, len(ids))])
-    assert len({len(answer) for answer in losses}) > 1
-    expected = pytest.approx(np.mean(sum(losses, [])), rel=1e-5)
-    assert curve(tmp_path / "whole" / "64")[0]["loss"] == expected
-    assert curve(tmp_path / "pieces" / "64")[0]["loss"] == expected
+    assert len({len(answer) for answer in losses}) > 1  # or a mean of the pieces' means would be the same
+    assert curve(tmp_path / "run" / "64")[0]["loss"] == pytest.approx(np.mean(sum(losses, [])), rel=1e-5)
 
 
 def test_loss_on_the_sequence_is_another_run(
@@ -296,7 +313,3 @@ def test_a_results_provenance_is_read_from_the_run(
 def test_other_settings_files_say_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text(text)
     assert training_of(tmp_path / "model") == {}
-
-
-def test_examples_are_compared_by_value() -> None:
-    assert dataclasses.replace(SHORT) == SHORT  # which the tests above rely on

@@ -6,6 +6,8 @@ different numbers of meta-tokens, so an entry carries the slot of its token in t
 none to add; slots decide what a query may see and what a crop removes.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -30,7 +32,7 @@ class MetaTokenCacheLayer(DynamicLayer):
             keys, values: (batch, heads, new, head size).
             slots: (batch, new), the index of each entry's token in the sequence, -1 for padding.
         """
-        if self.second_keys is not None:
+        if self.second_keys is not None and self.second_values is not None and self.second_slots is not None:
             keys = torch.cat([self.second_keys, keys], dim=-2)
             values = torch.cat([self.second_values, values], dim=-2)
             slots = torch.cat([self.second_slots, slots], dim=-1)
@@ -47,10 +49,9 @@ class MetaTokenCacheLayer(DynamicLayer):
         super().crop(tokens_to_remove)
         if self.second_slots is not None and tokens_to_remove:
             gone = self.second_slots >= self.get_seq_length()
-            keep = ~(gone | (self.second_slots < 0)).all(dim=0)
-            self.second_slots = self.second_slots.masked_fill(gone, -1)[:, keep]
-            self.second_keys = self.second_keys[:, :, keep]
-            self.second_values = self.second_values[:, :, keep]
+            kept = ~(gone | (self.second_slots < 0)).all(dim=0)
+            self.second_slots = self.second_slots.masked_fill(gone, -1)
+            self._change_second(lambda entries: entries[..., kept] if entries.ndim == 2 else entries[:, :, kept])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row `beam_idx[i]` (beam search)."""
@@ -59,18 +60,18 @@ class MetaTokenCacheLayer(DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given rows, in the given order."""
         super().batch_select_indices(indices)
-        if self.second_keys is not None:
-            self.second_keys = self.second_keys[indices]
-            self.second_values = self.second_values[indices]
-            self.second_slots = self.second_slots[indices]
+        self._change_second(lambda entries: entries[indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
         super().batch_repeat_interleave(repeats)
-        if self.second_keys is not None:
-            self.second_keys = self.second_keys.repeat_interleave(repeats, dim=0)
-            self.second_values = self.second_values.repeat_interleave(repeats, dim=0)
-            self.second_slots = self.second_slots.repeat_interleave(repeats, dim=0)
+        self._change_second(lambda entries: entries.repeat_interleave(repeats, dim=0))
+
+    def _change_second(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.second_keys is not None and self.second_values is not None and self.second_slots is not None:
+            self.second_keys = change(self.second_keys)
+            self.second_values = change(self.second_values)
+            self.second_slots = change(self.second_slots)
 
 
 class MetaTokenCache(Cache):

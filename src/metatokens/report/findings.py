@@ -130,7 +130,7 @@ def final_losses(curves: Sequence[CurvePoint], task: str | None) -> str:
 
 def caution(results: Sequence[Result], task: str | None, models: Mapping[str, ModelInfo]) -> str:
     """Seeds, n and sizes: what these figures cannot show."""
-    seeds = [str(seed) for seed in sorted({result.seed for result in results})]
+    seeds = [str(seed) for seed in sorted({result.seed for result in results if result.metric != "majority_rate"})]
     sentences = [
         f"One training seed ({seeds[0]}): the intervals cover the draw of test prompts, not the luck of training."
         if len(seeds) == 1

@@ -53,6 +53,8 @@ class Gain:
         pairs = self.pairs()
         if not pairs:
             return f"only {', '.join(self.cells)} was measured" if self.cells else "nothing was measured"
+        if (floor := self.above_floor()) and not floor[2]:
+            return f"no model is above {floor[0]}"
         first, second = pairs[0]
         match [self.sign(pair) for pair in pairs]:
             case [1, 1, 1]:
