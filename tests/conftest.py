@@ -29,7 +29,8 @@ def shared_data() -> Path:
 def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text file of a few documents that a small model learns a good deal of in a few steps."""
     draw = random.Random(0)
-    words = "the cat sat on a mat while two dogs ran over green hills and a river in spring".split()
+    line = "the cat sat on a mat while two dogs ran over green hills and a river in spring"
+    words = line.split(" ")
     sentences = [" ".join(draw.choices(words, k=12)) + "." for _ in range(8)]
     paragraphs = [" ".join(draw.choices(sentences, k=20)) for _ in range(60)]
     path = tmp_path_factory.mktemp("corpus") / "small.txt"

@@ -157,7 +157,7 @@ def evaluate(
     task: Annotated[str, typer.Option(help="list_recall, segment_counting, parity or copying.")],
     lengths: Lengths = "128,256,512,1024",
     condition: Annotated[str, typer.Option(help="paper, none or decoy.")] = "paper",
-    n: Annotated[int, typer.Option("-n", min=1, help="Test prompts of each length.")] = 500,
+    n: Annotated[int, typer.Option("-n", min=1, help="Test prompts of each length.")] = 2_500,
     name: Annotated[str | None, typer.Option(help="What the results are filed under; default: the folder.")] = None,
     corpus: Corpus = "builtin",
     out: ResultFile = None,

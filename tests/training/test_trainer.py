@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -110,11 +110,11 @@ class Tracker(TrainerCallback):
 
 
 @pytest.fixture
-def tracker(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Tracker]]:
+def tracker(monkeypatch: pytest.MonkeyPatch) -> type[Tracker]:
     monkeypatch.setattr(Tracker, "logged", [], raising=False)
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Tracker)
     monkeypatch.setattr(trainer_module, "get_available_reporting_integrations", lambda: ["wandb"])
-    yield Tracker
+    return Tracker
 
 
 def test_an_installed_tracker_receives_the_losses(

@@ -39,33 +39,25 @@ def verdict(results: Sequence[Result], task: str | None) -> str:
 
 def comparisons(results: Sequence[Result], task: str | None) -> list[Finding]:
     """The differences behind the verdict, and which models are above chance."""
-    findings = []
-    for gain in gains(results, task):
-        sentences = [_differences(gain)]
-        if floor := gain.above_floor():
-            called, rate, above = floor
-            sentences.append(f"Above {called} ({_percent(rate)}): {_list(above)}.")
-        if gain.not_run:
-            sentences.append(f"Cannot be run at this length: {_list(gain.not_run)}.")
-        findings.append(Finding(gain.place, " ".join(sentences)))
-    return findings
+    return [Finding(gain.place, _detail(gain)) for gain in gains(results, task)]
 
 
 def marker_effects(results: Sequence[Result], task: str | None) -> list[Finding]:
     """What `meta` loses at the train length when the context has no markers, or decoys beside them."""
     length, place = next(iter(key_lengths(results, task).items()))
-    findings = []
     trained, *others = measured_conditions(results, task)
     base = pivot(results, "length", metric="exact_match", task=task, condition=trained)
+    changes: dict[str, list[str]] = defaultdict(list)
     for condition in others:
+        cause = {"none": "without markers", "decoy": "among decoys"}.get(str(condition), f"in {condition}")
         for label, row in pivot(results, "length", metric="exact_match", task=task, condition=condition).items():
             before, after = base.get(label, {}).get(length), row.get(length)
             if model_of(label) == SUBJECT and before and after and (gap := difference(after, before)):
-                cause = {"none": "without the markers", "decoy": "among decoys"}.get(str(condition), f"in {condition}")
-                change = f"{_percent(before.value)} becomes {_percent(after.value)}"
-                chance = "" if after.chance is None else f"; chance is {_percent(after.chance)}"
-                findings.append(Finding(f"{label} {cause}, {place}", f"{change} ({_bounds(gap)} points){chance}."))
-    return findings
+                changes[label].append(f"{cause} {_percent(after.value)} ({_bounds(gap)} points)")
+    return [
+        Finding(f"{label} at {place}", f"with markers {_percent(base[label][length].value)}, {', '.join(change)}.")
+        for label, change in changes.items()
+    ]
 
 
 def budget(curves: Sequence[CurvePoint]) -> str:
@@ -132,17 +124,17 @@ def caution(results: Sequence[Result], task: str | None, models: Mapping[str, Mo
     """Seeds, n and sizes: what these figures cannot show."""
     seeds = [str(seed) for seed in sorted({result.seed for result in results if result.metric != "majority_rate"})]
     sentences = [
-        f"One training seed ({seeds[0]}): the intervals cover the draw of test prompts, not the luck of training."
+        f"One training seed ({seeds[0]}): intervals cover the draw of test prompts, not the luck of training."
         if len(seeds) == 1
         else f"{len(seeds)} seeds ({_list(seeds)}): an interval covers those of all seeds."
     ]
-    counts = []
+    lengths_by_n: dict[str, list[str]] = defaultdict(list)
     for length in key_lengths(results, task):
         n = {result.n for result in select(results, metric="exact_match", task=task, length=length) if result.n}
         if n:
-            numbers = EN_DASH.join(map(str, sorted({min(n), max(n)})))
-            counts.append(f"n\u00a0=\u00a0{numbers} at {tokens(length)} tokens")
-    if counts:
+            lengths_by_n[EN_DASH.join(map(str, sorted({min(n), max(n)})))].append(tokens(length))
+    if lengths_by_n:
+        counts = (f"n\u00a0=\u00a0{n} at {_and(lengths)} tokens" for n, lengths in lengths_by_n.items())
         sentences.append(f"{_list(counts)}.")
     sizes = [info.parameters for info in models.values() if info.parameters]
     if sizes:
@@ -152,23 +144,33 @@ def caution(results: Sequence[Result], task: str | None, models: Mapping[str, Mo
     return " ".join(sentences)
 
 
-def _differences(gain: Gain) -> str:
-    """The pairs that differ, then those that do not."""
+def _detail(gain: Gain) -> str:
+    """Which models are above chance where not all are, the pairs that differ, then those that do not."""
+    sentences = []
+    if floor := gain.above_floor():
+        called, rate, above = floor
+        if not above:
+            sentences.append(f"No model is above {called} ({_percent(rate)}).")
+        elif len(above) < len(gain.cells):
+            sentences.append(f"Above {called} ({_percent(rate)}): {_list(above)}.")
     differ, same = [], []
     for a, b in gain.pairs():
         gap = difference(gain.cells[a], gain.cells[b])
         if gap is None:
             continue
         if gap.low <= 0 <= gap.high:
-            same.append(f"{a} and {b} ({_bounds(gap)} points)")
+            same.append(f"{a} and {b} ({_bounds(gap)})")
         else:
             side = "above" if gap.value > 0 else "below"
             near, far = sorted((abs(gap.low), abs(gap.high)))
             differ.append(f"{a} is {percent(abs(gap.value))} points {side} {b} ({percent(near)} to {percent(far)})")
-    n = min((cell.n for cell in gain.cells.values()), default=0)
-    sentences = [f"{'; '.join(differ)}."] if differ else []
+    if differ:
+        sentences.append(f"{'; '.join(differ)}.")
     if same:
+        n = min(cell.n for cell in gain.cells.values())
         sentences.append(f"No difference that n\u00a0=\u00a0{n} can show: {_list(same)}.")
+    if gain.not_run:
+        sentences.append(f"Cannot be run at this length: {_list(gain.not_run)}.")
     return " ".join(sentences) or f"{gain.verdict()}."
 
 

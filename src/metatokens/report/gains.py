@@ -75,7 +75,7 @@ class Gain:
                 return f"{first} gains nothing measurable over {second}"
 
     def above_floor(self) -> tuple[str, float, list[str]] | None:
-        """What guessing scores (its name and rate) and the models whose whole interval lies above it."""
+        """What guessing scores, its name first, and the models whose whole interval lies above it."""
         chance = max((cell.chance for cell in self.cells.values() if cell.chance is not None), default=None)
         floors = [(chance, "chance"), (self.commonest, "always giving the commonest answer")]
         known = [(rate, called) for rate, called in floors if rate is not None]
@@ -89,7 +89,7 @@ class Gain:
 
 
 def gains(results: Sequence[Result], task: str | None) -> list[Gain]:
-    """The comparison at the train length and at the longest, for each variant of the models."""
+    """The comparison at each of the key lengths, for each variant of the models."""
     condition = measured_conditions(results, task)[0]
     cells = pivot(results, "length", metric="exact_match", task=task, condition=condition)
     commonest = commonest_answer(results, task)
@@ -118,19 +118,21 @@ def commonest_answer(results: Sequence[Result], task: str | None) -> dict[int | 
 
 
 def key_lengths(results: Sequence[Result], task: str | None) -> dict[int | None, str]:
-    """The two lengths that tell most, with their names: the train length and the longest.
+    """The lengths that tell most, with their names: the train length, the next one and the longest.
 
-    Where models were trained at several lengths, the shortest and the longest that were measured.
+    Where models were trained at several lengths, the shortest that was measured stands for the train length.
     """
     measured = select(results, metric="exact_match", task=task)
     lengths = sorted({result.length for result in measured if result.length is not None})
     if not lengths:
         return {None: "all lengths"}
     trained = train_lengths(measured)
-    start = next(iter(trained)) if len(trained) == 1 and trained <= set(lengths) else None
-    first, last = start or lengths[0], lengths[-1]
-    names: dict[int | None, str] = {last: f"{last:,} tokens" + (f" ({last / start:g}\u00d7)" if start else "")}
-    return {first: f"{first:,} tokens" + (" (train)" if start else "")} | (names if last != first else {})
+    if len(trained) != 1 or not trained <= set(lengths):
+        return {length: f"{length:,} tokens" for length in (*lengths[:2], lengths[-1])}
+    [start] = trained
+    longer = [length for length in lengths if length > start]
+    factors = {length: f"{length:,} tokens ({length / start:g}\u00d7)" for length in (*longer[:1], *longer[-1:])}
+    return {start: f"{start:,} tokens (train)", **factors}
 
 
 def train_lengths(results: Sequence[Result]) -> set[int]:

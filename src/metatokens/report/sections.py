@@ -16,8 +16,8 @@ from metatokens.report.tables import Table
 
 MODELS = {
     "gpt2": "no meta-tokens in pretraining",
-    "pause": "meta-tokens, no second attention",
-    "twin": "meta-tokens, second attention over all tokens (control)",
+    "pause": "meta-tokens",
+    "twin": "meta-tokens, second attention over all tokens: the control",
     "meta": "meta-tokens, second attention among them",
 }
 
@@ -68,7 +68,7 @@ class Section:
 
 
 def headline(inputs: Inputs) -> Headline:
-    """The first task's accuracy at the two lengths that tell most; perplexity where no accuracy was measured."""
+    """The first task's accuracy at the key lengths; perplexity where no accuracy was measured."""
     results = inputs.results
     infos = {model: info for run in inputs.runs for model, info in run.models.items()}
     task = next(iter(measured_tasks(results)), None)
@@ -80,7 +80,7 @@ def headline(inputs: Inputs) -> Headline:
         verdict = findings.verdict(results, task)
         found = [*findings.comparisons(results, task), *findings.marker_effects(results, task)]
     positions = sorted({result.position_embedding for result in results if result.position_embedding})
-    key = "In brackets: 95\u00a0% interval. " if found else ""
+    key = "In brackets: 95\u00a0% intervals. " if found else ""
     descriptions = {model: info.description for model, info in infos.items()} | MODELS
     labels = [row[0] for row in table.rows]
     return Headline(

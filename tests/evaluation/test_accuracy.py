@@ -1,0 +1,253 @@
+"""Accuracy against greedy generation, token by token, and the fixed test set."""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from metatokens.data.blocks import TokenStore
+from metatokens.errors import UserError
+from metatokens.evaluation.accuracy import TEST_SEED, evaluate, majority_rates, score, test_examples
+from metatokens.model.checkpoint import load_model
+from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.tasks.curriculum import TASKS
+from metatokens.tasks.example import Example
+
+test_examples.__test__ = False  # type: ignore[attr-defined]  # it makes examples and is no test
+
+MODELS = {
+    "meta, rope": {},
+    "twin, learned": {"second_attention": "causal", "position_embedding": "learned"},
+    "pause, no positions": {"second_attention": "none", "position_embedding": "none"},
+}
+
+
+@pytest.fixture(scope="module")
+def documents(small_corpus: Path) -> list[str]:
+    return [small_corpus.read_text()]
+
+
+def greedy(model: MetaGPT2ForCausalLM, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """What `generate` answers."""
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+    return tuple(output[0, len(prompt) :].tolist())
+
+
+@torch.inference_mode()
+def correct_tokens(model: MetaGPT2ForCausalLM, example: Example) -> list[bool]:
+    """Whether each answer token is the likeliest one that is no meta-token, each from a forward pass of its own."""
+    hits = []
+    for place in range(example.answer_start, len(example.input_ids)):
+        logits = model(torch.tensor([example.input_ids[:place]])).logits[0, -1]
+        ranked = [token for token in logits.argsort(descending=True).tolist() if token != model.config.meta_token_id]
+        hits.append(ranked[0] == example.input_ids[place])
+    return hits
+
+
+def some_answered_right(model: MetaGPT2ForCausalLM, examples: list[Example]) -> list[Example]:
+    """Of every three examples, one as it is, one with the model's own answer, and one with that but for its end."""
+    changed = []
+    for number, example in enumerate(examples):
+        prompt = example.input_ids[: example.answer_start]
+        answer = greedy(model, prompt, 3)
+        if number % 3 == 2:
+            answer = (*answer[:-1], (answer[-1] + 1) % 700)
+        ids = example.input_ids if number % 3 == 0 else (*prompt, *answer)
+        changed.append(dataclasses.replace(example, input_ids=ids))
+    return changed
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("task", TASKS)
+def test_scores_are_those_of_greedy_generation(
+    task: str,
+    changes: dict[str, str],
+    small_model: Callable[..., Path],
+    small_store: TokenStore,
+    documents: list[str],
+) -> None:
+    model = load_model(small_model(**changes)).eval()
+    examples = test_examples(task, 64, 12, small_store.tokenizer, condition="paper", documents=documents)
+    examples = some_answered_right(model, examples)
+    exact, tokens = score(model, examples)
+    for example, is_exact, hits in zip(examples, exact, tokens, strict=True):
+        answer = example.input_ids[example.answer_start :]
+        assert is_exact == (greedy(model, example.input_ids[: example.answer_start], len(answer)) == answer)
+        assert hits == sum(correct_tokens(model, example))
+    assert 4 <= sum(exact) < 12
+
+
+def test_the_meta_token_is_no_answer_as_in_generation(
+    small_model: Callable[..., Path], small_store: TokenStore
+) -> None:
+    model = load_model(small_model()).eval()
+    meta = model.config.meta_token_id
+    with torch.no_grad():
+        model.model.embed_tokens.weight[meta] *= 30  # so that it is the likeliest token wherever it is not the last
+    examples = test_examples("parity", 64, 12, small_store.tokenizer, condition="paper", documents=())
+    examples = some_answered_right(model, examples)
+    exact, tokens = score(model, examples)
+    likeliest = [model(torch.tensor([row.input_ids[: row.answer_start]])).logits[0, -1].argmax() for row in examples]
+    assert meta in likeliest
+    assert exact == [
+        greedy(model, row.input_ids[: row.answer_start], len(row.input_ids) - row.answer_start)
+        == row.input_ids[row.answer_start :]
+        for row in examples
+    ]
+    assert tokens == [sum(correct_tokens(model, row)) for row in examples]
+    assert sum(exact) >= 4
+
+
+def test_batches_do_not_change_the_scores(
+    small_model: Callable[..., Path], small_store: TokenStore, documents: list[str]
+) -> None:
+    model = load_model(small_model())
+    lengths = (64, 128)
+    examples = [
+        example
+        for length in lengths
+        for example in test_examples(
+            "copying", length, 9, small_store.tokenizer, condition="paper", documents=documents
+        )
+    ]
+    examples = some_answered_right(model.eval(), examples)
+    assert len({len(example.input_ids) for example in examples}) > 5
+    alone = score(model, examples, tokens_per_batch=1)
+    assert score(model, examples, tokens_per_batch=500) == alone
+    assert score(model.train(), examples) == alone
+    backwards = score(model, examples[::-1])
+    assert (backwards[0][::-1], backwards[1][::-1]) == alone
+
+
+# --- the test set
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("length", [64, 128])
+def test_a_bin_holds_prompts_of_its_lengths_from_the_test_split(
+    task: str, length: int, small_store: TokenStore, documents: list[str]
+) -> None:
+    examples = test_examples(task, length, 8, small_store.tokenizer, condition="paper", documents=documents)
+    assert all(length / 2 < example.n_tokens <= length for example in examples)
+    assert {(example.split, example.seed) for example in examples} == {("test", TEST_SEED)}
+    again = test_examples(task, length, 12, small_store.tokenizer, condition="paper", documents=documents)
+    assert again[:8] == examples
+
+
+def test_all_models_answer_the_same_prompts(
+    small_model: Callable[..., Path], small_store: TokenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored = []
+
+    def note(model: object, examples: list[Example]) -> tuple[list[bool], list[int]]:
+        scored.append(examples)
+        return [True] * len(examples), [2] * len(examples)
+
+    monkeypatch.setattr("metatokens.evaluation.accuracy.score", note)
+    for seed, changes in enumerate(MODELS.values()):
+        model = load_model(small_model(**changes))
+        evaluate(model, small_store.tokenizer, "list_recall", {64: 4, 128: 3}, name=str(seed), seed=seed)
+    assert scored[:2] == scored[2:4] == scored[4:]
+    assert [len(examples) for examples in scored[:2]] == [4, 3]
+
+
+# --- results
+
+
+def test_results_count_examples_and_answer_tokens(
+    small_model: Callable[..., Path], small_store: TokenStore, documents: list[str]
+) -> None:
+    model = load_model(small_model())
+    training = {"seed": 5, "train_length": 64, "train_condition": "paper", "recipe": "demo"}
+    results = evaluate(
+        model,
+        small_store.tokenizer,
+        "copying",
+        {64: 6, 128: 5},
+        name="meta",
+        condition="none",
+        documents=documents,
+        **training,
+    )
+    assert [(r.length, r.metric) for r in results] == [
+        (64, "exact_match"),
+        (64, "token_accuracy"),
+        (128, "exact_match"),
+        (128, "token_accuracy"),
+    ]
+    for exact, by_token in (results[:2], results[2:]):
+        examples = test_examples(
+            "copying",
+            exact.length,
+            {64: 6, 128: 5}[exact.length],
+            small_store.tokenizer,
+            condition="none",
+            documents=documents,
+        )
+        hits = [correct_tokens(model.eval(), example) for example in examples]
+        assert (exact.value, exact.n) == (sum(map(all, hits)) / len(hits), len(hits))
+        answer_tokens = sum(map(len, hits))
+        assert (by_token.value, by_token.n) == (sum(map(sum, hits)) / answer_tokens, answer_tokens)
+        assert (exact.chance, by_token.chance) == (0, None)
+    for result in results:
+        assert result.low <= result.value <= result.high
+        about = result.model_dump(include={"model", "position_embedding", "task", "condition", *training})
+        assert about == {
+            "model": "meta",
+            "position_embedding": "rope",
+            "task": "copying",
+            "condition": "none",
+            **training,
+        }
+        assert result.intervention is None
+
+
+def test_beyond_learned_positions_there_is_no_figure(
+    small_model: Callable[..., Path], small_store: TokenStore, documents: list[str]
+) -> None:
+    def values(positions: int) -> dict[int, list[tuple[float | None, int]]]:
+        model = load_model(small_model(position_embedding="learned", max_position_embeddings=positions))
+        results = evaluate(
+            model, small_store.tokenizer, "copying", {64: 40, 128: 2, 256: 2}, name="x", documents=documents
+        )
+        return {length: [(r.value, r.n) for r in results if r.length == length] for length in (64, 128, 256)}
+
+    enough = values(200)
+    assert all(value is not None for length in (64, 128) for value, _ in enough[length])
+    assert enough[256] == [(None, 0), (None, 0)]
+    # The last token of an answer is not read, so the longest sequence needs one position less than it has tokens.
+    examples = test_examples("copying", 64, 40, small_store.tokenizer, condition="paper", documents=documents)
+    longest = max(len(example.input_ids) for example in examples)
+    assert longest - 2 >= 64
+    assert [n for value, n in values(longest - 1)[64] if value is not None] == [n for _, n in enough[64]]
+    assert values(longest - 2)[64] == [(None, 0), (None, 0)]
+
+
+def test_a_prompt_is_never_cut(small_model: Callable[..., Path], small_store: TokenStore) -> None:
+    model = load_model(small_model(position_embedding="learned", max_position_embeddings=40))
+    examples = test_examples("parity", 64, 3, small_store.tokenizer, condition="paper", documents=())
+    with pytest.raises(UserError, match="longer than the 40 learned positions"):
+        score(model, examples)
+
+
+def test_majority_rates(small_store: TokenStore) -> None:
+    results = majority_rates("segment_counting", {64: 30, 128: 20}, small_store.tokenizer, recipe="demo")
+    assert [(r.length, r.n, r.metric, r.model) for r in results] == [
+        (64, 30, "majority_rate", "-"),
+        (128, 20, "majority_rate", "-"),
+    ]
+    for result in results:
+        examples = test_examples(
+            "segment_counting", result.length, result.n, small_store.tokenizer, condition="paper", documents=()
+        )
+        commonest = max(Counter(example.completion for example in examples).values())
+        assert result.value == pytest.approx(commonest / result.n)
+        assert result.low < result.value < result.high
+        assert not math.isclose(result.value, 1)

@@ -1,0 +1,141 @@
+"""Perplexity against a loop over single blocks in float64, and on identical text with and without meta-tokens."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from metatokens.data.blocks import TokenStore
+from metatokens.data.insertion import insert_meta_tokens
+from metatokens.errors import UserError
+from metatokens.evaluation.perplexity import held_out_text, perplexity, unigram_entropy
+from metatokens.model.checkpoint import load_model
+
+BLOCK = {"block_size": 32, "fraction": 0.1}  # 29 text tokens and 3 meta-tokens
+
+
+@pytest.fixture(scope="module")
+def text(small_store: TokenStore) -> np.ndarray:
+    """Whole blocks of 29 tokens and 11 tokens more."""
+    return small_store.tokens("held_out")[: 29 * 20 + 11]
+
+
+def losses_by_hand(folder: Path, text: np.ndarray, placement: str) -> np.ndarray:
+    """(blocks, 28) negative log-likelihoods: a block at a time, in float64, each token looked up on its own."""
+    model = load_model(folder).eval().double()
+    meta = model.config.meta_token_id
+    losses = []
+    for row, block in enumerate(np.split(text[: 29 * 20], 20)):
+        ids = block
+        if placement != "none":
+            generator = np.random.default_rng(row)
+            ids, _ = insert_meta_tokens(block, meta_token_id=meta, placement=placement, generator=generator, **BLOCK)
+        with torch.no_grad():
+            log_probabilities = model(torch.from_numpy(ids)[None]).logits[0].log_softmax(-1)
+        places = [place for place, token in enumerate(ids) if token != meta]
+        assert [ids[place] for place in places] == block.tolist()
+        losses.append([-log_probabilities[place - 1, ids[place]].item() for place in places[1:]])
+    return np.array(losses)
+
+
+@pytest.mark.parametrize("placement", ["none", "uniform", "periodic"])
+@pytest.mark.parametrize("second_attention", ["meta", "causal"])
+def test_perplexity_and_its_interval(
+    second_attention: str, placement: str, small_model: Callable[..., Path], text: np.ndarray
+) -> None:
+    folder = small_model(second_attention=second_attention)
+    result = perplexity(load_model(folder), text, placement=placement, name="meta", seed=3, recipe="demo", **BLOCK)
+    losses = losses_by_hand(folder, text, placement)
+    assert result.value == pytest.approx(math.exp(losses.mean()), rel=1e-5)
+    assert result.n == losses.size == 20 * 28
+    blocks = losses.mean(axis=1)
+    error = math.sqrt(sum((block - losses.mean()) ** 2 for block in blocks) / 19 / 20)
+    assert result.low == pytest.approx(math.exp(losses.mean() - 1.96 * error), rel=1e-5)
+    assert result.high == pytest.approx(math.exp(losses.mean() + 1.96 * error), rel=1e-5)
+    assert (result.condition, result.length, result.metric) == (placement, 32, "perplexity")
+    assert (result.model, result.seed, result.recipe, result.position_embedding) == ("meta", 3, "demo", "rope")
+
+
+def test_meta_tokens_change_the_figure_and_not_what_is_counted(
+    small_model: Callable[..., Path], text: np.ndarray
+) -> None:
+    model = load_model(small_model())
+    without, with_some = (
+        perplexity(model, text, placement=placement, name="meta", **BLOCK) for placement in ("none", "uniform")
+    )
+    assert without.n == with_some.n
+    assert without.chance == with_some.chance
+    assert without.value != with_some.value
+
+
+@pytest.mark.parametrize("placement", ["none", "uniform"])
+def test_a_model_without_preferences_has_the_vocabulary_as_its_perplexity(
+    placement: str, small_model: Callable[..., Path], text: np.ndarray
+) -> None:
+    model = load_model(small_model())
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    result = perplexity(model, text, placement=placement, name="uniform", **BLOCK)
+    assert result.value == pytest.approx(model.config.vocab_size)
+    assert result.low == pytest.approx(result.high)
+
+
+def test_chance_is_the_perplexity_of_the_tokens_own_frequencies(
+    small_model: Callable[..., Path], text: np.ndarray
+) -> None:
+    counts = Counter(text[: 29 * 20].tolist())
+    entropy = -sum(count / 580 * math.log(count / 580) for count in counts.values())
+    assert unigram_entropy(text[: 29 * 20]) == pytest.approx(entropy)
+    result = perplexity(load_model(small_model()), text, placement="none", name="x", **BLOCK)
+    assert result.chance == pytest.approx(math.exp(entropy))
+
+
+def test_batches_do_not_change_the_figure(small_model: Callable[..., Path], text: np.ndarray) -> None:
+    model = load_model(small_model())
+    whole = perplexity(model, text, placement="uniform", name="x", **BLOCK)  # 20 blocks: a batch of 16 and one of 4
+    first = perplexity(model, text[: 29 * 17], placement="uniform", name="x", **BLOCK)
+    rest = math.log(whole.value) * 20 - math.log(first.value) * 17
+    losses = losses_by_hand(small_model(), text, "uniform").mean(axis=1)
+    assert rest == pytest.approx(losses[17:].sum(), rel=1e-4)
+
+
+# --- the text
+
+
+def test_held_out_text_of_a_store_and_a_whole_corpus(small_store: TokenStore, tmp_path: Path) -> None:
+    assert (held_out_text(str(small_store.path), small_store.tokenizer) == small_store.tokens("held_out")[:]).all()
+    (tmp_path / "two.jsonl").write_text('{"text": "the cat"}\n{"text": "<|endoftext|> dogs"}\n')
+    ids = held_out_text(str(tmp_path / "two.jsonl"), small_store.tokenizer)
+    end = small_store.tokenizer.eos_token_id
+    documents = [part for part in "".join(chr(i) for i in ids).split(chr(end)) if part]
+    assert [small_store.tokenizer.decode([ord(i) for i in part]) for part in documents] == [
+        "the cat",
+        "<|endoftext|> dogs",
+    ]
+    assert (ids[-1], (ids == end).sum()) == (end, 2)
+
+
+# --- what cannot be measured
+
+
+def test_what_cannot_be_measured_is_refused(small_model: Callable[..., Path], text: np.ndarray) -> None:
+    model = load_model(small_model())
+    for changes, sentence in [
+        ({"placement": "random"}, "unknown placement 'random'"),
+        ({"fraction": 0.6}, r"fraction of meta-tokens is 0\.6, but must lie in \[0, 0\.5\]"),
+        ({"block_size": 600}, "the text has 591 tokens; perplexity needs two blocks of 540 at least"),
+        ({"block_size": 2, "fraction": 0.5}, "has nothing to predict"),
+    ]:
+        with pytest.raises(UserError, match=sentence):
+            perplexity(model, text, **{"placement": "uniform", "name": "x", **BLOCK, **changes})
+    without = load_model(small_model(second_attention="none", meta_token_id=None))
+    with pytest.raises(UserError, match="has no meta_token_id"):
+        perplexity(without, text, placement="uniform", name="x", **BLOCK)
+    assert perplexity(without, text, placement="none", name="x", **BLOCK).n == 20 * 28
+    learned = load_model(small_model(position_embedding="learned", max_position_embeddings=31))
+    with pytest.raises(UserError, match="a sequence of 32 tokens is longer than the 31 learned positions"):
+        perplexity(learned, text, placement="uniform", name="x", **BLOCK)
