@@ -164,7 +164,8 @@ def test_autocast_trains() -> None:
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="torch.compile on a CPU needs a C++ compiler"
 )
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, while it loads its compiler
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, like the next,
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # while it compiles
 def test_compiled_model_equals_eager() -> None:
     model = tiny_model(num_hidden_layers=1, dtype=torch.float32).train()
     compiled = torch.compile(model)

@@ -101,7 +101,7 @@ def look(folder: Path, *screens: tuple[int, int]) -> Sight:
         address = f"http://127.0.0.1:{server.server_port}/probe.html"
         command = [CHROMIUM, *flags.split(), f"--user-data-dir={folder / 'profile'}", address]
         with subprocess.Popen(command, stdout=log, stderr=log) as browser:
-            answered = handler.done.wait(timeout=120)
+            answered = handler.done.wait(timeout=180)
             browser.terminate()
         server.shutdown()
         log.seek(0)

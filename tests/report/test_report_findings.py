@@ -49,14 +49,15 @@ def test_the_verdict_is_computed(scores: dict[str, float | None], said: str) -> 
 
 def test_lengths_with_one_verdict_share_it() -> None:
     assert verdict(accuracies(all_equal), "parity") == (
-        "Parity: at 128 tokens (train) and 1,024 tokens (8\u00d7), meta gains nothing measurable over gpt2."
+        "Parity: at 128 tokens (train), 256 tokens (2\u00d7) and 1,024 tokens (8\u00d7), "
+        "meta gains nothing measurable over gpt2."
     )
 
 
 def test_variants_are_compared_among_themselves() -> None:
     results = [
         accuracy(model, "parity", "paper", 128, score, position_embedding=position)
-        for position, scores in (("rope", (0.1, 1.0)), ("learned", (0.5, 0.5)))
+        for position, scores in (("rope", (0.1, 1.0)), ("learned", (0.7, 0.7)))
         for model, score in zip(("gpt2", "meta"), scores, strict=True)
     ]
     assert verdict(results, "parity") == (
@@ -69,36 +70,49 @@ def test_comparisons_give_the_figures() -> None:
     [finding] = comparisons(at_128(gpt2=0.1, pause=0.1, twin=0.98, meta=1.0), "list_recall")
     assert finding.place == "128 tokens (train)"
     assert finding.detail == (
+        "Above chance (10.0\u00a0%): twin, meta. "
         "meta is 90.0 points above gpt2 (87.0 to 92.3); meta is 2.0 points above twin (0.8 to 3.6); "
-        "twin is 88.0 points above gpt2 (84.6 to 90.5). Above chance (10.0\u00a0%): twin, meta."
+        "twin is 88.0 points above gpt2 (84.6 to 90.5)."
     )
 
 
 def test_comparisons_say_what_n_cannot_show() -> None:
-    [finding] = comparisons(at_128(gpt2=0.1, pause=0.1, twin=0.1, meta=0.1), "list_recall")
-    assert finding.detail.startswith(
-        "No difference that n\u00a0=\u00a0500 can show: meta and gpt2 (\u22123.8 to +3.8 points)"
+    [finding] = comparisons(at_128(gpt2=0.3, pause=0.1, twin=0.5, meta=0.31), "list_recall")
+    assert finding.detail == (
+        "Above chance (10.0\u00a0%): gpt2, twin, meta. meta is 19.0 points below twin (13.0 to 24.9); "
+        "twin is 20.0 points above gpt2 (14.0 to 25.8). "
+        "No difference that n\u00a0=\u00a0500 can show: meta and gpt2 (\u22124.7 to +6.7)."
     )
-    assert finding.detail.endswith("Above chance (10.0\u00a0%): none.")
+
+
+def test_comparisons_say_that_nobody_is_above_chance() -> None:
+    [finding] = comparisons(at_128(gpt2=0.1, pause=0.1, twin=0.1, meta=0.1), "list_recall")
+    assert finding.detail.startswith("No model is above chance (10.0\u00a0%). No difference")
 
 
 def test_models_that_cannot_be_run_are_named() -> None:
     findings = comparisons(accuracies(beyond_table), "copying")
-    assert "Cannot be run" not in findings[0].detail
-    assert "Cannot be run at this length: gpt2, pause." in findings[1].detail
+    assert ["Cannot be run at this length: gpt2, pause." in finding.detail for finding in findings] == [0, 0, 1]
 
 
 def test_the_commonest_answer_is_the_floor_where_it_beats_chance() -> None:
-    results = [*accuracies(all_equal), *other_results()]
-    [train, _] = comparisons(results, "segment_counting")
-    assert "Above always giving the commonest answer (41.0\u00a0%): gpt2, pause, twin, meta." in train.detail
+    rates = [result for result in other_results() if result.metric == "majority_rate"]  # 0.41, and chance is 0.2
+    counted = [
+        accuracy(model, "segment_counting", "paper", 128, score) for model, score in (("gpt2", 0.4), ("meta", 0.5))
+    ]
+    [finding] = comparisons([*rates, *counted], "segment_counting")
+    assert finding.detail.startswith("Above the rate of the commonest answer (41.0\u00a0%): meta.")
 
 
 def test_marker_effects_compare_meta_with_itself() -> None:
-    none, decoy = marker_effects(accuracies(meta_best), "list_recall")
-    assert none.place == "meta without the markers, 128 tokens (train)"
-    assert none.detail == "100.0\u00a0% becomes 14.6\u00a0% (\u221288.2 to \u221281.9 points); chance is 10.0\u00a0%."
-    assert decoy.place == "meta among decoys, 128 tokens (train)"
+    [finding] = marker_effects(accuracies(meta_best), "list_recall")
+    assert finding.place == "meta at 128 tokens (train)"
+    assert finding.detail == (
+        "with markers 100.0\u00a0%, without markers 14.6\u00a0% (\u221288.2 to \u221281.9 points), "
+        "among decoys 82.0\u00a0% (\u221221.6 to \u221214.8 points)."
+    )
+    unmarked = [result for result in accuracies(meta_best) if result.condition != "paper"]
+    assert marker_effects(unmarked, "list_recall")[0].detail.startswith("without markers 14.6\u00a0%, among decoys")
     assert marker_effects(accuracies(meta_best), "parity") == []
     assert marker_effects(accuracies(meta_best, ("gpt2", "pause")), "list_recall") == []
 
@@ -117,7 +131,7 @@ def test_caution_names_seed_n_and_sizes() -> None:
     sizes = {"gpt2": ModelInfo(parameters=361_984), "meta": ModelInfo(parameters=394_880), "other": ModelInfo()}
     text = caution(results, "parity", sizes)
     assert text.startswith("One training seed (0)")
-    assert "n\u00a0=\u00a0500 at 128 tokens, n\u00a0=\u00a0200 at 1,024 tokens." in text
+    assert "n\u00a0=\u00a0500 at 128 tokens, n\u00a0=\u00a0200 at 256 and 1,024 tokens." in text
     assert "Small models: 0.36\u20130.39 million parameters" in text
     large = caution(results, "parity", {"meta": ModelInfo(parameters=151_908_096)})
     assert "Models: 152 million parameters" in large

@@ -73,6 +73,11 @@ def test_steps_table_by_model_and_task() -> None:
     assert table.footer == (("steps trained", "10", "40"), ("\u00f7 slowest learner", "-", "2.00"))
 
 
+def test_curves_without_times_give_steps_alone() -> None:
+    timeless = [point.model_copy(update={"seconds": None}) for point in curve("meta", [2.0, 0.05])]
+    assert learning_steps(timeless).rows == (("meta", "20"),)
+
+
 def test_seeds_have_rows_of_their_own() -> None:
     table = learning_steps(curve("meta", [0.05]) + curve("meta", [2.0], seed=1))
     assert [row[:2] for row in table.rows] == [("meta, seed 0", "10 (1.0 s)"), ("meta, seed 1", "not reached")]

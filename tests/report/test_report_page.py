@@ -107,7 +107,7 @@ def test_hostile_names_are_escaped_everywhere(tmp_path: Path) -> None:
 
 def test_markdown_has_the_tables_and_its_pictures(index: Path) -> None:
     text = (index.parent / "report.md").read_text(encoding="utf-8")
-    assert "| meta | 100.0 (99.2\u2013100.0) | 55.5 (48.6\u201362.2) |\n" in text
+    assert "| meta | 100.0 (99.2\u2013100.0) | 86.0 (80.5\u201390.1) | 55.5 (48.6\u201362.2) |\n" in text
     pictures = re.findall(r"^!\[[^\n]+\]\((figures/[^)]+\.png)\)$", text, flags=re.MULTILINE)
     assert len(pictures) == 4
     assert all((index.parent / picture).read_bytes().startswith(b"\x89PNG") for picture in pictures)
@@ -139,9 +139,10 @@ def test_the_first_words_follow_the_numbers(index: Path, tmp_path: Path) -> None
     best = index.read_text(encoding="utf-8")
     verdicts = [re.search(r'<p class="verdict">(.*)</p>', text) for text in (best, equal)]
     assert [match and match[1] for match in verdicts] == [
-        "List recall: at 128 tokens (train) and 1,024 tokens (8\u00d7), meta is above pause, "
+        "List recall: at 128 tokens (train), 256 tokens (2\u00d7) and 1,024 tokens (8\u00d7), meta is above pause, "
         "and the control twin explains part of the gain.",
-        "List recall: at 128 tokens (train) and 1,024 tokens (8\u00d7), meta gains nothing measurable over gpt2.",
+        "List recall: at 128 tokens (train), 256 tokens (2\u00d7) and 1,024 tokens (8\u00d7), "
+        "meta gains nothing measurable over gpt2.",
     ]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from metatokens.evaluation.results import Result
 from metatokens.report.estimates import (
     Difference,
+    Labels,
     difference,
     measured_conditions,
     model_of,
@@ -19,6 +20,7 @@ from metatokens.report.learning import BUDGET, learning
 from metatokens.report.wording import EN_DASH, name, percent, signed, tokens
 
 PAPER_PARAMETERS = 152e6
+_MARKERS = {"paper": "with markers", "none": "without markers", "decoy": "among decoys"}
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,15 @@ def marker_effects(results: Sequence[Result], task: str | None) -> list[Finding]
     base = pivot(results, "length", metric="exact_match", task=task, condition=trained)
     changes: dict[str, list[str]] = defaultdict(list)
     for condition in others:
-        cause = {"none": "without markers", "decoy": "among decoys"}.get(str(condition), f"in {condition}")
         for label, row in pivot(results, "length", metric="exact_match", task=task, condition=condition).items():
             before, after = base.get(label, {}).get(length), row.get(length)
             if model_of(label) == SUBJECT and before and after and (gap := difference(after, before)):
-                changes[label].append(f"{cause} {_percent(after.value)} ({_bounds(gap)} points)")
+                changes[label].append(f"{_markers(condition)} {_percent(after.value)} ({_bounds(gap)} points)")
     return [
-        Finding(f"{label} at {place}", f"with markers {_percent(base[label][length].value)}, {', '.join(change)}.")
+        Finding(
+            f"{label} at {place}",
+            f"{_markers(trained)} {_percent(base[label][length].value)}, {', '.join(change)}.",
+        )
         for label, change in changes.items()
     ]
 
@@ -115,8 +119,9 @@ def accuracy_summary(results: Sequence[Result], task: str | None, condition: str
 
 def final_losses(curves: Sequence[CurvePoint], task: str | None) -> str:
     """The last logged loss of each model, in one line."""
-    last = {point.model: point for point in sorted(curves, key=lambda point: point.step) if point.task == task}
-    row = [f"{model} {point.loss:.3g} after {point.step:,} steps" for model, point in last.items()]
+    labels = Labels(curves)
+    last = {labels(point): point for point in sorted(curves, key=lambda point: point.step) if point.task == task}
+    row = [f"{label} {last[label].loss:.3g} after {last[label].step:,} steps" for label in labels.all if label in last]
     return f"{name(task) if task else 'Pretraining'}, last loss: {_list(row)}."
 
 
@@ -174,6 +179,10 @@ def _detail(gain: Gain) -> str:
     return " ".join(sentences) or f"{gain.verdict()}."
 
 
+def _markers(condition: str | None) -> str:
+    return _MARKERS.get(str(condition), f"in {condition}")
+
+
 def _bounds(gap: Difference) -> str:
     return f"{signed(gap.low)} to {signed(gap.high)}"
 
@@ -187,7 +196,7 @@ def _list(items: Iterable[str]) -> str:
 
 
 def _and(items: Sequence[str]) -> str:
-    return " and ".join(items)
+    return " and ".join(filter(None, [", ".join(items[:-1]), items[-1]]))
 
 
 def _millions(parameters: float) -> str:

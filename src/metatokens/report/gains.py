@@ -77,7 +77,7 @@ class Gain:
     def above_floor(self) -> tuple[str, float, list[str]] | None:
         """What guessing scores, its name first, and the models whose whole interval lies above it."""
         chance = max((cell.chance for cell in self.cells.values() if cell.chance is not None), default=None)
-        floors = [(chance, "chance"), (self.commonest, "always giving the commonest answer")]
+        floors = [(chance, "chance"), (self.commonest, "the rate of the commonest answer")]
         known = [(rate, called) for rate, called in floors if rate is not None]
         if not known:
             return None
@@ -131,8 +131,8 @@ def key_lengths(results: Sequence[Result], task: str | None) -> dict[int | None,
         return {length: f"{length:,} tokens" for length in (*lengths[:2], lengths[-1])}
     [start] = trained
     longer = [length for length in lengths if length > start]
-    factors = {length: f"{length:,} tokens ({length / start:g}\u00d7)" for length in (*longer[:1], *longer[-1:])}
-    return {start: f"{start:,} tokens (train)", **factors}
+    names: dict[int | None, str] = {start: f"{start:,} tokens (train)"}
+    return names | {length: f"{length:,} tokens ({length / start:g}\u00d7)" for length in (*longer[:1], *longer[-1:])}
 
 
 def train_lengths(results: Sequence[Result]) -> set[int]:

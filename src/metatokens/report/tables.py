@@ -75,7 +75,8 @@ def accuracy(
         lengths = {
             length: f"{tokens(length)} (train)" if length in trained else tokens(length) for length in columns(cells)
         }
-    footer = [_footer("chance", cells, lengths, lambda cell: cell.chance, percent)]
+    chance = _footer("chance", cells, lengths, lambda cell: cell.chance, percent)
+    footer = [chance] if set(chance[1:]) != {NOT_RUN} else []
     commonest = commonest_answer(results, task) if metric == "exact_match" else {}
     if commonest:
         footer.append(("commonest answer", *(percent(commonest.get(length)) for length in lengths)))

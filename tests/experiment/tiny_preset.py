@@ -1,0 +1,53 @@
+"""A preset of seconds, and a command that carries it out: `python tiny_preset.py CORPUS OUT WORKERS`.
+
+With a path in the environment variable STALL, the worker that pretrains `meta` writes its process id there after the
+first checkpoint, and then does nothing: so a test can cut the run off at a point that is the same on every machine.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from metatokens.experiment import plan
+from metatokens.training.trainer import RunCallback
+
+TRAINING = ("training.save_steps=2", "training.logging_steps=1", "training.per_device_train_batch_size=4")
+SIZES = ("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2", "data.block_size=32")
+
+
+def tiny(corpus: str) -> plan.Preset:
+    """Two models and one task."""
+    return plan.Preset(
+        corpus=corpus,
+        tokenizer="train:768",
+        pretrain_recipe="demo",
+        finetune_recipe="demo_finetune",
+        pretrain_overrides=("training.max_steps=4", *TRAINING, *SIZES),
+        finetune_overrides=("task.train_lengths=[64]", *TRAINING),
+        task_steps={"parity": 4},
+        test_counts={64: 4, 128: 3},
+        models=("gpt2", "meta"),
+        extra_conditions={"parity": ("decoy",)},
+    )
+
+
+# A spawned worker imports this file again, and so stalls too.
+if stall := os.environ.get("STALL"):
+    save = RunCallback.on_save
+
+    def save_and_stall(self: RunCallback, args, state, control, **kwargs) -> None:
+        save(self, args, state, control, **kwargs)
+        if Path(args.output_dir).match("meta/pretrained/checkpoints"):
+            Path(stall).write_text(str(os.getpid()))
+            time.sleep(600)
+
+    RunCallback.on_save = save_and_stall
+
+
+if __name__ == "__main__":
+    from metatokens.cli import main
+
+    plan.PRESETS = {"tiny": tiny(sys.argv[1])}
+    sys.argv = ["metatokens", "reproduce", "--preset", "tiny", "--out", sys.argv[2], "--workers", sys.argv[3]]
+    main()

@@ -1,0 +1,415 @@
+"""The command: each verb on small files, and one sentence for each mistake, with nothing lost."""
+
+import importlib.metadata
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertConfig
+
+from metatokens import cli
+from metatokens.data.blocks import TokenStore
+from metatokens.errors import UserError
+from metatokens.evaluation.results import read_results
+from metatokens.model.checkpoint import write_manifest
+from metatokens.tasks.example import read_examples
+from metatokens.training.trainer import open_run
+
+SMALL = " ".join(
+    f"--set {setting}"
+    for setting in (
+        "data.tokens=tokens", "data.block_size=32", "model.hidden_size=16", "model.num_hidden_layers=1",
+        "model.num_attention_heads=2", "training.max_steps=2", "training.save_steps=2", "training.logging_steps=1",
+    )
+)  # fmt: skip
+PRETRAIN = f"pretrain --recipe demo {SMALL}"
+FINETUNE = "finetune --set training.max_steps=2 --set training.save_steps=2 --set training.logging_steps=1"
+
+Contents = dict[str, bytes]
+Run = Callable[[str], tuple[int, str, str]]
+
+
+def contents(folder: Path) -> Contents:
+    """Every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def metatokens(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command in this process: exit status, standard output, standard error."""
+
+    def run(line: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["metatokens", *shlex.split(line)])
+        capfd.readouterr()
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            status = int(exit_.code or 0)
+        return status, *capfd.readouterr()
+
+    return run
+
+
+# --- each verb
+
+
+@pytest.fixture
+def workplace(small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder but for a corpus, and the current one."""
+    shutil.copy(small_corpus, tmp_path / "text.txt")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_from_text_to_figures_verb_by_verb(workplace: Path, metatokens: Run) -> None:
+    status, output, error = metatokens("tokenize --corpus text.txt --tokenizer train:768 --held-out 0.2 --out tokens")
+    counts = json.loads((workplace / "tokens" / "manifest.json").read_text())["splits"]
+    sizes = [f"{split}: {c['tokens']:,} tokens in {c['documents']:,} documents" for split, c in counts.items()]
+    assert (status, output, error.splitlines()) == (0, "", sizes)
+
+    assert metatokens(f"{PRETRAIN} --out base") == (0, "", "model: base\n")
+    status, output, error = metatokens(
+        f"{FINETUNE} --model base --task parity --train-length 64,128 --set training.seed=3 --out tuned"
+    )
+    assert (status, output, error) == (0, "", "models: tuned/128, tuned/64\n")
+
+    evaluation = "evaluate --model tuned/64 --task parity --lengths 64,128 -n 3"
+    status, output, error = metatokens(evaluation)
+    assert (status, error) == (0, "")
+    (workplace / "printed.jsonl").write_text(output)
+    printed = read_results([workplace / "printed.jsonl"])
+    assert [(r.length, r.metric) for r in printed] == [
+        (length, metric) for length in (64, 128) for metric in ("exact_match", "token_accuracy")
+    ]
+    assert {(r.model, r.train_length, r.train_condition, r.seed) for r in printed} == {("tuned/64", 64, "paper", 3)}
+
+    assert metatokens(f"{evaluation} --name meta --out figures.jsonl") == (0, "", "")
+    measure = "perplexity --model base --block-size 32 --name meta --out figures.jsonl"
+    assert metatokens(f"{measure} --corpus tokens --placement uniform") == (0, "", "")
+    assert metatokens(f"{measure} --corpus text.txt") == (0, "", "")  # appended
+    figures = read_results([workplace / "figures.jsonl"])
+    assert [r.value for r in figures[:4]] == [r.value for r in printed]
+    assert [(r.metric, r.condition) for r in figures[4:]] == [("perplexity", "uniform"), ("perplexity", "none")]
+    assert figures[4].n < figures[5].n  # the held-out split, and the whole
+
+    status, output, error = metatokens("report figures.jsonl --out report")
+    assert (status, output, error) == (0, "", "report: report/index.html\n")
+
+
+def test_finished_work_is_not_repeated(workplace: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "tokenize --corpus text.txt --tokenizer train:768 --out tokens",
+        f"{PRETRAIN} --out base",
+        f"{FINETUNE} --model base --task parity --train-length 64 --out tuned",
+    ]
+    first = [metatokens(line) for line in lines]
+    before = contents(workplace)
+    monkeypatch.setattr("metatokens.training.trainer.MetaTokenTrainer.train", None)
+    monkeypatch.setattr("metatokens.data.blocks._build", None)
+    assert [metatokens(line) for line in lines] == first
+    assert contents(workplace) == before
+
+
+def test_samples_are_records(workplace: Path, small_store: TokenStore, metatokens: Run) -> None:
+    common = f"-n 3 --tokenizer {small_store.path / 'tokenizer'}"
+    for task, corpus in (("parity", ""), ("copying", "--corpus text.txt")):
+        status, output, error = metatokens(f"sample {task} {common} {corpus} --split train --condition decoy --seed 4")
+        assert (status, error) == (0, "")
+        (workplace / f"{task}.jsonl").write_text(output)
+        examples = read_examples(workplace / f"{task}.jsonl", small_store.tokenizer)
+        assert [(e.task, e.split, e.condition, e.seed, e.index) for e in examples] == [
+            (task, "train", "decoy", 4, index) for index in range(3)
+        ]
+    assert metatokens(f"sample parity {common} --phase 2 --out own.jsonl") == (0, "", "")
+    assert metatokens(f"sample parity {common} --phase 3 --out own.jsonl") == (0, "", "")
+    phases = [example.phase for example in read_examples(workplace / "own.jsonl", small_store.tokenizer)]
+    assert phases == [2, 2, 2, 3, 3, 3]
+    status, output, _ = metatokens("sample parity --tokenizer train:768 --corpus text.txt")
+    assert (status, json.loads(output)["task"]) == (0, "parity")
+
+
+def test_generation_continues_the_prompt(small_model: Callable[..., Path], metatokens: Run) -> None:
+    model = small_model()
+    prompt = "the cat _PAUSE_ sat <|endoftext|>"
+    generate = f"generate --model {model} {shlex.quote(prompt)} --max-new-tokens 20"
+    status, greedy, error = metatokens(generate)
+    assert (status, error) == (0, "")
+    assert greedy.startswith(prompt)
+    assert len(greedy) > len(prompt) + 20
+    assert metatokens(generate)[1] == greedy
+    assert metatokens(f"{generate} --meta-every 2")[1] != greedy
+    sampled = [metatokens(f"{generate} --temperature 1 --seed {seed}")[1] for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_the_installed_command_is_this_one() -> None:
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name="metatokens")
+    assert script.load() is cli.main
+
+
+def test_without_a_verb_the_verbs_are_listed(metatokens: Run) -> None:
+    verbs = "reproduce tokenize pretrain sample finetune evaluate perplexity generate report".split()
+    status, output, error = metatokens("")
+    assert status == 2
+    assert all(f" {verb} " in output + error for verb in verbs)
+    assert metatokens("--help")[0] == 0
+
+
+# --- mistakes
+
+
+@pytest.fixture(scope="module")
+def ground(
+    small_corpus: Path,
+    small_store: TokenStore,
+    small_model: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A folder of good and of bad things, which no command below may change."""
+    ground = tmp_path_factory.mktemp("ground")
+    shutil.copy(small_corpus, ground / "text.txt")
+    shutil.copytree(small_store.path, ground / "tokens")
+    (ground / "empty.txt").write_text(" \n\n")
+    (ground / "empty.jsonl").write_text("")
+    (ground / "short.txt").write_text("a few words")
+    (ground / "latin.txt").write_bytes("the cat\nd\xe9j\xe0 vu".encode("latin-1"))
+    (ground / "broken.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"text": \n')
+    (ground / "records.jsonl").write_text('{"prompt": "a", "completion": " b"}\n\n{"prompt": "a", "completion": }\n')
+    (ground / "long.jsonl").write_text(json.dumps({"prompt": "the cat " * 60, "completion": " sat"}))
+    (ground / "notes").mkdir()
+    (ground / "notes" / "thesis.txt").write_text("years of work")
+
+    shutil.copytree(small_model(), ground / "model")
+    shutil.copytree(small_model(position_embedding="learned", max_position_embeddings=48), ground / "learned")
+    shutil.copytree(small_model(second_attention="none", meta_token_id=None), ground / "unmarked")
+    for name in ("cut", "flipped", "flipped-config", "gone", "foreign-cut", "foreign-config", "pickled", "bert"):
+        shutil.copytree(ground / "model", ground / name)
+    weights = (ground / "model" / "model.safetensors").read_bytes()
+    (ground / "cut" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    (ground / "flipped" / "model.safetensors").write_bytes(weights[:-9] + bytes([weights[-9] ^ 1]) + weights[-8:])
+    config = (ground / "model" / "config.json").read_bytes()
+    (ground / "flipped-config" / "config.json").write_bytes(config.replace(b'"bias": false', b'"bias": fals\x67'))
+    (ground / "gone" / "tokenizer.json").unlink()
+    # Without a manifest, as other programs save models.
+    for name in ("foreign-cut", "foreign-config", "pickled", "bert"):
+        (ground / name / "manifest.json").unlink()
+    (ground / "foreign-cut" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    (ground / "foreign-config" / "config.json").write_text('{"model_type": "meta_gpt2", "hidden_size": "wide"}')
+    (ground / "pickled" / "model.safetensors").unlink()
+    torch.save({}, ground / "pickled" / "pytorch_model.bin")
+    BertConfig().save_pretrained(ground / "bert")
+
+    settings = {"verb": "pretrain", "recipe": {"training": {"seed": 5}}}
+    open_run(ground / "run", settings)
+    (ground / "run" / "model.safetensors").write_bytes(weights)
+    write_manifest(ground / "run")
+    open_run(ground / "reproduced", {"preset": "demo"})
+    return ground
+
+
+TUNE = "finetune --out new --model model"
+EVALUATE = "evaluate --lengths 64 -n 2 --task parity"
+MISTAKES = {
+    # recipes
+    f"{PRETRAIN} --out new --set training.max_stepz=1": "training.max_stepz is not a setting; allowed are max_steps",
+    "pretrain --recipe nowhere.yaml --out new": "no recipe at nowhere.yaml; give a YAML file or one of: demo",
+    "pretrain --recipe notes --out new": "no recipe at notes; give a YAML file or one of: demo",
+    "pretrain --recipe latin.txt --out new": "recipe latin.txt cannot be read as YAML",
+    "pretrain --recipe demo --out new": "the recipe names no data.tokens",
+    f"{PRETRAIN} --out new --set data.fraction=0.51": "meta-tokens is 0.51, but must lie in [0, 0.5]",
+    f"{PRETRAIN} --out new --set data.fraction=-0.1": "meta-tokens is -0.1, but must lie in [0, 0.5]",
+    f"{PRETRAIN} --out new --set data.placement=random": "should be 'uniform', 'periodic' or 'none'",
+    f"{PRETRAIN} --out new --set model.num_attention_heads=3": "hidden_size 16 is not a multiple of",
+    f"{PRETRAIN} --out new --set model.activation=step": "activation 'step' is unknown; allowed are",
+    f"{PRETRAIN} --out new --set training.report_to=paper": "names the tracker 'paper', which is not installed",
+    # corpora
+    "tokenize --corpus nowhere.txt --tokenizer train:300 --out new": "no file matches the corpus nowhere.txt",
+    "tokenize --corpus notes --tokenizer train:300 --out new": "the corpus notes is a folder",
+    "tokenize --corpus empty.txt --tokenizer train:300 --out new": "the corpus empty.txt holds no text",
+    "tokenize --corpus empty.jsonl --tokenizer train:300 --out new": "the corpus empty.jsonl holds no text",
+    "tokenize --corpus latin.txt --tokenizer train:300 --out new": "latin.txt, line 2 is not UTF-8",
+    "tokenize --corpus broken.jsonl --tokenizer train:300 --out new": "broken.jsonl, line 3 is not JSON",
+    "tokenize --corpus text.txt --tokenizer train:20 --out new": "train:N with N from 300 to",
+    "tokenize --corpus text.txt --tokenizer train:60000 --out new": "too little text for the tokenizer train:60000",
+    "tokenize --corpus text.txt --tokenizer word --out new": "no tokenizer 'word': give an existing folder, gpt2, or",
+    "tokenize --corpus text.txt --tokenizer notes --out new": "the folder notes holds no tokenizer",
+    "tokenize --corpus text.txt --tokenizer train:300 --held-out 0 --out new": "must lie between 0 and 1",
+    f"{PRETRAIN} --out new --set data.block_size=90000": "too few for one block of 90000",
+    f"{PRETRAIN} --out new --set data.tokens=nowhere": "nowhere holds no complete token store",
+    f"{PRETRAIN} --out new --set data.tokens=text.txt": "text.txt holds no complete token store",
+    "perplexity --model model --corpus empty.txt": "the corpus empty.txt holds no text",
+    "perplexity --model model --corpus short.txt": "perplexity needs two blocks of 231",
+    "perplexity --model model --corpus latin.txt": "latin.txt, line 2 is not UTF-8",
+    "perplexity --model model --corpus model": "model/manifest.json is not the manifest of a token store",
+    "perplexity --model model --corpus text.txt --fraction 0.6": "meta-tokens is 0.6, but must lie in [0, 0.5]",
+    "perplexity --model model --corpus text.txt --placement random": "unknown placement 'random': choose from",
+    "perplexity --model unmarked --corpus text.txt --placement uniform": "unmarked has no meta_token_id",
+    # records
+    f"{TUNE} --data nowhere.jsonl": "cannot read the records in nowhere.jsonl: No such file or directory",
+    f"{TUNE} --data notes": "cannot read the records in notes: Is a directory",
+    f"{TUNE} --data records.jsonl": "records.jsonl, line 3: ",
+    f"{TUNE} --data latin.txt": "latin.txt, line 1: ",
+    f"{TUNE} --data empty.jsonl": "empty.jsonl holds no record",
+    TUNE: "give either --task or --data",
+    f"{TUNE} --task parity --data long.jsonl": "give either --task or --data",
+    # tasks
+    f"{TUNE} --task chess": "unknown task 'chess'; the tasks are list_recall",
+    f"{TUNE} --task parity --train-length long": "lengths 'long' must be positive numbers separated by commas",
+    f"{TUNE} --task parity --train-length 4": "no parity prompt of phase 1 and 1 to 4 tokens was found",
+    f"{TUNE} --task parity --set task.condition=bar": "should be 'paper', 'none' or 'decoy'",
+    f"{TUNE} --task copying --corpus short.txt": "copying needs a document of at least",
+    "sample chess --tokenizer tokens/tokenizer": "unknown task 'chess'; the tasks are list_recall",
+    "sample parity --tokenizer tokens/tokenizer --phase 6": "unknown phase 6; the phases are 1 to 5",
+    "sample parity --tokenizer tokens/tokenizer --condition bar": "unknown condition 'bar'; the conditions are",
+    "sample parity --tokenizer tokens/tokenizer --split all": "unknown split 'all'; the splits are",
+    f"{EVALUATE} --model model --task chess": "unknown task 'chess'; the tasks are list_recall",
+    f"{EVALUATE} --model model --condition bar": "unknown condition 'bar'; the conditions are",
+    f"{EVALUATE} --model model --lengths 64,,128": "lengths '64,,128' must be positive numbers",
+    f"{EVALUATE} --model model --lengths 0": "lengths '0' must be positive numbers",
+    "reproduce --preset huge --out new": "no preset 'huge'; the presets are",
+    # models
+    f"{EVALUATE} --model nowhere": "there is no model in nowhere",
+    f"{EVALUATE} --model text.txt": "there is no model in text.txt",
+    f"{EVALUATE} --model cut": "cut/model.safetensors is damaged",
+    f"{EVALUATE} --model flipped": "flipped/model.safetensors is damaged",
+    f"{EVALUATE} --model flipped-config": "flipped-config/config.json is damaged",
+    f"{EVALUATE} --model gone": "gone/tokenizer.json is missing",
+    f"{EVALUATE} --model foreign-cut": "the weights in foreign-cut cannot be read",
+    f"{EVALUATE} --model foreign-config": "foreign-config/config.json is not a model configuration",
+    f"{EVALUATE} --model pickled": "the weights in pickled cannot be read",
+    f"{EVALUATE} --model bert": "bert holds a bert model; allowed are meta_gpt2 and gpt2",
+    f"{EVALUATE} --model unmarked": "the model in unmarked has no meta_token_id",
+    "generate --model cut the": "cut/model.safetensors is damaged",
+    "generate --model unmarked the --meta-every 4": "meta_every needs a model with a meta_token_id",
+    "perplexity --model nowhere --corpus text.txt": "there is no model in nowhere",
+    "perplexity --model flipped --corpus text.txt": "flipped/model.safetensors is damaged",
+    "finetune --out new --task parity --model nowhere": "there is no model in nowhere",
+    "finetune --out new --task parity --model flipped": "flipped/model.safetensors is damaged",
+    "finetune --out new --task parity --model unmarked": "the model in unmarked has no meta_token_id",
+    f"{PRETRAIN} --out new --init nowhere": "there is no model in nowhere",
+    f"{PRETRAIN} --out new --init cut": "cut/model.safetensors is damaged",
+    f"{PRETRAIN} --out new --init unmarked": "the model's meta_token_id is None and the token store's is 768",
+    "generate --model model ''": "the prompt is empty",
+    # lengths beyond learned positions
+    f"{EVALUATE} --model learned": "a sequence of 64 tokens is longer than the 48 learned positions",
+    "finetune --out new --model learned --task parity --train-length 32,64": "longer than the 48 learned positions",
+    "finetune --out new --model learned --data long.jsonl": "longer than the 48 learned positions",
+    "perplexity --model learned --corpus text.txt --block-size 64": "longer than the 48 learned positions",
+    f"generate --model learned the --max-new-tokens 60": "longer than the 48 learned positions",
+    f"{PRETRAIN} --out new --init learned --set data.block_size=49": "longer than the 48 learned positions",
+    f"{PRETRAIN} --out new --set model.position_embedding=learned --set model.max_position_embeddings=31": (
+        "a sequence of 32 tokens is longer than the 31 learned positions"
+    ),
+    # output folders
+    f"{PRETRAIN} --out run": "run holds a run with other settings (init_sha256 was None",
+    f"{PRETRAIN} --out reproduced": "reproduced holds a run with other settings",
+    f"{PRETRAIN} --out notes": "notes is not empty and holds no run",
+    f"{PRETRAIN} --out notes --overwrite": "notes is not empty and holds no run",
+    f"{PRETRAIN} --out text.txt": "text.txt cannot be used as a run folder",
+    f"{PRETRAIN} --out text.txt/new": "text.txt/new cannot be used as a run folder",
+    "finetune --model model --task parity --out run": "run holds a run with other settings",
+    "finetune --model model --task parity --out notes": "notes is not empty and holds no run",
+    "finetune --model model --task parity --out text.txt/new": "text.txt/new cannot be used as a run folder",
+    "tokenize --corpus text.txt --tokenizer train:300 --out tokens": "tokens holds a token store made with other",
+    "tokenize --corpus text.txt --tokenizer train:300 --out model": "model/manifest.json is not the manifest of a",
+    "tokenize --corpus text.txt --tokenizer train:300 --out text.txt": "the token store text.txt cannot be written",
+    "tokenize --corpus text.txt --tokenizer train:300 --out text.txt/new": "text.txt/new cannot be written",
+    "reproduce --preset smoke --out reproduced": "preset was 'demo' and is now 'smoke'",
+    "reproduce --preset smoke --out notes": "notes is not empty and holds no run",
+    "reproduce --preset smoke --out text.txt/new": "text.txt/new cannot be used as a run folder",
+    "sample parity --tokenizer tokens/tokenizer --out notes": "cannot write to notes: Is a directory",
+    f"{EVALUATE} --model model --out text.txt/new.jsonl": "cannot write to text.txt/new.jsonl: Not a directory",
+    "report nowhere.jsonl --out new": "nowhere.jsonl",
+}  # fmt: skip
+
+
+def is_one_sentence(error: str) -> bool:
+    return error.startswith("metatokens: ") and error.endswith(".\n") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("line", "said"), MISTAKES.items(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_sentence_and_nothing_is_lost(
+    line: str, said: str, ground: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ground)
+    before = contents(ground)
+    status, output, error = metatokens(line)
+    assert (status, output) == (2, "")
+    assert is_one_sentence(error), error
+    assert said in error
+    assert contents(ground) == before
+    assert not (ground / "new").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a read-only folder")
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"{PRETRAIN} --out locked/new",
+        "tokenize --corpus text.txt --tokenizer train:300 --out locked/new",
+        "reproduce --preset smoke --out locked/new",
+        f"{EVALUATE} --model model --out locked/new.jsonl",
+    ],
+)
+def test_a_read_only_folder(line: str, ground: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ground)
+    (ground / "locked").mkdir(mode=0o500, exist_ok=True)
+    status, output, error = metatokens(line)
+    assert (status, output) == (2, "")
+    assert is_one_sentence(error), error
+    assert "locked/new" in error
+
+
+def test_wrong_usage_of_a_verb_exits_with_2_as_well(metatokens: Run) -> None:
+    for line in ("trane", "pretrain", "generate --model m --max-new-tokens many the"):
+        status, output, error = metatokens(line)
+        assert (status, output) == (2, "")
+        assert "Traceback" not in error
+
+
+def test_debug_shows_the_traceback(metatokens: Run) -> None:
+    with pytest.raises(UserError, match="no preset 'huge'"):
+        metatokens("--debug reproduce --preset huge --out new")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"{PRETRAIN} --out new --set training.max_stepz=1",
+        "tokenize --corpus broken.jsonl --tokenizer train:300 --out new",
+        "evaluate --model learned --task parity --lengths 32,64",
+    ],
+)
+def test_a_mistake_in_a_process_of_its_own(line: str, ground: Path) -> None:
+    quiet = {"TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"}  # the command has to see to that itself
+    done = subprocess.run(
+        [sys.executable, "-c", "from metatokens.cli import main; main()", *shlex.split(line)],
+        cwd=ground,
+        env={key: value for key, value in os.environ.items() if key not in quiet},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert is_one_sentence(done.stderr), done.stderr
+    assert not (ground / "new").exists()
+
+
+def test_debug_in_a_process_of_its_own(ground: Path) -> None:
+    line = ["--debug", "pretrain", "--recipe", "nowhere", "--out", "new"]
+    done = subprocess.run(
+        [sys.executable, "-c", "from metatokens.cli import main; main()", *line],
+        cwd=ground,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
+    assert "UserError: no recipe at nowhere" in done.stderr
