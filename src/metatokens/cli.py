@@ -284,7 +284,12 @@ def _write(lines: Iterable[str], out: Path | None) -> None:
 
 
 def _write_results(results: Iterable["Result"], out: Path | None) -> None:
-    _write((result.model_dump_json() for result in results), out)
+    from metatokens.evaluation.results import write_results
+
+    if out is None:
+        _write((result.model_dump_json() for result in results), None)
+    else:
+        write_results(out, results)
 
 
 def _lengths(text: str) -> list[int]:

@@ -66,24 +66,34 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
 
 
 def write_results(path: Path, results: Iterable[Result]) -> None:
-    """Append results to a JSON-lines file, one line each."""
-    with path.open("a", encoding="utf-8") as file:
-        for result in results:
-            file.write(result.model_dump_json() + "\n")
+    """Append results to a JSON-lines file, one line each.
+
+    Raises:
+        UserError: if the file cannot be written.
+    """
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(result.model_dump_json() + "\n" for result in results)
+    except OSError as error:
+        raise UserError(f"cannot write results to {path}: {error.strerror}.") from error
 
 
 def read_results(paths: Sequence[Path]) -> list[Result]:
     """Every result in the given JSON-lines files.
 
     Raises:
-        UserError: if a file is missing or a line is not a result; the sentence names file and line.
+        UserError: if a file is missing or no text, or a line is not a result; the sentence names file and line.
     """
     results = []
     for path in paths:
         if not path.is_file():
             raise UserError(f"no result file at {path}.")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read the results in {path}: {error}.") from error
         # Only a line feed ends a record: a name may hold the other line separators that str.splitlines knows.
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        for number, line in enumerate(text.split("\n"), start=1):
             if not line.strip():
                 continue
             try:

@@ -128,10 +128,7 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
     for path, file in zip(paths, files, strict=True):
         if path != file and not file.is_file():
             raise UserError(f"the folder {path} holds no results.jsonl; give a run folder or a file of result lines.")
-    try:
-        records = read_results(files)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the results in {', '.join(map(str, files))}: {error}.") from error
+    records = read_results(files)
     if not records:
         raise UserError(f"there is no result in {', '.join(map(str, files)) or 'an empty list of files'}.")
     latest = {record.model_dump_json(exclude=OUTCOME_FIELDS): record for record in records}
