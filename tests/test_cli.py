@@ -309,7 +309,7 @@ MISTAKES = {
         "a sequence of 32 tokens is longer than the 31 learned positions"
     ),
     # output folders
-    f"{PRETRAIN} --out run": "run holds a run with other settings (init_sha256 was None",
+    f"{PRETRAIN} --out run": "run holds a run with other settings (recipe.data was None",
     f"{PRETRAIN} --out reproduced": "reproduced holds a run with other settings",
     f"{PRETRAIN} --out notes": "notes is not empty and holds no run",
     f"{PRETRAIN} --out notes --overwrite": "notes is not empty and holds no run",
@@ -326,8 +326,14 @@ MISTAKES = {
     "reproduce --preset smoke --out notes": "notes is not empty and holds no run",
     "reproduce --preset smoke --out text.txt/new": "text.txt/new cannot be used as a run folder",
     "sample parity --tokenizer tokens/tokenizer --out notes": "cannot write to notes: Is a directory",
-    f"{EVALUATE} --model model --out text.txt/new.jsonl": "cannot write to text.txt/new.jsonl: Not a directory",
+    f"{EVALUATE} --model model --out text.txt/new.jsonl": "cannot write results to text.txt/new.jsonl: Not a directory",
     "report nowhere.jsonl --out new": "nowhere.jsonl",
+    # a folder in which nobody can write, root included
+    f"{PRETRAIN} --out /proc/new": "/proc/new cannot be used as a run folder",
+    "finetune --model model --task parity --out /proc/new": "/proc/new cannot be used as a run folder",
+    "tokenize --corpus text.txt --tokenizer train:300 --out /proc/new": "the token store /proc/new cannot be written",
+    "reproduce --preset smoke --out /proc/new": "/proc/new cannot be used as a run folder",
+    f"{EVALUATE} --model model --out /proc/new": "cannot write results to /proc/new",
 }  # fmt: skip
 
 
@@ -348,25 +354,6 @@ def test_a_mistake_is_one_sentence_and_nothing_is_lost(
     assert contents(ground) == before
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a read-only folder")
-@pytest.mark.parametrize(
-    "line",
-    [
-        f"{PRETRAIN} --out locked/new",
-        "tokenize --corpus text.txt --tokenizer train:300 --out locked/new",
-        "reproduce --preset smoke --out locked/new",
-        f"{EVALUATE} --model model --out locked/new.jsonl",
-    ],
-)
-def test_a_read_only_folder(line: str, ground: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ground)
-    (ground / "locked").mkdir(mode=0o500, exist_ok=True)
-    status, output, error = metatokens(line)
-    assert (status, output) == (2, "")
-    assert is_one_sentence(error), error
-    assert "locked/new" in error
-
-
 def test_wrong_usage_of_a_verb_exits_with_2_as_well(metatokens: Run) -> None:
     for line in ("trane", "pretrain", "generate --model m --max-new-tokens many the"):
         status, output, error = metatokens(line)
@@ -382,7 +369,6 @@ def test_debug_shows_the_traceback(metatokens: Run) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        f"{PRETRAIN} --out new --set training.max_stepz=1",
         "tokenize --corpus broken.jsonl --tokenizer train:300 --out new",
         "evaluate --model learned --task parity --lengths 32,64",
     ],
@@ -402,7 +388,7 @@ def test_a_mistake_in_a_process_of_its_own(line: str, ground: Path) -> None:
 
 
 def test_debug_in_a_process_of_its_own(ground: Path) -> None:
-    line = ["--debug", "pretrain", "--recipe", "nowhere", "--out", "new"]
+    line = ["--debug", "tokenize", "--corpus", "broken.jsonl", "--tokenizer", "train:300", "--out", "new"]
     done = subprocess.run(
         [sys.executable, "-c", "from metatokens.cli import main; main()", *line],
         cwd=ground,
@@ -411,4 +397,4 @@ def test_debug_in_a_process_of_its_own(ground: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback")
-    assert "UserError: no recipe at nowhere" in done.stderr
+    assert "UserError: broken.jsonl, line 3 is not JSON" in done.stderr

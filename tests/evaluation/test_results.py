@@ -102,6 +102,17 @@ def test_a_malformed_line_is_named(line: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"cannot read the results in .*a\.jsonl"):
+        read_results([tmp_path / "a.jsonl"])
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot write results to .*: Is a directory\.$"):
+        write_results(tmp_path, [EXACT])
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere.jsonl", tmp_path):
         with pytest.raises(UserError, match="no result file at"):

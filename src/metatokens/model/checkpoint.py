@@ -108,4 +108,4 @@ def _sha256(path: Path) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    return " ".join(str(error).split())[:300].rstrip(".") + "."

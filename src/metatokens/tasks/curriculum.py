@@ -25,9 +25,7 @@ from metatokens.tasks.inventory import INVENTORY
 _DRAWS = {"list_recall": list_recall.draw, "segment_counting": segment_counting.draw, "parity": parity.draw}
 TASKS = (*_DRAWS, "copying")
 
-_ATTEMPTS = (
-    10_000  # finds a test prompt (one in ten) of a length that one in a hundred has, but for odds of e^-10
-)
+_ATTEMPTS = 10_000  # finds a test prompt (one in ten) of a length that one in a hundred has, but for odds of e^-10
 
 
 @dataclass(frozen=True, slots=True)

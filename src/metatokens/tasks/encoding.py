@@ -9,9 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from metatokens.data.tokenizer import encode_text, meta_token_id
 
 # How GPT-2's byte-level pre-tokenizer cuts ASCII text into words; byte-pair merges never cross its cuts.
-_ASCII_WORDS = re.compile(
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII
-)
+_ASCII_WORDS = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
 
 
 class SegmentEncoder:

@@ -85,9 +85,7 @@ class Example:
         return dataclasses.asdict(self)
 
 
-def encode_example(
-    encoder: SegmentEncoder, segments: Sequence[str], completion: str, **fields: Any
-) -> Example:
+def encode_example(encoder: SegmentEncoder, segments: Sequence[str], completion: str, **fields: Any) -> Example:
     """Tokenise a prompt segment by segment and its completion; `fields` are the example's other fields."""
     ends = list(accumulate(len(segment) + len(MARKER) for segment in segments[:-1]))
     prompt_ids = encoder.encode_prompt(segments)
@@ -171,7 +169,5 @@ def _first_reason(error: ValueError) -> str:
         return str(error)
     first = error.errors()[0]
     if first["type"] == "extra_forbidden":
-        return (
-            f"unknown field {first['loc'][0]!r}; the fields of a record are {', '.join(_Record.model_fields)}"
-        )
+        return f"unknown field {first['loc'][0]!r}; the fields of a record are {', '.join(_Record.model_fields)}"
     return ": ".join([*map(str, first["loc"]), first["msg"]])
