@@ -83,6 +83,13 @@ def test_given_positions_replace_the_counted_ones() -> None:
     assert torch.equal(model(ids).logits, moved)
 
 
+def test_positions_that_start_again_hide_nothing() -> None:
+    model = tiny_model(position_embedding="learned")
+    ids, positions = torch.tensor(random_rows((6,))), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    in_evaluation = model.eval()(ids, position_ids=positions).logits
+    assert (model.train()(ids, position_ids=positions).logits - in_evaluation).abs().max() < 1e-11
+
+
 def test_a_sequence_longer_than_the_learned_table_is_refused() -> None:
     model = tiny_model(position_embedding="learned", max_position_embeddings=8)
     model(torch.ones(1, 8, dtype=torch.long))

@@ -163,7 +163,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             if meta_rows is not None and rotary is not None:
                 meta_rotary = (meta_rows.gather(rotary[0]), meta_rows.gather(rotary[1]))
 
-        mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids=position_ids)
+        # Not told the positions, from which it would guess packed sequences, in training alone.
+        mask = create_causal_mask(self.config, x, attention_mask, past_key_values)
         for layer in self.layers:
             x = layer(
                 x,
