@@ -26,6 +26,14 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
+def contents() -> Callable[[Path], dict[str, bytes]]:
+    """Every file below a folder, by its relative path."""
+    return lambda folder: {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+@pytest.fixture(scope="session")
 def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text file of a few documents that a small model learns a good deal of in a few steps."""
     draw = random.Random(0)

@@ -32,13 +32,8 @@ SMALL = " ".join(
 PRETRAIN = f"pretrain --recipe demo {SMALL}"
 FINETUNE = "finetune --set training.max_steps=2 --set training.save_steps=2 --set training.logging_steps=1"
 
-Contents = dict[str, bytes]
 Run = Callable[[str], tuple[int, str, str]]
-
-
-def contents(folder: Path) -> Contents:
-    """Every file below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+Contents = Callable[[Path], dict[str, bytes]]
 
 
 @pytest.fixture
@@ -104,7 +99,9 @@ def test_from_text_to_figures_verb_by_verb(workplace: Path, metatokens: Run) -> 
     assert (status, output, error) == (0, "", "report: report/index.html\n")
 
 
-def test_finished_work_is_not_repeated(workplace: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_work_is_not_repeated(
+    workplace: Path, contents: Contents, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = [
         "tokenize --corpus text.txt --tokenizer train:768 --out tokens",
         f"{PRETRAIN} --out base",
@@ -343,7 +340,7 @@ def is_one_sentence(error: str) -> bool:
 
 @pytest.mark.parametrize(("line", "said"), MISTAKES.items(), ids=[line.replace(SMALL, "...") for line in MISTAKES])
 def test_a_mistake_is_one_sentence_and_nothing_is_lost(
-    line: str, said: str, ground: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+    line: str, said: str, ground: Path, contents: Contents, metatokens: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ground)
     before = contents(ground)

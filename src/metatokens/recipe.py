@@ -59,7 +59,6 @@ class TrainingSettings(_Settings):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1  # on matrices only
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     logging_steps: Positive = 10
     save_steps: Positive = 1000

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -48,11 +47,3 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> type[Steps]:
     clock = SimpleNamespace(monotonic=itertools.count(start=2, step=2).__next__)
     monkeypatch.setattr("metatokens.training.trainer.time", clock)
     return Steps
-
-
-@pytest.fixture
-def contents() -> Callable[[Path], dict[str, bytes]]:
-    """Every file below a folder, by its relative path."""
-    return lambda folder: {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
