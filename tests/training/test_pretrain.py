@@ -185,6 +185,16 @@ def test_accumulated_batches_are_one_large_batch(
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+def test_the_curve_has_the_first_step_and_every_logged_one(
+    pretraining: Callable[..., PretrainRecipe], undisturbed: Path, tmp_path: Path
+) -> None:
+    pretrain(pretraining("training.logging_steps=4", "training.save_steps=4"), tmp_path / "run")
+    losses = [point["loss"] for point in curve(undisturbed)]
+    logged = {point["step"]: point["loss"] for point in curve(tmp_path / "run")}
+    # Each is the mean since the one before.
+    assert logged == pytest.approx({1: losses[0], 4: np.mean(losses[1:4]), 8: np.mean(losses[4:])})
+
+
 def test_another_seed_is_another_run(
     pretraining: Callable[..., PretrainRecipe], undisturbed: Path, tmp_path: Path
 ) -> None:

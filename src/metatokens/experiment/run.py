@@ -118,7 +118,9 @@ _reports: Any = None  # in a worker: the queue that progress is put into
 def _start_worker(reports: Any) -> None:
     global _reports
     _reports = reports
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker silently; what it had saved is gone on from
+    # Ctrl-C reaches every process of the terminal. The parent hears it and ends its workers; a worker that ended by
+    # itself could make the parent report a broken pool instead.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     torch.set_num_threads(1)  # two processes of one thread beat one of two for small models
