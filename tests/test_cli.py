@@ -15,7 +15,7 @@ import torch
 from transformers import BertConfig
 
 from metatokens import cli
-from metatokens.data.blocks import TokenStore
+from metatokens.data.blocks import TokenStore, write_token_store
 from metatokens.errors import UserError
 from metatokens.evaluation.results import read_results
 from metatokens.model.checkpoint import write_manifest
@@ -174,6 +174,7 @@ def ground(
     ground = tmp_path_factory.mktemp("ground")
     shutil.copy(small_corpus, ground / "text.txt")
     shutil.copytree(small_store.path, ground / "tokens")
+    write_token_store(ground / "other-tokens", str(ground / "text.txt"), "train:300")
     (ground / "empty.txt").write_text(" \n\n")
     (ground / "empty.jsonl").write_text("")
     (ground / "short.txt").write_text("a few words")
@@ -246,6 +247,7 @@ MISTAKES = {
     "perplexity --model model --corpus short.txt": "perplexity needs two blocks of 231",
     "perplexity --model model --corpus latin.txt": "latin.txt, line 2 is not UTF-8",
     "perplexity --model model --corpus model": "model/manifest.json is not the manifest of a token store",
+    "perplexity --model model --corpus other-tokens": "other-tokens was made with another tokenizer than the model's",
     "perplexity --model model --corpus text.txt --fraction 0.6": "meta-tokens is 0.6, but must lie in [0, 0.5]",
     "perplexity --model model --corpus text.txt --placement random": "unknown placement 'random': choose from",
     "perplexity --model unmarked --corpus text.txt --placement uniform": "unmarked has no meta_token_id",
@@ -317,6 +319,7 @@ MISTAKES = {
     "finetune --model model --task parity --out text.txt/new": "text.txt/new cannot be used as a run folder",
     "tokenize --corpus text.txt --tokenizer train:300 --out tokens": "tokens holds a token store made with other",
     "tokenize --corpus text.txt --tokenizer train:300 --out model": "model/manifest.json is not the manifest of a",
+    "tokenize --corpus text.txt --tokenizer train:300 --out notes": "notes is not empty and holds no token store",
     "tokenize --corpus text.txt --tokenizer train:300 --out text.txt": "the token store text.txt cannot be written",
     "tokenize --corpus text.txt --tokenizer train:300 --out text.txt/new": "text.txt/new cannot be written",
     "reproduce --preset smoke --out reproduced": "preset was 'demo' and is now 'smoke'",
@@ -331,6 +334,7 @@ MISTAKES = {
     "tokenize --corpus text.txt --tokenizer train:300 --out /proc/new": "the token store /proc/new cannot be written",
     "reproduce --preset smoke --out /proc/new": "/proc/new cannot be used as a run folder",
     f"{EVALUATE} --model model --out /proc/new": "cannot write results to /proc/new",
+    "perplexity --model model --corpus text.txt --out /proc/new": "cannot write results to /proc/new",
 }  # fmt: skip
 
 
@@ -349,6 +353,17 @@ def test_a_mistake_is_one_sentence_and_nothing_is_lost(
     assert is_one_sentence(error), error
     assert said in error
     assert contents(ground) == before
+
+
+def test_a_result_file_is_tried_before_anything_is_measured(
+    ground: Path, tmp_path: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ground)
+    monkeypatch.setattr("metatokens.evaluation.accuracy.evaluate", None)  # would end in a TypeError
+    assert metatokens(f"{EVALUATE} --model model --out notes")[0] == 2
+    out = tmp_path / "new.jsonl"
+    assert metatokens(f"{EVALUATE} --model cut --out {out}")[0] == 2
+    assert not out.exists()  # the try leaves nothing behind
 
 
 def test_wrong_usage_of_a_verb_exits_with_2_as_well(metatokens: Run) -> None:

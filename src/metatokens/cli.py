@@ -169,6 +169,7 @@ def evaluate(
     from metatokens.model.positions import check_length
     from metatokens.training.finetune import check_meta_token, training_of
 
+    _check_results_file(out)
     loaded, tokenizer = load_model(model), load_tokenizer(str(model))
     check_meta_token(loaded.config, tokenizer, model)
     counts = dict.fromkeys(_lengths(lengths), n)
@@ -198,6 +199,7 @@ def perplexity(
     from metatokens.evaluation.perplexity import held_out_text, perplexity
     from metatokens.model.checkpoint import load_model
 
+    _check_results_file(out)
     loaded = load_model(model)
     text = held_out_text(corpus, load_tokenizer(str(model)))
     result = perplexity(
@@ -281,6 +283,15 @@ def _write(lines: Iterable[str], out: Path | None) -> None:
             file.writelines(line + "\n" for line in lines)
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}.") from error
+
+
+def _check_results_file(out: Path | None) -> None:
+    """Refuse a file that cannot be appended to before anything is measured."""
+    if out is not None:
+        is_new = not out.exists()
+        _write_results((), out)
+        if is_new:
+            out.unlink()
 
 
 def _write_results(results: Iterable["Result"], out: Path | None) -> None:

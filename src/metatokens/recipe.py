@@ -71,6 +71,10 @@ class TrainingSettings(_Settings):
     seed: AtLeastZero = 0
 
 
+# What may differ when a run is resumed, since it does not change the result.
+WITHOUT_EFFECT = {"training": {"dataloader_num_workers", "report_to"}}
+
+
 class TaskSettings(_Settings):
     """What a fine-tuning run trains on (paper, section 4.2 and Appendix D)."""
 

@@ -287,7 +287,17 @@ def test_a_disk_that_fails_half_way(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(blocks.os, "replace", full)
     with pytest.raises(UserError, match=r"cannot be written.*No space left on device"):
         write_token_store(tmp_path / "tokens", corpus, "train:300")
-    assert list((tmp_path / "tokens").iterdir()) == []
+    monkeypatch.undo()
+    assert write_token_store(tmp_path / "tokens", corpus, "train:300").manifest.vocab_size == 300
+
+
+def test_a_failed_build_leaves_nothing_behind(tmp_path, corpus):
+    (tmp_path / "mine").mkdir()
+    for out in (tmp_path / "new", tmp_path / "mine"):
+        with pytest.raises(UserError):
+            write_token_store(out, corpus, "no-such-tokenizer")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert not any((tmp_path / "mine").iterdir())
 
 
 def test_a_replacement_cut_off_half_way_does_not_pass_for_a_store(copy_of_store, corpus, monkeypatch):
@@ -441,3 +451,13 @@ def test_a_split_shorter_than_a_block_says_how_much(store):
 def test_settings_out_of_range(store, changes, sentence):
     with pytest.raises(UserError, match=sentence):
         make_dataset(store, **changes)
+
+
+def test_a_folder_of_something_else_is_left_alone(corpus, tmp_path):
+    mine = tmp_path / "tokenizer" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    with pytest.raises(UserError, match="is not empty and holds no token store"):
+        write_token_store(tmp_path, corpus, "train:300")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [mine]
+    assert mine.read_text() == "mine"

@@ -294,6 +294,18 @@ def test_ctrl_c_and_going_on_in_worker_processes(
     assert_same_run(tmp_path / "run", undisturbed)
 
 
+def test_a_worker_that_the_system_kills_is_one_sentence(
+    stalled: subprocess.Popen[str], reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
+) -> None:
+    os.kill(int((tmp_path / "stalled").read_text()), signal.SIGKILL)
+    _, error = stalled.communicate(timeout=PATIENCE)
+    assert stalled.returncode == 2
+    assert error.splitlines()[-1].startswith("metatokens: a worker was killed while it did pretrain-meta (")
+    assert "Traceback" not in error
+    reproduce(tmp_path / "run")
+    assert_same_run(tmp_path / "run", undisturbed)
+
+
 def test_no_worker_outlives_a_command_that_was_killed(
     stalled: subprocess.Popen[str], reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -157,11 +157,24 @@ def test_other_settings_are_refused_and_overwriting_replaces(
     assert_same_run(tmp_path / "run", undisturbed)
 
 
-def test_moving_the_token_store_does_not_make_another_run(
-    pretraining: Callable[..., PretrainRecipe], small_store: TokenStore, undisturbed: Path, tmp_path: Path
+def test_a_moved_token_store_or_another_tracker_does_not_make_another_run(
+    pretraining: Callable[..., PretrainRecipe],
+    small_store: TokenStore,
+    undisturbed: Path,
+    contents: Callable[[Path], dict[str, bytes]],
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "moved").symlink_to(small_store.path)
-    pretrain(pretraining(f"data.tokens={tmp_path / 'moved'}"), undisturbed)
+    before = contents(undisturbed)
+    steps: list[int] = []
+    harmless = ("training.dataloader_num_workers=1", "training.report_to=all")
+    pretrain(
+        pretraining(f"data.tokens={tmp_path / 'moved'}", *harmless),
+        undisturbed,
+        progress=lambda done, total: steps.append(done),
+    )
+    assert steps == []  # finished already
+    assert contents(undisturbed) == before
 
 
 # --- what does not change the result

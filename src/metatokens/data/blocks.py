@@ -202,21 +202,28 @@ def write_token_store(
                 "choose another folder, or --overwrite."
             )
         return store
+    staging, is_new = out / ".partial", not out.exists()
+    # A store that was cut off while it was built or moved into place has left its staging folder.
+    is_store = (out / MANIFEST).exists() or staging.exists()
+    if out.is_dir() and any(out.iterdir()) and not is_store and not overwrite:
+        raise UserError(f"{out} is not empty and holds no token store: choose another folder, or --overwrite.")
     if next(read_corpus(corpus_spec), None) is None:
         raise UserError(f"the corpus {corpus_spec} holds no text.")
-    staging = out / ".partial"
     try:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-        _build(staging, settings, texts)
+        try:
+            _build(staging, settings, texts)
+        except BaseException:
+            shutil.rmtree(out if is_new else staging)
+            raise
         (out / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(out / "tokenizer", ignore_errors=True)
         for name in (*(f"{split}.arrow" for split in SPLITS), "tokenizer", MANIFEST):
             os.replace(staging / name, out / name)
+        staging.rmdir()
     except OSError as error:
         raise UserError(f"the token store {out} cannot be written: {error}.") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return TokenStore.open(out)
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from graphlib import TopologicalSorter
 from math import prod
 from multiprocessing.connection import wait as wait_for_any
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from metatokens.errors import UserError
 from metatokens.evaluation.results import Result, library_versions, now
 from metatokens.experiment.display import Display
 from metatokens.experiment.plan import MODELS, Preset, Stage, preset, stages
@@ -38,7 +40,7 @@ def reproduce(name: str, out: Path, *, workers: int | None = None, overwrite: bo
         overwrite: replace another run in `out`.
 
     Raises:
-        UserError: if the preset is unknown or the folder holds something else.
+        UserError: if the preset is unknown, the folder holds something else, or a worker was killed.
     """
     sizes = preset(name)
     settings = {
@@ -100,11 +102,16 @@ def _carry_out(workshop: Workshop, plan: list[Stage], workers: int) -> None:
                     while not reports.empty():
                         display.update(*reports.get())
                     for future in done:
-                        name = running.pop(future)
                         future.result()
+                        name = running.pop(future)
                         display.finish(name)
                         order.done(name)
                     display.refresh(running.values())
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"a worker was killed while it did {', '.join(sorted(running.values()))} (too little memory is the "
+                "usual reason); the same command goes on from here, and --workers 1 needs less."
+            ) from error
         except BaseException:
             # Without this, leaving the pool would wait for stages of minutes.
             for process in multiprocessing.active_children():

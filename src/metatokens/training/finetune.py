@@ -18,7 +18,7 @@ from metatokens.errors import UserError
 from metatokens.model.checkpoint import MANIFEST, load_model, weights_sha256
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.positions import check_length
-from metatokens.recipe import FinetuneRecipe
+from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe
 from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.example import Example, read_examples
 from metatokens.training.trainer import Progress, SizedDataset, check_trackers, open_run, train, unwatched
@@ -141,7 +141,7 @@ def finetune(
     phases: dict[str, SizedDataset] = {}
     run = {
         "verb": "finetune",
-        "recipe": recipe.model_dump(mode="json"),
+        "recipe": recipe.model_dump(mode="json", exclude=WITHOUT_EFFECT),
         "model_sha256": weights_sha256(model_folder),
     }
     if data is not None:

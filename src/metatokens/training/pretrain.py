@@ -13,7 +13,7 @@ from metatokens.model.checkpoint import load_model, weights_sha256
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import check_length
-from metatokens.recipe import PretrainRecipe
+from metatokens.recipe import WITHOUT_EFFECT, PretrainRecipe
 from metatokens.training.trainer import Progress, check_trackers, open_run, train, unwatched
 
 
@@ -54,7 +54,7 @@ def pretrain(
     epochs = math.ceil(settings.max_steps * batch / len(_blocks(recipe, store, epochs=1)))
     run = {
         "verb": "pretrain",
-        "recipe": recipe.model_dump(mode="json", exclude={"data": {"tokens"}}),
+        "recipe": recipe.model_dump(mode="json", exclude={"data": {"tokens"}, **WITHOUT_EFFECT}),
         "tokens_sha256": store.manifest.splits["train"].sha256,
         "init_sha256": None if init is None else weights_sha256(init),
     }
