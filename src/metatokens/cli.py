@@ -164,7 +164,7 @@ def evaluate(
 ) -> None:
     """Measure exact match and token accuracy by prompt length."""
     from metatokens.data.tokenizer import load_tokenizer
-    from metatokens.evaluation.accuracy import evaluate
+    from metatokens.evaluation.accuracy import evaluate, test_examples
     from metatokens.model.checkpoint import load_model
     from metatokens.model.positions import check_length
     from metatokens.training.finetune import check_meta_token, training_of
@@ -172,16 +172,14 @@ def evaluate(
     _check_results_file(out)
     loaded, tokenizer = load_model(model), load_tokenizer(str(model))
     check_meta_token(loaded.config, tokenizer, model)
-    counts = dict.fromkeys(_lengths(lengths), n)
-    check_length(loaded.config, max(counts))
+    bins = _lengths(lengths)
+    check_length(loaded.config, max(bins))
     documents = _documents(corpus) if task == "copying" else ()
+    tests = {
+        length: test_examples(task, length, n, tokenizer, condition=condition, documents=documents) for length in bins
+    }
     about = training_of(model)
-    _write_results(
-        evaluate(
-            loaded, tokenizer, task, counts, name=name or str(model), condition=condition, documents=documents, **about
-        ),
-        out,
-    )
+    _write_results(evaluate(loaded, tests, task=task, name=name or str(model), condition=condition, **about), out)
 
 
 @app.command()

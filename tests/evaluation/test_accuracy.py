@@ -141,23 +141,6 @@ def test_a_bin_holds_prompts_of_its_lengths_from_the_test_split(
     assert again[:8] == examples
 
 
-def test_all_models_answer_the_same_prompts(
-    small_model: Callable[..., Path], small_store: TokenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scored = []
-
-    def note(model: object, examples: list[Example]) -> tuple[list[bool], list[int]]:
-        scored.append(examples)
-        return [True] * len(examples), [2] * len(examples)
-
-    monkeypatch.setattr("metatokens.evaluation.accuracy.score", note)
-    for seed, changes in enumerate(MODELS.values()):
-        model = load_model(small_model(**changes))
-        evaluate(model, small_store.tokenizer, "list_recall", {64: 4, 128: 3}, name=str(seed), seed=seed)
-    assert scored[:2] == scored[2:4] == scored[4:]
-    assert [len(examples) for examples in scored[:2]] == [4, 3]
-
-
 # --- results
 
 
@@ -166,16 +149,11 @@ def test_results_count_examples_and_answer_tokens(
 ) -> None:
     model = load_model(small_model())
     training = {"seed": 5, "train_length": 64, "train_condition": "paper", "recipe": "demo"}
-    results = evaluate(
-        model,
-        small_store.tokenizer,
-        "copying",
-        {64: 6, 128: 5},
-        name="meta",
-        condition="none",
-        documents=documents,
-        **training,
-    )
+    tests = {
+        length: test_examples("copying", length, n, small_store.tokenizer, condition="none", documents=documents)
+        for length, n in ((64, 6), (128, 5))
+    }
+    results = evaluate(model, tests, task="copying", name="meta", condition="none", **training)
     assert [(r.length, r.metric) for r in results] == [
         (64, "exact_match"),
         (64, "token_accuracy"),
@@ -183,15 +161,7 @@ def test_results_count_examples_and_answer_tokens(
         (128, "token_accuracy"),
     ]
     for exact, by_token in (results[:2], results[2:]):
-        examples = test_examples(
-            "copying",
-            exact.length,
-            {64: 6, 128: 5}[exact.length],
-            small_store.tokenizer,
-            condition="none",
-            documents=documents,
-        )
-        hits = [correct_tokens(model.eval(), example) for example in examples]
+        hits = [correct_tokens(model.eval(), example) for example in tests[exact.length]]
         assert (exact.value, exact.n) == (sum(map(all, hits)) / len(hits), len(hits))
         answer_tokens = sum(map(len, hits))
         assert (by_token.value, by_token.n) == (sum(map(sum, hits)) / answer_tokens, answer_tokens)
@@ -212,19 +182,21 @@ def test_results_count_examples_and_answer_tokens(
 def test_beyond_learned_positions_there_is_no_figure(
     small_model: Callable[..., Path], small_store: TokenStore, documents: list[str]
 ) -> None:
+    tests = {
+        length: test_examples("copying", length, n, small_store.tokenizer, condition="paper", documents=documents)
+        for length, n in ((64, 40), (128, 2), (256, 2))
+    }
+
     def values(positions: int) -> dict[int, list[tuple[float | None, int]]]:
         model = load_model(small_model(position_embedding="learned", max_position_embeddings=positions))
-        results = evaluate(
-            model, small_store.tokenizer, "copying", {64: 40, 128: 2, 256: 2}, name="x", documents=documents
-        )
+        results = evaluate(model, tests, task="copying", name="x")
         return {length: [(r.value, r.n) for r in results if r.length == length] for length in (64, 128, 256)}
 
     enough = values(200)
     assert all(value is not None for length in (64, 128) for value, _ in enough[length])
     assert enough[256] == [(None, 0), (None, 0)]
     # The last token of an answer is not read, so the longest sequence needs one position less than it has tokens.
-    examples = test_examples("copying", 64, 40, small_store.tokenizer, condition="paper", documents=documents)
-    longest = max(len(example.input_ids) for example in examples)
+    longest = max(len(example.input_ids) for example in tests[64])
     assert longest - 2 >= 64
     assert [n for value, n in values(longest - 1)[64] if value is not None] == [n for _, n in enough[64]]
     assert values(longest - 2)[64] == [(None, 0), (None, 0)]

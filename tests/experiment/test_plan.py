@@ -17,7 +17,8 @@ all_presets = pytest.mark.parametrize("sizes", PRESETS.values(), ids=PRESETS.key
 @all_presets
 def test_every_stage_comes_after_what_it_needs(sizes: Preset) -> None:
     plan = {stage.name: stage for stage in stages(sizes)}
-    assert len(plan) == len(stages(sizes)) == 2 + len(sizes.models) * (2 + 2 * len(sizes.task_steps))
+    tasks = len(sizes.task_steps)
+    assert len(plan) == len(stages(sizes)) == 2 + tasks + len(sizes.models) * (2 + 2 * tasks)
     assert all(before in plan for stage in plan.values() for before in stage.after)
     order = list(TopologicalSorter({name: stage.after for name, stage in plan.items()}).static_order())
     place = {name: order.index(name) for name in plan}
@@ -26,6 +27,7 @@ def test_every_stage_comes_after_what_it_needs(sizes: Preset) -> None:
         for task in sizes.task_steps:
             tuned, measured = place[f"finetune-{model}-{task}"], place[f"evaluate-{model}-{task}"]
             assert place[f"pretrain-{model}"] < tuned < measured
+            assert place["tokenize"] < place[f"draw_examples-{task}"] < tuned
     assert all(stage.cost > 0 for stage in plan.values())
 
 

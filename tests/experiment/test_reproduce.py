@@ -20,7 +20,7 @@ from metatokens.evaluation.results import Result, read_results
 from metatokens.experiment import plan, run
 from metatokens.report.inputs import read_inputs
 
-STAGES = ["tokenize", "describe_tasks"]
+STAGES = ["tokenize", "describe_tasks", "draw_examples-parity"]
 for model in ("gpt2", "meta"):
     STAGES += [f"{verb}-{model}" for verb in ("pretrain", "perplexity")]
     STAGES += [f"{verb}-{model}-parity" for verb in ("finetune", "evaluate")]
@@ -227,6 +227,8 @@ def start(corpus: Path, out: Path, *, workers: int, **environment: str) -> subpr
         [sys.executable, tiny_preset.__file__, str(corpus), str(out), str(workers)],
         env=os.environ | environment,
         start_new_session=True,
+        # A shell starts what runs in its background with Ctrl-C ignored, which is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

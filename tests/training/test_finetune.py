@@ -79,7 +79,7 @@ def test_every_epoch_holds_every_record_once_in_an_order_of_its_own() -> None:
 
 def test_task_examples_begin_again_after_their_number(small_store: TokenStore) -> None:
     task = TaskData("parity", tokenizer=small_store.tokenizer)
-    dataset = TaskExamples(task, 64, examples=3, length=8)
+    dataset = TaskExamples([task.train(index, 64) for index in range(3)], length=8)
     assert len(dataset) == 8
     assert [dataset[index] for index in range(8)] == [task.train(index % 3, 64) for index in range(8)]
 
@@ -119,7 +119,7 @@ def test_each_train_length_goes_on_from_the_last_ones_model(
     finetune(finetuning("task.train_lengths=[64, 128]"), model, tmp_path / "both", task="parity")
     finetune(finetuning(), model, tmp_path / "first", task="parity")
     finetune(finetuning("task.train_lengths=[128]"), tmp_path / "first" / "64", tmp_path / "second", task="parity")
-    assert {path.name for path in (tmp_path / "both").iterdir()} == {"64", "128", "settings.json"}
+    assert {path.name for path in (tmp_path / "both").iterdir()} == {"64", "128", "examples", "settings.json"}
     for name in ("model.safetensors", "curve.jsonl", "config.json"):
         assert (tmp_path / "both" / "64" / name).read_bytes() == (tmp_path / "first" / "64" / name).read_bytes()
         assert (tmp_path / "both" / "128" / name).read_bytes() == (tmp_path / "second" / "128" / name).read_bytes()
@@ -161,13 +161,13 @@ def test_the_loss_is_the_mean_over_all_answer_tokens_of_a_step(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    read: list[Example] = []
+    read: list[Encoded] = []
     collate = Collator.__call__
     monkeypatch.setattr(Collator, "__call__", lambda self, rows: read.extend(rows) or collate(self, rows))
     sizes = (f"training.per_device_train_batch_size={batch}", f"training.gradient_accumulation_steps={pieces}")
     finetune(finetuning(*sizes), model, tmp_path / "run", task="copying", documents=[small_corpus.read_text()])
     exact, losses = load_model(model).double(), []
-    for ids, start in ((row.input_ids, row.answer_start) for row in read[:4]):
+    for ids, start in ((list(row.input_ids), row.answer_start) for row in read[:4]):
         with torch.no_grad():
             log_probabilities = exact(torch.tensor([ids])).logits[0].log_softmax(-1)
         losses.append([-log_probabilities[place - 1, ids[place]].item() for place in range(start, len(ids))])

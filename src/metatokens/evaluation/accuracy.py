@@ -12,6 +12,7 @@ from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import reaches
 from metatokens.tasks.curriculum import TaskData, chance, majority_rate
 from metatokens.tasks.example import Example
+from metatokens.tasks.store import Encoded
 
 METRICS: tuple[Metric, ...] = ("exact_match", "token_accuracy")
 TEST_SEED = 2026  # of the test examples: one fixed set for all models
@@ -32,7 +33,7 @@ def test_examples(
 
 
 def score(
-    model: MetaGPT2ForCausalLM, examples: Sequence[Example], *, tokens_per_batch: int = 16_384
+    model: MetaGPT2ForCausalLM, examples: Sequence[Encoded], *, tokens_per_batch: int = 16_384
 ) -> tuple[list[bool], list[int]]:
     """Which of each example's answer tokens greedy decoding gets right.
 
@@ -64,7 +65,7 @@ def score(
 
 
 @torch.inference_mode()
-def _hits(model: MetaGPT2ForCausalLM, examples: Sequence[Example]) -> Iterator[torch.Tensor]:
+def _hits(model: MetaGPT2ForCausalLM, examples: Sequence[Encoded]) -> Iterator[torch.Tensor]:
     """For each example, a bool for each token of its answer."""
     longest = max(len(example.input_ids) for example in examples)
     ids = torch.zeros(len(examples), longest, dtype=torch.long)
@@ -75,8 +76,8 @@ def _hits(model: MetaGPT2ForCausalLM, examples: Sequence[Example]) -> Iterator[t
         answer[row, example.answer_start : size] = True
     ids, answer = ids.to(model.device), answer.to(model.device)
     # Padding is on the right, where causal attention never looks, so no mask is needed.
-    hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state
-    logits = model.lm_head(hidden[answer[:, 1:]])
+    states = model.model(ids[:, :-1], use_cache=False, keep=answer[:, 1:]).last_hidden_state
+    logits = model.lm_head(states)
     if model.config.meta_token_id is not None:
         logits[:, model.config.meta_token_id] = -math.inf
     hit = logits.argmax(-1) == ids[answer]
@@ -85,13 +86,11 @@ def _hits(model: MetaGPT2ForCausalLM, examples: Sequence[Example]) -> Iterator[t
 
 def evaluate(
     model: MetaGPT2ForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    task: str,
-    counts: Mapping[int, int],
+    tests: Mapping[int, Sequence[Encoded]],
     *,
+    task: str,
     name: str,
     condition: str = "paper",
-    documents: Sequence[str] = (),
     seed: int = 0,
     train_length: int | None = None,
     train_condition: str | None = None,
@@ -101,12 +100,10 @@ def evaluate(
 
     Args:
         model: the model.
-        tokenizer: its tokenizer.
+        tests: for each bin of prompt length (in tokens), its examples: see `test_examples`.
         task: one of the four tasks.
-        counts: for each bin of prompt length (in tokens), how many examples.
         name: `gpt2`, `pause`, `twin`, `meta`, or whatever the figures are to be filed under.
         condition: the marker condition of the test prompts.
-        documents: corpus texts for `copying`.
         seed, train_length, train_condition, recipe: how the model was trained, for the record.
 
     Returns:
@@ -123,12 +120,10 @@ def evaluate(
         "recipe": recipe,
     }
     results = []
-    for length, count in counts.items():
-        examples = []
-        if reaches(model.config, length):
-            examples = test_examples(task, length, count, tokenizer, condition=condition, documents=documents)
+    for length, examples in tests.items():
         # The answer needs positions too, but for its last token.
-        if not reaches(model.config, max((len(example.input_ids) - 1 for example in examples), default=length)):
+        longest = max(len(example.input_ids) - 1 for example in examples)
+        if not reaches(model.config, max(length, longest)):
             results += [Result(**about, length=length, metric=metric, value=None, n=0) for metric in METRICS]
             continue
         exact, tokens = score(model, examples)

@@ -54,7 +54,7 @@ DEMO = Preset(
     tokenizer="train:2048",
     pretrain_recipe="demo",
     finetune_recipe="demo_finetune",
-    task_steps={"list_recall": 3300, "segment_counting": 500, "parity": 1130, "copying": 500},
+    task_steps={"list_recall": 3300, "segment_counting": 500, "parity": 1250, "copying": 500},
     test_counts={128: 500, 256: 200, 512: 200, 1024: 200},
 )
 
@@ -100,6 +100,16 @@ def stages(sizes: Preset) -> list[Stage]:
         Stage(name="tokenize", verb="tokenize", cost=10),
         Stage(name="describe_tasks", verb="describe_tasks", after=("tokenize",), cost=5),
     ]
+    plan += [
+        Stage(
+            name=f"draw_examples-{task}",
+            verb="draw_examples",
+            arguments={"task": task},
+            after=("tokenize",),
+            cost=5 + 0.004 * steps,
+        )
+        for task, steps in sizes.task_steps.items()
+    ]
     for model in sizes.models:
         weight = 1.0 if model in ("gpt2", "pause") else 1.3
         pretrained = f"pretrain-{model}"
@@ -119,7 +129,7 @@ def stages(sizes: Preset) -> list[Stage]:
                     name=tuned,
                     verb="finetune",
                     arguments=run,
-                    after=(pretrained,),
+                    after=(pretrained, f"draw_examples-{task}"),
                     cost=steps * 0.06 * weight,
                 )
             )

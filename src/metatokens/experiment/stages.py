@@ -16,8 +16,9 @@ from metatokens.evaluation.results import Result
 from metatokens.experiment.plan import MODELS, Preset
 from metatokens.model.checkpoint import load_model
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
-from metatokens.tasks.curriculum import TASKS, task_texts
-from metatokens.training.finetune import finetune
+from metatokens.tasks.curriculum import TASKS, TaskData, task_texts
+from metatokens.tasks.store import ExampleStore
+from metatokens.training.finetune import finetune, train_examples
 from metatokens.training.pretrain import pretrain
 from metatokens.training.trainer import Progress
 
@@ -27,7 +28,8 @@ COPIED_DOCUMENTS = 500  # at most, of the corpus, for the task `copying`
 class Workshop:
     """The run folder of a preset. Every public method is a verb of the plan; what it returns goes into `results.jsonl`.
 
-    The folder holds `tokens/` (the store), `models/MODEL/pretrained` and `models/MODEL/TASK/LENGTH`.
+    The folder holds `tokens/` (the store), `examples/TASK` (encoded), `models/MODEL/pretrained` and
+    `models/MODEL/TASK/LENGTH`.
     """
 
     def __init__(self, out: Path, name: str, preset: Preset):
@@ -76,6 +78,26 @@ class Workshop:
             for placement in placements
         ]
 
+    def draw_examples(self, progress: Progress, *, task: str) -> list[Result]:
+        """Write a task's train and test examples, encoded, for all models."""
+        recipe = finetune_recipe(self.preset, task)
+        tokenizer = load_tokenizer(str(self.out / "tokens" / "tokenizer"))
+        documents = self.documents(task)
+        source = TaskData(
+            task,
+            tokenizer=tokenizer,
+            condition=recipe.task.condition,
+            seed=recipe.training.seed,
+            documents=documents,
+        )
+        for train_length in recipe.task.train_lengths:
+            train_examples(recipe, source, train_length, self.examples(task))
+        for condition in self.conditions(task):
+            for length, count in self.preset.test_counts.items():
+                tests = test_examples(task, length, count, tokenizer, condition=condition, documents=documents)
+                ExampleStore.write(self.test_file(task, condition, length), tests)
+        return []
+
     def finetune(self, progress: Progress, *, model: str, task: str) -> list[Result]:
         """Fine-tune a pretrained model on a task."""
         finetune(
@@ -84,6 +106,7 @@ class Workshop:
             self.model(model, task),
             task=task,
             documents=self.documents(task),
+            examples=self.examples(task),
             progress=progress,
         )
         return []
@@ -91,19 +114,19 @@ class Workshop:
     def evaluate(self, progress: Progress, *, model: str, task: str) -> list[Result]:
         """Accuracy of a fine-tuned model at every length, in every condition asked for."""
         recipe = finetune_recipe(self.preset, task)
-        tokenizer = load_tokenizer(str(self.out / "tokens" / "tokenizer"))
         results = []
         for train_length in recipe.task.train_lengths:
             tuned = load_model(self.model(model, task) / str(train_length))
-            for condition in ("paper", *self.preset.extra_conditions.get(task, ())):
+            for condition in self.conditions(task):
                 results += evaluate(
                     tuned,
-                    tokenizer,
-                    task,
-                    self.preset.test_counts,
+                    {
+                        length: ExampleStore(self.test_file(task, condition, length))
+                        for length in self.preset.test_counts
+                    },
+                    task=task,
                     name=model,
                     condition=condition,
-                    documents=self.documents(task),
                     seed=recipe.training.seed,
                     train_length=train_length,
                     train_condition=recipe.task.condition,
@@ -114,6 +137,18 @@ class Workshop:
     def model(self, model: str, task: str | None = None) -> Path:
         """The folder of a pretrained model, or of one fine-tuned on a task."""
         return self.out / "models" / model / (task or "pretrained")
+
+    def examples(self, task: str) -> Path:
+        """The folder of a task's encoded examples."""
+        return self.out / "examples" / task
+
+    def test_file(self, task: str, condition: str, length: int) -> Path:
+        """The encoded test examples of one bin of prompt length."""
+        return self.examples(task) / f"test-{condition}-{length}.arrow"
+
+    def conditions(self, task: str) -> tuple[str, ...]:
+        """The conditions in which a task is tested."""
+        return ("paper", *self.preset.extra_conditions.get(task, ()))
 
     def documents(self, task: str) -> Sequence[str]:
         """What `copying` copies from; nothing for the other tasks."""

@@ -25,6 +25,8 @@ from metatokens.model.configuration import MetaGPT2Config, SecondAttention
 from metatokens.model.generation import MetaTokenGenerationMixin
 from metatokens.model.positions import Rotary, check_length, position_ids_from_mask
 
+Index = Tensor | tuple[slice, slice | Tensor]  # of (batch, length)
+
 
 def layer_norm(config: MetaGPT2Config) -> nn.LayerNorm:
     """A LayerNorm over the residual stream."""
@@ -72,8 +74,9 @@ class MetaGPT2Block(GradientCheckpointingLayer):
         meta_rows: MetaRows | None,
         meta_rotary: Rotary | None,
         past_key_values: MetaTokenCache | None,
+        keep: Index | None = None,
     ) -> Tensor:
-        """One block's step of the residual stream, (batch, length, width)."""
+        """One block's step of the residual stream, (batch, length, width), or what `keep` takes of it."""
         x = x + self.attention(self.attention_norm(x), rotary=rotary, mask=mask, cache=past_key_values)[0]
         if isinstance(self.second_attention, CausalAttention):
             x = x + self.second_attention(self.second_norm(x), rotary=rotary, mask=mask, cache=past_key_values)[0]
@@ -81,6 +84,8 @@ class MetaGPT2Block(GradientCheckpointingLayer):
             meta = self.second_norm(meta_rows.gather(x))
             meta = self.second_attention(meta, rows=meta_rows, rotary=meta_rotary, cache=past_key_values)
             x = meta_rows.scatter_add(x, meta)
+        if keep is not None:  # the feed-forward layer sees each position by itself
+            x = x[keep]
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -133,9 +138,17 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         position_ids: Tensor | None = None,
         past_key_values: MetaTokenCache | None = None,
         use_cache: bool | None = None,
+        keep: Index | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states of `input_ids` (batch, length); arguments as in `MetaGPT2ForCausalLM.forward`."""
+        """Hidden states of `input_ids` (batch, length).
+
+        Args:
+            input_ids, attention_mask, position_ids, past_key_values, use_cache: as in `MetaGPT2ForCausalLM.forward`.
+            keep: an index of (batch, length). Only the final states that it takes are computed and returned; the last
+                block's feed-forward layer, a third of a two-layer model, is left out elsewhere.
+            **kwargs: output flags of transformers.
+        """
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not self.training:
             past_key_values = MetaTokenCache(self.config)
@@ -173,6 +186,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
                 meta_rows=meta_rows,
                 meta_rotary=meta_rotary,
                 past_key_values=past_key_values,
+                keep=keep if layer is self.layers[-1] else None,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
@@ -219,25 +233,29 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
         Raises:
             UserError: if the sequence is longer than a learned table of positions.
         """
+        keep: Index
+        targets = loss = None
+        if labels is not None and self.training:
+            targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+            keep = targets != -100
+        else:
+            keep = slice(None), slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        everywhere = kwargs.get("output_hidden_states", self.config.output_hidden_states)  # all of them, whole
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=use_cache,
+            keep=None if everywhere else keep,
             **kwargs,
         )
-        hidden, loss = outputs.last_hidden_state, None
-        if labels is not None and self.training:
-            targets = labels[:, 1:]
-            scored = targets != -100
-            logits = self.lm_head(hidden[:, :-1][scored])
-            loss = self.loss_function(logits, None, self.config.vocab_size, shift_labels=targets[scored], **kwargs)
-        else:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(hidden[:, kept])
-            if labels is not None:
-                loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        hidden = outputs.last_hidden_state
+        logits = self.lm_head(hidden[keep] if everywhere else hidden)
+        if targets is not None:
+            loss = self.loss_function(logits, None, self.config.vocab_size, shift_labels=targets[keep], **kwargs)
+        elif labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,35 +20,36 @@ from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe
 from metatokens.tasks.curriculum import TaskData
-from metatokens.tasks.example import Example, read_examples
+from metatokens.tasks.example import read_examples
+from metatokens.tasks.store import Encoded, ExampleStore
 from metatokens.training.trainer import Progress, SizedDataset, check_trackers, open_run, train, unwatched
 
 IGNORED = -100  # the label of a position that is not scored
 
 
 class TaskExamples:
-    """A task's train examples, generated when they are asked for: item i is example `i % examples`."""
+    """A task's train examples, which are in random order as they are: item i is example `i % len(examples)`."""
 
-    def __init__(self, task: TaskData, train_length: int, *, examples: int, length: int):
-        self.task, self.train_length, self.examples, self.length = task, train_length, examples, length
+    def __init__(self, examples: Sequence[Encoded], *, length: int):
+        self.examples, self.length = examples, length
 
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> Example:
-        return self.task.train(index % self.examples, self.train_length)
+    def __getitem__(self, index: int) -> Encoded:
+        return self.examples[index % len(self.examples)]
 
 
 class RecordExamples:
     """A user's records, in an order that is a permutation of its own in every epoch."""
 
-    def __init__(self, records: Sequence[Example], *, seed: int, length: int):
+    def __init__(self, records: Sequence[Encoded], *, seed: int, length: int):
         self.records, self.seed, self.length = records, seed, length
 
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> Example:
+    def __getitem__(self, index: int) -> Encoded:
         epoch, place = divmod(index, len(self.records))
         return self.records[shuffled(place, len(self.records), f"{self.seed} {epoch}")]
 
@@ -64,21 +65,21 @@ class ByLength:
 
     def __init__(self, examples: SizedDataset, *, batch: int, seed: int):
         self.examples, self.batch, self.seed = examples, batch, seed
-        self._open: tuple[int, list[Example]] = (-1, [])  # the window that is being read, and its number
+        self._open: tuple[int, list[Encoded]] = (-1, [])  # the window that is being read, and its number
 
     def __len__(self) -> int:
         return len(self.examples)
 
-    def __getitem__(self, index: int) -> Example:
+    def __getitem__(self, index: int) -> Encoded:
         window, place = divmod(index, self.WINDOW * self.batch)
         if self._open[0] != window:
             self._open = (window, self._read(window))
         return self._open[1][place]
 
-    def _read(self, window: int) -> list[Example]:
+    def _read(self, window: int) -> list[Encoded]:
         size = self.WINDOW * self.batch
         numbers = range(window * size, min((window + 1) * size, len(self.examples)))
-        by_length = sorted((self.examples[number] for number in numbers), key=lambda example: example.n_tokens)
+        by_length = sorted((self.examples[number] for number in numbers), key=lambda example: example.answer_start)
         batches = [by_length[start : start + self.batch] for start in range(0, len(by_length), self.batch)]
         order = np.random.default_rng((self.seed, window)).permutation(len(batches))
         return [example for number in order for example in batches[number]]
@@ -93,17 +94,35 @@ class Collator:
     def __init__(self, *, pad_token_id: int, meta_token_id: int, loss_on: str):
         self.pad_token_id, self.meta_token_id, self.loss_on = pad_token_id, meta_token_id, loss_on
 
-    def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+    def __call__(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
         """`input_ids` and `labels`, each (batch, longest)."""
         longest = max(len(example.input_ids) for example in examples)
-        input_ids = torch.full((len(examples), longest), self.pad_token_id)
-        labels = torch.full((len(examples), longest), IGNORED)
+        input_ids = np.full((len(examples), longest), self.pad_token_id)
+        labels = np.full((len(examples), longest), IGNORED)
         for row, example in enumerate(examples):
-            ids = torch.tensor(example.input_ids)
+            ids = example.input_ids
             first = example.answer_start if self.loss_on == "answer" else 1
             input_ids[row, : len(ids)] = ids
             labels[row, first : len(ids)] = ids[first:]
-        return {"input_ids": input_ids, "labels": labels.masked_fill(labels == self.meta_token_id, IGNORED)}
+        labels[labels == self.meta_token_id] = IGNORED
+        return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+
+
+def train_examples(recipe: FinetuneRecipe, source: TaskData, length: int, folder: Path) -> ExampleStore:
+    """The examples of one train length: those that `folder` has from an earlier run of the recipe, or new ones."""
+    path, count = folder / f"train-{length}.arrow", min(recipe.task.examples, _examples_seen(recipe))
+    if path.exists():
+        return ExampleStore(path)
+    return ExampleStore.write(path, (source.train(index, length) for index in range(count)))
+
+
+def _task_phase(recipe: FinetuneRecipe, source: TaskData, length: int, folder: Path) -> TaskExamples:
+    return TaskExamples(train_examples(recipe, source, length, folder), length=_examples_seen(recipe))
+
+
+def _examples_seen(recipe: FinetuneRecipe) -> int:
+    settings = recipe.training
+    return settings.max_steps * settings.per_device_train_batch_size * settings.gradient_accumulation_steps
 
 
 def finetune(
@@ -114,6 +133,7 @@ def finetune(
     task: str | None = None,
     data: Path | None = None,
     documents: Sequence[str] = (),
+    examples: Path | None = None,
     overwrite: bool = False,
     progress: Progress = unwatched,
 ) -> None:
@@ -126,6 +146,7 @@ def finetune(
         task: a task's name; or
         data: a JSON-lines file of the user's own records, trained on as they stand, into `out/data`.
         documents: corpus texts, which the task `copying` copies from.
+        examples: the folder of the task's encoded train examples, if other runs share them; default: in `out`.
         overwrite: replace another run in `out`.
         progress: called with the steps done and the steps in all.
 
@@ -137,8 +158,7 @@ def finetune(
     model = load_model(model_folder)
     tokenizer = load_tokenizer(str(model_folder))
     check_meta_token(model.config, tokenizer, model_folder)
-    needed = settings.max_steps * settings.per_device_train_batch_size * settings.gradient_accumulation_steps
-    phases: dict[str, SizedDataset] = {}
+    phases: dict[str, Callable[[], SizedDataset]] = {}
     run = {
         "verb": "finetune",
         "recipe": recipe.model_dump(mode="json", exclude=WITHOUT_EFFECT),
@@ -147,7 +167,7 @@ def finetune(
     if data is not None:
         records = read_examples(data, tokenizer)
         check_length(model.config, max(len(record.input_ids) for record in records))
-        phases["data"] = RecordExamples(records, seed=settings.seed, length=needed)
+        phases["data"] = partial(RecordExamples, records, seed=settings.seed, length=_examples_seen(recipe))
         run |= {"data_sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
     elif task is not None:
         source = TaskData(
@@ -156,7 +176,7 @@ def finetune(
         for length in recipe.task.train_lengths:
             check_length(model.config, length)
             source.train(0, length)  # whether there is such a prompt at all is said before any training
-            phases[str(length)] = TaskExamples(source, length, examples=recipe.task.examples, length=needed)
+            phases[str(length)] = partial(_task_phase, recipe, source, length, examples or out / "examples")
         run |= {"task": task, "documents_sha256": hashlib.sha256("\0".join(documents).encode()).hexdigest()}
     else:
         raise UserError("fine-tuning needs a task or a file of records.")
@@ -165,7 +185,7 @@ def finetune(
     collator = Collator(
         pad_token_id=tokenizer.eos_token_id, meta_token_id=model.config.meta_token_id, loss_on=recipe.task.loss_on
     )
-    for number, (name, examples) in enumerate(phases.items()):
+    for number, (name, open_examples) in enumerate(phases.items()):
         folder = out / name
         if (folder / MANIFEST).exists():
             model = load_model(folder)
@@ -173,7 +193,7 @@ def finetune(
         folder.mkdir(exist_ok=True)
         set_seed(settings.seed)
         before, total = number * settings.max_steps, len(phases) * settings.max_steps
-        dataset = ByLength(examples, batch=settings.per_device_train_batch_size, seed=settings.seed)
+        dataset = ByLength(open_examples(), batch=settings.per_device_train_batch_size, seed=settings.seed)
         report = partial(_report_phase, progress, before, total)
         train(model, dataset, tokenizer, settings, folder, collator=collator, progress=report)
 

@@ -1,0 +1,91 @@
+"""Encoded examples on disk: drawn once, then read by every run that needs them."""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol, overload
+
+import numpy as np
+import pyarrow as pa
+
+from metatokens.errors import UserError
+
+
+class Encoded(Protocol):
+    """What training and evaluation read of an example."""
+
+    @property
+    def input_ids(self) -> Sequence[int] | np.ndarray:
+        """Ids of prompt, completion and end of text."""
+        ...
+
+    @property
+    def answer_start(self) -> int:
+        """Tokens of the prompt."""
+        ...
+
+
+class StoredExample(NamedTuple):
+    """An example of a store."""
+
+    input_ids: np.ndarray
+    answer_start: int
+
+
+class ExampleStore(Sequence[StoredExample]):
+    """The examples of one file, memory-mapped.
+
+    Args:
+        path: what `ExampleStore.write` wrote.
+
+    Raises:
+        UserError: if the file cannot be read or holds something else.
+    """
+
+    def __init__(self, path: Path):
+        try:
+            column = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+            ids, starts = column["input_ids"], column["answer_start"]
+            self._ids = ids.values.to_numpy()
+            self._offsets = ids.offsets.to_numpy()
+            self._answer_starts = starts.to_numpy()
+        except (OSError, KeyError, pa.ArrowInvalid) as error:
+            raise UserError(f"{path} is no file of encoded examples: {error}.") from error
+
+    @classmethod
+    def write(cls, path: Path, examples: Iterable[Encoded]) -> "ExampleStore":
+        """Write the examples to `path`, where the whole file appears at once, and open them."""
+        ids: list[np.ndarray] = []
+        answer_starts: list[int] = []
+        for example in examples:
+            ids.append(np.asarray(example.input_ids, dtype=np.int32))
+            answer_starts.append(example.answer_start)
+        offsets = np.cumsum([0, *map(len, ids)], dtype=np.int32)
+        batch = pa.record_batch(
+            {
+                "input_ids": pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(ids))),
+                "answer_start": pa.array(answer_starts, pa.int32()),
+            }
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
+        with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+            writer.write_batch(batch)
+        os.replace(partial, path)
+        return cls(path)
+
+    def __len__(self) -> int:
+        return len(self._answer_starts)
+
+    @overload
+    def __getitem__(self, index: int) -> StoredExample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[StoredExample]: ...
+
+    def __getitem__(self, index: int | slice) -> StoredExample | list[StoredExample]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        ids = self._ids[self._offsets[index] : self._offsets[index + 1]]
+        return StoredExample(ids, int(self._answer_starts[index]))
