@@ -41,5 +41,5 @@ def test_nothing_appears_when_drawing_fails(tmp_path: Path) -> None:
 def test_another_file_is_refused(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "a.arrow").write_bytes(content)
-    with pytest.raises(UserError, match="a.arrow is no file of encoded examples"):
+    with pytest.raises(UserError, match=r"a\.arrow is no file of encoded examples"):
         ExampleStore(tmp_path / "a.arrow")

@@ -18,6 +18,7 @@ from metatokens.model.checkpoint import load_model
 from metatokens.recipe import FinetuneRecipe
 from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.example import Example, read_examples
+from metatokens.tasks.store import Encoded
 from metatokens.training.finetune import (
     ByLength,
     Collator,
