@@ -3,6 +3,7 @@
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 from transformers import default_data_collator, set_seed
 
@@ -37,26 +38,59 @@ def pretrain(
     Raises:
         UserError: if the settings do not fit the data, the checkpoint or the folder.
     """
-    if recipe.data.tokens is None:
-        raise UserError("the recipe names no data.tokens: the folder that `metatokens tokenize` wrote.")
-    store = TokenStore.open(recipe.data.tokens)
-    settings = recipe.training
-    check_trackers(settings)
-    set_seed(settings.seed)
+    store = open_store(recipe)
+    set_seed(recipe.training.seed)
     if init is None:
         model = MetaGPT2ForCausalLM(_config(recipe, store))
     else:
         model = load_model(init, recipe.model.second_attention)
-        _check_vocabulary(model.config, store, recipe)
+    run = {"verb": "pretrain", "init_sha256": None if init is None else weights_sha256(init)}
+    train_on_blocks(model, recipe, store, out, run=run, overwrite=overwrite, progress=progress)
+
+
+def open_store(recipe: PretrainRecipe) -> TokenStore:
+    """The token store that a recipe names.
+
+    Raises:
+        UserError: if it names none, or there is no complete one.
+    """
+    if recipe.data.tokens is None:
+        raise UserError("the recipe names no data.tokens: the folder that `metatokens tokenize` wrote.")
+    return TokenStore.open(recipe.data.tokens)
+
+
+def train_on_blocks(
+    model: MetaGPT2ForCausalLM,
+    recipe: PretrainRecipe,
+    store: TokenStore,
+    out: Path,
+    *,
+    run: dict[str, Any],
+    overwrite: bool,
+    progress: Progress,
+) -> None:
+    """Train a model on a token store's blocks until `training.max_steps`, or find that the run is finished.
+
+    Args:
+        model: changed in place.
+        recipe: the settings; the section `model` is not used.
+        store: what `open_store` gave.
+        out, overwrite, progress: as in `pretrain`.
+        run: what determines the run's result beside recipe and text; recorded with them.
+
+    Raises:
+        UserError: if the settings do not fit the data, the model or the folder.
+    """
+    settings = recipe.training
+    check_trackers(settings)
+    _check_vocabulary(model.config, store, recipe)
     check_length(model.config, recipe.data.block_size)
     batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
     batch *= int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun and accelerate
     epochs = math.ceil(settings.max_steps * batch / len(_blocks(recipe, store, epochs=1)))
-    run = {
-        "verb": "pretrain",
+    run = run | {
         "recipe": recipe.model_dump(mode="json", exclude={"data": {"tokens"}, **WITHOUT_EFFECT}),
         "tokens_sha256": store.manifest.splits["train"].sha256,
-        "init_sha256": None if init is None else weights_sha256(init),
     }
     if not open_run(out, run, overwrite=overwrite):
         dataset = _blocks(recipe, store, epochs=epochs)

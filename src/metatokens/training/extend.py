@@ -1,0 +1,98 @@
+"""Context extension of a model with rotary positions: YaRN, then pretraining on longer blocks (paper, section 4.1)."""
+
+from pathlib import Path
+
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from metatokens.errors import UserError
+from metatokens.model.checkpoint import load_model, weights_sha256
+from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.recipe import PretrainRecipe
+from metatokens.training.pretrain import open_store, train_on_blocks
+from metatokens.training.trainer import Progress, unwatched
+
+
+def extend(
+    model_folder: Path,
+    out: Path,
+    *,
+    factor: float,
+    recipe: PretrainRecipe,
+    original_length: int | None = None,
+    overwrite: bool = False,
+    progress: Progress = unwatched,
+) -> None:
+    """Extend a model's context by YaRN, and train it on blocks of the extended length until `training.max_steps`.
+
+    The paper goes from 1,024 tokens to 4,096 and 8,192, and gives neither the steps nor the text.
+
+    Args:
+        model_folder: the checkpoint to extend, with plain rotary positions.
+        out: the run's folder, as of `pretrain`: the model, `settings.json`, ... Resumed if it holds this run.
+        factor: by how much the context grows.
+        recipe: of pretraining. The section `model` is not used, and the blocks are of the extended length.
+        original_length: tokens that the model was trained on; None: its `max_position_embeddings`.
+        overwrite: replace another run in `out`.
+        progress: called with the steps done and the steps in all.
+
+    Raises:
+        UserError: if the model cannot be extended so, or the settings do not fit the data or the folder.
+    """
+    store = open_store(recipe)
+    model = load_model(model_folder)
+    original_length = original_length or model.config.max_position_embeddings
+    apply_yarn(model, factor, original_length)
+    data = recipe.data.model_copy(update={"block_size": model.config.max_position_embeddings})
+    recipe = recipe.model_copy(update={"data": data})
+    run = {
+        "verb": "extend",
+        "factor": factor,
+        "original_length": original_length,
+        "init_sha256": weights_sha256(model_folder),
+    }
+    train_on_blocks(model, recipe, store, out, run=run, overwrite=overwrite, progress=progress)
+
+
+def apply_yarn(model: MetaGPT2ForCausalLM, factor: float, original_length: int) -> None:
+    """Give a model the rotary tables of YaRN (Peng et al., 2023), in both attentions; its weights stay.
+
+    A frequency that turns more than `beta_fast` times within the original length stays as it is, one that turns less
+    than `beta_slow` times is divided by the factor, with a linear ramp between them; cosines and sines are multiplied
+    by 0.1 ln(factor) + 1. Nothing of it depends on a sequence's length. The parameters are those of the paper's
+    appendix on YaRN.
+
+    Args:
+        model: changed in place.
+        factor: by how much the context grows.
+        original_length: tokens that the model was trained on.
+
+    Raises:
+        UserError: if the positions are not rotary or scaled already, or the factor gives no longer context.
+    """
+    config = model.config
+    if config.position_embedding != "rope":
+        raise UserError(
+            f"the model has position_embedding {config.position_embedding!r}; YaRN extends rotary positions, 'rope'."
+        )
+    if config.rope_parameters["rope_type"] != "default":
+        raise UserError(
+            f"the model's rotary positions are scaled already (rope_type {config.rope_parameters['rope_type']!r}); "
+            "extend the model that it came from by the whole factor."
+        )
+    length = factor * original_length
+    if not length > original_length or not float(length).is_integer():
+        raise UserError(
+            f"factor {factor:g} extends {original_length} tokens to {length:g}; it must be above 1, and the "
+            "result whole."
+        )
+    config.max_position_embeddings = int(length)
+    config.rope_parameters = {
+        "rope_type": "yarn",
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "factor": factor,
+        "original_max_position_embeddings": original_length,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attention_factor": None,  # a number would replace 0.1 ln(factor) + 1, not multiply it as the paper's 1.0 does
+    }
+    model.model.rotary_positions = LlamaRotaryEmbedding(config).to(model.device)

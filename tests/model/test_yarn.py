@@ -1,0 +1,164 @@
+"""YaRN's rotary tables against transformers, the authors' formula and the YaRN paper's, and where they are used."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from dense_oracle import DenseOracle
+from tiny_models import random_rows, tiny_model
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from metatokens import MetaGPT2ForCausalLM
+from metatokens.errors import UserError
+from metatokens.training.extend import apply_yarn
+
+ORIGINAL, HEAD_SIZE = 1024, 64  # the paper's
+FACTORS = pytest.mark.parametrize("factor", [4.0, 8.0])
+
+
+def extended(factor: float) -> MetaGPT2ForCausalLM:
+    """A model of the paper's head size and context, extended; the rest is tiny."""
+    sizes = {"hidden_size": HEAD_SIZE, "num_attention_heads": 1, "max_position_embeddings": ORIGINAL}
+    model = tiny_model(**sizes, num_hidden_layers=1, dtype=torch.float32)
+    apply_yarn(model, factor, ORIGINAL)
+    return model
+
+
+def authors_frequencies(size: int, original: int, factor: float) -> list[float]:
+    """What the authors' code computes: a ramp that is linear in the index of the frequency."""
+
+    def index_that_turns(times: float) -> float:  # original / (2 pi base^(2i/size)) = times, solved for i
+        return size * math.log(original / (2 * math.pi * times)) / (2 * math.log(10000))
+
+    low, high = max(math.floor(index_that_turns(32)), 0), min(math.ceil(index_that_turns(1)), size - 1)
+    frequencies = []
+    for i in range(size // 2):
+        plain, interpolated = 10000 ** (-2 * i / size), min(max((i - low) / (high - low), 0), 1)
+        frequencies.append(plain * (1 - interpolated) + plain / factor * interpolated)
+    return frequencies
+
+
+@FACTORS
+def test_tables_are_those_of_transformers(factor: float) -> None:
+    model = extended(factor)
+    llama = LlamaConfig(
+        hidden_size=HEAD_SIZE,
+        num_attention_heads=1,
+        max_position_embeddings=int(ORIGINAL * factor),
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": factor,
+            "original_max_position_embeddings": ORIGINAL,
+        },
+    )
+    frequencies, scale = ROPE_INIT_FUNCTIONS["yarn"](llama)
+    ours = model.model.rotary_positions
+    assert torch.equal(ours.inv_freq, frequencies)
+    assert ours.attention_scaling == scale
+    positions = torch.arange(0, int(ORIGINAL * factor) * 2, 37)[None]
+    for table, expected in zip(
+        ours(torch.zeros(1), positions), LlamaRotaryEmbedding(llama)(torch.zeros(1), positions), strict=True
+    ):
+        assert torch.equal(table, expected)
+
+
+@FACTORS
+def test_tables_are_those_of_the_authors(factor: float) -> None:
+    ours = extended(factor).model.rotary_positions
+    expected = torch.tensor(authors_frequencies(HEAD_SIZE, ORIGINAL, factor))
+    torch.testing.assert_close(ours.inv_freq, expected, rtol=1e-6, atol=0)
+
+
+@FACTORS
+def test_fast_frequencies_stay_and_slow_ones_are_divided(factor: float) -> None:
+    """The YaRN paper's definition (section 3.2), which its code's ramp meets at both ends, not in between."""
+    ours = extended(factor).model.rotary_positions.inv_freq.double()
+    plain = 10000.0 ** (-torch.arange(0, HEAD_SIZE, 2, dtype=torch.float64) / HEAD_SIZE)
+    turns = ORIGINAL * plain / (2 * math.pi)
+    ratio = ours / plain
+    assert ((ratio - 1).abs() < 1e-6)[turns >= 32].all()
+    assert ((ratio - 1 / factor).abs() < 1e-6)[turns <= 1].all()
+    between = ratio[(turns > 1) & (turns < 32)]
+    assert len(between) == 12
+    assert (between.diff() < 0).all()
+    assert ((between > 1 / factor) & (between < 1)).all()
+
+
+@pytest.mark.parametrize(("factor", "scale"), [(4.0, 1.1386), (8.0, 1.2079)])
+def test_scale_of_cosines_and_sines(factor: float, scale: float) -> None:
+    cos, sin = extended(factor).model.rotary_positions(torch.zeros(1), torch.tensor([[0, 5000]]))
+    torch.testing.assert_close(cos.hypot(sin), torch.full_like(cos, scale), atol=5e-5, rtol=0)
+    assert cos[0, 0, 0].item() == pytest.approx(scale, abs=5e-5)
+
+
+@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+def test_both_attentions_use_them(second_attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sequence = tiny_model(second_attention=second_attention), random_rows((40,))[0]
+    plain = model(torch.tensor([sequence])).logits[0]
+    apply_yarn(model, 4.0, 12)
+    frequencies = torch.tensor(authors_frequencies(8, 12, 4.0), dtype=torch.float64)
+
+    def rotate_by_position(x: Tensor) -> Tensor:
+        angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * frequencies
+        first, second = x.tensor_split(2, dim=-1)
+        turned = torch.complex(first, second) * torch.polar(torch.full_like(angle, 0.1 * math.log(4) + 1), angle)
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+    monkeypatch.setattr("dense_oracle.rotate_by_position", rotate_by_position)
+    expected = DenseOracle(model).logits(sequence)
+    scale = expected.abs().max()
+    assert (model(torch.tensor([sequence])).logits[0] - expected).abs().max() <= 3e-6 * scale
+    assert (plain - expected).abs().max() > 0.05 * scale
+
+
+@FACTORS
+def test_a_loaded_model_has_them_too(factor: float, tmp_path: Path) -> None:
+    model = extended(factor)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    model.save_pretrained(tmp_path)
+    loaded = MetaGPT2ForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.max_position_embeddings == ORIGINAL * factor
+    assert loaded.config.rope_parameters == {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": factor,
+        "original_max_position_embeddings": ORIGINAL,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attention_factor": None,
+    }
+    before, after = model.model.rotary_positions, loaded.model.rotary_positions
+    assert torch.equal(before.inv_freq, after.inv_freq)
+    assert before.attention_scaling == after.attention_scaling
+    assert all(torch.equal(weight, weights[name]) for name, weight in loaded.state_dict().items())
+
+
+def test_the_models_own_base_is_kept() -> None:
+    model = tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    apply_yarn(model, 2.0, 48)
+    # One turn in 48 tokens is a frequency of 0.13, one below it divided by 2: the last of 500^(-2i/8).
+    assert model.model.rotary_positions.inv_freq[-1].item() == pytest.approx(500**-0.75 / 2)
+
+
+@pytest.mark.parametrize("position_embedding", ["learned", "none"])
+def test_other_positions_are_refused(position_embedding: str) -> None:
+    with pytest.raises(UserError, match=f"position_embedding '{position_embedding}'; YaRN extends rotary positions"):
+        apply_yarn(tiny_model(position_embedding=position_embedding), 4.0, 48)
+
+
+def test_an_extended_model_is_refused() -> None:
+    with pytest.raises(UserError, match=r"scaled already \(rope_type 'yarn'\); extend the model that it came from"):
+        apply_yarn(extended(4.0), 2.0, 4096)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, -4.0, 1.3, math.inf, math.nan])
+def test_a_factor_that_gives_no_longer_context_is_refused(factor: float) -> None:
+    model = tiny_model()
+    with pytest.raises(UserError, match=f"^factor {factor:g} extends 48 tokens to .*; it must be above 1"):
+        apply_yarn(model, factor, 48)
+    assert model.config.rope_parameters["rope_type"] == "default"
