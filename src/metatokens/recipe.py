@@ -69,6 +69,7 @@ class TrainingSettings(_Settings):
     dataloader_num_workers: AtLeastZero = 0
     report_to: str = "none"
     seed: AtLeastZero = 0
+    random_positions: Positive | None = None  # draw a training sequence's positions from so many, in order
 
 
 # What may differ when a run is resumed, since it does not change the result.

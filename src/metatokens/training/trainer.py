@@ -25,6 +25,7 @@ from metatokens.errors import UserError
 from metatokens.model.checkpoint import save_model, verify_manifest, write_manifest
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import TrainingSettings
+from metatokens.training.positions import randomize_positions
 
 Progress = Callable[[int, int], None]  # steps done, steps in all
 
@@ -96,7 +97,9 @@ def train(
         progress: called about once a second.
     """
     checkpoints = out / "checkpoints"
-    own = settings.model_dump(exclude={"decay_steps", "min_learning_rate", "report_to"})
+    if settings.random_positions is not None:
+        randomize_positions(model, settings.random_positions)
+    own = settings.model_dump(exclude={"decay_steps", "min_learning_rate", "report_to", "random_positions"})
     arguments = TrainingArguments(
         output_dir=str(checkpoints),
         lr_scheduler_type="cosine_with_min_lr",

@@ -1,0 +1,48 @@
+"""Randomised positions in training (Ruoss et al., 2023): they make a model ready for sequences longer than it saw."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metatokens.errors import UserError
+from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.model.positions import check_length
+
+
+def randomize_positions(model: MetaGPT2ForCausalLM, limit: int) -> None:
+    """From now on a training step gives each sequence a sorted random sample of the positions 0 ... limit - 1.
+
+    In evaluation mode positions stay plain. The sample is drawn from torch's generator, which a checkpoint of Trainer
+    holds, so that a resumed run draws what an undisturbed one does.
+
+    Args:
+        model: gets a hook; its weights and what is saved of it stay as they are.
+        limit: the longest sequence that the model is to be ready for, in tokens.
+
+    Raises:
+        UserError: if the limit is beyond a learned table; and in training, for a sequence longer than the limit.
+    """
+    check_length(model.config, limit)
+
+    def draw(module: MetaGPT2ForCausalLM, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not module.training:
+            return None
+        batch, length = kwargs["input_ids"].shape
+        return args, kwargs | {"position_ids": sample_positions(batch, length, limit).to(module.device)}
+
+    model.register_forward_pre_hook(draw, with_kwargs=True)
+
+
+def sample_positions(batch: int, length: int, limit: int) -> Tensor:
+    """For each row its own ascending sample without replacement, (batch, length) int64.
+
+    Raises:
+        UserError: if `length` is more than `limit`.
+    """
+    if length > limit:
+        raise UserError(
+            f"a training sequence has {length} tokens, and training.random_positions offers {limit} positions; "
+            "it must be as long as the longest sequence at least."
+        )
+    return torch.rand(batch, limit).topk(length, dim=1).indices.sort(dim=1).values
