@@ -14,8 +14,9 @@ import math
 import os
 import platform
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import chain
@@ -253,9 +254,9 @@ def _write_splits(
         for split in SPLITS:
             file = stack.enter_context(pa.OSFile(str(folder / f"{split}.arrow"), "wb"))
             writers[split] = stack.enter_context(pa.ipc.new_file(file, schema))
-        for batch in _batches(documents):
+        for batch, encoded in _encoded_batches(documents, tokenizer):
             ids: dict[Split, list[list[int]]] = {split: [] for split in SPLITS}
-            for text, text_ids in zip(batch, encode_text(tokenizer, batch), strict=True):
+            for text, text_ids in zip(batch, encoded, strict=True):
                 split = side(text)
                 ids[split].append([*text_ids, tokenizer.eos_token_id])
                 counts[split].update(documents=1, characters=len(text), tokens=len(text_ids))
@@ -263,6 +264,21 @@ def _write_splits(
                 column = np.fromiter(chain.from_iterable(ids[split]), dtype)
                 writers[split].write_batch(pa.record_batch([column], schema=schema))
     return {split: SplitCounts(**counts[split], sha256=_sha256(folder / f"{split}.arrow")) for split in SPLITS}
+
+
+def _encoded_batches(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[list[str], list[list[int]]]]:
+    """Batches of texts with their ids; the next batch is encoded, outside Python, while this one is in use."""
+    with ThreadPoolExecutor(1) as thread:
+        ahead: deque[tuple[list[str], Future[list[list[int]]]]] = deque()
+        for batch in _batches(documents):
+            ahead.append((batch, thread.submit(encode_text, tokenizer, batch)))
+            if len(ahead) == 2:
+                texts, ids = ahead.popleft()
+                yield texts, ids.result()
+        for texts, ids in ahead:
+            yield texts, ids.result()
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
