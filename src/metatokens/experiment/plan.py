@@ -54,7 +54,7 @@ DEMO = Preset(
     tokenizer="train:2048",
     pretrain_recipe="demo",
     finetune_recipe="demo_finetune",
-    task_steps={"list_recall": 3300, "segment_counting": 500, "parity": 1250, "copying": 500},
+    task_steps={"list_recall": 3300, "segment_counting": 500, "parity": 1800, "copying": 500},
     test_counts={128: 500, 256: 200, 512: 200, 1024: 200},
 )
 
