@@ -1,5 +1,6 @@
 """The presets and their stages: one text, one set of prompts and one budget for all models."""
 
+from dataclasses import replace
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -7,8 +8,19 @@ import pytest
 
 from metatokens.data.insertion import meta_token_count
 from metatokens.errors import UserError
-from metatokens.experiment.plan import DEMO, MODELS, PRESETS, Preset, preset, stages
-from metatokens.experiment.stages import Workshop, finetune_recipe, pretrain_recipe
+from metatokens.experiment.plan import (
+    DEMO,
+    MODELS,
+    PRESETS,
+    Preset,
+    Variant,
+    counts_of,
+    finetune_recipe,
+    preset,
+    pretrain_recipe,
+    stages,
+)
+from metatokens.experiment.stages import Workshop
 from metatokens.tasks.curriculum import CONDITIONS, TASKS
 
 all_presets = pytest.mark.parametrize("sizes", PRESETS.values(), ids=PRESETS.keys())
@@ -17,16 +29,16 @@ all_presets = pytest.mark.parametrize("sizes", PRESETS.values(), ids=PRESETS.key
 @all_presets
 def test_every_stage_comes_after_what_it_needs(sizes: Preset) -> None:
     plan = {stage.name: stage for stage in stages(sizes)}
-    tasks = len(sizes.task_steps)
-    assert len(plan) == len(stages(sizes)) == 2 + tasks + len(sizes.models) * (2 + 2 * tasks)
+    tasks = len(sizes.task_overrides)
+    assert len(plan) == len(stages(sizes)) == 2 + tasks + len(sizes.variants) * (2 + 2 * tasks)
     assert all(before in plan for stage in plan.values() for before in stage.after)
     order = list(TopologicalSorter({name: stage.after for name, stage in plan.items()}).static_order())
     place = {name: order.index(name) for name in plan}
-    for model in sizes.models:
-        assert place["tokenize"] < place[f"pretrain-{model}"] < place[f"perplexity-{model}"]
-        for task in sizes.task_steps:
-            tuned, measured = place[f"finetune-{model}-{task}"], place[f"evaluate-{model}-{task}"]
-            assert place[f"pretrain-{model}"] < tuned < measured
+    for one in sizes.variants:
+        assert place["tokenize"] < place[f"pretrain-{one.name}"] < place[f"perplexity-{one.name}"]
+        for task in one.tasks:
+            tuned, measured = place[f"finetune-{one.name}-{task}"], place[f"evaluate-{one.name}-{task}"]
+            assert place[f"pretrain-{one.name}"] < tuned < measured
             assert place["tokenize"] < place[f"draw_examples-{task}"] < tuned
     assert all(stage.cost > 0 for stage in plan.values())
 
@@ -39,7 +51,7 @@ def test_every_verb_is_one_of_the_workshops(sizes: Preset) -> None:
 
 @all_presets
 def test_all_models_read_the_same_text_for_the_same_steps(sizes: Preset) -> None:
-    recipes = {model: pretrain_recipe(sizes, model, Path("tokens")) for model in sizes.models}
+    recipes = {one.model: pretrain_recipe(sizes, one, Path("tokens")) for one in sizes.variants}
     blocks = {model: recipe.data for model, recipe in recipes.items()}
     text = {
         model: data.block_size - meta_token_count(data.block_size, data.fraction, data.placement)
@@ -59,24 +71,68 @@ def test_all_models_read_the_same_text_for_the_same_steps(sizes: Preset) -> None
 
 @all_presets
 def test_fine_tuning_fits_the_tests(sizes: Preset) -> None:
-    for task, steps in sizes.task_steps.items():
-        recipe = finetune_recipe(sizes, task)
-        assert recipe.training.max_steps == steps
-        assert set(recipe.task.train_lengths) <= set(sizes.test_counts)
-        assert recipe.task.condition == "paper"
+    for one in sizes.variants:
+        for task in one.tasks:
+            recipe = finetune_recipe(sizes, one, task)
+            assert f"training.max_steps={recipe.training.max_steps}" in sizes.task_overrides[task]
+            assert set(recipe.task.train_lengths) <= set(sizes.test_counts)
+            assert recipe.task.condition == "paper"
 
 
 def test_the_demo_measures_what_it_should() -> None:
-    assert DEMO.models == ("gpt2", "pause", "twin", "meta") == tuple(MODELS)
-    assert set(DEMO.task_steps) == set(TASKS)
-    (length,) = finetune_recipe(DEMO, "parity").task.train_lengths
+    names = tuple(one.name for one in DEMO.variants)
+    assert names == ("gpt2", "pause", "twin", "meta") == tuple(MODELS)
+    assert set(DEMO.task_overrides) == set(TASKS)
+    (length,) = finetune_recipe(DEMO, DEMO.variants[0], "parity").task.train_lengths
     assert DEMO.test_counts == {length: 500, 2 * length: 200, 4 * length: 200, 8 * length: 200}
     assert set(CONDITIONS) == {"paper", "none", "decoy"}
     assert DEMO.extra_conditions == {"list_recall": ("none", "decoy")}
     assert DEMO.corpus == "builtin"
-    assert all(pretrain_recipe(DEMO, model, Path("x")).model.position_embedding == "rope" for model in DEMO.models)
+    recipes = [pretrain_recipe(DEMO, one, Path("x")) for one in DEMO.variants]
+    assert {(recipe.model.position_embedding, recipe.training.seed) for recipe in recipes} == {("rope", 0)}
 
 
 def test_an_unknown_preset_names_the_known_ones() -> None:
     with pytest.raises(UserError, match=r"no preset 'huge'; the presets are smoke, demo"):
         preset("huge")
+
+
+def test_a_variant_is_named_by_what_sets_it_apart() -> None:
+    assert Variant(model="meta").name == "meta"
+    assert Variant(model="twin", position="learned", seed=2, note="k=0.05").name == "twin-learned-seed2-k=0.05"
+
+
+def test_a_variant_changes_what_it_says_and_nothing_else() -> None:
+    variant = Variant(
+        model="meta",
+        position="none",
+        seed=3,
+        pretrain_overrides=("data.fraction=0.05",),
+        finetune_overrides=("task.condition=none",),
+    )
+    plain, own = (pretrain_recipe(DEMO, one, Path("x")).model_dump() for one in (DEMO.variants[-1], variant))
+    assert own["data"] == plain["data"] | {"fraction": 0.05}
+    assert own["model"] == plain["model"] | {"position_embedding": "none"}
+    assert own["training"] == plain["training"] | {"seed": 3}
+    plain, own = (finetune_recipe(DEMO, one, "parity").model_dump() for one in (DEMO.variants[-1], variant))
+    assert own["task"] == plain["task"] | {"condition": "none"}
+    assert own["training"] == plain["training"] | {"seed": 3}
+
+
+def test_fine_tuning_another_variants_model_needs_that_one() -> None:
+    base = Variant(model="meta", tasks=("parity",))
+    tuned = Variant(model="meta", note="unmarked", tasks=("parity",), pretrained_as="meta")
+    plan = {stage.name: stage for stage in stages(replace(DEMO, variants=(base, tuned)))}
+    assert "pretrain-meta-unmarked" not in plan
+    assert plan["finetune-meta-unmarked-parity"].after == ("pretrain-meta", "draw_examples-parity")
+
+
+def test_marker_conditions_are_tested_with_rope_up_to_a_length() -> None:
+    sizes = replace(DEMO, extra_condition_limit=256)
+    assert counts_of(sizes, Variant(model="meta"), "list_recall") == {
+        "paper": {128: 500, 256: 200, 512: 200, 1024: 200},
+        "none": {128: 500, 256: 200},
+        "decoy": {128: 500, 256: 200},
+    }
+    for one, task in ((Variant(model="meta"), "parity"), (Variant(model="meta", position="none"), "list_recall")):
+        assert counts_of(sizes, one, task) == {"paper": {128: 500, 256: 200, 512: 200, 1024: 200}}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,7 +154,7 @@ def test_stages_that_were_finished_are_not_repeated(
     started: list[str] = []
     carry_out = run.carry_out
 
-    def note(workshop: Any, verb: str, arguments: dict[str, str], progress: Any) -> list[Result]:
+    def note(workshop: Any, verb: str, arguments: dict[str, str], progress: Any) -> Any:
         started.append("-".join([verb, *arguments.values()]))
         if len(started) == cut + 1:
             raise KeyboardInterrupt
@@ -189,6 +190,25 @@ def test_a_run_cut_off_before_its_provenance_gets_it(
     assert_same_run(tmp_path / "run", undisturbed)
 
 
+def test_a_run_goes_on_from_its_records_alone(
+    reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(undisturbed, tmp_path / "run", ignore=shutil.ignore_patterns("models", "tokens", "examples"))
+    (tmp_path / "run" / "stages" / "evaluate-meta-parity.json").unlink()
+    before, started, carry_out = records(tmp_path / "run"), [], run.carry_out
+
+    def note(workshop: Any, verb: str, arguments: dict[str, str], progress: Any) -> Any:
+        started.append("-".join([verb, *arguments.values()]))
+        return carry_out(workshop, verb, arguments, progress)
+
+    monkeypatch.setattr(run, "carry_out", note)
+    reproduce(tmp_path / "run")
+    needed = ["tokenize", "pretrain-meta", "draw_examples-parity", "finetune-meta-parity", "evaluate-meta-parity"]
+    assert sorted(started) == sorted(needed)
+    assert set(records(tmp_path / "run")) - set(before) == {"evaluate-meta-parity"}
+    assert_same_run(tmp_path / "run", undisturbed)
+
+
 def test_another_preset_is_refused_and_overwriting_replaces(
     reproduce: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +227,7 @@ def test_another_preset_is_refused_and_overwriting_replaces(
 def test_a_users_mistake_in_a_stage_is_passed_on(
     reproduce: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> list[Result]:
+    def refuse(*_: object) -> None:
         raise UserError("the disk is full.")
 
     monkeypatch.setattr(run, "carry_out", refuse)

@@ -25,9 +25,9 @@ def tiny(corpus: str) -> plan.Preset:
         finetune_recipe="demo_finetune",
         pretrain_overrides=("training.max_steps=4", *TRAINING, *SIZES),
         finetune_overrides=("task.train_lengths=[64]", *TRAINING),
-        task_steps={"parity": 4},
+        task_overrides={"parity": ("training.max_steps=4",)},
         test_counts={64: 4, 128: 3},
-        models=("gpt2", "meta"),
+        variants=tuple(plan.Variant(model=model, tasks=("parity",)) for model in ("gpt2", "meta")),
         extra_conditions={"parity": ("decoy",)},
     )
 

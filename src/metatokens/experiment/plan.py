@@ -1,10 +1,13 @@
 """Which runs answer which question: presets, and the stages that they expand to."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from metatokens.data.insertion import meta_token_count
 from metatokens.errors import UserError
+from metatokens.recipe import FinetuneRecipe, ModelSettings, PretrainRecipe, load_recipe
 from metatokens.tasks.curriculum import TASKS
 
 # The baselines and controls by name: what their pretraining and architecture differ in. `pause` reads the same blocks
@@ -34,8 +37,28 @@ MODELS: Mapping[str, dict[str, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One model, pretrained and fine-tuned: one of MODELS with the preset's recipes, but for what is said here."""
+
+    model: str
+    position: str = "rope"
+    seed: int = 0
+    note: str = ""  # names what else sets it apart; filed under the recipe "PRESET/NOTE"
+    pretrain_overrides: tuple[str, ...] = ()
+    finetune_overrides: tuple[str, ...] = ()
+    pretrained_as: str | None = None  # fine-tuned from the pretrained model of the variant of that name
+    tasks: tuple[str, ...] = TASKS
+
+    @property
+    def name(self) -> str:
+        """The model's name and what differs from rope, seed 0 and the plain recipes."""
+        position = "" if self.position == "rope" else self.position
+        return "-".join(filter(None, [self.model, position, f"seed{self.seed}" if self.seed else "", self.note]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Preset:
-    """One experiment's sizes. Every model gets the same text tokens, task prompts, steps and seeds."""
+    """One experiment's sizes. Every model gets the same text tokens, task prompts and steps."""
 
     corpus: str
     tokenizer: str
@@ -43,10 +66,15 @@ class Preset:
     finetune_recipe: str
     pretrain_overrides: tuple[str, ...] = ()
     finetune_overrides: tuple[str, ...] = ()
-    task_steps: Mapping[str, int]  # fine-tuning steps of each task
+    task_overrides: Mapping[str, tuple[str, ...]]  # of the fine-tuning recipe, such as the steps of each task
     test_counts: Mapping[int, int]  # test prompts of each length
-    models: tuple[str, ...] = tuple(MODELS)
-    extra_conditions: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"list_recall": ("none", "decoy")})
+    variants: tuple[Variant, ...] = tuple(Variant(model=model) for model in MODELS)
+    extra_conditions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of the variants with rope
+    extra_condition_limit: int = 1024  # the longest bin in which they are tested
+
+
+def _steps(**steps: int) -> dict[str, tuple[str, ...]]:
+    return {task: (f"training.max_steps={count}",) for task, count in steps.items()}
 
 
 DEMO = Preset(
@@ -54,8 +82,9 @@ DEMO = Preset(
     tokenizer="train:2048",
     pretrain_recipe="demo",
     finetune_recipe="demo_finetune",
-    task_steps={"list_recall": 3300, "segment_counting": 500, "parity": 1800, "copying": 500},
+    task_overrides=_steps(list_recall=3300, segment_counting=500, parity=1800, copying=500),
     test_counts={128: 500, 256: 200, 512: 200, 1024: 200},
+    extra_conditions={"list_recall": ("none", "decoy")},
 )
 
 SMOKE = Preset(
@@ -65,8 +94,9 @@ SMOKE = Preset(
     finetune_recipe="demo_finetune",
     pretrain_overrides=("training.max_steps=4", "training.save_steps=4", "training.logging_steps=2"),
     finetune_overrides=("training.save_steps=4", "training.logging_steps=2"),
-    task_steps=dict.fromkeys(TASKS, 4),
+    task_overrides=_steps(**dict.fromkeys(TASKS, 4)),
     test_counts={128: 16, 256: 8},
+    extra_conditions={"list_recall": ("none", "decoy")},
 )
 
 PRESETS: Mapping[str, Preset] = {"smoke": SMOKE, "demo": DEMO}
@@ -80,6 +110,7 @@ class Stage:
     verb: str
     arguments: dict[str, Any] = field(default_factory=dict)
     after: tuple[str, ...] = ()
+    product: str | None = None  # what later stages need of it, a path in the run's folder
     cost: float = 1.0  # relative to the plan's other stages; for the order and the time left
 
 
@@ -94,52 +125,88 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
+def pretrain_recipe(sizes: Preset, variant: Variant, tokens: Path) -> PretrainRecipe:
+    """A variant's pretraining recipe, on the same text a block as every other's."""
+    overrides = [
+        *sizes.pretrain_overrides,
+        f"data.tokens={tokens}",
+        f"model.second_attention={MODELS[variant.model]['second_attention']}",
+        f"model.position_embedding={variant.position}",
+        f"training.seed={variant.seed}",
+        *variant.pretrain_overrides,
+    ]
+    recipe = load_recipe(PretrainRecipe, sizes.pretrain_recipe, overrides)
+    data = recipe.data
+    if MODELS[variant.model]["placement"] == "none":
+        text = data.block_size - meta_token_count(data.block_size, data.fraction)
+        data = data.model_copy(update={"placement": "none", "block_size": text})
+    return recipe.model_copy(update={"data": data})
+
+
+def finetune_recipe(sizes: Preset, variant: Variant, task: str) -> FinetuneRecipe:
+    """A variant's fine-tuning recipe for a task."""
+    overrides = [*sizes.finetune_overrides, *sizes.task_overrides[task], *variant.finetune_overrides]
+    return load_recipe(FinetuneRecipe, sizes.finetune_recipe, [*overrides, f"training.seed={variant.seed}"])
+
+
+def counts_of(sizes: Preset, variant: Variant, task: str) -> dict[str, dict[int, int]]:
+    """In which conditions a variant is tested on a task, and on how many prompts of each length."""
+    extra = sizes.extra_conditions.get(task, ()) if variant.position == "rope" else ()
+    short = {length: n for length, n in sizes.test_counts.items() if length <= sizes.extra_condition_limit}
+    return {"paper": dict(sizes.test_counts)} | dict.fromkeys(extra, short)
+
+
 def stages(sizes: Preset) -> list[Stage]:
     """The stages of a preset, each after the ones that it needs."""
     plan = [
-        Stage(name="tokenize", verb="tokenize", cost=10),
-        Stage(name="describe_tasks", verb="describe_tasks", after=("tokenize",), cost=5),
+        Stage(name="tokenize", verb="tokenize", product="tokens/manifest.json", cost=5),
+        Stage(name="describe_tasks", verb="describe_tasks", after=("tokenize",), cost=2),
     ]
-    plan += [
-        Stage(
-            name=f"draw_examples-{task}",
-            verb="draw_examples",
-            arguments={"task": task},
-            after=("tokenize",),
-            cost=5 + 0.004 * steps,
-        )
-        for task, steps in sizes.task_steps.items()
-    ]
-    for model in sizes.models:
-        weight = 1.0 if model in ("gpt2", "pause") else 1.3
-        pretrained = f"pretrain-{model}"
-        plan.append(
-            Stage(name=pretrained, verb="pretrain", arguments={"model": model}, after=("tokenize",), cost=60 * weight)
-        )
-        plan.append(
-            Stage(
-                name=f"perplexity-{model}", verb="perplexity", arguments={"model": model}, after=(pretrained,), cost=5
-            )
-        )
-        for task, steps in sizes.task_steps.items():
-            run = {"model": model, "task": task}
-            tuned = f"finetune-{model}-{task}"
-            plan.append(
-                Stage(
-                    name=tuned,
-                    verb="finetune",
-                    arguments=run,
-                    after=(pretrained, f"draw_examples-{task}"),
-                    cost=steps * 0.06 * weight,
-                )
-            )
-            plan.append(
-                Stage(
-                    name=f"evaluate-{model}-{task}",
-                    verb="evaluate",
-                    arguments=run,
-                    after=(tuned,),
-                    cost=6.0 * (1 + len(sizes.extra_conditions.get(task, ()))),
-                )
-            )
+    for task in sizes.task_overrides:
+        drawn = sum(sizes.test_counts.values()) * (1 + len(sizes.extra_conditions.get(task, ())))
+        drawn += max(_examples(finetune_recipe(sizes, one, task)) for one in sizes.variants)
+        folder = f"examples/{task}"
+        plan.append(_stage("draw_examples", {"task": task}, after=("tokenize",), product=folder, cost=1 + drawn / 5000))
+    for variant in sizes.variants:
+        plan += _stages_of(variant, sizes)
     return plan
+
+
+def _stages_of(variant: Variant, sizes: Preset) -> Iterator[Stage]:
+    recipe = pretrain_recipe(sizes, variant, Path("tokens"))
+    tokens = recipe.training.max_steps * recipe.training.per_device_train_batch_size * recipe.data.block_size
+    seconds = _seconds_a_token(recipe.model)
+    about = {"variant": variant.name}
+    if variant.pretrained_as is None:
+        folder = f"models/{variant.name}/pretrained"
+        yield _stage("pretrain", about, after=("tokenize",), product=folder, cost=3 + 2 * seconds * tokens)
+        yield _stage("perplexity", about, after=(f"pretrain-{variant.name}",), cost=3)
+    needs = f"pretrain-{variant.pretrained_as or variant.name}"
+    for task in variant.tasks:
+        about = {"variant": variant.name, "task": task}
+        tuning = finetune_recipe(sizes, variant, task)
+        trained = _examples(tuning) * 0.75 * sum(tuning.task.train_lengths)
+        tested = sum(n * length for counts in counts_of(sizes, variant, task).values() for length, n in counts.items())
+        yield _stage(
+            "finetune",
+            about,
+            after=(needs, f"draw_examples-{task}"),
+            product=f"models/{variant.name}/{task}",
+            cost=3 + seconds * trained,
+        )
+        tested *= len(tuning.task.train_lengths)
+        yield _stage("evaluate", about, after=(f"finetune-{variant.name}-{task}",), cost=3 + seconds * tested / 3)
+
+
+def _stage(verb: str, arguments: dict[str, str], **fields: Any) -> Stage:
+    return Stage(name="-".join([verb, *arguments.values()]), verb=verb, arguments=arguments, **fields)
+
+
+def _examples(recipe: FinetuneRecipe) -> int:
+    return recipe.training.max_steps * recipe.training.per_device_train_batch_size
+
+
+def _seconds_a_token(model: ModelSettings) -> float:
+    """Of training on answers, on one core: the products of the blocks at 50 GFLOP/s. An estimate for the time left."""
+    second = 1 + {"none": 0.0, "meta": 0.2, "causal": 0.6}[model.second_attention]
+    return 6 * model.num_hidden_layers * 12 * model.hidden_size**2 * second / 5e10

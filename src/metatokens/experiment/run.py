@@ -14,19 +14,17 @@ from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from graphlib import TopologicalSorter
-from math import prod
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from metatokens.errors import UserError
-from metatokens.evaluation.results import Result, library_versions, now
+from metatokens.evaluation.results import library_versions, now
 from metatokens.experiment.display import Display
-from metatokens.experiment.plan import MODELS, Preset, Stage, preset, stages
-from metatokens.experiment.stages import Workshop, carry_out, finetune_recipe, pretrain_recipe
+from metatokens.experiment.plan import MODELS, Preset, Stage, finetune_recipe, preset, pretrain_recipe, stages
+from metatokens.experiment.stages import Outcome, Workshop, carry_out
 from metatokens.training.trainer import open_run
 
 
@@ -44,24 +42,29 @@ def reproduce(name: str, out: Path, *, workers: int | None = None, overwrite: bo
     """
     sizes = preset(name)
     settings = {
-        f"pretrain {model}": pretrain_recipe(sizes, model, Path("tokens")).model_dump(mode="json")
-        for model in sizes.models
+        f"pretrain {one.name}": pretrain_recipe(sizes, one, Path("tokens")).model_dump(mode="json")
+        for one in sizes.variants
+        if one.pretrained_as is None
     }
-    settings |= {f"finetune {task}": finetune_recipe(sizes, task).model_dump(mode="json") for task in sizes.task_steps}
+    for one in sizes.variants:
+        own = f"{one.name} " if one.finetune_overrides or one.seed else ""
+        for task in one.tasks:
+            settings[f"finetune {own}{task}"] = finetune_recipe(sizes, one, task).model_dump(mode="json")
     open_run(out, {"preset": name, "recipes": settings, "tests": dict(sizes.test_counts)}, overwrite=overwrite)
     (out / "stages").mkdir(exist_ok=True)
 
     plan = stages(sizes)
     workers = workers or available_cores()
     created, began = now(), time.monotonic()
-    left = [stage for stage in plan if not _record(out, stage).exists()]
+    left = _unfinished(out, plan)
     if left or not (out / "run.json").exists():
-        _carry_out(Workshop(out, name, sizes), plan, workers)
+        _carry_out(Workshop(out, name, sizes), plan, left, workers)
         # Of a run that was cut off, the wall time is not known.
-        seconds = round(time.monotonic() - began, 1) if left == plan else None
+        seconds = round(time.monotonic() - began, 1) if len(left) == len(plan) else None
         _write_provenance(out, name, settings, plan, sizes, workers=workers, created=created, wall_seconds=seconds)
-    _write_results(out, plan)
-    _write_curves(out, sizes)
+    records = [_read_record(out, stage) for stage in plan]
+    _write_lines(out / "results.jsonl", (json.loads(r.model_dump_json()) for record in records for r in record.results))
+    _write_lines(out / "curves.jsonl", (point for record in records for point in record.curves))
 
 
 def available_cores() -> int:
@@ -69,11 +72,37 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class Record(Outcome):
+    """What `stages/NAME.json` holds."""
+
+    seconds: float
+
+
 def _record(out: Path, stage: Stage) -> Path:
     return out / "stages" / f"{stage.name}.json"
 
 
-def _carry_out(workshop: Workshop, plan: list[Stage], workers: int) -> None:
+def _read_record(out: Path, stage: Stage) -> Record:
+    return Record.model_validate_json(_record(out, stage).read_text(encoding="utf-8"))
+
+
+def _unfinished(out: Path, plan: list[Stage]) -> set[str]:
+    """The stages to carry out: those without a record, and those whose product they need and is not there.
+
+    So a run goes on from its records alone, where the weights were not kept.
+    """
+    unfinished: set[str] = set()
+    needed: set[str] = set()
+    for stage in reversed(plan):  # every stage stands after the ones that it needs
+        product = None if stage.product is None else out / stage.product
+        is_missing = product is not None and stage.name in needed and not product.exists()
+        if is_missing or not _record(out, stage).exists():
+            unfinished.add(stage.name)
+            needed.update(stage.after)
+    return unfinished
+
+
+def _carry_out(workshop: Workshop, plan: list[Stage], left: set[str], workers: int) -> None:
     by_name = {stage.name: stage for stage in plan}
     order = TopologicalSorter({stage.name: stage.after for stage in plan})
     order.prepare()
@@ -88,7 +117,7 @@ def _carry_out(workshop: Workshop, plan: list[Stage], workers: int) -> None:
         try:
             while order.is_active():
                 for name in order.get_ready():
-                    if _record(workshop.out, by_name[name]).exists():
+                    if name not in left:
                         display.skip(name)
                         order.done(name)
                     else:
@@ -142,14 +171,11 @@ def _end_with_parent() -> None:
 
 def _work(workshop: Workshop, stage: Stage) -> None:
     began = time.monotonic()
-    results = carry_out(
+    outcome = carry_out(
         workshop, stage.verb, stage.arguments, lambda done, total: _reports.put((stage.name, done / total))
     )
-    record = {
-        "seconds": round(time.monotonic() - began, 1),
-        "results": [json.loads(result.model_dump_json()) for result in results],
-    }
-    _write(_record(workshop.out, stage), json.dumps(record))
+    record = Record(**dict(outcome), seconds=round(time.monotonic() - began, 1))
+    _write(_record(workshop.out, stage), record.model_dump_json())
 
 
 def _write(path: Path, text: str) -> None:
@@ -158,68 +184,35 @@ def _write(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def _json_lines(records: Iterable[dict[str, Any]]) -> str:
-    return "".join(json.dumps(record) + "\n" for record in records)
-
-
-def _write_results(out: Path, plan: list[Stage]) -> None:
-    records = (json.loads(_record(out, stage).read_text(encoding="utf-8")) for stage in plan)
-    lines = [Result.model_validate(line).model_dump_json() + "\n" for record in records for line in record["results"]]
-    _write(out / "results.jsonl", "".join(lines))
-
-
-def _write_curves(out: Path, sizes: Preset) -> None:
-    """Gather the training curves of all runs."""
-    curves: list[dict[str, Any]] = []
-    for model in sizes.models:
-        pretraining = pretrain_recipe(sizes, model, out / "tokens")
-        untuned = {"task": None, "train_length": None, "seed": pretraining.training.seed}
-        runs: list[tuple[str, dict[str, Any]]] = [("pretrained", untuned)]
-        for task in sizes.task_steps:
-            tuning = finetune_recipe(sizes, task)
-            for length in tuning.task.train_lengths:
-                run = {"task": task, "train_length": length, "seed": tuning.training.seed}
-                runs.append((f"{task}/{length}", run))
-        about = {"model": model, "position_embedding": pretraining.model.position_embedding}
-        for folder, run in runs:
-            curve = out / "models" / model / folder / "curve.jsonl"
-            curves += [about | run | json.loads(line) for line in curve.read_text(encoding="utf-8").splitlines()]
-    _write(out / "curves.jsonl", _json_lines(curves))
+def _write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    _write(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def _write_provenance(
     out: Path, name: str, settings: dict[str, Any], plan: list[Stage], sizes: Preset, **run: Any
 ) -> None:
     """Say what was run where: settings, versions, machine, data, sizes of the models, seconds of every stage."""
-    manifest = json.loads((out / "tokens" / "manifest.json").read_text(encoding="utf-8"))
-    seconds = [
-        {"name": stage.name, "seconds": json.loads(_record(out, stage).read_text(encoding="utf-8"))["seconds"]}
-        for stage in plan
-    ]
+    records = {stage.name: _read_record(out, stage) for stage in plan}
     models = {
-        model: {
-            "parameters": _parameters(out / "models" / model / "pretrained" / "model.safetensors"),
-            "description": MODELS[model]["description"],
+        one.name: {
+            "parameters": records[f"pretrain-{one.name}"].facts["parameters"],
+            "description": MODELS[one.model]["description"],
         }
-        for model in sizes.models
+        for one in sizes.variants
+        if one.pretrained_as is None
     }
     provenance = {
         "command": f"metatokens reproduce --preset {name} --out {out.name}",
         "preset": name,
         "recipes": settings,
-        "corpus": manifest,
+        "corpus": records["tokenize"].facts["corpus"],
         "models": models,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": available_cores(),
         "versions": library_versions(),
         "finished": now(),
-        "stages": seconds,
+        "stages": [{"name": name, "seconds": record.seconds} for name, record in records.items()],
         **run,
     }
     _write(out / "run.json", json.dumps(provenance, indent=1))
-
-
-def _parameters(weights: Path) -> int:
-    with safe_open(weights, framework="np") as file:
-        return sum(prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118

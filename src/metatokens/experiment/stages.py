@@ -2,178 +2,213 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+from safetensors import safe_open
+from transformers import PreTrainedTokenizerBase
+
 from metatokens.data.blocks import TokenStore, write_token_store
 from metatokens.data.corpus import read_corpus
-from metatokens.data.insertion import meta_token_count
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.evaluation.accuracy import evaluate, majority_rates, test_examples
 from metatokens.evaluation.perplexity import perplexity
 from metatokens.evaluation.results import Result
-from metatokens.experiment.plan import MODELS, Preset
+from metatokens.experiment.plan import Preset, Variant, counts_of, finetune_recipe, pretrain_recipe
 from metatokens.model.checkpoint import load_model
-from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
-from metatokens.tasks.curriculum import TASKS, TaskData, task_texts
+from metatokens.tasks.curriculum import TASKS, task_texts
 from metatokens.tasks.store import ExampleStore
-from metatokens.training.finetune import finetune, train_examples
+from metatokens.training.finetune import finetune, train_examples, train_source
 from metatokens.training.pretrain import pretrain
 from metatokens.training.trainer import Progress
 
 COPIED_DOCUMENTS = 500  # at most, of the corpus, for the task `copying`
 
 
-class Workshop:
-    """The run folder of a preset. Every public method is a verb of the plan; what it returns goes into `results.jsonl`.
+class Outcome(BaseModel):
+    """What a stage leaves in the run's records, weights and examples aside."""
 
-    The folder holds `tokens/` (the store), `examples/TASK` (encoded), `models/MODEL/pretrained` and
-    `models/MODEL/TASK/LENGTH`.
+    results: list[Result] = []
+    curves: list[dict[str, Any]] = []  # points of training curves
+    facts: dict[str, Any] = {}  # for `run.json`
+
+
+class Workshop:
+    """The run folder of a preset. Every public method is a verb of the plan.
+
+    The folder holds `tokens/` (the store), `examples/TASK` (encoded), `models/VARIANT/pretrained` and
+    `models/VARIANT/TASK/LENGTH`.
     """
 
     def __init__(self, out: Path, name: str, preset: Preset):
         self.out, self.name, self.preset = out, name, preset
+        self.variants = {variant.name: variant for variant in preset.variants}
 
-    def tokenize(self, progress: Progress) -> list[Result]:
+    def tokenize(self, progress: Progress) -> Outcome:
         """Write the token store, its tokenizer trained on the tasks' words too."""
-        write_token_store(self.out / "tokens", self.preset.corpus, self.preset.tokenizer, extra_texts=task_texts())
-        return []
+        store = write_token_store(
+            self.out / "tokens", self.preset.corpus, self.preset.tokenizer, extra_texts=task_texts()
+        )
+        return Outcome(facts={"corpus": store.manifest.model_dump(mode="json")})
 
-    def describe_tasks(self, progress: Progress) -> list[Result]:
+    def describe_tasks(self, progress: Progress) -> Outcome:
         """Write an example of each task to `examples.jsonl`, and measure the majority rates."""
-        tokenizer = load_tokenizer(str(self.out / "tokens" / "tokenizer"))
+        tokenizer = self.tokenizer()
         shortest = min(self.preset.test_counts)
         with (self.out / "examples.jsonl").open("w", encoding="utf-8") as file:
             for task in TASKS:
                 documents = self.documents(task)
                 example = test_examples(task, shortest, 1, tokenizer, condition="paper", documents=documents)[0]
                 file.write(json.dumps(example.to_record(), ensure_ascii=False) + "\n")
-        return [
-            result
+        rates = (
+            majority_rates(task, self.preset.test_counts, tokenizer, recipe=self.name)
             for task in ("segment_counting", "parity")
-            for result in majority_rates(task, self.preset.test_counts, tokenizer, recipe=self.name)
-        ]
+        )
+        return Outcome(results=list(chain.from_iterable(rates)))
 
-    def pretrain(self, progress: Progress, *, model: str) -> list[Result]:
+    def draw_examples(self, progress: Progress, *, task: str) -> Outcome:
+        """Write a task's train and test examples, encoded, for all models."""
+        tokenizer, documents = self.tokenizer(), self.documents(task)
+        for variant in self.preset.variants:
+            if task not in variant.tasks:
+                continue
+            recipe = finetune_recipe(self.preset, variant, task)
+            source = train_source(recipe, task, tokenizer, documents)
+            for length in recipe.task.train_lengths:
+                train_examples(recipe, source, length, self.examples(variant, task))
+            for condition, counts in counts_of(self.preset, variant, task).items():
+                for length, n in counts.items():
+                    file = self.test_file(task, condition, length)
+                    if not file.exists():
+                        tests = test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
+                        ExampleStore.write(file, tests)
+        return Outcome()
+
+    def pretrain(self, progress: Progress, *, variant: str) -> Outcome:
         """Pretrain one of the models."""
-        pretrain(pretrain_recipe(self.preset, model, self.out / "tokens"), self.model(model), progress=progress)
-        return []
+        one = self.variants[variant]
+        recipe = pretrain_recipe(self.preset, one, self.out / "tokens")
+        folder = self.model(variant)
+        pretrain(recipe, folder, progress=progress)
+        about = self.about_curve(one, task=None, train_length=None)
+        parameters = _parameters(folder / "model.safetensors")
+        return Outcome(curves=_curve(folder, **about), facts={"parameters": parameters})
 
-    def perplexity(self, progress: Progress, *, model: str) -> list[Result]:
+    def perplexity(self, progress: Progress, *, variant: str) -> Outcome:
         """Held-out perplexity without inserted meta-tokens and, for models that know them, with."""
-        data = pretrain_recipe(self.preset, "meta", self.out / "tokens").data
+        one = self.variants[variant]
+        own = pretrain_recipe(self.preset, one, self.out / "tokens").data
+        # The same text for all, in the blocks of the plain `meta`.
+        data = pretrain_recipe(self.preset, Variant(model="meta"), self.out / "tokens").data
         store = TokenStore.open(self.out / "tokens")
-        placements = ["none"] if MODELS[model]["placement"] == "none" else ["none", data.placement]
-        return [
+        placements = ["none", own.placement] if own.fraction == data.fraction else ["none"]
+        results = [
             perplexity(
-                load_model(self.model(model)),
+                load_model(self.model(variant)),
                 store.tokens("held_out")[:],
                 block_size=data.block_size,
                 fraction=data.fraction,
                 placement=placement,
-                name=model,
-                recipe=self.name,
+                name=one.model,
+                seed=one.seed,
+                recipe=self.recipe_name(one),
             )
-            for placement in placements
+            for placement in dict.fromkeys(placements)
         ]
+        return Outcome(results=results)
 
-    def draw_examples(self, progress: Progress, *, task: str) -> list[Result]:
-        """Write a task's train and test examples, encoded, for all models."""
-        recipe = finetune_recipe(self.preset, task)
-        tokenizer = load_tokenizer(str(self.out / "tokens" / "tokenizer"))
-        documents = self.documents(task)
-        source = TaskData(
-            task,
-            tokenizer=tokenizer,
-            condition=recipe.task.condition,
-            seed=recipe.training.seed,
-            documents=documents,
-        )
-        for train_length in recipe.task.train_lengths:
-            train_examples(recipe, source, train_length, self.examples(task))
-        for condition in self.conditions(task):
-            for length, count in self.preset.test_counts.items():
-                tests = test_examples(task, length, count, tokenizer, condition=condition, documents=documents)
-                ExampleStore.write(self.test_file(task, condition, length), tests)
-        return []
-
-    def finetune(self, progress: Progress, *, model: str, task: str) -> list[Result]:
+    def finetune(self, progress: Progress, *, variant: str, task: str) -> Outcome:
         """Fine-tune a pretrained model on a task."""
+        one = self.variants[variant]
+        recipe = finetune_recipe(self.preset, one, task)
+        folder = self.model(variant, task)
         finetune(
-            finetune_recipe(self.preset, task),
-            self.model(model),
-            self.model(model, task),
+            recipe,
+            self.model(one.pretrained_as or variant),
+            folder,
             task=task,
             documents=self.documents(task),
-            examples=self.examples(task),
+            examples=self.examples(one, task),
             progress=progress,
         )
-        return []
+        curves = [
+            _curve(folder / str(length), **self.about_curve(one, task=task, train_length=length))
+            for length in recipe.task.train_lengths
+        ]
+        return Outcome(curves=list(chain.from_iterable(curves)))
 
-    def evaluate(self, progress: Progress, *, model: str, task: str) -> list[Result]:
+    def evaluate(self, progress: Progress, *, variant: str, task: str) -> Outcome:
         """Accuracy of a fine-tuned model at every length, in every condition asked for."""
-        recipe = finetune_recipe(self.preset, task)
+        one = self.variants[variant]
+        recipe = finetune_recipe(self.preset, one, task)
         results = []
         for train_length in recipe.task.train_lengths:
-            tuned = load_model(self.model(model, task) / str(train_length))
-            for condition in self.conditions(task):
+            tuned = load_model(self.model(variant, task) / str(train_length))
+            for condition, counts in counts_of(self.preset, one, task).items():
                 results += evaluate(
                     tuned,
-                    {
-                        length: ExampleStore(self.test_file(task, condition, length))
-                        for length in self.preset.test_counts
-                    },
+                    {length: ExampleStore(self.test_file(task, condition, length)) for length in counts},
                     task=task,
-                    name=model,
+                    name=one.model,
                     condition=condition,
-                    seed=recipe.training.seed,
+                    seed=one.seed,
                     train_length=train_length,
                     train_condition=recipe.task.condition,
-                    recipe=self.name,
+                    recipe=self.recipe_name(one),
                 )
-        return results
+        return Outcome(results=results)
 
-    def model(self, model: str, task: str | None = None) -> Path:
+    def model(self, variant: str, task: str | None = None) -> Path:
         """The folder of a pretrained model, or of one fine-tuned on a task."""
-        return self.out / "models" / model / (task or "pretrained")
+        return self.out / "models" / variant / (task or "pretrained")
 
-    def examples(self, task: str) -> Path:
-        """The folder of a task's encoded examples."""
-        return self.out / "examples" / task
+    def examples(self, variant: Variant, task: str) -> Path:
+        """The folder of a task's encoded train examples: the same for all models of a seed and training condition."""
+        recipe = finetune_recipe(self.preset, variant, task)
+        settings = f"{recipe.task.condition}-seed{variant.seed}-{recipe.training.max_steps}"
+        return self.out / "examples" / task / settings
 
     def test_file(self, task: str, condition: str, length: int) -> Path:
         """The encoded test examples of one bin of prompt length."""
-        return self.examples(task) / f"test-{condition}-{length}.arrow"
+        return self.out / "examples" / task / f"test-{condition}-{length}.arrow"
 
-    def conditions(self, task: str) -> tuple[str, ...]:
-        """The conditions in which a task is tested."""
-        return ("paper", *self.preset.extra_conditions.get(task, ()))
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """That of the token store."""
+        return load_tokenizer(str(self.out / "tokens" / "tokenizer"))
 
     def documents(self, task: str) -> Sequence[str]:
         """What `copying` copies from; nothing for the other tasks."""
         return list(islice(read_corpus(self.preset.corpus), COPIED_DOCUMENTS)) if task == "copying" else ()
 
+    def recipe_name(self, variant: Variant) -> str:
+        """What a variant's results are filed under."""
+        return f"{self.name}/{variant.note}" if variant.note else self.name
 
-def pretrain_recipe(preset: Preset, model: str, tokens: Path) -> PretrainRecipe:
-    """A model's pretraining recipe: the preset's, and what sets the model apart, on the same text a block."""
-    overrides = [*preset.pretrain_overrides, f"data.tokens={tokens}"]
-    overrides.append(f"model.second_attention={MODELS[model]['second_attention']}")
-    recipe = load_recipe(PretrainRecipe, preset.pretrain_recipe, overrides)
-    data = recipe.data
-    if MODELS[model]["placement"] == "none":
-        text = data.block_size - meta_token_count(data.block_size, data.fraction)
-        data = data.model_copy(update={"placement": "none", "block_size": text})
-    return recipe.model_copy(update={"data": data})
-
-
-def finetune_recipe(preset: Preset, task: str) -> FinetuneRecipe:
-    """A task's fine-tuning recipe, the same for every model."""
-    overrides = [*preset.finetune_overrides, f"training.max_steps={preset.task_steps[task]}"]
-    return load_recipe(FinetuneRecipe, preset.finetune_recipe, overrides)
+    def about_curve(self, variant: Variant, **run: Any) -> dict[str, Any]:
+        """The fields of a curve's points that say which run it is of."""
+        return {
+            "model": variant.model,
+            "position_embedding": variant.position,
+            "recipe": self.recipe_name(variant),
+            "seed": variant.seed,
+            **run,
+        }
 
 
-def carry_out(workshop: Workshop, verb: str, arguments: Mapping[str, Any], progress: Progress) -> list[Result]:
+def carry_out(workshop: Workshop, verb: str, arguments: Mapping[str, Any], progress: Progress) -> Outcome:
     """Call a verb of the workshop."""
-    method: Callable[..., list[Result]] = getattr(workshop, verb)
+    method: Callable[..., Outcome] = getattr(workshop, verb)
     return method(progress, **arguments)
+
+
+def _curve(folder: Path, **about: Any) -> list[dict[str, Any]]:
+    lines = (folder / "curve.jsonl").read_text(encoding="utf-8").splitlines()
+    return [about | json.loads(line) for line in lines]
+
+
+def _parameters(weights: Path) -> int:
+    with safe_open(weights, framework="np") as file:
+        return sum(prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118

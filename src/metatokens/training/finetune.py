@@ -108,6 +108,15 @@ class Collator:
         return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
 
 
+def train_source(
+    recipe: FinetuneRecipe, task: str, tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]
+) -> TaskData:
+    """The examples that a recipe trains on."""
+    return TaskData(
+        task, tokenizer=tokenizer, condition=recipe.task.condition, seed=recipe.training.seed, documents=documents
+    )
+
+
 def train_examples(recipe: FinetuneRecipe, source: TaskData, length: int, folder: Path) -> ExampleStore:
     """The examples of one train length: those that `folder` has from an earlier run of the recipe, or new ones."""
     path, count = folder / f"train-{length}.arrow", min(recipe.task.examples, _examples_seen(recipe))
@@ -170,9 +179,7 @@ def finetune(
         phases["data"] = partial(RecordExamples, records, seed=settings.seed, length=_examples_seen(recipe))
         run |= {"data_sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
     elif task is not None:
-        source = TaskData(
-            task, tokenizer=tokenizer, condition=recipe.task.condition, seed=settings.seed, documents=documents
-        )
+        source = train_source(recipe, task, tokenizer, documents)
         for length in recipe.task.train_lengths:
             check_length(model.config, length)
             source.train(0, length)  # whether there is such a prompt at all is said before any training
