@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from metatokens.errors import UserError
 
@@ -81,6 +81,7 @@ class TaskSettings(_Settings):
 
     # Tokens; one phase of training and one checkpoint each.
     train_lengths: Annotated[tuple[Positive, ...], Field(min_length=1)] = (128, 256, 512)
+    train_steps: tuple[Positive, ...] | None = None  # of each train length; training.max_steps each where not given
     condition: Literal["paper", "none", "decoy"] = "paper"
     examples: Positive = 90_000
     loss_on: Literal["answer", "sequence"] = "answer"
@@ -95,10 +96,23 @@ class PretrainRecipe(_Settings):
 
 
 class FinetuneRecipe(_Settings):
-    """Settings of `metatokens finetune`; `training.max_steps` is the number of steps of each train length."""
+    """Settings of `metatokens finetune`."""
 
     task: TaskSettings = TaskSettings()
     training: TrainingSettings
+
+    @model_validator(mode="after")
+    def _one_number_of_steps_for_each_length(self) -> "FinetuneRecipe":
+        steps, lengths = self.task.train_steps, self.task.train_lengths
+        if steps is not None and len(steps) != len(lengths):
+            raise ValueError(f"{len(steps)} task.train_steps for {len(lengths)} task.train_lengths")
+        return self
+
+    def phases(self) -> dict[int, TrainingSettings]:
+        """The settings with which each train length is trained on."""
+        steps = self.task.train_steps or (self.training.max_steps,) * len(self.task.train_lengths)
+        each = zip(self.task.train_lengths, steps, strict=True)
+        return {length: self.training.model_copy(update={"max_steps": count}) for length, count in each}
 
 
 Recipe = TypeVar("Recipe", PretrainRecipe, FinetuneRecipe)
@@ -155,6 +169,8 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> str:
     """The first complaint of a validation error, as one sentence."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
+    if not key:
+        return f"{first['msg'].removeprefix('Value error, ')}."
     if first["type"] == "missing":
         return f"{key} is missing."
     if first["type"] != "extra_forbidden":

@@ -314,3 +314,18 @@ def test_a_results_provenance_is_read_from_the_run(
 def test_other_settings_files_say_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text(text)
     assert training_of(tmp_path / "model") == {}
+
+
+def test_each_train_length_may_have_steps_of_its_own(
+    model: Path, finetuning: Callable[..., FinetuneRecipe], steps: type, tmp_path: Path
+) -> None:
+    lengths = "task.train_lengths=[64, 128]"
+    done = steps()
+    finetune(finetuning(lengths, "task.train_steps=[4, 2]"), model, tmp_path / "own", task="parity", progress=done)
+    assert done == [1, 2, 3, 4, 5, 6]
+    assert [point["step"] for point in curve(tmp_path / "own" / "128")] == [1, 2]
+    finetune(finetuning(lengths), model, tmp_path / "same", task="parity")
+    first, same = ((tmp_path / run / "64" / "model.safetensors").read_bytes() for run in ("own", "same"))
+    assert first == same
+    with pytest.raises(UserError, match=r"demo_finetune: 1 task\.train_steps for 2 task\.train_lengths\.$"):
+        finetuning(lengths, "task.train_steps=[4]")

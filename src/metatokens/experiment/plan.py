@@ -82,7 +82,7 @@ DEMO = Preset(
     tokenizer="train:2048",
     pretrain_recipe="demo",
     finetune_recipe="demo_finetune",
-    task_overrides=_steps(list_recall=3300, segment_counting=500, parity=1800, copying=500),
+    task_overrides=_steps(list_recall=3300, segment_counting=500, parity=2500, copying=500),
     test_counts={128: 500, 256: 200, 512: 200, 1024: 200},
     extra_conditions={"list_recall": ("none", "decoy")},
 )
@@ -164,7 +164,7 @@ def stages(sizes: Preset) -> list[Stage]:
     ]
     for task in sizes.task_overrides:
         drawn = sum(sizes.test_counts.values()) * (1 + len(sizes.extra_conditions.get(task, ())))
-        drawn += max(_examples(finetune_recipe(sizes, one, task)) for one in sizes.variants)
+        drawn += max(sum(_examples(finetune_recipe(sizes, one, task)).values()) for one in sizes.variants)
         folder = f"examples/{task}"
         plan.append(_stage("draw_examples", {"task": task}, after=("tokenize",), product=folder, cost=1 + drawn / 5000))
     for variant in sizes.variants:
@@ -185,7 +185,7 @@ def _stages_of(variant: Variant, sizes: Preset) -> Iterator[Stage]:
     for task in variant.tasks:
         about = {"variant": variant.name, "task": task}
         tuning = finetune_recipe(sizes, variant, task)
-        trained = _examples(tuning) * 0.75 * sum(tuning.task.train_lengths)
+        trained = sum(0.75 * length * count for length, count in _examples(tuning).items())
         tested = sum(n * length for counts in counts_of(sizes, variant, task).values() for length, n in counts.items())
         yield _stage(
             "finetune",
@@ -202,8 +202,9 @@ def _stage(verb: str, arguments: dict[str, str], **fields: Any) -> Stage:
     return Stage(name="-".join([verb, *arguments.values()]), verb=verb, arguments=arguments, **fields)
 
 
-def _examples(recipe: FinetuneRecipe) -> int:
-    return recipe.training.max_steps * recipe.training.per_device_train_batch_size
+def _examples(recipe: FinetuneRecipe) -> dict[int, int]:
+    phases = recipe.phases().items()
+    return {length: settings.max_steps * settings.per_device_train_batch_size for length, settings in phases}
 
 
 def _seconds_a_token(model: ModelSettings) -> float:

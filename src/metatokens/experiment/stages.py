@@ -168,7 +168,8 @@ class Workshop:
     def examples(self, variant: Variant, task: str) -> Path:
         """The folder of a task's encoded train examples: the same for all models of a seed and training condition."""
         recipe = finetune_recipe(self.preset, variant, task)
-        settings = f"{recipe.task.condition}-seed{variant.seed}-{recipe.training.max_steps}"
+        steps = "-".join(str(settings.max_steps) for settings in recipe.phases().values())
+        settings = f"{recipe.task.condition}-seed{variant.seed}-{steps}"
         return self.out / "examples" / task / settings
 
     def test_file(self, task: str, condition: str, length: int) -> Path:

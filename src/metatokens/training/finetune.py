@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from metatokens.errors import UserError
 from metatokens.model.checkpoint import MANIFEST, load_model, weights_sha256
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.positions import check_length
-from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe
+from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, TrainingSettings
 from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.example import read_examples
 from metatokens.tasks.store import Encoded, ExampleStore
@@ -119,19 +119,25 @@ def train_source(
 
 def train_examples(recipe: FinetuneRecipe, source: TaskData, length: int, folder: Path) -> ExampleStore:
     """The examples of one train length: those that `folder` has from an earlier run of the recipe, or new ones."""
-    path, count = folder / f"train-{length}.arrow", min(recipe.task.examples, _examples_seen(recipe))
+    path, count = folder / f"train-{length}.arrow", min(recipe.task.examples, _examples_seen(recipe.phases()[length]))
     if path.exists():
         return ExampleStore(path)
     return ExampleStore.write(path, (source.train(index, length) for index in range(count)))
 
 
-def _task_phase(recipe: FinetuneRecipe, source: TaskData, length: int, folder: Path) -> TaskExamples:
-    return TaskExamples(train_examples(recipe, source, length, folder), length=_examples_seen(recipe))
+def _task_examples(recipe: FinetuneRecipe, source: TaskData, length: int, folder: Path) -> TaskExamples:
+    seen = _examples_seen(recipe.phases()[length])
+    return TaskExamples(train_examples(recipe, source, length, folder), length=seen)
 
 
-def _examples_seen(recipe: FinetuneRecipe) -> int:
-    settings = recipe.training
+def _examples_seen(settings: TrainingSettings) -> int:
     return settings.max_steps * settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+
+
+class _Phase(NamedTuple):
+    name: str
+    settings: TrainingSettings
+    open_examples: Callable[[], SizedDataset]
 
 
 def finetune(
@@ -149,7 +155,7 @@ def finetune(
     """Fine-tune a model for each of the recipe's train lengths in turn, each phase from the last one's model.
 
     Args:
-        recipe: the settings; `training.max_steps` counts the steps of one train length.
+        recipe: the settings.
         model_folder: the checkpoint to start from.
         out: gets a folder a train length, each with a model, and `settings.json`. Resumed if it holds this run.
         task: a task's name; or
@@ -167,7 +173,7 @@ def finetune(
     model = load_model(model_folder)
     tokenizer = load_tokenizer(str(model_folder))
     check_meta_token(model.config, tokenizer, model_folder)
-    phases: dict[str, Callable[[], SizedDataset]] = {}
+    phases = []
     run = {
         "verb": "finetune",
         "recipe": recipe.model_dump(mode="json", exclude=WITHOUT_EFFECT),
@@ -176,14 +182,16 @@ def finetune(
     if data is not None:
         records = read_examples(data, tokenizer)
         check_length(model.config, max(len(record.input_ids) for record in records))
-        phases["data"] = partial(RecordExamples, records, seed=settings.seed, length=_examples_seen(recipe))
+        opened = partial(RecordExamples, records, seed=settings.seed, length=_examples_seen(settings))
+        phases.append(_Phase("data", settings, opened))
         run |= {"data_sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
     elif task is not None:
         source = train_source(recipe, task, tokenizer, documents)
-        for length in recipe.task.train_lengths:
+        for length, own in recipe.phases().items():
             check_length(model.config, length)
             source.train(0, length)  # whether there is such a prompt at all is said before any training
-            phases[str(length)] = partial(_task_phase, recipe, source, length, examples or out / "examples")
+            drawn = partial(_task_examples, recipe, source, length, examples or out / "examples")
+            phases.append(_Phase(str(length), own, drawn))
         run |= {"task": task, "documents_sha256": hashlib.sha256("\0".join(documents).encode()).hexdigest()}
     else:
         raise UserError("fine-tuning needs a task or a file of records.")
@@ -192,17 +200,17 @@ def finetune(
     collator = Collator(
         pad_token_id=tokenizer.eos_token_id, meta_token_id=model.config.meta_token_id, loss_on=recipe.task.loss_on
     )
-    for number, (name, open_examples) in enumerate(phases.items()):
-        folder = out / name
+    before, total = 0, sum(phase.settings.max_steps for phase in phases)
+    for name, own, open_examples in phases:
+        folder, report = out / name, partial(_report_phase, progress, before, total)
+        before += own.max_steps
         if (folder / MANIFEST).exists():
             model = load_model(folder)
             continue
         folder.mkdir(exist_ok=True)
-        set_seed(settings.seed)
-        before, total = number * settings.max_steps, len(phases) * settings.max_steps
-        dataset = ByLength(open_examples(), batch=settings.per_device_train_batch_size, seed=settings.seed)
-        report = partial(_report_phase, progress, before, total)
-        train(model, dataset, tokenizer, settings, folder, collator=collator, progress=report)
+        set_seed(own.seed)
+        dataset = ByLength(open_examples(), batch=own.per_device_train_batch_size, seed=own.seed)
+        train(model, dataset, tokenizer, own, folder, collator=collator, progress=report)
 
 
 def _report_phase(progress: Progress, before: int, total: int, done: int, _: int) -> None:
