@@ -12,7 +12,19 @@ import pytest
 import metatokens
 
 PACKAGE = Path(metatokens.__file__).parent
-ORDER = ["errors", "recipe", "data", "model", "tasks", "training", "evaluation", "experiment", "report", "cli"]
+ORDER = [
+    "errors",
+    "recipe",
+    "data",
+    "model",
+    "tasks",
+    "training",
+    "evaluation",
+    "analysis",
+    "experiment",
+    "report",
+    "cli",
+]
 HEAVY = {"torch", "transformers", "datasets", "pyarrow", "matplotlib", "scipy", "numpy"}
 MODULES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py"))
 

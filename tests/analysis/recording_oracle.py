@@ -1,0 +1,52 @@
+"""The slow oracle of the model's tests, noting what the analyses measure; and examples of bare ids."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from dense_oracle import DenseOracle, rotate_by_position
+from tiny_models import META
+from torch import Tensor
+
+from metatokens import MetaGPT2ForCausalLM
+from metatokens.tasks.example import Example
+
+
+class RecordingOracle(DenseOracle):
+    """After `logits(ids)`, `states` holds the residual stream and `scores` what each softmax is taken of."""
+
+    def __init__(self, model: MetaGPT2ForCausalLM, *, zeroed: bool = False):
+        super().__init__(model)
+        if zeroed:  # the row of the head goes with it, but the meta-token is no output
+            with torch.no_grad():
+                self.weights["model.embed_tokens.weight"][META] = 0
+        self.states: list[Tensor] = []
+        self.scores: dict[tuple[str, int], Tensor] = {}
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        if name.endswith("attention_norm") or name == "model.norm":
+            self.states.append(x.detach())
+        return super().norm(x, name)
+
+    def attention(self, x: Tensor, name: str, allowed: Tensor) -> Tensor:
+        """Notes (heads, T, T) scores, -inf where a key is not allowed."""
+        size = self.config.hidden_size // self.config.num_attention_heads
+        q, k, _ = self._affine(x, name + ".qkv_proj").unflatten(-1, (3, -1, size)).permute(1, 2, 0, 3)
+        if self.config.position_embedding == "rope":
+            q, k = rotate_by_position(q), rotate_by_position(k)
+        scores = torch.einsum("hqd,hkd->hqk", q, k) / math.sqrt(size)
+        _, _, layer, module = name.split(".")
+        self.scores[module, int(layer)] = scores.masked_fill(~allowed, -math.inf).detach()
+        return super().attention(x, name, allowed)
+
+
+def bare_example(ids: Sequence[int], answer: int = 5) -> Example:
+    """An example with these prompt ids and a one-token answer; the text is of no matter."""
+    return Example(
+        prompt="?",
+        markers=(),
+        completion="!",
+        input_ids=(*ids, answer, 0),
+        answer_start=len(ids),
+        n_tokens=len(ids),
+    )
