@@ -50,8 +50,9 @@ def _options(
 
 @app.command()
 def reproduce(
-    preset: Annotated[str, typer.Option(help="smoke or demo.")],
+    preset: Annotated[str, typer.Option(help="smoke, demo or small.")],
     out: Out,
+    corpus: Annotated[str | None, typer.Option(help="In place of the preset's: see tokenize.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: the cores there are.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -59,7 +60,7 @@ def reproduce(
     from metatokens.experiment.run import reproduce
     from metatokens.report.page import write_report
 
-    reproduce(preset, out, workers=workers, overwrite=overwrite)
+    reproduce(preset, out, corpus=corpus, workers=workers, overwrite=overwrite)
     _say(f"report: {write_report([out], out / 'report')}")
 
 

@@ -12,6 +12,7 @@ from metatokens.experiment.plan import (
     DEMO,
     MODELS,
     PRESETS,
+    SMALL,
     Preset,
     Variant,
     counts_of,
@@ -30,15 +31,18 @@ all_presets = pytest.mark.parametrize("sizes", PRESETS.values(), ids=PRESETS.key
 def test_every_stage_comes_after_what_it_needs(sizes: Preset) -> None:
     plan = {stage.name: stage for stage in stages(sizes)}
     tasks = len(sizes.task_overrides)
-    assert len(plan) == len(stages(sizes)) == 2 + tasks + len(sizes.variants) * (2 + 2 * tasks)
+    of_variants = sum(2 * (one.pretrained_as is None) + 2 * len(one.tasks) for one in sizes.variants)
+    assert len(plan) == len(stages(sizes)) == 2 + tasks + of_variants
     assert all(before in plan for stage in plan.values() for before in stage.after)
     order = list(TopologicalSorter({name: stage.after for name, stage in plan.items()}).static_order())
     place = {name: order.index(name) for name in plan}
     for one in sizes.variants:
-        assert place["tokenize"] < place[f"pretrain-{one.name}"] < place[f"perplexity-{one.name}"]
+        pretrained = place[f"pretrain-{one.pretrained_as or one.name}"]
+        assert place["tokenize"] < pretrained
+        assert one.pretrained_as or pretrained < place[f"perplexity-{one.name}"]
         for task in one.tasks:
             tuned, measured = place[f"finetune-{one.name}-{task}"], place[f"evaluate-{one.name}-{task}"]
-            assert place[f"pretrain-{one.name}"] < tuned < measured
+            assert pretrained < tuned < measured
             assert place["tokenize"] < place[f"draw_examples-{task}"] < tuned
     assert all(stage.cost > 0 for stage in plan.values())
 
@@ -51,7 +55,9 @@ def test_every_verb_is_one_of_the_workshops(sizes: Preset) -> None:
 
 @all_presets
 def test_all_models_read_the_same_text_for_the_same_steps(sizes: Preset) -> None:
-    recipes = {one.model: pretrain_recipe(sizes, one, Path("tokens")) for one in sizes.variants}
+    plain = [Variant(model=model) for model in MODELS]
+    assert set(plain) <= set(sizes.variants)
+    recipes = {one.model: pretrain_recipe(sizes, one, Path("tokens")) for one in plain}
     blocks = {model: recipe.data for model, recipe in recipes.items()}
     text = {
         model: data.block_size - meta_token_count(data.block_size, data.fraction, data.placement)
@@ -74,9 +80,9 @@ def test_fine_tuning_fits_the_tests(sizes: Preset) -> None:
     for one in sizes.variants:
         for task in one.tasks:
             recipe = finetune_recipe(sizes, one, task)
-            assert f"training.max_steps={recipe.training.max_steps}" in sizes.task_overrides[task]
             assert set(recipe.task.train_lengths) <= set(sizes.test_counts)
-            assert recipe.task.condition == "paper"
+            assert recipe.task.condition == ("none" if one.note == "unmarked" else "paper")
+            assert recipe.training.seed == one.seed
 
 
 def test_the_demo_measures_what_it_should() -> None:
@@ -136,3 +142,21 @@ def test_marker_conditions_are_tested_with_rope_up_to_a_length() -> None:
     }
     for one, task in ((Variant(model="meta"), "parity"), (Variant(model="meta", position="none"), "list_recall")):
         assert counts_of(sizes, one, task) == {"paper": {128: 500, 256: 200, 512: 200, 1024: 200}}
+
+
+def test_the_small_grid_is_whole() -> None:
+    names = {one.name for one in SMALL.variants}
+    assert len(names) == len(SMALL.variants) == 12 + 6 + 3 + 3 + 4
+    for model in MODELS:
+        assert {model, f"{model}-learned", f"{model}-none"} <= names
+    for model in ("gpt2", "twin", "meta"):
+        assert {f"{model}-seed1", f"{model}-seed2", f"{model}-unmarked", f"{model}-random-positions"} <= names
+    learned, rope = (Variant(model="meta", position=position) for position in ("learned", "rope"))
+    assert counts_of(SMALL, learned, "parity") == {"paper": {128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200}}
+    assert counts_of(SMALL, rope, "parity")["paper"][4096] == 200
+    for one in SMALL.variants:
+        recipe = pretrain_recipe(SMALL, one, Path("x"))
+        # A learned table has a position for each token of the longest prompt of bin 1,024 and of its answer.
+        assert recipe.model.max_position_embeddings == 1152
+        limit = recipe.training.random_positions
+        assert limit is None or limit >= 16 * 128

@@ -71,6 +71,7 @@ class Preset:
     variants: tuple[Variant, ...] = tuple(Variant(model=model) for model in MODELS)
     extra_conditions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of the variants with rope
     extra_condition_limit: int = 1024  # the longest bin in which they are tested
+    rope_test_counts: Mapping[int, int] = field(default_factory=dict)  # further bins, of the variants with rope
 
 
 def _steps(**steps: int) -> dict[str, tuple[str, ...]]:
@@ -99,7 +100,62 @@ SMOKE = Preset(
     extra_conditions={"list_recall": ("none", "decoy")},
 )
 
-PRESETS: Mapping[str, Preset] = {"smoke": SMOKE, "demo": DEMO}
+_CONDITIONS = ("none", "decoy")
+_SEEDED = ("gpt2", "twin", "meta")  # three seeds with rope
+
+# Every model with every kind of positions; more seeds, and training without markers, with rope (Tables 7-10).
+_GRID = (
+    *(Variant(model=model, position=position) for position in ("rope", "learned", "none") for model in MODELS),
+    *(Variant(model=model, seed=seed) for seed in (1, 2) for model in _SEEDED),
+    *(
+        Variant(
+            model=model,
+            note="unmarked",
+            finetune_overrides=("task.condition=none",),
+            pretrained_as=model,
+            tasks=("list_recall",),
+        )
+        for model in _SEEDED
+    ),
+)
+# Lengths beyond the paper: positions drawn at random from 2,304 in pretraining and in fine-tuning at 128 tokens.
+_RANDOM = tuple(
+    Variant(
+        model=model,
+        note="random-positions",
+        pretrain_overrides=("training.random_positions=2304",),
+        finetune_overrides=(
+            "training.random_positions=2304",
+            "task.train_lengths=[128]",
+            "task.train_steps=[6000]",
+        ),
+    )
+    for model in _SEEDED
+)
+# Where meta-tokens are put in pretraining, and how many.
+_PLACEMENT = tuple(
+    Variant(model="meta", note=note, pretrain_overrides=(override,), tasks=("list_recall",))
+    for note, override in {
+        "periodic": "data.placement=periodic",
+        "k=0": "data.placement=none",
+        "k=0.05": "data.fraction=0.05",
+        "k=0.2": "data.fraction=0.2",
+    }.items()
+)
+
+SMALL = Preset(
+    corpus="builtin",
+    tokenizer="train:4096",
+    pretrain_recipe="small",
+    finetune_recipe="small_finetune",
+    task_overrides=dict.fromkeys(TASKS, ()),
+    test_counts={128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200},
+    variants=(*_GRID, *_RANDOM, *_PLACEMENT),
+    extra_conditions=dict.fromkeys(TASKS, _CONDITIONS),
+    rope_test_counts={4096: 200},
+)
+
+PRESETS: Mapping[str, Preset] = {"smoke": SMOKE, "demo": DEMO, "small": SMALL}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +207,11 @@ def finetune_recipe(sizes: Preset, variant: Variant, task: str) -> FinetuneRecip
 
 def counts_of(sizes: Preset, variant: Variant, task: str) -> dict[str, dict[int, int]]:
     """In which conditions a variant is tested on a task, and on how many prompts of each length."""
-    extra = sizes.extra_conditions.get(task, ()) if variant.position == "rope" else ()
+    is_rope = variant.position == "rope"
+    extra = sizes.extra_conditions.get(task, ()) if is_rope else ()
     short = {length: n for length, n in sizes.test_counts.items() if length <= sizes.extra_condition_limit}
-    return {"paper": dict(sizes.test_counts)} | dict.fromkeys(extra, short)
+    plain = {**sizes.test_counts, **(sizes.rope_test_counts if is_rope else {})}
+    return {"paper": plain} | dict.fromkeys(extra, short)
 
 
 def stages(sizes: Preset) -> list[Stage]:

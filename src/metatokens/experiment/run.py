@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from graphlib import TopologicalSorter
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
@@ -28,12 +29,15 @@ from metatokens.experiment.stages import Outcome, Workshop, carry_out
 from metatokens.training.trainer import open_run
 
 
-def reproduce(name: str, out: Path, *, workers: int | None = None, overwrite: bool = False) -> None:
+def reproduce(
+    name: str, out: Path, *, corpus: str | None = None, workers: int | None = None, overwrite: bool = False
+) -> None:
     """Carry out every stage of a preset; write `results.jsonl`, `curves.jsonl`, `examples.jsonl` and `run.json`.
 
     Args:
         name: of the preset.
         out: the run's folder. The same preset goes on with what is there; another one is refused.
+        corpus: the corpus spec to use in place of the preset's.
         workers: processes, of one thread each; default: the cores that this process may use.
         overwrite: replace another run in `out`.
 
@@ -41,6 +45,8 @@ def reproduce(name: str, out: Path, *, workers: int | None = None, overwrite: bo
         UserError: if the preset is unknown, the folder holds something else, or a worker was killed.
     """
     sizes = preset(name)
+    if corpus is not None:
+        sizes = replace(sizes, corpus=corpus)
     settings = {
         f"pretrain {one.name}": pretrain_recipe(sizes, one, Path("tokens")).model_dump(mode="json")
         for one in sizes.variants
@@ -50,7 +56,8 @@ def reproduce(name: str, out: Path, *, workers: int | None = None, overwrite: bo
         own = f"{one.name} " if one.finetune_overrides or one.seed else ""
         for task in one.tasks:
             settings[f"finetune {own}{task}"] = finetune_recipe(sizes, one, task).model_dump(mode="json")
-    open_run(out, {"preset": name, "recipes": settings, "tests": dict(sizes.test_counts)}, overwrite=overwrite)
+    about = {"preset": name, "corpus": sizes.corpus, "recipes": settings, "tests": dict(sizes.test_counts)}
+    open_run(out, about, overwrite=overwrite)
     (out / "stages").mkdir(exist_ok=True)
 
     plan = stages(sizes)
@@ -202,7 +209,8 @@ def _write_provenance(
         if one.pretrained_as is None
     }
     provenance = {
-        "command": f"metatokens reproduce --preset {name} --out {out.name}",
+        "command": f"metatokens reproduce --preset {name} --out {out.name}"
+        + (f" --corpus '{sizes.corpus}'" if sizes.corpus != preset(name).corpus else ""),
         "preset": name,
         "recipes": settings,
         "corpus": records["tokenize"].facts["corpus"],
