@@ -15,6 +15,7 @@ import torch
 from transformers import BertConfig
 
 from metatokens import cli
+from metatokens.analysis.records import Measurement
 from metatokens.data.blocks import TokenStore, write_token_store
 from metatokens.errors import UserError
 from metatokens.evaluation.results import read_results
@@ -147,13 +148,52 @@ def test_generation_continues_the_prompt(small_model: Callable[..., Path], metat
     assert sampled[0] == sampled[1] != sampled[2]
 
 
+def test_interventions_analyses_and_extension(
+    workplace: Path, small_model: Callable[..., Path], small_store: TokenStore, metatokens: Run
+) -> None:
+    model = small_model(max_position_embeddings=32)
+    evaluation = f"evaluate --model {model} --task parity --lengths 64 -n 4 --name meta"
+    lines = {
+        given: [json.loads(line) for line in metatokens(f"{evaluation} {given}")[1].splitlines()]
+        for given in ("", "--intervention noise:0", "--intervention noise:50 --noise-seed 3")
+    }
+    plain, none, noisy = ([(line["intervention"], line["value"]) for line in found] for found in lines.values())
+    assert [name for name, _ in (*plain, *none, *noisy)] == [None, None, "noise:0", "noise:0", "noise:50", "noise:50"]
+    assert [value for _, value in plain] == [value for _, value in none]
+
+    for kind, metrics in {
+        "sharpness": {"attention_entropy_change", "premise_holds"},
+        "residual": {"similarity", "attention_of_final"},
+        "rate-distortion": {"rate", "distortion"},
+    }.items():
+        n = 70 if kind == "rate-distortion" else 3
+        status, output, error = metatokens(
+            f"analyze {kind} --model {model} --task parity --length 64 -n {n} --fits 1 --name meta"
+        )
+        assert (status, error) == (0, "")
+        measured = [Measurement.model_validate_json(line) for line in output.splitlines()]
+        assert metrics <= {one.metric for one in measured}
+        assert {(one.model, one.task, one.length, one.condition) for one in measured} == {
+            ("meta", "parity", 64, "paper")
+        }
+
+    settings = SMALL.replace("data.tokens=tokens", f"data.tokens={small_store.path}")
+    status, _, error = metatokens(f"extend --model {model} --factor 2 --recipe demo {settings} --out longer")
+    assert (status, error) == (0, "model: longer\n")
+    rope = json.loads((workplace / "longer" / "config.json").read_text())["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 2.0, 32)
+
+
 def test_the_installed_command_is_this_one() -> None:
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="metatokens")
     assert script.load() is cli.main
 
 
 def test_without_a_verb_the_verbs_are_listed(metatokens: Run) -> None:
-    verbs = ("reproduce", "tokenize", "pretrain", "sample", "finetune", "evaluate", "perplexity", "generate", "report")
+    verbs = (
+        "reproduce", "tokenize", "pretrain", "extend", "finetune", "report",
+        "sample", "evaluate", "analyze", "perplexity", "generate",
+    )  # fmt: skip
     status, output, error = metatokens("")
     assert status == 2
     assert all(f" {verb} " in output + error for verb in verbs)
@@ -209,7 +249,7 @@ def ground(
     open_run(ground / "run", settings)
     (ground / "run" / "model.safetensors").write_bytes(weights)
     write_manifest(ground / "run")
-    open_run(ground / "reproduced", {"preset": "demo"})
+    open_run(ground / "reproduced", {"preset": "demo", "corpus": "builtin"})
     return ground
 
 
@@ -297,6 +337,14 @@ MISTAKES = {
     f"{PRETRAIN} --out new --init cut": "cut/model.safetensors is damaged",
     f"{PRETRAIN} --out new --init unmarked": "the model's meta_token_id is None and the token store's is 768",
     "generate --model model ''": "the prompt is empty",
+    f"{EVALUATE} --model model --intervention no_heads": "no intervention 'no_heads'; allowed are no_pos",
+    f"{EVALUATE} --model model --intervention noise:much": "no intervention 'noise:much'; allowed are no_pos",
+    "analyze dreams --model model": "unknown analysis 'dreams'; choose sharpness",
+    "analyze sharpness --model unmarked": "the model in unmarked has no meta_token_id",
+    "analyze residual --model model --intervention no_pos": "--intervention goes with rate-distortion alone",
+    "analyze rate-distortion --model model --task parity --length 64 -n 20": "20 examples, 4 of them held out, do not",
+    f"extend --model learned --factor 2 --recipe demo {SMALL} --out new": "position_embedding 'learned'",
+    f"extend --model model --factor 1 --recipe demo {SMALL} --out new": "factor",
     # lengths beyond learned positions
     f"{EVALUATE} --model learned": "a sequence of 64 tokens is longer than the 48 learned positions",
     "finetune --out new --model learned --task parity --train-length 32,64": "longer than the 48 learned positions",

@@ -91,6 +91,7 @@ def evaluate(
     task: str,
     name: str,
     condition: str = "paper",
+    intervention: str | None = None,
     seed: int = 0,
     train_length: int | None = None,
     train_condition: str | None = None,
@@ -104,6 +105,7 @@ def evaluate(
         task: one of the four tasks.
         name: `gpt2`, `pause`, `twin`, `meta`, or whatever the figures are to be filed under.
         condition: the marker condition of the test prompts.
+        intervention: what is in force at the model (see `intervene`), for the record.
         seed, train_length, train_condition, recipe: how the model was trained, for the record.
 
     Returns:
@@ -114,6 +116,7 @@ def evaluate(
         "position_embedding": model.config.position_embedding,
         "task": task,
         "condition": condition,
+        "intervention": intervention,
         "train_condition": train_condition,
         "train_length": train_length,
         "seed": seed,

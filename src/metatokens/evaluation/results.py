@@ -65,8 +65,8 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
     return float(interval.low), float(interval.high)
 
 
-def write_results(path: Path, results: Iterable[Result]) -> None:
-    """Append results to a JSON-lines file, one line each.
+def write_results(path: Path, results: Iterable[BaseModel]) -> None:
+    """Append results, or records of another kind, to a JSON-lines file, one line each.
 
     Raises:
         UserError: if the file cannot be written.

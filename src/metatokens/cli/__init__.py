@@ -1,0 +1,42 @@
+"""The command `metatokens`: one verb a stage, each usable alone on a user's own files.
+
+Results go to standard output as JSON lines, everything else to standard error. A user's mistake is one sentence and
+exit status 2. Every verb imports what it needs when it runs, so that `--help` is quick.
+"""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from metatokens.cli import making, measuring  # noqa: F401  (they register their verbs)
+from metatokens.cli.app import app, say
+from metatokens.errors import UserError
+
+INTERRUPTED = 130  # typer's exit status after Ctrl-C
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a mistake.")] = False,
+) -> None:
+    """Options that all verbs share (`main` reads --debug itself)."""
+
+
+def main() -> None:
+    """Run the command; a user's mistake is one sentence on standard error and exit status 2."""
+    # The libraries' notices and progress bars would stand between the lines of this command.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        app()
+    except UserError as error:
+        if "--debug" in sys.argv:
+            raise
+        say(f"metatokens: {error}")
+        sys.exit(2)
+    except SystemExit as status:
+        if status.code == INTERRUPTED:
+            say("metatokens: interrupted; the same command goes on from here.")
+        raise

@@ -1,0 +1,117 @@
+"""The application, the options that several verbs have, and how results and progress are written."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from metatokens.errors import UserError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from metatokens.training.trainer import Progress
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Language models with learned meta-tokens: train, evaluate, report.",
+)
+
+Out = Annotated[Path, typer.Option("--out", help="Output folder.")]
+ResultFile = Annotated[Path | None, typer.Option("--out", help="Append JSON lines to this file instead of printing.")]
+Model = Annotated[Path, typer.Option("--model", help="Folder of a model and its tokenizer.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what the output folder holds.")]
+Corpus = Annotated[
+    str, typer.Option("--corpus", help="builtin, a file or glob (.txt, .jsonl, .gz, .parquet), or hf:NAME:CONFIG.")
+]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")]
+Lengths = Annotated[str, typer.Option(help="Prompt lengths in tokens, separated by commas.")]
+
+
+def say(text: str) -> None:
+    """Print a line to standard error."""
+    print(text, file=sys.stderr)
+
+
+def write_lines(lines: Iterable[str], out: Path | None) -> None:
+    """Print lines to standard output, or append them to a file.
+
+    Raises:
+        UserError: if the file cannot be written.
+    """
+    if out is None:
+        for line in lines:
+            print(line)
+        return
+    try:
+        with out.open("a", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in lines)
+    except OSError as error:
+        raise UserError(f"cannot write to {out}: {error.strerror}.") from error
+
+
+def write_records(records: "Iterable[BaseModel]", out: Path | None) -> None:
+    """Write results or measurements as JSON lines: see `write_lines`."""
+    from metatokens.evaluation.results import write_results
+
+    if out is None:
+        write_lines((record.model_dump_json() for record in records), None)
+    else:
+        write_results(out, records)
+
+
+def check_results_file(out: Path | None) -> None:
+    """Refuse a file that cannot be appended to before anything is measured."""
+    if out is not None:
+        is_new = not out.exists()
+        write_records((), out)
+        if is_new:
+            out.unlink()
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Lengths separated by commas.
+
+    Raises:
+        UserError: if that is not what the text is.
+    """
+    try:
+        lengths = [int(part) for part in text.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or min(lengths) < 1:
+        raise UserError(f"lengths {text!r} must be positive numbers separated by commas, such as 128,256.")
+    return lengths
+
+
+def documents_for(task: str, corpus: str) -> list[str]:
+    """What the task `copying` copies from; nothing for the other tasks."""
+    from metatokens.data.corpus import read_corpus
+
+    return list(islice(read_corpus(corpus), 500)) if task == "copying" else []
+
+
+@contextmanager
+def progress_bar(verb: str) -> "Iterator[Progress]":
+    """A progress bar with the time left, on standard error, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn(verb), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(verb, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

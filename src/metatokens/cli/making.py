@@ -1,0 +1,139 @@
+"""Verbs that make something: stores, models, reports, and everything in order."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from metatokens.cli.app import (
+    Corpus,
+    Model,
+    Out,
+    Overwrite,
+    Set,
+    app,
+    documents_for,
+    parse_lengths,
+    progress_bar,
+    say,
+)
+from metatokens.errors import UserError
+
+
+@app.command()
+def reproduce(
+    preset: Annotated[str, typer.Option(help="smoke, demo or small.")],
+    out: Out,
+    corpus: Annotated[str | None, typer.Option(help="In place of the preset's: see tokenize.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: the cores there are.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Everything in order: tokenize, pretrain, fine-tune, evaluate, report. Resumes what was cut off."""
+    from metatokens.experiment.run import reproduce
+    from metatokens.report.page import write_report
+
+    reproduce(preset, out, corpus=corpus, workers=workers, overwrite=overwrite)
+    say(f"report: {write_report([out], out / 'report')}")
+
+
+@app.command()
+def tokenize(
+    corpus: Corpus,
+    tokenizer: Annotated[str, typer.Option(help="gpt2, a folder, or train:N.")],
+    out: Out,
+    held_out: Annotated[float, typer.Option(min=0, max=0.5, help="Share of the documents that are held out.")] = 0.05,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a corpus as a store of token ids, memory-mapped when read."""
+    from metatokens.data.blocks import write_token_store
+    from metatokens.tasks.curriculum import task_texts
+
+    texts = task_texts() if tokenizer.startswith("train:") else ()
+    store = write_token_store(out, corpus, tokenizer, held_out=held_out, extra_texts=texts, overwrite=overwrite)
+    for split, counts in store.manifest.splits.items():
+        say(f"{split}: {counts.tokens:,} tokens in {counts.documents:,} documents")
+
+
+@app.command()
+def pretrain(
+    recipe: Annotated[str, typer.Option(help="YAML file, or the name of a recipe that comes with the package.")],
+    out: Out,
+    overrides: Set = None,
+    init: Annotated[Path | None, typer.Option(help="Go on from this checkpoint, a GPT-2 included.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Train a language model on a token store. Resumes what was cut off."""
+    from metatokens.recipe import PretrainRecipe, load_recipe
+    from metatokens.training.pretrain import pretrain
+
+    settings = load_recipe(PretrainRecipe, recipe, overrides or ())
+    with progress_bar("pretrain") as progress:
+        pretrain(settings, out, init=init, overwrite=overwrite, progress=progress)
+    say(f"model: {out}")
+
+
+@app.command()
+def extend(
+    model: Model,
+    factor: Annotated[float, typer.Option(help="How many times longer the context becomes, such as 4.")],
+    out: Out,
+    recipe: Annotated[str, typer.Option(help="YAML file, or the name of a recipe, for the further pretraining.")],
+    overrides: Set = None,
+    original_length: Annotated[
+        int | None, typer.Option(min=1, help="Positions that the model was trained on; default: its maximum.")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Lengthen a rotary model's context with YaRN, and pretrain it further. Resumes what was cut off."""
+    from metatokens.recipe import PretrainRecipe, load_recipe
+    from metatokens.training.extend import extend
+
+    settings = load_recipe(PretrainRecipe, recipe, overrides or ())
+    with progress_bar("extend") as progress:
+        extend(
+            model,
+            out,
+            factor=factor,
+            recipe=settings,
+            original_length=original_length,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    say(f"model: {out}")
+
+
+@app.command()
+def finetune(
+    model: Model,
+    out: Out,
+    task: Annotated[str | None, typer.Option(help="list_recall, segment_counting, parity or copying.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Your own records: JSON lines of prompt and completion.")] = None,
+    train_length: Annotated[str | None, typer.Option(help="Prompt lengths of the phases, such as 128,256,512.")] = None,
+    recipe: Annotated[str, typer.Option(help="YAML file, or a name.")] = "demo_finetune",
+    overrides: Set = None,
+    corpus: Corpus = "builtin",
+    overwrite: Overwrite = False,
+) -> None:
+    """Fine-tune a model on a task, in phases of growing train length, or on your own records."""
+    from metatokens.recipe import FinetuneRecipe, load_recipe
+    from metatokens.training.finetune import finetune
+
+    if (task is None) == (data is None):
+        raise UserError("give either --task or --data.")
+    own = [f"task.train_lengths={parse_lengths(train_length)}"] if train_length else []
+    settings = load_recipe(FinetuneRecipe, recipe, [*own, *(overrides or ())])
+    texts = documents_for(task or "", corpus)
+    with progress_bar("finetune") as progress:
+        finetune(settings, model, out, task=task, data=data, documents=texts, overwrite=overwrite, progress=progress)
+    say(f"models: {', '.join(str(path.parent) for path in sorted(out.glob('*/manifest.json')))}")
+
+
+@app.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Run folders or files of result lines.")],
+    out: Out,
+) -> None:
+    """Draw tables, figures and the page from result files alone."""
+    from metatokens.report.page import write_report
+
+    say(f"report: {write_report(results, out)}")

@@ -1,0 +1,199 @@
+"""Verbs that print something: examples, accuracies, perplexities, what is inside a model, text."""
+
+import json
+from typing import Annotated, Any, cast
+
+import typer
+
+from metatokens.cli.app import (
+    Corpus,
+    Lengths,
+    Model,
+    ResultFile,
+    app,
+    check_results_file,
+    documents_for,
+    parse_lengths,
+    write_lines,
+    write_records,
+)
+from metatokens.errors import UserError
+
+Task = Annotated[str, typer.Option(help="list_recall, segment_counting, parity or copying.")]
+Condition = Annotated[str, typer.Option(help="paper, none or decoy.")]
+Name = Annotated[str | None, typer.Option(help="What the results are filed under; default: the folder.")]
+InterventionName = Annotated[
+    str | None, typer.Option("--intervention", help="no_pos, no_embed, neither, or noise:S[:meta][:raw].")
+]
+
+
+@app.command()
+def sample(
+    task: Annotated[str, typer.Argument(help="list_recall, segment_counting, parity or copying.")],
+    phase: Annotated[int, typer.Option(help="1 to 5.")] = 1,
+    condition: Annotated[str, typer.Option(help="paper, none or decoy.")] = "paper",
+    n: Annotated[int, typer.Option("-n", min=1, help="How many.")] = 1,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    split: Annotated[str, typer.Option(help="train or test.")] = "test",
+    tokenizer: Annotated[str, typer.Option(help="gpt2, a folder, or train:N.")] = "train:4096",
+    corpus: Corpus = "builtin",
+    out: ResultFile = None,
+) -> None:
+    """Print examples of a task as JSON lines."""
+    from metatokens.data.corpus import read_corpus
+    from metatokens.data.tokenizer import load_tokenizer
+    from metatokens.tasks.curriculum import TaskData, task_texts
+
+    documents = documents_for(task, corpus)
+    text = read_corpus(corpus) if tokenizer.startswith("train:") else None
+    loaded = load_tokenizer(tokenizer, corpus=text, extra_texts=task_texts())
+    source = TaskData(task, tokenizer=loaded, condition=condition, seed=seed, documents=documents)
+    write_lines(
+        (json.dumps(source.sample(i, phase, cast(Any, split)).to_record(), ensure_ascii=False) for i in range(n)), out
+    )
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    task: Task,
+    lengths: Lengths = "128,256,512,1024",
+    condition: Condition = "paper",
+    n: Annotated[int, typer.Option("-n", min=1, help="Test prompts of each length.")] = 2_500,
+    intervention: InterventionName = None,
+    noise_seed: Annotated[int, typer.Option(min=0, help="Of the noise on positions.")] = 0,
+    name: Name = None,
+    corpus: Corpus = "builtin",
+    out: ResultFile = None,
+) -> None:
+    """Measure exact match and token accuracy by prompt length."""
+    from metatokens.data.tokenizer import load_tokenizer
+    from metatokens.evaluation.accuracy import evaluate, test_examples
+    from metatokens.model.checkpoint import load_model
+    from metatokens.model.interventions import Intervention, intervene
+    from metatokens.model.positions import check_length
+    from metatokens.training.finetune import check_meta_token, training_of
+
+    check_results_file(out)
+    loaded, tokenizer = load_model(model), load_tokenizer(str(model))
+    check_meta_token(loaded.config, tokenizer, model)
+    bins = parse_lengths(lengths)
+    check_length(loaded.config, max(bins))
+    documents = documents_for(task, corpus)
+    tests = {
+        length: test_examples(task, length, n, tokenizer, condition=condition, documents=documents) for length in bins
+    }
+    changed = None if intervention is None else Intervention.parse(intervention)
+    with intervene(loaded, changed, seed=noise_seed):
+        results = evaluate(
+            loaded,
+            tests,
+            task=task,
+            name=name or str(model),
+            condition=condition,
+            intervention=None if changed is None else str(changed),
+            **training_of(model),
+        )
+    write_records(results, out)
+
+
+@app.command()
+def analyze(
+    kind: Annotated[str, typer.Argument(help="sharpness, residual or rate-distortion.")],
+    model: Model,
+    task: Task = "list_recall",
+    length: Annotated[int, typer.Option(min=1, help="Prompts of more than half and at most so many tokens.")] = 128,
+    condition: Condition = "paper",
+    n: Annotated[
+        int | None, typer.Option("-n", min=1, help="Prompts; default: 100, for rate-distortion 2,500.")
+    ] = None,
+    intervention: InterventionName = None,
+    fits: Annotated[int, typer.Option(min=1, help="Seeds of the bottleneck's fit (rate-distortion).")] = 3,
+    name: Name = None,
+    corpus: Corpus = "builtin",
+    out: ResultFile = None,
+) -> None:
+    """Measure what meta-tokens do inside a model: sharper attention, cached context, compression."""
+    from metatokens.analysis.rate_distortion import rate_distortion
+    from metatokens.analysis.residual import residual
+    from metatokens.analysis.sharpness import sharpness
+    from metatokens.data.tokenizer import load_tokenizer
+    from metatokens.evaluation.accuracy import test_examples
+    from metatokens.model.checkpoint import load_model
+    from metatokens.model.interventions import Intervention
+    from metatokens.training.finetune import check_meta_token, training_of
+
+    if kind not in ("sharpness", "residual", "rate-distortion"):
+        raise UserError(f"unknown analysis {kind!r}; choose sharpness, residual or rate-distortion.")
+    if intervention is not None and kind != "rate-distortion":
+        raise UserError("--intervention goes with rate-distortion alone.")
+    check_results_file(out)
+    loaded, tokenizer = load_model(model), load_tokenizer(str(model))
+    check_meta_token(loaded.config, tokenizer, model)
+    count = n or (2_500 if kind == "rate-distortion" else 100)
+    documents = documents_for(task, corpus)
+    examples = test_examples(task, length, count, tokenizer, condition=condition, documents=documents)
+    about: Any = {"seed": 0, **training_of(model), "task": task, "condition": condition, "length": length}
+    about["model"] = name or str(model)
+    if kind == "rate-distortion":
+        changed = None if intervention is None else Intervention.parse(intervention)
+        measured = rate_distortion(loaded, examples, about, fits=fits, intervention=changed, held_out=count // 5)
+    else:
+        measured = {"sharpness": sharpness, "residual": residual}[kind](loaded, examples, about)
+    write_records(measured, out)
+
+
+@app.command()
+def perplexity(
+    model: Model,
+    corpus: Annotated[str, typer.Option(help="A corpus spec, or a token store, whose held-out split is read.")],
+    block_size: Annotated[int, typer.Option(min=2, help="Positions of a block, meta-tokens included.")] = 256,
+    fraction: Annotated[float, typer.Option(help="Of the positions that are meta-tokens, in [0, 0.5].")] = 0.1,
+    placement: Annotated[str, typer.Option(help="uniform, periodic or none.")] = "none",
+    name: Name = None,
+    out: ResultFile = None,
+) -> None:
+    """Measure perplexity, counted on text tokens alone, on a corpus or on the held-out split of a token store."""
+    from metatokens.data.tokenizer import load_tokenizer
+    from metatokens.evaluation.perplexity import held_out_text, perplexity
+    from metatokens.model.checkpoint import load_model
+
+    check_results_file(out)
+    loaded = load_model(model)
+    text = held_out_text(corpus, load_tokenizer(str(model)))
+    result = perplexity(
+        loaded, text, block_size=block_size, fraction=fraction, placement=placement, name=name or str(model)
+    )
+    write_records([result], out)
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="Text; what looks like a marker in it stays text.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Text tokens to generate.")] = 64,
+    meta_every: Annotated[int | None, typer.Option(min=1, help="Insert a meta-token every so many tokens.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Continue a text."""
+    import torch
+
+    from metatokens.data.tokenizer import encode_text, load_tokenizer
+    from metatokens.model.checkpoint import load_model
+
+    loaded, tokenizer = load_model(model).eval(), load_tokenizer(str(model))
+    ids = torch.tensor(encode_text(tokenizer, [prompt]))
+    if ids.shape[1] == 0:
+        raise UserError("the prompt is empty.")
+    torch.manual_seed(seed)
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    output = loaded.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        meta_every=meta_every,
+        pad_token_id=tokenizer.eos_token_id,
+        **sampling,
+    )
+    print(f"{prompt}{tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)}")
