@@ -12,6 +12,8 @@ PACKAGED = {
     "demo_finetune": FinetuneRecipe,
     "paper": PretrainRecipe,
     "paper_finetune": FinetuneRecipe,
+    "small": PretrainRecipe,
+    "small_finetune": FinetuneRecipe,
 }
 
 
