@@ -2,13 +2,14 @@
 # make demo      train, evaluate and report small models (about a quarter of an hour on two cores)
 # make test      every test, with line coverage
 # make lint      the linter and the type checker
+# make benchmark every benchmark at the paper's size, into benchmarks/results (about an hour on two cores)
 # make lock      resolve the dependencies again
 
 VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: install demo smoke test lint lock clean
+.PHONY: install demo smoke test lint benchmark lock clean
 
 install: $(VENV)/.installed
 
@@ -26,6 +27,9 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+benchmark: $(VENV)/.installed-benchmark
+	PATH="$(CURDIR)/$(BIN):$$PATH" benchmarks/run
+
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "metatokens needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +43,10 @@ $(VENV)/.installed-test: requirements-test.lock $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.lock
 	touch $@
 
+$(VENV)/.installed-benchmark: requirements-benchmark.lock $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-benchmark.lock
+	touch $@
+
 # torch is pinned by hand: its build names (2.13.0+cpu) differ between indexes.
 lock:
 	rm -rf $(VENV)
@@ -47,6 +55,8 @@ lock:
 	$(BIN)/python -m pip freeze --exclude metatokens --exclude pip --exclude setuptools | sed 's/+cpu//' > requirements.lock
 	$(BIN)/python -m pip install --quiet '.[test]'
 	$(BIN)/python -m pip freeze --exclude metatokens --exclude pip --exclude setuptools | sed 's/+cpu//' > requirements-test.lock
+	$(BIN)/python -m pip install --quiet '.[benchmark]'
+	$(BIN)/python -m pip freeze --exclude metatokens --exclude pip --exclude setuptools | sed 's/+cpu//' > requirements-benchmark.lock
 	rm -rf $(VENV)
 
 clean:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from metatokens.cli import making, measuring  # noqa: F401  (they register their verbs)
+from metatokens.cli import benchmarking, making, measuring  # noqa: F401  (they register their verbs)
 from metatokens.cli.app import app, say
 from metatokens.errors import UserError
 

@@ -1,0 +1,230 @@
+"""The models that the benchmarks compare, at shapes from the demo's to the paper's.
+
+Ours, by their names in the project: `gpt2`, `pause`, `twin`, `meta`. `dense` is `meta` computed as the paper computes
+it, under a mask of all rows. `transformers` is that library's GPT-2 in its default form (learned positions, biases,
+the tanh approximation of GELU); `gpt2-learned` is the same function in this package, converted from it. Both exist
+with the exact GELU as well, which `x-transformers` has too (its attention layers lack biases).
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from metatokens.errors import UserError
+from metatokens.model.attention import CausalAttention, MetaRows
+from metatokens.model.cache import MetaTokenCache
+from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.model.positions import Rotary
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model."""
+
+    width: int
+    layers: int
+    heads: int
+    vocabulary: int
+
+
+SHAPES = {
+    "tiny": Shape(32, 2, 2, 256),
+    "demo": Shape(64, 2, 4, 2112),
+    "small": Shape(256, 4, 4, 4096),
+    "medium": Shape(512, 8, 8, 16384),
+    "paper": Shape(768, 12, 12, 50304),  # 123.6M parameters; 151.9M with a second attention
+}
+
+
+class DenseMetaAttention(CausalAttention):
+    """Meta-attention as the paper computes it: all rows, under a mask of query and key positions.
+
+    It takes the place of `MetaAttention` in a block, which hands it all rows since it is a `CausalAttention`; the
+    block's own hook (`dense_model`) tells it where the meta-tokens are. Its store in the cache holds every token.
+    """
+
+    def __init__(self, config: MetaGPT2Config, layer_index: int):
+        super().__init__(config, layer_index, second=True)
+        self.slots = torch.empty(0)  # (batch, length), position in the sequence of each meta-token, -1 at text
+        self.mask = torch.empty(0)  # (batch, 1, length, keys), 0 where a query sees a key, minus infinity elsewhere
+
+    def forward(
+        self, x: Tensor, *, rotary: Rotary | None, mask: Tensor | None, cache: MetaTokenCache | None
+    ) -> tuple[Tensor, None]:
+        """Attend; arguments and results as in `CausalAttention.forward`, whose `mask` is not used."""
+        q, k, v = self.project(x, rotary)
+        if cache is not None:
+            k, v, _ = cache.layers[self.layer_index].update_second(k, v, self.slots)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=self.scaling)
+        out = self.out_proj(out.transpose(1, 2).reshape(x.shape))
+        return out.masked_fill(self.slots[:, :, None] < 0, 0.0), None
+
+
+def dense_model(model: MetaGPT2ForCausalLM) -> MetaGPT2ForCausalLM:
+    """Replace the gathered meta-attention of a model, in place, by the dense one with the same parameters."""
+    modules: list[DenseMetaAttention] = []
+    for layer in model.model.layers:
+        dense = DenseMetaAttention(model.config, len(modules)).to(model.device, model.dtype)
+        dense.load_state_dict(layer.get_submodule("second_attention").state_dict())
+        layer.second_attention = dense
+        modules.append(dense)
+
+    def find(_: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
+        """Make the mask once a forward pass, before the first block."""
+        (x,), rows, cache = args, kwargs["meta_rows"], kwargs["past_key_values"]
+        slots, mask = dense_mask(x, rows, cache)
+        for dense in modules:
+            dense.slots, dense.mask = slots, mask
+
+    model.model.layers[0].register_forward_pre_hook(find, with_kwargs=True)
+    return model
+
+
+def dense_mask(x: Tensor, rows: MetaRows | None, cache: MetaTokenCache | None) -> tuple[Tensor, Tensor]:
+    """Where the meta-tokens among x (batch, length, width) are, and the paper's matrices M + P, ready to be added.
+
+    Returns:
+        (batch, length) int64, the slot of each meta-token and -1 elsewhere; (batch, 1, length, keys), 0 or minus
+        infinity, with the keys cached before x included. A query of text sees itself, so that no row is without a key.
+    """
+    slots = torch.full(x.shape[:2], -1, device=x.device)
+    if rows is not None:
+        slots = slots.scatter(1, rows.index, rows.slots)
+    earlier = None if cache is None else cache.layers[0].second_slots
+    keys = slots if earlier is None else torch.cat([earlier, slots], dim=1)
+    seen = (keys[:, None, :] >= 0) & (keys[:, None, :] <= slots[:, :, None])
+    seen[:, :, -x.shape[1] :] |= torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return slots, torch.zeros(seen.shape, dtype=dtype, device=x.device).masked_fill(~seen, -torch.inf)[:, None]
+
+
+class XTransformers(nn.Module):
+    """GPT-2's shape from the package x-transformers, with as much of transformers' interface as the benchmarks use."""
+
+    def __init__(self, config: MetaGPT2Config):
+        super().__init__()
+        from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
+
+        decoder = Decoder(
+            dim=config.hidden_size,
+            depth=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            attn_dim_head=config.head_size,
+            attn_flash=True,
+        )
+        net = TransformerWrapper(
+            num_tokens=config.vocab_size,
+            max_seq_len=config.max_position_embeddings,
+            tie_embedding=True,
+            attn_layers=decoder,
+        )
+        self.wrapper = AutoregressiveWrapper(net)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> CausalLMOutput:
+        """Logits and mean loss of (batch, length) ids and unshifted labels."""
+        logits = self.wrapper.net(input_ids)
+        return CausalLMOutput(loss=cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), logits=logits)
+
+    def generate(self, input_ids: Tensor, max_new_tokens: int, **_: Any) -> Tensor:
+        """Greedy continuation of (batch, length) ids, the new ones alone."""
+        return self.wrapper.generate(input_ids, max_new_tokens, temperature=0.0)
+
+
+def gpt2_of_transformers(config: MetaGPT2Config) -> GPT2LMHeadModel:
+    """transformers' GPT-2 of the sizes in a configuration, without dropout, as the paper trains."""
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=config.vocab_size,
+            n_positions=config.max_position_embeddings,
+            n_embd=config.hidden_size,
+            n_layer=config.num_hidden_layers,
+            n_head=config.num_attention_heads,
+            activation_function=config.activation,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Peer:
+    """How a model of the comparison is made.
+
+    Attributes:
+        make: from its configuration.
+        fields: of the configuration that are not the defaults.
+        inserts: whether its input has meta-tokens.
+        dense: whether its meta-attention is over all rows.
+    """
+
+    make: Callable[[MetaGPT2Config], nn.Module]
+    fields: Mapping[str, Any]
+    inserts: bool = False
+    dense: bool = False
+
+    def config(self, shape: Shape, length: int) -> MetaGPT2Config:
+        """The configuration at a shape, for sequences of up to `length` tokens; generation never stops early."""
+        return MetaGPT2Config(
+            vocab_size=shape.vocabulary,
+            hidden_size=shape.width,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            max_position_embeddings=length,
+            meta_token_id=shape.vocabulary - 1 if self.inserts else None,
+            bos_token_id=None,
+            eos_token_id=None,
+            **self.fields,
+        )
+
+
+_PLAIN = {"second_attention": "none"}
+_LEARNED = _PLAIN | {"position_embedding": "learned", "bias": True}
+_LEARNED_TANH, _LEARNED_EXACT = _LEARNED | {"activation": "gelu_new"}, _LEARNED | {"activation": "gelu"}
+
+
+def _converted(config: MetaGPT2Config) -> MetaGPT2ForCausalLM:
+    return MetaGPT2ForCausalLM.from_gpt2(gpt2_of_transformers(config))
+
+
+PEERS = {
+    "gpt2": Peer(MetaGPT2ForCausalLM, _PLAIN),
+    "pause": Peer(MetaGPT2ForCausalLM, _PLAIN, inserts=True),
+    "twin": Peer(MetaGPT2ForCausalLM, {"second_attention": "causal"}, inserts=True),
+    "meta": Peer(MetaGPT2ForCausalLM, {"second_attention": "meta"}, inserts=True),
+    "dense": Peer(
+        lambda config: dense_model(MetaGPT2ForCausalLM(config)), {"second_attention": "meta"}, inserts=True, dense=True
+    ),
+    "transformers": Peer(gpt2_of_transformers, _LEARNED_TANH),
+    "gpt2-learned": Peer(_converted, _LEARNED_TANH),
+    "transformers-gelu": Peer(gpt2_of_transformers, _LEARNED_EXACT),
+    "gpt2-learned-gelu": Peer(_converted, _LEARNED_EXACT),
+    "x-transformers": Peer(XTransformers, _LEARNED_EXACT),
+}
+
+
+def is_installed(peer: str) -> bool:
+    """Whether the package of a peer is there; only `x-transformers` is optional."""
+    return peer != "x-transformers" or importlib.util.find_spec("x_transformers") is not None
+
+
+def shape_named(name: str) -> Shape:
+    """The shape of that name.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if name not in SHAPES:
+        raise UserError(f"unknown shape {name!r}; the shapes are {', '.join(SHAPES)}.")
+    return SHAPES[name]

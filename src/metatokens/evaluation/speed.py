@@ -1,0 +1,295 @@
+"""How long a unit of work takes each of several models, side by side in one run.
+
+The contestants take turns, in a new order each round, so that what the machine does meanwhile falls on all of them;
+ratios pair what two of them took in the same round. Each ratio stands beside its limit, the ratio of the operations
+(of the bytes read, in decoding) that the two functions need. One more contestant computes the matrix products of the
+heat's first model and nothing else: what no implementation of those products can beat.
+"""
+
+import ctypes
+import gc
+import math
+import multiprocessing
+import platform
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from metatokens.errors import UserError
+from metatokens.evaluation.contestants import HEATS, Benchmark, Entry, Setting, Unit, make_unit, products_unit
+from metatokens.evaluation.peers import is_installed
+from metatokens.evaluation.results import library_versions, now
+from metatokens.training.trainer import Progress, unwatched
+
+PRODUCTS = "products"  # the contestant that computes matrix products alone
+_SHORTEST = 0.1  # seconds of a turn; quicker work is repeated
+
+
+class Timing(BaseModel):
+    """How long a unit of work took one contestant, and the ratio to what it took another in the same rounds.
+
+    Low and high are the quartiles of the rounds.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    benchmark: Benchmark
+    model: str
+    against: str
+    shape: str
+    parameters: int
+    length: int  # positions
+    batch: int
+    text_tokens: int  # of a unit of work
+    n: Annotated[int, Field(ge=1)]  # rounds
+    repeats: int  # units of work in each
+    rounds: list[float]  # seconds that a unit of work took in each, on average
+    seconds: float  # their median
+    low: float
+    high: float
+    ratio: float  # the median of the rounds' ratios
+    ratio_low: float
+    ratio_high: float
+    limit: float  # of the ratio: what the functions need
+    ratio_per_text_token: float
+    limit_per_text_token: float
+    over_products: float  # seconds over what matrix products alone took, scaled by what the contestant needs
+    flops: int | None  # that the function needs; null in decoding
+    counted_flops: int | None  # as PyTorch counts them, the masked half of causal attention included
+    reads: int | None  # bytes that decoding must read
+    memory: int | None  # bytes, the most in use during a unit of work less those in use before it
+    dtype: str
+    threads: int
+    device: str
+    compiled: bool
+    versions: dict[str, str] = Field(default_factory=library_versions)
+    created: str = Field(default_factory=now)
+
+
+def run(
+    benchmark: Benchmark,
+    setting: Setting,
+    *,
+    models: Sequence[str] | None = None,
+    memory: bool = True,
+    progress: Progress = unwatched,
+) -> list[Timing]:
+    """Carry out a benchmark.
+
+    Args:
+        benchmark: which.
+        setting: what its contestants share.
+        models: names of contestants, to which their heats' baselines are added; None means all.
+        memory: whether to measure that too, on a CPU in a new process for each contestant.
+        progress: called with the rounds done and the rounds in all.
+
+    Returns:
+        A timing for each contestant and each other one that it is compared with, heat by heat, baselines first.
+
+    Raises:
+        UserError: if a contestant is unknown.
+    """
+    torch.set_num_threads(setting.threads)
+    heats = _heats(benchmark, models)
+    rounds_done = 0
+
+    def tick() -> None:
+        nonlocal rounds_done
+        rounds_done += 1
+        progress(rounds_done, len(heats) * (setting.warmup + setting.rounds))
+
+    timings: list[Timing] = []
+    for entries in heats:
+        peaks = {entry.name: peak_memory(benchmark, entry, setting) if memory else None for entry in entries}
+        units = {entry.name: make_unit(benchmark, entry, setting) for entry in entries}
+        units[PRODUCTS] = products_unit(units[entries[0].name], setting)
+        heat = race(units, setting, tick)
+        for entry in entries:
+            against = [other for other in entry.against or (entries[0].name,) if other in units]
+            timings += [_timing(benchmark, setting, heat, entry.name, other, peaks[entry.name]) for other in against]
+    return timings
+
+
+def run_lengths(setting: Setting, lengths: Sequence[int], **options: Any) -> list[Timing]:
+    """A training step at each length, the benchmark `length`; options as in `run`."""
+    return [timing for length in lengths for timing in run("length", replace(setting, length=length), **options)]
+
+
+def _heats(benchmark: Benchmark, models: Sequence[str] | None) -> list[list[Entry]]:
+    """The heats of the chosen contestants, without those whose package is missing."""
+    known = [entry.name for heat in HEATS[benchmark] for entry in heat]
+    for name in models or ():
+        if name not in known:
+            raise UserError(f"{name!r} takes no part in the benchmark {benchmark}; these do: {'; '.join(known)}.")
+    heats = []
+    for first, *others in HEATS[benchmark]:
+        chosen = [entry for entry in others if models is None or entry.name in models]
+        if chosen or models is None or first.name in models:
+            heats.append([first, *(entry for entry in chosen if is_installed(entry.peer))])
+            for entry in chosen:
+                if not is_installed(entry.peer):
+                    print(f"{entry.name} is not installed and is left out.", file=sys.stderr)
+    return heats
+
+
+@dataclass(frozen=True)
+class Heat:
+    """What came out of a race.
+
+    Attributes:
+        units: the contestants, the baseline first.
+        seconds: that a unit of work took in each round, by contestant.
+        repeats: units of work in a round, by contestant.
+    """
+
+    units: Mapping[str, Unit]
+    seconds: Mapping[str, np.ndarray]
+    repeats: Mapping[str, int]
+
+
+def race(units: Mapping[str, Unit], setting: Setting, tick: Callable[[], None]) -> Heat:
+    """Time contestants in turns, in a new order each round.
+
+    Args:
+        units: the contestants.
+        setting: its rounds, warm-up and device.
+        tick: called after each round.
+    """
+    order, shuffle = list(units), random.Random(0).shuffle
+    seconds: dict[str, list[float]] = {name: [] for name in units}
+    repeats = dict.fromkeys(units, 1)
+    collects = gc.isenabled()
+    gc.disable()
+    gc.freeze()  # what is there already need not be searched for garbage
+    try:
+        for number in range(1, setting.warmup + setting.rounds + 1):
+            shuffle(order)
+            gc.collect()
+            for name in order:
+                turn = [_clock(units[name], setting.device) for _ in range(repeats[name])]
+                seconds[name].append(sum(turn) / len(turn))
+            if number == setting.warmup:
+                repeats = {name: max(1, math.ceil(_SHORTEST / rounds[-1])) for name, rounds in seconds.items()}
+            tick()
+    finally:
+        gc.unfreeze()
+        if collects:
+            gc.enable()
+    return Heat(units, {name: np.array(rounds[setting.warmup :]) for name, rounds in seconds.items()}, repeats)
+
+
+def _clock(unit: Unit, device: str) -> float:
+    """Seconds that one unit of work takes, on the device too."""
+    unit.prepare()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    unit.work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _timing(benchmark: Benchmark, setting: Setting, heat: Heat, name: str, against: str, memory: int | None) -> Timing:
+    unit, other, baseline = heat.units[name], heat.units[against], heat.units[next(iter(heat.units))]
+    own = heat.seconds[name]
+    low, median, high = np.quantile(own, (0.25, 0.5, 0.75))
+    ratio_low, ratio, ratio_high = np.quantile(own / heat.seconds[against], (0.25, 0.5, 0.75))
+    limit, a_token = unit.needed / other.needed, other.text_tokens / unit.text_tokens
+    return Timing(
+        benchmark=benchmark,
+        model=name,
+        against=against,
+        shape=setting.shape,
+        parameters=unit.parameters,
+        length=setting.length,
+        batch=setting.batch,
+        text_tokens=unit.text_tokens,
+        n=setting.rounds,
+        repeats=heat.repeats[name],
+        rounds=own.tolist(),
+        seconds=median,
+        low=low,
+        high=high,
+        ratio=ratio,
+        ratio_low=ratio_low,
+        ratio_high=ratio_high,
+        limit=limit,
+        ratio_per_text_token=ratio * a_token,
+        limit_per_text_token=limit * a_token,
+        over_products=float(np.median(own / heat.seconds[PRODUCTS])) * baseline.needed / unit.needed,
+        flops=unit.needed if unit.reads is None else None,
+        counted_flops=unit.counted_flops,
+        reads=unit.reads,
+        memory=memory,
+        dtype=setting.dtype,
+        threads=setting.threads,
+        device=device_name(setting.device),
+        compiled=setting.compiled,
+    )
+
+
+def device_name(device: str) -> str:
+    """The GPU's name, or the processor's as far as the system tells."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text(encoding="utf-8").splitlines() if cpus.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def peak_memory(benchmark: Benchmark, entry: Entry, setting: Setting) -> int | None:
+    """The most bytes in use during a contestant's first unit of work, less those in use before it.
+
+    The weights are there before; gradients, the optimizer's state and activations come with the work. On a GPU it is
+    what PyTorch's allocator says; on a CPU what is resident of a new process that does nothing else, or None where
+    the system does not tell (Linux does).
+    """
+    if setting.device == "cpu":
+        if not Path("/proc/self/clear_refs").exists():
+            return None
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # imported once, in a process that computes nothing
+        with ProcessPoolExecutor(1, mp_context=context) as process:
+            return process.submit(_peak_resident, benchmark, entry, setting).result()
+    unit = make_unit(benchmark, entry, setting)
+    unit.prepare()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    unit.work()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _peak_resident(benchmark: Benchmark, entry: Entry, setting: Setting) -> int:
+    """`peak_memory` of the process it runs in."""
+    torch.set_num_threads(setting.threads)
+    small = make_unit(benchmark, entry, replace(setting, shape="tiny", length=16, batch=1))
+    small.prepare()
+    small.work()  # what libraries load and allocate when first used
+    unit = make_unit(benchmark, entry, setting)
+    unit.prepare()
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # glibc; what it holds in reserve would hide what the work allocates
+        trim(0)
+    # This resets VmHWM. (ru_maxrss cannot be reset, and a new process begins with its parent's.)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = _status_bytes("VmRSS")
+    unit.work()
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(key: str) -> int:
+    """A figure of this process's memory, as Linux gives it."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))

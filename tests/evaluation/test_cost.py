@@ -1,0 +1,180 @@
+"""The formulas against PyTorch's FLOP counter, the models' own parameters, and a count of what a run touches."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM
+from metatokens.evaluation.cost import (
+    decode_bytes,
+    flops,
+    forward_products,
+    parameters,
+    weights,
+)
+from metatokens.evaluation.peers import dense_model
+
+META = 40
+SECOND = {"gpt2": "none", "twin": "causal", "meta": "meta", "dense": "meta"}
+MODELS = pytest.mark.parametrize("name", SECOND)
+
+
+def tiny(name: str, **fields: Any) -> MetaGPT2ForCausalLM:
+    """A model of sizes no two of which are equal."""
+    sizes = {
+        "vocab_size": 41,
+        "hidden_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "intermediate_size": 52,
+    }
+    ids = {"meta_token_id": META, "bos_token_id": None, "eos_token_id": None}
+    torch.manual_seed(0)
+    config = MetaGPT2Config(
+        **(sizes | ids | {"second_attention": SECOND[name], "max_position_embeddings": 64} | fields)
+    )
+    model = MetaGPT2ForCausalLM(config).eval()
+    return dense_model(model) if name == "dense" else model
+
+
+def batch(meta_counts: list[int], length: int = 19) -> Tensor:
+    """Rows of text with so many meta-tokens each."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(META, (len(meta_counts), length), generator=generator)
+    for row, count in zip(ids, meta_counts, strict=True):
+        row[torch.randperm(length, generator=generator)[:count]] = META
+    return ids
+
+
+class Counter(FlopCounterMode):
+    """PyTorch's counter over attention that is written out in products, without those that make the rotary angles."""
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+        self.attention = sdpa_kernel(SDPBackend.MATH)
+
+    def __enter__(self) -> "Counter":
+        self.attention.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.attention.__exit__(*error)
+
+    @property
+    def products(self) -> int:
+        angles = [sum(c.values()) for name, c in self.get_flop_counts().items() if name.endswith("rotary_positions")]
+        return self.get_total_flops() - sum(angles)
+
+
+@MODELS
+@pytest.mark.parametrize("position_embedding", ["learned", "rope", "none"])
+@pytest.mark.parametrize("meta_counts", [[4, 4, 4], [5, 0, 2], [0, 0, 0]])
+def test_forward_and_backward_equal_the_counter(name: str, position_embedding: str, meta_counts: list[int]) -> None:
+    model, ids = tiny(name, position_embedding=position_embedding), batch(meta_counts)
+    sizes: dict[str, Any] = {"batch": 3, "length": 19, "meta_tokens": max(meta_counts), "dense": name == "dense"}
+    with Counter() as forward, torch.no_grad():
+        model(ids, use_cache=False)
+    assert forward.products == flops(forward_products(model.config, **sizes))
+
+    labels = ids.masked_fill(ids == META, -100)
+    labels[:, :6] = -100
+    scored = int((labels[:, 1:] != -100).sum())
+    with Counter() as step:
+        model.train()(ids, labels=labels).loss.backward()
+    assert step.products == flops(forward_products(model.config, **sizes, scored=scored), training=True)
+
+
+@MODELS
+@pytest.mark.parametrize("meta_every", [None, 3])
+def test_generation_equals_the_counter(name: str, meta_every: int | None) -> None:
+    model, ids = tiny(name, position_embedding="none"), batch([4, 2])
+    ids[:, -1] = 0
+    with Counter() as counter:
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=11, meta_every=meta_every)
+    sizes: dict[str, Any] = {"batch": 2, "scored": 2, "dense": name == "dense"}
+    expected = flops(forward_products(model.config, length=19, meta_tokens=4, **sizes))
+    read, inserted = 19, 0
+    for text in range(1, 11):  # each new token but the last is read, and the meta-token behind every third one
+        rides = int(meta_every == 3 and text in (3, 6, 9))
+        meta: dict[str, int] = {"meta_tokens": rides, "cached_meta": 4 + inserted}
+        expected += flops(forward_products(model.config, length=1 + rides, cached=read, **meta, **sizes))
+        read, inserted = read + 1 + rides, inserted + rides
+    assert counter.products == expected
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8])
+def test_a_causal_kernel_needs_the_pairs_up_to_the_diagonal(length: int) -> None:
+    sizes: dict[str, Any] = {"batch": 1, "length": length, "skips_masked": True}
+    twin = forward_products(tiny("twin").config, **sizes)
+    pairs = sum(p.rows * p.columns for p in twin if p.inner == 12) / 6  # scores; three layers of two modules
+    assert length * length / 2 <= pairs <= length * (length + 1) / 2  # rounded down to a whole number a row
+    dense = forward_products(tiny("dense").config, **sizes, meta_tokens=1, dense=True)
+    assert sum(p.rows * p.columns for p in dense if p.inner == 12) / 3 == pairs + length * length
+
+
+@MODELS
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("position_embedding", ["learned", "rope"])
+def test_parameters_are_the_models(name: str, bias: bool, position_embedding: str) -> None:
+    model = tiny(name, bias=bias, position_embedding=position_embedding)
+    assert parameters(model.config) == model.num_parameters()
+
+
+def test_the_papers_sizes() -> None:
+    paper, gpt2 = MetaGPT2Config.paper(), MetaGPT2Config.paper(second_attention="none")
+    assert parameters(paper) == 151_908_096
+    assert parameters(gpt2) == 123_587_328
+    assert parameters(MetaGPT2Config.paper(position_embedding="learned")) == 151_908_096 + 786_432
+    common, second = weights(paper)
+    assert round(100 * second / common) == 23  # what a dense mask adds in products with weights
+    assert round(100 * second / common * 102 / 1024, 1) == 2.3  # and gathering
+    # Attention's own products included: pausing GPT-2 on the same block, and a dense mask.
+    block: dict[str, Any] = {"batch": 1, "length": 1024, "meta_tokens": 102, "skips_masked": True}
+    base = flops(forward_products(gpt2, **block))
+    assert round(flops(forward_products(paper, **block)) / base, 3) == 1.022
+    assert round(flops(forward_products(paper, **block, dense=True)) / base, 2) == 1.35
+
+
+@MODELS
+@pytest.mark.parametrize("meta_every", [None, 3])
+def test_decoding_reads_the_weights_it_runs_and_the_cache_it_sees(name: str, meta_every: int | None) -> None:
+    model, ids = tiny(name, bias=True), batch([5, 5])
+    ids[:, -1] = 1
+    read = 0
+
+    def run_module(module: torch.nn.Module, *_: Any) -> None:
+        nonlocal read
+        read += sum(parameter.numel() for parameter in module.parameters(recurse=False))
+
+    def see_cache(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal read
+        for layer in kwargs["past_key_values"].layers:
+            read += layer.keys.numel() + layer.values.numel()
+
+    def see_second(layer: int, kwargs: dict[str, Any]) -> None:
+        nonlocal read
+        cache = kwargs["cache"].layers[layer]
+        read += cache.second_keys.numel() + cache.second_values.numel()
+
+    with torch.inference_mode():
+        context = model(ids[:, :-1], use_cache=True).past_key_values
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.LayerNorm):
+            module.register_forward_pre_hook(run_module)
+    model.model.register_forward_pre_hook(see_cache, with_kwargs=True)
+    for i, block in enumerate(model.model.layers):
+        if block.second_attention is not None:
+            block.second_attention.register_forward_pre_hook(
+                lambda module, args, kwargs, i=i: see_second(i, kwargs), with_kwargs=True
+            )
+    options: dict[str, Any] = {"past_key_values": context, "max_new_tokens": 8, "meta_every": meta_every}
+    model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    prompt: dict[str, Any] = {"batch": 2, "context": 19, "context_meta": int((ids[0] == META).sum())}
+    how: dict[str, Any] = {"new_tokens": 8, "meta_every": meta_every, "item_size": 4, "dense": name == "dense"}
+    assert decode_bytes(model.config, **prompt, **how) == 4 * read

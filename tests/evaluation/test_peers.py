@@ -1,0 +1,131 @@
+"""The compared models: dense is gathered, converted is transformers' own, and all have the sizes of their shape."""
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM, MetaTokenCache
+from metatokens.errors import UserError
+from metatokens.evaluation.cost import parameters
+from metatokens.evaluation.peers import PEERS, SHAPES, Shape, dense_model, shape_named
+
+META = 31
+SHAPE = Shape(width=24, layers=3, heads=2, vocabulary=40)
+POSITIONS = pytest.mark.parametrize("position_embedding", ["learned", "rope", "none"])
+needs_x_transformers = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+
+
+def both_ways(**fields: Any) -> tuple[MetaGPT2ForCausalLM, MetaGPT2ForCausalLM]:
+    """A random model, and a copy of it with a dense mask."""
+    sizes = {"vocab_size": 32, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+    ids = {"meta_token_id": META, "bos_token_id": None, "eos_token_id": None}
+    torch.manual_seed(0)
+    config = MetaGPT2Config(**(sizes | ids | {"bias": True, "max_position_embeddings": 64} | fields))
+    gathered = MetaGPT2ForCausalLM(config).double().eval()
+    for parameter in gathered.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return gathered, dense_model(copy.deepcopy(gathered))
+
+
+def ragged(meta_rates: tuple[float, ...] = (0.3, 0.1, 0.0, 0.6), length: int = 15) -> tuple[Tensor, Tensor]:
+    """Rows with different numbers of meta-tokens, padded on the left by as many places as their number in the batch."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(META, (len(meta_rates), length), generator=generator)
+    ids[torch.rand(ids.shape, generator=generator) < torch.tensor(meta_rates)[:, None]] = META
+    mask = (torch.arange(length) >= torch.arange(len(ids))[:, None]).long()
+    return ids, mask
+
+
+@POSITIONS
+@pytest.mark.parametrize("meta_rates", [(0.3, 0.1, 0.0, 0.6), (0.0, 0.0), (1.0,)])
+def test_dense_meta_attention_is_the_gathered_one(position_embedding: str, meta_rates: tuple[float, ...]) -> None:
+    gathered, dense = both_ways(position_embedding=position_embedding)
+    ids, mask = ragged(meta_rates)
+    expected, actual = gathered(ids, attention_mask=mask).logits, dense(ids, attention_mask=mask).logits
+    assert expected.std() > 0.5
+    assert (actual - expected)[mask.bool()].abs().max() < 1e-11
+
+
+def test_dense_meta_attention_has_the_same_gradients() -> None:
+    gathered, dense = both_ways()
+    ids, _ = ragged()
+    for model in (gathered, dense):
+        model.train()(ids, labels=ids.masked_fill(ids == META, -100)).loss.backward()
+    expected = dict(gathered.named_parameters())
+    for name, parameter in dense.named_parameters():
+        assert (parameter.grad - expected.pop(name).grad).abs().max() < 1e-11, name
+    assert not expected
+
+
+@POSITIONS
+@settings(deadline=None, max_examples=15)
+@given(cuts=st.sets(st.integers(1, 14)))
+def test_dense_meta_attention_step_by_step(position_embedding: str, cuts: set[int]) -> None:
+    gathered, dense = both_ways(position_embedding=position_embedding)
+    ids, mask = ragged()
+    cache, pieces = MetaTokenCache(dense.config), []
+    for start, end in pairwise([0, *sorted(cuts), 15]):
+        pieces.append(dense(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits)
+    expected = gathered(ids, attention_mask=mask).logits
+    assert (torch.cat(pieces, dim=1) - expected)[mask.bool()].abs().max() < 1e-11
+    assert cache.layers[0].second_keys.shape == cache.layers[0].keys.shape  # every token is stored, as in the paper
+
+
+@pytest.mark.parametrize("meta_every", [None, 2])
+def test_dense_meta_attention_generates_the_same(meta_every: int | None) -> None:
+    gathered, dense = both_ways()
+    ids, mask = ragged()
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    expected = gathered.generate(ids, **options, meta_every=meta_every)
+    assert torch.equal(dense.generate(ids, **options, meta_every=meta_every), expected)
+
+
+@pytest.mark.parametrize("suffix", ["", "-gelu"])
+def test_the_converted_model_is_the_one_of_transformers(suffix: str) -> None:
+    logits = []
+    for name in ("transformers" + suffix, "gpt2-learned" + suffix):
+        torch.manual_seed(0)
+        model = PEERS[name].make(PEERS[name].config(SHAPE, 16)).eval()
+        logits.append(model(torch.arange(16)[None]).logits)
+    assert (logits[0] - logits[1]).abs().max() < 1e-5 * logits[0].abs().max()
+
+
+@needs_x_transformers
+@pytest.mark.parametrize("name", PEERS)
+def test_every_peer_has_the_sizes_of_its_shape(name: str) -> None:
+    if name == "x-transformers":
+        pytest.importorskip("x_transformers", reason="x-transformers is optional")
+    config = PEERS[name].config(SHAPE, 16)
+    model = PEERS[name].make(config)
+    attention_biases = 4 * SHAPE.width * SHAPE.layers if name == "x-transformers" else 0
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count in (parameters(config) - attention_biases, parameters(config) - attention_biases - 7 * SHAPE.width)
+
+
+@needs_x_transformers
+def test_x_transformers_is_a_causal_language_model() -> None:
+    pytest.importorskip("x_transformers", reason="x-transformers is optional")
+    torch.manual_seed(0)
+    model = PEERS["x-transformers"].make(PEERS["x-transformers"].config(SHAPE, 16)).eval()
+    ids = torch.arange(24).reshape(2, 12)
+    output = model(input_ids=ids, labels=ids, use_cache=False)
+    log_probabilities = output.logits.log_softmax(-1)
+    expected = -torch.stack([log_probabilities[row, t, ids[row, t + 1]] for row in range(2) for t in range(11)]).mean()
+    assert output.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    other = ids.clone()
+    other[:, 7:] = 39
+    assert torch.equal(model(other, labels=other).logits[:, :7].argmax(-1), output.logits[:, :7].argmax(-1))
+    assert torch.equal(model.generate(ids, 1), output.logits[:, -1:].argmax(-1))
+
+
+def test_the_papers_shape() -> None:
+    sizes = {name: parameters(PEERS[name].config(SHAPES["paper"], 1024)) for name in ("gpt2", "meta", "twin")}
+    assert sizes == {"gpt2": 123_587_328, "meta": 151_908_096, "twin": 151_908_096}
+    with pytest.raises(UserError, match="unknown shape 'huge'; the shapes are tiny, demo"):
+        shape_named("huge")

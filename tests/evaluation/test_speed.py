@@ -1,0 +1,309 @@
+"""The timing core on a clock of its own, and every benchmark on tiny models."""
+
+import dataclasses
+import gc
+import io
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+from rich.console import Console
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.cache_utils import DynamicLayer
+from transformers.pytorch_utils import Conv1D
+
+from metatokens.errors import UserError
+from metatokens.evaluation import peers, speed
+from metatokens.evaluation.contestants import HEATS, Entry, Setting, Unit, make_unit, products_unit
+from metatokens.evaluation.cost import flops
+from metatokens.evaluation.speed import Timing, device_name, peak_memory, race, run, run_lengths
+from metatokens.evaluation.speed_figures import draw, table
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+TINY = Setting(shape="tiny", length=32, batch=2, new_tokens=21, rounds=2, warmup=1, threads=1)
+OURS = [
+    pytest.param(benchmark, entry, id=f"{benchmark}-{entry.name}")
+    for benchmark in ("train", "answers", "prefill")
+    for heat in HEATS[benchmark]
+    for entry in heat
+    if "transformers" not in entry.peer
+]
+
+
+class Machine:
+    """A clock, and work that takes time by it: the more, the longer the machine has been running."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now, self.slowness, self.log = 0.0, 1.0, []
+        monkeypatch.setattr(speed.time, "perf_counter", lambda: self.now)
+
+    def unit(self, name: str, seconds: float) -> Unit:
+        def work() -> None:
+            self.log.append(name)
+            self.now += seconds * self.slowness
+
+        def prepare() -> None:
+            self.now += 100.0
+
+        return Unit(work=work, prepare=prepare, text_tokens=1, parameters=1)
+
+    def race(self, seconds: dict[str, float], **setting: int) -> speed.Heat:
+        units = {name: self.unit(name, each) for name, each in seconds.items()}
+
+        def tick() -> None:
+            self.slowness *= 1.5
+            self.log.append("|")
+
+        return race(units, Setting(**setting), tick)
+
+
+def test_contestants_take_turns_and_their_ratio_is_paired(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    heat = machine.race({"a": 1.0, "b": 3.0}, rounds=9, warmup=2)
+    turns = "".join(machine.log).removesuffix("|").split("|")
+    assert len(turns) == 11
+    assert set(turns) == {"ab", "ba"}
+    assert heat.repeats == {"a": 1, "b": 1}
+    # Warm-up is left out, preparation is not timed, and a machine that slows down changes no ratio.
+    assert heat.seconds["a"] == pytest.approx([1.5**number for number in range(2, 11)])
+    assert heat.seconds["b"] / heat.seconds["a"] == pytest.approx(np.full(9, 3.0))
+
+
+def test_quick_work_is_repeated_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    heat = machine.race({"a": 0.03, "b": 0.5}, rounds=1, warmup=1)
+    assert heat.repeats == {"a": 4, "b": 1}  # 0.1 s each
+    assert "".join(machine.log).split("|")[1] in ("baaaa", "aaaab")
+    assert heat.seconds["a"] == pytest.approx([0.045])
+
+
+def test_garbage_collection_is_on_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def fail() -> None:
+        seen.append(gc.isenabled())
+        raise ZeroDivisionError
+
+    unit = Unit(work=fail, text_tokens=1, parameters=1)
+    with pytest.raises(ZeroDivisionError):
+        race({"a": unit}, TINY, lambda: None)
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(("benchmark", "entry"), OURS)
+def test_the_work_done_is_the_work_counted(benchmark: str, entry: Entry) -> None:
+    unit = make_unit(benchmark, entry, TINY)
+    unit.prepare()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        unit.work()
+    angles = [sum(c.values()) for name, c in counter.get_flop_counts().items() if name.endswith("rotary_positions")]
+    assert counter.get_total_flops() - sum(angles) == unit.counted_flops
+    assert unit.needed < unit.counted_flops
+
+
+@pytest.mark.parametrize("entry", [entry for heat in HEATS["decode"] for entry in heat], ids=lambda entry: entry.name)
+def test_decoding_starts_behind_the_context_and_writes_text(entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
+    unit, update, passes = make_unit("decode", entry, TINY), DynamicLayer.update, []
+
+    def watch(layer: DynamicLayer, keys: torch.Tensor, *others: Any, **options: Any) -> Any:
+        passes.append((keys.shape[2], layer.get_seq_length()))
+        return update(layer, keys, *others, **options)
+
+    monkeypatch.setattr(DynamicLayer, "update", watch)
+    read = [1 + (entry.inserts and text in (10, 20)) for text in range(21)]
+    for _ in range(2):  # the second time as the first
+        unit.prepare()
+        assert unit.work().shape == (2, 32 + 21)
+        assert passes[::2] == passes[1::2] == [(new, 31 + sum(read[:text])) for text, new in enumerate(read)]
+        passes.clear()
+
+
+@pytest.mark.parametrize("benchmark", ["train", "prefill", "decode"])
+def test_products_are_the_baselines(benchmark: str) -> None:
+    unit = make_unit(benchmark, HEATS[benchmark][0][0], TINY)
+    floor = products_unit(unit, TINY)
+    with FlopCounterMode(display=False) as counter:
+        floor.work()
+    assert counter.get_total_flops() == flops(unit.products, training=benchmark == "train") * unit.passes
+    assert unit.passes == (21 if benchmark == "decode" else 1)
+
+
+@pytest.fixture
+def once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quick work is not repeated."""
+    monkeypatch.setattr(speed, "_SHORTEST", 0.0)
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[Timing]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speed, "_SHORTEST", 0.0)
+        return run("train", TINY, memory=False)
+
+
+def test_timings_are_the_rounds_summarised(trained: list[Timing]) -> None:
+    by_name = {timing.model: timing for timing in trained}
+    for timing in trained:
+        quartiles = statistics.quantiles(timing.rounds, n=4, method="inclusive")
+        assert [timing.low, timing.seconds, timing.high] == pytest.approx(quartiles)
+        pairs = zip(timing.rounds, by_name[timing.against].rounds, strict=True)
+        ratios = statistics.quantiles([own / other for own, other in pairs], n=4, method="inclusive")
+        assert [timing.ratio_low, timing.ratio, timing.ratio_high] == pytest.approx(ratios)
+        assert timing.n == len(timing.rounds) == 2
+        assert timing.over_products > 1
+        assert timing.memory is None
+        assert Timing.model_validate(json.loads(timing.model_dump_json())) == timing
+
+
+def test_what_is_compared_with_what(trained: list[Timing]) -> None:
+    limits = {(timing.model, timing.against): timing.limit for timing in trained}
+    texts = {timing.model: timing.text_tokens for timing in trained}
+    assert limits["gpt2", "gpt2"] == 1
+    assert limits["pause", "gpt2"] < 1 < limits["meta", "pause"] < limits["twin", "gpt2"]
+    assert limits["meta", "gpt2"] == pytest.approx(limits["meta", "pause"] * limits["pause", "gpt2"])
+    assert limits["dense", "gpt2"] == pytest.approx(limits["dense", "meta"] * limits["meta", "gpt2"])
+    assert limits["gpt2-learned", "transformers"] == 1
+    assert texts["gpt2"] == texts["transformers"] == 64
+    assert texts["meta"] == texts["dense"] == texts["pause"] == 58  # 2 x (32 - 3)
+    meta = next(timing for timing in trained if timing.model == "meta" and timing.against == "gpt2")
+    assert meta.ratio_per_text_token == pytest.approx(meta.ratio * 64 / 58)
+    assert meta.limit_per_text_token == pytest.approx(meta.limit * 64 / 58)
+    assert meta.dtype == "float32"
+    assert meta.threads == 1
+    assert meta.device == device_name("cpu") != ""
+
+
+@pytest.mark.usefixtures("once")
+@pytest.mark.parametrize("benchmark", ["answers", "prefill", "decode"])
+def test_benchmarks_run(benchmark: str) -> None:
+    seen: list[tuple[int, int]] = []
+    timings = run(benchmark, TINY, memory=False, progress=lambda done, total: seen.append((done, total)))
+    heats = HEATS[benchmark]
+    assert seen == [(done, 3 * len(heats)) for done in range(1, 3 * len(heats) + 1)]
+    assert {timing.model for timing in timings} == {
+        entry.name for heat in heats for entry in heat if peers.is_installed(entry.peer)
+    }
+    for timing in timings:
+        assert timing.limit == 1 or timing.model != timing.against
+        assert (timing.reads is not None) == (timing.flops is None) == (benchmark == "decode")
+        assert timing.text_tokens == (42 if benchmark == "decode" else timing.text_tokens)
+
+
+@pytest.mark.usefixtures("once")
+def test_only_chosen_contestants_take_part_and_their_baseline() -> None:
+    timings = run("decode", TINY, models=["gpt2-learned"], memory=False)
+    assert [(timing.model, timing.against) for timing in timings] == [
+        ("transformers", "transformers"),
+        ("gpt2-learned", "transformers"),
+    ]
+    with pytest.raises(UserError, match="'bert' takes no part in the benchmark answers; these do: full logits; "):
+        run("answers", TINY, models=["bert"])
+
+
+@pytest.mark.usefixtures("once")
+def test_a_contestant_that_is_not_installed_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    models = ["transformers", "x-transformers"]
+    timings = run("prefill", TINY, models=models, memory=False)
+    assert [timing.model for timing in timings] == ["transformers"]
+    assert capsys.readouterr().err == "x-transformers is not installed and is left out.\n"
+
+
+@pytest.mark.usefixtures("once")
+def test_cost_against_length(tmp_path: Path) -> None:
+    timings = run_lengths(TINY, (16, 32), memory=False)
+    assert [(timing.length, timing.model) for timing in timings] == [
+        (length, model) for length in (16, 32) for model in ("gpt2", "meta", "dense", "dense")
+    ]
+    draw(timings, tmp_path / "seconds.png")
+    draw([timing.model_copy(update={"memory": 1_000_000}) for timing in timings], tmp_path / "both.png")
+    seconds, both = imread(tmp_path / "seconds.png"), imread(tmp_path / "both.png")
+    assert seconds.std() > 0 < both.std()
+    assert both.shape[1] > seconds.shape[1]  # a panel more
+
+
+def test_table_and_figure(trained: list[Timing], tmp_path: Path) -> None:
+    text = io.StringIO()
+    Console(width=250, file=text).print(table(trained))
+    lines = [line for line in text.getvalue().splitlines() if line.split()[:1] == ["dense"]]
+    dense = [timing for timing in trained if timing.model == "dense"]
+    assert len(lines) == len(dense) == 2
+    for line, timing in zip(lines, dense, strict=True):
+        cells = line.split()
+        assert cells[:3] == ["dense", "/", timing.against]
+        assert cells[4] == f"{timing.ratio:.3f}"
+        assert cells[7] == f"{timing.limit:.3f}"
+    draw(trained, tmp_path / "train.png")
+    assert imread(tmp_path / "train.png").std() > 0
+    with pytest.raises(UserError, match=r"cannot write the figure to .*nowhere"):
+        draw(trained, tmp_path / "nowhere" / "train.png")
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is measured on Linux alone")
+def test_peak_memory_is_that_of_what_backward_needs() -> None:
+    setting = Setting(shape="demo", length=1024, batch=2, threads=1)
+    entry = HEATS["train"][0][0]
+    saved: dict[int, int] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    unit = make_unit("train", entry, setting)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        unit.work()
+    peak = peak_memory("train", entry, setting)
+    assert peak is not None
+    assert sum(saved.values()) < peak < 3 * sum(saved.values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"shape": "huge"}, "unknown shape 'huge'"),
+        ({"dtype": "int8"}, "dtype 'int8' is unknown; allowed are float32, bfloat16"),
+        ({"device": "tpu"}, "device 'tpu' is not available"),
+        ({"length": 8}, "a length of at least 16"),
+        ({"rounds": 0}, "at least 1 of everything else"),
+    ],
+)
+def test_a_setting_that_cannot_be_run(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        Setting(**fields)
+
+
+@pytest.mark.parametrize("benchmark", ["train", "prefill"])
+def test_models_are_compiled_where_the_setting_says_so(benchmark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function, *_, **__: compiled.append(function) or function)
+    entry = HEATS[benchmark][0][2]
+    make_unit(benchmark, entry, TINY).work()
+    assert compiled == []
+    make_unit(benchmark, entry, dataclasses.replace(TINY, compiled=True)).work()
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("benchmark", ["train", "prefill"])
+@pytest.mark.parametrize("peer", ["meta", "dense", "transformers"])
+def test_bfloat16(benchmark: str, peer: str) -> None:
+    unit = make_unit(benchmark, Entry(peer, peer), dataclasses.replace(TINY, dtype="bfloat16"))
+    dtypes: set[torch.dtype] = set()
+
+    def watch(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        if isinstance(module, torch.nn.Linear | Conv1D):
+            dtypes.add(output.dtype)
+
+    handle = torch.nn.modules.module.register_module_forward_hook(watch)
+    unit.work()
+    handle.remove()
+    assert dtypes == {torch.bfloat16}
