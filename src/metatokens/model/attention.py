@@ -18,8 +18,37 @@ from metatokens.model.cache import MetaTokenCache, MetaTokenCacheLayer
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.positions import Rotary, rotate
 
+FEW_ROWS = 128
 
-class ResidualProjection(nn.Linear):
+
+class Projection(nn.Linear):
+    """A linear layer that is fast for few rows too, as in decoding.
+
+    For a row x, MKL computes x W^T on one core, and for two rows in twice the time; W X^T with two columns or more
+    runs at the speed of memory on all of them (benchmarks/LOG.md). From about 128 rows on the two are alike.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in features) to (..., out features)."""
+        rows = x.numel() // self.in_features
+        if not 0 < rows <= FEW_ROWS or not _uses_mkl(x):
+            return super().forward(x)
+        columns = x.reshape(rows, -1)
+        if rows == 1:
+            columns = torch.cat([columns, columns])
+        product = torch.mm(self.weight, columns.t()).t()[:rows]
+        if self.bias is not None:
+            product = product + self.bias
+        return product.reshape(*x.shape[:-1], self.out_features)
+
+
+def _uses_mkl(x: Tensor) -> bool:
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        return False
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+
+
+class ResidualProjection(Projection):
     """A layer that writes to the residual stream; GPT-2 scales its initial weights down with depth."""
 
 
@@ -34,7 +63,7 @@ class Attention(nn.Module):
         self.config = config
         self.layer_index = layer_index
         self.scaling = config.head_size**-0.5
-        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.bias)
+        self.qkv_proj = Projection(config.hidden_size, 3 * config.hidden_size, bias=config.bias)
         self.out_proj = ResidualProjection(config.hidden_size, config.hidden_size, bias=config.bias)
 
     def project(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ none to add; slots decide what a query may see and what a crop removes.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +20,49 @@ from metatokens.model.configuration import MetaGPT2Config
 class MetaTokenCacheLayer(DynamicLayer):
     """Keys and values of one block: causal attention's (inherited) and the second module's."""
 
+    keys: Tensor  # (batch, heads, tokens, head size)
+    values: Tensor
+
     def __init__(self) -> None:
         super().__init__()
+        self._room: tuple[Tensor, Tensor] | None = None  # of keys and values, as long as they may grow
         self.second_keys: Tensor | None = None  # (batch, heads, entries, head size)
         self.second_values: Tensor | None = None
         self.second_slots: Tensor | None = None  # (batch, entries) int64, -1 where a row has no entry
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append causal attention's new entries, (batch, heads, new, head size), and return all of them.
+
+        They are written behind the others into room that was made for more, so that a step copies no cache.
+        """
+        if not self.is_initialized or key_states.requires_grad:
+            return super().update(key_states, value_states, *args, **kwargs)
+        length = self.keys.shape[-2]
+        total = length + key_states.shape[-2]
+        grown = []
+        for old, new, room in zip(
+            (self.keys, self.values), (key_states, value_states), self._room_for(total), strict=True
+        ):
+            if old.data_ptr() != room.data_ptr():
+                room[:, :, :length] = old
+            room[:, :, length:total] = new
+            grown.append(room[:, :, :total])
+        self.keys, self.values = grown
+        return self.keys, self.values
+
+    def _room_for(self, length: int) -> tuple[Tensor, Tensor]:
+        """The room in use, if these are its entries and it is long enough, or new."""
+        room, (batch, heads, _, size) = self._room, self.keys.shape
+        if (
+            room is None
+            or room[0].data_ptr() != self.keys.data_ptr()
+            or room[0].shape[0] != batch
+            or room[0].shape[2] < length
+            or room[0].is_inference() != torch.is_inference_mode_enabled()  # or it could not be written to
+        ):
+            shape = (batch, heads, length + length // 4 + 64, size)
+            room = self._room = (self.keys.new_empty(shape), self.values.new_empty(shape))
+        return room
 
     def update_second(self, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Append the second module's new entries and return all of them.

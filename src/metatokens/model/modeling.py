@@ -19,7 +19,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from metatokens.errors import UserError
-from metatokens.model.attention import CausalAttention, MetaAttention, MetaRows, ResidualProjection
+from metatokens.model.attention import CausalAttention, MetaAttention, MetaRows, Projection, ResidualProjection
 from metatokens.model.cache import MetaTokenCache
 from metatokens.model.configuration import MetaGPT2Config, SecondAttention
 from metatokens.model.generation import MetaTokenGenerationMixin
@@ -39,9 +39,11 @@ class FeedForward(nn.Module):
     def __init__(self, config: MetaGPT2Config):
         super().__init__()
         assert config.intermediate_size is not None  # the configuration fills it in
-        self.in_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.bias)
+        self.in_proj = Projection(config.hidden_size, config.intermediate_size, bias=config.bias)
         self.out_proj = ResidualProjection(config.intermediate_size, config.hidden_size, bias=config.bias)
-        self.activation = ACT2FN[config.activation]
+        # GPT-2's approximate GELU, which transformers spells out in eight operations, in one.
+        is_gelu_new = config.activation == "gelu_new"
+        self.activation = nn.GELU(approximate="tanh") if is_gelu_new else ACT2FN[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, length, width) to the same shape, each position by itself."""
@@ -199,7 +201,7 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
     def __init__(self, config: MetaGPT2Config):
         super().__init__(config)
         self.model = MetaGPT2Model(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Projection(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple
