@@ -126,3 +126,35 @@ def test_reset_forgets_everything(second_attention: str) -> None:
     cache.batch_repeat_interleave(2)
     assert cache.get_seq_length() == 0
     assert_continues(model, torch.zeros(3, 0, dtype=torch.long), torch.zeros(3, 0, dtype=torch.long), cache)
+
+
+def test_a_step_writes_behind_what_is_cached_and_copies_none_of_it() -> None:
+    model = shared_model()
+    ids, mask = pad(random_rows((13, 9)))
+    cache = MetaTokenCache(model.config)
+    with torch.no_grad():
+        steps(model, ids, mask, [6, 7], cache)
+        layer = cache.layers[0]
+        before = layer.keys.data_ptr(), layer.values.data_ptr()
+        more = torch.tensor(random_rows([40] * 2, seed=5))
+        steps(model, more, torch.cat([mask, torch.ones_like(more)], dim=1), list(range(1, 40)), cache)
+        assert (layer.keys.data_ptr(), layer.values.data_ptr()) == before
+        copy = cache.layers[0].keys.clone()
+        steps(model, more, torch.ones(2, 93, dtype=torch.long), list(range(1, 40)), cache)  # beyond the room
+    assert layer.keys.data_ptr() != before[0]
+    assert torch.equal(layer.keys[:, :, : copy.shape[2]], copy)
+
+
+def test_a_cache_filled_without_gradients_goes_on_with_them_and_the_other_way_round() -> None:
+    model = shared_model()
+    ids, mask = pad(random_rows((12, 12)))
+    expected = model(ids, attention_mask=mask).logits
+    for contexts in ((torch.inference_mode, torch.no_grad, torch.enable_grad), (torch.enable_grad, torch.no_grad)):
+        cache, pieces = MetaTokenCache(model.config), []
+        for number, context in enumerate(contexts):
+            with context():
+                part = ids[:, 4 * number : 4 * number + 4]
+                seen = mask[:, : 4 * number + 4]
+                pieces.append(model(part, attention_mask=seen, past_key_values=cache).logits.clone())
+        done = torch.cat([piece.detach() for piece in pieces], dim=1)
+        assert (done - expected[:, : done.shape[1]]).abs().max() < TOLERANCE

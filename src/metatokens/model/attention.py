@@ -39,7 +39,7 @@ class Projection(nn.Linear):
         product = torch.mm(self.weight, columns.t()).t()[:rows]
         if self.bias is not None:
             product = product + self.bias
-        return product.reshape(*x.shape[:-1], self.out_features)
+        return product.contiguous().view(*x.shape[:-1], self.out_features)
 
 
 def _uses_mkl(x: Tensor) -> bool:
