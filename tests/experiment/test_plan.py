@@ -56,7 +56,7 @@ def test_every_verb_is_one_of_the_workshops(sizes: Preset) -> None:
 @all_presets
 def test_all_models_read_the_same_text_for_the_same_steps(sizes: Preset) -> None:
     plain = [Variant(model=model) for model in MODELS]
-    assert set(plain) <= set(sizes.variants)
+    assert {one.name for one in plain} <= {one.name for one in sizes.variants}
     recipes = {one.model: pretrain_recipe(sizes, one, Path("tokens")) for one in plain}
     blocks = {model: recipe.data for model, recipe in recipes.items()}
     text = {
@@ -160,3 +160,10 @@ def test_the_small_grid_is_whole() -> None:
         assert recipe.model.max_position_embeddings == 1152
         limit = recipe.training.random_positions
         assert limit is None or limit >= 16 * 128
+
+
+def test_three_seeds_of_list_recall_come_first() -> None:
+    first = {stage.name for stage in stages(SMALL) if stage.priority == 0 and stage.verb == "finetune"}
+    assert first == {
+        f"finetune-{model}{seed}-list_recall" for model in ("gpt2", "twin", "meta") for seed in ("", "-seed1", "-seed2")
+    }

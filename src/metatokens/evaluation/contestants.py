@@ -13,6 +13,7 @@ from metatokens.data.insertion import IGNORED_LABEL, Placement, insert_meta_toke
 from metatokens.errors import UserError
 from metatokens.evaluation.cost import Product, decode_bytes, flops, forward_products
 from metatokens.evaluation.peers import PEERS, Peer, shape_named
+from metatokens.model.attention import FEW_ROWS
 from metatokens.model.configuration import MetaGPT2Config
 
 Benchmark = Literal["train", "answers", "prefill", "decode", "length"]
@@ -273,11 +274,16 @@ def products_unit(unit: Unit, setting: Setting) -> Unit:
             scratch[key] = new(*shape)
         return scratch[key]
 
-    # out = x w^T, and in training dx = out w and dw = out^T x: the layout of a linear layer.
+    # out = x w^T, and in training dx = out w and dw = out^T x: the layout of a linear layer. For few rows the faster
+    # out^T = w x^T, with two columns at least (see `Projection`).
     jobs = []
     for p in unit.products:
-        x, w = shared("x", p.count, p.rows, p.inner), new(p.count, p.columns, p.inner)
-        out = shared("out", p.count, p.rows, p.columns)
+        is_few = not unit.training and setting.device == "cpu" and p.rows <= FEW_ROWS
+        rows = max(p.rows, 2) if is_few else p.rows
+        x, w = shared("x", p.count, rows, p.inner), new(p.count, p.columns, p.inner)
+        out = shared("out", p.count, rows, p.columns)
+        if is_few:
+            x, w, out = w, x, shared("out^T", p.count, p.columns, rows)
         dx, dw = (shared("dx", *x.shape), shared("dw", *w.shape)) if unit.training else (x, w)
         jobs.append((x, w, out, dx, dw))
 

@@ -48,6 +48,7 @@ class Variant:
     finetune_overrides: tuple[str, ...] = ()
     pretrained_as: str | None = None  # fine-tuned from the pretrained model of the variant of that name
     tasks: tuple[str, ...] = TASKS
+    priority: int = 1  # lower ones are carried out first, list recall before the other tasks
 
     @property
     def name(self) -> str:
@@ -105,8 +106,9 @@ _SEEDED = ("gpt2", "twin", "meta")  # three seeds with rope
 
 # Every model with every kind of positions; more seeds, and training without markers, with rope (Tables 7-10).
 _GRID = (
-    *(Variant(model=model, position=position) for position in ("rope", "learned", "none") for model in MODELS),
-    *(Variant(model=model, seed=seed) for seed in (1, 2) for model in _SEEDED),
+    *(Variant(model=model, priority=0 if model in _SEEDED else 1) for model in MODELS),
+    *(Variant(model=model, seed=seed, priority=0) for seed in (1, 2) for model in _SEEDED),
+    *(Variant(model=model, position=position) for position in ("learned", "none") for model in MODELS),
     *(
         Variant(
             model=model,
@@ -167,7 +169,8 @@ class Stage:
     arguments: dict[str, Any] = field(default_factory=dict)
     after: tuple[str, ...] = ()
     product: str | None = None  # what later stages need of it, a path in the run's folder
-    cost: float = 1.0  # relative to the plan's other stages; for the order and the time left
+    priority: int = 0  # lower ones first
+    cost: float = 1.0  # seconds, estimated; for the order within a priority, the longest first, and the time left
 
 
 def preset(name: str) -> Preset:
@@ -223,8 +226,16 @@ def stages(sizes: Preset) -> list[Stage]:
     for task in sizes.task_overrides:
         drawn = sum(sizes.test_counts.values()) * (1 + len(sizes.extra_conditions.get(task, ())))
         drawn += max(sum(_examples(finetune_recipe(sizes, one, task)).values()) for one in sizes.variants)
-        folder = f"examples/{task}"
-        plan.append(_stage("draw_examples", {"task": task}, after=("tokenize",), product=folder, cost=1 + drawn / 5000))
+        plan.append(
+            _stage(
+                "draw_examples",
+                {"task": task},
+                after=("tokenize",),
+                product=f"examples/{task}",
+                priority=task != "list_recall",
+                cost=1 + drawn / 5000,
+            )
+        )
     for variant in sizes.variants:
         plan += _stages_of(variant, sizes)
     return plan
@@ -237,11 +248,13 @@ def _stages_of(variant: Variant, sizes: Preset) -> Iterator[Stage]:
     about = {"variant": variant.name}
     if variant.pretrained_as is None:
         folder = f"models/{variant.name}/pretrained"
-        yield _stage("pretrain", about, after=("tokenize",), product=folder, cost=3 + 2 * seconds * tokens)
-        yield _stage("perplexity", about, after=(f"pretrain-{variant.name}",), cost=3)
+        cost = 3 + 2 * seconds * tokens
+        yield _stage("pretrain", about, after=("tokenize",), product=folder, priority=variant.priority, cost=cost)
+        yield _stage("perplexity", about, after=(f"pretrain-{variant.name}",), priority=variant.priority, cost=3)
     needs = f"pretrain-{variant.pretrained_as or variant.name}"
     for task in variant.tasks:
         about = {"variant": variant.name, "task": task}
+        priority = variant.priority + (task != "list_recall")
         tuning = finetune_recipe(sizes, variant, task)
         trained = sum(0.75 * length * count for length, count in _examples(tuning).items())
         tested = sum(n * length for counts in counts_of(sizes, variant, task).values() for length, n in counts.items())
@@ -250,10 +263,12 @@ def _stages_of(variant: Variant, sizes: Preset) -> Iterator[Stage]:
             about,
             after=(needs, f"draw_examples-{task}"),
             product=f"models/{variant.name}/{task}",
+            priority=priority,
             cost=3 + seconds * trained,
         )
         tested *= len(tuning.task.train_lengths)
-        yield _stage("evaluate", about, after=(f"finetune-{variant.name}-{task}",), cost=3 + seconds * tested / 3)
+        after = (f"finetune-{variant.name}-{task}", f"draw_examples-{task}")
+        yield _stage("evaluate", about, after=after, priority=priority, cost=3 + seconds * tested / 3)
 
 
 def _stage(verb: str, arguments: dict[str, str], **fields: Any) -> Stage:

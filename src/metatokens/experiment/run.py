@@ -129,7 +129,7 @@ def _carry_out(workshop: Workshop, plan: list[Stage], left: set[str], workers: i
                         order.done(name)
                     else:
                         ready.append(name)
-                ready.sort(key=lambda name: by_name[name].cost)
+                ready.sort(key=lambda name: (-by_name[name].priority, by_name[name].cost))
                 while ready and len(running) < workers:  # the longest first, so that none is left for the end
                     stage = by_name[ready.pop()]
                     running[pool.submit(_work, workshop, stage)] = stage.name
