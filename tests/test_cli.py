@@ -19,6 +19,7 @@ from metatokens.analysis.records import Measurement
 from metatokens.data.blocks import TokenStore, write_token_store
 from metatokens.errors import UserError
 from metatokens.evaluation.results import read_results
+from metatokens.evaluation.speed import Timing
 from metatokens.model.checkpoint import write_manifest
 from metatokens.tasks.example import read_examples
 from metatokens.training.trainer import open_run
@@ -184,6 +185,17 @@ def test_interventions_analyses_and_extension(
     assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 2.0, 32)
 
 
+def test_a_benchmark_prints_timings_and_draws_them(workplace: Path, metatokens: Run) -> None:
+    line = "benchmark train --shape tiny --length 32 --rounds 2 --warmup 1 --threads 1 --no-memory --only meta"
+    status, output, error = metatokens(f"{line} --figure ratios.png")
+    assert status == 0
+    timings = [Timing.model_validate_json(line) for line in output.splitlines()]
+    assert [(one.model, one.against) for one in timings] == [("gpt2", "gpt2"), ("meta", "gpt2")]
+    assert all(len(one.rounds) == one.n == 2 and one.seconds > 0 for one in timings)
+    assert "meta / gpt2" in error
+    assert (workplace / "ratios.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_installed_command_is_this_one() -> None:
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="metatokens")
     assert script.load() is cli.main
@@ -192,7 +204,7 @@ def test_the_installed_command_is_this_one() -> None:
 def test_without_a_verb_the_verbs_are_listed(metatokens: Run) -> None:
     verbs = (
         "reproduce", "tokenize", "pretrain", "extend", "finetune", "report",
-        "sample", "evaluate", "analyze", "perplexity", "generate",
+        "sample", "evaluate", "analyze", "perplexity", "generate", "benchmark",
     )  # fmt: skip
     status, output, error = metatokens("")
     assert status == 2
@@ -339,6 +351,11 @@ MISTAKES = {
     "generate --model model ''": "the prompt is empty",
     f"{EVALUATE} --model model --intervention no_heads": "no intervention 'no_heads'; allowed are no_pos",
     f"{EVALUATE} --model model --intervention noise:much": "no intervention 'noise:much'; allowed are no_pos",
+    "benchmark sleep": "unknown benchmark 'sleep'; choose train, answers",
+    "benchmark train --shape huge": "unknown shape 'huge'; the shapes are",
+    "benchmark train --length 128,256": "the benchmark train takes one length",
+    "benchmark train --only bert": "'bert' takes no part in the benchmark train",
+    "benchmark train --dtype int8": "dtype 'int8' is unknown; allowed are float32, bfloat16",
     "analyze dreams --model model": "unknown analysis 'dreams'; choose sharpness",
     "analyze sharpness --model unmarked": "the model in unmarked has no meta_token_id",
     "analyze residual --model model --intervention no_pos": "--intervention goes with rate-distortion alone",

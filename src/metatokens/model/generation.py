@@ -6,6 +6,7 @@ text token ahead of it, so both go through one forward pass. The loops of transf
 search) only ever see text tokens; the meta-tokens are added where a step's inputs are prepared.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ from metatokens.model.cache import MetaTokenCache
 
 class SuppressMetaToken(SuppressTokensLogitsProcessor):
     """A type of its own, since `generate()` drops its own processor for one of the same type that is passed in."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores (batch, vocabulary), without looking the vocabulary through for the one token, as the base does."""
+        return scores.index_fill(-1, self.suppress_tokens, -math.inf)
 
 
 class MetaTokenGenerationMixin(GenerationMixin):
