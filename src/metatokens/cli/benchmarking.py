@@ -1,5 +1,6 @@
 """The verb that measures speed and memory."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
@@ -34,7 +35,7 @@ def benchmark(
     from metatokens.experiment.run import available_cores
 
     check_results_file(out)
-    console = Console(stderr=True)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 130)
     if kind == "data":
         from metatokens.evaluation.data_speed import data_speed
 
