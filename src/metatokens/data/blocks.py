@@ -37,7 +37,7 @@ from metatokens.errors import UserError
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 MANIFEST = "manifest.json"
-BATCH_CHARACTERS = 4_000_000  # encoded at a time: enough to keep every core busy
+BATCH_CHARACTERS = 400_000  # encoded at a time: enough for every core, and few enough for the next batch to overlap
 MAX_HASHED_BYTES = 2**30  # larger files are not hashed on opening, which would take minutes for a full C4
 
 
