@@ -221,7 +221,7 @@ def stages(sizes: Preset) -> list[Stage]:
     """The stages of a preset, each after the ones that it needs."""
     plan = [
         Stage(name="tokenize", verb="tokenize", product="tokens/manifest.json", cost=5),
-        Stage(name="describe_tasks", verb="describe_tasks", after=("tokenize",), cost=2),
+        Stage(name="describe_tasks", verb="describe_tasks", after=("tokenize",), priority=1, cost=2),
     ]
     for task in sizes.task_overrides:
         drawn = sum(sizes.test_counts.values()) * (1 + len(sizes.extra_conditions.get(task, ())))
