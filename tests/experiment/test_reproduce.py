@@ -194,6 +194,8 @@ def test_a_run_goes_on_from_its_records_alone(
     reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(undisturbed, tmp_path / "run", ignore=shutil.ignore_patterns("models", "tokens", "examples"))
+    for begun in ("models/meta/pretrained", "models/meta/parity", "tokens", "examples/parity"):
+        (tmp_path / "run" / begun).mkdir(parents=True)  # and was cut off there, which is no product
     (tmp_path / "run" / "stages" / "evaluate-meta-parity.json").unlink()
     before, started, carry_out = records(tmp_path / "run"), [], run.carry_out
 

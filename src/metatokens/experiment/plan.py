@@ -168,7 +168,7 @@ class Stage:
     verb: str
     arguments: dict[str, Any] = field(default_factory=dict)
     after: tuple[str, ...] = ()
-    product: str | None = None  # what later stages need of it, a path in the run's folder
+    product: str | None = None  # the last file that it writes of what later stages need, in the run's folder
     priority: int = 0  # lower ones first
     cost: float = 1.0  # seconds, estimated; for the order within a priority, the longest first, and the time left
 
@@ -231,7 +231,7 @@ def stages(sizes: Preset) -> list[Stage]:
                 "draw_examples",
                 {"task": task},
                 after=("tokenize",),
-                product=f"examples/{task}",
+                product=f"examples/{task}/complete",
                 priority=task != "list_recall",
                 cost=1 + drawn / 5000,
             )
@@ -247,9 +247,9 @@ def _stages_of(variant: Variant, sizes: Preset) -> Iterator[Stage]:
     seconds = _seconds_a_token(recipe.model)
     about = {"variant": variant.name}
     if variant.pretrained_as is None:
-        folder = f"models/{variant.name}/pretrained"
+        manifest = f"models/{variant.name}/pretrained/manifest.json"
         cost = 3 + 2 * seconds * tokens
-        yield _stage("pretrain", about, after=("tokenize",), product=folder, priority=variant.priority, cost=cost)
+        yield _stage("pretrain", about, after=("tokenize",), product=manifest, priority=variant.priority, cost=cost)
         yield _stage("perplexity", about, after=(f"pretrain-{variant.name}",), priority=variant.priority, cost=3)
     needs = f"pretrain-{variant.pretrained_as or variant.name}"
     for task in variant.tasks:
@@ -262,7 +262,7 @@ def _stages_of(variant: Variant, sizes: Preset) -> Iterator[Stage]:
             "finetune",
             about,
             after=(needs, f"draw_examples-{task}"),
-            product=f"models/{variant.name}/{task}",
+            product=f"models/{variant.name}/{task}/{tuning.task.train_lengths[-1]}/manifest.json",
             priority=priority,
             cost=3 + seconds * trained,
         )

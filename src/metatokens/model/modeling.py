@@ -196,7 +196,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
 class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
     """The language model; meta-tokens are wherever `input_ids == config.meta_token_id`."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  (a plain dict, as above)
 
     def __init__(self, config: MetaGPT2Config):
         super().__init__(config)
