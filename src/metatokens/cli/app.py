@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,13 +87,6 @@ def parse_lengths(text: str) -> list[int]:
     if not lengths or min(lengths) < 1:
         raise UserError(f"lengths {text!r} must be positive numbers separated by commas, such as 128,256.")
     return lengths
-
-
-def documents_for(task: str, corpus: str) -> list[str]:
-    """What the task `copying` copies from; nothing for the other tasks."""
-    from metatokens.data.corpus import read_corpus
-
-    return list(islice(read_corpus(corpus), 500)) if task == "copying" else []
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from metatokens.cli.app import (
     Overwrite,
     Set,
     app,
-    documents_for,
     parse_lengths,
     progress_bar,
     say,
@@ -116,6 +115,7 @@ def finetune(
 ) -> None:
     """Fine-tune a model on a task, in phases of growing train length, or on your own records."""
     from metatokens.recipe import FinetuneRecipe, load_recipe
+    from metatokens.tasks.curriculum import documents_for
     from metatokens.training.finetune import finetune
 
     if (task is None) == (data is None):

@@ -12,7 +12,6 @@ from metatokens.cli.app import (
     ResultFile,
     app,
     check_results_file,
-    documents_for,
     parse_lengths,
     write_lines,
     write_records,
@@ -42,7 +41,7 @@ def sample(
     """Print examples of a task as JSON lines."""
     from metatokens.data.corpus import read_corpus
     from metatokens.data.tokenizer import load_tokenizer
-    from metatokens.tasks.curriculum import TaskData, task_texts
+    from metatokens.tasks.curriculum import TaskData, documents_for, task_texts
 
     documents = documents_for(task, corpus)
     text = read_corpus(corpus) if tokenizer.startswith("train:") else None
@@ -72,6 +71,7 @@ def evaluate(
     from metatokens.model.checkpoint import load_model
     from metatokens.model.interventions import Intervention, intervene
     from metatokens.model.positions import check_length
+    from metatokens.tasks.curriculum import documents_for
     from metatokens.training.finetune import check_meta_token, training_of
 
     check_results_file(out)
@@ -121,6 +121,7 @@ def analyze(
     from metatokens.evaluation.accuracy import test_examples
     from metatokens.model.checkpoint import load_model
     from metatokens.model.interventions import Intervention
+    from metatokens.tasks.curriculum import documents_for
     from metatokens.training.finetune import check_meta_token, training_of
 
     if kind not in ("sharpness", "residual", "rate-distortion"):

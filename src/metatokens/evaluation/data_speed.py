@@ -28,7 +28,7 @@ from metatokens.evaluation.results import library_versions, now
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import FinetuneRecipe, load_recipe
-from metatokens.tasks.curriculum import TASKS, TaskData, task_texts
+from metatokens.tasks.curriculum import TASKS, TaskData, documents_for, task_texts
 from metatokens.tasks.store import ExampleStore
 from metatokens.training.finetune import ByLength, Collator, TaskExamples, train_source
 
@@ -89,7 +89,7 @@ _sources: dict[str, TaskData] = {}  # of a worker
 
 
 def _open_sources(tokenizer: Path, corpus: str) -> None:
-    loaded, documents = load_tokenizer(str(tokenizer)), list(read_corpus(corpus))[:500]
+    loaded, documents = load_tokenizer(str(tokenizer)), documents_for("copying", corpus)
     for task in TASKS:
         _sources[task] = TaskData(task, tokenizer=loaded, documents=documents)
 
@@ -181,7 +181,7 @@ def data_speed(corpus: str, spec: str, *, processes: int) -> Iterator[Rate]:
         processes: for the paper's examples.
     """
     tokenizer = load_tokenizer(spec, corpus=read_corpus(corpus), extra_texts=task_texts())
-    documents = list(read_corpus(corpus))[:500]
+    documents = documents_for("copying", corpus)
     yield from start_times()
     yield from example_rates(tokenizer, documents)
     with TemporaryDirectory() as name:

@@ -1,8 +1,8 @@
 """What each verb of a plan does, in a worker process. A stage goes on from what an earlier try left."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Mapping
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,17 @@ from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.blocks import TokenStore, write_token_store
-from metatokens.data.corpus import read_corpus
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.evaluation.accuracy import evaluate, majority_rates, test_examples
 from metatokens.evaluation.perplexity import perplexity
 from metatokens.evaluation.results import Result
 from metatokens.experiment.plan import Preset, Variant, counts_of, finetune_recipe, pretrain_recipe
 from metatokens.model.checkpoint import load_model
-from metatokens.tasks.curriculum import TASKS, task_texts
+from metatokens.tasks.curriculum import TASKS, documents_for, task_texts
 from metatokens.tasks.store import ExampleStore
 from metatokens.training.finetune import finetune, train_examples, train_source
 from metatokens.training.pretrain import pretrain
 from metatokens.training.trainer import Progress
-
-COPIED_DOCUMENTS = 500  # at most, of the corpus, for the task `copying`
 
 
 class Outcome(BaseModel):
@@ -60,7 +57,7 @@ class Workshop:
         shortest = min(self.preset.test_counts)
         with (self.out / "examples.jsonl").open("w", encoding="utf-8") as file:
             for task in TASKS:
-                documents = self.documents(task)
+                documents = documents_for(task, self.preset.corpus)
                 example = test_examples(task, shortest, 1, tokenizer, condition="paper", documents=documents)[0]
                 file.write(json.dumps(example.to_record(), ensure_ascii=False) + "\n")
         rates = (
@@ -71,7 +68,7 @@ class Workshop:
 
     def draw_examples(self, progress: Progress, *, task: str) -> Outcome:
         """Write a task's train and test examples, encoded, for all models."""
-        tokenizer, documents = self.tokenizer(), self.documents(task)
+        tokenizer, documents = self.tokenizer(), documents_for(task, self.preset.corpus)
         for variant in self.preset.variants:
             if task not in variant.tasks:
                 continue
@@ -131,7 +128,7 @@ class Workshop:
             self.model(one.pretrained_as or variant),
             folder,
             task=task,
-            documents=self.documents(task),
+            documents=documents_for(task, self.preset.corpus),
             examples=self.examples(one, task),
             progress=progress,
         )
@@ -180,10 +177,6 @@ class Workshop:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """That of the token store."""
         return load_tokenizer(str(self.out / "tokens" / "tokenizer"))
-
-    def documents(self, task: str) -> Sequence[str]:
-        """What `copying` copies from; nothing for the other tasks."""
-        return list(islice(read_corpus(self.preset.corpus), COPIED_DOCUMENTS)) if task == "copying" else ()
 
     def recipe_name(self, variant: Variant) -> str:
         """What a variant's results are filed under."""

@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from typing import cast, get_args
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from metatokens.data.corpus import read_corpus
 from metatokens.errors import UserError
 from metatokens.tasks import copying, list_recall, parity, segment_counting
 from metatokens.tasks.encoding import SegmentEncoder
@@ -24,6 +26,7 @@ from metatokens.tasks.inventory import INVENTORY
 
 _DRAWS = {"list_recall": list_recall.draw, "segment_counting": segment_counting.draw, "parity": parity.draw}
 TASKS = (*_DRAWS, "copying")
+COPIED_DOCUMENTS = 500  # at most
 
 _ATTEMPTS = 10_000  # finds a test prompt (one in ten) of a length that one in a hundred has, but for odds of e^-10
 
@@ -182,6 +185,11 @@ def _split_of(content: Content) -> Split:
 
 def _stable_hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def documents_for(task: str, corpus: str) -> list[str]:
+    """What the task `copying` copies from, the first documents of a corpus; nothing for the other tasks."""
+    return list(islice(read_corpus(corpus), COPIED_DOCUMENTS)) if task == "copying" else []
 
 
 def task_texts() -> list[str]:
