@@ -336,7 +336,7 @@ MISTAKES = {
     f"{EVALUATE} --model foreign-cut": "the weights in foreign-cut cannot be read",
     f"{EVALUATE} --model foreign-config": "foreign-config/config.json is not a model configuration",
     f"{EVALUATE} --model pickled": "the weights in pickled cannot be read",
-    f"{EVALUATE} --model bert": "bert holds a bert model; allowed are meta_gpt2 and gpt2",
+    f"{EVALUATE} --model bert": "bert holds a bert model; allowed are meta_gpt2, gpt2 and gpt_neo",
     f"{EVALUATE} --model unmarked": "the model in unmarked has no meta_token_id",
     "generate --model cut the": "cut/model.safetensors is damaged",
     "generate --model unmarked the --meta-every 4": "meta_every needs a model with a meta_token_id",

@@ -32,8 +32,9 @@ class DataSettings(_Settings):
 
 
 class ModelSettings(_Settings):
-    """Fields of `MetaGPT2Config`; vocabulary and special ids come from the tokenizer."""
+    """Fields of `MetaGPT2Config`, but for `architecture`; vocabulary and special ids come from the tokenizer."""
 
+    architecture: Literal["gpt_neo"] | None = None  # transformers' GPT-Neo of these sizes in place of this package's
     hidden_size: Positive = 768
     num_hidden_layers: Positive = 12
     num_attention_heads: Positive = 12

@@ -207,7 +207,7 @@ def config_text(content: str) -> Callable[[Path], None]:
         (file_for_folder, "there is no model in"),
         (lambda folder: (folder / "config.json").unlink(), "there is no model in"),
         (lambda folder: (folder / WEIGHTS).unlink(), "weights in .* cannot be read"),
-        (other_family, "holds a llama model; allowed are meta_gpt2 and gpt2"),
+        (other_family, "holds a llama model; allowed are meta_gpt2, gpt2 and gpt_neo"),
         (flipped_header, "weights in .* cannot be read"),
         (config_text("{"), "config.json is not a model configuration"),
         (config_text("[]"), "config.json is not a model configuration"),

@@ -22,9 +22,19 @@ app = typer.Typer(
     help="Language models with learned meta-tokens: train, evaluate, report.",
 )
 
+
+def _fetched(model: Path) -> Path:
+    from metatokens.model.checkpoint import fetch_model
+
+    return fetch_model(model)
+
+
 Out = Annotated[Path, typer.Option("--out", help="Output folder.")]
 ResultFile = Annotated[Path | None, typer.Option("--out", help="Append JSON lines to this file instead of printing.")]
-Model = Annotated[Path, typer.Option("--model", help="Folder of a model and its tokenizer.")]
+Model = Annotated[
+    Path,
+    typer.Option("--model", callback=_fetched, help="Folder of a model and its tokenizer, or hf:NAME from the Hub."),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what the output folder holds.")]
 Corpus = Annotated[
     str, typer.Option("--corpus", help="builtin, a file or glob (.txt, .jsonl, .gz, .parquet), or hf:NAME:CONFIG.")

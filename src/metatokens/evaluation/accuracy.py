@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.evaluation.results import Metric, Result, wilson_interval
-from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.model.checkpoint import LanguageModel
 from metatokens.model.positions import reaches
 from metatokens.tasks.curriculum import TaskData, chance, majority_rate
 from metatokens.tasks.example import Example
@@ -33,7 +33,7 @@ def test_examples(
 
 
 def score(
-    model: MetaGPT2ForCausalLM, examples: Sequence[Encoded], *, tokens_per_batch: int = 16_384
+    model: LanguageModel, examples: Sequence[Encoded], *, tokens_per_batch: int = 16_384
 ) -> tuple[list[bool], list[int]]:
     """Which of each example's answer tokens greedy decoding gets right.
 
@@ -65,7 +65,7 @@ def score(
 
 
 @torch.inference_mode()
-def _hits(model: MetaGPT2ForCausalLM, examples: Sequence[Encoded]) -> Iterator[torch.Tensor]:
+def _hits(model: LanguageModel, examples: Sequence[Encoded]) -> Iterator[torch.Tensor]:
     """For each example, a bool for each token of its answer."""
     longest = max(len(example.input_ids) for example in examples)
     ids = torch.zeros(len(examples), longest, dtype=torch.long)
@@ -85,13 +85,14 @@ def _hits(model: MetaGPT2ForCausalLM, examples: Sequence[Encoded]) -> Iterator[t
 
 
 def evaluate(
-    model: MetaGPT2ForCausalLM,
+    model: LanguageModel,
     tests: Mapping[int, Sequence[Encoded]],
     *,
     task: str,
     name: str,
     condition: str = "paper",
     intervention: str | None = None,
+    noise_seed: int | None = None,
     seed: int = 0,
     train_length: int | None = None,
     train_condition: str | None = None,
@@ -106,6 +107,7 @@ def evaluate(
         name: `gpt2`, `pause`, `twin`, `meta`, or whatever the figures are to be filed under.
         condition: the marker condition of the test prompts.
         intervention: what is in force at the model (see `intervene`), for the record.
+        noise_seed: of the intervention's noise, if it draws any, for the record.
         seed, train_length, train_condition, recipe: how the model was trained, for the record.
 
     Returns:
@@ -117,6 +119,7 @@ def evaluate(
         "task": task,
         "condition": condition,
         "intervention": intervention,
+        "noise_seed": noise_seed,
         "train_condition": train_condition,
         "train_length": train_length,
         "seed": seed,

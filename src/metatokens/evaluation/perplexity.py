@@ -19,12 +19,12 @@ from metatokens.data.insertion import Placement, insert_meta_tokens, meta_token_
 from metatokens.data.tokenizer import encode_text
 from metatokens.errors import UserError
 from metatokens.evaluation.results import Result
-from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.model.checkpoint import LanguageModel
 
 
 @torch.inference_mode()
 def block_losses(
-    model: MetaGPT2ForCausalLM,
+    model: LanguageModel,
     blocks: np.ndarray,
     *,
     block_size: int,
@@ -69,13 +69,14 @@ def block_losses(
 
 
 def perplexity(
-    model: MetaGPT2ForCausalLM,
+    model: LanguageModel,
     text: np.ndarray,
     *,
     block_size: int,
     fraction: float,
     placement: str,
     name: str,
+    source: str | None = None,
     seed: int = 0,
     recipe: str | None = None,
 ) -> Result:
@@ -90,6 +91,7 @@ def perplexity(
             left of the text after the last whole block is not read.
         placement: of the meta-tokens inserted; `none` inserts none.
         name: what the figure is filed under.
+        source: where the text is from, for the record.
         seed, recipe: of the model's training, for the record.
 
     Raises:
@@ -112,6 +114,7 @@ def perplexity(
         model=name,
         position_embedding=model.config.position_embedding,
         condition=placement,
+        text=source,
         length=block_size,
         metric="perplexity",
         value=math.exp(mean),

@@ -43,6 +43,8 @@ class Result(BaseModel):
     train_length: int | None = None  # tokens
     length: int | None = None  # tokens; bin L holds prompts of (L/2, L] tokens
     intervention: str | None = None
+    noise_seed: int | None = None  # of an intervention that draws noise
+    text: str | None = None  # that perplexity is measured on: held_out, book, or a path
     metric: Metric
     value: float | None  # proportions in [0, 1]; null where the model cannot be run
     n: Annotated[int, Field(ge=0)]  # examples (accuracies) or scored tokens (token_accuracy, perplexity)

@@ -10,15 +10,21 @@ import os
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, GPTNeoConfig, PreTrainedTokenizerBase
 
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config, SecondAttention
+from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 
+LanguageModel = MetaGPT2ForCausalLM | GPTNeoForCausalLM
+
 MANIFEST = "manifest.json"
+
+_CLASSES = {MetaGPT2Config: MetaGPT2ForCausalLM, GPT2Config: GPT2LMHeadModel, GPTNeoConfig: GPTNeoForCausalLM}
 
 
 def write_manifest(folder: Path) -> None:
@@ -47,7 +53,7 @@ def verify_manifest(folder: Path) -> None:
             raise UserError(f"{folder / name} is damaged: its checksum is not the one in {MANIFEST}.")
 
 
-def save_model(model: MetaGPT2ForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_model(model: LanguageModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write model and tokenizer to `folder`, the manifest last."""
     (folder / MANIFEST).unlink(missing_ok=True)
     model.save_pretrained(folder)
@@ -67,8 +73,25 @@ def weights_sha256(folder: Path) -> str:
         raise UserError(f"there is no model in {folder}: it has no model.safetensors.") from error
 
 
-def load_model(folder: Path, second_attention: SecondAttention | None = None) -> MetaGPT2ForCausalLM:
-    """Load a checkpoint of this package or of transformers' GPT-2, which is converted; onto the GPU if there is one.
+def fetch_model(spec: Path) -> Path:
+    """The folder of a model: `spec` itself, or where the Hugging Face Hub's model of the name in `hf:NAME` is kept.
+
+    Raises:
+        UserError: if the Hub gives no such model, and none was fetched before.
+    """
+    prefix, _, name = spec.as_posix().partition(":")
+    if prefix != "hf":
+        return spec
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.txt", "model.safetensors"]))
+    except (OSError, ValueError) as error:
+        raise UserError(f"the Hugging Face Hub gave no model {name!r}: {_one_line(error)}") from error
+
+
+def load_model(folder: Path, second_attention: SecondAttention | None = None) -> LanguageModel:
+    """Load a checkpoint of this package or of transformers' GPT-2 or GPT-Neo; onto the GPU if there is one.
+
+    A GPT-2 is converted; a GPT-Neo is given a meta-token if it has none (`GPTNeoForCausalLM.add_meta_token`).
 
     Args:
         folder: holds `config.json` and `model.safetensors`.
@@ -85,20 +108,22 @@ def load_model(folder: Path, second_attention: SecondAttention | None = None) ->
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError, TypeError, KeyError, StrictDataclassError) as error:
         raise UserError(f"{folder / 'config.json'} is not a model configuration: {_one_line(error)}") from error
-    model_class = {MetaGPT2Config: MetaGPT2ForCausalLM, GPT2Config: GPT2LMHeadModel}.get(type(config))
+    model_class = _CLASSES.get(type(config))
     if model_class is None:
-        raise UserError(f"{folder} holds a {config.model_type} model; allowed are meta_gpt2 and gpt2.")
+        raise UserError(f"{folder} holds a {config.model_type} model; allowed are meta_gpt2, gpt2 and gpt_neo.")
     try:
         model, report = model_class.from_pretrained(
             folder, config=config, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
-    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError) as error:
         raise UserError(f"the weights in {folder} cannot be read: {_one_line(error)}") from error
     if report["missing_keys"] or report["unexpected_keys"]:
         first = sorted([*report["missing_keys"], *report["unexpected_keys"]])[0]
         raise UserError(f"the weights in {folder} do not fit its configuration: see {first}.")
     if isinstance(model, GPT2LMHeadModel):
         model = MetaGPT2ForCausalLM.from_gpt2(model, second_attention or "none")
+    elif isinstance(model, GPTNeoForCausalLM) and model.config.meta_token_id is None:
+        model.add_meta_token()
     return model.cuda() if torch.cuda.is_available() else model
 
 

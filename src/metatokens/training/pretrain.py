@@ -10,8 +10,9 @@ from transformers import default_data_collator, set_seed
 from metatokens.data.blocks import BlockDataset, TokenStore
 from metatokens.data.tokenizer import padded_vocab_size
 from metatokens.errors import UserError
-from metatokens.model.checkpoint import load_model, weights_sha256
+from metatokens.model.checkpoint import LanguageModel, load_model, weights_sha256
 from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, PretrainRecipe
@@ -31,7 +32,7 @@ def pretrain(
     Args:
         recipe: the settings; with `init`, the section `model` is not used.
         out: the run's folder: the model, `settings.json`, `curve.jsonl`, `checkpoints/`. Resumed if it holds this run.
-        init: a checkpoint to start from, a GPT-2 of transformers included.
+        init: a checkpoint to start from, a GPT-2 or GPT-Neo of transformers included.
         overwrite: replace another run in `out`.
         progress: called with the steps done and the steps in all.
 
@@ -41,7 +42,9 @@ def pretrain(
     store = open_store(recipe)
     set_seed(recipe.training.seed)
     if init is None:
-        model = MetaGPT2ForCausalLM(_config(recipe, store))
+        config = _config(recipe, store)
+        is_gpt_neo = recipe.model.architecture == "gpt_neo"
+        model = GPTNeoForCausalLM.like(config) if is_gpt_neo else MetaGPT2ForCausalLM(config)
     else:
         model = load_model(init, recipe.model.second_attention)
     run = {"verb": "pretrain", "init_sha256": None if init is None else weights_sha256(init)}
@@ -60,7 +63,7 @@ def open_store(recipe: PretrainRecipe) -> TokenStore:
 
 
 def train_on_blocks(
-    model: MetaGPT2ForCausalLM,
+    model: LanguageModel,
     recipe: PretrainRecipe,
     store: TokenStore,
     out: Path,
@@ -113,7 +116,7 @@ def _blocks(recipe: PretrainRecipe, store: TokenStore, *, epochs: int) -> BlockD
 def _config(recipe: PretrainRecipe, store: TokenStore) -> MetaGPT2Config:
     eos = store.manifest.eos_token_id
     return MetaGPT2Config(
-        **recipe.model.model_dump(),
+        **recipe.model.model_dump(exclude={"architecture"}),
         vocab_size=padded_vocab_size(store.tokenizer),
         meta_token_id=store.manifest.meta_token_id,
         bos_token_id=eos,
