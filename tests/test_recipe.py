@@ -10,6 +10,7 @@ from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
 PACKAGED = {
     "demo": PretrainRecipe,
     "demo_finetune": FinetuneRecipe,
+    "small_extend": PretrainRecipe,
     "paper": PretrainRecipe,
     "paper_finetune": FinetuneRecipe,
     "small": PretrainRecipe,

@@ -8,43 +8,58 @@ import pytest
 
 from metatokens.data.insertion import meta_token_count
 from metatokens.errors import UserError
-from metatokens.experiment.plan import (
-    DEMO,
-    MODELS,
-    PRESETS,
-    SMALL,
+from metatokens.evaluation.cost import flops, forward_products
+from metatokens.experiment.plan import select, stages
+from metatokens.experiment.presets import DEMO, PRESETS, SMALL, preset
+from metatokens.experiment.stages import Workshop
+from metatokens.experiment.variants import (
     Preset,
     Variant,
     counts_of,
+    extend_recipe,
     finetune_recipe,
-    preset,
     pretrain_recipe,
-    stages,
+    lengths_tested,
 )
-from metatokens.experiment.stages import Workshop
+from metatokens.model.configuration import MetaGPT2Config
 from metatokens.tasks.curriculum import CONDITIONS, TASKS
 
 all_presets = pytest.mark.parametrize("sizes", PRESETS.values(), ids=PRESETS.keys())
 
 
+MODELS = ("gpt2", "pause", "twin", "meta")
+
+
 @all_presets
 def test_every_stage_comes_after_what_it_needs(sizes: Preset) -> None:
     plan = {stage.name: stage for stage in stages(sizes)}
-    tasks = len(sizes.task_overrides)
-    of_variants = sum(2 * (one.pretrained_as is None) + 2 * len(one.tasks) for one in sizes.variants)
-    assert len(plan) == len(stages(sizes)) == 2 + tasks + of_variants
+    assert len(plan) == len(stages(sizes))
     assert all(before in plan for stage in plan.values() for before in stage.after)
     order = list(TopologicalSorter({name: stage.after for name, stage in plan.items()}).static_order())
     place = {name: order.index(name) for name in plan}
     for one in sizes.variants:
         pretrained = place[f"pretrain-{one.pretrained_as or one.name}"]
         assert place["tokenize"] < pretrained
-        assert one.pretrained_as or pretrained < place[f"perplexity-{one.name}"]
+        if one.extension is not None:
+            assert pretrained < place[f"extend-{one.name}"] < place[f"perplexity-{one.name}"]
+        elif one.pretrained_as is None:
+            assert pretrained < place[f"perplexity-{one.name}"]
+        else:
+            assert f"perplexity-{one.name}" not in place
         for task in one.tasks:
             tuned, measured = place[f"finetune-{one.name}-{task}"], place[f"evaluate-{one.name}-{task}"]
             assert pretrained < tuned < measured
-            assert place["tokenize"] < place[f"draw_examples-{task}"] < tuned
+            assert place.get(f"extend-{one.name}", 0) < tuned
+            assert place["tokenize"] < place[f"draw_tests-{task}"] < tuned
     assert all(stage.cost > 0 for stage in plan.values())
+
+
+@all_presets
+def test_stages_stand_after_the_ones_that_they_need(sizes: Preset) -> None:
+    seen: set[str] = set()
+    for stage in stages(sizes):
+        assert seen.issuperset(stage.after), stage.name
+        seen.add(stage.name)
 
 
 @all_presets
@@ -87,7 +102,7 @@ def test_fine_tuning_fits_the_tests(sizes: Preset) -> None:
 
 def test_the_demo_measures_what_it_should() -> None:
     names = tuple(one.name for one in DEMO.variants)
-    assert names == ("gpt2", "pause", "twin", "meta") == tuple(MODELS)
+    assert names == MODELS
     assert set(DEMO.task_overrides) == set(TASKS)
     (length,) = finetune_recipe(DEMO, DEMO.variants[0], "parity").task.train_lengths
     assert DEMO.test_counts == {length: 500, 2 * length: 200, 4 * length: 200, 8 * length: 200}
@@ -130,7 +145,10 @@ def test_fine_tuning_another_variants_model_needs_that_one() -> None:
     tuned = Variant(model="meta", note="unmarked", tasks=("parity",), pretrained_as="meta")
     plan = {stage.name: stage for stage in stages(replace(DEMO, variants=(base, tuned)))}
     assert "pretrain-meta-unmarked" not in plan
-    assert plan["finetune-meta-unmarked-parity"].after == ("pretrain-meta", "draw_examples-parity")
+    steps = DEMO.task_overrides["parity"][0].split("=")[1]
+    drawn = f"draw_examples-parity-paper-seed0-128x{32 * int(steps)}"
+    assert plan["finetune-meta-unmarked-parity"].after == ("pretrain-meta", drawn, "draw_tests-parity")
+    assert drawn in plan  # once for both
 
 
 def test_marker_conditions_are_tested_with_rope_up_to_a_length() -> None:
@@ -144,26 +162,106 @@ def test_marker_conditions_are_tested_with_rope_up_to_a_length() -> None:
         assert counts_of(sizes, one, task) == {"paper": {128: 500, 256: 200, 512: 200, 1024: 200}}
 
 
+def test_models_that_read_the_same_examples_share_them() -> None:
+    drawn = [stage for stage in stages(SMALL) if stage.verb == "draw_examples"]
+    assert len({stage.product for stage in drawn}) == len(drawn)
+    # By task: three seeds and positions drawn at random; further ones without markers, and for longer contexts.
+    of_task = {task: sum(stage.arguments["task"] == task for stage in drawn) for task in TASKS}
+    assert of_task == {"list_recall": 3 + 1 + 1 + 2, "segment_counting": 3 + 1 + 2, "parity": 4, "copying": 4}
+
+
 def test_the_small_grid_is_whole() -> None:
     names = {one.name for one in SMALL.variants}
-    assert len(names) == len(SMALL.variants) == 12 + 6 + 3 + 3 + 4
+    assert len(names) == len(SMALL.variants)
     for model in MODELS:
         assert {model, f"{model}-learned", f"{model}-none"} <= names
     for model in ("gpt2", "twin", "meta"):
         assert {f"{model}-seed1", f"{model}-seed2", f"{model}-unmarked", f"{model}-random-positions"} <= names
+    assert {f"meta-{note}" for note in ("periodic", "k=0", "k=0.05", "k=0.2", "yarn4", "yarn8")} <= names
     learned, rope = (Variant(model="meta", position=position) for position in ("learned", "rope"))
     assert counts_of(SMALL, learned, "parity") == {"paper": {128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200}}
     assert counts_of(SMALL, rope, "parity")["paper"][4096] == 200
     for one in SMALL.variants:
         recipe = pretrain_recipe(SMALL, one, Path("x"))
         # A learned table has a position for each token of the longest prompt of bin 1,024 and of its answer.
-        assert recipe.model.max_position_embeddings == 1152
+        assert recipe.model.max_position_embeddings == (2304 if one.model == "gpt-neo" else 1152)
         limit = recipe.training.random_positions
         assert limit is None or limit >= 16 * 128
 
 
+def test_the_small_grid_costs_a_day_of_one_core_at_most() -> None:
+    assert sum(stage.cost for stage in stages(SMALL)) <= 24 * 3600
+    assert max(stage.cost for stage in stages(SMALL)) <= 3600
+
+
+def test_contexts_are_extended_as_in_the_papers_first_table() -> None:
+    by_name = {one.name: one for one in SMALL.variants}
+    for factor in (4, 8):
+        one = by_name[f"meta-yarn{factor}"]
+        short = pretrain_recipe(SMALL, one, Path("x"))
+        base = by_name[one.pretrained_as or ""]
+        assert short.model_dump() == pretrain_recipe(SMALL, base, Path("x")).model_dump()
+        assert short.data.block_size == 256
+        longer = extend_recipe(SMALL, one, short)
+        assert longer.data.block_size == factor * 256
+        assert longer.data.placement == "uniform"
+        assert lengths_tested(SMALL, one, "list_recall") == (factor * 128, factor * 256)
+
+
+def test_as_much_compute_is_as_many_steps_as_the_formula_says() -> None:
+    def work(name: str) -> int:
+        recipe = pretrain_recipe(SMALL, {one.name: one for one in SMALL.variants}[name], Path("x"))
+        config = MetaGPT2Config(
+            **recipe.model.model_dump(exclude={"architecture"}),
+            vocab_size=4160,
+            meta_token_id=4096,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        length = recipe.data.block_size
+        metas = meta_token_count(length, recipe.data.fraction, recipe.data.placement)
+        scored = length - 1 - metas
+        products = forward_products(config, batch=1, length=length, meta_tokens=metas, scored=scored, skips_masked=True)
+        return recipe.training.max_steps * flops(products, training=True)
+
+    for model in ("gpt2", "pause", "twin"):
+        assert work(f"{model}-equal-compute") == pytest.approx(work("meta"), rel=2e-3)
+
+
 def test_three_seeds_of_list_recall_come_first() -> None:
     first = {stage.name for stage in stages(SMALL) if stage.priority == 0 and stage.verb == "finetune"}
-    assert first == {
+    seeded = {
         f"finetune-{model}{seed}-list_recall" for model in ("gpt2", "twin", "meta") for seed in ("", "-seed1", "-seed2")
     }
+    assert first == seeded | {"finetune-pause-list_recall"}
+    measured = [stage for stage in stages(SMALL) if stage.verb == "evaluate" and stage.after[0] in first]
+    assert {stage.priority for stage in measured} == {-0.5}
+
+
+@pytest.mark.parametrize(
+    ("table", "some", "none"),
+    [
+        ("table7", "evaluate-gpt2-learned-list_recall", "evaluate-gpt2-parity"),
+        ("table1", "evaluate-meta-yarn8-segment_counting", "evaluate-meta-segment_counting"),
+        ("table14", "ablation-meta-learned-copying", "evaluate-meta-copying"),
+        ("table15", "noise-gpt2-list_recall", "evaluate-gpt2-list_recall"),
+        ("figure3", "rate-distortion-twin-list_recall", "evaluate-twin-list_recall"),
+        ("placement", "evaluate-meta-k=0.2-list_recall", "evaluate-meta-list_recall"),
+        ("lengths", "evaluate-twin-random-positions-copying", "evaluate-twin-copying"),
+        ("perplexity", "perplexity-gpt2-equal-compute", "finetune-gpt2-parity"),
+    ],
+)
+def test_one_tables_part_of_the_plan(table: str, some: str, none: str) -> None:
+    plan = stages(SMALL)
+    chosen = select(plan, table)
+    names = [stage.name for stage in chosen]
+    assert some in names
+    assert none not in names
+    assert {before for stage in chosen for before in stage.after} <= set(names)
+    assert chosen == [stage for stage in plan if stage.name in set(names)]
+
+
+def test_a_table_that_nothing_answers() -> None:
+    with pytest.raises(UserError, match=r"no stage of this preset answers 'table3'; --only takes figure2, .*table9"):
+        select(stages(SMALL), "table3")
+    assert select(stages(DEMO), None) == stages(DEMO)

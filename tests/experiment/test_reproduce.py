@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,10 +19,10 @@ import tiny_preset
 
 from metatokens.errors import UserError
 from metatokens.evaluation.results import Result, read_results
-from metatokens.experiment import plan, run
+from metatokens.experiment import presets, run
 from metatokens.report.inputs import read_inputs
 
-STAGES = ["tokenize", "describe_tasks", "draw_examples-parity"]
+STAGES = ["tokenize", "describe_tasks", "draw_tests-parity", "draw_examples-parity-paper-seed0-64x16"]
 for model in ("gpt2", "meta"):
     STAGES += [f"{verb}-{model}" for verb in ("pretrain", "perplexity")]
     STAGES += [f"{verb}-{model}-parity" for verb in ("finetune", "evaluate")]
@@ -48,7 +49,7 @@ class InThisProcess:
 @pytest.fixture
 def reproduce(small_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`reproduce` with the tiny preset, in this process."""
-    monkeypatch.setattr(plan, "PRESETS", {name: tiny_preset.tiny(str(small_corpus)) for name in ("tiny", "other")})
+    monkeypatch.setattr(presets, "PRESETS", {name: tiny_preset.tiny(str(small_corpus)) for name in ("tiny", "other")})
     monkeypatch.setattr(run, "ProcessPoolExecutor", InThisProcess)
     return lambda out, name="tiny", **options: run.reproduce(name, out, workers=1, **options)
 
@@ -58,26 +59,41 @@ def undisturbed(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """A run that nothing interrupted."""
     out = tmp_path_factory.mktemp("runs") / "undisturbed"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "PRESETS", {"tiny": tiny_preset.tiny(str(small_corpus))})
+        patch.setattr(presets, "PRESETS", {"tiny": tiny_preset.tiny(str(small_corpus))})
         patch.setattr(run, "ProcessPoolExecutor", InThisProcess)
         run.reproduce("tiny", out, workers=1)
     return out
 
 
-def figures(out: Path) -> list[dict[str, Any]]:
-    """The result lines but for when they were made."""
-    return [result.model_dump(exclude={"created"}) for result in read_results([out / "results.jsonl"])]
+def records(out: Path) -> dict[str, str]:
+    """The line of each finished stage, in the order in which they were finished."""
+    ledger = out / "stages.jsonl"
+    return {json.loads(line)["name"]: line for line in ledger.read_text().splitlines()} if ledger.exists() else {}
 
 
-def records(out: Path) -> dict[str, tuple[int, bytes]]:
-    """When each finished stage was finished, and what it left."""
-    return {path.stem: (path.stat().st_mtime_ns, path.read_bytes()) for path in (out / "stages").glob("*.json")}
+def lines(out: Path) -> dict[str, list[str]]:
+    """What stages found, in a fixed order, but for when."""
+    found = {}
+    for name in ("results.jsonl", "analysis.jsonl", "curves.jsonl"):
+        parsed = [json.loads(line) for line in (out / name).read_text().splitlines()]
+        found[name] = sorted(json.dumps(line | {"created": None}) for line in parsed)
+    return found
+
+
+def noted(started: list[str]) -> Callable[..., Any]:
+    """`carry_out`, which notes the stage's verb and whom it is about."""
+    carry_out = run.carry_out
+
+    def note(workshop: Any, verb: str, arguments: dict[str, Any], progress: Any) -> Any:
+        started.append("-".join([verb, *(value for value in arguments.values() if isinstance(value, str))]))
+        return carry_out(workshop, verb, arguments, progress)
+
+    return note
 
 
 def assert_same_run(out: Path, undisturbed: Path) -> None:
-    assert figures(out) == figures(undisturbed)
-    for name in ("curves.jsonl", "examples.jsonl"):
-        assert (out / name).read_bytes() == (undisturbed / name).read_bytes()
+    assert lines(out) == lines(undisturbed)
+    assert (out / "examples.jsonl").read_bytes() == (undisturbed / "examples.jsonl").read_bytes()
 
 
 # --- what a run leaves
@@ -122,7 +138,7 @@ def test_curves_examples_and_provenance_are_what_the_report_reads(undisturbed: P
     assert [example.task for example in inputs.examples] == ["list_recall", "segment_counting", "parity", "copying"]
     (about,) = inputs.runs
     assert (about.preset, about.command) == ("tiny", "metatokens reproduce --preset tiny --out undisturbed")
-    assert [stage.name for stage in about.stages] == STAGES
+    assert {stage.name for stage in about.stages} == set(STAGES)
     assert about.wall_seconds is not None
     assert 0 < sum(stage.seconds for stage in about.stages) <= about.wall_seconds + 0.1 * len(STAGES)
     # Width 16, one layer: embedding 832 x 16, 12 x 16^2 in matrices, 3 LayerNorms without bias; meta-attention adds
@@ -152,29 +168,31 @@ def test_stages_that_were_finished_are_not_repeated(
     cut: int, reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
-    carry_out = run.carry_out
+    carry_out = noted(started)
 
-    def note(workshop: Any, verb: str, arguments: dict[str, str], progress: Any) -> Any:
-        started.append("-".join([verb, *arguments.values()]))
-        if len(started) == cut + 1:
+    def stop_at_cut(*arguments: Any) -> Any:
+        if len(started) == cut:
             raise KeyboardInterrupt
-        return carry_out(workshop, verb, arguments, progress)
+        return carry_out(*arguments)
 
-    monkeypatch.setattr(run, "carry_out", note)
-    with pytest.raises(KeyboardInterrupt):
-        reproduce(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "carry_out", stop_at_cut)
+        with pytest.raises(KeyboardInterrupt):
+            reproduce(tmp_path / "run")
     before = records(tmp_path / "run")
-    assert sorted(before) == sorted(started[:-1])
+    assert len(before) == len(started) == cut
+    monkeypatch.setattr(run, "carry_out", carry_out)
     reproduce(tmp_path / "run")
     after = records(tmp_path / "run")
     assert {name: after[name] for name in before} == before
     assert sorted(after) == sorted(STAGES)
-    assert len(started) == len(STAGES) + 1
+    assert len(started) == len(STAGES)
     assert_same_run(tmp_path / "run", undisturbed)
     (about,) = read_inputs([tmp_path / "run"]).runs
     assert (about.wall_seconds is None) == (cut > 0)  # what the first try took is not known
     reproduce(tmp_path / "run")
     assert records(tmp_path / "run") == after
+    assert len(started) == len(STAGES)
 
 
 def test_a_run_cut_off_before_its_provenance_gets_it(
@@ -186,7 +204,7 @@ def test_a_run_cut_off_before_its_provenance_gets_it(
             reproduce(tmp_path / "run")
     assert not (tmp_path / "run" / "run.json").exists()
     reproduce(tmp_path / "run")
-    assert [stage.name for stage in read_inputs([tmp_path / "run"]).runs[0].stages] == STAGES
+    assert {stage.name for stage in read_inputs([tmp_path / "run"]).runs[0].stages} == set(STAGES)
     assert_same_run(tmp_path / "run", undisturbed)
 
 
@@ -196,19 +214,125 @@ def test_a_run_goes_on_from_its_records_alone(
     shutil.copytree(undisturbed, tmp_path / "run", ignore=shutil.ignore_patterns("models", "tokens", "examples"))
     for begun in ("models/meta/pretrained", "models/meta/parity", "tokens", "examples/parity"):
         (tmp_path / "run" / begun).mkdir(parents=True)  # and was cut off there, which is no product
-    (tmp_path / "run" / "stages" / "evaluate-meta-parity.json").unlink()
-    before, started, carry_out = records(tmp_path / "run"), [], run.carry_out
-
-    def note(workshop: Any, verb: str, arguments: dict[str, str], progress: Any) -> Any:
-        started.append("-".join([verb, *arguments.values()]))
-        return carry_out(workshop, verb, arguments, progress)
-
-    monkeypatch.setattr(run, "carry_out", note)
+    last = "evaluate-gpt2-parity"
+    kept = [line for name, line in records(tmp_path / "run").items() if name != last]
+    assert len(kept) == len(STAGES) - 1
+    ledger, results = tmp_path / "run" / "stages.jsonl", tmp_path / "run" / "results.jsonl"
+    assert list(records(tmp_path / "run"))[-1] == last  # so that its result lines are the last ones too
+    ledger.write_text("".join(line + "\n" for line in kept))
+    started: list[str] = []
+    monkeypatch.setattr(run, "carry_out", noted(started))
     reproduce(tmp_path / "run")
-    needed = ["tokenize", "pretrain-meta", "draw_examples-parity", "finetune-meta-parity", "evaluate-meta-parity"]
-    assert sorted(started) == sorted(needed)
-    assert set(records(tmp_path / "run")) - set(before) == {"evaluate-meta-parity"}
+    needed = {
+        "tokenize",
+        "pretrain-gpt2",
+        "draw_tests-parity",
+        "draw_examples-gpt2-parity",
+        "finetune-gpt2-parity",
+        last,
+    }
+    assert len(started) == len(needed)
+    assert set(started) == needed
+    assert list(records(tmp_path / "run").values())[:-1] == kept
+    assert len(results.read_text().splitlines()) == len((undisturbed / "results.jsonl").read_text().splitlines())
     assert_same_run(tmp_path / "run", undisturbed)
+
+
+def test_lines_of_a_stage_that_was_cut_off_are_dropped(
+    reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(undisturbed, tmp_path / "run")
+    before = lines(tmp_path / "run")
+    for name in ("results.jsonl", "curves.jsonl", "stages.jsonl"):
+        with (tmp_path / "run" / name).open("a") as file:
+            file.write('{"cut off": ')
+    with (tmp_path / "run" / "analysis.jsonl").open("a") as file:
+        file.write('{"whole": "and not counted"}\n')
+    reproduce(tmp_path / "run")
+    assert lines(tmp_path / "run") == before
+    assert records(tmp_path / "run") == records(undisturbed)
+
+
+def test_a_finished_stage_with_other_settings_is_refused_and_a_longer_plan_is_not(
+    reproduce: Callable[..., None],
+    undisturbed: Path,
+    small_corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(undisturbed, tmp_path / "run")
+    before = records(tmp_path / "run")
+    tiny = tiny_preset.tiny(str(small_corpus))
+    changed = replace(tiny, task_overrides={"parity": ("training.max_steps=4", "training.learning_rate=0.5")})
+    monkeypatch.setattr(presets, "PRESETS", {"tiny": changed})
+    with pytest.raises(
+        UserError, match=r"finetune-gpt2-parity with other settings \(recipe.training.learning_rate was"
+    ):
+        reproduce(tmp_path / "run")
+    assert records(tmp_path / "run") == before
+    longer = replace(tiny, variants=(*tiny.variants, replace(tiny.variants[0], model="pause")))
+    monkeypatch.setattr(presets, "PRESETS", {"tiny": longer})
+    reproduce(tmp_path / "run")
+    after = records(tmp_path / "run")
+    assert list(after)[: len(before)] == list(before)
+    assert set(after) - set(before) == {
+        "pretrain-pause",
+        "perplexity-pause",
+        "finetune-pause-parity",
+        "evaluate-pause-parity",
+    }
+
+
+def test_result_lines_that_are_lost_are_noticed(
+    reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(undisturbed, tmp_path / "run")
+    (tmp_path / "run" / "results.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"results.jsonl has fewer lines than stages.jsonl counts"):
+        reproduce(tmp_path / "run")
+    (tmp_path / "run" / "stages.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"stages.jsonl, line 1 is no finished stage"):
+        reproduce(tmp_path / "run")
+
+
+def test_one_tables_part(reproduce: Callable[..., None], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'table3'; --only takes .*perplexity.*table9"):
+        reproduce(tmp_path / "run", table="table3")
+    reproduce(tmp_path / "run", table="perplexity")
+    assert set(records(tmp_path / "run")) == {
+        "tokenize",
+        "pretrain-gpt2",
+        "pretrain-meta",
+        "perplexity-gpt2",
+        "perplexity-meta",
+    }
+    assert [stage.name for stage in run.unfinished("tiny", tmp_path / "run", table="perplexity")] == []
+    left = {stage.name for stage in run.unfinished("tiny", tmp_path / "run")}
+    assert left == set(STAGES) - set(records(tmp_path / "run"))
+
+
+def test_every_kind_of_stage(
+    reproduce: Callable[..., None], small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presets, "PRESETS", {"tiny": tiny_preset.wide(str(small_corpus))})
+    reproduce(tmp_path / "run")
+    results = read_results([tmp_path / "run" / "results.jsonl"])
+    extended = [one for one in results if one.recipe == "tiny/yarn" and one.metric == "exact_match"]
+    assert {(one.train_length, one.length, one.n) for one in extended} == {(128, 64, 4), (128, 128, 3)}
+    assert {one.text for one in results if one.metric == "perplexity"} == {"held_out", "book"}
+    noise = [one for one in results if one.intervention == "noise:1" and one.metric == "exact_match"]
+    assert [(one.noise_seed, one.n) for one in noise] == [(0, 2), (1, 2)]
+    (zeroed,) = [one for one in results if one.intervention == "no_pos" and one.metric == "exact_match"]
+    assert (zeroed.noise_seed, zeroed.n) == (None, 4)
+    found = [json.loads(line) for line in (tmp_path / "run" / "analysis.jsonl").read_text().splitlines()]
+    assert {one["analysis"] for one in found} == {"sharpness", "residual", "rate_distortion"}
+    assert {one["intervention"] for one in found if one["analysis"] == "rate_distortion"} == {None, "no_pos"}
+    points = [json.loads(line) for line in (tmp_path / "run" / "curves.jsonl").read_text().splitlines()]
+    probed = [(one["step"], one["n"]) for one in points if "exact_match" in one]
+    assert probed == [(2, 4), (4, 4)] * 2
+    tokens = {one["step"]: one["text_tokens"] for one in points if one["task"] and one["train_length"] == 64}
+    assert tokens[4] == pytest.approx(4 * tokens[1], abs=4)
+    assert 4 * 20 < tokens[1] < 4 * 64
 
 
 def test_another_preset_is_refused_and_overwriting_replaces(

@@ -7,18 +7,19 @@ first checkpoint, and then does nothing: so a test can cut the run off at a poin
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from metatokens.experiment import plan
+from metatokens.experiment import presets, variants
 from metatokens.training.trainer import RunCallback
 
 TRAINING = ("training.save_steps=2", "training.logging_steps=1", "training.per_device_train_batch_size=4")
 SIZES = ("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2", "data.block_size=32")
 
 
-def tiny(corpus: str) -> plan.Preset:
+def tiny(corpus: str) -> variants.Preset:
     """Two models and one task."""
-    return plan.Preset(
+    return variants.Preset(
         corpus=corpus,
         tokenizer="train:768",
         pretrain_recipe="demo",
@@ -27,8 +28,57 @@ def tiny(corpus: str) -> plan.Preset:
         finetune_overrides=("task.train_lengths=[64]", *TRAINING),
         task_overrides={"parity": ("training.max_steps=4",)},
         test_counts={64: 4, 128: 3},
-        variants=tuple(plan.Variant(model=model, tasks=("parity",)) for model in ("gpt2", "meta")),
+        variants=tuple(variants.Variant(model=model, tasks=("parity",)) for model in ("gpt2", "meta")),
         extra_conditions={"parity": ("decoy",)},
+    )
+
+
+def wide(corpus: str) -> variants.Preset:
+    """One model, and each kind of stage that a preset can have."""
+    longer = variants.Variant(
+        model="meta",
+        note="yarn",
+        pretrained_as="meta",
+        extension=2.0,
+        finetune_overrides=("task.train_lengths=[64, 128]",),
+        tasks=("parity",),
+        tested=(128,),
+    )
+    ablation = variants.Ablation(
+        name="ablation",
+        tables=("table13",),
+        variants=("meta",),
+        tasks=("parity",),
+        interventions=("no_pos", "noise:1"),
+        counts={64: 4},
+        noise_seeds=2,
+    )
+    analyses = [
+        variants.Analysis(
+            kind=kind,
+            tables=("figure3",),
+            variants=("meta",),
+            task="parity",
+            train_length=64,
+            length=64,
+            n=n,
+            interventions=changes,
+        )
+        for kind, n, changes in (
+            ("sharpness", 2, (None,)),
+            ("residual", 2, (None,)),
+            ("rate-distortion", 70, (None, "no_pos")),
+        )
+    ]
+    return replace(
+        tiny(corpus),
+        book=corpus,
+        extend_recipe="small_extend",
+        variants=(variants.Variant(model="meta", tasks=("parity",)), longer),
+        extra_conditions={},
+        probe_steps={"parity": 2},
+        ablations=(ablation,),
+        analyses=tuple(analyses),
     )
 
 
@@ -48,6 +98,6 @@ if stall := os.environ.get("STALL"):
 if __name__ == "__main__":
     from metatokens.cli import main
 
-    plan.PRESETS = {"tiny": tiny(sys.argv[1])}
+    presets.PRESETS = {"tiny": tiny(sys.argv[1])}
     sys.argv = ["metatokens", "reproduce", "--preset", "tiny", "--out", sys.argv[2], "--workers", sys.argv[3]]
     main()

@@ -24,15 +24,24 @@ def reproduce(
     preset: Annotated[str, typer.Option(help="smoke, demo or small.")],
     out: Out,
     corpus: Annotated[str | None, typer.Option(help="In place of the preset's: see tokenize.")] = None,
+    book: Annotated[str | None, typer.Option(help="A corpus spec that perplexity is measured on too.")] = None,
+    only: Annotated[str | None, typer.Option(help="Only what answers this table or question, such as table7.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the stages and what they may cost.")] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: the cores there are.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Everything in order: tokenize, pretrain, fine-tune, evaluate, report. Resumes what was cut off."""
-    from metatokens.experiment.run import reproduce
+    from metatokens.experiment.run import reproduce, unfinished
     from metatokens.report.page import write_report
 
-    reproduce(preset, out, corpus=corpus, workers=workers, overwrite=overwrite)
-    say(f"report: {write_report([out], out / 'report')}")
+    if dry_run:
+        stages = unfinished(preset, out, table=only)
+        for stage in stages:
+            print(f"{stage.cost / 60:6.1f} min  {stage.name}")
+        say(f"{len(stages)} stages, an estimated {sum(stage.cost for stage in stages) / 3600:.1f} core-hours")
+    else:
+        reproduce(preset, out, corpus=corpus, book=book, table=only, workers=workers, overwrite=overwrite)
+        say(f"report: {write_report([out], out / 'report')}")
 
 
 @app.command()

@@ -84,6 +84,7 @@ def evaluate(
         length: test_examples(task, length, n, tokenizer, condition=condition, documents=documents) for length in bins
     }
     changed = None if intervention is None else Intervention.parse(intervention)
+    is_noise = changed is not None and changed.kind == "noise"
     with intervene(loaded, changed, seed=noise_seed):
         results = evaluate(
             loaded,
@@ -92,6 +93,7 @@ def evaluate(
             name=name or str(model),
             condition=condition,
             intervention=None if changed is None else str(changed),
+            noise_seed=noise_seed if is_noise else None,
             **training_of(model),
         )
     write_records(results, out)
@@ -163,7 +165,13 @@ def perplexity(
     loaded = load_model(model)
     text = held_out_text(corpus, load_tokenizer(str(model)))
     result = perplexity(
-        loaded, text, block_size=block_size, fraction=fraction, placement=placement, name=name or str(model)
+        loaded,
+        text,
+        block_size=block_size,
+        fraction=fraction,
+        placement=placement,
+        name=name or str(model),
+        source=corpus,
     )
     write_records([result], out)
 

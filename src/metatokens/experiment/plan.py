@@ -1,163 +1,42 @@
-"""Which runs answer which question: presets, and the stages that they expand to."""
+"""Which runs answer which table: the stages that a preset expands to, each after the ones that it needs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from metatokens.data.insertion import meta_token_count
 from metatokens.errors import UserError
-from metatokens.recipe import FinetuneRecipe, ModelSettings, PretrainRecipe, load_recipe
-from metatokens.tasks.curriculum import TASKS
+from metatokens.evaluation.cost import flops, forward_products
+from metatokens.experiment.variants import (
+    Ablation,
+    Analysis,
+    Preset,
+    Variant,
+    counts_of,
+    extend_recipe,
+    finetune_recipe,
+    pretrain_recipe,
+    lengths_tested,
+)
+from metatokens.model.configuration import MetaGPT2Config
+from metatokens.recipe import FinetuneRecipe, ModelSettings, PretrainRecipe
 
-# The baselines and controls by name: what their pretraining and architecture differ in. `pause` reads the same blocks
-# as `meta` without the second module; `twin` has the second module over all positions.
-MODELS: Mapping[str, dict[str, str]] = {
-    "gpt2": {
-        "second_attention": "none",
-        "placement": "none",
-        "description": "no meta-tokens in pretraining, no second attention",
-    },
-    "pause": {
-        "second_attention": "none",
-        "placement": "uniform",
-        "description": "meta-tokens in pretraining, no second attention",
-    },
-    "twin": {
-        "second_attention": "causal",
-        "placement": "uniform",
-        "description": "meta-tokens in pretraining, a second causal attention over all positions",
-    },
-    "meta": {
-        "second_attention": "meta",
-        "placement": "uniform",
-        "description": "meta-tokens in pretraining, meta-attention: the paper's model",
-    },
+# What one of the paper's tables, or a question of ours, is answered by; `reproduce --only` takes these names.
+_TASK_TABLES = {"list_recall": "table7", "segment_counting": "table8", "parity": "table9", "copying": "table10"}
+_NOTE_TABLES = {
+    "unmarked": "markers",
+    "random-positions": "lengths",
+    "periodic": "placement",
+    "k=0": "placement",
+    "k=0.05": "placement",
+    "k=0.2": "placement",
+    "yarn4": "table1",
+    "yarn8": "table1",
+    "equal-compute": "perplexity",
 }
 
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """One model, pretrained and fine-tuned: one of MODELS with the preset's recipes, but for what is said here."""
-
-    model: str
-    position: str = "rope"
-    seed: int = 0
-    note: str = ""  # names what else sets it apart; filed under the recipe "PRESET/NOTE"
-    pretrain_overrides: tuple[str, ...] = ()
-    finetune_overrides: tuple[str, ...] = ()
-    pretrained_as: str | None = None  # fine-tuned from the pretrained model of the variant of that name
-    tasks: tuple[str, ...] = TASKS
-    priority: int = 1  # lower ones are carried out first, list recall before the other tasks
-
-    @property
-    def name(self) -> str:
-        """The model's name and what differs from rope, seed 0 and the plain recipes."""
-        position = "" if self.position == "rope" else self.position
-        return "-".join(filter(None, [self.model, position, f"seed{self.seed}" if self.seed else "", self.note]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preset:
-    """One experiment's sizes. Every model gets the same text tokens, task prompts and steps."""
-
-    corpus: str
-    tokenizer: str
-    pretrain_recipe: str
-    finetune_recipe: str
-    pretrain_overrides: tuple[str, ...] = ()
-    finetune_overrides: tuple[str, ...] = ()
-    task_overrides: Mapping[str, tuple[str, ...]]  # of the fine-tuning recipe, such as the steps of each task
-    test_counts: Mapping[int, int]  # test prompts of each length
-    variants: tuple[Variant, ...] = tuple(Variant(model=model) for model in MODELS)
-    extra_conditions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of the variants with rope
-    extra_condition_limit: int = 1024  # the longest bin in which they are tested
-    rope_test_counts: Mapping[int, int] = field(default_factory=dict)  # further bins, of the variants with rope
-
-
-def _steps(**steps: int) -> dict[str, tuple[str, ...]]:
-    return {task: (f"training.max_steps={count}",) for task, count in steps.items()}
-
-
-DEMO = Preset(
-    corpus="builtin",
-    tokenizer="train:2048",
-    pretrain_recipe="demo",
-    finetune_recipe="demo_finetune",
-    task_overrides=_steps(list_recall=3300, segment_counting=500, parity=2500, copying=500),
-    test_counts={128: 500, 256: 200, 512: 200, 1024: 200},
-    extra_conditions={"list_recall": ("none", "decoy")},
-)
-
-SMOKE = Preset(
-    corpus="builtin",
-    tokenizer="train:1024",
-    pretrain_recipe="demo",
-    finetune_recipe="demo_finetune",
-    pretrain_overrides=("training.max_steps=4", "training.save_steps=4", "training.logging_steps=2"),
-    finetune_overrides=("training.save_steps=4", "training.logging_steps=2"),
-    task_overrides=_steps(**dict.fromkeys(TASKS, 4)),
-    test_counts={128: 16, 256: 8},
-    extra_conditions={"list_recall": ("none", "decoy")},
-)
-
-_CONDITIONS = ("none", "decoy")
-_SEEDED = ("gpt2", "twin", "meta")  # three seeds with rope
-
-# Every model with every kind of positions; more seeds, and training without markers, with rope (Tables 7-10).
-_GRID = (
-    *(Variant(model=model, priority=0 if model in _SEEDED else 1) for model in MODELS),
-    *(Variant(model=model, seed=seed, priority=0) for seed in (1, 2) for model in _SEEDED),
-    *(Variant(model=model, position=position) for position in ("learned", "none") for model in MODELS),
-    *(
-        Variant(
-            model=model,
-            note="unmarked",
-            finetune_overrides=("task.condition=none",),
-            pretrained_as=model,
-            tasks=("list_recall",),
-        )
-        for model in _SEEDED
-    ),
-)
-# Lengths beyond the paper: positions drawn at random from 2,304 in pretraining and in fine-tuning at 128 tokens.
-_RANDOM = tuple(
-    Variant(
-        model=model,
-        note="random-positions",
-        pretrain_overrides=("training.random_positions=2304",),
-        finetune_overrides=(
-            "training.random_positions=2304",
-            "task.train_lengths=[128]",
-            "task.train_steps=[6000]",
-        ),
-    )
-    for model in _SEEDED
-)
-# Where meta-tokens are put in pretraining, and how many.
-_PLACEMENT = tuple(
-    Variant(model="meta", note=note, pretrain_overrides=(override,), tasks=("list_recall",))
-    for note, override in {
-        "periodic": "data.placement=periodic",
-        "k=0": "data.placement=none",
-        "k=0.05": "data.fraction=0.05",
-        "k=0.2": "data.fraction=0.2",
-    }.items()
-)
-
-SMALL = Preset(
-    corpus="builtin",
-    tokenizer="train:4096",
-    pretrain_recipe="small",
-    finetune_recipe="small_finetune",
-    task_overrides=dict.fromkeys(TASKS, ()),
-    test_counts={128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200},
-    variants=(*_GRID, *_RANDOM, *_PLACEMENT),
-    extra_conditions=dict.fromkeys(TASKS, _CONDITIONS),
-    rope_test_counts={4096: 200},
-)
-
-PRESETS: Mapping[str, Preset] = {"smoke": SMOKE, "demo": DEMO, "small": SMALL}
+PRETRAINED = {"pretrain": "pretrained", "extend": "extended"}  # the folder that the verb writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,112 +46,205 @@ class Stage:
     name: str
     verb: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # what its results depend on, beside the stages before
     after: tuple[str, ...] = ()
     product: str | None = None  # the last file that it writes of what later stages need, in the run's folder
-    priority: int = 0  # lower ones first
-    cost: float = 1.0  # seconds, estimated; for the order within a priority, the longest first, and the time left
-
-
-def preset(name: str) -> Preset:
-    """The preset of that name.
-
-    Raises:
-        UserError: if there is none.
-    """
-    if name not in PRESETS:
-        raise UserError(f"no preset {name!r}; the presets are {', '.join(PRESETS)}.")
-    return PRESETS[name]
-
-
-def pretrain_recipe(sizes: Preset, variant: Variant, tokens: Path) -> PretrainRecipe:
-    """A variant's pretraining recipe, on the same text a block as every other's."""
-    overrides = [
-        *sizes.pretrain_overrides,
-        f"data.tokens={tokens}",
-        f"model.second_attention={MODELS[variant.model]['second_attention']}",
-        f"model.position_embedding={variant.position}",
-        f"training.seed={variant.seed}",
-        *variant.pretrain_overrides,
-    ]
-    recipe = load_recipe(PretrainRecipe, sizes.pretrain_recipe, overrides)
-    data = recipe.data
-    if MODELS[variant.model]["placement"] == "none":
-        text = data.block_size - meta_token_count(data.block_size, data.fraction)
-        data = data.model_copy(update={"placement": "none", "block_size": text})
-    return recipe.model_copy(update={"data": data})
-
-
-def finetune_recipe(sizes: Preset, variant: Variant, task: str) -> FinetuneRecipe:
-    """A variant's fine-tuning recipe for a task."""
-    overrides = [*sizes.finetune_overrides, *sizes.task_overrides[task], *variant.finetune_overrides]
-    return load_recipe(FinetuneRecipe, sizes.finetune_recipe, [*overrides, f"training.seed={variant.seed}"])
-
-
-def counts_of(sizes: Preset, variant: Variant, task: str) -> dict[str, dict[int, int]]:
-    """In which conditions a variant is tested on a task, and on how many prompts of each length."""
-    is_rope = variant.position == "rope"
-    extra = sizes.extra_conditions.get(task, ()) if is_rope else ()
-    short = {length: n for length, n in sizes.test_counts.items() if length <= sizes.extra_condition_limit}
-    plain = {**sizes.test_counts, **(sizes.rope_test_counts if is_rope else {})}
-    return {"paper": plain} | dict.fromkeys(extra, short)
+    tables: tuple[str, ...] = ()  # that its results stand in
+    priority: float = 0  # lower ones first
+    cost: float = 1.0  # seconds on one core, estimated
 
 
 def stages(sizes: Preset) -> list[Stage]:
     """The stages of a preset, each after the ones that it needs."""
     plan = [
-        Stage(name="tokenize", verb="tokenize", product="tokens/manifest.json", cost=5),
-        Stage(name="describe_tasks", verb="describe_tasks", after=("tokenize",), priority=1, cost=2),
+        _stage("tokenize", product="tokens/manifest.json", cost=10),
+        _stage("describe_tasks", after=("tokenize",), tables=("table8", "table9"), priority=1, cost=10),
     ]
-    for task in sizes.task_overrides:
-        drawn = sum(sizes.test_counts.values()) * (1 + len(sizes.extra_conditions.get(task, ())))
-        drawn += max(sum(_examples(finetune_recipe(sizes, one, task)).values()) for one in sizes.variants)
-        plan.append(
-            _stage(
-                "draw_examples",
-                {"task": task},
-                after=("tokenize",),
-                product=f"examples/{task}/complete",
-                priority=task != "list_recall",
-                cost=1 + drawn / 5000,
-            )
-        )
+    plan += [_test_stage(sizes, task) for task in sizes.task_overrides]
+    # Models of one seed and training condition read the same examples, which are made once.
+    drawn: dict[str, Stage] = {}
+    for one in sizes.variants:
+        for task in one.tasks:
+            stage = _example_stage(one, finetune_recipe(sizes, one, task), task)
+            drawn.setdefault(stage.name, stage)
+    plan += drawn.values()
     for variant in sizes.variants:
-        plan += _stages_of(variant, sizes)
+        plan += _variant_stages(variant, sizes)
+    for ablation in sizes.ablations:
+        plan += _ablation_stages(ablation, sizes)
+    for analysis in sizes.analyses:
+        plan += _analysis_stages(analysis, sizes)
     return plan
 
 
-def _stages_of(variant: Variant, sizes: Preset) -> Iterator[Stage]:
+def select(plan: list[Stage], table: str | None) -> list[Stage]:
+    """The stages whose results stand in a table, and those that they need; all of them for None.
+
+    Raises:
+        UserError: if no stage answers it.
+    """
+    if table is None:
+        return plan
+    known = sorted({name for stage in plan for name in stage.tables})
+    if table not in known:
+        raise UserError(f"no stage of this preset answers {table!r}; --only takes {', '.join(known) or 'nothing'}.")
+    needed: set[str] = set()
+    for stage in reversed(plan):  # every stage stands after the ones that it needs
+        if table in stage.tables or stage.name in needed:
+            needed |= {stage.name, *stage.after}
+    return [stage for stage in plan if stage.name in needed]
+
+
+def examples_name(recipe: FinetuneRecipe) -> str:
+    """What the encoded train examples of a recipe are called: recipes with the same name draw the same ones."""
+    sizes = "-".join(f"{length}x{count}" for length, count in _examples(recipe).items())
+    return f"{recipe.task.condition}-seed{recipe.training.seed}-{sizes}"
+
+
+def _test_stage(sizes: Preset, task: str) -> Stage:
+    counts: dict[str, dict[int, int]] = {}
+    for one in sizes.variants:
+        for condition, own in counts_of(sizes, one, task).items() if task in one.tasks else ():
+            counts.setdefault(condition, {}).update(own)
+    return Stage(
+        name=f"draw_tests-{task}",
+        verb="draw_tests",
+        arguments={"task": task, "counts": counts},
+        settings={"counts": counts},
+        after=("tokenize",),
+        product=f"examples/{task}/tests",
+        priority=task != "list_recall",
+        cost=10 + sum(_seconds_to_draw(own) for own in counts.values()),
+    )
+
+
+def _example_stage(variant: Variant, recipe: FinetuneRecipe, task: str) -> Stage:
+    name = examples_name(recipe)
+    return Stage(
+        name=f"draw_examples-{task}-{name}",
+        verb="draw_examples",
+        arguments={"variant": variant.name, "task": task},
+        after=("tokenize",),
+        product=f"examples/{task}/{name}/complete",
+        priority=variant.priority + (task != "list_recall"),
+        cost=5 + _seconds_to_draw(_examples(recipe)),
+    )
+
+
+def _variant_stages(variant: Variant, sizes: Preset) -> Iterator[Stage]:
+    table = _NOTE_TABLES.get(variant.note)
     recipe = pretrain_recipe(sizes, variant, Path("tokens"))
-    tokens = recipe.training.max_steps * recipe.training.per_device_train_batch_size * recipe.data.block_size
-    seconds = _seconds_a_token(recipe.model)
-    about = {"variant": variant.name}
     if variant.pretrained_as is None:
-        manifest = f"models/{variant.name}/pretrained/manifest.json"
-        cost = 3 + 2 * seconds * tokens
-        yield _stage("pretrain", about, after=("tokenize",), product=manifest, priority=variant.priority, cost=cost)
-        yield _stage("perplexity", about, after=(f"pretrain-{variant.name}",), priority=variant.priority, cost=3)
-    needs = f"pretrain-{variant.pretrained_as or variant.name}"
+        yield _pretrain_stage("pretrain", variant, recipe, after=("tokenize",))
+    if variant.extension is not None:
+        longer = extend_recipe(sizes, variant, recipe)
+        yield _pretrain_stage("extend", variant, longer, after=(f"pretrain-{variant.pretrained_as}",))
+    start = f"{'pretrain' if variant.extension is None else 'extend'}-{variant.start}"
+    if variant.start == variant.name:
+        tables = tuple(dict.fromkeys((table or "perplexity", "perplexity")))
+        about = {"variant": variant.name}
+        yield _stage("perplexity", about, after=(start,), tables=tables, priority=variant.priority, cost=60)
     for task in variant.tasks:
-        about = {"variant": variant.name, "task": task}
-        priority = variant.priority + (task != "list_recall")
-        tuning = finetune_recipe(sizes, variant, task)
-        trained = sum(0.75 * length * count for length, count in _examples(tuning).items())
-        tested = sum(n * length for counts in counts_of(sizes, variant, task).values() for length, n in counts.items())
-        yield _stage(
-            "finetune",
-            about,
-            after=(needs, f"draw_examples-{task}"),
-            product=f"models/{variant.name}/{task}/{tuning.task.train_lengths[-1]}/manifest.json",
-            priority=priority,
-            cost=3 + seconds * trained,
+        yield from _task_stages(variant, sizes, task, start, table or _TASK_TABLES[task])
+
+
+def _pretrain_stage(verb: str, variant: Variant, recipe: PretrainRecipe, after: tuple[str, ...]) -> Stage:
+    blocks = recipe.training.max_steps * recipe.training.per_device_train_batch_size
+    return _stage(
+        verb,
+        {"variant": variant.name},
+        settings={"recipe": _settings(recipe), "factor": variant.extension},
+        after=after,
+        product=f"models/{variant.name}/{PRETRAINED[verb]}/manifest.json",
+        priority=variant.priority,
+        cost=10 + blocks * _seconds(recipe.model, recipe.data.block_size, scored=1.0, training=True),
+    )
+
+
+def _task_stages(variant: Variant, sizes: Preset, task: str, start: str, table: str) -> Iterator[Stage]:
+    about = {"variant": variant.name, "task": task}
+    model = pretrain_recipe(sizes, variant, Path("tokens")).model
+    priority = variant.priority + (task != "list_recall")
+    recipe = finetune_recipe(sizes, variant, task)
+    probe = sizes.probe_steps.get(task)
+    trained = sum(n * _seconds(model, _mean(length), training=True) for length, n in _examples(recipe).items())
+    yield _stage(
+        "finetune",
+        about,
+        settings={"recipe": _settings(recipe), "probe_steps": probe},
+        after=(start, f"draw_examples-{task}-{examples_name(recipe)}", f"draw_tests-{task}"),
+        product=f"models/{variant.name}/{task}/{recipe.task.train_lengths[-1]}/manifest.json",
+        tables=(table, "learning") if probe else (table,),
+        priority=priority,
+        cost=10 + trained,
+    )
+    counts = counts_of(sizes, variant, task)
+    lengths = lengths_tested(sizes, variant, task)
+    yield _stage(
+        "evaluate",
+        about,
+        settings={"counts": counts, "train_lengths": lengths},
+        after=(f"finetune-{variant.name}-{task}",),
+        tables=(table, "markers") if len(counts) > 1 else (table,),
+        priority=priority - 0.5,  # a model is measured before the next one is made
+        cost=10 + len(lengths) * sum(_seconds_to_test(model, own) for own in counts.values()),
+    )
+
+
+def _ablation_stages(ablation: Ablation, sizes: Preset) -> Iterator[Stage]:
+    variants = {variant.name: variant for variant in sizes.variants}
+    for name, task in product(ablation.variants, ablation.tasks):
+        variant = variants[name]
+        learned = ablation.learned_interventions if variant.position == "learned" else ()
+        settings: dict[str, Any] = {
+            "interventions": ablation.interventions + learned,
+            "counts": dict(ablation.counts),
+            "noise_seeds": ablation.noise_seeds,
+        }
+        model = pretrain_recipe(sizes, variant, Path("tokens")).model
+        passes = len(settings["interventions"]) * len(lengths_tested(sizes, variant, task))
+        yield Stage(
+            name=f"{ablation.name}-{name}-{task}",
+            verb="intervene",
+            arguments={"variant": name, "task": task, **settings},
+            settings=settings,
+            after=(f"finetune-{name}-{task}",),
+            tables=ablation.tables,
+            priority=variant.priority + (task != "list_recall"),
+            cost=10 + passes * _seconds_to_test(model, ablation.counts),
         )
-        tested *= len(tuning.task.train_lengths)
-        after = (f"finetune-{variant.name}-{task}", f"draw_examples-{task}")
-        yield _stage("evaluate", about, after=after, priority=priority, cost=3 + seconds * tested / 3)
 
 
-def _stage(verb: str, arguments: dict[str, str], **fields: Any) -> Stage:
+def _analysis_stages(analysis: Analysis, sizes: Preset) -> Iterator[Stage]:
+    variants = {variant.name: variant for variant in sizes.variants}
+    settings = {
+        "kind": analysis.kind,
+        "train_length": analysis.train_length,
+        "length": analysis.length,
+        "n": analysis.n,
+        "interventions": analysis.interventions,
+    }
+    for name in analysis.variants:
+        yield Stage(
+            name=f"{analysis.kind}-{name}-{analysis.task}",
+            verb="analyze",
+            arguments={"variant": name, "task": analysis.task, **settings},
+            settings=settings,
+            after=(f"finetune-{name}-{analysis.task}",),
+            tables=analysis.tables,
+            priority=variants[name].priority,
+            cost=120 * len(analysis.interventions),
+        )
+
+
+def _stage(verb: str, arguments: dict[str, str] | None = None, **fields: Any) -> Stage:
+    arguments = arguments or {}
     return Stage(name="-".join([verb, *arguments.values()]), verb=verb, arguments=arguments, **fields)
+
+
+def _settings(recipe: PretrainRecipe | FinetuneRecipe) -> dict[str, Any]:
+    # Without what is not set, so that a setting that a later version adds leaves finished stages as they are.
+    return recipe.model_dump(mode="json", exclude_none=True)
 
 
 def _examples(recipe: FinetuneRecipe) -> dict[int, int]:
@@ -280,7 +252,27 @@ def _examples(recipe: FinetuneRecipe) -> dict[int, int]:
     return {length: settings.max_steps * settings.per_device_train_batch_size for length, settings in phases}
 
 
-def _seconds_a_token(model: ModelSettings) -> float:
-    """Of training on answers, on one core: the products of the blocks at 50 GFLOP/s. An estimate for the time left."""
-    second = 1 + {"none": 0.0, "meta": 0.2, "causal": 0.6}[model.second_attention]
-    return 6 * model.num_hidden_layers * 12 * model.hidden_size**2 * second / 5e10
+# Estimates of seconds on one core, from what the models of `small` take on an AMD EPYC.
+_RATE = 4e10  # floating-point operations a second
+_DRAWN = 1.5e6  # tokens of examples made a second
+
+
+def _mean(length: int) -> int:
+    """Tokens of a prompt of at most `length`, on average."""
+    return length * 2 // 3
+
+
+def _seconds(model: ModelSettings, length: int, *, scored: float = 0.0, training: bool = False) -> float:
+    """A sequence's share of a batch; `scored` is the share of its positions whose logits are needed."""
+    own = model.model_dump(exclude={"architecture"})
+    config = MetaGPT2Config(**own, vocab_size=4160, meta_token_id=4096, bos_token_id=0, eos_token_id=0)
+    products = forward_products(config, batch=1, length=length, meta_tokens=2, scored=max(1, int(scored * length)))
+    return flops(products, training=training) / _RATE
+
+
+def _seconds_to_test(model: ModelSettings, counts: Mapping[int, int]) -> float:
+    return sum(n * _seconds(model, _mean(length)) for length, n in counts.items())
+
+
+def _seconds_to_draw(counts: Mapping[int, int]) -> float:
+    return sum(n * _mean(length) for length, n in counts.items()) / _DRAWN

@@ -1,7 +1,4 @@
-"""Carries a plan out in worker processes: what is done is skipped, what was cut off goes on.
-
-A stage is done when `stages/NAME.json` is there, which holds its result lines and its seconds and is moved in last.
-"""
+"""Carries a plan out in worker processes: what is done is skipped, what was cut off goes on."""
 
 import json
 import multiprocessing
@@ -10,7 +7,6 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -24,54 +20,65 @@ import torch
 from metatokens.errors import UserError
 from metatokens.evaluation.results import library_versions, now
 from metatokens.experiment.display import Display
-from metatokens.experiment.plan import MODELS, Preset, Stage, finetune_recipe, preset, pretrain_recipe, stages
+from metatokens.experiment.ledger import Ledger, write_whole
+from metatokens.experiment.plan import Stage, select, stages
+from metatokens.experiment.presets import preset
 from metatokens.experiment.stages import Outcome, Workshop, carry_out
+from metatokens.experiment.variants import Preset
 from metatokens.training.trainer import open_run
 
 
 def reproduce(
-    name: str, out: Path, *, corpus: str | None = None, workers: int | None = None, overwrite: bool = False
+    name: str,
+    out: Path,
+    *,
+    corpus: str | None = None,
+    book: str | None = None,
+    table: str | None = None,
+    workers: int | None = None,
+    overwrite: bool = False,
 ) -> None:
-    """Carry out every stage of a preset; write `results.jsonl`, `curves.jsonl`, `examples.jsonl` and `run.json`.
+    """Carry out the stages of a preset; write `results.jsonl`, `analysis.jsonl`, `curves.jsonl` and `run.json`.
 
     Args:
         name: of the preset.
         out: the run's folder. The same preset goes on with what is there; another one is refused.
         corpus: the corpus spec to use in place of the preset's.
+        book: the corpus spec of a text that perplexity is measured on too, in place of the preset's.
+        table: carry out only the stages whose results stand in this table of the paper, and those that they need.
         workers: processes, of one thread each; default: the cores that this process may use.
         overwrite: replace another run in `out`.
 
     Raises:
-        UserError: if the preset is unknown, the folder holds something else, or a worker was killed.
+        UserError: if the preset or the table is unknown, the folder holds something else, or a worker was killed.
     """
     sizes = preset(name)
-    if corpus is not None:
-        sizes = replace(sizes, corpus=corpus)
-    settings = {
-        f"pretrain {one.name}": pretrain_recipe(sizes, one, Path("tokens")).model_dump(mode="json")
-        for one in sizes.variants
-        if one.pretrained_as is None
-    }
-    for one in sizes.variants:
-        own = f"{one.name} " if one.finetune_overrides or one.seed else ""
-        for task in one.tasks:
-            settings[f"finetune {own}{task}"] = finetune_recipe(sizes, one, task).model_dump(mode="json")
-    about = {"preset": name, "corpus": sizes.corpus, "recipes": settings, "tests": dict(sizes.test_counts)}
+    sizes = replace(sizes, corpus=corpus or sizes.corpus, book=book or sizes.book)
+    plan = select(stages(sizes), table)
+    about = {"preset": name, "corpus": sizes.corpus, "book": sizes.book, "tokenizer": sizes.tokenizer}
     open_run(out, about, overwrite=overwrite)
-    (out / "stages").mkdir(exist_ok=True)
+    ledger = Ledger(out)
+    ledger.check(plan)
 
-    plan = stages(sizes)
     workers = workers or available_cores()
     created, began = now(), time.monotonic()
-    left = _unfinished(out, plan)
+    left = _unfinished(ledger, plan)
     if left or not (out / "run.json").exists():
-        _carry_out(Workshop(out, name, sizes), plan, left, workers)
+        _carry_out(Workshop(out, name, sizes), ledger, plan, left, workers)
         # Of a run that was cut off, the wall time is not known.
-        seconds = round(time.monotonic() - began, 1) if len(left) == len(plan) else None
-        _write_provenance(out, name, settings, plan, sizes, workers=workers, created=created, wall_seconds=seconds)
-    records = [_read_record(out, stage) for stage in plan]
-    _write_lines(out / "results.jsonl", (json.loads(r.model_dump_json()) for record in records for r in record.results))
-    _write_lines(out / "curves.jsonl", (point for record in records for point in record.curves))
+        seconds = round(time.monotonic() - began, 1) if len(left) == len(ledger.entries) else None
+        _write_provenance(ledger, name, sizes, workers=workers, created=created, wall_seconds=seconds)
+
+
+def unfinished(name: str, out: Path, *, table: str | None = None) -> list[Stage]:
+    """The stages that `reproduce` would carry out.
+
+    Raises:
+        UserError: as `reproduce`.
+    """
+    plan = select(stages(preset(name)), table)
+    left = _unfinished(Ledger(out), plan)
+    return [stage for stage in plan if stage.name in left]
 
 
 def available_cores() -> int:
@@ -79,44 +86,30 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Record(Outcome):
-    """What `stages/NAME.json` holds."""
-
-    seconds: float
-
-
-def _record(out: Path, stage: Stage) -> Path:
-    return out / "stages" / f"{stage.name}.json"
-
-
-def _read_record(out: Path, stage: Stage) -> Record:
-    return Record.model_validate_json(_record(out, stage).read_text(encoding="utf-8"))
-
-
-def _unfinished(out: Path, plan: list[Stage]) -> set[str]:
-    """The stages to carry out: those without a record, and those whose product they need and is not there.
+def _unfinished(ledger: Ledger, plan: list[Stage]) -> set[str]:
+    """The stages to carry out: those not in the ledger, and those whose product they need and is not there.
 
     So a run goes on from its records alone, where the weights were not kept.
     """
     unfinished: set[str] = set()
     needed: set[str] = set()
     for stage in reversed(plan):  # every stage stands after the ones that it needs
-        product = None if stage.product is None else out / stage.product
+        product = None if stage.product is None else ledger.out / stage.product
         is_missing = product is not None and stage.name in needed and not product.exists()
-        if is_missing or not _record(out, stage).exists():
+        if is_missing or stage.name not in ledger.entries:
             unfinished.add(stage.name)
             needed.update(stage.after)
     return unfinished
 
 
-def _carry_out(workshop: Workshop, plan: list[Stage], left: set[str], workers: int) -> None:
+def _carry_out(workshop: Workshop, ledger: Ledger, plan: list[Stage], left: set[str], workers: int) -> None:
     by_name = {stage.name: stage for stage in plan}
     order = TopologicalSorter({stage.name: stage.after for stage in plan})
     order.prepare()
     context = multiprocessing.get_context("spawn")
     reports = context.Queue()
     ready: list[str] = []
-    running: dict[Future[None], str] = {}
+    running: dict[Future[tuple[Outcome, float]], str] = {}
     with (
         Display({stage.name: stage.cost for stage in plan}) as display,
         ProcessPoolExecutor(workers, context, _start_worker, (reports,)) as pool,
@@ -138,8 +131,9 @@ def _carry_out(workshop: Workshop, plan: list[Stage], left: set[str], workers: i
                     while not reports.empty():
                         display.update(*reports.get())
                     for future in done:
-                        future.result()
+                        outcome, seconds = future.result()
                         name = running.pop(future)
+                        ledger.enter(by_name[name], outcome, seconds)
                         display.finish(name)
                         order.done(name)
                     display.refresh(running.values())
@@ -176,51 +170,33 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(workshop: Workshop, stage: Stage) -> None:
+def _work(workshop: Workshop, stage: Stage) -> tuple[Outcome, float]:
     began = time.monotonic()
     outcome = carry_out(
         workshop, stage.verb, stage.arguments, lambda done, total: _reports.put((stage.name, done / total))
     )
-    record = Record(**dict(outcome), seconds=round(time.monotonic() - began, 1))
-    _write(_record(workshop.out, stage), record.model_dump_json())
+    return outcome, round(time.monotonic() - began, 1)
 
 
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
-def _write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    _write(path, "".join(json.dumps(record) + "\n" for record in records))
-
-
-def _write_provenance(
-    out: Path, name: str, settings: dict[str, Any], plan: list[Stage], sizes: Preset, **run: Any
-) -> None:
+def _write_provenance(ledger: Ledger, name: str, sizes: Preset, **run: Any) -> None:
     """Say what was run where: settings, versions, machine, data, sizes of the models, seconds of every stage."""
-    records = {stage.name: _read_record(out, stage) for stage in plan}
-    models = {
-        one.name: {
-            "parameters": records[f"pretrain-{one.name}"].facts["parameters"],
-            "description": MODELS[one.model]["description"],
-        }
-        for one in sizes.variants
-        if one.pretrained_as is None
-    }
+    entries = ledger.entries
+    given = {"corpus": sizes.corpus, "book": sizes.book}
+    options = [f" --{option} '{spec}'" for option, spec in given.items() if spec != getattr(preset(name), option)]
     provenance = {
-        "command": f"metatokens reproduce --preset {name} --out {out.name}"
-        + (f" --corpus '{sizes.corpus}'" if sizes.corpus != preset(name).corpus else ""),
+        "command": f"metatokens reproduce --preset {name} --out {ledger.out.name}{''.join(options)}",
         "preset": name,
-        "recipes": settings,
-        "corpus": records["tokenize"].facts["corpus"],
-        "models": models,
+        "recipes": {stage: entry.settings["recipe"] for stage, entry in entries.items() if "recipe" in entry.settings},
+        "corpus": entries["tokenize"].facts["corpus"],
+        "models": {
+            stage.split("-", 1)[1]: entry.facts for stage, entry in entries.items() if "parameters" in entry.facts
+        },
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": available_cores(),
         "versions": library_versions(),
         "finished": now(),
-        "stages": [{"name": name, "seconds": record.seconds} for name, record in records.items()],
+        "stages": [{"name": name, "seconds": entry.seconds} for name, entry in entries.items()],
         **run,
     }
-    _write(out / "run.json", json.dumps(provenance, indent=1))
+    write_whole(ledger.out / "run.json", json.dumps(provenance, indent=1))

@@ -1,7 +1,7 @@
 """What each verb of a plan does, in a worker process. A stage goes on from what an earlier try left."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -11,33 +11,52 @@ from pydantic import BaseModel
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
-from metatokens.data.blocks import TokenStore, write_token_store
-from metatokens.data.tokenizer import load_tokenizer
-from metatokens.evaluation.accuracy import evaluate, majority_rates, test_examples
-from metatokens.evaluation.perplexity import perplexity
+from metatokens.analysis.rate_distortion import rate_distortion
+from metatokens.analysis.records import About, Measurement
+from metatokens.analysis.residual import residual
+from metatokens.analysis.sharpness import sharpness
+from metatokens.data.blocks import write_token_store
+from metatokens.data.tokenizer import load_tokenizer, meta_token_id
+from metatokens.evaluation.accuracy import evaluate, majority_rates, score, test_examples
+from metatokens.evaluation.perplexity import held_out_text, perplexity
 from metatokens.evaluation.results import Result
-from metatokens.experiment.plan import Preset, Variant, counts_of, finetune_recipe, pretrain_recipe
+from metatokens.experiment.plan import PRETRAINED, examples_name
+from metatokens.experiment.variants import (
+    MODELS,
+    Preset,
+    Variant,
+    counts_of,
+    extend_recipe,
+    finetune_recipe,
+    pretrain_recipe,
+    lengths_tested,
+)
 from metatokens.model.checkpoint import load_model
+from metatokens.model.interventions import Intervention, intervene
 from metatokens.tasks.curriculum import TASKS, documents_for, task_texts
 from metatokens.tasks.store import ExampleStore
+from metatokens.training.extend import extend
 from metatokens.training.finetune import finetune, train_examples, train_source
 from metatokens.training.pretrain import pretrain
-from metatokens.training.trainer import Progress
+from metatokens.training.trainer import Probe, Progress
+
+PROBED = 200  # test prompts that a model is probed on while it learns
 
 
 class Outcome(BaseModel):
     """What a stage leaves in the run's records, weights and examples aside."""
 
     results: list[Result] = []
+    measurements: list[Measurement] = []
     curves: list[dict[str, Any]] = []  # points of training curves
     facts: dict[str, Any] = {}  # for `run.json`
 
 
 class Workshop:
-    """The run folder of a preset. Every public method is a verb of the plan.
+    """The run folder of a preset. Every public method that takes `progress` is a verb of the plan.
 
-    The folder holds `tokens/` (the store), `examples/TASK` (encoded), `models/VARIANT/pretrained` and
-    `models/VARIANT/TASK/LENGTH`.
+    The folder holds `tokens/` (the store), `examples/TASK` (encoded), and of each variant `models/VARIANT/pretrained`,
+    `models/VARIANT/extended` where its context is lengthened, and `models/VARIANT/TASK/LENGTH`.
     """
 
     def __init__(self, out: Path, name: str, preset: Preset):
@@ -57,8 +76,9 @@ class Workshop:
         shortest = min(self.preset.test_counts)
         with (self.out / "examples.jsonl").open("w", encoding="utf-8") as file:
             for task in TASKS:
-                documents = documents_for(task, self.preset.corpus)
-                example = test_examples(task, shortest, 1, tokenizer, condition="paper", documents=documents)[0]
+                example = test_examples(
+                    task, shortest, 1, tokenizer, condition="paper", documents=self.documents(task)
+                )[0]
                 file.write(json.dumps(example.to_record(), ensure_ascii=False) + "\n")
         rates = (
             majority_rates(task, self.preset.test_counts, tokenizer, recipe=self.name)
@@ -66,117 +86,204 @@ class Workshop:
         )
         return Outcome(results=list(chain.from_iterable(rates)))
 
-    def draw_examples(self, progress: Progress, *, task: str) -> Outcome:
-        """Write a task's train and test examples, encoded, for all models."""
-        tokenizer, documents = self.tokenizer(), documents_for(task, self.preset.corpus)
-        for variant in self.preset.variants:
-            if task not in variant.tasks:
-                continue
-            recipe = finetune_recipe(self.preset, variant, task)
-            source = train_source(recipe, task, tokenizer, documents)
-            for length in recipe.task.train_lengths:
-                train_examples(recipe, source, length, self.examples(variant, task))
-            for condition, counts in counts_of(self.preset, variant, task).items():
-                for length, n in counts.items():
-                    file = self.test_file(task, condition, length)
-                    if not file.exists():
-                        tests = test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
-                        ExampleStore.write(file, tests)
-        (self.out / "examples" / task / "complete").touch()
+    def draw_tests(self, progress: Progress, *, task: str, counts: Mapping[str, Mapping[int, int]]) -> Outcome:
+        """Write a task's test examples, encoded, for all models."""
+        tokenizer, documents = self.tokenizer(), self.documents(task)
+        for condition, own in counts.items():
+            for length, n in own.items():
+                file = self.test_file(task, condition, length)
+                if not file.exists():
+                    tests = test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
+                    ExampleStore.write(file, tests)
+        (self.out / "examples" / task / "tests").touch()
+        return Outcome()
+
+    def draw_examples(self, progress: Progress, *, variant: str, task: str) -> Outcome:
+        """Write the train examples of a variant, and of those that read the same, encoded."""
+        recipe = finetune_recipe(self.preset, self.variants[variant], task)
+        source = train_source(recipe, task, self.tokenizer(), self.documents(task))
+        folder = self.examples(variant, task)
+        for length in recipe.task.train_lengths:
+            train_examples(recipe, source, length, folder)
+        (folder / "complete").touch()
         return Outcome()
 
     def pretrain(self, progress: Progress, *, variant: str) -> Outcome:
         """Pretrain one of the models."""
-        one = self.variants[variant]
-        recipe = pretrain_recipe(self.preset, one, self.out / "tokens")
-        folder = self.model(variant)
+        recipe = pretrain_recipe(self.preset, self.variants[variant], self.out / "tokens")
+        folder = self.pretrained(variant)
         pretrain(recipe, folder, progress=progress)
-        about = self.about_curve(one, task=None, train_length=None)
-        parameters = _parameters(folder / "model.safetensors")
-        return Outcome(curves=_curve(folder, **about), facts={"parameters": parameters})
+        return self._pretrained(variant, folder)
+
+    def extend(self, progress: Progress, *, variant: str) -> Outcome:
+        """Lengthen the context of another variant's pretrained model, and pretrain it further."""
+        one = self.variants[variant]
+        assert one.pretrained_as is not None
+        assert one.extension is not None
+        short = pretrain_recipe(self.preset, one, self.out / "tokens")
+        folder = self.pretrained(variant)
+        extend(
+            self.pretrained(one.pretrained_as),
+            folder,
+            factor=one.extension,
+            recipe=extend_recipe(self.preset, one, short),
+            original_length=short.data.block_size,
+            progress=progress,
+        )
+        return self._pretrained(variant, folder)
 
     def perplexity(self, progress: Progress, *, variant: str) -> Outcome:
-        """Held-out perplexity without inserted meta-tokens and, for models that know them, with."""
+        """Perplexity without inserted meta-tokens and, for models that know them, with: held-out text, and a book."""
         one = self.variants[variant]
         own = pretrain_recipe(self.preset, one, self.out / "tokens").data
         # The same text for all, in the blocks of the plain `meta`.
         data = pretrain_recipe(self.preset, Variant(model="meta"), self.out / "tokens").data
-        store = TokenStore.open(self.out / "tokens")
+        model, tokenizer = load_model(self.pretrained(variant)), self.tokenizer()
         placements = ["none", own.placement] if own.fraction == data.fraction else ["none"]
-        results = [
-            perplexity(
-                load_model(self.model(variant)),
-                store.tokens("held_out")[:],
-                block_size=data.block_size,
-                fraction=data.fraction,
-                placement=placement,
-                name=one.model,
-                seed=one.seed,
-                recipe=self.recipe_name(one),
-            )
-            for placement in dict.fromkeys(placements)
-        ]
+        texts = {"held_out": str(self.out / "tokens")} | ({"book": self.preset.book} if self.preset.book else {})
+        results = []
+        for source, spec in texts.items():
+            text = held_out_text(spec, tokenizer)
+            for placement in dict.fromkeys(placements):
+                results.append(
+                    perplexity(
+                        model,
+                        text,
+                        block_size=data.block_size,
+                        fraction=data.fraction,
+                        placement=placement,
+                        name=one.model,
+                        source=source,
+                        seed=one.seed,
+                        recipe=self.recipe_name(one),
+                    )
+                )
         return Outcome(results=results)
 
     def finetune(self, progress: Progress, *, variant: str, task: str) -> Outcome:
         """Fine-tune a pretrained model on a task."""
         one = self.variants[variant]
         recipe = finetune_recipe(self.preset, one, task)
-        folder = self.model(variant, task)
+        folder, examples = self.out / "models" / variant / task, self.examples(variant, task)
+        first, condition = recipe.task.train_lengths[0], recipe.task.condition
+        tests = ExampleStore(self.test_file(task, condition, first))[:PROBED]
+        every = self.preset.probe_steps.get(task)
         finetune(
             recipe,
-            self.model(one.pretrained_as or variant),
+            self.pretrained(one.start),
             folder,
             task=task,
-            documents=documents_for(task, self.preset.corpus),
-            examples=self.examples(one, task),
+            documents=self.documents(task),
+            examples=examples,
             progress=progress,
+            probe=None if every is None else Probe(every, lambda model: _probe(model, tests)),
         )
-        curves = [
-            _curve(folder / str(length), **self.about_curve(one, task=task, train_length=length))
-            for length in recipe.task.train_lengths
-        ]
-        return Outcome(curves=list(chain.from_iterable(curves)))
+        curves: list[dict[str, Any]] = []
+        for length, settings in recipe.phases().items():
+            batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+            tokens = batch * self.text_tokens(ExampleStore(examples / f"train-{length}.arrow"))
+            for point in _curve(folder / str(length), **self.about_curve(one, task=task, train_length=length)):
+                curves.append(point | {"text_tokens": round(point["step"] * tokens)})
+        return Outcome(curves=curves)
 
     def evaluate(self, progress: Progress, *, variant: str, task: str) -> Outcome:
         """Accuracy of a fine-tuned model at every length, in every condition asked for."""
-        one = self.variants[variant]
-        recipe = finetune_recipe(self.preset, one, task)
-        results = []
-        for train_length in recipe.task.train_lengths:
-            tuned = load_model(self.model(variant, task) / str(train_length))
-            for condition, counts in counts_of(self.preset, one, task).items():
-                results += evaluate(
-                    tuned,
-                    {length: ExampleStore(self.test_file(task, condition, length)) for length in counts},
-                    task=task,
-                    name=one.model,
-                    condition=condition,
-                    seed=one.seed,
-                    train_length=train_length,
-                    train_condition=recipe.task.condition,
-                    recipe=self.recipe_name(one),
-                )
+        results = [
+            result
+            for model, about in self._tuned(variant, task)
+            for condition, counts in counts_of(self.preset, self.variants[variant], task).items()
+            for result in evaluate(model, self.tests(task, condition, counts), condition=condition, **about)
+        ]
         return Outcome(results=results)
 
-    def model(self, variant: str, task: str | None = None) -> Path:
-        """The folder of a pretrained model, or of one fine-tuned on a task."""
-        return self.out / "models" / variant / (task or "pretrained")
+    def intervene(
+        self,
+        progress: Progress,
+        *,
+        variant: str,
+        task: str,
+        interventions: Sequence[str],
+        counts: Mapping[int, int],
+        noise_seeds: int,
+    ) -> Outcome:
+        """Accuracy of a fine-tuned model whose input is changed; noise of each seed on a part of the prompts."""
+        results = []
+        for model, about in self._tuned(variant, task):
+            tests = self.tests(task, "paper", counts)
+            for change in map(Intervention.parse, interventions):
+                seeds = range(noise_seeds) if change.kind == "noise" else [None]
+                for seed in seeds:
+                    part = (
+                        tests if seed is None else {length: each[seed::noise_seeds] for length, each in tests.items()}
+                    )
+                    with intervene(model, change, seed=seed or 0):
+                        results += evaluate(model, part, intervention=str(change), noise_seed=seed, **about)
+        return Outcome(results=results)
 
-    def examples(self, variant: Variant, task: str) -> Path:
-        """The folder of a task's encoded train examples: the same for all models of a seed and training condition."""
-        recipe = finetune_recipe(self.preset, variant, task)
-        steps = "-".join(str(settings.max_steps) for settings in recipe.phases().values())
-        settings = f"{recipe.task.condition}-seed{variant.seed}-{steps}"
-        return self.out / "examples" / task / settings
+    def analyze(
+        self,
+        progress: Progress,
+        *,
+        variant: str,
+        task: str,
+        kind: str,
+        train_length: int,
+        length: int,
+        n: int,
+        interventions: Sequence[str | None],
+    ) -> Outcome:
+        """Measure what meta-tokens do inside a fine-tuned model."""
+        one = self.variants[variant]
+        model = load_model(self.out / "models" / variant / task / str(train_length))
+        examples = test_examples(task, length, n, self.tokenizer(), condition="paper", documents=self.documents(task))
+        about: About = {
+            "model": one.model,
+            "task": task,
+            "condition": "paper",
+            "train_condition": finetune_recipe(self.preset, one, task).task.condition,
+            "train_length": train_length,
+            "length": length,
+            "seed": one.seed,
+            "recipe": self.recipe_name(one),
+        }
+        found: list[Measurement] = []
+        for name in interventions:
+            if kind == "rate-distortion":
+                change = None if name is None else Intervention.parse(name)
+                found += rate_distortion(model, examples, about, fits=3, intervention=change, held_out=n // 5)
+            else:
+                found += {"sharpness": sharpness, "residual": residual}[kind](model, examples, about)
+        return Outcome(measurements=found)
+
+    def pretrained(self, variant: str) -> Path:
+        """The folder of the model that a variant's fine-tuning starts from."""
+        verb = "pretrain" if self.variants[variant].extension is None else "extend"
+        return self.out / "models" / variant / PRETRAINED[verb]
+
+    def examples(self, variant: str, task: str) -> Path:
+        """The folder of a variant's encoded train examples."""
+        return self.out / "examples" / task / examples_name(finetune_recipe(self.preset, self.variants[variant], task))
 
     def test_file(self, task: str, condition: str, length: int) -> Path:
         """The encoded test examples of one bin of prompt length."""
         return self.out / "examples" / task / f"test-{condition}-{length}.arrow"
 
+    def tests(self, task: str, condition: str, counts: Mapping[int, int]) -> dict[int, Sequence[Any]]:
+        """The first examples of each length."""
+        return {length: ExampleStore(self.test_file(task, condition, length))[:n] for length, n in counts.items()}
+
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """That of the token store."""
         return load_tokenizer(str(self.out / "tokens" / "tokenizer"))
+
+    def text_tokens(self, examples: ExampleStore) -> float:
+        """Text tokens of an example, on average."""
+        marker = meta_token_id(self.tokenizer())
+        return sum(int((example.input_ids != marker).sum()) for example in examples) / len(examples)
+
+    def documents(self, task: str) -> Sequence[str]:
+        """The texts that a task takes its excerpts from."""
+        return documents_for(task, self.preset.corpus)
 
     def recipe_name(self, variant: Variant) -> str:
         """What a variant's results are filed under."""
@@ -192,6 +299,31 @@ class Workshop:
             **run,
         }
 
+    def _pretrained(self, variant: str, folder: Path) -> Outcome:
+        one = self.variants[variant]
+        facts = {
+            "parameters": _parameters(folder / "model.safetensors"),
+            "description": MODELS[one.model]["description"],
+        }
+        about = self.about_curve(one, task=None, train_length=None)
+        return Outcome(curves=list(_curve(folder, **about)), facts=facts)
+
+    def _tuned(self, variant: str, task: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """The models of each train length that is tested, and the fields of their results."""
+        one = self.variants[variant]
+        for length in lengths_tested(self.preset, one, task):
+            yield (
+                load_model(self.out / "models" / variant / task / str(length)),
+                {
+                    "task": task,
+                    "name": one.model,
+                    "seed": one.seed,
+                    "train_length": length,
+                    "train_condition": finetune_recipe(self.preset, one, task).task.condition,
+                    "recipe": self.recipe_name(one),
+                },
+            )
+
 
 def carry_out(workshop: Workshop, verb: str, arguments: Mapping[str, Any], progress: Progress) -> Outcome:
     """Call a verb of the workshop."""
@@ -199,9 +331,14 @@ def carry_out(workshop: Workshop, verb: str, arguments: Mapping[str, Any], progr
     return method(progress, **arguments)
 
 
-def _curve(folder: Path, **about: Any) -> list[dict[str, Any]]:
-    lines = (folder / "curve.jsonl").read_text(encoding="utf-8").splitlines()
-    return [about | json.loads(line) for line in lines]
+def _probe(model: Any, tests: Sequence[Any]) -> dict[str, float]:
+    exact, _ = score(model, tests)
+    return {"exact_match": sum(exact) / len(exact), "n": len(exact)}
+
+
+def _curve(folder: Path, **about: Any) -> Iterator[dict[str, Any]]:
+    for line in (folder / "curve.jsonl").read_text(encoding="utf-8").splitlines():
+        yield about | json.loads(line)
 
 
 def _parameters(weights: Path) -> int:

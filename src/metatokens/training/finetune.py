@@ -22,7 +22,7 @@ from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, TrainingSettings
 from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.example import read_examples
 from metatokens.tasks.store import Encoded, ExampleStore
-from metatokens.training.trainer import Progress, SizedDataset, check_trackers, open_run, train, unwatched
+from metatokens.training.trainer import Probe, Progress, SizedDataset, check_trackers, open_run, train, unwatched
 
 IGNORED = -100  # the label of a position that is not scored
 
@@ -151,6 +151,7 @@ def finetune(
     examples: Path | None = None,
     overwrite: bool = False,
     progress: Progress = unwatched,
+    probe: Probe | None = None,
 ) -> None:
     """Fine-tune a model for each of the recipe's train lengths in turn, each phase from the last one's model.
 
@@ -164,6 +165,7 @@ def finetune(
         examples: the folder of the task's encoded train examples, if other runs share them; default: in `out`.
         overwrite: replace another run in `out`.
         progress: called with the steps done and the steps in all.
+        probe: what is measured in between, in the first phase.
 
     Raises:
         UserError: if settings, model, task or data do not fit each other.
@@ -203,6 +205,7 @@ def finetune(
     before, total = 0, sum(phase.settings.max_steps for phase in phases)
     for name, own, open_examples in phases:
         folder, report = out / name, partial(_report_phase, progress, before, total)
+        is_first = before == 0
         before += own.max_steps
         if (folder / MANIFEST).exists():
             model = load_model(folder)
@@ -210,7 +213,8 @@ def finetune(
         folder.mkdir(exist_ok=True)
         set_seed(own.seed)
         dataset = ByLength(open_examples(), batch=own.per_device_train_batch_size, seed=own.seed)
-        train(model, dataset, tokenizer, own, folder, collator=collator, progress=report)
+        watched = probe if is_first else None
+        train(model, dataset, tokenizer, own, folder, collator=collator, progress=report, probe=watched)
 
 
 def _report_phase(progress: Progress, before: int, total: int, done: int, _: int) -> None:

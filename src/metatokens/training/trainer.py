@@ -73,6 +73,25 @@ class RunCallback(TrainerCallback):
             self.progress(state.global_step, state.max_steps)
 
 
+class Probe(TrainerCallback):
+    """Measures a model every so many steps of its training; what it finds goes into the run's curve.
+
+    Args:
+        every: steps between two measurements.
+        measure: of the model in evaluation mode; its keys are those of a curve's points.
+    """
+
+    def __init__(self, every: int, measure: Callable[[Any], dict[str, float]]):
+        self.every, self.measure = every, measure
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Measure, where it is time."""
+        if state.global_step % self.every == 0:
+            model = kwargs["model"].eval()
+            state.log_history.append({"step": state.global_step, **self.measure(model)})
+            model.train()
+
+
 def train(
     model: MetaGPT2ForCausalLM,
     dataset: SizedDataset,
@@ -82,10 +101,12 @@ def train(
     *,
     collator: Callable[[list[Any]], dict[str, torch.Tensor]],
     progress: Progress,
+    probe: Probe | None = None,
 ) -> None:
     """Train until `settings.max_steps`, resuming from the last good checkpoint, and write the model to `out`.
 
-    `out` then holds the model, `curve.jsonl` (a line a logged step: step, loss, learning_rate) and `checkpoints/`.
+    `out` then holds the model, `curve.jsonl` (a line a logged step: step, loss, learning_rate; and a line a step that
+    was probed) and `checkpoints/`.
 
     Args:
         model: changed in place.
@@ -95,6 +116,7 @@ def train(
         out: an existing folder.
         collator: makes a batch of items.
         progress: called about once a second.
+        probe: what is measured in between, if anything is.
     """
     checkpoints = out / "checkpoints"
     if settings.random_positions is not None:
@@ -119,7 +141,7 @@ def train(
         train_dataset=dataset,
         processing_class=tokenizer,
         data_collator=collator,
-        callbacks=[RunCallback(progress)],
+        callbacks=[*([probe] if probe else []), RunCallback(progress)],
         decay_steps=settings.decay_steps,
     )
     trainer.remove_callback(PrinterCallback)
@@ -127,9 +149,9 @@ def train(
     if trainer.is_world_process_zero():
         with (out / "curve.jsonl").open("w", encoding="utf-8") as file:
             for entry in trainer.state.log_history:
-                if "loss" in entry:
-                    kept = {key: entry[key] for key in ("step", "loss", "learning_rate", "grad_norm") if key in entry}
-                    file.write(json.dumps(kept) + "\n")
+                if "train_runtime" not in entry:  # the summary of the whole run
+                    point = {"step": entry["step"]} | {key: entry[key] for key in sorted(entry.keys() - {"epoch"})}
+                    file.write(json.dumps(point) + "\n")
         save_model(model, tokenizer, out)
 
 

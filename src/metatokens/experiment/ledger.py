@@ -1,0 +1,130 @@
+"""What a run has done: a line a finished stage, and the lines that it found.
+
+`stages.jsonl` says of each finished stage how many lines it added to `results.jsonl`, `analysis.jsonl` and
+`curves.jsonl`. One process writes all of them, the stage's own line last; so lines beyond those that the ledger counts
+are of a stage that was cut off, and are dropped when the run goes on.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from metatokens.errors import UserError
+from metatokens.experiment.plan import Stage
+from metatokens.experiment.stages import Outcome
+
+LEDGER = "stages.jsonl"
+FILES = {"results": "results.jsonl", "measurements": "analysis.jsonl", "curves": "curves.jsonl"}
+
+
+class Entry(BaseModel):
+    """A finished stage."""
+
+    name: str
+    seconds: float
+    settings: dict[str, Any]
+    facts: dict[str, Any]
+    lines: dict[str, int]  # that it added to each of FILES
+
+
+class Ledger:
+    """The finished stages of the run in `out`, in the order in which they were finished.
+
+    Raises:
+        UserError: if the folder's files do not fit each other.
+    """
+
+    def __init__(self, out: Path):
+        self.out = out
+        self.entries: dict[str, Entry] = {}
+        for number, line in enumerate(_whole_lines(out / LEDGER), start=1):
+            try:
+                entry = Entry.model_validate_json(line)
+            except ValidationError as error:
+                raise UserError(f"{out / LEDGER}, line {number} is no finished stage.") from error
+            self.entries[entry.name] = entry
+        _cut(out / LEDGER, len(self.entries))
+        for kind, file in FILES.items():
+            counted = sum(entry.lines.get(kind, 0) for entry in self.entries.values())
+            if len(_whole_lines(out / file)) < counted:
+                raise UserError(
+                    f"{out / file} has fewer lines than {LEDGER} counts; take both from one copy of the run."
+                )
+            _cut(out / file, counted)
+
+    def check(self, plan: Iterable[Stage]) -> None:
+        """Refuse a plan that asks for a finished stage with other settings.
+
+        Raises:
+            UserError: naming the stage and the first setting that differs.
+        """
+        for stage in plan:
+            entry = self.entries.get(stage.name)
+            settings = json.loads(json.dumps(stage.settings))
+            if entry is not None and entry.settings != settings:
+                key, before, now = next(_differences(entry.settings, settings))
+                raise UserError(
+                    f"{self.out} holds the stage {stage.name} with other settings ({key} was {before!r} and is now "
+                    f"{now!r}); give a new folder, or --overwrite to replace the run."
+                )
+
+    def enter(self, stage: Stage, outcome: Outcome, seconds: float) -> None:
+        """File what a stage found; of one that was carried out again, because its product was gone, nothing."""
+        if stage.name in self.entries:
+            return
+        found = {
+            "results": [result.model_dump_json() for result in outcome.results],
+            "measurements": [one.model_dump_json() for one in outcome.measurements],
+            "curves": [json.dumps(point) for point in outcome.curves],
+        }
+        for kind, lines in found.items():
+            _append(self.out / FILES[kind], lines)
+        entry = Entry(
+            name=stage.name,
+            seconds=seconds,
+            settings=stage.settings,
+            facts=outcome.facts,
+            lines={kind: len(lines) for kind, lines in found.items() if lines},
+        )
+        _append(self.out / LEDGER, [entry.model_dump_json()])
+        self.entries[stage.name] = entry
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that appears at once."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _append(path: Path, lines: Iterable[str]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(line + "\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """The lines that end in a line feed."""
+    return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+
+
+def _cut(path: Path, count: int) -> None:
+    """Drop what follows the first `count` lines."""
+    if path.exists():
+        text = path.read_text(encoding="utf-8")
+        kept = "".join(line + "\n" for line in text.split("\n")[:count])
+        if kept != text:
+            write_whole(path, kept)
+
+
+def _differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(before.keys() | now.keys()):
+            yield from _differences(before.get(key), now.get(key), f"{prefix}.{key}".lstrip("."))
+    elif before != now:
+        yield prefix, before, now

@@ -1,0 +1,209 @@
+"""The experiments by size."""
+
+from collections.abc import Mapping
+
+from metatokens.errors import UserError
+from metatokens.experiment.variants import Ablation, Analysis, Preset, Variant
+from metatokens.tasks.curriculum import TASKS
+
+
+def _steps(**steps: int) -> dict[str, tuple[str, ...]]:
+    return {task: (f"training.max_steps={count}",) for task, count in steps.items()}
+
+
+DEMO = Preset(
+    corpus="builtin",
+    tokenizer="train:2048",
+    pretrain_recipe="demo",
+    finetune_recipe="demo_finetune",
+    task_overrides=_steps(list_recall=3300, segment_counting=500, parity=2500, copying=500),
+    test_counts={128: 500, 256: 200, 512: 200, 1024: 200},
+    extra_conditions={"list_recall": ("none", "decoy")},
+)
+
+SMOKE = Preset(
+    corpus="builtin",
+    tokenizer="train:1024",
+    pretrain_recipe="demo",
+    finetune_recipe="demo_finetune",
+    pretrain_overrides=("training.max_steps=4", "training.save_steps=4", "training.logging_steps=2"),
+    finetune_overrides=("training.save_steps=4", "training.logging_steps=2"),
+    task_overrides=_steps(**dict.fromkeys(TASKS, 4)),
+    test_counts={128: 16, 256: 8},
+    extra_conditions={"list_recall": ("none", "decoy")},
+)
+
+_CONDITIONS = ("none", "decoy")
+_SEEDED = ("gpt2", "twin", "meta")  # three seeds with rope
+_SEEDS = (1, 2)
+
+# Every model with every kind of positions; more seeds, and training without markers, with rope (Tables 7-10).
+_GRID = (
+    *(Variant(model=model, priority=0) for model in ("gpt2", "pause", "twin", "meta")),
+    *(Variant(model=model, seed=seed, priority=0) for seed in _SEEDS for model in _SEEDED),
+    *(
+        Variant(
+            model=model,
+            note="unmarked",
+            finetune_overrides=("task.condition=none",),
+            pretrained_as=model,
+            tasks=("list_recall",),
+        )
+        for model in _SEEDED
+    ),
+    *(
+        Variant(model=model, position=position)
+        for position in ("learned", "none")
+        for model in ("gpt2", "pause", "twin", "meta")
+    ),
+    # With positions for prompts of 2,048 and their answers; the published one has 2,048.
+    Variant(
+        model="gpt-neo",
+        position="learned",
+        pretrain_overrides=("model.architecture=gpt_neo", "model.max_position_embeddings=2304"),
+        priority=2,
+    ),
+)
+# Lengths beyond the paper: positions drawn at random from 2,304 in pretraining and in fine-tuning at 128 tokens.
+_RANDOM = tuple(
+    Variant(
+        model=model,
+        note="random-positions",
+        pretrain_overrides=("training.random_positions=2304",),
+        finetune_overrides=(
+            "training.random_positions=2304",
+            "task.train_lengths=[128]",
+            "task.train_steps=[8000]",
+        ),
+    )
+    for model in _SEEDED
+)
+# Where meta-tokens are put in pretraining, and how many.
+_PLACEMENT = tuple(
+    Variant(model="meta", note=note, pretrain_overrides=(override,), tasks=("list_recall",))
+    for note, override in {
+        "periodic": "data.placement=periodic",
+        "k=0": "data.placement=none",
+        "k=0.05": "data.fraction=0.05",
+        "k=0.2": "data.fraction=0.2",
+    }.items()
+)
+# Table 1 at a quarter of its lengths: pretrained on blocks of 256, extended to 1,024 and 2,048.
+_SHORT = Variant(
+    model="meta",
+    note="short",
+    pretrain_overrides=("data.block_size=256", "training.per_device_train_batch_size=16"),
+    tasks=(),
+)
+_YARN = (
+    _SHORT,
+    *(
+        Variant(
+            model="meta",
+            note=f"yarn{factor}",
+            pretrain_overrides=_SHORT.pretrain_overrides,
+            pretrained_as=_SHORT.name,
+            extension=float(factor),
+            finetune_overrides=(
+                f"task.train_lengths=[128, 256, {128 * factor}, {256 * factor}]",
+                f"task.train_steps={steps}",
+            ),
+            tasks=("list_recall", "segment_counting"),
+            tested=(128 * factor, 256 * factor),
+        )
+        for factor, steps in {4: [3000, 500, 300, 200], 8: [3000, 500, 200, 150]}.items()
+    ),
+)
+# As much compute in pretraining as `meta` has, in place of as much text.
+_COMPUTE = tuple(
+    Variant(model=model, note="equal-compute", pretrain_overrides=(f"training.max_steps={steps}",), tasks=())
+    for model, steps in {"gpt2": 672, "pause": 608, "twin": 413}.items()
+)
+
+_ABLATIONS = (
+    Ablation(
+        name="ablation",
+        tables=("table2", "table11", "table12", "table13", "table14", "table17"),
+        variants=("meta", "meta-learned", *(f"meta-seed{seed}" for seed in _SEEDS)),
+        tasks=TASKS,
+        interventions=("no_pos", "no_embed", "neither"),
+        counts={128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200},
+    ),
+    Ablation(
+        name="ablation",
+        tables=("table2", "table11"),
+        variants=("gpt2", "pause", "twin"),
+        tasks=("list_recall",),
+        interventions=("no_pos", "no_embed", "neither"),
+        counts={128: 500, 256: 500, 512: 500, 1024: 500},
+    ),
+    Ablation(
+        name="noise",
+        tables=("table15", "table16"),
+        variants=("gpt2", "gpt2-learned", "meta", "meta-learned"),
+        tasks=("list_recall", "copying"),
+        interventions=tuple(f"noise:{scale}{place}" for place in ("", ":meta") for scale in ("0.1", "0.5", "1", "2")),
+        learned_interventions=tuple(
+            f"noise:{scale}{place}:raw" for place in ("", ":meta") for scale in ("0.1", "0.5", "1", "2")
+        ),
+        counts={128: 500, 512: 500},
+        noise_seeds=5,
+    ),
+)
+_ANALYSES = (
+    Analysis(
+        kind="sharpness",
+        tables=("figure2",),
+        variants=("pause", "twin", "meta", "meta-learned"),
+        train_length=512,
+        length=256,
+        n=100,
+    ),
+    Analysis(
+        kind="residual",
+        tables=("figure2", "figure3"),
+        variants=("pause", "twin", "meta", "meta-learned"),
+        train_length=512,
+        length=256,
+        n=100,
+    ),
+    Analysis(
+        kind="rate-distortion",
+        tables=("figure3",),
+        variants=("gpt2", "twin", "meta"),
+        train_length=128,
+        length=128,
+        n=2500,
+        interventions=(None, "no_pos"),
+    ),
+)
+
+SMALL = Preset(
+    corpus="builtin",
+    tokenizer="train:4096",
+    pretrain_recipe="small",
+    finetune_recipe="small_finetune",
+    extend_recipe="small_extend",
+    task_overrides=dict.fromkeys(TASKS, ()),
+    test_counts={128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200},
+    variants=(*_GRID, *_RANDOM, *_PLACEMENT, *_YARN, *_COMPUTE),
+    extra_conditions=dict.fromkeys(TASKS, _CONDITIONS),
+    extra_condition_limit=512,
+    rope_test_counts={4096: 200},
+    probe_steps={"list_recall": 50},
+    ablations=_ABLATIONS,
+    analyses=_ANALYSES,
+)
+
+PRESETS: Mapping[str, Preset] = {"smoke": SMOKE, "demo": DEMO, "small": SMALL}
+
+
+def preset(name: str) -> Preset:
+    """The preset of that name.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if name not in PRESETS:
+        raise UserError(f"no preset {name!r}; the presets are {', '.join(PRESETS)}.")
+    return PRESETS[name]
