@@ -196,6 +196,19 @@ def test_a_benchmark_prints_timings_and_draws_them(workplace: Path, metatokens: 
     assert (workplace / "ratios.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_dry_run_prints_the_stages_and_their_cost(metatokens: Run, tmp_path: Path) -> None:
+    status, output, error = metatokens(f"reproduce --preset demo --out {tmp_path / 'new'} --only table9 --dry-run")
+    assert status == 0
+    stages = [line.split() for line in output.splitlines()]
+    assert stages[0][1:] == ["min", "tokenize"]
+    assert {"finetune-meta-parity", "evaluate-gpt2-parity"} <= {name for _, _, name in stages}
+    assert not [name for _, _, name in stages if "copying" in name]
+    count, total = len(stages), sum(float(minutes) for minutes, _, _ in stages) / 60
+    assert error.startswith(f"{count} stages, an estimated ")
+    assert float(error.split()[4]) == pytest.approx(total, abs=0.05 * count)
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_installed_command_is_this_one() -> None:
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="metatokens")
     assert script.load() is cli.main
@@ -326,6 +339,8 @@ MISTAKES = {
     f"{EVALUATE} --model model --lengths 64,,128": "lengths '64,,128' must be positive numbers",
     f"{EVALUATE} --model model --lengths 0": "lengths '0' must be positive numbers",
     "reproduce --preset huge --out new": "no preset 'huge'; the presets are",
+    "reproduce --preset demo --out new --only table3": "no stage of this preset answers 'table3'; --only takes",
+    "reproduce --preset demo --out reproduced --dry-run --only x": "no stage of this preset answers 'x'; --only takes",
     # models
     f"{EVALUATE} --model nowhere": "there is no model in nowhere",
     f"{EVALUATE} --model text.txt": "there is no model in text.txt",

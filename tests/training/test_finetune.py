@@ -28,6 +28,7 @@ from metatokens.training.finetune import (
     finetune,
     training_of,
 )
+from metatokens.training.trainer import Probe
 
 META, END = 9, 0
 
@@ -150,6 +151,37 @@ def test_phases_that_were_cut_off_end_like_ones_that_were_not(
     nothing = steps()
     finetune(recipe, model, tmp_path / "run", task="list_recall", progress=nothing)
     assert nothing == []
+
+
+def test_a_model_is_probed_in_the_first_phase_and_learns_the_same(
+    model: Path,
+    finetuning: Callable[..., FinetuneRecipe],
+    steps: type,
+    contents: Callable[[Path], dict[str, bytes]],
+    tmp_path: Path,
+) -> None:
+    recipe = finetuning("task.train_lengths=[64, 128]")
+
+    def norm(model: torch.nn.Module) -> dict[str, float]:
+        assert not model.training
+        return {"norm": float(next(model.parameters()).detach().norm())}
+
+    probe = Probe(2, norm)
+    finetune(recipe, model, tmp_path / "plain", task="parity")
+    with pytest.raises(KeyboardInterrupt):
+        finetune(recipe, model, tmp_path / "probed", task="parity", probe=probe, progress=steps(stop_at=3))
+    finetune(recipe, model, tmp_path / "probed", task="parity", probe=probe)
+    points = [point for point in curve(tmp_path / "probed" / "64") if "norm" in point]
+    assert [point["step"] for point in points] == [2, 4]
+    weights = load_model(tmp_path / "probed" / "64")
+    assert points[1] == {"step": 4} | norm(weights.eval())
+    assert points[0]["norm"] != points[1]["norm"]
+    assert [point for point in curve(tmp_path / "probed" / "64") if "loss" in point] == curve(tmp_path / "plain" / "64")
+    assert curve(tmp_path / "probed" / "128") == curve(tmp_path / "plain" / "128")
+    ours, theirs = contents(tmp_path / "probed"), contents(tmp_path / "plain")
+    assert {path: ours[path] for path in ours if path.endswith("model.safetensors") and "check" not in path} == {
+        path: theirs[path] for path in theirs if path.endswith("model.safetensors") and "check" not in path
+    }
 
 
 @pytest.mark.parametrize(("batch", "pieces"), [(4, 1), (1, 4)])

@@ -35,7 +35,7 @@ class Ledger:
     """The finished stages of the run in `out`, in the order in which they were finished.
 
     Raises:
-        UserError: if the folder's files do not fit each other.
+        UserError: if a line of the ledger is none.
     """
 
     def __init__(self, out: Path):
@@ -47,14 +47,19 @@ class Ledger:
             except ValidationError as error:
                 raise UserError(f"{out / LEDGER}, line {number} is no finished stage.") from error
             self.entries[entry.name] = entry
-        _cut(out / LEDGER, len(self.entries))
+
+    def resume(self) -> None:
+        """Drop the lines of a stage that was cut off while they were written.
+
+        Raises:
+            UserError: if lines that the ledger counts are not there.
+        """
+        _cut(self.out / LEDGER, len(self.entries))
         for kind, file in FILES.items():
             counted = sum(entry.lines.get(kind, 0) for entry in self.entries.values())
-            if len(_whole_lines(out / file)) < counted:
-                raise UserError(
-                    f"{out / file} has fewer lines than {LEDGER} counts; take both from one copy of the run."
-                )
-            _cut(out / file, counted)
+            if len(_whole_lines(self.out / file)) < counted:
+                raise UserError(f"{self.out / file} has fewer lines than {LEDGER} counts: they are not of one run.")
+            _cut(self.out / file, counted)
 
     def check(self, plan: Iterable[Stage]) -> None:
         """Refuse a plan that asks for a finished stage with other settings.

@@ -16,8 +16,8 @@ from metatokens.experiment.variants import (
     counts_of,
     extend_recipe,
     finetune_recipe,
-    pretrain_recipe,
     lengths_tested,
+    pretrain_recipe,
 )
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.recipe import FinetuneRecipe, ModelSettings, PretrainRecipe

@@ -59,6 +59,7 @@ def reproduce(
     open_run(out, about, overwrite=overwrite)
     ledger = Ledger(out)
     ledger.check(plan)
+    ledger.resume()
 
     workers = workers or available_cores()
     created, began = now(), time.monotonic()

@@ -28,8 +28,8 @@ from metatokens.experiment.variants import (
     counts_of,
     extend_recipe,
     finetune_recipe,
-    pretrain_recipe,
     lengths_tested,
+    pretrain_recipe,
 )
 from metatokens.model.checkpoint import load_model
 from metatokens.model.interventions import Intervention, intervene
