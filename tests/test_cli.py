@@ -22,7 +22,7 @@ from metatokens.evaluation.results import read_results
 from metatokens.evaluation.speed import Timing
 from metatokens.model.checkpoint import write_manifest
 from metatokens.tasks.example import read_examples
-from metatokens.training.trainer import open_run
+from metatokens.training.run_folder import open_run
 
 SMALL = " ".join(
     f"--set {setting}"
@@ -271,10 +271,12 @@ def ground(
     BertConfig().save_pretrained(ground / "bert")
 
     settings = {"verb": "pretrain", "recipe": {"training": {"seed": 5}}}
-    open_run(ground / "run", settings)
+    with open_run(ground / "run", settings):
+        pass
     (ground / "run" / "model.safetensors").write_bytes(weights)
     write_manifest(ground / "run")
-    open_run(ground / "reproduced", {"preset": "demo", "corpus": "builtin"})
+    with open_run(ground / "reproduced", {"preset": "demo", "corpus": "builtin"}):
+        pass
     return ground
 
 

@@ -121,7 +121,13 @@ def test_each_train_length_goes_on_from_the_last_ones_model(
     finetune(finetuning("task.train_lengths=[64, 128]"), model, tmp_path / "both", task="parity")
     finetune(finetuning(), model, tmp_path / "first", task="parity")
     finetune(finetuning("task.train_lengths=[128]"), tmp_path / "first" / "64", tmp_path / "second", task="parity")
-    assert {path.name for path in (tmp_path / "both").iterdir()} == {"64", "128", "examples", "settings.json"}
+    assert {path.name for path in (tmp_path / "both").iterdir()} == {
+        "64",
+        "128",
+        "examples",
+        "settings.json",
+        ".lock",
+    }
     for name in ("model.safetensors", "curve.jsonl", "config.json"):
         assert (tmp_path / "both" / "64" / name).read_bytes() == (tmp_path / "first" / "64" / name).read_bytes()
         assert (tmp_path / "both" / "128" / name).read_bytes() == (tmp_path / "second" / "128" / name).read_bytes()

@@ -39,7 +39,7 @@ def assert_same_run(out: Path, undisturbed: Path) -> None:
 
 
 def test_the_folder_holds_a_model_in_safetensors_and_the_curve(undisturbed: Path) -> None:
-    assert {path.name for path in undisturbed.iterdir()} == MODEL_FILES | {"checkpoints"}
+    assert {path.name for path in undisturbed.iterdir()} == MODEL_FILES | {"checkpoints", ".lock"}
     weights = [path for path in undisturbed.rglob("*") if path.suffix in (".bin", ".safetensors")]
     assert {path.name for path in weights} == {"model.safetensors", "training_args.bin"}  # the latter is never read
     assert sorted(path.name for path in (undisturbed / "checkpoints").iterdir()) == ["checkpoint-6", "checkpoint-8"]

@@ -14,7 +14,7 @@ from metatokens.errors import UserError
 from metatokens.recipe import PretrainRecipe, load_recipe
 from metatokens.training import trainer as trainer_module
 from metatokens.training.pretrain import pretrain
-from metatokens.training.trainer import MetaTokenTrainer, last_good_checkpoint, open_run
+from metatokens.training.trainer import MetaTokenTrainer, last_good_checkpoint
 
 # --- learning rate and weight decay, of the trainer that a run really makes
 
@@ -142,62 +142,48 @@ def test_other_trackers_are_refused_before_a_folder_is_made(
     assert not (tmp_path / "run").exists()
 
 
-# --- the run folder
-
-
-SETTINGS = {"verb": "pretrain", "recipe": {"training": {"seed": 0, "max_steps": 5}}, "init": None}
-
-
-def test_a_new_folder_gets_its_settings_and_the_same_settings_resume(tmp_path: Path) -> None:
-    out = tmp_path / "deep" / "run"
-    assert open_run(out, SETTINGS) is False
-    assert json.loads((out / "settings.json").read_text()) == SETTINGS
-    (out / "curve.jsonl").write_text("kept")
-    assert open_run(out, SETTINGS) is False
-    (out / "manifest.json").write_text("{}")
-    assert open_run(out, SETTINGS) is True
-    assert (out / "curve.jsonl").read_text() == "kept"
-
-
-@pytest.mark.parametrize(
-    ("other", "difference"),
-    [
-        ({"verb": "finetune"}, "verb was 'pretrain' and is now 'finetune'"),
-        ({"recipe": {"training": {"seed": 1, "max_steps": 5}}}, "recipe.training.seed was 0 and is now 1"),
-        ({"recipe": {"training": {"seed": 0}}}, "recipe.training.max_steps was 5 and is now None"),
-        ({"init": "abc"}, "init was None and is now 'abc'"),
-    ],
-)
-def test_other_settings_are_refused_and_named(other: dict[str, object], difference: str, tmp_path: Path) -> None:
-    open_run(tmp_path / "run", SETTINGS)
-    (tmp_path / "run" / "curve.jsonl").write_text("kept")
-    with pytest.raises(UserError, match="holds a run with other settings") as caught:
-        open_run(tmp_path / "run", SETTINGS | other)
-    assert difference in str(caught.value)
-    assert json.loads((tmp_path / "run" / "settings.json").read_text()) == SETTINGS
-    assert open_run(tmp_path / "run", SETTINGS | other, overwrite=True) is False
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["settings.json"]
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_folder_of_other_things_is_never_taken(overwrite: bool, tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserError, match="is not empty and holds no run"):
-        open_run(tmp_path, SETTINGS, overwrite=overwrite)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-
-
-def test_a_start_that_was_cut_off_is_no_hindrance(tmp_path: Path) -> None:
-    (tmp_path / "settings.json.partial").write_text('{"verb": "pre')
-    assert open_run(tmp_path, SETTINGS) is False
-    assert json.loads((tmp_path / "settings.json").read_text()) == SETTINGS
-
-
-def test_damaged_settings_are_named(tmp_path: Path) -> None:
-    (tmp_path / "settings.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be used as a run folder"):
-        open_run(tmp_path, SETTINGS)
-
-
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
     assert last_good_checkpoint(tmp_path) is None
+
+
+# --- a loss that is no number
+
+
+def test_a_loss_that_is_no_number_stops_and_leaves_the_last_good_checkpoint(
+    pretraining: Callable[..., PretrainRecipe],
+    contents: Callable[[Path], dict[str, bytes]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: dict[str, bytes] = {}
+    step = MetaTokenTrainer.training_step
+
+    def spoil(self: MetaTokenTrainer, *args: object, **kwargs: object) -> torch.Tensor:
+        if self.state.global_step == 5:
+            kept.update(contents(tmp_path / "run" / "checkpoints"))
+            with torch.no_grad():
+                next(self.model.parameters()).mul_(math.inf)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(MetaTokenTrainer, "training_step", spoil)
+    with pytest.raises(UserError) as caught:
+        pretrain(pretraining(), tmp_path / "run")
+    sentence = str(caught.value)
+    assert "before step 6: the loss is nan" in sentence
+    assert "on the items 20 to 23 of the training data" in sentence
+    assert "at learning rate 0.00" in sentence
+    assert contents(tmp_path / "run" / "checkpoints") == kept
+    assert last_good_checkpoint(tmp_path / "run" / "checkpoints") == str(tmp_path / "run/checkpoints/checkpoint-4")
+    monkeypatch.setattr(MetaTokenTrainer, "training_step", step)
+    pretrain(pretraining(), tmp_path / "run")
+    pretrain(pretraining(), tmp_path / "undisturbed")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "undisturbed")]
+    assert weights[0] == weights[1]
+
+
+def test_a_learning_rate_that_makes_the_weights_overflow(
+    pretraining: Callable[..., PretrainRecipe], tmp_path: Path
+) -> None:
+    overrides = ("training.learning_rate=1.0e+38", "training.warmup_steps=0", "training.save_steps=1")
+    with pytest.raises(UserError, match=r"before step 2: .* at learning rate 9"):
+        pretrain(pretraining(*overrides), tmp_path / "run")

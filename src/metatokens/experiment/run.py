@@ -25,7 +25,7 @@ from metatokens.experiment.plan import Stage, select, stages
 from metatokens.experiment.presets import preset
 from metatokens.experiment.stages import Outcome, Workshop, carry_out
 from metatokens.experiment.variants import Preset
-from metatokens.training.trainer import open_run
+from metatokens.training.run_folder import open_run
 
 
 def reproduce(
@@ -56,19 +56,18 @@ def reproduce(
     sizes = replace(sizes, corpus=corpus or sizes.corpus, book=book or sizes.book)
     plan = select(stages(sizes), table)
     about = {"preset": name, "corpus": sizes.corpus, "book": sizes.book, "tokenizer": sizes.tokenizer}
-    open_run(out, about, overwrite=overwrite)
-    ledger = Ledger(out)
-    ledger.check(plan)
-    ledger.resume()
-
-    workers = workers or available_cores()
-    created, began = now(), time.monotonic()
-    left = _unfinished(ledger, plan)
-    if left or not (out / "run.json").exists():
-        _carry_out(Workshop(out, name, sizes), ledger, plan, left, workers)
-        # Of a run that was cut off, the wall time is not known.
-        seconds = round(time.monotonic() - began, 1) if len(left) == len(ledger.entries) else None
-        _write_provenance(ledger, name, sizes, workers=workers, created=created, wall_seconds=seconds)
+    with open_run(out, about, overwrite=overwrite):
+        ledger = Ledger(out)
+        ledger.check(plan)
+        ledger.resume()
+        workers = workers or available_cores()
+        created, began = now(), time.monotonic()
+        left = _unfinished(ledger, plan)
+        if left or not (out / "run.json").exists():
+            _carry_out(Workshop(out, name, sizes), ledger, plan, left, workers)
+            # Of a run that was cut off, the wall time is not known.
+            seconds = round(time.monotonic() - began, 1) if len(left) == len(ledger.entries) else None
+            _write_provenance(ledger, name, sizes, workers=workers, created=created, wall_seconds=seconds)
 
 
 def unfinished(name: str, out: Path, *, table: str | None = None) -> list[Stage]:

@@ -23,6 +23,7 @@ from metatokens.model.modeling import MetaGPT2ForCausalLM
 LanguageModel = MetaGPT2ForCausalLM | GPTNeoForCausalLM
 
 MANIFEST = "manifest.json"
+LOCK = ".lock"  # held by the process that works in a folder; says nothing about what the folder holds
 
 _CLASSES = {MetaGPT2Config: MetaGPT2ForCausalLM, GPT2Config: GPT2LMHeadModel, GPTNeoConfig: GPTNeoForCausalLM}
 
@@ -31,7 +32,8 @@ def write_manifest(folder: Path) -> None:
     """Record the SHA-256 of every file in `folder` (not of its subfolders), which marks it as complete."""
     partial = folder / (MANIFEST + ".partial")
     partial.unlink(missing_ok=True)
-    sums = {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST}
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in (MANIFEST, LOCK)]
+    sums = {path.name: _sha256(path) for path in files}
     partial.write_text(json.dumps({"sha256": sums}, indent=1), encoding="utf-8")
     os.replace(partial, folder / MANIFEST)
 

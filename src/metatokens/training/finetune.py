@@ -22,7 +22,8 @@ from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, TrainingSettings
 from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.example import read_examples
 from metatokens.tasks.store import Encoded, ExampleStore
-from metatokens.training.trainer import Probe, Progress, SizedDataset, check_trackers, open_run, train, unwatched
+from metatokens.training.run_folder import open_run
+from metatokens.training.trainer import Probe, Progress, SizedDataset, check_trackers, train, unwatched
 
 IGNORED = -100  # the label of a position that is not scored
 
@@ -197,24 +198,22 @@ def finetune(
         run |= {"task": task, "documents_sha256": hashlib.sha256("\0".join(documents).encode()).hexdigest()}
     else:
         raise UserError("fine-tuning needs a task or a file of records.")
-    open_run(out, run, overwrite=overwrite)
-
     collator = Collator(
         pad_token_id=tokenizer.eos_token_id, meta_token_id=model.config.meta_token_id, loss_on=recipe.task.loss_on
     )
     before, total = 0, sum(phase.settings.max_steps for phase in phases)
-    for name, own, open_examples in phases:
-        folder, report = out / name, partial(_report_phase, progress, before, total)
-        is_first = before == 0
-        before += own.max_steps
-        if (folder / MANIFEST).exists():
-            model = load_model(folder)
-            continue
-        folder.mkdir(exist_ok=True)
-        set_seed(own.seed)
-        dataset = ByLength(open_examples(), batch=own.per_device_train_batch_size, seed=own.seed)
-        watched = probe if is_first else None
-        train(model, dataset, tokenizer, own, folder, collator=collator, progress=report, probe=watched)
+    with open_run(out, run, overwrite=overwrite):
+        for name, own, open_examples in phases:
+            folder, report = out / name, partial(_report_phase, progress, before, total)
+            watched = probe if before == 0 else None
+            before += own.max_steps
+            if (folder / MANIFEST).exists():
+                model = load_model(folder)
+                continue
+            folder.mkdir(exist_ok=True)
+            set_seed(own.seed)
+            dataset = ByLength(open_examples(), batch=own.per_device_train_batch_size, seed=own.seed)
+            train(model, dataset, tokenizer, own, folder, collator=collator, progress=report, probe=watched)
 
 
 def _report_phase(progress: Progress, before: int, total: int, done: int, _: int) -> None:

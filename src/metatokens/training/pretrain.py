@@ -16,7 +16,8 @@ from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, PretrainRecipe
-from metatokens.training.trainer import Progress, check_trackers, open_run, train, unwatched
+from metatokens.training.run_folder import open_run
+from metatokens.training.trainer import Progress, check_trackers, train, unwatched
 
 
 def pretrain(
@@ -95,9 +96,10 @@ def train_on_blocks(
         "recipe": recipe.model_dump(mode="json", exclude={"data": {"tokens"}, **WITHOUT_EFFECT}),
         "tokens_sha256": store.manifest.splits["train"].sha256,
     }
-    if not open_run(out, run, overwrite=overwrite):
-        dataset = _blocks(recipe, store, epochs=epochs)
-        train(model, dataset, store.tokenizer, settings, out, collator=default_data_collator, progress=progress)
+    with open_run(out, run, overwrite=overwrite) as is_finished:
+        if not is_finished:
+            dataset = _blocks(recipe, store, epochs=epochs)
+            train(model, dataset, store.tokenizer, settings, out, collator=default_data_collator, progress=progress)
 
 
 def _blocks(recipe: PretrainRecipe, store: TokenStore, *, epochs: int) -> BlockDataset:

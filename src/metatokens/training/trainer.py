@@ -1,7 +1,7 @@
 """The Hugging Face Trainer with this package's schedule, run folder and checkpoints."""
 
 import json
-import os
+import math
 import shutil
 import sys
 import time
@@ -43,7 +43,10 @@ class SizedDataset(Protocol):
 
 
 class MetaTokenTrainer(Trainer):
-    """Trainer whose learning rate may decay over a longer horizon than the run (paper: 600k against 200k steps)."""
+    """Trainer that stops at a loss that is no number.
+
+    Its learning rate may decay over a longer horizon than the run (paper: 600k against 200k steps).
+    """
 
     def __init__(self, *args: Any, decay_steps: int | None, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -52,6 +55,27 @@ class MetaTokenTrainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule over `decay_steps`, where given."""
         return super().create_scheduler(self.decay_steps or num_training_steps, optimizer)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Keeps the loss, to name it where training stops."""
+        self._loss = super().training_step(*args, **kwargs)
+        return self._loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        # The last look before the update: a loss or a gradient that is no number would spoil the weights for good.
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if not math.isfinite(norm):
+            step, size = self.state.global_step, self._items_a_step()
+            raise UserError(
+                f"training stopped before step {step + 1}: the loss is {float(self._loss):g} and the gradient's norm "
+                f"{float(norm):g}, at learning rate {self._get_learning_rate():g}, on the items {step * size} to "
+                f"{(step + 1) * size - 1} of the training data; the last checkpoint is kept, and a lower "
+                "training.learning_rate or a longer warm-up is the usual remedy."
+            )
+        return norm
+
+    def _items_a_step(self) -> int:
+        return int(self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size)
 
 
 class RunCallback(TrainerCallback):
@@ -182,47 +206,3 @@ def last_good_checkpoint(folder: Path) -> str | None:
         else:
             return str(path)
     return None
-
-
-def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) -> bool:
-    """Make `out` the folder of a run with these settings.
-
-    Args:
-        out: new, empty, or holding a run with the same settings, which is then resumed.
-        settings: all that determines the run's result; compared with, and written to, `settings.json`.
-        overwrite: replace what is there.
-
-    Returns:
-        Whether the run in the folder is finished already.
-
-    Raises:
-        UserError: if the folder holds something else or cannot be written.
-    """
-    settings = json.loads(json.dumps(settings, default=str))
-    record, partial = out / "settings.json", out / "settings.json.partial"
-    try:
-        if overwrite and record.exists():
-            shutil.rmtree(out)
-        out.mkdir(parents=True, exist_ok=True)
-        if record.exists():
-            _compare(out, json.loads(record.read_text(encoding="utf-8")), settings)
-        elif any(path != partial for path in out.iterdir()):
-            raise UserError(f"{out} is not empty and holds no run; give a new folder.")
-        else:
-            partial.write_text(json.dumps(settings, indent=1), encoding="utf-8")
-            os.replace(partial, record)
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"{out} cannot be used as a run folder: {error}.") from error
-    return (out / "manifest.json").exists()
-
-
-def _compare(out: Path, before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> None:
-    for key in sorted(before.keys() | now.keys()):
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            _compare(out, old, new, f"{prefix}{key}.")
-        elif old != new:
-            raise UserError(
-                f"{out} holds a run with other settings ({prefix}{key} was {old!r} and is now {new!r}); "
-                "give a new folder, or --overwrite to replace it."
-            )

@@ -1,0 +1,93 @@
+"""The folder of a run: one process at a time, and the same settings to go on with."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from metatokens.errors import UserError
+from metatokens.model.checkpoint import LOCK, MANIFEST
+
+SETTINGS = "settings.json"
+_PARTIAL = SETTINGS + ".partial"
+
+
+@contextmanager
+def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) -> Iterator[bool]:
+    """Make `out` the folder of a run with these settings, and keep other processes out of it.
+
+    The lock is the system's, so one that a dead process held is free. Of processes that train one model together,
+    the first holds it for all.
+
+    Args:
+        out: new, empty, or holding a run with the same settings, which is then resumed.
+        settings: all that determines the run's result; compared with, and written to, `settings.json`.
+        overwrite: replace what is there.
+
+    Yields:
+        Whether the run in the folder is finished already.
+
+    Raises:
+        UserError: if the folder holds something else, cannot be written, or another process works in it.
+    """
+    settings = json.loads(json.dumps(settings, default=str))
+    lock = FileLock(out / LOCK)
+    try:
+        with _explained(out):
+            out.mkdir(parents=True, exist_ok=True)
+            _check(out, settings, overwrite)  # before anything is put into a folder of other things
+            if os.environ.get("RANK", "0") == "0":  # set by torchrun and accelerate
+                lock.acquire(blocking=False)
+                _prepare(out, settings, overwrite)
+        yield (out / MANIFEST).exists()
+    finally:
+        lock.release()
+
+
+def _check(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
+    record = out / SETTINGS
+    if record.exists():
+        if not overwrite:
+            _compare(out, json.loads(record.read_text(encoding="utf-8")), settings)
+    elif any(path.name not in (_PARTIAL, LOCK) for path in out.iterdir()):
+        raise UserError(f"{out} is not empty and holds no run; give a new folder.")
+
+
+def _prepare(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
+    if overwrite:
+        # The settings last: what is left of an interrupted removal is still a run's folder.
+        for path in sorted(out.iterdir(), key=lambda path: path.name == SETTINGS):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != LOCK:
+                path.unlink()
+    if not (out / SETTINGS).exists():
+        (out / _PARTIAL).write_text(json.dumps(settings, indent=1), encoding="utf-8")
+        os.replace(out / _PARTIAL, out / SETTINGS)
+
+
+@contextmanager
+def _explained(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except Timeout as error:
+        raise UserError(f"another process works in {out}; wait for it, or give another folder.") from error
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"{out} cannot be used as a run folder: {error}.") from error
+
+
+def _compare(out: Path, before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> None:
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            _compare(out, old, new, f"{prefix}{key}.")
+        elif old != new:
+            raise UserError(
+                f"{out} holds a run with other settings ({prefix}{key} was {old!r} and is now {new!r}); "
+                "give a new folder, or --overwrite to replace it."
+            )

@@ -1,0 +1,122 @@
+"""The folder of a run: its settings, and one process at a time."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metatokens.errors import UserError
+from metatokens.training.run_folder import open_run
+
+SETTINGS = {"verb": "pretrain", "recipe": {"training": {"seed": 0, "max_steps": 5}}, "init": None}
+
+
+def is_finished(out: Path, settings: dict[str, Any], **options: Any) -> bool:
+    with open_run(out, settings, **options) as finished:
+        return finished
+
+
+def test_a_new_folder_gets_its_settings_and_the_same_settings_resume(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "run"
+    assert is_finished(out, SETTINGS) is False
+    assert json.loads((out / "settings.json").read_text()) == SETTINGS
+    (out / "curve.jsonl").write_text("kept")
+    assert is_finished(out, SETTINGS) is False
+    (out / "manifest.json").write_text("{}")
+    assert is_finished(out, SETTINGS) is True
+    assert (out / "curve.jsonl").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ({"verb": "finetune"}, "verb was 'pretrain' and is now 'finetune'"),
+        ({"recipe": {"training": {"seed": 1, "max_steps": 5}}}, "recipe.training.seed was 0 and is now 1"),
+        ({"recipe": {"training": {"seed": 0}}}, "recipe.training.max_steps was 5 and is now None"),
+        ({"init": "abc"}, "init was None and is now 'abc'"),
+    ],
+)
+def test_other_settings_are_refused_and_named(other: dict[str, object], difference: str, tmp_path: Path) -> None:
+    is_finished(tmp_path / "run", SETTINGS)
+    (tmp_path / "run" / "curve.jsonl").write_text("kept")
+    with pytest.raises(UserError, match="holds a run with other settings") as caught:
+        is_finished(tmp_path / "run", SETTINGS | other)
+    assert difference in str(caught.value)
+    assert json.loads((tmp_path / "run" / "settings.json").read_text()) == SETTINGS
+    assert is_finished(tmp_path / "run", SETTINGS | other, overwrite=True) is False
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"settings.json", ".lock"}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_of_other_things_is_never_taken(overwrite: bool, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="is not empty and holds no run"):
+        is_finished(tmp_path, SETTINGS, overwrite=overwrite)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_start_that_was_cut_off_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / "settings.json.partial").write_text('{"verb": "pre')
+    assert is_finished(tmp_path, SETTINGS) is False
+    assert json.loads((tmp_path / "settings.json").read_text()) == SETTINGS
+
+
+def test_damaged_settings_are_named(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be used as a run folder"):
+        is_finished(tmp_path, SETTINGS)
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from metatokens.training.run_folder import open_run
+with open_run(Path(sys.argv[1]), {"verb": "pretrain"}):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_second_process_is_refused_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:
+    out, settings = tmp_path / "run", {"verb": "pretrain"}
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(out)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        (out / "curve.jsonl").write_text("half written")
+        for overwrite in (False, True):
+            with pytest.raises(UserError, match=r"another process works in .*run; wait for it, or give another folder"):
+                is_finished(out, settings, overwrite=overwrite)
+        assert (out / "curve.jsonl").read_text() == "half written"
+        os.kill(holder.pid, signal.SIGKILL)
+    assert is_finished(out, settings) is False
+    assert (out / "curve.jsonl").read_text() == "half written"
+
+
+def test_of_processes_that_train_together_the_first_holds_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_run(tmp_path / "run", SETTINGS):
+        monkeypatch.setenv("RANK", "1")
+        assert is_finished(tmp_path / "run", SETTINGS) is False
+
+
+def test_the_folder_is_free_after_a_failure(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), open_run(tmp_path / "run", SETTINGS):
+        raise ZeroDivisionError
+    assert is_finished(tmp_path / "run", SETTINGS) is False
+
+
+def test_overwriting_removes_everything_that_the_run_left(tmp_path: Path) -> None:
+    assert is_finished(tmp_path / "run", SETTINGS) is False
+    (tmp_path / "run" / "checkpoints" / "checkpoint-1").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept.txt").write_text("kept")
+    (tmp_path / "run" / "link").symlink_to(tmp_path / "elsewhere")
+    assert is_finished(tmp_path / "run", SETTINGS, overwrite=True) is False
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"settings.json", ".lock"}
+    assert (tmp_path / "elsewhere" / "kept.txt").read_text() == "kept"
