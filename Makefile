@@ -3,13 +3,14 @@
 # make test      every test, with line coverage
 # make lint      the linter and the type checker
 # make benchmark every benchmark at the paper's size, into benchmarks/results (about an hour on two cores)
+# make report    draw the report of results/small again, from its committed lines alone
 # make lock      resolve the dependencies again
 
 VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: install demo smoke test lint benchmark lock clean
+.PHONY: install demo smoke test lint benchmark report lock clean
 
 install: $(VENV)/.installed
 
@@ -29,6 +30,10 @@ lint: $(VENV)/.installed-test
 
 benchmark: $(VENV)/.installed-benchmark
 	PATH="$(CURDIR)/$(BIN):$$PATH" benchmarks/run
+
+report: install
+	$(BIN)/metatokens report results/small benchmarks/results/decode_1.jsonl benchmarks/results/decode_8.jsonl \
+		benchmarks/results/prefill.jsonl --out results/small/report
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "metatokens needs Python 3.11 or newer")'

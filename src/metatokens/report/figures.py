@@ -114,7 +114,7 @@ def headline(results: Sequence[Result], styles: Mapping[str, Style], width: floa
         name(task): _accuracy_panel(results, styles, task, measured_conditions(results, task)[0])
         for task in measured_tasks(results)
     }
-    return _small_multiples(panels, styles, width, across=2)
+    return small_multiples(panels, styles, width, across=2)
 
 
 def marker_conditions(
@@ -125,7 +125,7 @@ def marker_conditions(
         _CONDITIONS.get(str(condition), str(condition)): _accuracy_panel(results, styles, task, condition)
         for condition in measured_conditions(results, task)
     }
-    return _small_multiples(panels, styles, width, across=3)
+    return small_multiples(panels, styles, width, across=3)
 
 
 def pretraining(
@@ -149,7 +149,7 @@ def pretraining(
                 textcoords="offset points", ha="right", fontsize=_SIZE - 1, color=_GREY,
             )  # fmt: skip
 
-    return _small_multiples({"Pretraining": draw}, styles, width, across=1)
+    return small_multiples({"Pretraining": draw}, styles, width, across=1)
 
 
 def fine_tuning(curves: Sequence[CurvePoint], styles: Mapping[str, Style], width: float = PAGE) -> Figure:
@@ -168,12 +168,13 @@ def fine_tuning(curves: Sequence[CurvePoint], styles: Mapping[str, Style], width
         return draw
 
     tasks = tasks_in_order(point.task for point in curves if point.task is not None)
-    return _small_multiples({name(task): panel(task) for task in tasks}, styles, width, across=2)
+    return small_multiples({name(task): panel(task) for task in tasks}, styles, width, across=2)
 
 
-def _small_multiples(
+def small_multiples(
     panels: Mapping[str, Callable[[Axes], None]], styles: Mapping[str, Style], width: float, across: int
 ) -> Figure:
+    """A figure of panels, by title, with one legend for all; on a phone they stand in one column."""
     across = min(across, len(panels)) if width > PHONE else 1
     down = math.ceil(len(panels) / across)
     figure = Figure((width, down * _PANEL_HEIGHT + _LEGEND_HEIGHT), layout="constrained", facecolor="white")
@@ -229,7 +230,7 @@ def _accuracy_panel(
             beside = axes.transData + ScaledTranslation(shift, 0, axes.figure.dpi_scale_trans)
             colour, accuracy = styles[label].colour, _percent(cell.value for cell in row_cells)
             lows, highs = _percent(cell.low for cell in row_cells), _percent(cell.high for cell in row_cells)
-            axes.plot(lengths, accuracy, label=label, transform=beside, **_line(styles[label]))
+            axes.plot(lengths, accuracy, label=label, transform=beside, **line(styles[label]))
             axes.fill_between(lengths, lows, highs, transform=beside, color=colour, alpha=0.13, linewidth=0)
             axes.vlines(lengths, lows, highs, transform=beside, color=colour, linewidth=1)
         axes.set_xscale("log", base=2)
@@ -257,7 +258,7 @@ def _draw_curves(axes: Axes, curves: Sequence[CurvePoint], styles: Mapping[str, 
         # Curves often coincide: markers at different steps keep each of them in sight.
         gap = max(1, len(steps) // 5)
         markers = (gap * place // len(ordered), gap)
-        axes.plot(steps, [losses[step] for step in steps], markevery=markers, label=label, **_line(styles[label]))
+        axes.plot(steps, [losses[step] for step in steps], markevery=markers, label=label, **line(styles[label]))
     axes.set_xlabel("training step")
     axes.set_ylabel("loss, nats a token")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -270,7 +271,8 @@ def _percent(proportions: Iterable[float | None]) -> list[float]:
     return [math.nan if value is None else 100 * value for value in proportions]
 
 
-def _line(style: Style) -> dict[str, Any]:
+def line(style: Style) -> dict[str, Any]:
+    """A style as matplotlib's line properties."""
     return {
         "color": style.colour,
         "linestyle": (0, style.dashes) if style.dashes else "solid",

@@ -11,8 +11,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from metatokens.errors import UserError
-from metatokens.report import figures
+from metatokens.report import figures, grid_sections, overview
 from metatokens.report.estimates import Labels
+from metatokens.report.grid import grid_of
 from metatokens.report.inputs import Inputs, read_inputs
 from metatokens.report.provenance import provenance
 from metatokens.report.sections import Picture, headline, sections
@@ -25,8 +26,8 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
     """Write `index.html`, `report.md` and `figures/*.png`. The same inputs give the same bytes.
 
     Args:
-        paths: run folders (`results.jsonl` and, where there are, `curves.jsonl`, `examples.jsonl`, `run.json`) or
-            files of result lines.
+        paths: run folders (`results.jsonl` and, where there are, `analysis.jsonl`, `curves.jsonl`, `examples.jsonl`,
+            `run.json`) or files of lines of results or of benchmarks.
         out: the folder to write, made where it is missing; a report in it is replaced.
 
     Returns:
@@ -57,15 +58,27 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
 
 
 def _content(inputs: Inputs) -> dict[str, Any]:
-    """What both templates show."""
-    labels = [*Labels(inputs.results).all, *Labels(inputs.curves).all]
-    styles = figures.palette(labels)
+    """What both templates show: of a grid all claims, of another run the comparison of its models."""
     dates = [run.finished or run.created for run in inputs.runs] + [result.created for result in inputs.results]
-    return {
+    content: dict[str, Any] = {
         "signature": SIGNATURE,
         "presets": list(dict.fromkeys(run.preset for run in inputs.runs if run.preset)),
         "created": max(filter(None, dates)),
-        "headline": headline(inputs),
+        "headline": None,
+        "claims": None,
+        "marks": overview.MARKS,
+        "swatches": {},
+    }
+    if (grid := grid_of(inputs)) is not None:
+        claims = overview.claims(grid)
+        shown = [*grid_sections.sections(grid, claims), overview.cost(grid), *provenance(inputs)]
+        return content | {"claims": claims, "verdict": claims.verdict, "sections": shown}
+    labels = [*Labels(inputs.results).all, *Labels(inputs.curves).all]
+    styles = figures.palette(labels)
+    first = headline(inputs)
+    return content | {
+        "headline": first,
+        "verdict": first.verdict,
         "sections": [*sections(inputs, styles), *provenance(inputs)],
         "swatches": {label: figures.swatch(style) for label, style in styles.items()},
     }

@@ -105,8 +105,8 @@ def sections(inputs: Inputs, styles: Mapping[str, Style]) -> list[Section]:
         _markers(inputs, styles),
         _training(inputs, styles),
         _perplexity(inputs),
-        _majority(inputs),
-        _examples(inputs),
+        majority(inputs),
+        examples(inputs),
     ]
 
 
@@ -124,7 +124,7 @@ def _accuracy(inputs: Inputs, styles: Mapping[str, Style]) -> Section:
         if select(results, metric="token_accuracy", task=task, condition=condition)
     ]
     blocks: list[Block] = [
-        _picture("accuracy", " ".join(summaries), lambda width: figures.headline(results, styles, width)),
+        picture("accuracy", " ".join(summaries), lambda width: figures.headline(results, styles, width)),
         *(findings.verdict(results, task) for task in tasks),
         *(tables.accuracy(results, task, condition) for task, condition in conditions.items()),
     ]
@@ -153,7 +153,7 @@ def _markers(inputs: Inputs, styles: Mapping[str, Style]) -> Section:
                 return figures.marker_conditions(results, styles, task, width)
 
             blocks += [
-                _picture(f"markers_{number}", " ".join(summary), draw),
+                picture(f"markers_{number}", " ".join(summary), draw),
                 tables.marker_conditions(results, task),
                 *(tables.accuracy(results, task, condition) for condition in conditions[1:]),
             ]
@@ -180,7 +180,7 @@ def _training(inputs: Inputs, styles: Mapping[str, Style]) -> Section:
         perplexities = select(inputs.results, metric="perplexity", condition="none")
         unigram = next((result.chance for result in perplexities if result.chance), None)
         blocks.append(
-            _picture(
+            picture(
                 "pretraining",
                 findings.final_losses(curves, None),
                 lambda width: figures.pretraining(curves, styles, unigram, width),
@@ -190,7 +190,7 @@ def _training(inputs: Inputs, styles: Mapping[str, Style]) -> Section:
     if tasks:
         summary = " ".join(findings.final_losses(curves, task) for task in tasks)
         blocks += [
-            _picture("fine_tuning", summary, lambda width: figures.fine_tuning(curves, styles, width)),
+            picture("fine_tuning", summary, lambda width: figures.fine_tuning(curves, styles, width)),
             findings.budget(curves),
             tables.learning_steps(curves),
         ]
@@ -214,7 +214,8 @@ def _perplexity(inputs: Inputs) -> Section:
     )
 
 
-def _majority(inputs: Inputs) -> Section:
+def majority(inputs: Inputs) -> Section:
+    """What always giving the commonest answer would score."""
     title = "The commonest answer"
     if not select(inputs.results, metric="majority_rate"):
         return Section("majority", title, "No majority rate was measured.")
@@ -227,12 +228,14 @@ def _majority(inputs: Inputs) -> Section:
     )
 
 
-def _examples(inputs: Inputs) -> Section:
+def examples(inputs: Inputs) -> Section:
+    """One prompt of each task."""
     if not inputs.examples:
         return Section("examples", "Examples", "No examples: there is no examples.jsonl beside the results.")
     intro = "One prompt of each task. A tinted _PAUSE_ is a meta-token; any other text is text."
     return Section("examples", "Examples", intro, inputs.examples)
 
 
-def _picture(file: str, alt: str, draw: Callable[[float], Figure]) -> Picture:
+def picture(file: str, alt: str, draw: Callable[[float], Figure]) -> Picture:
+    """A figure that is drawn for each width."""
     return Picture(file, alt, png(draw(PAGE)), png(draw(PHONE)))

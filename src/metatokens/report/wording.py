@@ -3,6 +3,7 @@
 from metatokens.report.estimates import Difference, Estimate
 
 NOT_RUN = "-"
+NOT_YET = "\u2026"  # of what a run under way has still to measure
 EN_DASH, MINUS, DIVIDED = "\u2013", "\u2212", "\u00f7"
 
 
@@ -52,3 +53,11 @@ def duration(seconds: float) -> str:
 def count(value: float) -> str:
     """A whole number as a reader sees it: `51,234`."""
     return f"{value:,.0f}"
+
+
+def compact(value: float) -> str:
+    """A large number in three figures: `1.23 M`."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}\u00a0{letter}"
+    return f"{value:.3g}"

@@ -1,0 +1,189 @@
+"""The report on a grid, section by section: the paper's tables and figures, then what it has no control for."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from metatokens.report import comparison, control_tables, grid_figures, inner_figures, measured, recall_claims
+from metatokens.report.grid import Grid
+from metatokens.report.overview import MARKS, Claims
+from metatokens.report.paper import paper_figure
+from metatokens.report.recall_claims import TASKS
+from metatokens.report.sections import Block, Fold, Section, examples, majority, picture
+from metatokens.report.verdicts import Claim
+from metatokens.report.wording import name
+
+
+def sections(grid: Grid, found: Claims) -> list[Section]:
+    """A section for each group of the paper's tables and figures, and for each control."""
+    by_section: dict[str, list[Claim]] = {}
+    for claim in (claim for group in found.groups.values() for claim in group):
+        by_section.setdefault(claim.section, []).append(claim)
+
+    def section(anchor: str, title: str, intro: str, *blocks: Block | list[Any]) -> Section:
+        """What came out first, then what it rests on; the comparisons of every claim are folded in at the end."""
+        own = by_section.get(anchor, [])
+        said = [f"{MARKS[one.verdict]} {one.verdict.capitalize()}: {one.text} ({one.tally()})." for one in own]
+        shown: list[Block] = []
+        for block in blocks:
+            shown += block if isinstance(block, list) else [block]
+        folded = [Fold("Every comparison behind these verdicts", measured.evidence(own))] if own else []
+        return Section(anchor, title, intro, [*said, *shown, *folded])
+
+    def drawn(file: str, alt: str, draw: Callable[[Grid, float], Figure], is_there: bool) -> list[Block]:
+        return [picture(file, alt, lambda width: draw(grid, width))] if is_there else []
+
+    sharp, residual, distortion = (
+        bool(grid.measured(analysis, metric, model="meta"))
+        for analysis, metric in (
+            ("sharpness", "premise_holds"), ("residual", "similarity_centred"), ("rate_distortion", "rate")
+        )
+    )  # fmt: skip
+    figure1, figure2, figure3 = (paper_figure(number) for number in (1, 2, 3))
+    return [
+        section(
+            "lengths",
+            "Accuracy by length (Tables 7\u201310, Figure 1)",
+            f"{figure1.statement} {figure1.notes[0]} Length L stands for prompts of more than L/2 and up to L tokens. "
+            "Intervals are 95\u00a0%, of all seeds together; below them the paper's number and each seed's. GPT-Neo "
+            "here is transformers' model at this size from random weights, on the same text.",
+            drawn("lengths", f"Accuracy by length. {recall_claims.row(grid)}", grid_figures.lengths, True),
+            [comparison.lengths(grid, task) for task in TASKS],
+            *(
+                Fold(f"{name(task)}: every model, {unit}", [comparison.all_lengths(grid, task, metric=metric)])
+                for task, (metric, unit) in product(
+                    TASKS, {"exact_match": "answers", "token_accuracy": "tokens of answers"}.items()
+                )
+            ),
+        ),
+        section(
+            "controls",
+            "Parameters or mask? The models one by one",
+            "pause adds the meta-tokens to gpt2, twin a second causal attention to pause, and meta limits that "
+            "attention to the meta-tokens. twin and meta have the same parameters.",
+            control_tables.controls(grid),
+        ),
+        section(
+            "markers",
+            "Do the markers give the answer away?",
+            "In condition \u201cpaper\u201d a meta-token marks the place that the question asks about. In "
+            "\u201cnone\u201d each marker of the context is the ordinary text \u201c|\u201d; in \u201cdecoy\u201d "
+            "further meta-tokens stand where they leave the answer unchanged. What remains there is not the marker's.",
+            *(
+                Fold(f"{name(task)} in condition {condition}", [comparison.all_lengths(grid, task, condition)])
+                for task, condition in product(TASKS, ("none", "decoy"))
+            ),
+            *(
+                Fold(
+                    f"List recall of models trained without markers, tested in condition {condition}",
+                    [comparison.all_lengths(grid, "list_recall", condition, note="unmarked")],
+                )
+                for condition in ("none", "paper")
+            ),
+        ),
+        section(
+            "learning",
+            "How much data until recall (section 4.3)",
+            "Accuracy on a fixed set of test prompts while list recall is learned at up to 128 tokens. With three "
+            "seeds on each side, all of one before all of the other is one chance in twenty.",
+            drawn("learning", "List recall by text tokens seen.", grid_figures.learning, bool(grid.recall())),
+            measured.learning(grid),
+        ),
+        section(
+            "yarn",
+            "Longer windows with YaRN (Table 1)",
+            "At a quarter of the paper's lengths: pretrained on blocks of 256, extended to windows of 1,024 and 2,048, "
+            "and fine-tuned to half of the window or all of it.",
+            [comparison.yarn(grid, task) for task in ("list_recall", "segment_counting")],
+            Fold("The paper's table in full", [comparison.papers_yarn()]),
+        ),
+        section(
+            "ablations",
+            "Without position, without embedding (Tables 2, 11\u201314, 17)",
+            "At inference, at the meta-tokens alone. Learned positions: p_t = 0; rope, where the paper defines "
+            "nothing: query and key are not rotated.",
+            comparison.zeroed_positions(grid),
+            [comparison.ablations(grid, task) for task in TASKS],
+        ),
+        section(
+            "noise",
+            "Noise on the positions (Tables 15, 16)",
+            comparison.NOISE,
+            [comparison.noise(grid, task, 128) for task in ("list_recall", "copying")],
+            Fold(
+                "At other lengths, at the meta-tokens alone, in raw units",
+                [
+                    table
+                    for task, length, kind in product(
+                        ("list_recall", "copying"), (128, 512), ("", ":meta", ":raw", ":meta:raw")
+                    )
+                    if (length, kind) != (128, "") and (table := comparison.noise(grid, task, length, kind)).rows
+                ],
+            ),
+        ),
+        section(
+            "sharpness",
+            "Sharper attention (Figure 2, Theorem 4.1)",
+            f"{figure2.statement} As printed, Theorem 4.1 is false: with logits (5, 0), adding 1 to the second raises "
+            "the entropy from 0.040 to 0.090. A boost lowers it where \u03b1 > exp(\u2212H). Compared are a pass with "
+            "the meta-tokens' embeddings and one with zeros in their place; bars: 98, 90 and 50\u00a0% of the values.",
+            drawn("sharpness", "Changes of logits and entropy by head.", inner_figures.sharpness, sharp),
+            measured.sharpness(grid),
+        ),
+        section(
+            "caching",
+            "Cached context (Figures 2, right, and 3, left)",
+            "Beside each meta-token stands a control, the text token before it, compared with the tokens before "
+            "itself. Centred states: the prompt's mean taken off, since all states of a layer share directions.",
+            drawn("similarity", "Cosine by distance.", inner_figures.similarity, residual),
+            drawn("heat_map", "Similarity of each state to the final meta-token's.", inner_figures.heat_map, residual),
+            measured.caching(grid),
+            measured.attention_of_final(grid),
+        ),
+        section(
+            "rate-distortion",
+            "Rate and distortion (Figure 3, right; Theorem 5.1)",
+            f"{figure3.notes[0]} Here it is fitted on 2,000 prompts and scored on 500 held out; as in the paper beside "
+            "it. Rates beyond a curve's last point keep that point's distortion.",
+            drawn("rate_distortion", "Distortion by rate.", inner_figures.rate_distortion, distortion),
+            measured.rate_distortion(grid),
+        ),
+        section(
+            "speed",
+            "Inference cost (Table 3)",
+            "At the paper's size, side by side in one run. Gathered: the meta-tokens' rows alone pass the second "
+            "attention; dense: all rows, masked, as the paper did it.",
+            measured.speed(grid),
+        ),
+        section(
+            "perplexity",
+            "Perplexity, at equal text and at equal compute",
+            "Not in the paper. gpt2's plain run reads as many text tokens as meta's; \u201cequal-compute\u201d has as "
+            "much compute instead. The interval of a difference is of the luck of training, from the spread of the "
+            "models that have several seeds.",
+            measured.perplexity(grid),
+        ),
+        section(
+            "placement",
+            "Where meta-tokens are put, and how many",
+            "Not in the paper, which places a tenth uniformly at random.",
+            control_tables.placement(grid),
+        ),
+        section(
+            "random-positions",
+            "Longer inputs with random positions",
+            "Not in the paper: the positions of a training sequence are a sorted random sample of 0 to 2,303 "
+            "(Ruoss et al., 2023); at test they are 0, 1, 2 and so on. Grey: meta with plain positions, and 95\u00a0%.",
+            drawn(
+                "random_positions",
+                "Accuracy by length with random positions.",
+                grid_figures.random_positions,
+                bool(grid.values("model", note="random-positions")),
+            ),
+            control_tables.random_positions(grid),
+        ),
+        majority(grid.inputs),
+        examples(grid.inputs),
+    ]

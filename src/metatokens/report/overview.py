@@ -1,0 +1,87 @@
+"""What stands first in the report on a grid: every claim with its verdict; and what the run cost."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from metatokens.report import control_claims, cost_claims, inner_claims, recall_claims
+from metatokens.report.grid import Grid
+from metatokens.report.sections import Section
+from metatokens.report.tables import Table
+from metatokens.report.verdicts import Claim
+from metatokens.report.wording import duration
+
+MARKS = {"holds": "\u2713", "does not hold": "\u2717", "cannot be told at this scale": "?"}
+
+
+@dataclass(frozen=True)
+class Claims:
+    """The first screen: what the paper claims, what its controls say, and what came out."""
+
+    verdict: str
+    groups: dict[str, list[Claim]]
+    key: str
+    caution: str
+
+
+def claims(grid: Grid) -> Claims:
+    """Every claim with its verdict."""
+    groups = {
+        "The paper claims": [*recall_claims.claims(grid), *cost_claims.claims(grid), *inner_claims.claims(grid)],
+        "Controls, and beyond the paper": [*control_claims.controls(grid), *cost_claims.controls(grid)],
+    }
+    counted = [
+        f"{sum(claim.verdict == verdict for claim in groups['The paper claims'])} {text}"
+        for verdict, text in (
+            ("holds", "hold"), ("does not hold", "do not"), ("cannot be told at this scale", "cannot be told")
+        )
+    ]  # fmt: skip
+    total = len(groups["The paper claims"])
+    key = (
+        "For and against, of the comparisons that leave room for a difference: those whose 95\u00a0% interval, and "
+        "every seed, lies above or below what is claimed. The rule is in docs/paper_map.md, under Verdicts, written "
+        "before the run."
+    )
+    verdict = f"Of {total} claims of the paper, {counted[0]} at this scale, {counted[1]}, {counted[2]}. The controls: "
+    verdict += "; ".join(
+        f"{claim.text.rpartition(': ')[2]}: {claim.verdict.removesuffix(' at this scale')}"
+        for claim in groups["Controls, and beyond the paper"]
+        if claim.section == "controls"
+    )
+    return Claims(f"{verdict}.", groups, key, _caution(grid))
+
+
+def cost(grid: Grid) -> Section:
+    """Core time and number of runs, by what they did."""
+    times: dict[str, list[float]] = {}
+    for run in grid.inputs.runs:
+        for stage in run.stages:
+            times.setdefault(stage.name.partition("-")[0], []).append(stage.seconds)
+    rows = tuple((verb, f"{len(each)}", duration(sum(each))) for verb, each in times.items())
+    seconds = [one for each in times.values() for one in each]
+    total = ("in all", f"{len(seconds)}", duration(sum(seconds)))
+    title = "What the run cost"
+    if not seconds:
+        return Section("cost", title, "There is no run.json beside the results: times are unknown.")
+    table = Table("One core each", ("what", "runs", "core time"), rows, (total,))
+    intro = f"{sum(seconds) / 3600:.1f} core-hours in {len(seconds)} runs."
+    return Section("cost", title, intro, [table])
+
+
+def _caution(grid: Grid) -> str:
+    """Sizes, seeds and cost: what these figures are of, and what they cannot show."""
+    infos = [info for run in grid.inputs.runs for info in run.models.values() if info.parameters]
+    sizes = [f"{size / 1e6:.2g}" for size in sorted({info.parameters or 0 for info in infos})]
+    seeds = defaultdict(set)
+    for result in grid.inputs.results:
+        if result.metric == "exact_match" and result.recipe == grid.name:
+            seeds[result.model, result.position_embedding].add(result.seed)
+    several = [f"{model} ({position})" for (model, position), its in sorted(seeds.items(), key=str) if len(its) > 1]
+    most = max(map(len, seeds.values()), default=1)
+    seconds = [stage.seconds for run in grid.inputs.runs for stage in run.stages]
+    sentences = [
+        f"Models of {sizes[0]} to {sizes[-1]} million parameters; the paper's has 152." if sizes else "",
+        f"Up to {most} seeds of {', '.join(several)}." if several else "",
+        "Where there is one seed, intervals cover the draw of test prompts, not the luck of training.",
+        f"{sum(seconds) / 3600:.1f} core-hours in {len(seconds)} runs." if seconds else "",
+    ]
+    return " ".join(filter(None, sentences))

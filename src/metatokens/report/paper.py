@@ -1,0 +1,100 @@
+"""The paper's numbers, typed once in `paper_numbers.json`, by the fields of the results that they are compared with."""
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+Fields = dict[str, Any]  # of a result: text, whole numbers, null
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PaperRow(_Strict):
+    """One printed row."""
+
+    printed: str
+    fields: Fields
+    values: tuple[float | None, ...]
+
+
+class PaperTable(_Strict):
+    """One printed table: the fields of a cell are those of the table, of its row and of its column."""
+
+    table: int
+    label: str
+    title: str
+    fields: Fields
+    columns: tuple[Fields, ...]
+    rows: tuple[PaperRow, ...]
+    notes: tuple[str, ...]
+
+    @model_validator(mode="after")
+    def _rows_are_full(self) -> "PaperTable":
+        for row in self.rows:
+            if len(row.values) != len(self.columns):
+                raise ValueError(f"table {self.table}, {row.printed}: {len(self.columns)} values are needed")
+        return self
+
+    def cells(self, row: PaperRow) -> list[tuple[Fields, float | None]]:
+        """Each cell of a row: the fields of its result, and the printed number, in percent where it is an accuracy."""
+        return [
+            (self.fields | row.fields | column, value) for column, value in zip(self.columns, row.values, strict=True)
+        ]
+
+    def value(self, **fields: Any) -> float | None:
+        """The number of the cell whose fields have the given values; None where there is none, or a dash."""
+        found = (
+            value
+            for row in self.rows
+            for cell, value in self.cells(row)
+            if all(name in cell and cell[name] == wanted for name, wanted in fields.items())
+        )
+        return next(found, None)
+
+
+class PaperFigure(_Strict):
+    """What the paper says of a figure, which prints no numbers."""
+
+    figure: int
+    title: str
+    statement: str
+    notes: tuple[str, ...]
+
+
+class Paper(_Strict):
+    """The file."""
+
+    about: str
+    tables: tuple[PaperTable, ...]
+    figures: tuple[PaperFigure, ...]
+
+
+@cache
+def _paper() -> Paper:
+    source = files("metatokens.report").joinpath("paper_numbers.json")
+    return Paper.model_validate_json(source.read_text(encoding="utf-8"))
+
+
+def paper_table(number: int) -> PaperTable:
+    """The paper's table of that number."""
+    return next(table for table in _paper().tables if table.table == number)
+
+
+def paper_tables() -> Mapping[int, PaperTable]:
+    """All of the paper's result tables by number."""
+    return {table.table: table for table in _paper().tables}
+
+
+def paper_figure(number: int) -> PaperFigure:
+    """What the paper says of its figure of that number."""
+    return next(figure for figure in _paper().figures if figure.figure == number)
+
+
+def printed(value: Any) -> str:
+    """A number as the paper prints it; a dash where it prints one."""
+    return "\u2014" if value is None else f"{value:.1f}"

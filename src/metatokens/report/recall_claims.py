@@ -1,0 +1,245 @@
+"""What the paper claims of the four tasks, and what its controls would have to show: comparisons of accuracies."""
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import Any
+
+from metatokens.report.estimates import Estimate, difference
+from metatokens.report.grid import Cell, Grid
+from metatokens.report.paper import paper_table, printed
+from metatokens.report.verdicts import SMALL, Claim, Comparison, above, between
+from metatokens.report.wording import name, percent, points, tokens
+
+TASKS = ("list_recall", "segment_counting", "parity", "copying")
+LENGTH_TABLES = dict(zip(TASKS, (7, 8, 9, 10), strict=True))
+ABLATION_TABLES = dict(zip(TASKS, (11, 12, 13, 14), strict=True))
+TRAINED = (128, 256, 512)
+LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+LEARNED_END = 1024  # the longest bin that a learned table reaches
+POSITIONS = ("rope", "learned")  # the paper's
+YARN = {"yarn4": (512, 1024), "yarn8": (1024, 2048)}  # train lengths: half of the window, and all of it
+Setting = tuple[str, str, int, int]  # task, positions, train length, length
+
+
+def claims(grid: Grid) -> list[Claim]:
+    """The paper's claims on accuracies, in the order of its sections."""
+    return [*_against_gpt2(grid), *_without_positions(grid), _without_embedding(grid), *_noise(grid), *_yarn(grid)]
+
+
+def place(task: str, position: str, train_length: int, length: int) -> str:
+    """Where a comparison stands: `List recall, rope, 512 → 1,024`."""
+    return f"{name(task)}, {position}, {tokens(train_length)} \u2192 {tokens(length)}"
+
+
+def reaches(position: str, length: int) -> bool:
+    """Whether models with these positions can be run at a length."""
+    return position != "learned" or length <= LEARNED_END
+
+
+def pairs(
+    grid: Grid,
+    first: dict[str, Any],
+    second: dict[str, Any],
+    settings: Iterable[Setting],
+    *,
+    is_match: bool = False,
+) -> tuple[Comparison, ...]:
+    """The comparison of two models in each setting.
+
+    Args:
+        grid: the results.
+        first, second: the fields of the models' results, beside those of the setting.
+        settings: where they are compared.
+        is_match: whether the claim is that nothing is lost.
+    """
+    found = []
+    for task, position, trained, length in settings:
+        here: dict[str, Any] = {"position_embedding": position, "task": task}
+        here |= {"train_length": trained, "length": length}
+        a, b = grid.accuracy(**here | first), grid.accuracy(**here | second)
+        label = place(task, position, trained, length)
+        found.append(between(label, a, b, floor=grid.floor(task, length), is_match=is_match))
+    return tuple(found)
+
+
+def at(*ratios: int, tasks: tuple[str, ...] = TASKS, positions: tuple[str, ...] = POSITIONS) -> Iterator[Setting]:
+    """Every setting at these multiples of the train length; the longest trained first."""
+    for task, position, trained, ratio in product(tasks, positions, TRAINED[::-1], ratios):
+        if reaches(position, trained * ratio) and trained * ratio <= LENGTHS[-1]:
+            yield task, position, trained, trained * ratio
+
+
+def matches(text: str, source: str, section: str, comparisons: tuple[Comparison, ...]) -> Claim:
+    """A claim that nothing is lost: no more than 5 points, the smallest loss that is spoken of."""
+    return Claim(text, source, section, comparisons, margin=-SMALL, negligible=-SMALL)
+
+
+def _up_to_512() -> Iterator[Setting]:
+    return product(TASKS, POSITIONS, TRAINED, TRAINED)
+
+
+def _against_gpt2(grid: Grid) -> list[Claim]:
+    inside = pairs(grid, {"model": "meta"}, {"model": "gpt2"}, _up_to_512())
+    neo = pairs(grid, {"model": "meta"}, {"model": "gpt-neo"}, product(TASKS, ("learned",), TRAINED, TRAINED))
+    beyond = pairs(grid, {"model": "meta"}, {"model": "gpt2"}, at(2, 4))
+    source = "Figure 1, Tables 7\u201310"
+    paper = paper_table(7)
+    theirs = " v ".join(
+        printed(paper.value(model=model, position_embedding=position, train_length=512, length=1024))
+        for model, position in (("meta", "rope"), ("gpt2", "learned"))
+    )
+    return [
+        Claim("meta beats gpt2 up to 512 tokens", source, "lengths", inside, decisive=row(grid)),
+        Claim("meta beats gpt-neo there", source, "lengths", neo),
+        Claim(
+            "It beats both on all tasks at all train lengths",
+            "section 4.3",
+            "lengths",
+            (*inside, *neo),
+            is_universal=True,
+        ),
+        Claim(
+            "meta beats gpt2 at 2 and 4 times the train length",
+            source,
+            "lengths",
+            beyond,
+            decisive=f"{quote(beyond)} (paper {theirs})" if quote(beyond) else "",
+        ),
+    ]
+
+
+def row(grid: Grid) -> str:
+    """List recall by length of meta with rope, trained to 512 tokens, beside the paper's."""
+    lengths = LENGTHS[:5]
+    where: dict[str, Any] = {
+        "model": "meta", "position_embedding": "rope", "task": "list_recall", "train_length": 512
+    }  # fmt: skip
+    cells = [grid.accuracy(**where, length=length) for length in lengths]
+    figures = [cell.pooled() if cell else None for cell in cells]
+    if not any(figures):
+        return ""
+    ours = " / ".join(percent(figure.value) if figure else "\u2026" for figure in figures)
+    theirs = " / ".join(printed(paper_table(7).value(**where, length=length)) for length in lengths)
+    return f"list recall, rope, 512 \u2192 128 \u2026 2,048: {ours} (paper {theirs})"
+
+
+def quote(comparisons: tuple[Comparison, ...], length: int = 1024) -> str:
+    """The comparison on list recall with rope, trained to 512 tokens."""
+    label = place("list_recall", "rope", 512, length)
+    found = next((one.figures for one in comparisons if one.label == label), "")
+    return f"{label.lower()}: {found}" if found else ""
+
+
+def _without_positions(grid: Grid) -> list[Claim]:
+    zeroed, full = {"model": "meta", "intervention": "no_pos"}, {"model": "meta"}
+    source = "Tables 2, 11\u201314, 17"
+    kept = ("list_recall", "parity", "copying")
+    recall = ("list_recall",)
+    gains = pairs(grid, zeroed, full, at(2, 4, tasks=recall))
+    return [
+        matches(
+            "No Pos loses nothing (5 points), counting aside",
+            source,
+            "ablations",
+            pairs(grid, zeroed, full, at(1, 2, 4, tasks=kept), is_match=True),
+        ),
+        Claim(
+            "No Pos improves list recall at 2 and 4 times the length",
+            source,
+            "ablations",
+            gains,
+            decisive="; ".join(
+                f"{tokens(128)} \u2192 {tokens(128 * ratio)}: {points(one.gap)}"
+                for ratio in (2, 4)
+                for one in gains
+                if one.gap and one.label == place("list_recall", "rope", 128, 128 * ratio)
+            ),
+        ),
+        Claim(
+            "No Pos costs accuracy in segment counting",
+            "Table 12",
+            "ablations",
+            pairs(grid, full, zeroed, at(1, 2, 4, tasks=("segment_counting",))),
+        ),
+    ]
+
+
+def _without_embedding(grid: Grid) -> Claim:
+    zeroed, full = {"model": "meta", "intervention": "no_embed"}, {"model": "meta"}
+    tasks = ("list_recall", "segment_counting", "copying")
+    comparisons = pairs(grid, full, zeroed, at(1, tasks=tasks))
+    text = "No Embed hurts, parity aside"
+    return Claim(text, "Tables 11\u201314", "ablations", comparisons)
+
+
+def _noise(grid: Grid) -> list[Claim]:
+    tasks, tested = ("list_recall", "copying"), (128, 512)
+    little, rope = [], []
+    for task, trained, length in product(tasks, TRAINED, tested):
+        losses = {}
+        for position, scale in product(POSITIONS, ("0.1", "0.5", "1", "2")):
+            where: dict[str, Any] = {"position_embedding": position, "task": task, "length": length}
+            where |= {"model": "meta", "train_length": trained}
+            noisy, full = grid.accuracy(**where, intervention=f"noise:{scale}"), grid.accuracy(**where)
+            label = f"{place(task, position, trained, length)}, noise {scale}"
+            loss = between(label, noisy, full, floor=grid.floor(task, length), is_match=True)
+            losses[position, scale] = loss
+            if scale in ("0.1", "0.5"):
+                little.append(loss)
+        for scale in ("1", "2"):
+            label = f"{name(task)}, {trained} \u2192 {length}, noise {scale}"
+            rope.append(_less(label, losses["rope", scale], losses["learned", scale]))
+    return [
+        matches("Noise of 0.1 and 0.5 on positions loses nothing (5 points)", "Tables 15, 16", "noise", tuple(little)),
+        Claim("Rope bears noise of 1 and 2 better than learned positions", "Table 15", "noise", tuple(rope)),
+    ]
+
+
+def _less(label: str, a: Comparison, b: Comparison) -> Comparison:
+    """The difference of two differences."""
+    if a.gap is None or b.gap is None:
+        return Comparison(label)
+    first, second = (Estimate(gap.value, gap.low, gap.high, 0, None) for gap in (a.gap, b.gap))
+    figures = f"{points(a.gap)} v {points(b.gap)}"
+    return Comparison(label, difference(first, second), (), a.is_informative and b.is_informative, figures)
+
+
+def _yarn(grid: Grid) -> list[Claim]:
+    def cell(task: str, note: str, trained: int, length: int) -> Cell | None:
+        where = {"model": "meta", "position_embedding": "rope", "task": task}
+        return grid.accuracy(note, **where, train_length=trained, length=length)
+
+    def label(task: str, note: str, trained: int, length: int) -> str:
+        return f"{name(task)}, {note}, {tokens(trained)} \u2192 {tokens(length)}"
+
+    windows = {note: trained[-1] for note, trained in YARN.items()}
+    strong = []
+    for task, (note, window) in product(("list_recall", "segment_counting"), windows.items()):
+        for length in (one for one in (256, *LENGTHS[2:]) if one <= window):
+            here = (task, note, window, length)
+            strong.append(above(label(*here), cell(*here), 0.8))
+    beyond = [
+        above(label(*here), cell(*here), grid.floor(task, 2 * window))
+        for task, (note, window) in product(("list_recall", "segment_counting"), windows.items())
+        for here in [(task, note, window, 2 * window)]
+    ]
+    wide = [
+        above(label("list_recall", "yarn8", 1024, 2048), cell("list_recall", "yarn8", 1024, 2048), 0.8),
+        between(
+            f"{label('list_recall', 'yarn8', 1024, 2048)}, less yarn4's",
+            cell("list_recall", "yarn8", 1024, 2048),
+            cell("list_recall", "yarn4", 1024, 2048),
+            floor=grid.floor("list_recall", 2048),
+        ),
+    ]
+    return [
+        Claim("YaRN: strong (80 %) within the window", "Table 1", "yarn", tuple(strong), negligible=0.0),
+        Claim("YaRN: better than guessing at twice the window", "Table 1", "yarn", tuple(beyond), negligible=0.0),
+        Claim(
+            "YaRN 8\u00d7, tuned to half the window, is strong in all of it",
+            "Table 1",
+            "yarn",
+            tuple(wide),
+            negligible=0.0,
+        ),
+    ]

@@ -1,0 +1,234 @@
+"""A grid's cells, claims and tables: what stands in them is computed here from the records, by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grid_inputs import accuracy, learning, measurement, measurements, results, speeds, write_grid
+
+from metatokens.errors import UserError
+from metatokens.evaluation.results import wilson_interval
+from metatokens.report import comparison, control_tables, measured
+from metatokens.report.cost_claims import tokens_to_learn
+from metatokens.report.grid import Grid, grid_of
+from metatokens.report.inner_claims import distortion_at
+from metatokens.report.inputs import Inputs, RecallPoint, RunInfo, SpeedLine, Stage, read_inputs
+from metatokens.report.overview import Claims, claims, cost
+
+
+@pytest.fixture(scope="module")
+def grid() -> Grid:
+    recall = [RecallPoint.model_validate(point) for point in learning()]
+    lines = [SpeedLine.model_validate(line) for line in speeds()]
+    runs = [RunInfo(stages=[Stage(name="pretrain-meta", seconds=7200), Stage(name="evaluate-meta-parity", seconds=60)])]
+    return Grid("small", Inputs(results(), recall=recall, measurements=measurements(), speeds=lines, runs=runs))
+
+
+@pytest.fixture(scope="module")
+def found(grid: Grid) -> Claims:
+    return claims(grid)
+
+
+def small(*records: Any, **more: Any) -> Grid:
+    return Grid("small", Inputs(list(records), **more))
+
+
+def verdict(found: Claims, text: str) -> str:
+    [claim] = [claim for group in found.groups.values() for claim in group if claim.text == text]
+    return claim.verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("meta beats gpt2 up to 512 tokens", "holds"),
+        ("It beats both on all tasks at all train lengths", "holds"),
+        ("No Pos loses nothing (5 points), counting aside", "holds"),
+        ("No Pos improves list recall at 2 and 4 times the length", "holds"),
+        ("No Pos costs accuracy in segment counting", "does not hold"),
+        ("No Embed hurts, parity aside", "holds"),
+        ("Rope bears noise of 1 and 2 better than learned positions", "holds"),
+        ("YaRN: better than guessing at twice the window", "holds"),
+        ("Data-efficient: fewer tokens than gpt2 to 90 % recall", "holds"),
+        ("Meta-tokens slow decoding by 1.11 at most", "holds"),
+        ("Meta-tokens slow the first token by 1.02 at most", "does not hold"),
+        ("Meta-tokens' embeddings raise attention logits at them", "holds"),
+        ("Theorem 4.1's premise, \u03b1 > exp(\u2212H), holds in most rows", "does not hold"),
+        ("The final meta-token attends to earlier ones", "holds"),
+        ("Less than gpt2 and twin have at the same place", "holds"),
+        ("The mask, not the parameters: meta beats twin", "holds"),
+        ("Random positions: meta holds 95 % at 16 times the length", "holds"),
+        ("Random positions: twin holds 95 % at 16 times the length", "does not hold"),
+        ("Perplexity no worse than gpt2's (1 %) per text token", "holds"),
+        ("Perplexity no worse than gpt2's (1 %) per compute", "does not hold"),
+    ],
+)
+def test_verdicts_follow_the_records(found: Claims, text: str, said: str) -> None:
+    assert verdict(found, text) == said
+
+
+def test_every_claim_has_comparisons_and_a_place(found: Claims) -> None:
+    everything = [claim for group in found.groups.values() for claim in group]
+    assert len({claim.text for claim in everything}) == len(everything)
+    assert all(claim.comparisons for claim in everything)
+    assert [claim.text for claim in everything if claim.counts() == "\u2026"] == []
+
+
+def test_the_first_words_count_the_verdicts(found: Claims) -> None:
+    paper = [claim.verdict for claim in found.groups["The paper claims"]]
+    assert found.verdict.startswith(
+        f"Of {len(paper)} claims of the paper, {paper.count('holds')} hold at this scale, "
+        f"{paper.count('does not hold')} do not, "
+    )
+    assert "meta beats twin: holds" in found.verdict
+
+
+def test_what_was_not_run_is_told_of_no_claim() -> None:
+    empty = claims(small(accuracy(0.5, model="gpt2")))
+    everything = [claim for group in empty.groups.values() for claim in group]
+    assert {claim.verdict for claim in everything} == {"cannot be told at this scale"}
+    assert {claim.tally() for claim in everything} == {"\u2026"}
+
+
+def test_swapped_models_turn_the_verdict() -> None:
+    swap = {"meta": "gpt2", "gpt2": "meta"}
+    plain = (one for one in results() if (one.recipe, one.condition, one.intervention) == ("small", "paper", None))
+    turned = [one.model_copy(update={"model": swap.get(one.model, one.model)}) for one in plain]
+    assert verdict(claims(small(*turned)), "meta beats gpt2 up to 512 tokens") == "does not hold"
+
+
+def test_a_length_table_sets_ours_beside_the_papers() -> None:
+    low, high = (f"{100 * end:.1f}" for end in wilson_interval(250 + 300, 1000))
+    table = comparison.lengths(small(accuracy(0.5), accuracy(0.6, seed=1)), "list_recall")
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert table.header[1:] == ("128", "256", "512", "1,024", "2,048")
+    assert rows["meta, rope, 512"] == (
+        "\u2026\npaper 100.0", "\u2026\npaper 100.0", f"55.0 ({low}\u2013{high})\npaper 99.3\nseeds 50 60",
+        "\u2026\npaper 58.9", "\u2026\npaper 5.6",
+    )  # fmt: skip
+    assert len(rows) == 10
+    assert table.footer[1] == ("n (prompts a seed)", "\u2026", "\u2026", "500", "\u2026", "\u2026")
+
+
+def test_a_length_beyond_the_table_is_a_dash_and_one_not_run_an_ellipsis() -> None:
+    cut = accuracy(None, position_embedding="learned", length=2048)
+    rows = {row[0]: row[1:] for row in comparison.lengths(small(cut), "list_recall").rows}
+    assert rows["meta, learned, 512"][3:] == ("\u2026\npaper 11.1", "-\npaper \u2014")
+
+
+def test_draws_of_the_noise_are_one_figure() -> None:
+    draws = [
+        accuracy(value, 100, length=128, intervention="noise:1", noise_seed=k) for k, value in enumerate((0.5, 0.7))
+    ]
+    low, high = (f"{100 * end:.1f}" for end in wilson_interval(120, 200))
+    rows = {row[0]: row[1:] for row in comparison.noise(small(*draws), "list_recall", 128).rows}
+    assert rows["meta, rope, 512"][3] == f"60.0 ({low}\u2013{high})\npaper 98.8"
+
+
+def test_zeroed_positions_show_the_paper_s_gain_and_ours() -> None:
+    pair = [accuracy(0.5, length=1024), accuracy(0.7, length=1024, intervention="no_pos")]
+    rows = {row[0]: row[1:] for row in comparison.zeroed_positions(small(*pair)).rows}
+    assert rows["rope, 512 \u2192 1,024"][2].startswith("+20.0 (+")
+    assert rows["rope, 512 \u2192 1,024"][2].endswith("\npaper +11.1")
+    assert rows["learned, 512 \u2192 1,024"][1] == "\u2026\npaper 50.0"  # stands in Table 2 alone
+    assert rows["learned, 256 \u2192 512"][2] == "\u2026\npaper \u221222.2"
+
+
+def test_yarn_stands_beside_lengths_four_times_as_long(grid: Grid) -> None:
+    table = comparison.yarn(grid, "list_recall")
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["meta, window 2,048, trained to 1,024\npaper's 8k / 4k"][3].endswith("\npaper 93.9")
+    assert table.header[4] == "2,048 (paper's 8k)"
+
+
+def test_random_positions_stand_beside_plain_ones(grid: Grid) -> None:
+    rows = {row[0]: row[1:] for row in control_tables.random_positions(grid).rows}
+    assert rows["List recall, twin"][4] == "70.0 (63.3\u201375.9)\nplain 17.7"
+
+
+def test_perplexity_shows_each_seed(grid: Grid) -> None:
+    rows = {row[0]: row[1:] for row in measured.perplexity(grid).rows}
+    assert rows["meta, rope"][0] == "77.10\n77.00 / 77.10 / 77.20"
+    assert rows["gpt2, rope, equal-compute"][0] == "76.00"
+    assert rows["gpt2, rope"][1] == ""
+
+
+def test_learning_says_who_never_got_there(grid: Grid) -> None:
+    rows = {row[0]: row[1:] for row in measured.learning(grid).rows}
+    assert rows["gpt2, rope"][0] == "2.55\u00a0M / 2.25\u00a0M / not reached"
+    assert rows["meta, rope"] == ("900\u00a0k / 1.05\u00a0M / 1.2\u00a0M", "3\u00a0M", "200")
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "reached"),
+    [((0.1, 0.9, 0.95), 2), ((0.9, 0.8, 0.95), 3), ((0.1, 0.2, 0.89), None), ((0.95, 0.95, 0.2), None), ((), None)],
+)
+def test_tokens_to_learn_ask_for_an_accuracy_that_stays(accuracies: tuple[float, ...], reached: int | None) -> None:
+    points = [
+        RecallPoint(model="m", seed=0, step=step, text_tokens=step, exact_match=value)
+        for step, value in enumerate(accuracies, start=1)
+    ]
+    assert tokens_to_learn(points) == reached
+
+
+def test_two_seeds_a_side_do_not_tell_who_learns_first() -> None:
+    points = [RecallPoint.model_validate(point) for point in learning() if point["seed"] < 2]
+    only = claims(small(accuracy(0.5), recall=points))
+    assert verdict(only, "Data-efficient: fewer tokens than gpt2 to 90 % recall") == "cannot be told at this scale"
+
+
+@pytest.mark.parametrize(
+    ("rate", "distortion"), [(0.0, 2.0), (1.0, 1.5), (2.0, 1.0), (3.0, 1.0), (4.0, 0.5), (9.0, 0.5)]
+)
+def test_distortion_between_the_points_of_a_curve(rate: float, distortion: float) -> None:
+    assert distortion_at([(0.0, 2.0), (2.0, 1.0), (3.0, 1.8), (4.0, 0.5)], rate) == pytest.approx(distortion)
+
+
+def test_a_seed_that_disagrees_keeps_a_measurement_open() -> None:
+    about = {"analysis": "sharpness", "metric": "premise_holds", "module": "attention"}
+    ones = [measurement(value, **about, seed=seed) for seed, value in enumerate((0.9, 0.9, 0.4))]
+    text = "Theorem 4.1's premise, \u03b1 > exp(\u2212H), holds in most rows"
+    assert verdict(claims(small(accuracy(0.5), measurements=ones)), text) == "cannot be told at this scale"
+    assert verdict(claims(small(accuracy(0.5), measurements=ones[:2])), text) == "holds"
+
+
+def test_the_cost_is_in_core_hours(grid: Grid) -> None:
+    section = cost(grid)
+    assert section.intro == "2.0 core-hours in 2 runs."
+    [table] = section.blocks
+    assert isinstance(table, comparison.Table)
+    assert table.rows == (("pretrain", "1", "2 h 0 min"), ("evaluate", "1", "1 min 0 s"))
+
+
+def test_two_grids_are_not_mixed() -> None:
+    with pytest.raises(UserError, match="gpu and small"):
+        grid_of(Inputs([accuracy(0.5), accuracy(0.5, recipe="gpu/unmarked")]))
+    assert grid_of(Inputs([accuracy(0.5, recipe="demo")])) is None
+
+
+def test_every_kind_of_file_is_read(tmp_path: Path) -> None:
+    inputs = read_inputs(write_grid(tmp_path))
+    assert len(inputs.results) == len(results())
+    assert len(inputs.measurements) == len(measurements())
+    assert inputs.measurements[0].quantiles == measurements()[0].quantiles
+    assert [point.model_dump(exclude={"recipe"}) for point in inputs.recall] == [
+        RecallPoint.model_validate(point).model_dump(exclude={"recipe"}) for point in learning()
+    ]
+    assert len(inputs.speeds) == len(speeds())
+    assert len(inputs.curves) == 5 * 4 * 100
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [
+        ("small/analysis.jsonl", '{"analysis": "sharpness"}', "analysis.jsonl, line 1"),
+        ("decode.jsonl", '{"benchmark": "decode", "model": "meta"}', "decode.jsonl, line 1: against"),
+        ("small/curves.jsonl", '{"model": "meta", "seed": 0, "step": 1, "exact_match": 0.5}', "text_tokens"),
+        ("small/curves.jsonl", '{"model": "meta", "seed": 0, "step": 1}', "loss"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, file: str, line: str, said: str) -> None:
+    paths = write_grid(tmp_path, keep=lambda result: result.task == "parity")
+    (tmp_path / file).write_text(line + "\n", encoding="utf-8")
+    with pytest.raises(UserError, match=said):
+        read_inputs(paths)
