@@ -34,7 +34,7 @@ def main() -> None:
     except UserError as error:
         if "--debug" in sys.argv:
             raise
-        say(f"metatokens: {error}")
+        print(f"metatokens: {error}", file=sys.stderr)
         sys.exit(2)
     except SystemExit as status:
         if status.code == INTERRUPTED:

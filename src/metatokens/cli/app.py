@@ -1,5 +1,6 @@
 """The application, the options that several verbs have, and how results and progress are written."""
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -44,8 +45,9 @@ Lengths = Annotated[str, typer.Option(help="Prompt lengths in tokens, separated 
 
 
 def say(text: str) -> None:
-    """Print a line to standard error."""
-    print(text, file=sys.stderr)
+    """Print a line to standard error; of processes that train one model together, the first one does."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr)
 
 
 def write_lines(lines: Iterable[str], out: Path | None) -> None:
@@ -114,6 +116,7 @@ def progress_bar(verb: str) -> "Iterator[Progress]":
 
     columns = (TextColumn(verb), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    is_shown = console.is_terminal and os.environ.get("RANK", "0") == "0"
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as bar:
         task = bar.add_task(verb, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -149,7 +149,7 @@ def _variant_stages(variant: Variant, sizes: Preset) -> Iterator[Stage]:
 
 
 def _pretrain_stage(verb: str, variant: Variant, recipe: PretrainRecipe, after: tuple[str, ...]) -> Stage:
-    blocks = recipe.training.max_steps * recipe.training.per_device_train_batch_size
+    blocks = recipe.training.max_steps * recipe.training.batch
     return _stage(
         verb,
         {"variant": variant.name},
@@ -248,8 +248,7 @@ def _settings(recipe: PretrainRecipe | FinetuneRecipe) -> dict[str, Any]:
 
 
 def _examples(recipe: FinetuneRecipe) -> dict[int, int]:
-    phases = recipe.phases().items()
-    return {length: settings.max_steps * settings.per_device_train_batch_size for length, settings in phases}
+    return {length: settings.max_steps * settings.batch for length, settings in recipe.phases().items()}
 
 
 # Estimates of seconds on one core, from what the models of `small` take on an AMD EPYC.

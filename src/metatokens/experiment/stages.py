@@ -180,8 +180,7 @@ class Workshop:
         )
         curves: list[dict[str, Any]] = []
         for length, settings in recipe.phases().items():
-            batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
-            tokens = batch * self.text_tokens(ExampleStore(examples / f"train-{length}.arrow"))
+            tokens = settings.batch * self.text_tokens(ExampleStore(examples / f"train-{length}.arrow"))
             for point in _curve(folder / str(length), **self.about_curve(one, task=task, train_length=length)):
                 curves.append(point | {"text_tokens": round(point["step"] * tokens)})
         return Outcome(curves=curves)

@@ -55,10 +55,15 @@ def verify_manifest(folder: Path) -> None:
             raise UserError(f"{folder / name} is damaged: its checksum is not the one in {MANIFEST}.")
 
 
-def save_model(model: LanguageModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write model and tokenizer to `folder`, the manifest last."""
+def save_model(
+    model: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Write model and tokenizer to `folder`, the manifest last; `weights` in place of the model's own, if given."""
     (folder / MANIFEST).unlink(missing_ok=True)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
     write_manifest(folder)
 

@@ -132,7 +132,7 @@ def _task_examples(recipe: FinetuneRecipe, source: TaskData, length: int, folder
 
 
 def _examples_seen(settings: TrainingSettings) -> int:
-    return settings.max_steps * settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+    return settings.max_steps * settings.batch
 
 
 class _Phase(NamedTuple):
@@ -180,6 +180,7 @@ def finetune(
     run = {
         "verb": "finetune",
         "recipe": recipe.model_dump(mode="json", exclude=WITHOUT_EFFECT),
+        "batch": settings.batch,
         "model_sha256": weights_sha256(model_folder),
     }
     if data is not None:
@@ -212,7 +213,7 @@ def finetune(
                 continue
             folder.mkdir(exist_ok=True)
             set_seed(own.seed)
-            dataset = ByLength(open_examples(), batch=own.per_device_train_batch_size, seed=own.seed)
+            dataset = ByLength(open_examples(), batch=own.batch, seed=own.seed)
             train(model, dataset, tokenizer, own, folder, collator=collator, progress=report, probe=watched)
 
 

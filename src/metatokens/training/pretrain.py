@@ -1,7 +1,6 @@
 """Pretraining on blocks of text with meta-tokens inserted (paper, section 3 and Appendix B)."""
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +88,10 @@ def train_on_blocks(
     check_trackers(settings)
     _check_vocabulary(model.config, store, recipe)
     check_length(model.config, recipe.data.block_size)
-    batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
-    batch *= int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun and accelerate
-    epochs = math.ceil(settings.max_steps * batch / len(_blocks(recipe, store, epochs=1)))
+    epochs = math.ceil(settings.max_steps * settings.batch / len(_blocks(recipe, store, epochs=1)))
     run = run | {
         "recipe": recipe.model_dump(mode="json", exclude={"data": {"tokens"}, **WITHOUT_EFFECT}),
+        "batch": settings.batch,
         "tokens_sha256": store.manifest.splits["train"].sha256,
     }
     with open_run(out, run, overwrite=overwrite) as is_finished:

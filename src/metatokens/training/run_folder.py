@@ -17,6 +17,11 @@ SETTINGS = "settings.json"
 _PARTIAL = SETTINGS + ".partial"
 
 
+def is_first_process() -> bool:
+    """Whether this is the one process, or the first of those that torchrun or accelerate started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) -> Iterator[bool]:
     """Make `out` the folder of a run with these settings, and keep other processes out of it.
@@ -41,7 +46,7 @@ def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) ->
         with _explained(out):
             out.mkdir(parents=True, exist_ok=True)
             _check(out, settings, overwrite)  # before anything is put into a folder of other things
-            if os.environ.get("RANK", "0") == "0":  # set by torchrun and accelerate
+            if is_first_process():
                 lock.acquire(blocking=False)
                 _prepare(out, settings, overwrite)
         yield (out / MANIFEST).exists()

@@ -26,6 +26,10 @@ from metatokens.model.checkpoint import save_model, verify_manifest, write_manif
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import TrainingSettings
 from metatokens.training.positions import randomize_positions
+from metatokens.training.run_folder import is_first_process
+
+# FSDP2, in the layers that the model names; the weights of a checkpoint are saved whole.
+FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
 
 Progress = Callable[[int, int], None]  # steps done, steps in all
 
@@ -48,9 +52,9 @@ class MetaTokenTrainer(Trainer):
     Its learning rate may decay over a longer horizon than the run (paper: 600k against 200k steps).
     """
 
-    def __init__(self, *args: Any, decay_steps: int | None, **kwargs: Any):
+    def __init__(self, *args: Any, decay_steps: int | None, items_a_step: int, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.decay_steps = decay_steps
+        self.decay_steps, self.items_a_step = decay_steps, items_a_step
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule over `decay_steps`, where given."""
@@ -65,7 +69,7 @@ class MetaTokenTrainer(Trainer):
         # The last look before the update: a loss or a gradient that is no number would spoil the weights for good.
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if not math.isfinite(norm):
-            step, size = self.state.global_step, self._items_a_step()
+            step, size = self.state.global_step, self.items_a_step
             raise UserError(
                 f"training stopped before step {step + 1}: the loss is {float(self._loss):g} and the gradient's norm "
                 f"{float(norm):g}, at learning rate {self._get_learning_rate():g}, on the items {step * size} to "
@@ -73,9 +77,6 @@ class MetaTokenTrainer(Trainer):
                 "training.learning_rate or a longer warm-up is the usual remedy."
             )
         return norm
-
-    def _items_a_step(self) -> int:
-        return int(self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size)
 
 
 class RunCallback(TrainerCallback):
@@ -157,6 +158,9 @@ def train(
         disable_tqdm=True,
         logging_first_step=True,
         report_to=settings.report_to.split(","),
+        # A process whose sequences have no meta-tokens does not use meta-attention.
+        ddp_find_unused_parameters=getattr(model.config, "second_attention", None) == "meta",
+        fsdp_config=FSDP if settings.fsdp else None,
         **own,
     )
     trainer = MetaTokenTrainer(
@@ -167,16 +171,18 @@ def train(
         data_collator=collator,
         callbacks=[*([probe] if probe else []), RunCallback(progress)],
         decay_steps=settings.decay_steps,
+        items_a_step=settings.batch,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=last_good_checkpoint(checkpoints))
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if settings.fsdp else None  # of all processes
     if trainer.is_world_process_zero():
         with (out / "curve.jsonl").open("w", encoding="utf-8") as file:
             for entry in trainer.state.log_history:
                 if "train_runtime" not in entry:  # the summary of the whole run
                     point = {"step": entry["step"]} | {key: entry[key] for key in sorted(entry.keys() - {"epoch"})}
                     file.write(json.dumps(point) + "\n")
-        save_model(model, tokenizer, out)
+        save_model(model, tokenizer, out, weights)
 
 
 def check_trackers(settings: TrainingSettings) -> None:
@@ -201,8 +207,9 @@ def last_good_checkpoint(folder: Path) -> str | None:
         try:
             verify_manifest(path)
         except UserError as error:
-            print(f"{error} It is dropped, and an earlier one is used.", file=sys.stderr)
-            shutil.rmtree(path)
+            if is_first_process():
+                print(f"{error} It is dropped, and an earlier one is used.", file=sys.stderr)
+                shutil.rmtree(path, ignore_errors=True)
         else:
             return str(path)
     return None
