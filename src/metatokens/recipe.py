@@ -4,6 +4,7 @@ A recipe of `pretrain` has the sections `data`, `model` and `training`; one of `
 The recipes that come with the package can be named without a path: `demo`, `demo_finetune`, `paper`, ...
 """
 
+import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -67,14 +68,29 @@ class TrainingSettings(_Settings):
     bf16: bool = False
     activation_checkpointing: bool = False
     torch_compile: bool = False
+    fsdp: bool = False  # shard weights, gradients and optimizer over the GPUs (FSDP2) in place of copying them (DDP)
     dataloader_num_workers: AtLeastZero = 0
     report_to: str = "none"
     seed: AtLeastZero = 0
     random_positions: Positive | None = None  # draw a training sequence's positions from so many, in order
 
+    @property
+    def batch(self) -> int:
+        """Items of an optimizer step, over all processes that torchrun or accelerate started."""
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * processes
 
-# What may differ when a run is resumed, since it does not change the result.
-WITHOUT_EFFECT = {"training": {"dataloader_num_workers", "report_to"}}
+
+# What may differ when a run is resumed, since it does not change the result; the whole batch may not.
+WITHOUT_EFFECT = {
+    "training": {
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "dataloader_num_workers",
+        "report_to",
+        "fsdp",
+    }
+}
 
 
 class TaskSettings(_Settings):
