@@ -25,7 +25,8 @@ class Entry(BaseModel):
     """A finished stage."""
 
     name: str
-    seconds: float
+    seconds: float  # by the clock
+    cpu_seconds: float | None = None  # of one core
     settings: dict[str, Any]
     facts: dict[str, Any]
     lines: dict[str, int]  # that it added to each of FILES
@@ -77,7 +78,7 @@ class Ledger:
                     f"{now!r}); give a new folder, or --overwrite to replace the run."
                 )
 
-    def enter(self, stage: Stage, outcome: Outcome, seconds: float) -> None:
+    def enter(self, stage: Stage, outcome: Outcome, *, seconds: float, cpu_seconds: float) -> None:
         """File what a stage found; of one that was carried out again, because its product was gone, nothing."""
         if stage.name in self.entries:
             return
@@ -90,7 +91,8 @@ class Ledger:
             _append(self.out / FILES[kind], lines)
         entry = Entry(
             name=stage.name,
-            seconds=seconds,
+            seconds=round(seconds, 1),
+            cpu_seconds=round(cpu_seconds, 1),
             settings=stage.settings,
             facts=outcome.facts,
             lines={kind: len(lines) for kind, lines in found.items() if lines},

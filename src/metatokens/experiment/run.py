@@ -64,10 +64,12 @@ def reproduce(
         created, began = now(), time.monotonic()
         left = _unfinished(ledger, plan)
         if left or not (out / "run.json").exists():
-            _carry_out(Workshop(out, name, sizes), ledger, plan, left, workers)
-            # Of a run that was cut off, the wall time is not known.
-            seconds = round(time.monotonic() - began, 1) if len(left) == len(ledger.entries) else None
-            _write_provenance(ledger, name, sizes, workers=workers, created=created, wall_seconds=seconds)
+            try:
+                _carry_out(Workshop(out, name, sizes), ledger, plan, left, workers)
+            finally:
+                # Of a run that was cut off, the wall time is not known.
+                seconds = round(time.monotonic() - began, 1) if len(left) == len(ledger.entries) else None
+                _write_provenance(ledger, name, sizes, workers=workers, created=created, wall_seconds=seconds)
 
 
 def unfinished(name: str, out: Path, *, table: str | None = None) -> list[Stage]:
@@ -109,7 +111,7 @@ def _carry_out(workshop: Workshop, ledger: Ledger, plan: list[Stage], left: set[
     context = multiprocessing.get_context("spawn")
     reports = context.Queue()
     ready: list[str] = []
-    running: dict[Future[tuple[Outcome, float]], str] = {}
+    running: dict[Future[tuple[Outcome, dict[str, float]]], str] = {}
     with (
         Display({stage.name: stage.cost for stage in plan}) as display,
         ProcessPoolExecutor(workers, context, _start_worker, (reports,)) as pool,
@@ -131,9 +133,9 @@ def _carry_out(workshop: Workshop, ledger: Ledger, plan: list[Stage], left: set[
                     while not reports.empty():
                         display.update(*reports.get())
                     for future in done:
-                        outcome, seconds = future.result()
+                        outcome, times = future.result()
                         name = running.pop(future)
-                        ledger.enter(by_name[name], outcome, seconds)
+                        ledger.enter(by_name[name], outcome, **times)
                         display.finish(name)
                         order.done(name)
                     display.refresh(running.values())
@@ -170,17 +172,19 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(workshop: Workshop, stage: Stage) -> tuple[Outcome, float]:
-    began = time.monotonic()
+def _work(workshop: Workshop, stage: Stage) -> tuple[Outcome, dict[str, float]]:
+    began, began_on_cpu = time.monotonic(), time.process_time()
     outcome = carry_out(
         workshop, stage.verb, stage.arguments, lambda done, total: _reports.put((stage.name, done / total))
     )
-    return outcome, round(time.monotonic() - began, 1)
+    return outcome, {"seconds": time.monotonic() - began, "cpu_seconds": time.process_time() - began_on_cpu}
 
 
 def _write_provenance(ledger: Ledger, name: str, sizes: Preset, **run: Any) -> None:
-    """Say what was run where: settings, versions, machine, data, sizes of the models, seconds of every stage."""
+    """Say what was run where: settings, versions, machine, data, sizes of the models, seconds of every stage so far."""
     entries = ledger.entries
+    if "tokenize" not in entries:
+        return
     given = {"corpus": sizes.corpus, "book": sizes.book}
     options = [f" --{option} '{spec}'" for option, spec in given.items() if spec != getattr(preset(name), option)]
     provenance = {
@@ -196,7 +200,7 @@ def _write_provenance(ledger: Ledger, name: str, sizes: Preset, **run: Any) -> N
         "cores": available_cores(),
         "versions": library_versions(),
         "finished": now(),
-        "stages": [{"name": name, "seconds": entry.seconds} for name, entry in entries.items()],
+        "stages": [entry.model_dump(include={"name", "seconds", "cpu_seconds"}) for entry in entries.values()],
         **run,
     }
     write_whole(ledger.out / "run.json", json.dumps(provenance, indent=1))

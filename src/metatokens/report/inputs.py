@@ -114,6 +114,12 @@ class Stage(BaseModel):
 
     name: str
     seconds: float
+    cpu_seconds: float | None = None
+
+    @property
+    def cost(self) -> float:
+        """Seconds of one core; by the clock where the other is not known."""
+        return self.seconds if self.cpu_seconds is None else self.cpu_seconds
 
 
 class ModelInfo(BaseModel):

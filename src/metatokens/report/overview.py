@@ -55,7 +55,7 @@ def cost(grid: Grid) -> Section:
     times: dict[str, list[float]] = {}
     for run in grid.inputs.runs:
         for stage in run.stages:
-            times.setdefault(stage.name.partition("-")[0], []).append(stage.seconds)
+            times.setdefault(stage.name.partition("-")[0], []).append(stage.cost)
     rows = tuple((verb, f"{len(each)}", duration(sum(each))) for verb, each in times.items())
     seconds = [one for each in times.values() for one in each]
     total = ("in all", f"{len(seconds)}", duration(sum(seconds)))
@@ -77,7 +77,7 @@ def _caution(grid: Grid) -> str:
             seeds[result.model, result.position_embedding].add(result.seed)
     several = [f"{model} ({position})" for (model, position), its in sorted(seeds.items(), key=str) if len(its) > 1]
     most = max(map(len, seeds.values()), default=1)
-    seconds = [stage.seconds for run in grid.inputs.runs for stage in run.stages]
+    seconds = [stage.cost for run in grid.inputs.runs for stage in run.stages]
     sentences = [
         f"Models of {sizes[0]} to {sizes[-1]} million parameters; the paper's has 152." if sizes else "",
         f"Up to {most} seeds of {', '.join(several)}." if several else "",
