@@ -66,7 +66,7 @@ def test_what_does_not_apply_is_null_and_provenance_is_filled_in() -> None:
     null = {key for key, value in record.items() if value is None}
     assert null == {
         "position_embedding", "task", "condition", "train_condition", "train_length", "length", "intervention",
-        "value", "low", "high", "chance", "recipe",
+        "noise_seed", "text", "value", "low", "high", "chance", "recipe",
     }  # fmt: skip
     assert record["versions"] == {
         "python": platform.python_version(),

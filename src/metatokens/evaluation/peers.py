@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from metatokens.errors import UserError
-from metatokens.model.attention import CausalAttention, MetaRows
+from metatokens.model.attention import CausalAttention, MetaRows, QueryRows
 from metatokens.model.cache import MetaTokenCache
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
@@ -57,9 +57,15 @@ class DenseMetaAttention(CausalAttention):
         self.mask = torch.empty(0)  # (batch, 1, length, keys), 0 where a query sees a key, minus infinity elsewhere
 
     def forward(
-        self, x: Tensor, *, rotary: Rotary | None, mask: Tensor | None, cache: MetaTokenCache | None
+        self,
+        x: Tensor,
+        *,
+        rotary: Rotary | None,
+        mask: Tensor | None,
+        cache: MetaTokenCache | None,
+        queries: QueryRows | None = None,
     ) -> tuple[Tensor, None]:
-        """Attend; arguments and results as in `CausalAttention.forward`, whose `mask` is not used."""
+        """Attend; arguments and results as in `CausalAttention.forward`; `mask` is not used, `queries` never given."""
         q, k, v = self.project(x, rotary)
         if cache is not None:
             k, v, _ = cache.layers[self.layer_index].update_second(k, v, self.slots)

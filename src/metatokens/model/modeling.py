@@ -19,13 +19,19 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from metatokens.errors import UserError
-from metatokens.model.attention import CausalAttention, MetaAttention, MetaRows, Projection, ResidualProjection
+from metatokens.model.attention import (
+    CausalAttention,
+    Index,
+    MetaAttention,
+    MetaRows,
+    Projection,
+    QueryRows,
+    ResidualProjection,
+)
 from metatokens.model.cache import MetaTokenCache
 from metatokens.model.configuration import MetaGPT2Config, SecondAttention
 from metatokens.model.generation import MetaTokenGenerationMixin
 from metatokens.model.positions import Rotary, check_length, position_ids_from_mask
-
-Index = Tensor | tuple[slice, slice | Tensor]  # of (batch, length)
 
 
 def layer_norm(config: MetaGPT2Config) -> nn.LayerNorm:
@@ -67,6 +73,12 @@ class MetaGPT2Block(GradientCheckpointingLayer):
         self.mlp_norm = layer_norm(config)
         self.mlp = FeedForward(config)
 
+    @property
+    def takes_queries(self) -> bool:
+        """Whether attention can leave positions out: under a mask that is a tensor, and in the modules made here."""
+        is_own = type(self.second_attention) in (type(None), MetaAttention, CausalAttention)
+        return is_own and self.attention.config._attn_implementation == "sdpa"
+
     def forward(
         self,
         x: Tensor,
@@ -77,17 +89,30 @@ class MetaGPT2Block(GradientCheckpointingLayer):
         meta_rotary: Rotary | None,
         past_key_values: MetaTokenCache | None,
         keep: Index | None = None,
+        queries: QueryRows | None = None,
     ) -> Tensor:
-        """One block's step of the residual stream, (batch, length, width), or what `keep` takes of it."""
-        x = x + self.attention(self.attention_norm(x), rotary=rotary, mask=mask, cache=past_key_values)[0]
-        if isinstance(self.second_attention, CausalAttention):
-            x = x + self.second_attention(self.second_norm(x), rotary=rotary, mask=mask, cache=past_key_values)[0]
-        elif self.second_attention is not None and meta_rows is not None:
+        """One block's step of the residual stream, (batch, length, width), or what `keep` takes of it.
+
+        Attention leaves out what is not in `queries`: the positions that `keep` takes and, for meta-attention to see
+        them, the meta-tokens. A second causal attention sees the first one's output everywhere, so that alone skips.
+        """
+        second, whole = self.second_attention, {"rotary": rotary, "mask": mask, "cache": past_key_values}
+        if queries is None or isinstance(second, CausalAttention):
+            x = x + self.attention(self.attention_norm(x), **whole)[0]
+        else:
+            x = queries.gather(x) + self.attention(self.attention_norm(x), **whole, queries=queries)[0]
+            meta_rows = None if meta_rows is None else meta_rows.among(queries)
+        if isinstance(second, CausalAttention):
+            if queries is None:
+                x = x + second(self.second_norm(x), **whole)[0]
+            else:
+                x = queries.gather(x) + second(self.second_norm(x), **whole, queries=queries)[0]
+        elif second is not None and meta_rows is not None:
             meta = self.second_norm(meta_rows.gather(x))
-            meta = self.second_attention(meta, rows=meta_rows, rotary=meta_rotary, cache=past_key_values)
+            meta = second(meta, rows=meta_rows, rotary=meta_rotary, cache=past_key_values)
             x = meta_rows.scatter_add(x, meta)
         if keep is not None:  # the feed-forward layer sees each position by itself
-            x = x[keep]
+            x = x[keep] if queries is None else queries.take(x, keep)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -147,8 +172,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
 
         Args:
             input_ids, attention_mask, position_ids, past_key_values, use_cache: as in `MetaGPT2ForCausalLM.forward`.
-            keep: an index of (batch, length). Only the final states that it takes are computed and returned; the last
-                block's feed-forward layer, a third of a two-layer model, is left out elsewhere.
+            keep: an index of (batch, length). Only the final states that it takes are computed and returned; of the
+                last block, half of a two-layer model, not much more than keys and values is computed elsewhere.
             **kwargs: output flags of transformers.
         """
         use_cache = self.config.use_cache if use_cache is None else use_cache
@@ -180,6 +205,11 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
 
         # Not told the positions, from which it would guess packed sequences, in training alone.
         mask = create_causal_mask(self.config, x, attention_mask, past_key_values)
+        last, queries = self.layers[-1], None
+        if keep is not None and length > 2 and last.takes_queries:  # a decoding step is not worth looking at
+            is_asked = torch.zeros_like(input_ids, dtype=torch.bool)
+            is_asked[keep] = True
+            queries = QueryRows.find(is_asked if meta_rows is None else is_asked | is_meta)
         for layer in self.layers:
             x = layer(
                 x,
@@ -188,7 +218,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
                 meta_rows=meta_rows,
                 meta_rotary=meta_rotary,
                 past_key_values=past_key_values,
-                keep=keep if layer is self.layers[-1] else None,
+                keep=keep if layer is last else None,
+                queries=queries if layer is last else None,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
