@@ -243,8 +243,8 @@ def _stage(verb: str, arguments: dict[str, str] | None = None, **fields: Any) ->
 
 
 def _settings(recipe: PretrainRecipe | FinetuneRecipe) -> dict[str, Any]:
-    # Without what is not set, so that a setting that a later version adds leaves finished stages as they are.
-    return recipe.model_dump(mode="json", exclude_none=True)
+    # Without defaults, so that a setting that a later version adds leaves finished stages as they are.
+    return recipe.model_dump(mode="json", exclude_defaults=True)
 
 
 def _examples(recipe: FinetuneRecipe) -> dict[int, int]:

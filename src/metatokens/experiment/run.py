@@ -7,6 +7,7 @@ import platform
 import signal
 import threading
 import time
+from collections.abc import Container
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -24,7 +25,8 @@ from metatokens.experiment.ledger import Ledger, write_whole
 from metatokens.experiment.plan import Stage, select, stages
 from metatokens.experiment.presets import preset
 from metatokens.experiment.stages import Outcome, Workshop, carry_out
-from metatokens.experiment.variants import Preset
+from metatokens.experiment.variants import Preset, finetune_recipe, pretrain_recipe
+from metatokens.recipe import FinetuneRecipe, PretrainRecipe
 from metatokens.training.run_folder import open_run
 
 
@@ -190,7 +192,7 @@ def _write_provenance(ledger: Ledger, name: str, sizes: Preset, **run: Any) -> N
     provenance = {
         "command": f"metatokens reproduce --preset {name} --out {ledger.out.name}{''.join(options)}",
         "preset": name,
-        "recipes": {stage: entry.settings["recipe"] for stage, entry in entries.items() if "recipe" in entry.settings},
+        "recipes": _recipes(sizes, entries),
         "corpus": entries["tokenize"].facts["corpus"],
         "models": {
             stage.split("-", 1)[1]: entry.facts for stage, entry in entries.items() if "parameters" in entry.facts
@@ -204,3 +206,12 @@ def _write_provenance(ledger: Ledger, name: str, sizes: Preset, **run: Any) -> N
         **run,
     }
     write_whole(ledger.out / "run.json", json.dumps(provenance, indent=1))
+
+
+def _recipes(sizes: Preset, finished: Container[str]) -> dict[str, Any]:
+    """The whole settings, defaults too, of what was trained."""
+    recipes: dict[str, PretrainRecipe | FinetuneRecipe] = {}
+    for one in sizes.variants:
+        recipes[f"pretrain-{one.name}"] = pretrain_recipe(sizes, one, Path("tokens"))
+        recipes |= {f"finetune-{one.name}-{task}": finetune_recipe(sizes, one, task) for task in one.tasks}
+    return {stage: recipe.model_dump(mode="json") for stage, recipe in recipes.items() if stage in finished}
