@@ -19,7 +19,7 @@ import tiny_preset
 
 from metatokens.errors import UserError
 from metatokens.evaluation.results import Result, read_results
-from metatokens.experiment import presets, run
+from metatokens.experiment import pools, presets, run
 from metatokens.report.inputs import read_inputs
 
 STAGES = ["tokenize", "describe_tasks", "draw_tests-parity", "draw_examples-parity-paper-seed0-64x16"]
@@ -32,7 +32,7 @@ class InThisProcess:
     """Stands for the process pool: carries each stage out when it is submitted."""
 
     def __init__(self, workers: int, context: object, initializer: object, initargs: tuple[Any]):
-        run._reports = initargs[0]
+        pools._reports = initargs[0]
 
     def __enter__(self) -> "InThisProcess":
         return self
@@ -50,7 +50,7 @@ class InThisProcess:
 def reproduce(small_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`reproduce` with the tiny preset, in this process."""
     monkeypatch.setattr(presets, "PRESETS", {name: tiny_preset.tiny(str(small_corpus)) for name in ("tiny", "other")})
-    monkeypatch.setattr(run, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(pools, "ProcessPoolExecutor", InThisProcess)
     return lambda out, name="tiny", **options: run.reproduce(name, out, workers=1, **options)
 
 
@@ -60,7 +60,7 @@ def undisturbed(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) ->
     out = tmp_path_factory.mktemp("runs") / "undisturbed"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(presets, "PRESETS", {"tiny": tiny_preset.tiny(str(small_corpus))})
-        patch.setattr(run, "ProcessPoolExecutor", InThisProcess)
+        patch.setattr(pools, "ProcessPoolExecutor", InThisProcess)
         run.reproduce("tiny", out, workers=1)
     return out
 
@@ -82,7 +82,7 @@ def lines(out: Path) -> dict[str, list[str]]:
 
 def noted(started: list[str]) -> Callable[..., Any]:
     """`carry_out`, which notes the stage's verb and whom it is about."""
-    carry_out = run.carry_out
+    carry_out = pools.carry_out
 
     def note(workshop: Any, verb: str, arguments: dict[str, Any], progress: Any) -> Any:
         started.append("-".join([verb, *(value for value in arguments.values() if isinstance(value, str))]))
@@ -159,6 +159,10 @@ def test_models_are_trained_on_the_same_text(undisturbed: Path) -> None:
 # --- cut off and gone on with, in this process
 
 
+def kill_this_process(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def cut_off(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
@@ -176,12 +180,12 @@ def test_stages_that_were_finished_are_not_repeated(
         return carry_out(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "carry_out", stop_at_cut)
+        patch.setattr(pools, "carry_out", stop_at_cut)
         with pytest.raises(KeyboardInterrupt):
             reproduce(tmp_path / "run")
     before = records(tmp_path / "run")
     assert len(before) == len(started) == cut
-    monkeypatch.setattr(run, "carry_out", carry_out)
+    monkeypatch.setattr(pools, "carry_out", carry_out)
     reproduce(tmp_path / "run")
     after = records(tmp_path / "run")
     assert {name: after[name] for name in before} == before
@@ -221,7 +225,7 @@ def test_a_run_goes_on_from_its_records_alone(
     assert list(records(tmp_path / "run"))[-1] == last  # so that its result lines are the last ones too
     ledger.write_text("".join(line + "\n" for line in kept))
     started: list[str] = []
-    monkeypatch.setattr(run, "carry_out", noted(started))
+    monkeypatch.setattr(pools, "carry_out", noted(started))
     reproduce(tmp_path / "run")
     needed = {
         "tokenize",
@@ -356,10 +360,81 @@ def test_a_users_mistake_in_a_stage_is_passed_on(
     def refuse(*_: object) -> None:
         raise UserError("the disk is full.")
 
-    monkeypatch.setattr(run, "carry_out", refuse)
+    monkeypatch.setattr(pools, "carry_out", refuse)
     with pytest.raises(UserError, match="the disk is full"):
         reproduce(tmp_path / "run")
     assert records(tmp_path / "run") == {}
+
+
+# --- as jobs of a cluster
+
+
+def test_jobs_give_the_same_results_and_one_that_is_killed_is_submitted_again(
+    small_corpus: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("submitit")
+    # A job is a fresh interpreter, which has to be told to stall.
+    (tmp_path / "site").mkdir()
+    hook = "import sys\nif any('submitit' in part for part in sys.orig_argv):\n    import tiny_preset\n"
+    (tmp_path / "site" / "sitecustomize.py").write_text(hook)
+    path = os.pathsep.join([str(tmp_path / "site"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {"STALL": str(tmp_path / "stalled"), "HOME": str(tmp_path), "PYTHONPATH": path}
+    running = start(small_corpus, tmp_path / "run", workers=2, executor="local", **environment)
+    assert wait_until(lambda: (tmp_path / "stalled").exists() or running.poll() is not None)
+    (folder,) = (tmp_path / ".cache" / "metatokens" / "jobs").iterdir()
+    assert folder.stat().st_mode & 0o077 == 0  # nobody else may put a pickle there
+    worker = int((tmp_path / "stalled").read_text())
+    (tmp_path / "stalled.once").touch()  # the next try does not stall
+    os.kill(worker, signal.SIGKILL)
+    output, error = running.communicate(timeout=PATIENCE)
+    assert (running.returncode, output) == (0, ""), error
+    assert_same_run(tmp_path / "run", undisturbed)
+    assert not folder.exists()
+    assert not list((tmp_path / "run").rglob("*.pkl"))
+
+
+@pytest.mark.parametrize(
+    ("executor", "job", "sentence"),
+    [
+        ("threads", {}, "unknown executor 'threads'; choose processes, slurm or local"),
+        ("processes", {"slurm_partition": "gpu"}, "--job sets what a cluster's job gets"),
+        ("local", {"partitions": "gpu"}, "submitit does not take these jobs: "),
+    ],
+)
+def test_other_executors_and_settings_are_refused(
+    executor: str,
+    job: dict[str, str],
+    sentence: str,
+    reproduce: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if executor == "local":
+        pytest.importorskip("submitit")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UserError, match=sentence):
+        reproduce(tmp_path / "run", executor=executor, job=job)
+    assert not list(tmp_path.glob(".cache/metatokens/jobs/*"))
+
+
+def test_a_job_that_is_ended_again_and_again_is_one_sentence(
+    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(pools, "TRIES", 2)
+    monkeypatch.setattr(pools, "_work_as_job", kill_this_process)
+    monkeypatch.setattr(presets, "PRESETS", {"tiny": tiny_preset.tiny(str(small_corpus))})
+    with pytest.raises(UserError, match="the job of tokenize was ended 2 times"):
+        run.reproduce("tiny", tmp_path / "run", executor="local", workers=1)
+
+
+def test_settings_of_jobs_are_read_as_yaml() -> None:
+    read = pools.job_settings(["slurm_partition=gpu", "timeout_min=90", "slurm_array_parallelism=", "a=b=c"])
+    assert read == {"slurm_partition": "gpu", "timeout_min": 90, "slurm_array_parallelism": None, "a": "b=c"}
+    for wrong in ("gpu", "=gpu", "a=[1"):
+        with pytest.raises(UserError, match="--job"):
+            pools.job_settings([wrong])
 
 
 # --- killed, for real
@@ -367,10 +442,12 @@ def test_a_users_mistake_in_a_stage_is_passed_on(
 PATIENCE = 600  # seconds
 
 
-def start(corpus: Path, out: Path, *, workers: int, **environment: str) -> subprocess.Popen[str]:
+def start(
+    corpus: Path, out: Path, *, workers: int, executor: str = "processes", **environment: str
+) -> subprocess.Popen[str]:
     """The command in a process group of its own."""
     return subprocess.Popen(
-        [sys.executable, tiny_preset.__file__, str(corpus), str(out), str(workers)],
+        [sys.executable, tiny_preset.__file__, str(corpus), str(out), str(workers), executor],
         env=os.environ | environment,
         start_new_session=True,
         # A shell starts what runs in its background with Ctrl-C ignored, which is inherited.

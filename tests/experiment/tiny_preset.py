@@ -1,7 +1,8 @@
-"""A preset of seconds, and a command that carries it out: `python tiny_preset.py CORPUS OUT WORKERS`.
+"""A preset of seconds, and a command that carries it out: `python tiny_preset.py CORPUS OUT WORKERS EXECUTOR`.
 
 With a path in the environment variable STALL, the worker that pretrains `meta` writes its process id there after the
 first checkpoint, and then does nothing: so a test can cut the run off at a point that is the same on every machine.
+It goes on where there is a file of that name with `.once`.
 """
 
 import os
@@ -88,7 +89,8 @@ if stall := os.environ.get("STALL"):
 
     def save_and_stall(self: RunCallback, args, state, control, **kwargs) -> None:
         save(self, args, state, control, **kwargs)
-        if Path(args.output_dir).match("meta/pretrained/checkpoints"):
+        was_here = Path(f"{stall}.once").exists()
+        if Path(args.output_dir).match("meta/pretrained/checkpoints") and not was_here:
             Path(stall).write_text(str(os.getpid()))
             time.sleep(600)
 
@@ -99,5 +101,7 @@ if __name__ == "__main__":
     from metatokens.cli import main
 
     presets.PRESETS = {"tiny": tiny(sys.argv[1])}
-    sys.argv = ["metatokens", "reproduce", "--preset", "tiny", "--out", sys.argv[2], "--workers", sys.argv[3]]
+    out, workers, executor = sys.argv[2:]
+    sys.argv = ["metatokens", "reproduce", "--preset", "tiny", "--out", out]
+    sys.argv += ["--workers", workers, "--executor", executor]
     main()

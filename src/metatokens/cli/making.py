@@ -27,10 +27,13 @@ def reproduce(
     book: Annotated[str | None, typer.Option(help="A corpus spec that perplexity is measured on too.")] = None,
     only: Annotated[str | None, typer.Option(help="Only what answers this table or question, such as table7.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the stages and what they may cost.")] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: the cores there are.")] = None,
+    executor: Annotated[str, typer.Option(help="processes, slurm, or local (jobs as of slurm, here).")] = "processes",
+    workers: Annotated[int | None, typer.Option(min=1, help="Stages at a time; default: the cores there are.")] = None,
+    job: Annotated[list[str] | None, typer.Option(help="A cluster job's setting: slurm_partition=gpu.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Everything in order: tokenize, pretrain, fine-tune, evaluate, report. Resumes what was cut off."""
+    from metatokens.experiment.pools import job_settings
     from metatokens.experiment.run import reproduce, unfinished
     from metatokens.report.page import write_report
 
@@ -40,7 +43,17 @@ def reproduce(
             print(f"{stage.cost / 60:6.1f} min  {stage.name}")
         say(f"{len(stages)} stages, an estimated {sum(stage.cost for stage in stages) / 3600:.1f} core-hours")
     else:
-        reproduce(preset, out, corpus=corpus, book=book, table=only, workers=workers, overwrite=overwrite)
+        reproduce(
+            preset,
+            out,
+            corpus=corpus,
+            book=book,
+            table=only,
+            executor=executor,
+            workers=workers,
+            job=job_settings(job or ()),
+            overwrite=overwrite,
+        )
         say(f"report: {write_report([out], out / 'report')}")
 
 
@@ -50,14 +63,17 @@ def tokenize(
     tokenizer: Annotated[str, typer.Option(help="gpt2, a folder, or train:N.")],
     out: Out,
     held_out: Annotated[float, typer.Option(min=0, max=0.5, help="Share of the documents that are held out.")] = 0.05,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: the cores there are.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a corpus as a store of token ids, memory-mapped when read."""
+    """Write a corpus as a store of token ids, memory-mapped when read. Resumes what was cut off."""
     from metatokens.data.blocks import write_token_store
     from metatokens.tasks.curriculum import task_texts
 
     texts = task_texts() if tokenizer.startswith("train:") else ()
-    store = write_token_store(out, corpus, tokenizer, held_out=held_out, extra_texts=texts, overwrite=overwrite)
+    store = write_token_store(
+        out, corpus, tokenizer, held_out=held_out, extra_texts=texts, overwrite=overwrite, workers=workers
+    )
     for split, counts in store.manifest.splits.items():
         say(f"{split}: {counts.tokens:,} tokens in {counts.documents:,} documents")
 

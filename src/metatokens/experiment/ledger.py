@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from metatokens.errors import UserError
 from metatokens.experiment.plan import Stage
-from metatokens.experiment.stages import Outcome
+from metatokens.experiment.pools import Done
 
 LEDGER = "stages.jsonl"
 FILES = {"results": "results.jsonl", "measurements": "analysis.jsonl", "curves": "curves.jsonl"}
@@ -78,23 +78,23 @@ class Ledger:
                     f"{now!r}); give a new folder, or --overwrite to replace the run."
                 )
 
-    def enter(self, stage: Stage, outcome: Outcome, *, seconds: float, cpu_seconds: float) -> None:
+    def enter(self, stage: Stage, done: Done) -> None:
         """File what a stage found; of one that was carried out again, because its product was gone, nothing."""
         if stage.name in self.entries:
             return
         found = {
-            "results": [result.model_dump_json() for result in outcome.results],
-            "measurements": [one.model_dump_json() for one in outcome.measurements],
-            "curves": [json.dumps(point) for point in outcome.curves],
+            "results": [result.model_dump_json() for result in done.outcome.results],
+            "measurements": [one.model_dump_json() for one in done.outcome.measurements],
+            "curves": [json.dumps(point) for point in done.outcome.curves],
         }
         for kind, lines in found.items():
             _append(self.out / FILES[kind], lines)
         entry = Entry(
             name=stage.name,
-            seconds=round(seconds, 1),
-            cpu_seconds=round(cpu_seconds, 1),
+            seconds=round(done.seconds, 1),
+            cpu_seconds=round(done.cpu_seconds, 1),
             settings=stage.settings,
-            facts=outcome.facts,
+            facts=done.outcome.facts,
             lines={kind: len(lines) for kind, lines in found.items() if lines},
         )
         _append(self.out / LEDGER, [entry.model_dump_json()])

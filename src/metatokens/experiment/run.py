@@ -1,30 +1,21 @@
-"""Carries a plan out in worker processes: what is done is skipped, what was cut off goes on."""
+"""Carries a plan out: what is done is skipped, what was cut off goes on."""
 
 import json
-import multiprocessing
-import os
 import platform
-import signal
-import threading
 import time
-from collections.abc import Container
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from graphlib import TopologicalSorter
-from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from metatokens.errors import UserError
 from metatokens.evaluation.results import library_versions, now
 from metatokens.experiment.display import Display
 from metatokens.experiment.ledger import Ledger, write_whole
 from metatokens.experiment.plan import Stage, select, stages
+from metatokens.experiment.pools import Pool, available_cores, open_pool
 from metatokens.experiment.presets import preset
-from metatokens.experiment.stages import Outcome, Workshop, carry_out
+from metatokens.experiment.stages import Workshop
 from metatokens.experiment.variants import Preset, finetune_recipe, pretrain_recipe
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe
 from metatokens.training.run_folder import open_run
@@ -37,7 +28,9 @@ def reproduce(
     corpus: str | None = None,
     book: str | None = None,
     table: str | None = None,
+    executor: str = "processes",
     workers: int | None = None,
+    job: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> None:
     """Carry out the stages of a preset; write `results.jsonl`, `analysis.jsonl`, `curves.jsonl` and `run.json`.
@@ -48,11 +41,12 @@ def reproduce(
         corpus: the corpus spec to use in place of the preset's.
         book: the corpus spec of a text that perplexity is measured on too, in place of the preset's.
         table: carry out only the stages whose results stand in this table of the paper, and those that they need.
-        workers: processes, of one thread each; default: the cores that this process may use.
+        executor, workers, job: who carries the stages out, and how many at a time: see `open_pool`.
         overwrite: replace another run in `out`.
 
     Raises:
-        UserError: if the preset or the table is unknown, the folder holds something else, or a worker was killed.
+        UserError: if the preset, the table or the executor is unknown, the folder holds something else, or a worker
+            was killed.
     """
     sizes = preset(name)
     sizes = replace(sizes, corpus=corpus or sizes.corpus, book=book or sizes.book)
@@ -62,16 +56,16 @@ def reproduce(
         ledger = Ledger(out)
         ledger.check(plan)
         ledger.resume()
-        workers = workers or available_cores()
         created, began = now(), time.monotonic()
         left = _unfinished(ledger, plan)
         if left or not (out / "run.json").exists():
+            pool = open_pool(Workshop(out.resolve(), name, sizes), executor, workers, job or {})
             try:
-                _carry_out(Workshop(out, name, sizes), ledger, plan, left, workers)
+                _carry_out(ledger, plan, left, pool)
             finally:
                 # Of a run that was cut off, the wall time is not known.
                 seconds = round(time.monotonic() - began, 1) if len(left) == len(ledger.entries) else None
-                _write_provenance(ledger, name, sizes, workers=workers, created=created, wall_seconds=seconds)
+                _write_provenance(ledger, name, sizes, workers=pool.size, created=created, wall_seconds=seconds)
 
 
 def unfinished(name: str, out: Path, *, table: str | None = None) -> list[Stage]:
@@ -83,11 +77,6 @@ def unfinished(name: str, out: Path, *, table: str | None = None) -> list[Stage]
     plan = select(stages(preset(name)), table)
     left = _unfinished(Ledger(out), plan)
     return [stage for stage in plan if stage.name in left]
-
-
-def available_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _unfinished(ledger: Ledger, plan: list[Stage]) -> set[str]:
@@ -106,80 +95,35 @@ def _unfinished(ledger: Ledger, plan: list[Stage]) -> set[str]:
     return unfinished
 
 
-def _carry_out(workshop: Workshop, ledger: Ledger, plan: list[Stage], left: set[str], workers: int) -> None:
+def _carry_out(ledger: Ledger, plan: list[Stage], left: set[str], pool: Pool) -> None:
     by_name = {stage.name: stage for stage in plan}
     order = TopologicalSorter({stage.name: stage.after for stage in plan})
     order.prepare()
-    context = multiprocessing.get_context("spawn")
-    reports = context.Queue()
     ready: list[str] = []
-    running: dict[Future[tuple[Outcome, dict[str, float]]], str] = {}
-    with (
-        Display({stage.name: stage.cost for stage in plan}) as display,
-        ProcessPoolExecutor(workers, context, _start_worker, (reports,)) as pool,
-    ):
-        try:
-            while order.is_active():
-                for name in order.get_ready():
-                    if name not in left:
-                        display.skip(name)
-                        order.done(name)
-                    else:
-                        ready.append(name)
-                ready.sort(key=lambda name: (-by_name[name].priority, by_name[name].cost))
-                while ready and len(running) < workers:  # the longest first, so that none is left for the end
-                    stage = by_name[ready.pop()]
-                    running[pool.submit(_work, workshop, stage)] = stage.name
-                if running:
-                    done, _ = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
-                    while not reports.empty():
-                        display.update(*reports.get())
-                    for future in done:
-                        outcome, times = future.result()
-                        name = running.pop(future)
-                        ledger.enter(by_name[name], outcome, **times)
-                        display.finish(name)
-                        order.done(name)
-                    display.refresh(running.values())
-        except BrokenProcessPool as error:
-            raise UserError(
-                f"a worker was killed while it did {', '.join(sorted(running.values()))} (too little memory is the "
-                "usual reason); the same command goes on from here, and --workers 1 needs less."
-            ) from error
-        except BaseException:
-            # Without this, leaving the pool would wait for stages of minutes.
-            for process in multiprocessing.active_children():
-                process.terminate()
-            raise
-
-
-_reports: Any = None  # in a worker: the queue that progress is put into
-
-
-def _start_worker(reports: Any) -> None:
-    global _reports
-    _reports = reports
-    # Ctrl-C reaches every process of the terminal. The parent hears it and ends its workers; a worker that ended by
-    # itself could make the parent report a broken pool instead.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-    torch.set_num_threads(1)  # two processes of one thread beat one of two for small models
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait_for_any([parent.sentinel])
-    os._exit(1)
-
-
-def _work(workshop: Workshop, stage: Stage) -> tuple[Outcome, dict[str, float]]:
-    began, began_on_cpu = time.monotonic(), time.process_time()
-    outcome = carry_out(
-        workshop, stage.verb, stage.arguments, lambda done, total: _reports.put((stage.name, done / total))
-    )
-    return outcome, {"seconds": time.monotonic() - began, "cpu_seconds": time.process_time() - began_on_cpu}
+    running: set[str] = set()
+    with Display({stage.name: stage.cost for stage in plan}) as display, pool:
+        while order.is_active():
+            for name in order.get_ready():
+                if name not in left:
+                    display.skip(name)
+                    order.done(name)
+                else:
+                    ready.append(name)
+            ready.sort(key=lambda name: (-by_name[name].priority, by_name[name].cost))
+            while ready and len(running) < pool.size:  # the longest first, so that none is left for the end
+                name = ready.pop()
+                pool.submit(by_name[name])
+                running.add(name)
+            if running:
+                finished = list(pool.finished())
+                for name, fraction in pool.progress():
+                    display.update(name, fraction)
+                for name, found in finished:
+                    ledger.enter(by_name[name], found)
+                    running.remove(name)
+                    display.finish(name)
+                    order.done(name)
+                display.refresh(running)
 
 
 def _write_provenance(ledger: Ledger, name: str, sizes: Preset, **run: Any) -> None:
