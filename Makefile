@@ -2,6 +2,7 @@
 # make demo      train, evaluate and report small models (about a quarter of an hour on two cores)
 # make test      every test, with line coverage
 # make lint      the linter and the type checker
+# make reliability  kills, faults and hostile input in full (docs/reliability.md; about an hour on two cores)
 # make benchmark every benchmark at the paper's size, into benchmarks/results (about an hour on two cores)
 # make report    draw the report of results/small again, from its committed lines alone
 # make lock      resolve the dependencies again
@@ -10,7 +11,7 @@ VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: install demo smoke test lint benchmark report lock clean
+.PHONY: install demo smoke test lint reliability benchmark report lock clean
 
 install: $(VENV)/.installed
 
@@ -27,6 +28,11 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+reliability: $(VENV)/.installed-test
+	METATOKENS_RELIABILITY=long HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n auto tests/reliability tests/hostile \
+		tests/training/test_distributed.py tests/training/test_run_folder.py tests/training/test_trainer.py \
+		tests/experiment/test_reproduce.py
 
 benchmark: $(VENV)/.installed-benchmark
 	PATH="$(CURDIR)/$(BIN):$$PATH" benchmarks/run

@@ -7,6 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
+
+# Drawn cases of each test that does not say how many; tests/hostile multiplies its own numbers with theirs.
+settings.register_profile("quick", deadline=None)
+settings.register_profile("long", max_examples=20 * settings.default.max_examples, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # Read when torch and transformers are imported, and handed down to subprocesses: one thread, since the tests run side
 # by side, and no notices, as the command sets it.

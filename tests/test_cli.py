@@ -17,6 +17,7 @@ from transformers import BertConfig
 from metatokens import cli
 from metatokens.analysis.records import Measurement
 from metatokens.data.blocks import TokenStore, write_token_store
+from metatokens.data.sharding import Plan
 from metatokens.errors import UserError
 from metatokens.evaluation.results import read_results
 from metatokens.evaluation.speed import Timing
@@ -112,7 +113,7 @@ def test_finished_work_is_not_repeated(
     first = [metatokens(line) for line in lines]
     before = contents(workplace)
     monkeypatch.setattr("metatokens.training.trainer.MetaTokenTrainer.train", None)
-    monkeypatch.setattr("metatokens.data.blocks._build", None)
+    monkeypatch.setattr("metatokens.data.writing._begin", None)
     assert [metatokens(line) for line in lines] == first
     assert contents(workplace) == before
 
@@ -239,7 +240,12 @@ def ground(
     ground = tmp_path_factory.mktemp("ground")
     shutil.copy(small_corpus, ground / "text.txt")
     shutil.copytree(small_store.path, ground / "tokens")
-    write_token_store(ground / "other-tokens", str(ground / "text.txt"), "train:300")
+    settings = write_token_store(ground / "other-tokens", str(ground / "text.txt"), "train:300").manifest.settings
+    (ground / "unfinished" / ".partial" / "train").mkdir(parents=True)
+    plan = Plan(settings=settings, parts=(), shard_characters=1, first=())
+    (ground / "unfinished" / ".partial" / "plan.json").write_text(plan.model_dump_json())
+    shutil.copytree(ground / "tokens", ground / "damaged-tokens")
+    (ground / "damaged-tokens" / "held_out" / "00000-00000.arrow").write_bytes(b"ARROW1")
     (ground / "empty.txt").write_text(" \n\n")
     (ground / "empty.jsonl").write_text("")
     (ground / "short.txt").write_text("a few words")
@@ -315,6 +321,7 @@ MISTAKES = {
     "perplexity --model model --corpus latin.txt": "latin.txt, line 2 is not UTF-8",
     "perplexity --model model --corpus model": "model/manifest.json is not the manifest of a token store",
     "perplexity --model model --corpus other-tokens": "other-tokens was made with another tokenizer than the model's",
+    "perplexity --model model --corpus damaged-tokens": "held_out/00000-00000.arrow is missing, cut short or altered",
     "perplexity --model model --corpus text.txt --fraction 0.6": "meta-tokens is 0.6, but must lie in [0, 0.5]",
     "perplexity --model model --corpus text.txt --placement random": "unknown placement 'random': choose from",
     "perplexity --model unmarked --corpus text.txt --placement uniform": "unmarked has no meta_token_id",
@@ -390,7 +397,7 @@ MISTAKES = {
         "a sequence of 32 tokens is longer than the 31 learned positions"
     ),
     # output folders
-    f"{PRETRAIN} --out run": "run holds a run with other settings (recipe.data was None",
+    f"{PRETRAIN} --out run": "run holds a run with other settings (batch was None",
     f"{PRETRAIN} --out reproduced": "reproduced holds a run with other settings",
     f"{PRETRAIN} --out notes": "notes is not empty and holds no run",
     f"{PRETRAIN} --out notes --overwrite": "notes is not empty and holds no run",
@@ -400,6 +407,7 @@ MISTAKES = {
     "finetune --model model --task parity --out notes": "notes is not empty and holds no run",
     "finetune --model model --task parity --out text.txt/new": "text.txt/new cannot be used as a run folder",
     "tokenize --corpus text.txt --tokenizer train:300 --out tokens": "tokens holds a token store made with other",
+    "tokenize --corpus text.txt --tokenizer train:310 --out unfinished": "an unfinished token store made with",
     "tokenize --corpus text.txt --tokenizer train:300 --out model": "model/manifest.json is not the manifest of a",
     "tokenize --corpus text.txt --tokenizer train:300 --out notes": "notes is not empty and holds no token store",
     "tokenize --corpus text.txt --tokenizer train:300 --out text.txt": "the token store text.txt cannot be written",

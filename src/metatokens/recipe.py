@@ -15,8 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from metatokens.errors import UserError
 
-Positive = Annotated[int, Field(gt=0)]
-AtLeastZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0, lt=2**31)]
+AtLeastZero = Annotated[int, Field(ge=0, lt=2**31)]
+
+MAX_BYTES = 2**16  # of a recipe
 
 
 class _Settings(BaseModel):
@@ -72,7 +74,8 @@ class TrainingSettings(_Settings):
     dataloader_num_workers: AtLeastZero = 0
     report_to: str = "none"
     seed: AtLeastZero = 0
-    random_positions: Positive | None = None  # draw a training sequence's positions from so many, in order
+    # Draw a training sequence's positions from so many, in order.
+    random_positions: Annotated[int, Field(gt=0, le=2**20)] | None = None
 
     @property
     def batch(self) -> int:
@@ -158,8 +161,8 @@ def load_recipe(kind: type[Recipe], source: str, overrides: Sequence[str] = ()) 
             if not isinstance(target, dict):
                 raise UserError(f"--set {override!r}: {section} is not a section.")
         try:
-            target[last] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            target[last] = _parse(value)
+        except Exception as error:
             raise UserError(f"--set {override!r}: the value is not valid YAML.") from error
     try:
         return kind.model_validate(settings)
@@ -174,18 +177,35 @@ def _read_yaml(source: str) -> dict[str, Any]:
         names = ", ".join(sorted(entry.name.removesuffix(".yaml") for entry in packaged.iterdir()))
         raise UserError(f"no recipe at {source}; give a YAML file or one of: {names}.")
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        with path.open("rb") as file:
+            settings = _parse(file.read(MAX_BYTES + 1))
+    except Exception as error:
         raise UserError(f"recipe {source} cannot be read as YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(settings, dict):
         raise UserError(f"recipe {source} must be a mapping of sections.")
     return settings
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML's plain values, lists and mappings; without aliases, a few of which can stand for more than memory holds."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "aliases are not allowed", self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+
+def _parse(text: str | bytes) -> Any:
+    """What a YAML text says. PyYAML's errors are of many kinds: of `!!int x` it is a ValueError."""
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
+    return yaml.load(text, Loader=_Loader)
+
+
 def _explain(kind: type[BaseModel], error: ValidationError) -> str:
     """The first complaint of a validation error, as one sentence."""
     first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
+    key = " ".join(".".join(str(part) for part in first["loc"]).split())
     if not key:
         return f"{first['msg'].removeprefix('Value error, ')}."
     if first["type"] == "missing":

@@ -9,9 +9,10 @@ from pydoc_data.topics import topics
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from metatokens.data import tokenizer as tokenizer_module
 from metatokens.data.tokenizer import encode_text, load_tokenizer, meta_token_id, padded_vocab_size
 from metatokens.errors import UserError
 
@@ -106,6 +107,28 @@ def test_settings_of_an_earlier_call_do_not_leak_into_encoding(trained):
     [expected] = encode_text(trained, [text])
     trained(text, truncation=True, max_length=2, split_special_tokens=False)
     assert encode_text(trained, [text]) == [expected]
+
+
+PIECES = ["word", " ", "  ", "\n", " \n", "!", "don't", "'s", "é", "\u00a0", "\u2028", "\x1c", "12 3", "中文 ", "_"]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=60).map("".join), st.integers(1, 20))
+def test_a_long_text_is_encoded_in_pieces_to_the_same_ids(trained, text, long):
+    whole = encode_text(trained, [text, "short"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "LONG_TEXT", long)
+        assert encode_text(trained, [text, "short"]) == whole
+
+
+def test_a_tokenizer_that_may_join_words_encodes_them_together(saved, tmp_path):
+    backend = Tokenizer.from_file(str(saved / "tokenizer.json"))
+    backend.pre_tokenizer = pre_tokenizers.Split(" now", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>").save_pretrained(tmp_path / "joining")
+    joining = load_tokenizer(str(tmp_path / "joining"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "_ids_of_long", None)
+        patch.setattr(tokenizer_module, "LONG_TEXT", 2)
+        assert encode_text(joining, ["here and now"])
 
 
 def test_a_long_text_brings_no_warning(trained, tmp_path):

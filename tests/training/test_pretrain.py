@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,6 +128,22 @@ def test_a_damaged_checkpoint_is_dropped_for_the_one_before(
     assert output.out == ""
     assert "checkpoint-6" in output.err
     assert "dropped" in output.err
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python's own, about forking with threads
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_shard_is_named_before_any_training_on_it(
+    workers: int, pretraining: Callable[..., PretrainRecipe], small_store: TokenStore, steps: type, tmp_path: Path
+) -> None:
+    shutil.copytree(small_store.path, tmp_path / "tokens")
+    (shard,) = (tmp_path / "tokens" / "train").iterdir()
+    flip_a_byte(shard)
+    seen = steps()
+    settings = (f"data.tokens={tmp_path / 'tokens'}", f"training.dataloader_num_workers={workers}")
+    with pytest.raises(UserError) as caught:
+        pretrain(pretraining(*settings), tmp_path / "run", progress=seen)
+    assert str(caught.value) == f"{shard} is missing, cut short or altered: write the store again, with --overwrite."
+    assert seen == []
 
 
 def test_without_a_good_checkpoint_a_run_starts_again(

@@ -17,9 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metatokens.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
 
 SKIPPED_PACKAGES = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 MIN_DOCSTRINGS = 200  # characters; a module with less documentation than this makes no document
@@ -27,6 +30,16 @@ MIN_DOCSTRINGS = 200  # characters; a module with less documentation than this m
 # A text file is cut at the first blank line after SOFT_CUT characters; where there is none, at the first line
 # end after HARD_CUT, so that any long file has several documents and memory stays bounded.
 SOFT_CUT, HARD_CUT = 8_000, 64_000
+
+PART_BYTES = 2**26  # files are taken together until they have this size, so that many small ones are few parts
+
+
+class Part(NamedTuple):
+    """A piece of a corpus that can be read by itself: some of its files, or some of a dataset's."""
+
+    files: tuple[str, ...] = ()
+    number: int = 0  # of a dataset's own shards
+    of: int = 1
 
 
 def read_corpus(spec: str) -> Iterator[str]:
@@ -49,12 +62,46 @@ def read_corpus(spec: str) -> Iterator[str]:
         UserError: at once, if the spec names no file or a kind of file that is not read; while reading, if a
             source cannot be read or a document is not as described above. The sentence names file and line.
     """
+    return read_part(spec, Part(tuple(map(str, _files(spec)))))
+
+
+def corpus_parts(spec: str) -> list[Part]:
+    """A corpus in parts that can be read side by side; one after the other they are the corpus.
+
+    A part is a file, where that is large, or several; of a dataset, one of its own shards (a file, of C4 one of
+    1,024). The parts depend on the corpus alone.
+
+    Raises:
+        UserError: as `read_corpus`.
+    """
+    if spec.startswith("hf:"):
+        with _reading(spec):
+            count = _open_dataset(spec).num_shards
+        return [Part(number=number, of=count) for number in range(count)]
+    parts: list[Part] = []
+    files: list[str] = []
+    size = 0
+    for path in _files(spec):
+        files.append(str(path))
+        size += path.stat().st_size
+        if size >= PART_BYTES:
+            parts.append(Part(tuple(files)))
+            files, size = [], 0
+    return [*parts, Part(tuple(files))] if files or not parts else parts
+
+
+def read_part(spec: str, part: Part) -> Iterator[str]:
+    """The documents of one of a corpus' parts, in their order.
+
+    Raises:
+        UserError: as `read_corpus`.
+    """
     if spec == "builtin":
         return iter(_builtin())
     if spec.startswith("hf:"):
-        documents = _dataset(spec)
+        documents = _dataset(spec, part)
     else:
-        files = [(path, _reader(path)) for path in _files(spec)]
+        files = [(path, _reader(path)) for path in map(Path, part.files)]
         documents = (document for path, read in files for document in read(path))
     return (document for document in documents if document and not document.isspace())
 
@@ -82,6 +129,8 @@ def _docstrings(path: Path) -> str:
 
 
 def _files(spec: str) -> list[Path]:
+    if spec == "builtin" or spec.startswith("hf:"):
+        return []
     path = Path(spec).expanduser()
     if path.is_dir():
         raise UserError(f"the corpus {spec} is a folder: name a file in it, or several: {path / '*.jsonl'}.")
@@ -154,16 +203,21 @@ READERS: dict[str, Callable[[Path], Iterator[str]]] = {
 }
 
 
-def _dataset(spec: str) -> Iterator[str]:
+def _dataset(spec: str, part: Part) -> Iterator[str]:
+    where = spec if part.of == 1 else f"{spec}, shard {part.number + 1} of {part.of}"
+    with _reading(where):
+        rows = _open_dataset(spec).shard(num_shards=part.of, index=part.number)
+        for number, row in enumerate(rows, start=1):
+            yield _text(row, f"{where}, row {number}")
+
+
+def _open_dataset(spec: str) -> "IterableDataset":
     from datasets import load_dataset
 
     name, _, config = spec.removeprefix("hf:").partition(":")
     if not name:
         raise UserError(f"the corpus {spec} names no dataset: give hf:NAME or hf:NAME:CONFIG.")
-    with _reading(spec):
-        rows = load_dataset(name, config or None, split="train", streaming=True)
-        for number, row in enumerate(rows, start=1):
-            yield _text(row, f"{spec}, row {number}")
+    return load_dataset(name, config or None, split="train", streaming=True)
 
 
 def _text(record: Any, where: str) -> str:
@@ -182,6 +236,7 @@ def _reading(source: object) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, EOFError, zlib.error) as error:  # the last two: a damaged gzip file
+    # EOFError and zlib.error: a damaged gzip file. RuntimeError: pyarrow, and datasets of a folder with a script.
+    except (OSError, ValueError, EOFError, RuntimeError, zlib.error) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise UserError(f"{source} cannot be read: {reason}.") from error

@@ -7,6 +7,7 @@ in as ids. The meta-token is not in the tokenizer; its id is the first one after
 
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from metatokens.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_ENTRIES, MAX_ENTRIES = 300, 65_536  # of a trained vocabulary; the bytes and the end-of-text token are 257
+LONG_TEXT = 400_000  # characters; a longer text is encoded in pieces
+SPACE_BETWEEN = re.compile(r"(?<=\S) (?=\S)")
 UNLIMITED = int(1e30)  # transformers' "no maximum length", which keeps it from warning about long texts
 
 # The library's threads do not survive a fork, so forked data-loading workers go without. It sees to that itself
@@ -73,7 +76,24 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> lis
     backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
-    return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+    if not _splits_at_spaces(backend) or all(len(text) <= LONG_TEXT for text in texts):
+        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+    return [list(_ids_of_long(backend, text)) for text in texts]
+
+
+def _splits_at_spaces(backend: Tokenizer) -> bool:
+    """Whether a space between two words always starts a new piece, as in GPT-2's vocabulary."""
+    return isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) and backend.normalizer is None
+
+
+def _ids_of_long(backend: Tokenizer, text: str) -> Iterator[int]:
+    # The library takes some 130 bytes of memory a character of a text, so a long one goes through it bit by bit.
+    start = 0
+    while start < len(text):
+        cut = SPACE_BETWEEN.search(text, start + LONG_TEXT)
+        end = cut.start() if cut else len(text)
+        yield from backend.encode_batch_fast([text[start:end]], add_special_tokens=False)[0].ids
+        start = end
 
 
 def meta_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -90,7 +110,10 @@ def _pretrained(name: str, complaint: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # imports torch, which data-loading workers can do without
 
     try:
-        return AutoTokenizer.from_pretrained(name, split_special_tokens=True, add_prefix_space=False)
+        # Without the argument, transformers asks on the terminal whether to run code that it finds in the folder.
+        return AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False, split_special_tokens=True, add_prefix_space=False
+        )
     except Exception as error:  # the backend raises bare Exception where it cannot parse a file
         raise UserError(complaint) from error
 

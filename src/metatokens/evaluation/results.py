@@ -4,7 +4,6 @@ Every table and figure of the report is made from files of these lines and from 
 """
 
 import importlib.metadata
-import json
 import platform
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -99,8 +98,8 @@ def read_results(paths: Sequence[Path]) -> list[Result]:
             if not line.strip():
                 continue
             try:
-                results.append(Result.model_validate(json.loads(line)))
-            except (json.JSONDecodeError, ValidationError) as error:
+                results.append(Result.model_validate_json(line))
+            except ValidationError as error:
                 reason = str(error).splitlines()
                 raise UserError(f"{path}, line {number} is not a result record: {' '.join(reason[:3])}.") from error
     return results

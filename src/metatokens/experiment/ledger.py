@@ -47,6 +47,8 @@ class Ledger:
                 entry = Entry.model_validate_json(line)
             except ValidationError as error:
                 raise UserError(f"{out / LEDGER}, line {number} is no finished stage.") from error
+            if entry.name in self.entries:
+                raise UserError(f"{out / LEDGER}, line {number} names the stage {entry.name!r} once more.")
             self.entries[entry.name] = entry
 
     def resume(self) -> None:
@@ -117,7 +119,10 @@ def _append(path: Path, lines: Iterable[str]) -> None:
 
 def _whole_lines(path: Path) -> list[str]:
     """The lines that end in a line feed."""
-    return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    try:
+        return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}.") from error
 
 
 def _cut(path: Path, count: int) -> None:

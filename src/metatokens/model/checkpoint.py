@@ -2,21 +2,29 @@
 
 A folder with a `manifest.json` is complete, and every file in it has the checksum that the manifest gives. A folder
 without one, such as a model that another program saved, is read as transformers reads it, from safetensors alone.
+Whatever a folder holds, no code of it is run, and its sizes are looked at before anything is allocated.
 """
 
 import hashlib
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, GPTNeoConfig, PreTrainedTokenizerBase
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from metatokens.errors import UserError
-from metatokens.model.configuration import MetaGPT2Config, SecondAttention
+from metatokens.model.configuration import (
+    MAX_LAYERS,
+    MetaGPT2Config,
+    SecondAttention,
+    check_memory,
+    parameters_at_least,
+)
 from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 
@@ -26,6 +34,12 @@ MANIFEST = "manifest.json"
 LOCK = ".lock"  # held by the process that works in a folder; says nothing about what the folder holds
 
 _CLASSES = {MetaGPT2Config: MetaGPT2ForCausalLM, GPT2Config: GPT2LMHeadModel, GPTNeoConfig: GPTNeoForCausalLM}
+_KINDS = {config_class.model_type: config_class for config_class in _CLASSES}
+_MAX_CONFIG_BYTES = 2**20
+# Read beside what the configuration's own class declares. Whatever else transformers would take from a config.json is
+# left out: names of code to run or to download, tables of any size.
+_FURTHER_FIELDS = {"dtype", "torch_dtype", "meta_token_id", "attention_layers"}
+_WRONG_VALUES = (TypeError, LookupError, AttributeError, ArithmeticError)  # what transformers makes of some
 
 
 def write_manifest(folder: Path) -> None:
@@ -46,11 +60,12 @@ def verify_manifest(folder: Path) -> None:
     """
     try:
         sums = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"].items()
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{folder / MANIFEST} is missing or damaged, so {folder} may not be complete.") from error
+    files = {path.name for path in folder.iterdir() if path.is_file()}
     for name, expected in sums:
-        if not (folder / name).is_file():
-            raise UserError(f"{folder / name} is missing: the checkpoint is not complete.")
+        if name not in files:  # nor is a name taken that leads out of the folder
+            raise UserError(f"{' '.join(str(folder / name).split())} is missing: the checkpoint is not complete.")
         if _sha256(folder / name) != expected:
             raise UserError(f"{folder / name} is damaged: its checksum is not the one in {MANIFEST}.")
 
@@ -111,18 +126,17 @@ def load_model(folder: Path, second_attention: SecondAttention | None = None) ->
         raise UserError(f"there is no model in {folder}: it has no config.json.")
     if (folder / MANIFEST).exists():
         verify_manifest(folder)
+    config = _load_config(folder)
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"{folder / 'config.json'} is not a model configuration: {_one_line(error)}") from error
-    model_class = _CLASSES.get(type(config))
-    if model_class is None:
-        raise UserError(f"{folder} holds a {config.model_type} model; allowed are meta_gpt2, gpt2 and gpt_neo.")
-    try:
-        model, report = model_class.from_pretrained(
+        size, parameters = (folder / "model.safetensors").stat().st_size, parameters_at_least(config)
+        if parameters > size:
+            raise ValueError(
+                f"config.json asks for {parameters:,} parameters, and model.safetensors has {size:,} bytes"
+            )
+        model, report = _CLASSES[type(config)].from_pretrained(
             folder, config=config, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
-    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, *_WRONG_VALUES) as error:
         raise UserError(f"the weights in {folder} cannot be read: {_one_line(error)}") from error
     if report["missing_keys"] or report["unexpected_keys"]:
         first = sorted([*report["missing_keys"], *report["unexpected_keys"]])[0]
@@ -132,6 +146,28 @@ def load_model(folder: Path, second_attention: SecondAttention | None = None) ->
     elif isinstance(model, GPTNeoForCausalLM) and model.config.meta_token_id is None:
         model.add_meta_token()
     return model.cuda() if torch.cuda.is_available() else model
+
+
+def _load_config(folder: Path) -> PreTrainedConfig:
+    path = folder / "config.json"
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ValueError(f"it has more than {_MAX_CONFIG_BYTES:,} bytes")
+        given = json.loads(path.read_bytes())
+        kind = given.get("model_type")
+        if kind not in _KINDS:
+            raise ValueError(f"{folder} holds a {kind} model; allowed are meta_gpt2, gpt2 and gpt_neo")
+        # Written out, item by item, when the configuration is made.
+        if sum(len(kinds) * abs(count) for kinds, count in given.get("attention_types") or ()) > MAX_LAYERS:
+            raise ValueError(f"attention_types has more than {MAX_LAYERS:,} layers")
+        known = {field.name for field in fields(_KINDS[kind])} - {field.name for field in fields(PreTrainedConfig)}
+        other_names = _KINDS[kind].attribute_map
+        given = {other_names.get(key, key): value for key, value in given.items()}
+        config = _KINDS[kind](**{key: given[key] for key in given.keys() & (known | _FURTHER_FIELDS)})
+        check_memory(config, has_masks=kind == "gpt_neo")
+    except (OSError, ValueError, RecursionError, StrictDataclassError, *_WRONG_VALUES) as error:
+        raise UserError(f"{path} is not a model configuration: {_one_line(error)}") from error
+    return config
 
 
 def _sha256(path: Path) -> str:

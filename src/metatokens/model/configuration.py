@@ -1,5 +1,6 @@
 """Configuration of the GPT-2 family with meta-tokens (paper, Appendix A and B)."""
 
+import os
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
@@ -11,6 +12,8 @@ from metatokens.errors import UserError
 
 PositionEmbedding = Literal["learned", "rope", "none"]
 SecondAttention = Literal["meta", "causal", "none"]
+
+MAX_LAYERS = 10_000  # a layer takes some 50 kB of Python objects, however narrow it is
 
 
 @strict
@@ -98,3 +101,38 @@ class MetaGPT2Config(PreTrainedConfig):
     def paper(cls, **overrides: Any) -> "MetaGPT2Config":
         """The paper's 152M model: 12 layers, 12 heads, width 768, RoPE, meta-attention (Appendix B)."""
         return cls(**overrides)
+
+
+def parameters_at_least(config: PreTrainedConfig) -> int:
+    """The parameters of a model's tables, causal attention and feed-forward layers, which are most of it.
+
+    Args:
+        config: of one of this package's models, or of transformers' GPT-2 or GPT-Neo.
+    """
+    width, inner = config.hidden_size, getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None)
+    has_table = getattr(config, "position_embedding", "learned") == "learned"
+    rows = config.vocab_size + has_table * config.max_position_embeddings
+    return rows * width + config.num_hidden_layers * 2 * width * (2 * width + (inner or 4 * width))
+
+
+def check_memory(config: PreTrainedConfig, *, has_masks: bool = False) -> None:
+    """Refuse a model that this machine cannot hold, before anything is allocated for it.
+
+    Args:
+        config: see `parameters_at_least`.
+        has_masks: whether each layer has a causal mask of its own, as a GPT-Neo's do.
+
+    Raises:
+        UserError: if a size is not positive, there are too many layers, or the model, with parameters of two bytes,
+            is larger than the machine's memory.
+    """
+    layers, positions = config.num_hidden_layers, config.max_position_embeddings
+    inner = getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None) or 1
+    if min(config.vocab_size, config.hidden_size, layers, config.num_attention_heads, positions, inner) < 1:
+        raise UserError("sizes in a model configuration must be positive.")
+    if layers > MAX_LAYERS:
+        raise UserError(f"the model has {layers:,} layers; allowed are {MAX_LAYERS:,}.")
+    needed = 2 * parameters_at_least(config) + has_masks * layers * positions**2
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise UserError(f"the model takes {needed:,} bytes at least, and this machine's memory has {memory:,}.")

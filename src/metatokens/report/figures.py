@@ -181,6 +181,7 @@ def small_multiples(
     grid = figure.subplots(down, across, squeeze=False)
     drawn: dict[str, Any] = {}
     for place, (axes, (title, draw)) in enumerate(zip(grid.flat, panels.items(), strict=False)):
+        title = _on_a_line(title)
         axes.set_title(title, loc="left", parse_math=False, fontsize=_SIZE + 1.5, fontweight="bold", color=_INK)
         axes.grid(axis="y", color=_RULE, linewidth=0.7)
         axes.set_axisbelow(True)
@@ -196,8 +197,8 @@ def small_multiples(
         axes.set_visible(False)
     labels = sorted(drawn, key=lambda label: [*styles, label].index(label))
     legend = figure.legend(
-        [drawn[label] for label in labels], labels, loc="outside upper left", frameon=False, fontsize=_SIZE,
-        ncols=6 if width > PHONE else 2, handlelength=3.2, labelcolor=_INK, columnspacing=1.6,
+        [drawn[label] for label in labels], list(map(_on_a_line, labels)), loc="outside upper left", frameon=False,
+        fontsize=_SIZE, ncols=6 if width > PHONE else 2, handlelength=3.2, labelcolor=_INK, columnspacing=1.6,
     )  # fmt: skip
     for text in legend.get_texts():
         text.set_parse_math(False)
@@ -264,6 +265,11 @@ def _draw_curves(axes: Axes, curves: Sequence[CurvePoint], styles: Mapping[str, 
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.margins(x=0.02)
+
+
+def _on_a_line(text: str) -> str:
+    """A name as a picture has room for it; without what a font cannot show."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())[:60]
 
 
 def _percent(proportions: Iterable[float | None]) -> list[float]:

@@ -201,7 +201,7 @@ def _is_of_benchmark(file: Path) -> bool:
     try:
         with file.open(encoding="utf-8") as lines:
             return "benchmark" in json.loads(next(lines, "null"))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return False
 
 
@@ -240,7 +240,7 @@ def _read_text(path: Path) -> str:
 def _load(text: str, place: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{place} is not valid JSON: {error}.") from error
 
 
@@ -250,5 +250,5 @@ def _validate(kind: type[Record], text: str, place: str) -> Record:
         return kind.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = " ".join(".".join(map(str, first["loc"])).split())
         raise UserError(f"{place}: {where + ': ' if where else ''}{first['msg']}.") from error

@@ -32,6 +32,9 @@ class StoredExample(NamedTuple):
     answer_start: int
 
 
+_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "answer_start": pa.int32()})
+
+
 class ExampleStore(Sequence[StoredExample]):
     """The examples of one file, memory-mapped.
 
@@ -44,13 +47,20 @@ class ExampleStore(Sequence[StoredExample]):
 
     def __init__(self, path: Path):
         try:
-            column = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
-            ids, starts = column["input_ids"], column["answer_start"]
+            batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+            batch.validate(full=True)
+            if batch.schema != _SCHEMA or any(column.null_count for column in batch.columns):
+                raise pa.ArrowInvalid(f"its columns are {batch.schema}")
+            ids = batch["input_ids"]
             self._ids = ids.values.to_numpy()
             self._offsets = ids.offsets.to_numpy()
-            self._answer_starts = starts.to_numpy()
-        except (OSError, KeyError, pa.ArrowInvalid) as error:
-            raise UserError(f"{path} is no file of encoded examples: {error}.") from error
+            self._answer_starts = batch["answer_start"].to_numpy()
+            lengths = np.diff(self._offsets)
+            if ((self._answer_starts < 0) | (self._answer_starts > lengths)).any():
+                raise pa.ArrowInvalid("an answer starts outside its example")
+        except (OSError, LookupError, pa.ArrowException) as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise UserError(f"{path} is no file of encoded examples: {reason}.") from error
 
     @classmethod
     def write(cls, path: Path, examples: Iterable[Encoded]) -> "ExampleStore":

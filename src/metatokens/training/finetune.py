@@ -230,7 +230,7 @@ def training_of(folder: Path) -> dict[str, Any]:
     try:
         run = json.loads((folder.parent / "settings.json").read_text(encoding="utf-8"))
         seed, condition = run["recipe"]["training"]["seed"], run["recipe"]["task"]["condition"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
     if "task" not in run:  # a user's own records
         return {"seed": seed}

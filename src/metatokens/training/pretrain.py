@@ -10,7 +10,7 @@ from metatokens.data.blocks import BlockDataset, TokenStore
 from metatokens.data.tokenizer import padded_vocab_size
 from metatokens.errors import UserError
 from metatokens.model.checkpoint import LanguageModel, load_model, weights_sha256
-from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.configuration import MetaGPT2Config, check_memory
 from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import check_length
@@ -44,6 +44,7 @@ def pretrain(
     if init is None:
         config = _config(recipe, store)
         is_gpt_neo = recipe.model.architecture == "gpt_neo"
+        check_memory(config, has_masks=is_gpt_neo)
         model = GPTNeoForCausalLM.like(config) if is_gpt_neo else MetaGPT2ForCausalLM(config)
     else:
         model = load_model(init, recipe.model.second_attention)
@@ -97,7 +98,11 @@ def train_on_blocks(
     with open_run(out, run, overwrite=overwrite) as is_finished:
         if not is_finished:
             dataset = _blocks(recipe, store, epochs=epochs)
-            train(model, dataset, store.tokenizer, settings, out, collator=default_data_collator, progress=progress)
+            try:
+                train(model, dataset, store.tokenizer, settings, out, collator=default_data_collator, progress=progress)
+            except UserError as error:
+                # A data-loading worker's comes with the worker's traceback before the sentence.
+                raise UserError(str(error).rpartition("metatokens.errors.UserError: ")[2].strip()) from error
 
 
 def _blocks(recipe: PretrainRecipe, store: TokenStore, *, epochs: int) -> BlockDataset:

@@ -58,7 +58,10 @@ def _check(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
     record = out / SETTINGS
     if record.exists():
         if not overwrite:
-            _compare(out, json.loads(record.read_text(encoding="utf-8")), settings)
+            before = json.loads(record.read_text(encoding="utf-8"))
+            if not isinstance(before, dict):
+                raise UserError(f"{out} cannot be used as a run folder: its {SETTINGS} holds no settings.")
+            _compare(out, before, settings)
     elif any(path.name not in (_PARTIAL, LOCK) for path in out.iterdir()):
         raise UserError(f"{out} is not empty and holds no run; give a new folder.")
 
@@ -82,7 +85,7 @@ def _explained(out: Path) -> Iterator[None]:
         yield
     except Timeout as error:
         raise UserError(f"another process works in {out}; wait for it, or give another folder.") from error
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{out} cannot be used as a run folder: {error}.") from error
 
 
@@ -92,7 +95,8 @@ def _compare(out: Path, before: dict[str, Any], now: dict[str, Any], prefix: str
         if isinstance(old, dict) and isinstance(new, dict):
             _compare(out, old, new, f"{prefix}{key}.")
         elif old != new:
+            name = " ".join(f"{prefix}{key}".split())
             raise UserError(
-                f"{out} holds a run with other settings ({prefix}{key} was {old!r} and is now {new!r}); "
+                f"{out} holds a run with other settings ({name} was {old!r} and is now {new!r}); "
                 "give a new folder, or --overwrite to replace it."
             )

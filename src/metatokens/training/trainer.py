@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +21,10 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.integrations import get_available_reporting_integrations
+from transformers.trainer import TRAINER_STATE_NAME
 
 from metatokens.errors import UserError
-from metatokens.model.checkpoint import save_model, verify_manifest, write_manifest
+from metatokens.model.checkpoint import load_model, save_model, verify_manifest, write_manifest
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import TrainingSettings
 from metatokens.training.positions import randomize_positions
@@ -174,7 +176,16 @@ def train(
         items_a_step=settings.batch,
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=last_good_checkpoint(checkpoints))
+    checkpoint = last_good_checkpoint(checkpoints)
+    try:
+        if checkpoint is not None and checkpoint.endswith(f"checkpoint-{settings.max_steps}"):
+            # Cut off between its last checkpoint and its end. The Trainer would do a step more.
+            model.load_state_dict(load_model(Path(checkpoint)).state_dict())
+            trainer.state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
+        else:
+            trainer.train(resume_from_checkpoint=checkpoint)
+    except UnpicklingError as error:  # Trainer takes tensors and numbers from a pickle, and runs nothing of it
+        raise UserError(f"the checkpoint {checkpoint} cannot be loaded: it has more than tensors in it.") from error
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if settings.fsdp else None  # of all processes
     if trainer.is_world_process_zero():
         with (out / "curve.jsonl").open("w", encoding="utf-8") as file:
@@ -202,8 +213,9 @@ def check_trackers(settings: TrainingSettings) -> None:
 
 def last_good_checkpoint(folder: Path) -> str | None:
     """The newest checkpoint below `folder` that is complete and unchanged; damaged ones are removed."""
-    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True)
-    for path in found:
+    steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
+    found = [path for path, step in steps.items() if step.isdecimal()]
+    for path in sorted(found, key=lambda path: int(steps[path]), reverse=True):
         try:
             verify_manifest(path)
         except UserError as error:

@@ -1,0 +1,242 @@
+"""The token store: the ids of a corpus, in shards that are memory-mapped.
+
+A store is a folder:
+
+    train/, held_out/   the shards, Arrow IPC files with one column: the ids of documents in a row, the
+                        end-of-text id after each
+    tokenizer/          the tokenizer, as `save_pretrained` writes it
+    manifest.json       settings, counts and the checksum of every file, its own included; put there last, so it
+                        marks a complete store
+
+A file is checked when a process first opens it, so that a store of any size opens at once and yet nothing is
+ever read from a damaged one.
+"""
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterable
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from transformers import PreTrainedTokenizerBase
+
+from metatokens.data.tokenizer import load_tokenizer
+from metatokens.errors import UserError
+
+Split = Literal["train", "held_out"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer"
+
+
+Count = Annotated[int, Field(ge=0, lt=2**48)]
+
+
+class Record(BaseModel):
+    """Something that a store says about itself."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StoreSettings(Record):
+    """What decides a store's content."""
+
+    corpus: str
+    tokenizer: str
+    held_out: float
+    extra_texts_sha256: str | None  # what a trained tokenizer saw beside the corpus
+    python: str | None  # of the corpus `builtin`, which is part of it
+
+
+class Shard(Record):
+    """One file of a split."""
+
+    part: Count  # of the corpus, see `corpus_parts`
+    number: Count  # within the part
+    documents: Count
+    characters: Count  # Unicode code points
+    tokens: Count  # of text; the file holds one end-of-text id per document more
+    sha256: str
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return f"{self.part:05}-{self.number:05}.arrow"
+
+
+class SplitCounts(Record):
+    """The sums over a split's shards, in the order of the corpus."""
+
+    documents: int
+    characters: int
+    tokens: int
+    sha256: str  # of the shards' checksums: two splits with the same one hold the same ids
+    shards: tuple[Shard, ...]
+
+    @classmethod
+    def of(cls, shards: Iterable[Shard]) -> "SplitCounts":
+        """Add the shards up, but for those without documents, which are no part of a store."""
+        shards = tuple(shard for shard in shards if shard.documents)
+        return cls(
+            documents=sum(shard.documents for shard in shards),
+            characters=sum(shard.characters for shard in shards),
+            tokens=sum(shard.tokens for shard in shards),
+            sha256=hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest(),
+            shards=shards,
+        )
+
+
+class Manifest(Record):
+    """What a store holds, and what it was made from."""
+
+    settings: StoreSettings
+    vocab_size: int
+    eos_token_id: int
+    meta_token_id: int
+    splits: Annotated[dict[Split, SplitCounts], Field(min_length=len(SPLITS))]
+    tokenizer: dict[str, str]  # the checksum of each file
+    metatokens: str  # the version of this package
+    sha256: str = ""  # of the manifest's own text, this value left out
+
+    def sealed(self) -> bytes:
+        """The manifest's text with its checksum."""
+        assert not self.sha256
+        text = self.model_dump_json(indent=2).encode() + b"\n"
+        return self.model_copy(update={"sha256": sha256_of(text)}).model_dump_json(indent=2).encode() + b"\n"
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """The manifest of the store in a folder.
+
+        Raises:
+            UserError: if there is none, or it was altered.
+        """
+        path = folder / MANIFEST
+        try:
+            text = path.read_bytes()
+            manifest = cls.model_validate_json(text)
+        except OSError as error:
+            raise UserError(
+                f"{folder} holds no complete token store: {MANIFEST} cannot be read ({error.strerror}); "
+                "write the store with `metatokens tokenize`."
+            ) from error
+        except ValidationError as error:
+            raise UserError(f"{path} is not the manifest of a token store.") from error
+        if sha256_of(text.replace(manifest.sha256.encode(), b"")) != manifest.sha256:
+            raise UserError(_damaged(path))
+        return manifest
+
+
+class TokenStore:
+    """A complete token store: `path`, `manifest`, `tokenizer`, and the ids of each split."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, path: Path) -> "TokenStore":
+        """Open a store by its manifest; every other file is checked when it is first read.
+
+        Raises:
+            UserError: if there is no complete store at the path, or its manifest is damaged.
+        """
+        return cls(path, Manifest.read(path))
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return TokenStore.open, (self.path,)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer that the ids come from.
+
+        Raises:
+            UserError: if one of its files is damaged.
+        """
+        folder = self.path / TOKENIZER
+        for name, checksum in self.manifest.tokenizer.items():
+            if Path(name).name != name or file_sha256(folder / name) != checksum:  # none outside the folder
+                raise UserError(_damaged(folder / name))
+        return load_tokenizer(str(folder))
+
+    def tokens(self, split: Split) -> "TokenSequence":
+        """The ids of a split, documents in a row, the end-of-text id after each."""
+        return TokenSequence(self, split)
+
+
+class TokenSequence:
+    """The token ids of one split: a slice is read, from memory-mapped shards, when it is asked for.
+
+    Each process opens the shards for itself, and checks each once.
+    """
+
+    def __init__(self, store: TokenStore, split: Split) -> None:
+        self._store = store
+        self._split = split
+        self._shards = store.manifest.splits[split].shards
+        self._starts = [0, *accumulate(shard.tokens + shard.documents for shard in self._shards)]
+        self._opened: dict[int, npt.NDArray[np.unsignedinteger]] = {}
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, window: slice) -> npt.NDArray[np.int64]:
+        """The ids of a window with a positive step.
+
+        Raises:
+            UserError: if a shard that the window reaches into is missing or damaged.
+        """
+        start, stop, step = window.indices(len(self))
+        pieces: list[npt.NDArray[np.unsignedinteger]] = []
+        index = bisect_right(self._starts, start) - 1
+        while start < stop:
+            offset, end = self._starts[index], min(stop, self._starts[index + 1])
+            pieces.append(self._ids(index)[start - offset : end - offset])
+            start, index = end, index + 1
+        ids = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint16), *pieces])
+        return ids[::step].astype(np.int64)
+
+    def __reduce__(self) -> tuple[type["TokenSequence"], tuple[TokenStore, Split]]:
+        return TokenSequence, (self._store, self._split)
+
+    def _ids(self, index: int) -> npt.NDArray[np.unsignedinteger]:
+        if index not in self._opened:
+            self._opened[index] = self._open(self._shards[index])
+        return self._opened[index]
+
+    def _open(self, shard: Shard) -> npt.NDArray[np.unsignedinteger]:
+        path = self._store.path / self._split / shard.name
+        try:
+            with pa.memory_map(str(path)) as file:
+                content = file.read_buffer()  # stays mapped when the file is closed, so that any number can be open
+            if hashlib.sha256(content).hexdigest() == shard.sha256:
+                ids = pa.ipc.open_file(content).get_batch(0).column(0).to_numpy()
+                if len(ids) == shard.tokens + shard.documents:
+                    return ids
+        except (OSError, pa.ArrowInvalid) as error:
+            raise UserError(_damaged(path)) from error
+        raise UserError(_damaged(path))
+
+
+def sha256_of(data: bytes) -> str:
+    """The checksum of some bytes, in hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def file_sha256(path: Path) -> str | None:
+    """The checksum of a file; None where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, ValueError):  # the latter: a name with a NUL in it
+        return None
+
+
+def _damaged(path: Path) -> str:
+    return f"{path} is missing, cut short or altered: write the store again, with --overwrite."

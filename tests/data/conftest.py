@@ -1,0 +1,41 @@
+"""Stores of a small corpus, in one shard and in many."""
+
+import shutil
+
+import pytest
+from small_corpora import make_documents, write_corpus
+
+from metatokens.data import sharding, writing
+from metatokens.data.store import TokenStore
+from metatokens.data.writing import write_token_store
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "a.jsonl", make_documents(400))
+
+
+@pytest.fixture(scope="session")
+def store(corpus, tmp_path_factory):
+    return write_token_store(tmp_path_factory.mktemp("runs") / "deep" / "tokens", corpus, "train:300", held_out=0.2)
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    """Makes shards of some twenty documents, encoded a few at a time."""
+    monkeypatch.setattr(writing, "SHARD_CHARACTERS", 4_000)
+    monkeypatch.setattr(sharding, "BATCH_CHARACTERS", 700)
+
+
+@pytest.fixture(scope="session")
+def stored_in_shards(corpus, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "SHARD_CHARACTERS", 4_000)
+        return write_token_store(tmp_path_factory.mktemp("runs") / "tokens", corpus, "train:300", held_out=0.2)
+
+
+@pytest.fixture
+def sharded_store(stored_in_shards, tmp_path):
+    """The store in shards of some twenty documents, a copy to be damaged."""
+    shutil.copytree(stored_in_shards.path, tmp_path / "copy")
+    return TokenStore.open(tmp_path / "copy")

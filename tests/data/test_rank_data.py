@@ -1,0 +1,108 @@
+"""What the ranks and workers of a run read: together every window of the text once an epoch, whatever their number."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate import skip_first_batches
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments, default_data_collator
+
+from metatokens.data.blocks import BlockDataset, TokenStore
+from metatokens.model.checkpoint import load_model
+from metatokens.training.trainer import MetaTokenTrainer
+
+GLOBAL_BATCH, EPOCHS = 12, 3
+BLOCK = {"block_size": 32, "fraction": 0.1, "placement": "uniform", "seed": 0}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # Python's own, about forking with threads
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # more workers than cores
+]
+
+
+@pytest.fixture(scope="module")
+def dataset(small_store: TokenStore) -> BlockDataset:
+    """Three epochs, none of which ends where a batch does."""
+    dataset = BlockDataset(small_store, "train", **BLOCK, epochs=EPOCHS)
+    assert len(dataset) // EPOCHS % GLOBAL_BATCH != 0
+    return dataset
+
+
+def loader(dataset: BlockDataset, rank: int, ranks: int, workers: int) -> DataLoader:
+    """A rank's share, as accelerate cuts it for Trainer."""
+    whole = DataLoader(
+        dataset, GLOBAL_BATCH // ranks, collate_fn=default_data_collator, num_workers=workers, shuffle=False
+    )
+    return prepare_data_loader(whole, num_processes=ranks, process_index=rank, put_on_device=False, even_batches=True)
+
+
+def steps(dataset: BlockDataset, ranks: int, workers: int, skip: int = 0) -> list[list[tuple[list[int], list[int]]]]:
+    """The blocks of each step: those of all ranks."""
+
+    def batches(rank: int) -> Iterator[list[tuple[list[int], list[int]]]]:
+        for batch in skip_first_batches(loader(dataset, rank, ranks, workers), skip):
+            yield list(zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True))
+
+    return [sum(parts, []) for parts in zip(*map(batches, range(ranks)), strict=True)]  # noqa: RUF017
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_window_is_read_once_an_epoch(
+    ranks: int, workers: int, dataset: BlockDataset, small_store: TokenStore
+) -> None:
+    text = small_store.tokens("train")[:].tolist()
+    windows = [tuple(text[start : start + 29]) for start in range(0, len(text) - 28, 29)]  # 32 less three meta-tokens
+    meta = small_store.manifest.meta_token_id
+    read = sum(steps(dataset, ranks, workers), [])[: len(dataset)]  # noqa: RUF017  # what fills the last batch aside
+    texts = [tuple(token for token in ids if token != meta) for ids, _ in read]
+    for epoch in range(EPOCHS):
+        of_epoch = texts[epoch * len(windows) : (epoch + 1) * len(windows)]
+        assert Counter(of_epoch) == Counter(windows)
+        ends = sum(ids.count(small_store.manifest.eos_token_id) for ids in of_epoch)
+        unread = len(text) - 29 * len(windows)  # less than a window
+        documents = small_store.manifest.splits["train"].documents
+        assert ends == documents - text[len(text) - unread :].count(small_store.manifest.eos_token_id)
+        assert sum(map(len, of_epoch)) == len(text) - unread
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_a_step_has_the_same_blocks_however_many_ranks_share_it(workers: int, dataset: BlockDataset) -> None:
+    alone = steps(dataset, 1, 0)
+    for ranks in (2, 4):
+        assert steps(dataset, ranks, workers) == alone
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_resuming_goes_on_with_the_next_block(ranks: int, workers: int, dataset: BlockDataset) -> None:
+    alone = steps(dataset, 1, 0)
+    an_epoch = len(alone) // EPOCHS
+    for skip in (1, an_epoch, an_epoch + 1, 2 * an_epoch + 3):
+        assert steps(dataset, ranks, workers, skip) == alone[skip:]
+
+
+def test_trainer_cuts_its_data_like_this(
+    dataset: BlockDataset, small_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    arguments = TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=GLOBAL_BATCH,
+        train_sampling_strategy="sequential",
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+        report_to="none",
+    )
+    assert MetaTokenTrainer.get_train_dataloader is Trainer.get_train_dataloader
+    model = load_model(small_model())
+    trainer = Trainer(model, arguments, train_dataset=dataset, data_collator=default_data_collator)
+    own, like = trainer.get_train_dataloader(), loader(dataset, 0, 1, 0)
+    assert type(own) is type(like)
+    assert arguments.accelerator_config.split_batches is False
+    assert arguments.accelerator_config.even_batches is True
+    for ours, theirs in zip(own, like, strict=True):
+        np.testing.assert_array_equal(ours["input_ids"], theirs["input_ids"])

@@ -1,0 +1,289 @@
+"""A store that is cut off and gone on with, and one that several processes write: the same bytes."""
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from itertools import chain, count
+
+import psutil
+import pytest
+from small_corpora import documents_of, save_word_level, word_documents, write_corpus
+
+from metatokens.data import corpus as corpus_module
+from metatokens.data import sharding, writing
+from metatokens.data.corpus import corpus_parts, read_corpus, read_part
+from metatokens.data.store import TokenStore
+from metatokens.data.tokenizer import encode_text
+from metatokens.data.writing import write_token_store
+from metatokens.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A corpus of five files, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("files")
+    documents = word_documents(60)
+    for number in range(5):
+        write_corpus(folder / f"{number}.jsonl", documents[number * 12 : number * 12 + 12])
+    return {"corpus_spec": f"{folder}/?.jsonl", "tokenizer_spec": save_word_level(folder / "words", 300)}
+
+
+@pytest.fixture
+def three_parts(files, monkeypatch):
+    """What to write a store of three parts with, each of several shards."""
+    monkeypatch.setattr(corpus_module, "PART_BYTES", 2_000)
+    monkeypatch.setattr(writing, "SHARD_CHARACTERS", 800)
+    monkeypatch.setattr(sharding, "BATCH_CHARACTERS", 300)
+    assert [len(part.files) for part in corpus_parts(files["corpus_spec"])] == [2, 2, 1]
+    return files | {"held_out": 0.2, "workers": 1}
+
+
+@pytest.fixture
+def undisturbed(three_parts, tmp_path):
+    return write_token_store(tmp_path / "undisturbed", **three_parts).path
+
+
+class CutOff(BaseException):
+    """What no code catches, as if the process ended here."""
+
+
+def interrupting(function, at):
+    """The function, but for its call of that number."""
+    calls = count(1)
+
+    def call(*args, **kwargs):
+        if next(calls) == at:
+            raise CutOff
+        return function(*args, **kwargs)
+
+    return call
+
+
+def test_a_store_cut_off_at_any_file_ends_like_one_that_was_not(
+    three_parts, undisturbed, contents, tmp_path, monkeypatch
+):
+    out, encoded = tmp_path / "tokens", []
+
+    def noting(tokenizer, texts):
+        encoded.extend(texts)
+        return encode_text(tokenizer, texts)
+
+    monkeypatch.setattr(sharding, "encode_text", noting)
+    for at in count(1):
+        with monkeypatch.context() as patch, suppress(CutOff):
+            patch.setattr(os, "replace", interrupting(os.replace, at))
+            write_token_store(out, **three_parts)
+            break
+        with pytest.raises(UserError, match="holds no complete token store"):
+            TokenStore.open(out)
+        finished = [json.loads(path.read_bytes())["shards"] for path in out.glob(".partial/done/*.json")]
+        encoded.clear()
+        store = write_token_store(out, **three_parts)
+        assert contents(out) == contents(undisturbed)
+        assert len(encoded) == 60 - sum(shards[split]["documents"] for shards in finished for split in shards)
+        assert not out.joinpath(".partial").exists()
+        shutil.rmtree(out)
+    assert at > 2 * len(store.manifest.splits["train"].shards) > 12
+
+
+def test_a_store_cut_off_again_and_again_is_finished_at_last(three_parts, undisturbed, contents, tmp_path, monkeypatch):
+    out, tries = tmp_path / "tokens", 0
+    while not (out / "manifest.json").exists():
+        tries += 1
+        with monkeypatch.context() as patch, suppress(CutOff):
+            patch.setattr(os, "replace", interrupting(os.replace, 5))
+            write_token_store(out, **three_parts)
+    assert 5 < tries < 40
+    assert contents(out) == contents(undisturbed)
+
+
+@pytest.mark.parametrize("function", ["replace", "rmtree"])
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_replacement_cut_off_half_way_does_not_pass_for_a_store(
+    three_parts, undisturbed, contents, tmp_path, monkeypatch, function, at
+):
+    """With an old store in place, moving the new one takes four renames and as many removals."""
+    out, move = tmp_path / "tokens", writing._move_into_place
+    write_token_store(out, **three_parts | {"held_out": 0.4})
+
+    def cut_off(*args):
+        module = os if function == "replace" else shutil
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, function, interrupting(getattr(module, function), at))
+            move(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "_move_into_place", cut_off)
+        with pytest.raises(CutOff):
+            write_token_store(out, **three_parts, overwrite=True)
+    if (function, at) == ("rmtree", 4):  # all but the removal of what is left of the staging folder
+        assert TokenStore.open(out).manifest == TokenStore.open(undisturbed).manifest
+        assert list(out.glob(".partial/done/*.json"))  # not to be taken for shards
+    else:
+        with pytest.raises(UserError, match="holds no complete token store"):
+            TokenStore.open(out)
+        monkeypatch.setattr(sharding, "encode_text", None)  # nothing is encoded again
+    write_token_store(out, **three_parts, overwrite=True)
+    assert contents(out) == contents(undisturbed)
+
+
+def test_other_settings_do_not_go_on_with_an_unfinished_store(three_parts, tmp_path, contents, monkeypatch):
+    out = tmp_path / "tokens"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupting(os.replace, 12))
+        with pytest.raises(CutOff):
+            write_token_store(out, **three_parts | {"held_out": 0.3})
+    before = contents(out)
+    with pytest.raises(UserError, match=r"tokens holds an unfinished token store .*held_out=0\.3.*--overwrite"):
+        write_token_store(out, **three_parts)
+    assert contents(out) == before
+    assert write_token_store(out, **three_parts, overwrite=True).manifest.settings.held_out == 0.2
+    assert not (out / ".partial").exists()
+
+
+def test_a_bad_line_costs_nothing_that_was_finished(three_parts, undisturbed, contents, tmp_path, monkeypatch):
+    shutil.copytree(os.path.dirname(three_parts["corpus_spec"]), tmp_path / "files")
+    own, out = three_parts | {"corpus_spec": f"{tmp_path}/files/?.jsonl"}, tmp_path / "tokens"
+    last = tmp_path / "files" / "4.jsonl"
+    good = last.read_text()
+    last.write_text(good + "not JSON\n")
+    with pytest.raises(UserError, match=r"4\.jsonl, line 13 is not JSON"):
+        write_token_store(out, **own)
+    assert len(list(out.glob(".partial/done/*.json"))) > 5
+    last.write_text(good)
+    assert write_token_store(out, **own).manifest.splits == TokenStore.open(undisturbed).manifest.splits
+
+
+def test_two_at_once_in_one_folder(three_parts, tmp_path):
+    out = tmp_path / "tokens"
+    out.mkdir()
+    with writing._locked(out), pytest.raises(UserError, match="another process writes the token store"):
+        write_token_store(out, **three_parts)
+    write_token_store(out, **three_parts)
+
+
+# --- parts and processes
+
+
+@pytest.fixture(scope="module")
+def dataset_of_five_files(tmp_path_factory):
+    """A dataset in the layout of `allenai/c4`, of five files."""
+    folder = tmp_path_factory.mktemp("c4")
+    (folder / "en").mkdir()
+    files = "configs:\n- config_name: en\n  data_files:\n  - split: train\n    path: en/c4-train.*.json.gz"
+    (folder / "README.md").write_text(f"---\n{files}\n---\n")
+    documents = word_documents(100)
+    for number in range(5):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in documents[number * 20 : number * 20 + 20])
+        (folder / "en" / f"c4-train.0000{number}-of-00005.json.gz").write_bytes(gzip.compress(lines.encode()))
+    return f"hf:{folder}:en"
+
+
+def test_parts_one_after_the_other_are_the_corpus(three_parts, dataset_of_five_files):
+    for spec, parts in ((three_parts["corpus_spec"], 3), (dataset_of_five_files, 5), ("builtin", 1)):
+        found = [list(read_part(spec, part)) for part in corpus_parts(spec)]
+        assert len(found) == parts
+        assert list(chain(*found)) == list(read_corpus(spec))
+        assert all(found)
+
+
+def test_workers_share_the_parts_and_change_no_byte(three_parts, undisturbed, contents, tmp_path):
+    write_token_store(tmp_path / "tokens", **three_parts | {"workers": 2})
+    assert contents(tmp_path / "tokens") == contents(undisturbed)
+    store = TokenStore.open(undisturbed)
+    assert {shard.part for shard in store.manifest.splits["train"].shards} == {0, 1, 2}
+    assert sorted(documents_of(store, "train") + documents_of(store, "held_out")) == sorted(word_documents(60))
+
+
+def test_workers_read_the_files_of_a_dataset(dataset_of_five_files, three_parts, contents, tmp_path):
+    for workers in (1, 2):
+        write_token_store(
+            tmp_path / f"{workers}", **three_parts | {"corpus_spec": dataset_of_five_files, "workers": workers}
+        )
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+    store = TokenStore.open(tmp_path / "1")
+    assert {shard.part for shard in store.manifest.splits["train"].shards} == {0, 1, 2, 3, 4}
+    assert sorted(documents_of(store, "train") + documents_of(store, "held_out")) == sorted(word_documents(100))
+
+
+def test_a_bad_line_in_a_worker_is_the_same_sentence(three_parts, tmp_path):
+    shutil.copytree(os.path.dirname(three_parts["corpus_spec"]), tmp_path / "files")
+    (tmp_path / "files" / "3.jsonl").write_text('{"text": "fine"}\n{"body": 1}\n')
+    own = three_parts | {"corpus_spec": f"{tmp_path}/files/?.jsonl", "workers": 2}
+    with pytest.raises(UserError, match=r"^\S*3\.jsonl, line 2 has no text in its field .text.\.$"):
+        write_token_store(tmp_path / "tokens", **own)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def workers_of(process):
+    return [child for child in process.children() if "spawn_main" in " ".join(child.cmdline())]
+
+
+def test_a_worker_killed_by_the_system_is_one_sentence(three_parts, tmp_path):
+    def kill_one():
+        wait_for(lambda: workers_of(psutil.Process()))
+        workers_of(psutil.Process())[0].kill()
+
+    thread = threading.Thread(target=kill_one)
+    thread.start()
+    with pytest.raises(UserError, match="was killed, perhaps for want of memory: the same command goes on"):
+        write_token_store(tmp_path / "tokens", **three_parts | {"workers": 2})
+    thread.join()
+    assert write_token_store(tmp_path / "tokens", **three_parts).manifest.splits["train"].shards
+
+
+SCRIPT = """if True:
+    import json, sys, time
+    from pathlib import Path
+    from metatokens.data import corpus, sharding, writing
+
+    def slow(tokenizer, texts, encode=sharding.encode_text):
+        time.sleep(0.05)
+        return encode(tokenizer, texts)
+
+    corpus.PART_BYTES, writing.SHARD_CHARACTERS, sharding.encode_text = 2_000, 400, slow
+    if __name__ == "__main__":
+        writing.write_token_store(Path(sys.argv[1]), **json.loads(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
+def test_killed_with_its_workers_and_started_again(three_parts, contents, tmp_path, monkeypatch, kill):
+    (tmp_path / "write.py").write_text(SCRIPT)
+    out = tmp_path / "tokens"
+    command = [sys.executable, tmp_path / "write.py", out, json.dumps(three_parts | {"workers": 2})]
+    kept: dict[str, int] = {}
+    for finished in (2, 6):
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        wait_for(lambda finished=finished: len(list(out.glob(".partial/done/*.json"))) >= finished)
+        workers = workers_of(psutil.Process(process.pid))
+        assert len(workers) == 2
+        process.send_signal(kill)
+        error = process.communicate()[1]
+        assert process.returncode
+        assert "start_worker" not in error
+        assert kill == signal.SIGKILL or error.splitlines()[-1] == "KeyboardInterrupt"
+        assert psutil.wait_procs(workers, timeout=10)[1] == []
+        assert not (out / "manifest.json").exists()
+        records = [json.loads(path.read_bytes())["shards"]["train"] for path in out.glob(".partial/done/*.json")]
+        names = [f"train/{one['part']:05}-{one['number']:05}.arrow" for one in records if one["documents"]]
+        now = {name: (out / ".partial" / name).stat().st_mtime_ns for name in names}
+        assert now | kept == now
+        kept = now
+    monkeypatch.setattr(writing, "SHARD_CHARACTERS", 400)
+    write_token_store(out, **three_parts)
+    assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept
+    assert contents(out) == contents(write_token_store(tmp_path / "whole", **three_parts).path)

@@ -1,0 +1,134 @@
+"""Names inside files lead to no other place: nothing outside a folder is read, written or removed."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from metatokens.errors import UserError
+from metatokens.evaluation.results import Result, read_results, write_results
+from metatokens.experiment.ledger import FILES, LEDGER, Ledger
+from metatokens.model import checkpoint
+from metatokens.model.checkpoint import MANIFEST, load_model, verify_manifest, write_manifest
+from metatokens.report.page import write_report
+from metatokens.training.run_folder import open_run
+from metatokens.training.trainer import last_good_checkpoint
+
+Clean = Callable[[], AbstractContextManager[None]]
+ESCAPES = [
+    "../../etc/passwd",
+    "/etc/passwd",
+    "..",
+    ".",
+    "",
+    "a/b",
+    "x\0",
+    "x" * 5_000,
+    "../secret",
+    "/dev/zero",
+    "\ud800",
+]
+
+
+def whole(folder: Path) -> set[tuple[str, bytes]]:
+    return {(str(path), path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_a_manifest_that_names_other_files(
+    name: str, tmp_path: Path, clean: Clean, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secret").write_text("secret")
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / MANIFEST).write_text(json.dumps({"sha256": {name: "0" * 64}}))
+    read: list[Path] = []
+    monkeypatch.setattr(checkpoint, "_sha256", lambda path: read.append(path) or "")
+    with clean(), pytest.raises(UserError, match="is missing: the checkpoint is not complete"):
+        verify_manifest(folder)
+    assert read == []
+
+
+def test_a_fifo_or_a_link_to_nowhere_does_not_stop_the_reader(small_model, tmp_path: Path, clean: Clean) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(small_model(), folder)
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).unlink()
+    os.mkfifo(folder / "model.safetensors")
+    (folder / "tokenizer.json").symlink_to(folder / "nowhere")
+    with clean(), pytest.raises(UserError, match="is missing"):
+        load_model(folder)
+    (folder / MANIFEST).unlink()
+    with clean(), pytest.raises(UserError, match=r"the weights in .* cannot be read"):
+        load_model(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("/dev/zero")
+    with clean(), pytest.raises(UserError, match=r"the weights in .* cannot be read"):
+        load_model(folder)
+
+
+def test_shards_outside_the_folder_are_not_read(small_model, tmp_path: Path, clean: Clean) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(small_model(), folder)
+    (folder / MANIFEST).unlink()
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with clean(), pytest.raises(UserError, match=r"the weights in .* cannot be read"):
+        load_model(folder)
+
+
+def test_only_checkpoints_of_the_folder_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "thesis.txt").write_text("years of work")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "checkpoint-7").symlink_to(outside)
+    (checkpoints / "checkpoint-best").mkdir()
+    (checkpoints / "checkpoint-3").mkdir()
+    write_manifest(checkpoints / "checkpoint-3")
+    assert last_good_checkpoint(checkpoints) == str(checkpoints / "checkpoint-3")
+    assert "It is dropped" in capsys.readouterr().err
+    assert (outside / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_run_is_replaced_in_its_own_folder_alone(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "thesis.txt").write_text("years of work")
+    with open_run(tmp_path / "run", {"verb": "pretrain"}):
+        (tmp_path / "run" / "model").symlink_to(outside)
+        (tmp_path / "run" / "curve.jsonl").symlink_to(outside / "thesis.txt")
+    with open_run(tmp_path / "run", {"verb": "finetune"}, overwrite=True):
+        pass
+    assert (outside / "thesis.txt").read_text() == "years of work"
+
+
+NAMES = ["../../escaped", "/escaped", "a/b", "..", "x\0y", "<x>", "", "-rf", "%s", "\u202e"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_in_records_are_no_paths(name: str, tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    stage = {"name": name, "seconds": 1.0, "settings": {}, "facts": {}, "lines": {}}
+    (inner / LEDGER).write_text(json.dumps(stage) + "\n")
+    Ledger(inner).resume()
+    fields = {"model": name, "task": name, "condition": name, "recipe": name, "intervention": name}
+    line = Result(**fields, metric="exact_match", value=0.5, n=4, seed=0, length=128)
+    write_results(inner / FILES["results"], [line, line.model_copy(update={"condition": "none"})])
+    assert read_results([inner / FILES["results"]])[0].model == name
+    run = {"preset": name, "recipes": {name: {}}, "stages": [{"name": name, "seconds": 1}], "models": {name: {}}}
+    (inner / "run.json").write_text(json.dumps(run))
+    before = whole(tmp_path)
+    write_report([inner], inner / "report")
+    written = {path for path, _ in whole(tmp_path) - before}
+    assert written
+    assert all(path.startswith(str(inner / "report")) for path in written)
+    assert {path.name for path in (inner / "report" / "figures").iterdir()} == {"accuracy.png", "markers_1.png"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["inner"]
