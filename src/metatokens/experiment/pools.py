@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 import yaml
 
+from metatokens.data.writing import available_cores
 from metatokens.errors import UserError
 from metatokens.experiment.plan import Stage
 from metatokens.experiment.stages import Outcome, Workshop, carry_out
@@ -98,11 +99,6 @@ def job_settings(settings: Iterable[str]) -> dict[str, Any]:
         if not (key and equals):
             raise UserError(f"--job {setting!r} is not of the form key=value.")
     return parsed
-
-
-def available_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class ProcessPool:

@@ -9,11 +9,12 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+from metatokens.data.writing import available_cores
 from metatokens.evaluation.results import library_versions, now
 from metatokens.experiment.display import Display
 from metatokens.experiment.ledger import Ledger, write_whole
 from metatokens.experiment.plan import Stage, select, stages
-from metatokens.experiment.pools import Pool, available_cores, open_pool
+from metatokens.experiment.pools import Pool, open_pool
 from metatokens.experiment.presets import preset
 from metatokens.experiment.stages import Workshop
 from metatokens.experiment.variants import Preset, finetune_recipe, pretrain_recipe

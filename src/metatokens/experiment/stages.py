@@ -68,7 +68,10 @@ class Workshop:
         store = write_token_store(
             self.out / "tokens", self.preset.corpus, self.preset.tokenizer, extra_texts=task_texts()
         )
-        return Outcome(facts={"corpus": store.manifest.model_dump(mode="json")})
+        corpus = store.manifest.model_dump(mode="json")
+        for counts in corpus["splits"].values():
+            del counts["shards"]  # of which there may be thousands
+        return Outcome(facts={"corpus": corpus})
 
     def describe_tasks(self, progress: Progress) -> Outcome:
         """Write an example of each task to `examples.jsonl`, and measure the majority rates."""
