@@ -17,7 +17,6 @@ from metatokens.data.blocks import TokenStore
 from metatokens.model.checkpoint import load_model, verify_manifest
 
 PATIENCE = 300  # seconds
-RUN = "from metatokens.cli import main; main()"
 SIZES = {
     "model.hidden_size": 16,
     "model.num_hidden_layers": 1,
@@ -57,7 +56,7 @@ def pretraining(store: TokenStore, out: Path, *, processes: int) -> list[object]
     """The arguments of a run whose steps read eight blocks, however many processes share them."""
     settings = SIZES | {"data.tokens": store.path, "training.per_device_train_batch_size": 8 // processes}
     overrides = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    return ["-c", RUN, "pretrain", "--recipe", "demo", "--out", out, *overrides]
+    return ["-m", "metatokens", "pretrain", "--recipe", "demo", "--out", out, *overrides]
 
 
 def curve(folder: Path) -> dict[str, torch.Tensor]:
@@ -127,7 +126,7 @@ def test_labels_are_counted_over_all_processes(small_model: Callable[..., Path],
         sizes += ["training.learning_rate=0.01", f"training.per_device_train_batch_size={4 // processes}"]
         overrides = [part for setting in sizes for part in ("--set", setting)]
         tuning = ["finetune", "--model", small_model(), "--data", tmp_path / "records.jsonl", *overrides]
-        run(processes, "-c", RUN, *tuning, "--out", tmp_path / str(processes))
+        run(processes, "-m", "metatokens", *tuning, "--out", tmp_path / str(processes))
     assert_same_training(tmp_path / "2" / "data", tmp_path / "1" / "data")
 
 
