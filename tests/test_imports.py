@@ -24,6 +24,7 @@ ORDER = [
     "experiment",
     "report",
     "cli",
+    "__main__",
 ]
 HEAVY = {"torch", "transformers", "datasets", "pyarrow", "matplotlib", "scipy", "numpy"}
 MODULES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py"))

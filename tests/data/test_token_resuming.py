@@ -267,7 +267,13 @@ def test_killed_with_its_workers_and_started_again(three_parts, contents, tmp_pa
     command = [sys.executable, tmp_path / "write.py", out, json.dumps(three_parts | {"workers": 2})]
     kept: dict[str, int] = {}
     for finished in (2, 6):
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command,
+            # A shell starts what runs in its background with Ctrl-C ignored, which is inherited.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         wait_for(lambda finished=finished: len(list(out.glob(".partial/done/*.json"))) >= finished)
         workers = workers_of(psutil.Process(process.pid))
         assert len(workers) == 2
