@@ -104,12 +104,13 @@ def _carry_out(ledger: Ledger, plan: list[Stage], left: set[str], pool: Pool) ->
     running: set[str] = set()
     with Display({stage.name: stage.cost for stage in plan}) as display, pool:
         while order.is_active():
-            for name in order.get_ready():
-                if name not in left:
-                    display.skip(name)
-                    order.done(name)
-                else:
-                    ready.append(name)
+            while names := order.get_ready():  # until what is done already has let all that can begin through
+                for name in names:
+                    if name not in left:
+                        display.skip(name)
+                        order.done(name)
+                    else:
+                        ready.append(name)
             ready.sort(key=lambda name: (-by_name[name].priority, by_name[name].cost))
             while ready and len(running) < pool.size:  # the longest first, so that none is left for the end
                 name = ready.pop()
