@@ -2,6 +2,8 @@
 
 import os
 import random
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +22,26 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HU
 
 if TYPE_CHECKING:
     from metatokens.data.blocks import TokenStore
+
+
+@pytest.fixture
+def metatokens(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[[str], tuple[int, str, str]]:
+    """Runs the command in this process: exit status, standard output, standard error."""
+    from metatokens import cli
+
+    def run(line: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["metatokens", *shlex.split(line)])
+        capfd.readouterr()
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            status = int(exit_.code or 0)
+        return status, *capfd.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="session")

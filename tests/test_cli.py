@@ -39,23 +39,6 @@ Run = Callable[[str], tuple[int, str, str]]
 Contents = Callable[[Path], dict[str, bytes]]
 
 
-@pytest.fixture
-def metatokens(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command in this process: exit status, standard output, standard error."""
-
-    def run(line: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["metatokens", *shlex.split(line)])
-        capfd.readouterr()
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as exit_:
-            status = int(exit_.code or 0)
-        return status, *capfd.readouterr()
-
-    return run
-
-
 # --- each verb
 
 
@@ -244,6 +227,7 @@ def ground(
     (ground / "unfinished" / ".partial" / "train").mkdir(parents=True)
     plan = Plan(settings=settings, parts=(), shard_characters=1, first=())
     (ground / "unfinished" / ".partial" / "plan.json").write_text(plan.model_dump_json())
+    (ground / "unfinished" / ".lock").touch()  # as a process that was killed leaves it
     shutil.copytree(ground / "tokens", ground / "damaged-tokens")
     (ground / "damaged-tokens" / "held_out" / "00000-00000.arrow").write_bytes(b"ARROW1")
     (ground / "empty.txt").write_text(" \n\n")

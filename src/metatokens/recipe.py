@@ -4,7 +4,6 @@ A recipe of `pretrain` has the sections `data`, `model` and `training`; one of `
 The recipes that come with the package can be named without a path: `demo`, `demo_finetune`, `paper`, ...
 """
 
-import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from metatokens.errors import UserError
+from metatokens.machine import process_count
 
 Positive = Annotated[int, Field(gt=0, lt=2**31)]
 AtLeastZero = Annotated[int, Field(ge=0, lt=2**31)]
@@ -80,8 +80,7 @@ class TrainingSettings(_Settings):
     @property
     def batch(self) -> int:
         """Items of an optimizer step, over all processes that torchrun or accelerate started."""
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * processes
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * process_count()
 
 
 # What may differ when a run is resumed, since it does not change the result; the whole batch may not.
@@ -161,8 +160,8 @@ def load_recipe(kind: type[Recipe], source: str, overrides: Sequence[str] = ()) 
             if not isinstance(target, dict):
                 raise UserError(f"--set {override!r}: {section} is not a section.")
         try:
-            target[last] = _parse(value)
-        except Exception as error:
+            target[last] = parse_yaml(value)
+        except yaml.YAMLError as error:
             raise UserError(f"--set {override!r}: the value is not valid YAML.") from error
     try:
         return kind.model_validate(settings)
@@ -178,8 +177,8 @@ def _read_yaml(source: str) -> dict[str, Any]:
         raise UserError(f"no recipe at {source}; give a YAML file or one of: {names}.")
     try:
         with path.open("rb") as file:
-            settings = _parse(file.read(MAX_BYTES + 1))
-    except Exception as error:
+            settings = parse_yaml(file.read(MAX_BYTES + 1))
+    except (yaml.YAMLError, OSError) as error:
         raise UserError(f"recipe {source} cannot be read as YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(settings, dict):
         raise UserError(f"recipe {source} must be a mapping of sections.")
@@ -195,11 +194,20 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def _parse(text: str | bytes) -> Any:
-    """What a YAML text says. PyYAML's errors are of many kinds: of `!!int x` it is a ValueError."""
+def parse_yaml(text: str | bytes) -> Any:
+    """What a YAML text of plain values, lists and mappings says.
+
+    Raises:
+        yaml.YAMLError: if it is none, has aliases, or is longer than a recipe may be.
+    """
     if len(text) > MAX_BYTES:
-        raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
-    return yaml.load(text, Loader=_Loader)
+        raise yaml.YAMLError(f"it has more than {MAX_BYTES:,} bytes")
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # PyYAML lets out whatever its converters meet: of `!!int x` a ValueError
+        raise yaml.YAMLError(str(error)) from error
 
 
 def _explain(kind: type[BaseModel], error: ValidationError) -> str:

@@ -23,6 +23,7 @@ from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import encode_text
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
+from metatokens.machine import exclusive
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +165,7 @@ def test_a_bad_line_costs_nothing_that_was_finished(three_parts, undisturbed, co
 def test_two_at_once_in_one_folder(three_parts, tmp_path):
     out = tmp_path / "tokens"
     out.mkdir()
-    with writing._locked(out), pytest.raises(UserError, match="another process writes the token store"):
+    with exclusive(out), pytest.raises(UserError, match="another process works in"):
         write_token_store(out, **three_parts)
     write_token_store(out, **three_parts)
 

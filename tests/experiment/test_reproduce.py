@@ -372,7 +372,6 @@ def test_a_users_mistake_in_a_stage_is_passed_on(
 def test_jobs_give_the_same_results_and_one_that_is_killed_is_submitted_again(
     small_corpus: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("submitit")
     # A job is a fresh interpreter, which has to be told to stall.
     (tmp_path / "site").mkdir()
     hook = "import sys\nif any('submitit' in part for part in sys.orig_argv):\n    import tiny_preset\n"
@@ -409,8 +408,6 @@ def test_other_executors_and_settings_are_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if executor == "local":
-        pytest.importorskip("submitit")
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(UserError, match=sentence):
         reproduce(tmp_path / "run", executor=executor, job=job)
@@ -420,7 +417,6 @@ def test_other_executors_and_settings_are_refused(
 def test_a_job_that_is_ended_again_and_again_is_one_sentence(
     small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("submitit")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(pools, "TRIES", 2)
     monkeypatch.setattr(pools, "_work_as_job", kill_this_process)

@@ -2,8 +2,6 @@
 
 import json
 import math
-import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoConfig, GPTNeoForCausalLM
 
-from metatokens import cli
 from metatokens.data.blocks import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.evaluation.accuracy import evaluate
@@ -29,22 +26,9 @@ STEPS = "--set training.max_steps=2 --set training.save_steps=2 --set training.l
 Run = Callable[[str], tuple[int, str, str]]
 
 
-@pytest.fixture
-def metatokens(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """Runs the command in this process, in an empty folder: exit status, standard output, standard error."""
+@pytest.fixture(autouse=True)
+def empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-
-    def run(line: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["metatokens", *shlex.split(line)])
-        capfd.readouterr()
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as exit_:
-            status = int(exit_.code or 0)
-        return status, *capfd.readouterr()
-
-    return run
 
 
 def published(store: TokenStore, folder: Path, *, padding: int = 0) -> GPTNeoForCausalLM:

@@ -1,6 +1,5 @@
 """The application, the options that several verbs have, and how results and progress are written."""
 
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from metatokens.errors import UserError
+from metatokens.machine import is_first_process
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -46,7 +46,7 @@ Lengths = Annotated[str, typer.Option(help="Prompt lengths in tokens, separated 
 
 def say(text: str) -> None:
     """Print a line to standard error; of processes that train one model together, the first one does."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_process():
         print(text, file=sys.stderr)
 
 
@@ -116,7 +116,7 @@ def progress_bar(verb: str) -> "Iterator[Progress]":
 
     columns = (TextColumn(verb), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    is_shown = console.is_terminal and os.environ.get("RANK", "0") == "0"
+    is_shown = console.is_terminal and is_first_process()
     with Progress(*columns, console=console, transient=True, disable=not is_shown) as bar:
         task = bar.add_task(verb, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

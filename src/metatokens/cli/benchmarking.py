@@ -32,7 +32,7 @@ def benchmark(
     """Time models side by side in one run, each ratio beside the limit that its arithmetic sets."""
     from rich.console import Console
 
-    from metatokens.data.writing import available_cores
+    from metatokens.machine import available_cores
 
     check_results_file(out)
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 130)

@@ -9,14 +9,12 @@ While it is written, a store is the subfolder `.partial` of its folder:
     done/PART                 an empty file: all of the part is done
 """
 
-import fcntl
 import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -37,6 +35,7 @@ from metatokens.data.store import (
 )
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
 from metatokens.errors import UserError
+from metatokens.machine import LOCK, available_cores, exclusive
 
 PLAN = "plan.json"
 # Of a shard, both splits together: 15 MB of GPT-2's ids, which a reader checks in some 20 ms. C4 has some 22,000 such
@@ -100,11 +99,12 @@ def write_token_store(
         return store
     staging, is_new = out / ".partial", not out.exists()
     is_store = (out / MANIFEST).exists() or staging.exists()
-    if out.is_dir() and any(out.iterdir()) and not is_store and not overwrite:
+    has_others = out.is_dir() and any(path.name != LOCK for path in out.iterdir())
+    if has_others and not is_store and not overwrite:
         raise UserError(f"{out} is not empty and holds no token store: choose another folder, or --overwrite.")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with _locked(out):
+        with exclusive(out):
             before = _settings_of(staging)
             if before not in (None, settings) and not overwrite:
                 raise UserError(
@@ -129,25 +129,6 @@ def write_token_store(
             "with fewer --workers if need be."
         ) from error
     return TokenStore.open(out)
-
-
-def available_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a folder; the lock ends with the process that holds it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"another process writes the token store {folder}: wait for it, or stop it.") from error
-        yield
-    finally:
-        os.close(handle)
 
 
 def _begin(staging: Path, settings: StoreSettings, extra_texts: Sequence[str]) -> PreTrainedTokenizerBase:

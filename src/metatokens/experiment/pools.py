@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 import yaml
 
-from metatokens.data.writing import available_cores
 from metatokens.errors import UserError
 from metatokens.experiment.plan import Stage
 from metatokens.experiment.stages import Outcome, Workshop, carry_out
+from metatokens.machine import available_cores
+from metatokens.recipe import parse_yaml
 from metatokens.training.trainer import Progress, unwatched
 
 TRIES = 3  # of a job that the cluster ended
@@ -93,7 +94,7 @@ def job_settings(settings: Iterable[str]) -> dict[str, Any]:
     for setting in settings:
         key, equals, value = setting.partition("=")
         try:
-            parsed[key] = yaml.safe_load(value)
+            parsed[key] = parse_yaml(value)
         except yaml.YAMLError as error:
             raise UserError(f"--job {setting!r}: the value is not valid YAML.") from error
         if not (key and equals):

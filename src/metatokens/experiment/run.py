@@ -9,7 +9,6 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from metatokens.data.writing import available_cores
 from metatokens.evaluation.results import library_versions, now
 from metatokens.experiment.display import Display
 from metatokens.experiment.ledger import Ledger, write_whole
@@ -17,7 +16,8 @@ from metatokens.experiment.plan import Stage, select, stages
 from metatokens.experiment.pools import Pool, open_pool
 from metatokens.experiment.presets import preset
 from metatokens.experiment.stages import Workshop
-from metatokens.experiment.variants import Preset, finetune_recipe, pretrain_recipe
+from metatokens.experiment.variants import Preset, extend_recipe, finetune_recipe, pretrain_recipe
+from metatokens.machine import available_cores
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe
 from metatokens.training.run_folder import open_run
 
@@ -76,7 +76,9 @@ def unfinished(name: str, out: Path, *, table: str | None = None) -> list[Stage]
         UserError: as `reproduce`.
     """
     plan = select(stages(preset(name)), table)
-    left = _unfinished(Ledger(out), plan)
+    ledger = Ledger(out)
+    ledger.check(plan)
+    left = _unfinished(ledger, plan)
     return [stage for stage in plan if stage.name in left]
 
 
@@ -158,6 +160,8 @@ def _recipes(sizes: Preset, finished: Container[str]) -> dict[str, Any]:
     """The whole settings, defaults too, of what was trained."""
     recipes: dict[str, PretrainRecipe | FinetuneRecipe] = {}
     for one in sizes.variants:
-        recipes[f"pretrain-{one.name}"] = pretrain_recipe(sizes, one, Path("tokens"))
+        recipes[f"pretrain-{one.name}"] = pretrained = pretrain_recipe(sizes, one, Path("tokens"))
+        if one.extension is not None:
+            recipes[f"extend-{one.name}"] = extend_recipe(sizes, one, pretrained)
         recipes |= {f"finetune-{one.name}-{task}": finetune_recipe(sizes, one, task) for task in one.tasks}
     return {stage: recipe.model_dump(mode="json") for stage, recipe in recipes.items() if stage in finished}

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from metatokens.errors import UserError
+from metatokens.machine import LOCK
 from metatokens.model.configuration import (
     MAX_LAYERS,
     MetaGPT2Config,
@@ -31,7 +32,6 @@ from metatokens.model.modeling import MetaGPT2ForCausalLM
 LanguageModel = MetaGPT2ForCausalLM | GPTNeoForCausalLM
 
 MANIFEST = "manifest.json"
-LOCK = ".lock"  # held by the process that works in a folder; says nothing about what the folder holds
 
 _CLASSES = {MetaGPT2Config: MetaGPT2ForCausalLM, GPT2Config: GPT2LMHeadModel, GPTNeoConfig: GPTNeoForCausalLM}
 _KINDS = {config_class.model_type: config_class for config_class in _CLASSES}

@@ -1,6 +1,5 @@
 """Configuration of the GPT-2 family with meta-tokens (paper, Appendix A and B)."""
 
-import os
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
@@ -9,6 +8,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from metatokens.errors import UserError
+from metatokens.machine import physical_memory
 
 PositionEmbedding = Literal["learned", "rope", "none"]
 SecondAttention = Literal["meta", "causal", "none"]
@@ -133,6 +133,6 @@ def check_memory(config: PreTrainedConfig, *, has_masks: bool = False) -> None:
     if layers > MAX_LAYERS:
         raise UserError(f"the model has {layers:,} layers; allowed are {MAX_LAYERS:,}.")
     needed = 2 * parameters_at_least(config) + has_masks * layers * positions**2
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
+    memory = physical_memory()
+    if memory is not None and needed > memory:
         raise UserError(f"the model takes {needed:,} bytes at least, and this machine's memory has {memory:,}.")

@@ -4,22 +4,16 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from metatokens.errors import UserError
-from metatokens.model.checkpoint import LOCK, MANIFEST
+from metatokens.machine import LOCK, exclusive, is_first_process
+from metatokens.model.checkpoint import MANIFEST
 
 SETTINGS = "settings.json"
 _PARTIAL = SETTINGS + ".partial"
-
-
-def is_first_process() -> bool:
-    """Whether this is the one process, or the first of those that torchrun or accelerate started."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
@@ -41,17 +35,14 @@ def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) ->
         UserError: if the folder holds something else, cannot be written, or another process works in it.
     """
     settings = json.loads(json.dumps(settings, default=str))
-    lock = FileLock(out / LOCK)
-    try:
-        with _explained(out):
-            out.mkdir(parents=True, exist_ok=True)
-            _check(out, settings, overwrite)  # before anything is put into a folder of other things
-            if is_first_process():
-                lock.acquire(blocking=False)
+    with _explained(out):
+        out.mkdir(parents=True, exist_ok=True)
+        _check(out, settings, overwrite)  # before anything is put into a folder of other things
+    with exclusive(out) if is_first_process() else nullcontext():
+        if is_first_process():
+            with _explained(out):
                 _prepare(out, settings, overwrite)
         yield (out / MANIFEST).exists()
-    finally:
-        lock.release()
 
 
 def _check(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
@@ -83,8 +74,6 @@ def _prepare(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
 def _explained(out: Path) -> Iterator[None]:
     try:
         yield
-    except Timeout as error:
-        raise UserError(f"another process works in {out}; wait for it, or give another folder.") from error
     except (OSError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{out} cannot be used as a run folder: {error}.") from error
 

@@ -24,11 +24,11 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
 
 from metatokens.errors import UserError
+from metatokens.machine import is_first_process
 from metatokens.model.checkpoint import load_model, save_model, verify_manifest, write_manifest
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import TrainingSettings
 from metatokens.training.positions import randomize_positions
-from metatokens.training.run_folder import is_first_process
 
 # FSDP2, in the layers that the model names; the weights of a checkpoint are saved whole.
 FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
