@@ -10,7 +10,7 @@ from metatokens.data.insertion import meta_token_count
 from metatokens.errors import UserError
 from metatokens.evaluation.cost import flops, forward_products
 from metatokens.experiment.plan import select, stages
-from metatokens.experiment.presets import DEMO, PRESETS, SMALL, preset
+from metatokens.experiment.presets import DEMO, GPU, PAPER, PRESETS, SMALL, preset
 from metatokens.experiment.stages import Workshop
 from metatokens.experiment.variants import (
     Preset,
@@ -38,7 +38,7 @@ def test_every_stage_comes_after_what_it_needs(sizes: Preset) -> None:
     order = list(TopologicalSorter({name: stage.after for name, stage in plan.items()}).static_order())
     place = {name: order.index(name) for name in plan}
     for one in sizes.variants:
-        pretrained = place[f"pretrain-{one.pretrained_as or one.name}"]
+        pretrained = place[f"{'fetch' if one.published else 'pretrain'}-{one.pretrained_as or one.name}"]
         assert place["tokenize"] < pretrained
         if one.extension is not None:
             assert pretrained < place[f"extend-{one.name}"] < place[f"perplexity-{one.name}"]
@@ -95,7 +95,7 @@ def test_fine_tuning_fits_the_tests(sizes: Preset) -> None:
     for one in sizes.variants:
         for task in one.tasks:
             recipe = finetune_recipe(sizes, one, task)
-            assert set(recipe.task.train_lengths) <= set(sizes.test_counts)
+            assert set(recipe.task.train_lengths) <= set(counts_of(sizes, one, task)["paper"])
             assert recipe.task.condition == ("none" if one.note == "unmarked" else "paper")
             assert recipe.training.seed == one.seed
 
@@ -194,26 +194,29 @@ def test_the_small_grid_costs_a_day_of_one_core_at_most() -> None:
     assert max(stage.cost for stage in stages(SMALL)) <= 3600
 
 
-def test_contexts_are_extended_as_in_the_papers_first_table() -> None:
-    by_name = {one.name: one for one in SMALL.variants}
+@pytest.mark.parametrize(("sizes", "block"), [(SMALL, 256), (PAPER, 1024)], ids=["small", "paper"])
+def test_contexts_are_extended_as_in_the_papers_first_table(sizes: Preset, block: int) -> None:
+    by_name = {one.name: one for one in sizes.variants}
     for factor in (4, 8):
         one = by_name[f"meta-yarn{factor}"]
-        short = pretrain_recipe(SMALL, one, Path("x"))
+        short = pretrain_recipe(sizes, one, Path("x"))
         base = by_name[one.pretrained_as or ""]
-        assert short.model_dump() == pretrain_recipe(SMALL, base, Path("x")).model_dump()
-        assert short.data.block_size == 256
-        longer = extend_recipe(SMALL, one, short)
-        assert longer.data.block_size == factor * 256
+        assert short.model_dump() == pretrain_recipe(sizes, base, Path("x")).model_dump()
+        assert short.data.block_size == block
+        longer = extend_recipe(sizes, one, short)
+        assert longer.data.block_size == factor * block
         assert longer.data.placement == "uniform"
-        assert lengths_tested(SMALL, one, "list_recall") == (factor * 128, factor * 256)
+        assert lengths_tested(sizes, one, "list_recall") == (factor * block // 2, factor * block)
+        assert max(counts_of(sizes, one, "list_recall")["paper"]) >= 2 * factor * block
 
 
-def test_as_much_compute_is_as_many_steps_as_the_formula_says() -> None:
+@pytest.mark.parametrize(("sizes", "vocabulary"), [(SMALL, 4160), (PAPER, 50304)], ids=["small", "paper"])
+def test_as_much_compute_is_as_many_steps_as_the_formula_says(sizes: Preset, vocabulary: int) -> None:
     def work(name: str) -> int:
-        recipe = pretrain_recipe(SMALL, {one.name: one for one in SMALL.variants}[name], Path("x"))
+        recipe = pretrain_recipe(sizes, {one.name: one for one in sizes.variants}[name], Path("x"))
         config = MetaGPT2Config(
             **recipe.model.model_dump(exclude={"architecture"}),
-            vocab_size=4160,
+            vocab_size=vocabulary,
             meta_token_id=4096,
             bos_token_id=0,
             eos_token_id=0,
@@ -226,6 +229,26 @@ def test_as_much_compute_is_as_many_steps_as_the_formula_says() -> None:
 
     for model in ("gpt2", "pause", "twin"):
         assert work(f"{model}-equal-compute") == pytest.approx(work("meta"), rel=2e-3)
+
+
+def test_the_papers_sizes_are_the_papers() -> None:
+    recipe = pretrain_recipe(PAPER, Variant(model="meta"), Path("x"))
+    sizes = recipe.model.hidden_size, recipe.model.num_hidden_layers, recipe.model.num_attention_heads
+    assert (*sizes, recipe.data.block_size, recipe.training.max_steps) == (768, 12, 12, 1024, 200_000)
+    assert recipe.training.batch == 480
+    assert {one.name for one in SMALL.variants} - {one.name for one in PAPER.variants} == {"meta-short"}
+    (neo,) = (one for one in PAPER.variants if one.model == "gpt-neo")
+    plan = {stage.name: stage for stage in stages(PAPER)}
+    assert neo.published == "hf:EleutherAI/gpt-neo-125m"
+    assert plan["finetune-gpt-neo-learned-parity"].after[0] == "fetch-gpt-neo-learned"
+    assert "pretrain-gpt-neo-learned" not in plan
+
+
+def test_what_a_gpu_does_in_half_an_hour() -> None:
+    assert sum(stage.cost for stage in stages(GPU)) <= 1800
+    shape = pretrain_recipe(GPU, Variant(model="meta"), Path("x"))
+    assert shape.model == pretrain_recipe(PAPER, Variant(model="meta"), Path("x")).model
+    assert finetune_recipe(GPU, Variant(model="meta"), "parity").task.train_lengths == (128, 256, 512)
 
 
 def test_three_seeds_of_list_recall_come_first() -> None:

@@ -16,16 +16,24 @@ from typing import Any
 
 import pytest
 import tiny_preset
+import torch
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
+from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
 from metatokens.evaluation.results import Result, read_results
-from metatokens.experiment import pools, presets, run
+from metatokens.experiment import pools, presets, run, variants
+from metatokens.experiment.stages import Workshop
 from metatokens.report.inputs import read_inputs
 
 STAGES = ["tokenize", "describe_tasks", "draw_tests-parity", "draw_examples-parity-paper-seed0-64x16"]
 for model in ("gpt2", "meta"):
     STAGES += [f"{verb}-{model}" for verb in ("pretrain", "perplexity")]
     STAGES += [f"{verb}-{model}-parity" for verb in ("finetune", "evaluate")]
+
+
+PATIENCE = 600  # seconds
+NEO = ("model.architecture=gpt_neo", "model.second_attention=none")
 
 
 class InThisProcess:
@@ -339,6 +347,37 @@ def test_every_kind_of_stage(
     assert 4 * 20 < tokens[1] < 4 * 64
 
 
+def test_a_published_model_in_place_of_a_pretrained_one(
+    reproduce: Callable[..., None],
+    small_corpus: Path,
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = load_tokenizer(str(undisturbed / "tokens" / "tokenizer"))
+    sizes = {"hidden_size": 16, "num_heads": 2, "num_layers": 1, "attention_types": [[["global"], 1]]}
+    config = GPTNeoConfig(**sizes, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    torch.manual_seed(0)
+    GPTNeoForCausalLM(config).save_pretrained(tmp_path / "neo")
+    tokenizer.save_pretrained(tmp_path / "neo")
+    one = variants.Variant(
+        model="gpt-neo", position="learned", tasks=("parity",), published=str(tmp_path / "neo"), pretrain_overrides=NEO
+    )
+    tiny = replace(tiny_preset.tiny(str(small_corpus)), variants=(one,))
+    monkeypatch.setattr(presets, "PRESETS", {"tiny": tiny})
+    reproduce(tmp_path / "run")
+    assert not (tmp_path / "run" / "models" / one.name / "pretrained").exists()
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())["models"][one.name]
+    trained = GPTNeoForCausalLM(config).num_parameters()
+    assert facts == {"parameters": trained, "description": f"{tmp_path / 'neo'}, as published"}
+    found = {(one.model, one.metric, one.task) for one in read_results([tmp_path / "run" / "results.jsonl"])}
+    assert {("gpt-neo", "perplexity", None), ("gpt-neo", "exact_match", "parity")} <= found
+
+    monkeypatch.setattr(presets, "PRESETS", {"tiny": replace(tiny, tokenizer="train:600")})
+    with pytest.raises(UserError, match="neo and the token store"):
+        reproduce(tmp_path / "other")
+
+
 def test_another_preset_is_refused_and_overwriting_replaces(
     reproduce: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,6 +405,29 @@ def test_a_users_mistake_in_a_stage_is_passed_on(
     assert records(tmp_path / "run") == {}
 
 
+# --- by workers with a GPU each
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5")
+
+
+def test_a_worker_a_gpu_by_default(two_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workshop = Workshop(tmp_path, "tiny", tiny_preset.tiny("builtin"))
+    assert pools.open_pool(workshop, "processes", None, {}).size == 2
+    assert pools.gpus() == ["3", "GPU-5"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert pools.gpus() == ["0", "1"]
+
+
+def test_a_worker_sees_one_gpu(two_gpus: None, tmp_path: Path) -> None:
+    with pools.ProcessPool(Workshop(tmp_path, "tiny", tiny_preset.tiny("builtin")), 1) as pool:
+        assert pool._pool.submit(os.getenv, "CUDA_VISIBLE_DEVICES").result() == "3"
+
+
 # --- as jobs of a cluster
 
 
@@ -378,7 +440,8 @@ def test_jobs_give_the_same_results_and_one_that_is_killed_is_submitted_again(
     (tmp_path / "site" / "sitecustomize.py").write_text(hook)
     path = os.pathsep.join([str(tmp_path / "site"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = {"STALL": str(tmp_path / "stalled"), "HOME": str(tmp_path), "PYTHONPATH": path}
-    running = start(small_corpus, tmp_path / "run", workers=2, executor="local", **environment)
+    options = "--executor local --workers 2 --only perplexity"  # a job takes its interpreter's start
+    running = start(small_corpus, tmp_path / "run", options, **environment)
     assert wait_until(lambda: (tmp_path / "stalled").exists() or running.poll() is not None)
     (folder,) = (tmp_path / ".cache" / "metatokens" / "jobs").iterdir()
     assert folder.stat().st_mode & 0o077 == 0  # nobody else may put a pickle there
@@ -387,7 +450,11 @@ def test_jobs_give_the_same_results_and_one_that_is_killed_is_submitted_again(
     os.kill(worker, signal.SIGKILL)
     output, error = running.communicate(timeout=PATIENCE)
     assert (running.returncode, output) == (0, ""), error
-    assert_same_run(tmp_path / "run", undisturbed)
+    stages = [f"{verb}-{model}" for verb in ("pretrain", "perplexity") for model in ("gpt2", "meta")]
+    assert set(records(tmp_path / "run")) == {"tokenize", *stages}
+    found, expected = lines(tmp_path / "run"), lines(undisturbed)
+    assert found["results.jsonl"] == [line for line in expected["results.jsonl"] if '"perplexity"' in line]
+    assert found["curves.jsonl"] == [line for line in expected["curves.jsonl"] if '"task": null' in line]
     assert not folder.exists()
     assert not list((tmp_path / "run").rglob("*.pkl"))
 
@@ -435,15 +502,11 @@ def test_settings_of_jobs_are_read_as_yaml() -> None:
 
 # --- killed, for real
 
-PATIENCE = 600  # seconds
 
-
-def start(
-    corpus: Path, out: Path, *, workers: int, executor: str = "processes", **environment: str
-) -> subprocess.Popen[str]:
+def start(corpus: Path, out: Path, options: str, **environment: str) -> subprocess.Popen[str]:
     """The command in a process group of its own."""
     return subprocess.Popen(
-        [sys.executable, tiny_preset.__file__, str(corpus), str(out), str(workers), executor],
+        [sys.executable, tiny_preset.__file__, str(corpus), str(out), *options.split()],
         env=os.environ | environment,
         start_new_session=True,
         # A shell starts what runs in its background with Ctrl-C ignored, which is inherited.
@@ -475,7 +538,7 @@ def group_is_gone(leader: int) -> bool:
 @pytest.fixture
 def stalled(small_corpus: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A run whose worker stands still after the first checkpoint of `meta`, ended with the test whatever happens."""
-    process = start(small_corpus, tmp_path / "run", workers=1, STALL=str(tmp_path / "stalled"))
+    process = start(small_corpus, tmp_path / "run", "--workers 1", STALL=str(tmp_path / "stalled"))
     wait_until(lambda: (tmp_path / "stalled").exists() or process.poll() is not None)
     yield process
     if not group_is_gone(process.pid):
@@ -502,7 +565,7 @@ def test_ctrl_c_and_going_on_in_worker_processes(
     assert_cut_off_in_pretraining(tmp_path / "run")
     before = records(tmp_path / "run")
 
-    again = start(small_corpus, tmp_path / "run", workers=2)
+    again = start(small_corpus, tmp_path / "run", "--workers 2")
     output, error = again.communicate(timeout=PATIENCE)
     assert (again.returncode, output) == (0, "")
     *progress, last = error.splitlines()

@@ -1,4 +1,4 @@
-"""A preset of seconds, and a command that carries it out: `python tiny_preset.py CORPUS OUT WORKERS EXECUTOR`.
+"""A preset of seconds, and a command that carries it out: `python tiny_preset.py CORPUS OUT [OPTION ...]`.
 
 With a path in the environment variable STALL, the worker that pretrains `meta` writes its process id there after the
 first checkpoint, and then does nothing: so a test can cut the run off at a point that is the same on every machine.
@@ -101,7 +101,5 @@ if __name__ == "__main__":
     from metatokens.cli import main
 
     presets.PRESETS = {"tiny": tiny(sys.argv[1])}
-    out, workers, executor = sys.argv[2:]
-    sys.argv = ["metatokens", "reproduce", "--preset", "tiny", "--out", out]
-    sys.argv += ["--workers", workers, "--executor", executor]
+    sys.argv = ["metatokens", "reproduce", "--preset", "tiny", "--out", *sys.argv[2:]]
     main()

@@ -28,7 +28,7 @@ def reproduce(
     only: Annotated[str | None, typer.Option(help="Only what answers this table or question, such as table7.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the stages and what they may cost.")] = False,
     executor: Annotated[str, typer.Option(help="processes, slurm, or local (jobs as of slurm, here).")] = "processes",
-    workers: Annotated[int | None, typer.Option(min=1, help="Stages at a time; default: the cores there are.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Stages at a time; default: one a GPU, or a core.")] = None,
     job: Annotated[list[str] | None, typer.Option(help="A cluster job's setting: slurm_partition=gpu.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -41,7 +41,8 @@ def reproduce(
         stages = unfinished(preset, out, table=only)
         for stage in stages:
             print(f"{stage.cost / 60:6.1f} min  {stage.name}")
-        say(f"{len(stages)} stages, an estimated {sum(stage.cost for stage in stages) / 3600:.1f} core-hours")
+        hours = sum(stage.cost for stage in stages) / 3600
+        say(f"{len(stages)} stages, an estimated {hours:.1f} core-hours (GPU-hours for models in bfloat16)")
     else:
         reproduce(
             preset,

@@ -20,7 +20,7 @@ from metatokens.experiment.variants import (
     pretrain_recipe,
 )
 from metatokens.model.configuration import MetaGPT2Config
-from metatokens.recipe import FinetuneRecipe, ModelSettings, PretrainRecipe
+from metatokens.recipe import FinetuneRecipe, PretrainRecipe
 
 # What one of the paper's tables, or a question of ours, is answered by; `reproduce --only` takes these names.
 _TASK_TABLES = {"list_recall": "table7", "segment_counting": "table8", "parity": "table9", "copying": "table10"}
@@ -51,7 +51,7 @@ class Stage:
     product: str | None = None  # the last file that it writes of what later stages need, in the run's folder
     tables: tuple[str, ...] = ()  # that its results stand in
     priority: float = 0  # lower ones first
-    cost: float = 1.0  # seconds on one core, estimated
+    cost: float = 1.0  # seconds, estimated: on one core, or, of models trained in bfloat16, on one GPU
 
 
 def stages(sizes: Preset) -> list[Stage]:
@@ -134,12 +134,15 @@ def _example_stage(variant: Variant, recipe: FinetuneRecipe, task: str) -> Stage
 def _variant_stages(variant: Variant, sizes: Preset) -> Iterator[Stage]:
     table = _NOTE_TABLES.get(variant.note)
     recipe = pretrain_recipe(sizes, variant, Path("tokens"))
-    if variant.pretrained_as is None:
-        yield _pretrain_stage("pretrain", variant, recipe, after=("tokenize",))
-    if variant.extension is not None:
+    if variant.published is not None:
+        own = {"published": variant.published}
+        yield _stage("fetch", {"variant": variant.name}, settings=own, after=("tokenize",), priority=variant.priority)
+    elif variant.extension is not None:
         longer = extend_recipe(sizes, variant, recipe)
         yield _pretrain_stage("extend", variant, longer, after=(f"pretrain-{variant.pretrained_as}",))
-    start = f"{'pretrain' if variant.extension is None else 'extend'}-{variant.start}"
+    elif variant.pretrained_as is None:
+        yield _pretrain_stage("pretrain", variant, recipe, after=("tokenize",))
+    start = f"{variant.made_by}-{variant.start}"
     if variant.start == variant.name:
         tables = tuple(dict.fromkeys((table or "perplexity", "perplexity")))
         about = {"variant": variant.name}
@@ -157,17 +160,17 @@ def _pretrain_stage(verb: str, variant: Variant, recipe: PretrainRecipe, after: 
         after=after,
         product=f"models/{variant.name}/{PRETRAINED[verb]}/manifest.json",
         priority=variant.priority,
-        cost=10 + blocks * _seconds(recipe.model, recipe.data.block_size, scored=1.0, training=True),
+        cost=10 + blocks * _Estimate(recipe).seconds(recipe.data.block_size, scored=1.0, training=True),
     )
 
 
 def _task_stages(variant: Variant, sizes: Preset, task: str, start: str, table: str) -> Iterator[Stage]:
     about = {"variant": variant.name, "task": task}
-    model = pretrain_recipe(sizes, variant, Path("tokens")).model
+    estimate = _Estimate(pretrain_recipe(sizes, variant, Path("tokens")))
     priority = variant.priority + (task != "list_recall")
     recipe = finetune_recipe(sizes, variant, task)
     probe = sizes.probe_steps.get(task)
-    trained = sum(n * _seconds(model, _mean(length), training=True) for length, n in _examples(recipe).items())
+    trained = sum(n * estimate.seconds(_mean(length), training=True) for length, n in _examples(recipe).items())
     yield _stage(
         "finetune",
         about,
@@ -187,7 +190,7 @@ def _task_stages(variant: Variant, sizes: Preset, task: str, start: str, table: 
         after=(f"finetune-{variant.name}-{task}",),
         tables=(table, "markers") if len(counts) > 1 else (table,),
         priority=priority - 0.5,  # a model is measured before the next one is made
-        cost=10 + len(lengths) * sum(_seconds_to_test(model, own) for own in counts.values()),
+        cost=10 + len(lengths) * sum(estimate.seconds_to_test(own) for own in counts.values()),
     )
 
 
@@ -201,7 +204,7 @@ def _ablation_stages(ablation: Ablation, sizes: Preset) -> Iterator[Stage]:
             "counts": dict(ablation.counts),
             "noise_seeds": ablation.noise_seeds,
         }
-        model = pretrain_recipe(sizes, variant, Path("tokens")).model
+        estimate = _Estimate(pretrain_recipe(sizes, variant, Path("tokens")))
         passes = len(settings["interventions"]) * len(lengths_tested(sizes, variant, task))
         yield Stage(
             name=f"{ablation.name}-{name}-{task}",
@@ -211,7 +214,7 @@ def _ablation_stages(ablation: Ablation, sizes: Preset) -> Iterator[Stage]:
             after=(f"finetune-{name}-{task}",),
             tables=ablation.tables,
             priority=variant.priority + (task != "list_recall"),
-            cost=10 + passes * _seconds_to_test(model, ablation.counts),
+            cost=10 + passes * estimate.seconds_to_test(ablation.counts),
         )
 
 
@@ -251,8 +254,6 @@ def _examples(recipe: FinetuneRecipe) -> dict[int, int]:
     return {length: settings.max_steps * settings.batch for length, settings in recipe.phases().items()}
 
 
-# Estimates of seconds on one core, from what the models of `small` take on an AMD EPYC.
-_RATE = 4e10  # floating-point operations a second
 _DRAWN = 1.5e6  # tokens of examples made a second
 
 
@@ -261,16 +262,26 @@ def _mean(length: int) -> int:
     return length * 2 // 3
 
 
-def _seconds(model: ModelSettings, length: int, *, scored: float = 0.0, training: bool = False) -> float:
-    """A sequence's share of a batch; `scored` is the share of its positions whose logits are needed."""
-    own = model.model_dump(exclude={"architecture"})
-    config = MetaGPT2Config(**own, vocab_size=4160, meta_token_id=4096, bos_token_id=0, eos_token_id=0)
-    products = forward_products(config, batch=1, length=length, meta_tokens=2, scored=max(1, int(scored * length)))
-    return flops(products, training=training) / _RATE
+class _Estimate:
+    """Of the seconds that a model's arithmetic takes."""
 
+    # Floating-point operations a second: of a core, what the models of `small` reach on an AMD EPYC; of a GPU, a fifth
+    # of what an H100 is sold with.
+    CORE, GPU = 4e10, 2e14
 
-def _seconds_to_test(model: ModelSettings, counts: Mapping[int, int]) -> float:
-    return sum(n * _seconds(model, _mean(length)) for length, n in counts.items())
+    def __init__(self, recipe: PretrainRecipe):
+        sizes = recipe.model.model_dump(exclude={"architecture"})
+        self.config = MetaGPT2Config(**sizes, vocab_size=4160, meta_token_id=4096, bos_token_id=0, eos_token_id=0)
+        self.rate = self.GPU if recipe.training.bf16 else self.CORE
+
+    def seconds(self, length: int, *, scored: float = 0.0, training: bool = False) -> float:
+        """A sequence's share of a batch; `scored` is the share of its positions whose logits are needed."""
+        needed = max(1, int(scored * length))
+        products = forward_products(self.config, batch=1, length=length, meta_tokens=2, scored=needed)
+        return flops(products, training=training) / self.rate
+
+    def seconds_to_test(self, counts: Mapping[int, int]) -> float:
+        return sum(n * self.seconds(_mean(length)) for length, n in counts.items())
 
 
 def _seconds_to_draw(counts: Mapping[int, int]) -> float:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from itertools import cycle, islice
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from shutil import rmtree
@@ -69,7 +70,7 @@ def open_pool(workshop: Workshop, executor: str, workers: int | None, job: Mappi
     Args:
         workshop: carries the stages out.
         executor: the name.
-        workers: stages at a time; default: the cores that this process may use, for `slurm` 64.
+        workers: stages at a time; default: the GPUs that this process may use, or its cores, for `slurm` 64.
         job: settings of a job, of submitit's `update_parameters`, such as `slurm_partition`.
 
     Raises:
@@ -78,7 +79,7 @@ def open_pool(workshop: Workshop, executor: str, workers: int | None, job: Mappi
     if executor == "processes":
         if job:
             raise UserError("--job sets what a cluster's job gets; it goes with --executor slurm.")
-        return ProcessPool(workshop, workers or available_cores())
+        return ProcessPool(workshop, workers or len(gpus()) or available_cores())
     if executor not in ("slurm", "local"):
         raise UserError(f"unknown executor {executor!r}; choose processes, slurm or local.")
     return JobPool(workshop, executor, workers or (64 if executor == "slurm" else available_cores()), job)
@@ -102,14 +103,22 @@ def job_settings(settings: Iterable[str]) -> dict[str, Any]:
     return parsed
 
 
+def gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named and torch.cuda.is_available() else [*map(str, range(torch.cuda.device_count()))]
+
+
 class ProcessPool:
-    """Processes of one thread each: two of them beat one of two threads for small models."""
+    """Processes of one thread each, since two of them beat one of two threads for small models, and of one GPU each."""
 
     def __init__(self, workshop: Workshop, size: int):
         self.workshop, self.size = workshop, size
         context = multiprocessing.get_context("spawn")
-        self._reports = context.Queue()
-        self._pool = ProcessPoolExecutor(size, context, _start_worker, (self._reports,))
+        self._reports, self._gpus = context.Queue(), context.Queue()
+        for gpu in islice(cycle(gpus() or [None]), size):
+            self._gpus.put(gpu)
+        self._pool = ProcessPoolExecutor(size, context, _start_worker, (self._reports, self._gpus))
         self._running: dict[Future[Done], str] = {}
 
     def __enter__(self) -> "ProcessPool":
@@ -209,9 +218,11 @@ class JobPool:
 _reports: Any = None  # in a worker process: the queue that progress is put into
 
 
-def _start_worker(reports: Any) -> None:
+def _start_worker(reports: Any, left: Any) -> None:
     global _reports
     _reports = reports
+    if (gpu := left.get()) is not None:  # a worker that sees several would spread each batch over all of them
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     # Ctrl-C reaches every process of the terminal. The parent hears it and ends its workers; a worker that ended by
     # itself could make the parent report a broken pool instead.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,6 +1,7 @@
 """The experiments by size."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from metatokens.errors import UserError
 from metatokens.experiment.variants import Ablation, Analysis, Preset, Variant
@@ -37,7 +38,8 @@ _CONDITIONS = ("none", "decoy")
 _SEEDED = ("gpt2", "twin", "meta")  # three seeds with rope
 _SEEDS = (1, 2)
 
-# Every model with every kind of positions; more seeds, and training without markers, with rope (Tables 7-10).
+# Every model with every kind of positions; more seeds, and training without markers, with rope (Tables 7-10). Of
+# GPT-Neo's positions, the 2,304 are for prompts of 2,048 and their answers; the published one has 2,048.
 _GRID = (
     *(Variant(model=model, priority=0) for model in ("gpt2", "pause", "twin", "meta")),
     *(Variant(model=model, seed=seed, priority=0) for seed in _SEEDS for model in _SEEDED),
@@ -56,14 +58,14 @@ _GRID = (
         for position in ("learned", "none")
         for model in ("gpt2", "pause", "twin", "meta")
     ),
-    # With positions for prompts of 2,048 and their answers; the published one has 2,048.
-    Variant(
-        model="gpt-neo",
-        position="learned",
-        pretrain_overrides=("model.architecture=gpt_neo", "model.max_position_embeddings=2304"),
-        priority=2,
-    ),
 )
+_SMALL_NEO = Variant(
+    model="gpt-neo",
+    position="learned",
+    pretrain_overrides=("model.architecture=gpt_neo", "model.max_position_embeddings=2304"),
+    priority=2,
+)
+_PUBLISHED_NEO = replace(_SMALL_NEO, published="hf:EleutherAI/gpt-neo-125m")
 # Lengths beyond the paper: positions drawn at random from 2,304 in pretraining and in fine-tuning at 128 tokens.
 _RANDOM = tuple(
     Variant(
@@ -88,37 +90,50 @@ _PLACEMENT = tuple(
         "k=0.2": "data.fraction=0.2",
     }.items()
 )
-# Table 1 at a quarter of its lengths: pretrained on blocks of 256, extended to 1,024 and 2,048.
+# Pretrained on blocks of 256, so that Table 1 has a counterpart at a quarter of its lengths.
 _SHORT = Variant(
     model="meta",
     note="short",
     pretrain_overrides=("data.block_size=256", "training.per_device_train_batch_size=16"),
     tasks=(),
 )
-_YARN = (
-    _SHORT,
-    *(
+
+
+def _extended(base: Variant, block: int, steps: Mapping[int, list[int]], *overrides: str) -> tuple[Variant, ...]:
+    """Table 1: `base`, pretrained on blocks of this length, with a longer context, fine-tuned to half of it and to it.
+
+    Args:
+        base: whose pretrained model is extended.
+        block: tokens.
+        steps: of fine-tuning at 128, 256 and the two extended lengths, by the factor of the extension.
+        overrides: of the fine-tuning recipe, further ones.
+    """
+    return tuple(
         Variant(
             model="meta",
             note=f"yarn{factor}",
-            pretrain_overrides=_SHORT.pretrain_overrides,
-            pretrained_as=_SHORT.name,
+            pretrain_overrides=base.pretrain_overrides,
+            pretrained_as=base.name,
             extension=float(factor),
             finetune_overrides=(
-                f"task.train_lengths=[128, 256, {128 * factor}, {256 * factor}]",
-                f"task.train_steps={steps}",
+                f"task.train_lengths=[128, 256, {factor * block // 2}, {factor * block}]",
+                f"task.train_steps={own}",
+                *overrides,
             ),
             tasks=("list_recall", "segment_counting"),
-            tested=(128 * factor, 256 * factor),
+            tested=(factor * block // 2, factor * block),
         )
-        for factor, steps in {4: [3000, 500, 300, 200], 8: [3000, 500, 200, 150]}.items()
-    ),
-)
-# As much compute in pretraining as `meta` has, in place of as much text.
-_COMPUTE = tuple(
-    Variant(model=model, note="equal-compute", pretrain_overrides=(f"training.max_steps={steps}",), tasks=())
-    for model, steps in {"gpt2": 672, "pause": 608, "twin": 413}.items()
-)
+        for factor, own in steps.items()
+    )
+
+
+def _equal_compute(**steps: int) -> tuple[Variant, ...]:
+    """Models that are given as much compute in pretraining as `meta`, in place of as much text."""
+    return tuple(
+        Variant(model=model, note="equal-compute", pretrain_overrides=(f"training.max_steps={count}",), tasks=())
+        for model, count in steps.items()
+    )
+
 
 _ABLATIONS = (
     Ablation(
@@ -186,7 +201,15 @@ SMALL = Preset(
     extend_recipe="small_extend",
     task_overrides=dict.fromkeys(TASKS, ()),
     test_counts={128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200},
-    variants=(*_GRID, *_RANDOM, *_PLACEMENT, *_YARN, *_COMPUTE),
+    variants=(
+        *_GRID,
+        _SMALL_NEO,
+        *_RANDOM,
+        *_PLACEMENT,
+        _SHORT,
+        *_extended(_SHORT, 256, {4: [3000, 500, 300, 200], 8: [3000, 500, 200, 150]}),
+        *_equal_compute(gpt2=672, pause=608, twin=413),
+    ),
     extra_conditions=dict.fromkeys(TASKS, _CONDITIONS),
     extra_condition_limit=512,
     rope_test_counts={4096: 200},
@@ -195,7 +218,58 @@ SMALL = Preset(
     analyses=_ANALYSES,
 )
 
-PRESETS: Mapping[str, Preset] = {"smoke": SMOKE, "demo": DEMO, "small": SMALL}
+# The paper's sizes and text: 4 x A100 pretrain one of its models in about two weeks.
+_LONG = ("training.per_device_train_batch_size=4", "training.gradient_accumulation_steps=16")
+PAPER = replace(
+    SMALL,
+    corpus="hf:allenai/c4:en",
+    tokenizer="gpt2",
+    pretrain_recipe="paper",
+    finetune_recipe="paper_finetune",
+    extend_recipe="paper_extend",
+    rope_test_counts=dict.fromkeys((4096, 8192, 16384), 200),
+    variants=(
+        *_GRID,
+        _PUBLISHED_NEO,
+        *_RANDOM,
+        *_PLACEMENT,
+        *_extended(Variant(model="meta"), 1024, {factor: [2800, 2800, 1000, 1000] for factor in (4, 8)}, *_LONG),
+        *_equal_compute(gpt2=221_352, pause=204_530, twin=158_129),
+    ),
+)
+
+# The paper's model and lengths, with as little training as fits into half an hour of one H100.
+GPU = replace(
+    PAPER,
+    pretrain_overrides=(
+        "training.max_steps=500",
+        "training.decay_steps=500",
+        "training.warmup_steps=50",
+        "training.gradient_accumulation_steps=4",
+        "training.save_steps=250",
+        "training.logging_steps=10",
+    ),
+    finetune_overrides=("task.train_steps=[800, 150, 100]", "training.warmup_steps=50", "training.save_steps=400"),
+    task_overrides=dict.fromkeys(("list_recall", "parity"), ()),
+    rope_test_counts={},
+    variants=tuple(
+        Variant(model=model, tasks=("list_recall", "parity"), priority=0) for model in ("gpt2", "pause", "twin", "meta")
+    ),
+    extra_conditions={"list_recall": _CONDITIONS},
+    ablations=(
+        Ablation(
+            name="ablation",
+            tables=("table2", "table11", "table13"),
+            variants=("meta",),
+            tasks=("list_recall", "parity"),
+            interventions=("no_pos", "no_embed", "neither"),
+            counts={128: 500, 256: 500, 512: 500, 1024: 500},
+        ),
+    ),
+    analyses=(),
+)
+
+PRESETS: Mapping[str, Preset] = {"smoke": SMOKE, "demo": DEMO, "small": SMALL, "gpu": GPU, "paper": PAPER}
 
 
 def preset(name: str) -> Preset:

@@ -17,6 +17,7 @@ from metatokens.analysis.residual import residual
 from metatokens.analysis.sharpness import sharpness
 from metatokens.data.blocks import write_token_store
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
+from metatokens.errors import UserError
 from metatokens.evaluation.accuracy import evaluate, majority_rates, score, test_examples
 from metatokens.evaluation.perplexity import held_out_text, perplexity
 from metatokens.evaluation.results import Result
@@ -31,7 +32,7 @@ from metatokens.experiment.variants import (
     lengths_tested,
     pretrain_recipe,
 )
-from metatokens.model.checkpoint import load_model
+from metatokens.model.checkpoint import fetch_model, load_model
 from metatokens.model.interventions import Intervention, intervene
 from metatokens.tasks.curriculum import TASKS, documents_for, task_texts
 from metatokens.tasks.store import ExampleStore
@@ -117,6 +118,15 @@ class Workshop:
         folder = self.pretrained(variant)
         pretrain(recipe, folder, progress=progress)
         return self._pretrained(variant, folder)
+
+    def fetch(self, progress: Progress, *, variant: str) -> Outcome:
+        """Have a published model here, whose vocabulary must be that of the token store."""
+        one = self.variants[variant]
+        folder = self.pretrained(variant)
+        if load_tokenizer(str(folder)).get_vocab() != self.tokenizer().get_vocab():
+            raise UserError(f"{one.published} and the token store {self.out / 'tokens'} have different vocabularies.")
+        weights = folder / "model.safetensors"
+        return Outcome(facts={"parameters": _parameters(weights), "description": f"{one.published}, as published"})
 
     def extend(self, progress: Progress, *, variant: str) -> Outcome:
         """Lengthen the context of another variant's pretrained model, and pretrain it further."""
@@ -259,8 +269,10 @@ class Workshop:
 
     def pretrained(self, variant: str) -> Path:
         """The folder of the model that a variant's fine-tuning starts from."""
-        verb = "pretrain" if self.variants[variant].extension is None else "extend"
-        return self.out / "models" / variant / PRETRAINED[verb]
+        one = self.variants[variant]
+        if one.published is not None:
+            return fetch_model(Path(one.published))
+        return self.out / "models" / variant / PRETRAINED[one.made_by]
 
     def examples(self, variant: str, task: str) -> Path:
         """The folder of a variant's encoded train examples."""

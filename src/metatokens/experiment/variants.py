@@ -50,6 +50,7 @@ class Variant:
     pretrain_overrides: tuple[str, ...] = ()
     finetune_overrides: tuple[str, ...] = ()
     pretrained_as: str | None = None  # starts from the pretrained model of the variant of that name
+    published: str | None = None  # starts from this model, a folder or `hf:NAME`, in place of one made here
     extension: float | None = None  # the factor by which YaRN lengthens the context before fine-tuning
     tasks: tuple[str, ...] = TASKS
     tested: tuple[int, ...] | None = None  # train lengths whose models are tested; all where not given
@@ -65,6 +66,13 @@ class Variant:
     def start(self) -> str:
         """The variant whose pretrained, or extended, model fine-tuning starts from."""
         return self.name if self.pretrained_as is None or self.extension is not None else self.pretrained_as
+
+    @property
+    def made_by(self) -> str:
+        """The verb that makes a model of its own for it, if it has one."""
+        if self.published is not None:
+            return "fetch"
+        return "pretrain" if self.extension is None else "extend"
 
 
 @dataclass(frozen=True, kw_only=True)
