@@ -6,12 +6,13 @@
 # make benchmark every benchmark at the paper's size, into benchmarks/results (about an hour on two cores)
 # make report    draw the report of results/small again, from its committed lines alone
 # make lock      resolve the dependencies again
+# make audit     list them (bom.json, CycloneDX), and ask PyPI's advisories about them
 
 VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: install demo smoke test lint reliability benchmark report lock clean
+.PHONY: install demo smoke test lint reliability benchmark report lock audit clean
 
 install: $(VENV)/.installed
 
@@ -70,5 +71,12 @@ lock:
 	$(BIN)/python -m pip freeze --exclude metatokens --exclude pip --exclude setuptools | sed 's/+cpu//' > requirements-benchmark.lock
 	rm -rf $(VENV)
 
+audit:
+	$(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip install --quiet cyclonedx-bom pip-audit
+	$(VENV)-audit/bin/cyclonedx-py requirements requirements.lock --pyproject pyproject.toml \
+		--output-format JSON --output-reproducible --output-file bom.json
+	$(VENV)-audit/bin/pip-audit --requirement requirements.lock --no-deps --disable-pip --strict
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-audit

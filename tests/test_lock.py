@@ -1,0 +1,14 @@
+"""The bill of materials is of the locked dependencies."""
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_bill_of_materials_lists_what_is_locked() -> None:
+    lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
+    locked = {tuple(line.split("==")) for line in lines if "==" in line}
+    components = json.loads((ROOT / "bom.json").read_text(encoding="utf-8"))["components"]
+    assert {(one["name"], one["version"]) for one in components} == locked
+    assert len(locked) > 40
