@@ -15,6 +15,7 @@ PACKAGE = Path(metatokens.__file__).parent
 ORDER = [
     "errors",
     "machine",
+    "files",
     "recipe",
     "data",
     "model",

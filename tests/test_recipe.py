@@ -12,6 +12,7 @@ PACKAGED = {
     "demo_finetune": FinetuneRecipe,
     "small_extend": PretrainRecipe,
     "paper": PretrainRecipe,
+    "paper_extend": PretrainRecipe,
     "paper_finetune": FinetuneRecipe,
     "small": PretrainRecipe,
     "small_finetune": FinetuneRecipe,

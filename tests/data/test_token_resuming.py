@@ -23,7 +23,7 @@ from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import encode_text
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
-from metatokens.machine import exclusive
+from metatokens.files import exclusive
 
 
 @pytest.fixture(scope="module")

@@ -131,7 +131,7 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path, corpus):
         with pytest.raises(UserError):
             write_token_store(out, corpus, "no-such-tokenizer")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-    assert not any((tmp_path / "mine").iterdir())
+    assert {path.name: path.stat().st_size for path in (tmp_path / "mine").iterdir()} == {".lock": 0}
 
 
 def test_a_folder_of_something_else_is_left_alone(corpus, tmp_path):

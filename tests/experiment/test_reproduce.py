@@ -488,8 +488,12 @@ def test_a_job_that_is_ended_again_and_again_is_one_sentence(
     monkeypatch.setattr(pools, "TRIES", 2)
     monkeypatch.setattr(pools, "_work_as_job", kill_this_process)
     monkeypatch.setattr(presets, "PRESETS", {"tiny": tiny_preset.tiny(str(small_corpus))})
-    with pytest.raises(UserError, match="the job of tokenize was ended 2 times"):
+    with pytest.raises(UserError, match="the job of tokenize was ended 2 times; what it printed is in ") as caught:
         run.reproduce("tiny", tmp_path / "run", executor="local", workers=1)
+    (folder,) = (tmp_path / ".cache" / "metatokens" / "jobs").iterdir()
+    assert str(caught.value).endswith(f" {folder}.")
+    assert "submitit" in "".join(log.read_text() for log in folder.glob("*_log.out"))
+    assert not list((tmp_path / "run").rglob("*.pkl"))
 
 
 def test_settings_of_jobs_are_read_as_yaml() -> None:

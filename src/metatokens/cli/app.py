@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from metatokens.errors import UserError
+from metatokens.files import append_lines
 from metatokens.machine import is_first_process
 
 if TYPE_CHECKING:
@@ -61,8 +62,7 @@ def write_lines(lines: Iterable[str], out: Path | None) -> None:
             print(line)
         return
     try:
-        with out.open("a", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in lines)
+        append_lines(out, lines)
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}.") from error
 

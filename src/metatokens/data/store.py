@@ -33,7 +33,7 @@ Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
-
+HELD_OUT = 0.05  # of the documents, where nothing else is asked for
 
 Count = Annotated[int, Field(ge=0, lt=2**48)]
 
@@ -227,6 +227,11 @@ class TokenSequence:
 def sha256_of(data: bytes) -> str:
     """The checksum of some bytes, in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
+
+
+def is_held_out(sha256: str, share: float) -> bool:
+    """Whether the document with this checksum is among the share that is held out."""
+    return int(sha256[:16], 16) < share * 2**64
 
 
 def file_sha256(path: Path) -> str | None:

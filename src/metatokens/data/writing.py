@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from metatokens.data.corpus import corpus_parts, read_corpus
 from metatokens.data.sharding import Done, Plan, Work, put, write_parts
 from metatokens.data.store import (
+    HELD_OUT,
     MANIFEST,
     SPLITS,
     TOKENIZER,
@@ -35,7 +36,8 @@ from metatokens.data.store import (
 )
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
 from metatokens.errors import UserError
-from metatokens.machine import LOCK, available_cores, exclusive
+from metatokens.files import LOCK, exclusive, library_writes
+from metatokens.machine import available_cores
 
 PLAN = "plan.json"
 # Of a shard, both splits together: 15 MB of GPT-2's ids, which a reader checks in some 20 ms. C4 has some 22,000 such
@@ -48,7 +50,7 @@ def write_token_store(
     corpus_spec: str,
     tokenizer_spec: str,
     *,
-    held_out: float = 0.05,
+    held_out: float = HELD_OUT,
     extra_texts: Iterable[str] = (),
     overwrite: bool = False,
     workers: int | None = None,
@@ -138,7 +140,8 @@ def _begin(staging: Path, settings: StoreSettings, extra_texts: Sequence[str]) -
         (staging / name).mkdir(parents=True)
     first, parts = _first_documents(settings.corpus), tuple(corpus_parts(settings.corpus))
     tokenizer = load_tokenizer(settings.tokenizer, corpus=read_corpus(settings.corpus), extra_texts=extra_texts)
-    tokenizer.save_pretrained(staging / TOKENIZER)
+    with library_writes(staging):
+        tokenizer.save_pretrained(staging / TOKENIZER)
     plan = Plan(settings=settings, parts=parts, shard_characters=SHARD_CHARACTERS, first=first)
     put(staging, PLAN, plan.model_dump_json().encode())
     return tokenizer

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from scipy.stats import binomtest
 
 from metatokens.errors import UserError
+from metatokens.files import append_lines
 
 Metric = Literal["exact_match", "token_accuracy", "perplexity", "majority_rate"]
 
@@ -70,11 +71,10 @@ def write_results(path: Path, results: Iterable[BaseModel]) -> None:
     """Append results, or records of another kind, to a JSON-lines file, one line each.
 
     Raises:
-        UserError: if the file cannot be written.
+        UserError: if the file cannot be written, which then is as it was.
     """
     try:
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(result.model_dump_json() + "\n" for result in results)
+        append_lines(path, (result.model_dump_json() for result in results))
     except OSError as error:
         raise UserError(f"cannot write results to {path}: {error.strerror}.") from error
 

@@ -8,6 +8,7 @@ are of a stage that was cut off, and are dropped when the run goes on.
 import json
 import os
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from metatokens.errors import UserError
 from metatokens.experiment.plan import Stage
 from metatokens.experiment.pools import Done
+from metatokens.files import append_lines
 
 LEDGER = "stages.jsonl"
 FILES = {"results": "results.jsonl", "measurements": "analysis.jsonl", "curves": "curves.jsonl"}
@@ -90,7 +92,7 @@ class Ledger:
             "curves": [json.dumps(point) for point in done.outcome.curves],
         }
         for kind, lines in found.items():
-            _append(self.out / FILES[kind], lines)
+            append_lines(self.out / FILES[kind], lines)
         entry = Entry(
             name=stage.name,
             seconds=round(done.seconds, 1),
@@ -99,22 +101,8 @@ class Ledger:
             facts=done.outcome.facts,
             lines={kind: len(lines) for kind, lines in found.items() if lines},
         )
-        _append(self.out / LEDGER, [entry.model_dump_json()])
+        append_lines(self.out / LEDGER, [entry.model_dump_json()])
         self.entries[stage.name] = entry
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that appears at once."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
-def _append(path: Path, lines: Iterable[str]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(line + "\n" for line in lines)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _whole_lines(path: Path) -> list[str]:
@@ -128,10 +116,10 @@ def _whole_lines(path: Path) -> list[str]:
 def _cut(path: Path, count: int) -> None:
     """Drop what follows the first `count` lines."""
     if path.exists():
-        text = path.read_text(encoding="utf-8")
-        kept = "".join(line + "\n" for line in text.split("\n")[:count])
-        if kept != text:
-            write_whole(path, kept)
+        with path.open("rb") as file:
+            kept = sum(len(line) for line in islice(file, count))
+        if kept < path.stat().st_size:
+            os.truncate(path, kept)
 
 
 def _differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -179,6 +179,7 @@ class JobPool:
             rmtree(self._folder)
             raise UserError(f"submitit does not take these jobs: {' '.join(str(error).split())}") from error
         self._running: dict[str, tuple[Any, Stage, int]] = {}
+        self._keeps_logs = False
 
     def __enter__(self) -> "JobPool":
         return self
@@ -186,7 +187,8 @@ class JobPool:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         for running, _, _ in self._running.values():
             running.cancel(check=False)
-        rmtree(self._folder, ignore_errors=True)
+        if not self._keeps_logs:
+            rmtree(self._folder, ignore_errors=True)
 
     def submit(self, stage: Stage, tries: int = 1) -> None:
         """Begin a stage."""
@@ -203,10 +205,13 @@ class JobPool:
                 found = running.result()
             except self._lost as error:
                 if tries == TRIES:
-                    raise UserError(f"the job of {name} was ended {TRIES} times; the last one: {error}.") from error
+                    self._keeps_logs = True
+                    raise UserError(
+                        f"the job of {name} was ended {TRIES} times; what it printed is in {self._folder}."
+                    ) from error
                 self.submit(stage, tries + 1)
             else:
-                if isinstance(found, UserError):
+                if isinstance(found, Exception):
                     raise found
                 yield name, found
 
@@ -241,10 +246,10 @@ def _work_and_report(workshop: Workshop, stage: Stage) -> Done:
     return _work(workshop, stage, lambda done, total: _reports.put((stage.name, done / total)))
 
 
-def _work_as_job(workshop: Workshop, stage: Stage) -> Done | UserError:
+def _work_as_job(workshop: Workshop, stage: Stage) -> Done | UserError | OSError:
     try:
         return _work(workshop, stage, unwatched)
-    except UserError as error:
+    except (UserError, OSError) as error:  # which the next try would meet again
         return error
 
 

@@ -11,12 +11,13 @@ from typing import Any
 
 from metatokens.evaluation.results import library_versions, now
 from metatokens.experiment.display import Display
-from metatokens.experiment.ledger import Ledger, write_whole
+from metatokens.experiment.ledger import Ledger
 from metatokens.experiment.plan import Stage, select, stages
 from metatokens.experiment.pools import Pool, open_pool
 from metatokens.experiment.presets import preset
 from metatokens.experiment.stages import Workshop
 from metatokens.experiment.variants import Preset, extend_recipe, finetune_recipe, pretrain_recipe
+from metatokens.files import write_whole
 from metatokens.machine import available_cores
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe
 from metatokens.training.run_folder import open_run
@@ -61,6 +62,7 @@ def reproduce(
         left = _unfinished(ledger, plan)
         if left or not (out / "run.json").exists():
             pool = open_pool(Workshop(out.resolve(), name, sizes), executor, workers, job or {})
+            (out / "run.json").unlink(missing_ok=True)  # which, if this try cannot write it, the next one is to
             try:
                 _carry_out(ledger, plan, left, pool)
             finally:
@@ -153,7 +155,7 @@ def _write_provenance(ledger: Ledger, name: str, sizes: Preset, **run: Any) -> N
         "stages": [entry.model_dump(include={"name", "seconds", "cpu_seconds"}) for entry in entries.values()],
         **run,
     }
-    write_whole(ledger.out / "run.json", json.dumps(provenance, indent=1))
+    write_whole(ledger.out / "run.json", json.dumps(provenance, indent=1).encode())
 
 
 def _recipes(sizes: Preset, finished: Container[str]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ Whatever a folder holds, no code of it is run, and its sizes are looked at befor
 
 import hashlib
 import json
-import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from safetensors import SafetensorError
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from metatokens.errors import UserError
-from metatokens.machine import LOCK
+from metatokens.files import LOCK, PARTIAL, library_writes, write_whole
 from metatokens.model.configuration import (
     MAX_LAYERS,
     MetaGPT2Config,
@@ -44,12 +43,10 @@ _WRONG_VALUES = (TypeError, LookupError, AttributeError, ArithmeticError)  # wha
 
 def write_manifest(folder: Path) -> None:
     """Record the SHA-256 of every file in `folder` (not of its subfolders), which marks it as complete."""
-    partial = folder / (MANIFEST + ".partial")
-    partial.unlink(missing_ok=True)
-    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in (MANIFEST, LOCK)]
+    others = (MANIFEST, MANIFEST + PARTIAL, LOCK)
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in others]
     sums = {path.name: _sha256(path) for path in files}
-    partial.write_text(json.dumps({"sha256": sums}, indent=1), encoding="utf-8")
-    os.replace(partial, folder / MANIFEST)
+    write_whole(folder / MANIFEST, json.dumps({"sha256": sums}, indent=1).encode())
 
 
 def verify_manifest(folder: Path) -> None:
@@ -76,10 +73,15 @@ def save_model(
     folder: Path,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write model and tokenizer to `folder`, the manifest last; `weights` in place of the model's own, if given."""
+    """Write model and tokenizer to `folder`, the manifest last; `weights` in place of the model's own, if given.
+
+    Raises:
+        OSError: if they cannot be written.
+    """
     (folder / MANIFEST).unlink(missing_ok=True)
-    model.save_pretrained(folder, state_dict=weights)
-    tokenizer.save_pretrained(folder)
+    with library_writes(folder):
+        model.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
     write_manifest(folder)
 
 

@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from metatokens.errors import UserError
+from metatokens.files import write_whole
 from metatokens.report import figures, grid_sections, overview
 from metatokens.report.estimates import Labels
 from metatokens.report.grid import grid_of
@@ -51,7 +52,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
         for file, data in files.items():
-            file.write_bytes(data)
+            write_whole(file, data)
     except OSError as error:
         raise UserError(f"cannot write the report to {out}: {error.strerror}.") from error
     return out / "index.html"

@@ -79,9 +79,13 @@ class ExampleStore(Sequence[StoredExample]):
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # processes may write the same one
-        with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
-            writer.write_batch(batch)
-        os.replace(partial, path)
+        try:
+            with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+                writer.write_batch(batch)
+            os.replace(partial, path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
         return cls(path)
 
     def __len__(self) -> int:

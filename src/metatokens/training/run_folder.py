@@ -1,7 +1,6 @@
 """The folder of a run: one process at a time, and the same settings to go on with."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from metatokens.errors import UserError
-from metatokens.machine import LOCK, exclusive, is_first_process
+from metatokens.files import LOCK, PARTIAL, exclusive, write_whole
+from metatokens.machine import is_first_process
 from metatokens.model.checkpoint import MANIFEST
 
 SETTINGS = "settings.json"
-_PARTIAL = SETTINGS + ".partial"
 
 
 @contextmanager
@@ -32,17 +31,19 @@ def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) ->
         Whether the run in the folder is finished already.
 
     Raises:
-        UserError: if the folder holds something else, cannot be written, or another process works in it.
+        UserError: if the folder holds something else, cannot be written (now or later), or another process works in it.
     """
     settings = json.loads(json.dumps(settings, default=str))
     with _explained(out):
         out.mkdir(parents=True, exist_ok=True)
         _check(out, settings, overwrite)  # before anything is put into a folder of other things
     with exclusive(out) if is_first_process() else nullcontext():
-        if is_first_process():
-            with _explained(out):
+        try:
+            if is_first_process():
                 _prepare(out, settings, overwrite)
-        yield (out / MANIFEST).exists()
+            yield (out / MANIFEST).exists()
+        except OSError as error:
+            raise UserError(f"the run in {out} stopped: {error}; the same command goes on from here.") from error
 
 
 def _check(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
@@ -53,7 +54,7 @@ def _check(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
             if not isinstance(before, dict):
                 raise UserError(f"{out} cannot be used as a run folder: its {SETTINGS} holds no settings.")
             _compare(out, before, settings)
-    elif any(path.name not in (_PARTIAL, LOCK) for path in out.iterdir()):
+    elif any(path.name not in (SETTINGS + PARTIAL, LOCK) for path in out.iterdir()):
         raise UserError(f"{out} is not empty and holds no run; give a new folder.")
 
 
@@ -66,8 +67,7 @@ def _prepare(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
             elif path.name != LOCK:
                 path.unlink()
     if not (out / SETTINGS).exists():
-        (out / _PARTIAL).write_text(json.dumps(settings, indent=1), encoding="utf-8")
-        os.replace(out / _PARTIAL, out / SETTINGS)
+        write_whole(out / SETTINGS, json.dumps(settings, indent=1).encode())
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     PreTrainedTokenizerBase,
     PrinterCallback,
@@ -22,8 +23,10 @@ from transformers import (
 )
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import rotate_checkpoints
 
 from metatokens.errors import UserError
+from metatokens.files import library_writes
 from metatokens.machine import is_first_process
 from metatokens.model.checkpoint import load_model, save_model, verify_manifest, write_manifest
 from metatokens.model.modeling import MetaGPT2ForCausalLM
@@ -62,6 +65,22 @@ class MetaTokenTrainer(Trainer):
         """The schedule over `decay_steps`, where given."""
         return super().create_scheduler(self.decay_steps or num_training_steps, optimizer)
 
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """A stream's readers divide it among themselves; accelerate would have each process read all of it."""
+        if not isinstance(self.train_dataset, IterableDataset):
+            return super().get_train_dataloader()
+        return DataLoader(
+            self.train_dataset,
+            self._train_batch_size,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with library_writes(Path(self.args.output_dir).parent):
+            super()._save_checkpoint(*args, **kwargs)
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Keeps the loss, to name it where training stops."""
         self._loss = super().training_step(*args, **kwargs)
@@ -82,16 +101,18 @@ class MetaTokenTrainer(Trainer):
 
 
 class RunCallback(TrainerCallback):
-    """Marks saved checkpoints as complete, and says how far the run is."""
+    """Marks saved checkpoints as complete, keeps the last few of them, and says how far the run is."""
 
-    def __init__(self, progress: Progress):
-        self.progress = progress
+    def __init__(self, progress: Progress, kept: int):
+        self.progress, self.kept = progress, kept
         self.last_report = 0.0
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the manifest of the checkpoint that was just saved."""
+        """Write the manifest of the checkpoint that was just saved, and only then drop an older one."""
         if state.is_world_process_zero:
             write_manifest(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+            # Not by the time that each was written, as the Trainer has it: a clock may go backwards.
+            rotate_checkpoints(args.output_dir, self.kept)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report progress, once a second at most, and the end."""
@@ -121,7 +142,7 @@ class Probe(TrainerCallback):
 
 def train(
     model: MetaGPT2ForCausalLM,
-    dataset: SizedDataset,
+    dataset: SizedDataset | IterableDataset[Any],
     tokenizer: PreTrainedTokenizerBase,
     settings: TrainingSettings,
     out: Path,
@@ -137,7 +158,7 @@ def train(
 
     Args:
         model: changed in place.
-        dataset: items in the order of training, enough for all steps.
+        dataset: items in the order of training, enough for all steps; an iterable one gives each process its own.
         tokenizer: saved beside the model.
         settings: of the recipe.
         out: an existing folder.
@@ -148,7 +169,8 @@ def train(
     checkpoints = out / "checkpoints"
     if settings.random_positions is not None:
         randomize_positions(model, settings.random_positions)
-    own = settings.model_dump(exclude={"decay_steps", "min_learning_rate", "report_to", "random_positions"})
+    done_here = {"decay_steps", "min_learning_rate", "report_to", "random_positions", "save_total_limit"}
+    own = settings.model_dump(exclude=done_here)
     arguments = TrainingArguments(
         output_dir=str(checkpoints),
         lr_scheduler_type="cosine_with_min_lr",
@@ -171,7 +193,7 @@ def train(
         train_dataset=dataset,
         processing_class=tokenizer,
         data_collator=collator,
-        callbacks=[*([probe] if probe else []), RunCallback(progress)],
+        callbacks=[*([probe] if probe else []), RunCallback(progress, settings.save_total_limit)],
         decay_steps=settings.decay_steps,
         items_a_step=settings.batch,
     )
