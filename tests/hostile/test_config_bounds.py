@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from drawing import JSON, NUMBER, SCALAR, cases, damaged
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig
 
@@ -208,6 +208,7 @@ ROPE = st.dictionaries(
     fields=st.dictionaries(KEYS, SCALAR | JSON | ROPE | st.integers(0, 64), max_size=3)
     | st.fixed_dictionaries({"rope_parameters": ROPE}),
 )
+@example(kind="gpt2", fields={"initializer_range": -1.0})
 @pytest.mark.filterwarnings("ignore")  # of the libraries, about what they doubt
 def test_any_values(
     kind: str,

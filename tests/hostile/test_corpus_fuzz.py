@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from drawing import JSON, TEXT, cases, damaged
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from metatokens.data.corpus import read_corpus
@@ -122,6 +122,7 @@ def test_damaged_parquet(data: st.DataObject, kind: str, compression: str, place
 
 
 @cases(60)
+@example(spec="~0")
 @given(spec=TEXT | st.sampled_from(["hf:", "hf::", "~", "*", "[", "**", "/", ".", "builtin/", "/dev/null", "a.txt\0"]))
 def test_any_spec(spec: str, place: Path, clean: Clean, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)

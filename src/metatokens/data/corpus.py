@@ -131,7 +131,7 @@ def _docstrings(path: Path) -> str:
 def _files(spec: str) -> list[Path]:
     if spec == "builtin" or spec.startswith("hf:"):
         return []
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))  # which leaves the home of an unknown user as it is
     if path.is_dir():
         raise UserError(f"the corpus {spec} is a folder: name a file in it, or several: {path / '*.jsonl'}.")
     if path.exists():
@@ -236,7 +236,8 @@ def _reading(source: object) -> Iterator[None]:
         yield
     except UserError:
         raise
-    # EOFError and zlib.error: a damaged gzip file. RuntimeError: pyarrow, and datasets of a folder with a script.
-    except (OSError, ValueError, EOFError, RuntimeError, zlib.error) as error:
+    # EOFError and zlib.error: a damaged gzip file. LookupError and RuntimeError: pyarrow, and datasets of a folder with
+    # a script.
+    except (OSError, ValueError, LookupError, EOFError, RuntimeError, zlib.error) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise UserError(f"{source} cannot be read: {reason}.") from error

@@ -80,6 +80,8 @@ class MetaGPT2Config(PreTrainedConfig):
             )
         if self.position_embedding == "rope" and (self.hidden_size // self.num_attention_heads) % 2:
             raise UserError("rotary positions need an even head size (hidden_size / num_attention_heads).")
+        if not self.initializer_range >= 0:
+            raise UserError(f"initializer_range is {self.initializer_range}, a standard deviation below 0.")
         if self.second_attention == "meta" and self.meta_token_id is None:
             raise UserError("second_attention 'meta' needs a meta_token_id.")
         if self.activation not in ACT2FN:
