@@ -68,6 +68,7 @@ class QueryRows:
     place: Tensor
 
     @classmethod
+    @torch.compiler.disable  # how many there are only the data tells
     def find(cls, is_asked: Tensor) -> "QueryRows | None":
         """The positions of a (batch, length) mask; None if gathering them would not pay."""
         most = int(is_asked.sum(dim=1).max())
@@ -209,6 +210,7 @@ class MetaRows:
     slots: Tensor
 
     @classmethod
+    @torch.compiler.disable  # how many there are only the data tells
     def find(cls, is_meta: Tensor, cached: int = 0) -> "MetaRows | None":
         """The meta-tokens' rows of a (batch, length) mask that follows `cached` tokens; None if there is not one."""
         counts = is_meta.sum(dim=1)
