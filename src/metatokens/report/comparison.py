@@ -219,7 +219,10 @@ def _guessing(grid: Grid, task: str, columns: Sequence[Any]) -> tuple[Row, ...]:
     ]
     counts = (EN_DASH.join(map(count, sorted({min(n), max(n)}))) if n else NOT_YET for n in ns)
     return (
-        ("guessing", *(percent(grid.floor(task, length)) for length in columns)),
+        (
+            "guessing",
+            *(percent(grid.floor(task, where)) if n else NOT_YET for where, n in zip(columns, ns, strict=True)),
+        ),
         ("n (prompts a seed)", *counts),
     )
 
