@@ -9,7 +9,7 @@ import pytest
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers import TrainingArguments, default_data_collator
 
 from metatokens.data.blocks import BlockDataset, TokenStore
 from metatokens.model.checkpoint import load_model
@@ -97,9 +97,15 @@ def test_trainer_cuts_its_data_like_this(
         remove_unused_columns=False,
         report_to="none",
     )
-    assert MetaTokenTrainer.get_train_dataloader is Trainer.get_train_dataloader
     model = load_model(small_model())
-    trainer = Trainer(model, arguments, train_dataset=dataset, data_collator=default_data_collator)
+    trainer = MetaTokenTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=dataset,
+        data_collator=default_data_collator,
+        decay_steps=None,
+        items_a_step=GLOBAL_BATCH,
+    )
     own, like = trainer.get_train_dataloader(), loader(dataset, 0, 1, 0)
     assert type(own) is type(like)
     assert arguments.accelerator_config.split_batches is False

@@ -116,6 +116,6 @@ def test_what_cannot_be_extended_leaves_no_folder(
     for model, message in ((small_model(position_embedding="learned"), "'learned'"), (undisturbed, "scaled already")):
         with pytest.raises(UserError, match=message):
             extend(model, tmp_path / "run", factor=FACTOR, recipe=pretraining())
-    with pytest.raises(UserError, match=r"names no data\.tokens"):
+    with pytest.raises(UserError, match=r"must name data\.tokens"):
         extend(undisturbed, tmp_path / "run", factor=FACTOR, recipe=pretraining("data.tokens=null"))
     assert not (tmp_path / "run").exists()

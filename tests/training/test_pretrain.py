@@ -315,7 +315,7 @@ def test_another_start_is_another_run(
 def test_a_gpt2_without_meta_token_cannot_read_blocks_with_some(
     pretraining: Callable[..., PretrainRecipe], gpt2: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=r"model's meta_token_id is None and the token store's is 768"):
+    with pytest.raises(UserError, match=r"model's meta_token_id is None and that of the text's tokenizer 768"):
         pretrain(pretraining("model.second_attention=none"), tmp_path / "run", init=gpt2)
     assert not (tmp_path / "run").exists()
 
@@ -324,5 +324,5 @@ def test_a_model_with_too_small_a_vocabulary_is_refused(
     pretraining: Callable[..., PretrainRecipe], tmp_path: Path
 ) -> None:
     GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=300)).save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(UserError, match="300 vocabulary entries and the token store 768"):
+    with pytest.raises(UserError, match="300 vocabulary entries and the text's tokenizer 768"):
         pretrain(pretraining("model.second_attention=none"), tmp_path / "run", init=tmp_path / "gpt2")

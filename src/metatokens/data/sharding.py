@@ -23,7 +23,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.corpus import Part, read_part
-from metatokens.data.store import SPLITS, Record, Shard, Split, StoreSettings, sha256_of
+from metatokens.data.store import SPLITS, Record, Shard, Split, StoreSettings, is_held_out, sha256_of
 from metatokens.data.tokenizer import encode_text
 
 BATCH_CHARACTERS = 400_000  # encoded at a time: enough for every core, and few enough for the next batch to overlap
@@ -128,8 +128,8 @@ def _write_shard(work: Work, documents: Iterator[str], part: int, number: int) -
     dtype = np.uint16 if len(work.tokenizer) <= 2**16 else np.uint32
     counts: dict[Split, Counter[str]] = {split: Counter(documents=0, characters=0, tokens=0) for split in SPLITS}
     ids: dict[Split, list[npt.NDArray[np.unsignedinteger]]] = {split: [] for split in SPLITS}
-    batches = _batches(documents, work.plan.shard_characters)
-    for batch, encoded in _encoded_batches(batches, work.tokenizer):
+    texts = batches(documents, work.plan.shard_characters)
+    for batch, encoded in _encoded_batches(texts, work.tokenizer):
         batch_ids: dict[Split, list[list[int]]] = {split: [] for split in SPLITS}
         for text, text_ids in zip(batch, encoded, strict=True):
             split = _side(text, work.plan)
@@ -161,7 +161,7 @@ def _side(text: str, plan: Plan) -> Split:
     digest = sha256_of(text.encode())
     if digest in plan.first:
         return SPLITS[plan.first.index(digest)]
-    return "held_out" if int(digest[:16], 16) < plan.settings.held_out * 2**64 else "train"
+    return "held_out" if is_held_out(digest, plan.settings.held_out) else "train"
 
 
 def _encoded_batches(
@@ -179,7 +179,7 @@ def _encoded_batches(
             yield texts, ids.result()
 
 
-def _batches(documents: Iterable[str], most: int) -> Iterator[list[str]]:
+def batches(documents: Iterable[str], most: int) -> Iterator[list[str]]:
     """Batches of documents, until they have so many characters together."""
     batch: list[str] = []
     characters = before = 0

@@ -8,7 +8,7 @@ from metatokens.errors import UserError
 from metatokens.model.checkpoint import load_model, weights_sha256
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import PretrainRecipe
-from metatokens.training.pretrain import open_store, train_on_blocks
+from metatokens.training.pretrain import open_text, train_on_blocks
 from metatokens.training.trainer import Progress, unwatched
 
 
@@ -38,7 +38,7 @@ def extend(
     Raises:
         UserError: if the model cannot be extended so, or the settings do not fit the data or the folder.
     """
-    store = open_store(recipe)
+    text = open_text(recipe)
     model = load_model(model_folder)
     original_length = original_length or model.config.max_position_embeddings
     apply_yarn(model, factor, original_length)
@@ -50,7 +50,7 @@ def extend(
         "original_length": original_length,
         "init_sha256": weights_sha256(model_folder),
     }
-    train_on_blocks(model, recipe, store, out, run=run, overwrite=overwrite, progress=progress)
+    train_on_blocks(model, recipe, text, out, run=run, overwrite=overwrite, progress=progress)
 
 
 def apply_yarn(model: MetaGPT2ForCausalLM, factor: float, original_length: int) -> None:

@@ -4,17 +4,20 @@ import math
 from pathlib import Path
 from typing import Any
 
-from transformers import default_data_collator, set_seed
+from transformers import PreTrainedTokenizerBase, default_data_collator, set_seed
 
 from metatokens.data.blocks import BlockDataset, TokenStore
-from metatokens.data.tokenizer import padded_vocab_size
+from metatokens.data.store import sha256_of
+from metatokens.data.streaming import StreamedBlocks, TextStream
+from metatokens.data.tokenizer import meta_token_id, padded_vocab_size
 from metatokens.errors import UserError
+from metatokens.machine import process_count
 from metatokens.model.checkpoint import LanguageModel, load_model, weights_sha256
 from metatokens.model.configuration import MetaGPT2Config, check_memory
 from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import check_length
-from metatokens.recipe import WITHOUT_EFFECT, PretrainRecipe
+from metatokens.recipe import WITHOUT_EFFECT, PretrainRecipe, TrainingSettings
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Progress, check_trackers, train, unwatched
 
@@ -39,46 +42,52 @@ def pretrain(
     Raises:
         UserError: if the settings do not fit the data, the checkpoint or the folder.
     """
-    store = open_store(recipe)
+    text = open_text(recipe)
     set_seed(recipe.training.seed)
     if init is None:
-        config = _config(recipe, store)
+        config = _config(recipe, text.tokenizer)
         is_gpt_neo = recipe.model.architecture == "gpt_neo"
         check_memory(config, has_masks=is_gpt_neo)
         model = GPTNeoForCausalLM.like(config) if is_gpt_neo else MetaGPT2ForCausalLM(config)
     else:
         model = load_model(init, recipe.model.second_attention)
     run = {"verb": "pretrain", "init_sha256": None if init is None else weights_sha256(init)}
-    train_on_blocks(model, recipe, store, out, run=run, overwrite=overwrite, progress=progress)
+    train_on_blocks(model, recipe, text, out, run=run, overwrite=overwrite, progress=progress)
 
 
-def open_store(recipe: PretrainRecipe) -> TokenStore:
-    """The token store that a recipe names.
+def open_text(recipe: PretrainRecipe) -> TokenStore | TextStream:
+    """What a recipe trains on.
 
     Raises:
-        UserError: if it names none, or there is no complete one.
+        UserError: if it names nothing, or too much, or that cannot be had.
     """
-    if recipe.data.tokens is None:
-        raise UserError("the recipe names no data.tokens: the folder that `metatokens tokenize` wrote.")
-    return TokenStore.open(recipe.data.tokens)
+    data = recipe.data
+    if data.tokens is not None and data.corpus is None and data.tokenizer is None:
+        return TokenStore.open(data.tokens)
+    if data.tokens is None and data.corpus is not None and data.tokenizer is not None:
+        return TextStream.open(data.corpus, data.tokenizer)
+    raise UserError(
+        "the recipe must name data.tokens, the folder that `metatokens tokenize` wrote, or both data.corpus and "
+        "data.tokenizer, to tokenize while training."
+    )
 
 
 def train_on_blocks(
     model: LanguageModel,
     recipe: PretrainRecipe,
-    store: TokenStore,
+    text: TokenStore | TextStream,
     out: Path,
     *,
     run: dict[str, Any],
     overwrite: bool,
     progress: Progress,
 ) -> None:
-    """Train a model on a token store's blocks until `training.max_steps`, or find that the run is finished.
+    """Train a model on blocks of text until `training.max_steps`, or find that the run is finished.
 
     Args:
         model: changed in place.
         recipe: the settings; the section `model` is not used.
-        store: what `open_store` gave.
+        text: what `open_text` gave.
         out, overwrite, progress: as in `pretrain`.
         run: what determines the run's result beside recipe and text; recorded with them.
 
@@ -87,58 +96,63 @@ def train_on_blocks(
     """
     settings = recipe.training
     check_trackers(settings)
-    _check_vocabulary(model.config, store, recipe)
+    _check_vocabulary(model.config, text.tokenizer, recipe)
     check_length(model.config, recipe.data.block_size)
-    epochs = math.ceil(settings.max_steps * settings.batch / len(_blocks(recipe, store, epochs=1)))
     run = run | {
-        "recipe": recipe.model_dump(mode="json", exclude={"data": {"tokens"}, **WITHOUT_EFFECT}),
+        "recipe": recipe.model_dump(mode="json", exclude={"data": {"tokens", "corpus", "tokenizer"}, **WITHOUT_EFFECT}),
         "batch": settings.batch,
-        "tokens_sha256": store.manifest.splits["train"].sha256,
+        **_identity(text, settings),
     }
+    dataset = _blocks(recipe, text)
     with open_run(out, run, overwrite=overwrite) as is_finished:
         if not is_finished:
-            dataset = _blocks(recipe, store, epochs=epochs)
             try:
-                train(model, dataset, store.tokenizer, settings, out, collator=default_data_collator, progress=progress)
+                train(model, dataset, text.tokenizer, settings, out, collator=default_data_collator, progress=progress)
             except UserError as error:
                 # A data-loading worker's comes with the worker's traceback before the sentence.
                 raise UserError(str(error).rpartition("metatokens.errors.UserError: ")[2].strip()) from error
 
 
-def _blocks(recipe: PretrainRecipe, store: TokenStore, *, epochs: int) -> BlockDataset:
-    data = recipe.data
-    return BlockDataset(
-        store,
-        "train",
-        block_size=data.block_size,
-        fraction=data.fraction,
-        placement=data.placement,
-        seed=recipe.training.seed,
-        epochs=epochs,
-    )
+def _identity(text: TokenStore | TextStream, settings: TrainingSettings) -> dict[str, Any]:
+    """What tells a run's text apart from another's."""
+    if isinstance(text, TokenStore):
+        return {"tokens_sha256": text.manifest.splits["train"].sha256}
+    readers = [process_count(), settings.dataloader_num_workers]  # that divide a stream among themselves
+    tokenizer = sha256_of(text.tokenizer.backend_tokenizer.to_str().encode())
+    return {"corpus": text.corpus, "tokenizer_sha256": tokenizer, "readers": readers}
 
 
-def _config(recipe: PretrainRecipe, store: TokenStore) -> MetaGPT2Config:
-    eos = store.manifest.eos_token_id
+def _blocks(recipe: PretrainRecipe, text: TokenStore | TextStream) -> BlockDataset | StreamedBlocks:
+    """Blocks for all of a recipe's steps."""
+    data, settings = recipe.data, recipe.training
+    own = data.model_dump(include={"block_size", "fraction", "placement"}) | {"seed": settings.seed}
+    if isinstance(text, TextStream):
+        return StreamedBlocks(text, **own)
+    epoch = BlockDataset(text, "train", **own)
+    return BlockDataset(text, "train", **own, epochs=math.ceil(settings.max_steps * settings.batch / len(epoch)))
+
+
+def _config(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> MetaGPT2Config:
+    eos = tokenizer.eos_token_id
     return MetaGPT2Config(
         **recipe.model.model_dump(exclude={"architecture"}),
-        vocab_size=padded_vocab_size(store.tokenizer),
-        meta_token_id=store.manifest.meta_token_id,
+        vocab_size=padded_vocab_size(tokenizer),
+        meta_token_id=meta_token_id(tokenizer),
         bos_token_id=eos,
         eos_token_id=eos,
         pad_token_id=eos,
     )
 
 
-def _check_vocabulary(config: MetaGPT2Config, store: TokenStore, recipe: PretrainRecipe) -> None:
-    entries, meta = store.manifest.vocab_size, store.manifest.meta_token_id
+def _check_vocabulary(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase, recipe: PretrainRecipe) -> None:
+    entries, meta = len(tokenizer), meta_token_id(tokenizer)
     if config.vocab_size < entries:
         raise UserError(
-            f"the model has {config.vocab_size} vocabulary entries and the token store {entries}: they were made with "
-            "different tokenizers."
+            f"the model has {config.vocab_size} vocabulary entries and the text's tokenizer {entries}: they do not "
+            "belong together."
         )
     if recipe.data.placement != "none" and config.meta_token_id != meta:
         raise UserError(
-            f"the model's meta_token_id is {config.meta_token_id} and the token store's is {meta}; convert the model "
-            "with a second attention, or set data.placement=none."
+            f"the model's meta_token_id is {config.meta_token_id} and that of the text's tokenizer {meta}; convert the "
+            "model with a second attention, or set data.placement=none."
         )
