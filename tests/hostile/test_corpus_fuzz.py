@@ -123,6 +123,7 @@ def test_damaged_parquet(data: st.DataObject, kind: str, compression: str, place
 
 @cases(60)
 @example(spec="~0")
+@example(spec="~\0")
 @given(spec=TEXT | st.sampled_from(["hf:", "hf::", "~", "*", "[", "**", "/", ".", "builtin/", "/dev/null", "a.txt\0"]))
 def test_any_spec(spec: str, place: Path, clean: Clean, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)

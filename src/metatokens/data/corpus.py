@@ -131,7 +131,8 @@ def _docstrings(path: Path) -> str:
 def _files(spec: str) -> list[Path]:
     if spec == "builtin" or spec.startswith("hf:"):
         return []
-    path = Path(os.path.expanduser(spec))  # which leaves the home of an unknown user as it is
+    with _reading(spec):  # there may be no such user
+        path = Path(spec).expanduser()
     if path.is_dir():
         raise UserError(f"the corpus {spec} is a folder: name a file in it, or several: {path / '*.jsonl'}.")
     if path.exists():
