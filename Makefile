@@ -2,7 +2,8 @@
 # make demo      train, evaluate and report small models (about a quarter of an hour on two cores)
 # make test      every test, with line coverage
 # make lint      the linter and the type checker
-# make reliability  kills, faults and hostile input in full (docs/reliability.md; about an hour on two cores)
+# make reliability  kills, faults, hostile input and scale in full (docs/reliability.md; over an hour on two cores);
+#                   TOKENIZER=DIR where the Hugging Face Hub cannot be reached
 # make benchmark every benchmark at the paper's size, into benchmarks/results (about an hour on two cores)
 # make report    draw the report of results/small again, from its committed lines alone
 # make lock      resolve the dependencies again
@@ -11,6 +12,7 @@
 VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+TOKENIZER ?= gpt2
 
 .PHONY: install demo smoke test lint reliability benchmark report lock audit clean
 
@@ -33,7 +35,9 @@ lint: $(VENV)/.installed-test
 reliability: $(VENV)/.installed-test
 	METATOKENS_RELIABILITY=long HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n auto tests/reliability tests/hostile \
 		tests/training/test_distributed.py tests/training/test_run_folder.py tests/training/test_trainer.py \
-		tests/experiment/test_reproduce.py
+		tests/data/test_token_resuming.py tests/data/test_token_store.py tests/data/test_rank_data.py \
+		tests/data/test_streaming.py tests/experiment/test_reproduce.py
+	$(BIN)/python benchmarks/token_store_scale.py --tokenizer $(TOKENIZER)
 
 benchmark: $(VENV)/.installed-benchmark
 	PATH="$(CURDIR)/$(BIN):$$PATH" benchmarks/run

@@ -60,7 +60,7 @@ def cpu_of_children() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def measure(corpus: str, tokenizer: Path, out: Path, workers: int) -> None:
+def measure(corpus: str, tokenizer: str, out: Path, workers: int) -> None:
     """Tokenize, look at the memory every half second, and print what was seen."""
     command = [sys.executable, "-c", "from metatokens.cli import main; main()", "tokenize", "--corpus", corpus]
     began, cpu = time.monotonic(), cpu_of_children()
@@ -90,7 +90,7 @@ def measure(corpus: str, tokenizer: Path, out: Path, workers: int) -> None:
 
 
 def main(
-    tokenizer: Annotated[Path, typer.Option(help="A folder with a tokenizer.")],
+    tokenizer: Annotated[str, typer.Option(help="As of `metatokens tokenize`.")],
     gigabytes: Annotated[float, typer.Option(help="Of text.")] = 2.0,
     workers: Annotated[list[int] | None, typer.Option(help="Processes; may be given several times.")] = None,
 ) -> None:

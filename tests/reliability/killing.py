@@ -1,10 +1,11 @@
-"""Runs a command again and again, killed at random moments, until it has done its work: `python killing.py PLAN.json`.
+"""Runs commands again and again, killed at random moments, until they have done their work.
 
-The plan says the command's `arguments`, how many `kills`, the `seed` of their moments, and the `seconds` that the
-command takes undisturbed; or, in place of moments, `inside`: a function, as `module:name`, in whose n-th call (`call`)
-the process kills itself, having done half of the call's work where it writes a file. Every try is a fork of this
-process, which has imported everything before, so that a kill hits the work and not the imports. What the tries printed
-and how they ended is written to standard output as JSON.
+Standard input has a plan a line, in JSON. It says the command's `arguments`, how many `kills`, the `seed` of their
+moments, and the `seconds` that the command takes undisturbed; or, in place of moments, `inside`: a function, as
+`module:name`, in whose n-th call (`call`) the process kills itself, having done half of the call's work where it writes
+a file. Every try is a fork of this process, which has imported everything before, so that a kill hits the work and not
+the imports. How the tries ended is written to standard output, a line a plan; what they printed, to the file that the
+plan names (`said`).
 """
 
 import importlib
@@ -90,5 +91,5 @@ def carry_through(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    read = json.loads(Path(sys.argv[1]).read_text())
-    print(json.dumps(carry_through(read)))
+    for line in sys.stdin:
+        print(json.dumps(carry_through(json.loads(line))), flush=True)
