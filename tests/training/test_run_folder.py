@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,21 @@ def test_a_new_folder_gets_its_settings_and_the_same_settings_resume(tmp_path: P
     (out / "manifest.json").write_text("{}")
     assert is_finished(out, SETTINGS) is True
     assert (out / "curve.jsonl").read_text() == "kept"
+
+
+def test_the_first_process_may_write_the_settings_while_another_one_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, look = tmp_path / "run", Path.iterdir
+    out.mkdir()
+
+    def written_meanwhile(folder: Path) -> Iterator[Path]:
+        (out / "settings.json").write_text(json.dumps(SETTINGS))
+        return look(folder)
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(Path, "iterdir", written_meanwhile)
+    assert is_finished(out, SETTINGS) is False
 
 
 @pytest.mark.parametrize(

@@ -47,14 +47,14 @@ def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) ->
 
 
 def _check(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
-    record = out / SETTINGS
-    if record.exists():
+    names = {path.name for path in out.iterdir()}  # at one look: the first process may be writing the settings
+    if SETTINGS in names:
         if not overwrite:
-            before = json.loads(record.read_text(encoding="utf-8"))
+            before = json.loads((out / SETTINGS).read_text(encoding="utf-8"))
             if not isinstance(before, dict):
                 raise UserError(f"{out} cannot be used as a run folder: its {SETTINGS} holds no settings.")
             _compare(out, before, settings)
-    elif any(path.name not in (SETTINGS + PARTIAL, LOCK) for path in out.iterdir()):
+    elif names - {SETTINGS + PARTIAL, LOCK}:
         raise UserError(f"{out} is not empty and holds no run; give a new folder.")
 
 
