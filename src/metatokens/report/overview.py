@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import chain
 
 from metatokens.report import control_claims, cost_claims, inner_claims, recall_claims
 from metatokens.report.grid import Grid
@@ -47,7 +48,11 @@ def claims(grid: Grid) -> Claims:
         for claim in groups["Controls, and beyond the paper"]
         if claim.section == "controls"
     )
-    return Claims(f"{verdict}.", groups, key, _caution(grid))
+    ran = [one.gap is not None for claim in chain.from_iterable(groups.values()) for one in claim.comparisons]
+    missing = (
+        f" {ran.count(False):,} of {len(ran):,} comparisons have not been run, or cannot be." if not all(ran) else ""
+    )
+    return Claims(f"{verdict}.", groups, key, _caution(grid) + missing)
 
 
 def cost(grid: Grid) -> Section:
