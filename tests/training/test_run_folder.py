@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from metatokens.errors import UserError
+from metatokens.training import run_folder
 from metatokens.training.run_folder import open_run
 
 SETTINGS = {"verb": "pretrain", "recipe": {"training": {"seed": 0, "max_steps": 5}}, "init": None}
@@ -46,6 +48,20 @@ def test_the_first_process_may_write_the_settings_while_another_one_looks(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(Path, "iterdir", written_meanwhile)
     assert is_finished(out, SETTINGS) is False
+
+
+def test_another_process_waits_for_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "run"
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(run_folder, "PATIENCE", 0.2)
+    with pytest.raises(UserError, match="the first of this run's processes has not begun"):
+        is_finished(out, SETTINGS)
+    assert list(out.iterdir()) == []
+    monkeypatch.setattr(run_folder, "PATIENCE", 60)
+    writing = threading.Timer(0.2, lambda: (out / "settings.json").write_text(json.dumps(SETTINGS)))
+    writing.start()
+    assert is_finished(out, SETTINGS) is False
+    writing.join()
 
 
 @pytest.mark.parametrize(
@@ -91,6 +107,7 @@ def test_damaged_settings_are_named(tmp_path: Path) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
+from metatokens.training import run_folder
 from metatokens.training.run_folder import open_run
 with open_run(Path(sys.argv[1]), {"verb": "pretrain"}):
     print("held", flush=True)

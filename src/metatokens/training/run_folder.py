@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ from metatokens.machine import is_first_process
 from metatokens.model.checkpoint import MANIFEST
 
 SETTINGS = "settings.json"
+PATIENCE = 300  # seconds; where the first process fails, torchrun ends the others sooner
 
 
 @contextmanager
@@ -41,6 +43,8 @@ def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) ->
         try:
             if is_first_process():
                 _prepare(out, settings, overwrite)
+            else:
+                _wait_for_settings(out)
             yield (out / MANIFEST).exists()
         except OSError as error:
             raise UserError(f"the run in {out} stopped: {error}; the same command goes on from here.") from error
@@ -68,6 +72,15 @@ def _prepare(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
                 path.unlink()
     if not (out / SETTINGS).exists():
         write_whole(out / SETTINGS, json.dumps(settings, indent=1).encode())
+
+
+def _wait_for_settings(out: Path) -> None:
+    """What a process puts into the folder before the first one looks would be somebody else's files to that one."""
+    end = time.monotonic() + PATIENCE
+    while not (out / SETTINGS).exists():
+        if time.monotonic() > end:
+            raise UserError(f"the first of this run's processes has not begun in {out} for {PATIENCE} seconds.")
+        time.sleep(0.05)
 
 
 @contextmanager
