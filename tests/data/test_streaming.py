@@ -120,7 +120,7 @@ def test_parts_are_read_in_an_order_of_their_own_each_epoch(corpus: str, tokeniz
     first, second = ([window.tolist() for window in dataset._windows(epoch, 0, 1)] for epoch in (0, 1))
     again = [window.tolist() for window in blocks(corpus, tokenizer_folder)._windows(0, 0, 1)]
     assert first == again
-    is_one_part = len(dataset._parts) == 1
+    is_one_part = len(dataset._stream.parts) == 1
     assert (first == second) is is_one_part
     assert (first == [window.tolist() for window in other._windows(0, 0, 1)]) is is_one_part
 

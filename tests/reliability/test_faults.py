@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 from test_kills import IS_LONG, SIZES, TRAINING, left, settings
 
+from metatokens.errors import UserError
 from metatokens.evaluation.results import Result, read_results, write_results
-from metatokens.files import append_lines, exclusive
+from metatokens.files import append_lines, exclusive, library_writes
 
 DAY = 86_400  # seconds
 QUICK = ("tokenize", "pretrain", "evaluate")  # the verbs that most tests are content with by default
@@ -429,6 +431,18 @@ def test_a_last_line_that_was_cut_off(
     append_lines(file, ['{"next": 1}', '{"next": 2}'])
     assert file.read_text(encoding="utf-8") == first + after + '{"next": 1}\n{"next": 2}\n'
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("theirs", [SafetensorError("full"), RuntimeError("full"), Exception("full"), OSError("full")])
+def test_a_librarys_failure_to_write_is_the_systems(theirs: Exception, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="full"), library_writes(tmp_path):
+        raise theirs
+
+
+@pytest.mark.parametrize("ours", [KeyError("x"), TypeError("x"), UserError("x")])
+def test_a_mistake_in_a_program_is_not_taken_for_a_full_disk(ours: Exception, tmp_path: Path) -> None:
+    with pytest.raises(type(ours)), library_writes(tmp_path):
+        raise ours
 
 
 # --- read-only

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.blocks import shuffled
-from metatokens.data.corpus import corpus_parts, read_part
+from metatokens.data.corpus import Part, corpus_parts, read_part
 from metatokens.data.insertion import Placement, insert_meta_tokens, meta_token_count
 from metatokens.data.sharding import batches
 from metatokens.data.store import HELD_OUT, is_held_out, sha256_of
@@ -25,9 +25,10 @@ from metatokens.machine import process_count, process_rank
 
 
 class TextStream(NamedTuple):
-    """A corpus and its tokenizer."""
+    """A corpus, its parts (see `corpus_parts`), and its tokenizer."""
 
     corpus: str
+    parts: list[Part]
     tokenizer: PreTrainedTokenizerBase
 
     @classmethod
@@ -42,8 +43,7 @@ class TextStream(NamedTuple):
                 f"data.tokenizer={tokenizer_spec} would be trained on all of the corpus before the stream begins: give "
                 "gpt2 or a tokenizer's folder, or make a token store with `metatokens tokenize`."
             )
-        corpus_parts(corpus)  # whether there is such a corpus is said before any training
-        return cls(corpus, load_tokenizer(tokenizer_spec))
+        return cls(corpus, corpus_parts(corpus), load_tokenizer(tokenizer_spec))
 
 
 class StreamedBlocks(IterableDataset[dict[str, Any]]):
@@ -68,7 +68,6 @@ class StreamedBlocks(IterableDataset[dict[str, Any]]):
         """
         super().__init__()
         self._stream = stream
-        self._parts = corpus_parts(stream.corpus)
         self._insert = partial(
             insert_meta_tokens,
             meta_token_id=meta_token_id(stream.tokenizer),
@@ -111,7 +110,8 @@ class StreamedBlocks(IterableDataset[dict[str, Any]]):
             left = left[whole * size :]
 
     def _documents(self, epoch: int, reader: int, readers: int) -> Iterator[str]:
-        parts = [self._parts[shuffled(n, len(self._parts), f"{self._seed} {epoch}")] for n in range(len(self._parts))]
+        size = len(self._stream.parts)
+        parts = [self._stream.parts[shuffled(n, size, f"{self._seed} {epoch}")] for n in range(size)]
         by_part = len(parts) >= readers
         for part in parts[reader::readers] if by_part else parts:
             for number, text in enumerate(read_part(self._stream.corpus, part)):
