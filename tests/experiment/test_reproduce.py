@@ -1,29 +1,22 @@
 """The whole plan: carried out, cut off, gone on with."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
 import tiny_preset
 import torch
+from run_lines import assert_same_run, lines, records
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
 from metatokens.evaluation.results import Result, read_results
 from metatokens.experiment import pools, presets, run, variants
-from metatokens.experiment.stages import Workshop
 from metatokens.report.inputs import read_inputs
 
 STAGES = ["tokenize", "describe_tasks", "draw_tests-parity", "draw_examples-parity-paper-seed0-64x16"]
@@ -31,61 +24,7 @@ for model in ("gpt2", "meta"):
     STAGES += [f"{verb}-{model}" for verb in ("pretrain", "perplexity")]
     STAGES += [f"{verb}-{model}-parity" for verb in ("finetune", "evaluate")]
 
-
-PATIENCE = 600  # seconds
 NEO = ("model.architecture=gpt_neo", "model.second_attention=none")
-
-
-class InThisProcess:
-    """Stands for the process pool: carries each stage out when it is submitted."""
-
-    def __init__(self, workers: int, context: object, initializer: object, initargs: tuple[Any]):
-        pools._reports = initargs[0]
-
-    def __enter__(self) -> "InThisProcess":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        pass
-
-    def submit(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
-        future: Future[None] = Future()
-        future.set_result(work(*arguments))
-        return future
-
-
-@pytest.fixture
-def reproduce(small_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`reproduce` with the tiny preset, in this process."""
-    monkeypatch.setattr(presets, "PRESETS", {name: tiny_preset.tiny(str(small_corpus)) for name in ("tiny", "other")})
-    monkeypatch.setattr(pools, "ProcessPoolExecutor", InThisProcess)
-    return lambda out, name="tiny", **options: run.reproduce(name, out, workers=1, **options)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing interrupted."""
-    out = tmp_path_factory.mktemp("runs") / "undisturbed"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(presets, "PRESETS", {"tiny": tiny_preset.tiny(str(small_corpus))})
-        patch.setattr(pools, "ProcessPoolExecutor", InThisProcess)
-        run.reproduce("tiny", out, workers=1)
-    return out
-
-
-def records(out: Path) -> dict[str, str]:
-    """The line of each finished stage, in the order in which they were finished."""
-    ledger = out / "stages.jsonl"
-    return {json.loads(line)["name"]: line for line in ledger.read_text().splitlines()} if ledger.exists() else {}
-
-
-def lines(out: Path) -> dict[str, list[str]]:
-    """What stages found, in a fixed order, but for when."""
-    found = {}
-    for name in ("results.jsonl", "analysis.jsonl", "curves.jsonl"):
-        parsed = [json.loads(line) for line in (out / name).read_text().splitlines()]
-        found[name] = sorted(json.dumps(line | {"created": None}) for line in parsed)
-    return found
 
 
 def noted(started: list[str]) -> Callable[..., Any]:
@@ -97,11 +36,6 @@ def noted(started: list[str]) -> Callable[..., Any]:
         return carry_out(workshop, verb, arguments, progress)
 
     return note
-
-
-def assert_same_run(out: Path, undisturbed: Path) -> None:
-    assert lines(out) == lines(undisturbed)
-    assert (out / "examples.jsonl").read_bytes() == (undisturbed / "examples.jsonl").read_bytes()
 
 
 # --- what a run leaves
@@ -165,10 +99,6 @@ def test_models_are_trained_on_the_same_text(undisturbed: Path) -> None:
 
 
 # --- cut off and gone on with, in this process
-
-
-def kill_this_process(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def cut_off(*_: object, **__: object) -> None:
@@ -403,210 +333,3 @@ def test_a_users_mistake_in_a_stage_is_passed_on(
     with pytest.raises(UserError, match="the disk is full"):
         reproduce(tmp_path / "run")
     assert records(tmp_path / "run") == {}
-
-
-# --- by workers with a GPU each
-
-
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5")
-
-
-def test_a_worker_a_gpu_by_default(two_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    workshop = Workshop(tmp_path, "tiny", tiny_preset.tiny("builtin"))
-    assert pools.open_pool(workshop, "processes", None, {}).size == 2
-    assert pools.gpus() == ["3", "GPU-5"]
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert pools.gpus() == ["0", "1"]
-
-
-def test_a_worker_sees_one_gpu(two_gpus: None, tmp_path: Path) -> None:
-    with pools.ProcessPool(Workshop(tmp_path, "tiny", tiny_preset.tiny("builtin")), 1) as pool:
-        assert pool._pool.submit(os.getenv, "CUDA_VISIBLE_DEVICES").result() == "3"
-
-
-# --- as jobs of a cluster
-
-
-def test_jobs_give_the_same_results_and_one_that_is_killed_is_submitted_again(
-    small_corpus: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    # A job is a fresh interpreter, which has to be told to stall.
-    (tmp_path / "site").mkdir()
-    hook = "import sys\nif any('submitit' in part for part in sys.orig_argv):\n    import tiny_preset\n"
-    (tmp_path / "site" / "sitecustomize.py").write_text(hook)
-    path = os.pathsep.join([str(tmp_path / "site"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = {"STALL": str(tmp_path / "stalled"), "HOME": str(tmp_path), "PYTHONPATH": path}
-    options = "--executor local --workers 2 --only perplexity"  # a job takes its interpreter's start
-    running = start(small_corpus, tmp_path / "run", options, **environment)
-    assert wait_until(lambda: (tmp_path / "stalled").exists() or running.poll() is not None)
-    (folder,) = (tmp_path / ".cache" / "metatokens" / "jobs").iterdir()
-    assert folder.stat().st_mode & 0o077 == 0  # nobody else may put a pickle there
-    worker = int((tmp_path / "stalled").read_text())
-    (tmp_path / "stalled.once").touch()  # the next try does not stall
-    os.kill(worker, signal.SIGKILL)
-    output, error = running.communicate(timeout=PATIENCE)
-    assert (running.returncode, output) == (0, ""), error
-    stages = [f"{verb}-{model}" for verb in ("pretrain", "perplexity") for model in ("gpt2", "meta")]
-    assert set(records(tmp_path / "run")) == {"tokenize", *stages}
-    found, expected = lines(tmp_path / "run"), lines(undisturbed)
-    assert found["results.jsonl"] == [line for line in expected["results.jsonl"] if '"perplexity"' in line]
-    assert found["curves.jsonl"] == [line for line in expected["curves.jsonl"] if '"task": null' in line]
-    assert not folder.exists()
-    assert not list((tmp_path / "run").rglob("*.pkl"))
-
-
-@pytest.mark.parametrize(
-    ("executor", "job", "sentence"),
-    [
-        ("threads", {}, "unknown executor 'threads'; choose processes, slurm or local"),
-        ("processes", {"slurm_partition": "gpu"}, "--job sets what a cluster's job gets"),
-        ("local", {"partitions": "gpu"}, "submitit does not take these jobs: "),
-    ],
-)
-def test_other_executors_and_settings_are_refused(
-    executor: str,
-    job: dict[str, str],
-    sentence: str,
-    reproduce: Callable[..., None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(UserError, match=sentence):
-        reproduce(tmp_path / "run", executor=executor, job=job)
-    assert not list(tmp_path.glob(".cache/metatokens/jobs/*"))
-
-
-def test_a_job_that_is_ended_again_and_again_is_one_sentence(
-    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(pools, "TRIES", 2)
-    monkeypatch.setattr(pools, "_work_as_job", kill_this_process)
-    monkeypatch.setattr(presets, "PRESETS", {"tiny": tiny_preset.tiny(str(small_corpus))})
-    with pytest.raises(UserError, match="the job of tokenize was ended 2 times; what it printed is in ") as caught:
-        run.reproduce("tiny", tmp_path / "run", executor="local", workers=1)
-    (folder,) = (tmp_path / ".cache" / "metatokens" / "jobs").iterdir()
-    assert str(caught.value).endswith(f" {folder}.")
-    assert "submitit" in "".join(log.read_text() for log in folder.glob("*_log.out"))
-    assert not list((tmp_path / "run").rglob("*.pkl"))
-
-
-def test_settings_of_jobs_are_read_as_yaml() -> None:
-    read = pools.job_settings(["slurm_partition=gpu", "timeout_min=90", "slurm_array_parallelism=", "a=b=c"])
-    assert read == {"slurm_partition": "gpu", "timeout_min": 90, "slurm_array_parallelism": None, "a": "b=c"}
-    for wrong in ("gpu", "=gpu", "a=[1"):
-        with pytest.raises(UserError, match="--job"):
-            pools.job_settings([wrong])
-
-
-# --- killed, for real
-
-
-def start(corpus: Path, out: Path, options: str, **environment: str) -> subprocess.Popen[str]:
-    """The command in a process group of its own."""
-    return subprocess.Popen(
-        [sys.executable, tiny_preset.__file__, str(corpus), str(out), *options.split()],
-        env=os.environ | environment,
-        start_new_session=True,
-        # A shell starts what runs in its background with Ctrl-C ignored, which is inherited.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def wait_until(condition: Callable[[], bool]) -> bool:
-    """Whether it came true; the patience is for machines with other work."""
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def group_is_gone(leader: int) -> bool:
-    try:
-        os.killpg(leader, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-@pytest.fixture
-def stalled(small_corpus: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run whose worker stands still after the first checkpoint of `meta`, ended with the test whatever happens."""
-    process = start(small_corpus, tmp_path / "run", "--workers 1", STALL=str(tmp_path / "stalled"))
-    wait_until(lambda: (tmp_path / "stalled").exists() or process.poll() is not None)
-    yield process
-    if not group_is_gone(process.pid):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-
-
-def assert_cut_off_in_pretraining(out: Path) -> None:
-    assert list(records(out)) == ["tokenize"]  # what takes longest is done first
-    checkpoints = out / "models" / "meta" / "pretrained" / "checkpoints"
-    assert [path.name for path in checkpoints.iterdir()] == ["checkpoint-2"]
-
-
-def test_ctrl_c_and_going_on_in_worker_processes(
-    stalled: subprocess.Popen[str], small_corpus: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    os.killpg(stalled.pid, signal.SIGINT)  # as a terminal does
-    output, error = stalled.communicate(timeout=PATIENCE)
-    assert stalled.returncode == 130
-    assert output == ""
-    assert error.splitlines()[-1] == "metatokens: interrupted; the same command goes on from here."
-    assert "Traceback" not in error
-    assert wait_until(lambda: group_is_gone(stalled.pid))
-    assert_cut_off_in_pretraining(tmp_path / "run")
-    before = records(tmp_path / "run")
-
-    again = start(small_corpus, tmp_path / "run", "--workers 2")
-    output, error = again.communicate(timeout=PATIENCE)
-    assert (again.returncode, output) == (0, "")
-    *progress, last = error.splitlines()
-    assert last == f"report: {tmp_path / 'run' / 'report' / 'index.html'}"
-    assert len([line for line in progress if " left: " in line or "estimating the time left: " in line]) >= 4
-    assert progress[-1].startswith("100% in ")
-    assert (tmp_path / "run" / "report" / "index.html").stat().st_size > 10_000
-    after = records(tmp_path / "run")
-    assert {name: after[name] for name in before} == before
-    assert_same_run(tmp_path / "run", undisturbed)
-
-
-def test_a_worker_that_the_system_kills_is_one_sentence(
-    stalled: subprocess.Popen[str], reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
-) -> None:
-    os.kill(int((tmp_path / "stalled").read_text()), signal.SIGKILL)
-    _, error = stalled.communicate(timeout=PATIENCE)
-    assert stalled.returncode == 2
-    assert error.splitlines()[-1].startswith("metatokens: a worker was killed while it did pretrain-meta (")
-    assert "Traceback" not in error
-    reproduce(tmp_path / "run")
-    assert_same_run(tmp_path / "run", undisturbed)
-
-
-def test_no_worker_outlives_a_command_that_was_killed(
-    stalled: subprocess.Popen[str], reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
-) -> None:
-    worker = int((tmp_path / "stalled").read_text())
-    os.kill(worker, 0)  # it runs
-    stalled.kill()  # the command alone
-    stalled.wait(timeout=PATIENCE)
-    assert wait_until(lambda: group_is_gone(stalled.pid))
-    with pytest.raises(ProcessLookupError):
-        os.kill(worker, 0)
-    assert_cut_off_in_pretraining(tmp_path / "run")
-    before = records(tmp_path / "run")
-    reproduce(tmp_path / "run")
-    after = records(tmp_path / "run")
-    assert {name: after[name] for name in before} == before
-    assert_same_run(tmp_path / "run", undisturbed)

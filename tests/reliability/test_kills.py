@@ -3,27 +3,14 @@
 By default a few kills of each kind; `make reliability` sets METATOKENS_RELIABILITY=long for all of them.
 """
 
-import json
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import IS_LONG, SIZES, TRAINING, Commands, left, settings
 
-KILLING = Path(__file__).parent / "killing.py"
-IS_LONG = os.environ.get("METATOKENS_RELIABILITY") == "long"
 ROUNDS = range(4 if IS_LONG else 1)  # of three kills each
-
-TRAINING = ["training.save_steps=2", "training.logging_steps=1", "training.per_device_train_batch_size=4"]
-SIZES = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2", "data.block_size=32"]
-
-
-def settings(*overrides: str) -> list[str]:
-    return [part for override in overrides for part in ("--set", override)]
 
 
 @pytest.fixture(scope="session")
@@ -39,56 +26,9 @@ def verbs(small_corpus: Path, small_store: Any, small_model: Callable[..., Path]
     }
 
 
-class Killer:
-    """The script, at work: its imports take longer than most commands."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(KILLING)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def carry_through(self, arguments: list[str], out: Path, **plan: Any) -> dict[str, Any]:
-        """Run the command, killed as planned; its fate, what it printed, and the seconds that it took."""
-        said = out.with_name(f"{out.name}.said")
-        plan |= {"arguments": [*arguments, "--out", str(out)], "said": str(said)}
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        began = time.monotonic()
-        self._process.stdin.write(json.dumps(plan) + "\n")
-        self._process.stdin.flush()
-        fate = json.loads(self._process.stdout.readline())
-        return fate | {"said": said.read_text() if said.exists() else "", "seconds": time.monotonic() - began}
-
-    def stop(self) -> None:
-        """End the script."""
-        self._process.communicate()
-
-
-@pytest.fixture(scope="session")
-def killer() -> Iterator[Killer]:
-    started = Killer()
-    yield started
-    started.stop()
-
-
-def left(out: Path) -> dict[str, Any]:
-    """What counts of a run's folder or of a result file: not the checkpoints, the lock, and when results were made."""
-    if out.is_file():
-        return {"lines": [json.loads(line) | {"created": None} for line in out.read_text().splitlines()]}
-    return {
-        path.relative_to(out).as_posix(): path.read_bytes()
-        for path in out.rglob("*")
-        if path.is_file() and "checkpoints" not in path.parts and path.name != ".lock"
-    }
-
-
 @pytest.fixture(scope="session")
 def undisturbed(
-    verbs: dict[str, list[str]], killer: Killer, tmp_path_factory: pytest.TempPathFactory
+    verbs: dict[str, list[str]], commands: Commands, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[Path, float]]:
     """The output of a command that nobody disturbed, and the seconds that it took."""
     done: dict[str, tuple[Path, float]] = {}
@@ -96,8 +36,8 @@ def undisturbed(
     def give(verb: str) -> tuple[Path, float]:
         if verb not in done:
             out = tmp_path_factory.mktemp(verb) / "out"
-            killer.carry_through(["--help"], out, kills=0)  # when it answers, its imports are done
-            fate = killer.carry_through(verbs[verb], out, kills=0)
+            commands.carry_through(["--help"], out)  # when it answers, its imports are done
+            fate = commands.carry_through(verbs[verb], out)
             assert fate["status"] == 0, fate["said"]
             done[verb] = out, fate["seconds"]
         return done[verb]
@@ -111,13 +51,13 @@ def test_killed_at_random_moments(
     verb: str,
     seed: int,
     verbs: dict[str, list[str]],
-    killer: Killer,
+    commands: Commands,
     undisturbed: Callable[[str], tuple[Path, float]],
     tmp_path: Path,
 ) -> None:
     expected, seconds = undisturbed(verb)
     # A try that goes on has less to do, and one that is done before its kill is not killed.
-    fate = killer.carry_through(verbs[verb], tmp_path / "out", kills=3, seed=seed, seconds=seconds / 2)
+    fate = commands.carry_through(verbs[verb], tmp_path / "out", kills=3, seed=seed, seconds=seconds / 2)
     assert fate["status"] == 0, fate["said"]
     assert left(tmp_path / "out") == left(expected)
     print(f"{verb}, seed {seed}: {fate['killed']} kills")
@@ -140,14 +80,14 @@ def test_killed_while_a_checkpoint_is_written(
     inside: str,
     call: int,
     verbs: dict[str, list[str]],
-    killer: Killer,
+    commands: Commands,
     undisturbed: Callable[[str], tuple[Path, float]],
     tmp_path: Path,
 ) -> None:
     if verb == "finetune" and not IS_LONG:
         pytest.skip("the quick run does this for pretraining alone; make reliability does it for fine-tuning too")
     expected, _ = undisturbed(verb)
-    fate = killer.carry_through(verbs[verb], tmp_path / "out", kills=2, inside=inside, call=call)
+    fate = commands.carry_through(verbs[verb], tmp_path / "out", kills=2, inside=(inside, call))
     assert fate["killed"] == 2
     assert fate["status"] == 0, fate["said"]
     assert left(tmp_path / "out") == left(expected)

@@ -1,0 +1,112 @@
+"""What the tests of this folder ask of the script that carries commands out."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DISTURBED = Path(__file__).parent / "disturbed.py"
+IS_LONG = os.environ.get("METATOKENS_RELIABILITY") == "long"
+
+TRAINING = ["training.save_steps=2", "training.logging_steps=1", "training.per_device_train_batch_size=4"]
+SIZES = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2", "data.block_size=32"]
+
+
+def settings(*overrides: str) -> list[str]:
+    return [part for override in overrides for part in ("--set", override)]
+
+
+class Commands:
+    """The script, at work: in a name space of its own where it can, so that it may mount file systems."""
+
+    def __init__(self) -> None:
+        mounting = "mount -t tmpfs -o size=1m tmpfs /mnt"
+        ways = (["unshare", "-rm"], ["unshare", "-m"])
+        self._way = next((way for way in ways if succeeds([*way, "sh", "-c", mounting])), [])
+        self._process = subprocess.Popen(
+            [*self._way, sys.executable, str(DISTURBED)],
+            # The tries end without a clean exit, of which a process of multiprocessing's would complain.
+            env=os.environ | {"PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def carry_through(self, arguments: list[str], out: Path, **kills: Any) -> dict[str, Any]:
+        """Run a command, killed as planned; its fate, what it printed, and the seconds that it took."""
+        plan = {"kills": 0, "seed": 0, "inside": None, "faults": {}} | kills
+        began = time.monotonic()
+        fate = self._ask(plan | {"arguments": [*arguments, "--out", str(out)]})
+        return fate | {"seconds": time.monotonic() - began}
+
+    def attempt(self, arguments: list[str], out: Path, **faults: Any) -> tuple[int, str]:
+        """Run a command with faults; its exit status, and what it printed."""
+        fate = self.carry_through(arguments, out, faults=faults)
+        return fate["status"], fate["said"]
+
+    def fail(self, arguments: list[str], out: Path, **faults: Any) -> str:
+        """Run a command, which has to end with one sentence; the sentence."""
+        status, said = self.attempt(arguments, out, **faults)
+        return assert_one_sentence(status, said)
+
+    def succeed(self, arguments: list[str], out: Path, **faults: Any) -> str:
+        """Run a command that nothing hinders; what it printed."""
+        status, said = self.attempt(arguments, out, **faults)
+        assert status == 0, said
+        return said
+
+    def mount(self, folder: Path, options: str) -> None:
+        """Mount a file system in memory, for the commands alone, or change it."""
+        if not self._way:
+            pytest.skip("this process may not mount a file system")
+        folder.mkdir(exist_ok=True)
+        assert self._ask({"shell": f"mount -t tmpfs -o '{options}' tmpfs '{folder}'"}) == 0
+
+    def copy(self, path: Path, to: Path) -> None:
+        """Copy out of a mounted file system."""
+        assert self._ask({"shell": f"cp -r '{path}' '{to}'"}) == 0
+
+    def stop(self) -> None:
+        """End the script."""
+        self._process.communicate()
+
+    def _ask(self, plan: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(plan) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+def assert_one_sentence(status: int, said: str) -> str:
+    """A command has ended as with a user's mistake; the sentence."""
+    assert status == 2, said
+    *notices, sentence = said.splitlines()
+    assert not [line for line in notices if not re.search(r"It is dropped|half a line|^ *[0-9]+% in ", line)], said
+    assert sentence.startswith("metatokens: ")
+    assert sentence.endswith(".")
+    return sentence
+
+
+def succeeds(command: list[str]) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def left(out: Path) -> dict[str, Any]:
+    """What counts of a run's folder or of a result file: not the checkpoints, the lock, and when results were made."""
+    if out.is_file():
+        return {"lines": [json.loads(line) | {"created": None} for line in out.read_text().splitlines()]}
+    return {
+        path.relative_to(out).as_posix(): path.read_bytes()
+        for path in out.rglob("*")
+        if path.is_file() and "checkpoints" not in path.parts and path.name != ".lock"
+    }

@@ -1,0 +1,181 @@
+"""Carries commands out, each in a fork of this process: killed at random moments, or with faults.
+
+Standard input has a plan a line, in JSON; standard output, how it ended. A plan has the command's `arguments`, and
+
+- `faults`: the functions below that are called first, each with its arguments, by name;
+- `kills`: how often the command is killed and given again, before it may end. The moments are drawn, by `seed`, from
+  so many `seconds`; or, in place of moments, `inside` is a function, as `module:name`, and a number: in that call of it
+  the process kills itself, having done half of the call's work where it writes a file.
+
+A plan that has `shell` in place of arguments is a line for the shell. This process has imported everything before, so
+that a kill hits the work and not the imports.
+"""
+
+import ctypes
+import importlib
+import itertools
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, tzinfo
+from pathlib import Path
+from typing import Any
+
+import metatokens.analysis.rate_distortion
+import metatokens.data.blocks
+import metatokens.evaluation.accuracy
+import metatokens.training.extend
+import metatokens.training.finetune  # noqa: F401
+from metatokens.cli import main
+from metatokens.evaluation import results
+from metatokens.experiment import pools, presets
+from metatokens.training.trainer import RunCallback
+
+DAY = 86_400  # seconds
+
+
+# --- faults
+
+
+def die_inside(target: str, call: int) -> None:
+    """Make the process kill itself in a call of a function."""
+    module_name, name = target.split(":")
+    module = importlib.import_module(module_name)
+    function: Callable[..., Any] = getattr(module, name)
+    calls = 0
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls < call:
+            return function(*args, **kwargs)
+        if name == "safe_save_file":  # half of a weights file
+            function(*args, **kwargs)
+            path = Path(args[1] if len(args) > 1 else kwargs["filename"])
+            os.truncate(path, path.stat().st_size // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(module, name, dying)
+
+
+def no_room(at: str, room: int) -> None:
+    """Let files grow by so many bytes at most, once one is written, or a folder made, whose path has `at` in it."""
+
+    def limit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in ("open", "os.mkdir") or not isinstance(arguments[0], str | os.PathLike):
+            return
+        path = os.fspath(arguments[0])
+        is_written = event == "os.mkdir" or arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if is_written and isinstance(path, str) and at in path:
+            size = os.stat(path).st_size if os.path.isfile(path) else 0  # what is appended to is that long already
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, resource.RLIM_INFINITY))
+
+    sys.addaudithook(limit)
+
+
+def unprivileged() -> None:
+    """Give up the superuser's right to write where permissions forbid it, in programs that are started too."""
+    libc, without_privileges = ctypes.CDLL(None), 1
+    libc.prctl(28, without_privileges, 0, 0, 0)  # PR_SET_SECUREBITS; refused to other users, who need it not
+    assert libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()) == 0
+
+
+def clock_goes_back() -> None:
+    """Every look at the clock finds it a day before the last one; checkpoints, too, are dated from late to early."""
+    true_time, looks, save = time.time, itertools.count(), RunCallback.on_save
+    time.time = lambda: true_time() - DAY * next(looks)
+    time.time_ns = lambda: int(time.time() * 1e9)
+
+    class Backwards(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            return datetime.fromtimestamp(time.time(), tz)
+
+    def save_earlier(self: RunCallback, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for path in Path(args.output_dir).glob("checkpoint-*"):
+            when = 2_000_000_000 - DAY * int(path.name.removeprefix("checkpoint-"))
+            os.utime(path, (when, when))
+        save(self, args, state, control, **kwargs)
+
+    results.datetime = Backwards
+    RunCallback.on_save = save_earlier
+
+
+def tiny_plan(corpus: str, workers: str) -> None:
+    """`reproduce --preset tiny` is a plan of seconds; its workers are `threads`, or processes as ever."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "experiment"))
+    from tiny_preset import tiny
+
+    presets.PRESETS = {"tiny": tiny(corpus)}
+    if workers == "threads":
+
+        def in_a_thread(size: int, context: object, start: object, arguments: tuple[Any, ...]) -> ThreadPoolExecutor:
+            return ThreadPoolExecutor(1, initializer=setattr, initargs=(pools, "_reports", arguments[0]))
+
+        pools.ProcessPoolExecutor = in_a_thread
+
+
+# --- commands
+
+
+def begin(arguments: list[str], faults: dict[str, list[Any]]) -> tuple[int, int]:
+    """Begin a command in a process of its own; its process id, and a pipe with what it prints, which no limit cuts."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        os.dup2(write, 1)
+        os.dup2(write, 2)
+        os.closerange(read, write + 1)
+        sys.argv = ["metatokens", *arguments]
+        status = 1
+        try:
+            for name, values in faults.items():
+                globals()[name](*values)
+            main()
+            status = 0
+        except SystemExit as end:
+            status = int(end.code or 0) if not isinstance(end.code, str) else 1
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    os.setpgid(pid, pid)  # whoever of the two comes first
+    os.close(write)
+    return pid, read
+
+
+def carry_through(plan: dict[str, Any]) -> dict[str, Any]:
+    """Kill as often as the plan says, as far as the work lasts; then let it end."""
+    draw, killed, said = random.Random(plan["seed"]), 0, ""
+    while True:
+        may_kill = killed < plan["kills"]
+        inside = {"die_inside": plan["inside"]} if may_kill and plan["inside"] else {}
+        pid, pipe = begin(plan["arguments"], plan["faults"] | inside)
+        if may_kill and not inside:
+            killer = threading.Timer(draw.uniform(0, plan["seconds"]), os.killpg, (pid, signal.SIGKILL))
+            killer.start()
+        with open(pipe, errors="replace") as text:
+            said += text.read()
+        if may_kill and not inside:
+            killer.join()  # a command that has ended is there, to be killed, until it is waited for
+        _, status = os.waitpid(pid, 0)
+        if not os.WIFSIGNALED(status):
+            return {"killed": killed, "status": os.waitstatus_to_exitcode(status), "said": said}
+        killed += 1
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        plan = json.loads(line)
+        if "shell" in plan:
+            print(json.dumps(subprocess.run(plan["shell"], shell=True).returncode), flush=True)
+        else:
+            print(json.dumps(carry_through(plan)), flush=True)
