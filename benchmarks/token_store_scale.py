@@ -23,7 +23,7 @@ import typer
 
 from metatokens.data.corpus import read_corpus
 from metatokens.data.store import TokenStore
-from metatokens.machine import cores
+from metatokens.machine import available_cores
 
 FILES = 8
 C4_TOKENS = 156e9
@@ -93,13 +93,13 @@ def measure(corpus: str, tokenizer: str, out: Path, workers: int) -> None:
 def main(
     tokenizer: Annotated[str, typer.Option(help="As of `metatokens tokenize`.")],
     gigabytes: Annotated[float, typer.Option(help="Of text.")] = 2.0,
-    workers: Annotated[list[int] | None, typer.Option(help="Processes, as many as cores by default; may be given several times.")] = None,
+    workers: Annotated[list[int] | None, typer.Option(help="One a core by default; repeatable.")] = None,
 ) -> None:
     """Generate, tokenize, and print."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         generate(folder, gigabytes * 1e9)
-        for count in workers or [cores()]:
+        for count in workers or [available_cores()]:
             measure(f"{folder}/*.jsonl*", tokenizer, folder / f"{count}-workers", count)
 
 
