@@ -259,6 +259,9 @@ def test_three_seeds_of_list_recall_come_first() -> None:
     assert first == seeded | {"finetune-pause-list_recall"}
     measured = [stage for stage in stages(SMALL) if stage.verb == "evaluate" and stage.after[0] in first]
     assert {stage.priority for stage in measured} == {-0.5}
+    trained = [stage for stage in stages(SMALL) if stage.verb == "finetune"]
+    recall = [stage.priority for stage in trained if stage.arguments["task"] == "list_recall"]
+    assert max(recall) <= min(stage.priority for stage in trained if stage.arguments["task"] != "list_recall")
 
 
 @pytest.mark.parametrize(

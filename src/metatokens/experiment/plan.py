@@ -36,6 +36,9 @@ _NOTE_TABLES = {
     "equal-compute": "perplexity",
 }
 
+# Later than list recall of any model, so that a run that is cut short has compared all of them on one task.
+_OTHER_TASKS = 2
+
 PRETRAINED = {"pretrain": "pretrained", "extend": "extended"}  # the folder that the verb writes
 
 
@@ -113,7 +116,7 @@ def _test_stage(sizes: Preset, task: str) -> Stage:
         settings={"counts": counts},
         after=("tokenize",),
         product=f"examples/{task}/tests",
-        priority=task != "list_recall",
+        priority=0 if task == "list_recall" else _OTHER_TASKS,
         cost=10 + sum(_seconds_to_draw(own) for own in counts.values()),
     )
 
@@ -126,7 +129,7 @@ def _example_stage(variant: Variant, recipe: FinetuneRecipe, task: str) -> Stage
         arguments={"variant": variant.name, "task": task},
         after=("tokenize",),
         product=f"examples/{task}/{name}/complete",
-        priority=variant.priority + (task != "list_recall"),
+        priority=_priority(variant, task),
         cost=5 + _seconds_to_draw(_examples(recipe)),
     )
 
@@ -167,7 +170,6 @@ def _pretrain_stage(verb: str, variant: Variant, recipe: PretrainRecipe, after: 
 def _task_stages(variant: Variant, sizes: Preset, task: str, start: str, table: str) -> Iterator[Stage]:
     about = {"variant": variant.name, "task": task}
     estimate = _Estimate(pretrain_recipe(sizes, variant, Path("tokens")))
-    priority = variant.priority + (task != "list_recall")
     recipe = finetune_recipe(sizes, variant, task)
     probe = sizes.probe_steps.get(task)
     trained = sum(n * estimate.seconds(_mean(length), training=True) for length, n in _examples(recipe).items())
@@ -178,7 +180,7 @@ def _task_stages(variant: Variant, sizes: Preset, task: str, start: str, table: 
         after=(start, f"draw_examples-{task}-{examples_name(recipe)}", f"draw_tests-{task}"),
         product=f"models/{variant.name}/{task}/{recipe.task.train_lengths[-1]}/manifest.json",
         tables=(table, "learning") if probe else (table,),
-        priority=priority,
+        priority=_priority(variant, task),
         cost=10 + trained,
     )
     counts = counts_of(sizes, variant, task)
@@ -189,7 +191,7 @@ def _task_stages(variant: Variant, sizes: Preset, task: str, start: str, table: 
         settings={"counts": counts, "train_lengths": lengths},
         after=(f"finetune-{variant.name}-{task}",),
         tables=(table, "markers") if len(counts) > 1 else (table,),
-        priority=priority - 0.5,  # a model is measured before the next one is made
+        priority=_priority(variant, task) - 0.5,  # a model is measured before the next one is made
         cost=10 + len(lengths) * sum(estimate.seconds_to_test(own) for own in counts.values()),
     )
 
@@ -213,7 +215,7 @@ def _ablation_stages(ablation: Ablation, sizes: Preset) -> Iterator[Stage]:
             settings=settings,
             after=(f"finetune-{name}-{task}",),
             tables=ablation.tables,
-            priority=variant.priority + (task != "list_recall"),
+            priority=_priority(variant, task),
             cost=10 + passes * estimate.seconds_to_test(ablation.counts),
         )
 
@@ -238,6 +240,10 @@ def _analysis_stages(analysis: Analysis, sizes: Preset) -> Iterator[Stage]:
             priority=variants[name].priority,
             cost=120 * len(analysis.interventions),
         )
+
+
+def _priority(variant: Variant, task: str) -> int:
+    return variant.priority + (0 if task == "list_recall" else _OTHER_TASKS)
 
 
 def _stage(verb: str, arguments: dict[str, str] | None = None, **fields: Any) -> Stage:

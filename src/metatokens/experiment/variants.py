@@ -54,7 +54,7 @@ class Variant:
     extension: float | None = None  # the factor by which YaRN lengthens the context before fine-tuning
     tasks: tuple[str, ...] = TASKS
     tested: tuple[int, ...] | None = None  # train lengths whose models are tested; all where not given
-    priority: int = 1  # lower ones are carried out first, list recall before the other tasks
+    priority: int = 1  # lower ones are carried out first; the other tasks wait for list recall
 
     @property
     def name(self) -> str:
