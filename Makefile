@@ -36,7 +36,8 @@ reliability: $(VENV)/.installed-test
 	METATOKENS_RELIABILITY=long HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n auto tests/reliability tests/hostile \
 		tests/training/test_distributed.py tests/training/test_run_folder.py tests/training/test_trainer.py \
 		tests/data/test_token_resuming.py tests/data/test_token_store.py tests/data/test_rank_data.py \
-		tests/data/test_streaming.py tests/experiment
+		tests/data/test_streaming.py tests/experiment \
+		tests/model/test_model_checkpoints.py tests/training/test_pretrain.py
 	$(BIN)/python benchmarks/token_store_scale.py --tokenizer $(TOKENIZER)
 
 benchmark: $(VENV)/.installed-benchmark

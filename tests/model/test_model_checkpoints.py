@@ -125,7 +125,11 @@ def test_a_save_that_is_cut_off_is_not_taken_for_complete(saved: Path, monkeypat
     assert not (saved / (MANIFEST + ".partial")).exists()
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=settings.default.max_examples // 2,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
 def test_any_flipped_bit_is_noticed(saved: Path, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(sorted(saved.iterdir())))
@@ -134,8 +138,10 @@ def test_any_flipped_bit_is_noticed(saved: Path, data: st.DataObject) -> None:
     damaged[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(damaged)
     try:
-        with pytest.raises(UserError, match=r"damaged|missing"):
+        with pytest.raises(UserError, match=r"damaged|missing") as caught:
             load_model(saved)
+        # A manifest may have got another file's name wrong.
+        assert path.name in str(caught.value) or (path.name == MANIFEST and "missing" in str(caught.value))
     finally:
         path.write_bytes(whole)
 
