@@ -2,7 +2,7 @@
 # make demo      train, evaluate and report small models (about a quarter of an hour on two cores)
 # make test      every test, with line coverage
 # make lint      the linter and the type checker
-# make reliability  kills, faults, hostile input and scale in full (docs/reliability.md; over an hour on two cores);
+# make reliability  kills, faults, hostile input and scale in full (docs/reliability.md; half an hour on two cores);
 #                   TOKENIZER=DIR where the Hugging Face Hub cannot be reached
 # make benchmark every benchmark at the paper's size, into benchmarks/results (about an hour on two cores)
 # make report    draw the report of results/small again, from its committed lines alone
