@@ -50,7 +50,7 @@ def test_every_stage_comes_after_what_it_needs(sizes: Preset) -> None:
             tuned, measured = place[f"finetune-{one.name}-{task}"], place[f"evaluate-{one.name}-{task}"]
             assert pretrained < tuned < measured
             assert place.get(f"extend-{one.name}", 0) < tuned
-            assert place["tokenize"] < place[f"draw_tests-{task}"] < tuned
+            assert place["tokenize"] < place[f"draw_tests-{task}-paper"] < tuned
     assert all(stage.cost > 0 for stage in plan.values())
 
 
@@ -147,7 +147,7 @@ def test_fine_tuning_another_variants_model_needs_that_one() -> None:
     assert "pretrain-meta-unmarked" not in plan
     steps = DEMO.task_overrides["parity"][0].split("=")[1]
     drawn = f"draw_examples-parity-paper-seed0-128x{32 * int(steps)}"
-    assert plan["finetune-meta-unmarked-parity"].after == ("pretrain-meta", drawn, "draw_tests-parity")
+    assert plan["finetune-meta-unmarked-parity"].after == ("pretrain-meta", drawn, "draw_tests-parity-paper")
     assert drawn in plan  # once for both
 
 
@@ -251,6 +251,46 @@ def test_what_a_gpu_does_in_half_an_hour() -> None:
     assert finetune_recipe(GPU, Variant(model="meta"), "parity").task.train_lengths == (128, 256, 512)
 
 
+def test_models_trained_without_markers_are_tested_so_at_every_length() -> None:
+    plan = {stage.name: stage for stage in stages(SMALL)}
+    own, others = (plan[f"evaluate-meta{note}-list_recall"].settings["counts"]["none"] for note in ("-unmarked", ""))
+    assert own == {128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200, 4096: 200}
+    assert others == {128: 500, 256: 500, 512: 500}
+    assert plan["draw_tests-list_recall-none"].settings["counts"] == own
+
+
+@pytest.mark.parametrize("sizes", [SMALL, PAPER], ids=["small", "paper"])
+def test_models_read_the_same_text_whatever_their_share_of_meta_tokens(sizes: Preset) -> None:
+    shares = {}
+    for one in sizes.variants:
+        if one.note in ("", "periodic", "k=0", "k=0.05", "k=0.2", "random-positions"):
+            data = pretrain_recipe(sizes, one, Path("x")).data
+            inserted = 0 if data.placement == "none" else round(data.fraction * data.block_size)
+            shares[one.note, inserted] = data.block_size - inserted
+    assert {inserted for _, inserted in shares} == {0, 48, 102, 230}
+    assert set(shares.values()) == {922}
+
+
+def test_random_positions_have_a_control_of_as_many_steps() -> None:
+    by_note = {one.note: one for one in SMALL.variants if one.model == "meta"}
+    drawn, plain = (finetune_recipe(SMALL, by_note[note], "list_recall") for note in ("random-positions", "one-length"))
+    assert plain.training.random_positions is None
+    assert drawn.training.random_positions == 2304
+    assert drawn.task == plain.task
+
+
+def test_noise_of_every_kind_and_analyses_of_every_seed() -> None:
+    plan = {stage.name: stage for stage in stages(SMALL)}
+    for one in ("gpt2", "gpt2-learned", "meta", "meta-learned"):
+        drawn = {
+            name for kind in ("noise", "raw-noise") for name in plan[f"{kind}-{one}-copying"].settings["interventions"]
+        }
+        scales, places, units = ("0.1", "0.5", "1", "2"), ("", ":meta"), ("", ":raw")
+        assert drawn == {f"noise:{s}{place}{unit}" for s in scales for place in places for unit in units}
+    for kind, models in {"sharpness": ("twin", "meta"), "rate-distortion": ("gpt2", "twin", "meta")}.items():
+        assert {f"{kind}-{one}{seed}-list_recall" for one in models for seed in ("", "-seed1", "-seed2")} <= set(plan)
+
+
 def test_three_seeds_of_list_recall_come_first() -> None:
     first = {stage.name for stage in stages(SMALL) if stage.priority == 0 and stage.verb == "finetune"}
     seeded = {
@@ -288,6 +328,8 @@ def test_one_tables_part_of_the_plan(table: str, some: str, none: str) -> None:
 
 
 def test_a_table_that_nothing_answers() -> None:
-    with pytest.raises(UserError, match=r"no stage of this preset answers 'table3'; --only takes figure2, .*table9"):
-        select(stages(SMALL), "table3")
+    with pytest.raises(UserError, match=r"no stage of this preset answers 'table0'; --only takes figure1, .*table9\.$"):
+        select(stages(SMALL), "table0")
     assert select(stages(DEMO), None) == stages(DEMO)
+    with pytest.raises(UserError, match=r"answers 'table3', which is measured by `metatokens benchmark decode`"):
+        select(stages(SMALL), "table3")

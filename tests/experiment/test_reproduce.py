@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,17 @@ from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
 from metatokens.evaluation.results import Result, read_results
 from metatokens.experiment import pools, presets, run, variants
+from metatokens.experiment.plan import Stage
+from metatokens.experiment.stages import Outcome
 from metatokens.report.inputs import read_inputs
 
-STAGES = ["tokenize", "describe_tasks", "draw_tests-parity", "draw_examples-parity-paper-seed0-64x16"]
+STAGES = [
+    "tokenize",
+    "describe_tasks",
+    "draw_tests-parity-paper",
+    "draw_tests-parity-decoy",
+    "draw_examples-parity-paper-seed0-64x16",
+]
 for model in ("gpt2", "meta"):
     STAGES += [f"{verb}-{model}" for verb in ("pretrain", "perplexity")]
     STAGES += [f"{verb}-{model}-parity" for verb in ("finetune", "evaluate")]
@@ -168,7 +176,8 @@ def test_a_run_goes_on_from_its_records_alone(
     needed = {
         "tokenize",
         "pretrain-gpt2",
-        "draw_tests-parity",
+        "draw_tests-parity-paper",
+        "draw_tests-parity-decoy",
         "draw_examples-gpt2-parity",
         "finetune-gpt2-parity",
         last,
@@ -178,6 +187,25 @@ def test_a_run_goes_on_from_its_records_alone(
     assert list(records(tmp_path / "run").values())[:-1] == kept
     assert len(results.read_text().splitlines()) == len((undisturbed / "results.jsonl").read_text().splitlines())
     assert_same_run(tmp_path / "run", undisturbed)
+
+
+def test_weights_that_come_out_otherwise_are_noticed(
+    reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Finished stages measured other weights than what is left to measure: as after a move to another machine."""
+    shutil.copytree(undisturbed, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "models" / "gpt2")
+    ledger = tmp_path / "run" / "stages.jsonl"
+    entries = [json.loads(line) for line in ledger.read_text().splitlines() if '"evaluate-gpt2-parity"' not in line]
+    (tuned,) = (entry for entry in entries if entry["name"] == "finetune-gpt2-parity")
+    assert len(tuned["facts"]["weights_sha256"]["64"]) == 64
+    for name, is_said in (("pretrain-gpt2", True), ("finetune-gpt2-parity", False)):
+        (entry,) = (entry for entry in entries if entry["name"] == name)
+        entry["facts"]["weights_sha256"] = "0" if is_said else tuned["facts"]["weights_sha256"]
+    ledger.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    reproduce(tmp_path / "run")
+    said = [line for line in capsys.readouterr().err.splitlines() if "other weights" in line]
+    assert said == ["pretrain-gpt2 gave other weights than those that finished stages measured."]
 
 
 def test_lines_of_a_stage_that_was_cut_off_are_dropped(
@@ -238,8 +266,8 @@ def test_result_lines_that_are_lost_are_noticed(
 
 
 def test_one_tables_part(reproduce: Callable[..., None], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"'table3'; --only takes .*perplexity.*table9"):
-        reproduce(tmp_path / "run", table="table3")
+    with pytest.raises(UserError, match=r"'table0'; --only takes .*perplexity.*table9"):
+        reproduce(tmp_path / "run", table="table0")
     reproduce(tmp_path / "run", table="perplexity")
     assert set(records(tmp_path / "run")) == {
         "tokenize",
@@ -321,6 +349,44 @@ def test_another_preset_is_refused_and_overwriting_replaces(
     with pytest.raises(KeyboardInterrupt):
         reproduce(tmp_path / "run", "other", overwrite=True)
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["preset"] == "other"
+
+
+class FailsSecond:
+    """Stands for a pool of two workers: of two stages at work, the second fails when the first is done."""
+
+    size = 2
+
+    def __init__(self, done: pools.Done):
+        self.done = done
+        self.at_work: list[str] = []
+
+    def __enter__(self) -> "FailsSecond":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, stage: Stage) -> None:
+        self.at_work.append(stage.name)
+
+    def finished(self) -> Iterator[tuple[str, pools.Done]]:
+        yield self.at_work.pop(0), self.done
+        if self.at_work:
+            raise UserError("the disk is full.")
+
+    def progress(self) -> Iterator[tuple[str, float]]:
+        return iter(())
+
+
+def test_what_is_done_is_kept_when_the_next_stage_fails(
+    reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenized = json.loads(records(undisturbed)["tokenize"])
+    done = pools.Done(Outcome(facts=tokenized["facts"]), seconds=1.0, cpu_seconds=1.0)
+    monkeypatch.setattr(run, "open_pool", lambda *_: FailsSecond(done))
+    with pytest.raises(UserError, match="the disk is full"):
+        reproduce(tmp_path / "run")
+    assert len(records(tmp_path / "run")) == 2  # tokenize, and the first of two
 
 
 def test_a_users_mistake_in_a_stage_is_passed_on(

@@ -7,6 +7,7 @@ are of a stage that was cut off, and are dropped when the run goes on.
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,7 @@ from metatokens.files import append_lines
 
 LEDGER = "stages.jsonl"
 FILES = {"results": "results.jsonl", "measurements": "analysis.jsonl", "curves": "curves.jsonl"}
+WEIGHTS = "weights_sha256"  # the fact of a stage that trains
 
 
 class Entry(BaseModel):
@@ -83,8 +85,15 @@ class Ledger:
                 )
 
     def enter(self, stage: Stage, done: Done) -> None:
-        """File what a stage found; of one that was carried out again, because its product was gone, nothing."""
-        if stage.name in self.entries:
+        """File what a stage found; of one that was carried out again, because its product was gone, nothing.
+
+        Training again on another machine gives other weights; a message says so, since stages that were finished
+        before were measured on the old ones.
+        """
+        if before := self.entries.get(stage.name):
+            now = done.outcome.facts.get(WEIGHTS)
+            if before.facts.get(WEIGHTS, now) != now:
+                print(f"{stage.name} gave other weights than those that finished stages measured.", file=sys.stderr)
             return
         found = {
             "results": [result.model_dump_json() for result in done.outcome.results],

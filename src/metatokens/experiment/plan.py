@@ -14,6 +14,7 @@ from metatokens.experiment.variants import (
     Preset,
     Variant,
     counts_of,
+    drawn_counts,
     extend_recipe,
     finetune_recipe,
     lengths_tested,
@@ -27,6 +28,7 @@ _TASK_TABLES = {"list_recall": "table7", "segment_counting": "table8", "parity":
 _NOTE_TABLES = {
     "unmarked": "markers",
     "random-positions": "lengths",
+    "one-length": "lengths",
     "periodic": "placement",
     "k=0": "placement",
     "k=0.05": "placement",
@@ -63,7 +65,7 @@ def stages(sizes: Preset) -> list[Stage]:
         _stage("tokenize", product="tokens/manifest.json", cost=10),
         _stage("describe_tasks", after=("tokenize",), tables=("table8", "table9"), priority=1, cost=10),
     ]
-    plan += [_test_stage(sizes, task) for task in sizes.task_overrides]
+    plan += [stage for task in sizes.task_overrides for stage in _test_stages(sizes, task)]
     # Models of one seed and training condition read the same examples, which are made once.
     drawn: dict[str, Stage] = {}
     for one in sizes.variants:
@@ -89,6 +91,8 @@ def select(plan: list[Stage], table: str | None) -> list[Stage]:
     if table is None:
         return plan
     known = sorted({name for stage in plan for name in stage.tables})
+    if table == "table3":
+        raise UserError("no stage answers 'table3', which is measured by `metatokens benchmark decode`.")
     if table not in known:
         raise UserError(f"no stage of this preset answers {table!r}; --only takes {', '.join(known) or 'nothing'}.")
     needed: set[str] = set()
@@ -104,21 +108,17 @@ def examples_name(recipe: FinetuneRecipe) -> str:
     return f"{recipe.task.condition}-seed{recipe.training.seed}-{sizes}"
 
 
-def _test_stage(sizes: Preset, task: str) -> Stage:
-    counts: dict[str, dict[int, int]] = {}
-    for one in sizes.variants:
-        for condition, own in counts_of(sizes, one, task).items() if task in one.tasks else ():
-            counts.setdefault(condition, {}).update(own)
-    return Stage(
-        name=f"draw_tests-{task}",
-        verb="draw_tests",
-        arguments={"task": task, "counts": counts},
-        settings={"counts": counts},
-        after=("tokenize",),
-        product=f"examples/{task}/tests",
-        priority=0 if task == "list_recall" else _OTHER_TASKS,
-        cost=10 + sum(_seconds_to_draw(own) for own in counts.values()),
-    )
+def _test_stages(sizes: Preset, task: str) -> Iterator[Stage]:
+    for condition, counts in drawn_counts(sizes, task).items():
+        yield _stage(
+            "draw_tests",
+            {"task": task, "condition": condition},
+            settings={"counts": counts},
+            after=("tokenize",),
+            product=f"examples/{task}/tests-{condition}",
+            priority=0 if task == "list_recall" else _OTHER_TASKS,
+            cost=10 + _seconds_to_draw(counts),
+        )
 
 
 def _example_stage(variant: Variant, recipe: FinetuneRecipe, task: str) -> Stage:
@@ -151,7 +151,7 @@ def _variant_stages(variant: Variant, sizes: Preset) -> Iterator[Stage]:
         about = {"variant": variant.name}
         yield _stage("perplexity", about, after=(start,), tables=tables, priority=variant.priority, cost=60)
     for task in variant.tasks:
-        yield from _task_stages(variant, sizes, task, start, table or _TASK_TABLES[task])
+        yield from _task_stages(variant, sizes, task, start, (table,) if table else (_TASK_TABLES[task], "figure1"))
 
 
 def _pretrain_stage(verb: str, variant: Variant, recipe: PretrainRecipe, after: tuple[str, ...]) -> Stage:
@@ -167,30 +167,33 @@ def _pretrain_stage(verb: str, variant: Variant, recipe: PretrainRecipe, after: 
     )
 
 
-def _task_stages(variant: Variant, sizes: Preset, task: str, start: str, table: str) -> Iterator[Stage]:
+def _task_stages(variant: Variant, sizes: Preset, task: str, start: str, tables: tuple[str, ...]) -> Iterator[Stage]:
     about = {"variant": variant.name, "task": task}
     estimate = _Estimate(pretrain_recipe(sizes, variant, Path("tokens")))
     recipe = finetune_recipe(sizes, variant, task)
-    probe = sizes.probe_steps.get(task)
+    probe, counts = sizes.probe_steps.get(task), counts_of(sizes, variant, task)
     trained = sum(n * estimate.seconds(_mean(length), training=True) for length, n in _examples(recipe).items())
     yield _stage(
         "finetune",
         about,
         settings={"recipe": _settings(recipe), "probe_steps": probe},
-        after=(start, f"draw_examples-{task}-{examples_name(recipe)}", f"draw_tests-{task}"),
+        after=(
+            start,
+            f"draw_examples-{task}-{examples_name(recipe)}",
+            *(f"draw_tests-{task}-{condition}" for condition in counts),
+        ),
         product=f"models/{variant.name}/{task}/{recipe.task.train_lengths[-1]}/manifest.json",
-        tables=(table, "learning") if probe else (table,),
+        tables=(*tables, "learning") if probe else tables,
         priority=_priority(variant, task),
         cost=10 + trained,
     )
-    counts = counts_of(sizes, variant, task)
     lengths = lengths_tested(sizes, variant, task)
     yield _stage(
         "evaluate",
         about,
         settings={"counts": counts, "train_lengths": lengths},
         after=(f"finetune-{variant.name}-{task}",),
-        tables=(table, "markers") if len(counts) > 1 else (table,),
+        tables=(*tables, "markers") if len(counts) > 1 else tables,
         priority=_priority(variant, task) - 0.5,  # a model is measured before the next one is made
         cost=10 + len(lengths) * sum(estimate.seconds_to_test(own) for own in counts.values()),
     )
@@ -200,9 +203,8 @@ def _ablation_stages(ablation: Ablation, sizes: Preset) -> Iterator[Stage]:
     variants = {variant.name: variant for variant in sizes.variants}
     for name, task in product(ablation.variants, ablation.tasks):
         variant = variants[name]
-        learned = ablation.learned_interventions if variant.position == "learned" else ()
         settings: dict[str, Any] = {
-            "interventions": ablation.interventions + learned,
+            "interventions": ablation.interventions,
             "counts": dict(ablation.counts),
             "noise_seeds": ablation.noise_seeds,
         }

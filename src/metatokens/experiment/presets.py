@@ -80,14 +80,25 @@ _RANDOM = tuple(
     )
     for model in _SEEDED
 )
-# Where meta-tokens are put in pretraining, and how many.
+# What random positions are to be compared with: plain ones, trained as long on the same prompts.
+_ONE_LENGTH = tuple(
+    Variant(
+        model=model,
+        note="one-length",
+        finetune_overrides=("task.train_lengths=[128]", "task.train_steps=[8000]"),
+        pretrained_as=model,
+        tasks=("list_recall",),
+    )
+    for model in _SEEDED
+)
+# Where meta-tokens are put in pretraining, and how many: beside the same text, in longer or shorter blocks.
 _PLACEMENT = tuple(
-    Variant(model="meta", note=note, pretrain_overrides=(override,), tasks=("list_recall",))
-    for note, override in {
-        "periodic": "data.placement=periodic",
-        "k=0": "data.placement=none",
-        "k=0.05": "data.fraction=0.05",
-        "k=0.2": "data.fraction=0.2",
+    Variant(model="meta", note=note, pretrain_overrides=overrides, tasks=("list_recall",))
+    for note, overrides in {
+        "periodic": ("data.placement=periodic",),
+        "k=0": ("data.placement=none", "data.block_size=922"),
+        "k=0.05": ("data.fraction=0.05", "data.block_size=970"),
+        "k=0.2": ("data.fraction=0.2", "data.block_size=1152"),
     }.items()
 )
 # Pretrained on blocks of 256, so that Table 1 has a counterpart at a quarter of its lengths.
@@ -152,24 +163,33 @@ _ABLATIONS = (
         interventions=("no_pos", "no_embed", "neither"),
         counts={128: 500, 256: 500, 512: 500, 1024: 500},
     ),
-    Ablation(
-        name="noise",
-        tables=("table15", "table16"),
-        variants=("gpt2", "gpt2-learned", "meta", "meta-learned"),
-        tasks=("list_recall", "copying"),
-        interventions=tuple(f"noise:{scale}{place}" for place in ("", ":meta") for scale in ("0.1", "0.5", "1", "2")),
-        learned_interventions=tuple(
-            f"noise:{scale}{place}:raw" for place in ("", ":meta") for scale in ("0.1", "0.5", "1", "2")
-        ),
-        counts={128: 500, 512: 500},
-        noise_seeds=5,
+    *(
+        Ablation(
+            name=name,
+            tables=("table15", "table16"),
+            variants=("gpt2", "gpt2-learned", "meta", "meta-learned"),
+            tasks=("list_recall", "copying"),
+            interventions=tuple(
+                f"noise:{scale}{place}{unit}" for place in ("", ":meta") for scale in ("0.1", "0.5", "1", "2")
+            ),
+            counts={128: 500, 512: 500},
+            noise_seeds=5,
+        )
+        for name, unit in {"noise": "", "raw-noise": ":raw"}.items()
     ),
 )
+
+
+def _with_seeds(*models: str) -> tuple[str, ...]:
+    """The names of the models with rope, of every seed."""
+    return tuple(Variant(model=model, seed=seed).name for model in models for seed in (0, *_SEEDS))
+
+
 _ANALYSES = (
     Analysis(
         kind="sharpness",
         tables=("figure2",),
-        variants=("pause", "twin", "meta", "meta-learned"),
+        variants=("pause", *_with_seeds("twin", "meta"), "meta-learned"),
         train_length=512,
         length=256,
         n=100,
@@ -177,7 +197,7 @@ _ANALYSES = (
     Analysis(
         kind="residual",
         tables=("figure2", "figure3"),
-        variants=("pause", "twin", "meta", "meta-learned"),
+        variants=("pause", *_with_seeds("twin", "meta"), "meta-learned"),
         train_length=512,
         length=256,
         n=100,
@@ -185,7 +205,7 @@ _ANALYSES = (
     Analysis(
         kind="rate-distortion",
         tables=("figure3",),
-        variants=("gpt2", "twin", "meta"),
+        variants=_with_seeds(*_SEEDED),
         train_length=128,
         length=128,
         n=2500,
@@ -205,6 +225,7 @@ SMALL = Preset(
         *_GRID,
         _SMALL_NEO,
         *_RANDOM,
+        *_ONE_LENGTH,
         *_PLACEMENT,
         _SHORT,
         *_extended(_SHORT, 256, {4: [3000, 500, 300, 200], 8: [3000, 500, 200, 150]}),
@@ -232,6 +253,7 @@ PAPER = replace(
         *_GRID,
         _PUBLISHED_NEO,
         *_RANDOM,
+        *_ONE_LENGTH,
         *_PLACEMENT,
         *_extended(Variant(model="meta"), 1024, {factor: [2800, 2800, 1000, 1000] for factor in (4, 8)}, *_LONG),
         *_equal_compute(gpt2=221_352, pause=204_530, twin=158_129),

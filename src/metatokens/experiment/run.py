@@ -58,7 +58,7 @@ def reproduce(
         ledger = Ledger(out)
         ledger.check(plan)
         ledger.resume()
-        created, began = now(), time.monotonic()
+        created, began, is_first = now(), time.monotonic(), not ledger.entries
         left = _unfinished(ledger, plan)
         if left or not (out / "run.json").exists():
             pool = open_pool(Workshop(out.resolve(), name, sizes), executor, workers, job or {})
@@ -67,7 +67,8 @@ def reproduce(
                 _carry_out(ledger, plan, left, pool)
             finally:
                 # Of a run that was cut off, the wall time is not known.
-                seconds = round(time.monotonic() - began, 1) if len(left) == len(ledger.entries) else None
+                is_whole = is_first and len(left) == len(ledger.entries)
+                seconds = round(time.monotonic() - began, 1) if is_whole else None
                 _write_provenance(ledger, name, sizes, workers=pool.size, created=created, wall_seconds=seconds)
 
 
@@ -121,11 +122,13 @@ def _carry_out(ledger: Ledger, plan: list[Stage], left: set[str], pool: Pool) ->
                 pool.submit(by_name[name])
                 running.add(name)
             if running:
-                finished = list(pool.finished())
+                finished = []
+                for name, found in pool.finished():  # filed one by one, since the next one may have failed
+                    ledger.enter(by_name[name], found)
+                    finished.append(name)
                 for name, fraction in pool.progress():
                     display.update(name, fraction)
-                for name, found in finished:
-                    ledger.enter(by_name[name], found)
+                for name in finished:
                     running.remove(name)
                     display.finish(name)
                     order.done(name)

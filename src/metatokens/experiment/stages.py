@@ -27,12 +27,13 @@ from metatokens.experiment.variants import (
     Preset,
     Variant,
     counts_of,
+    drawn_counts,
     extend_recipe,
     finetune_recipe,
     lengths_tested,
     pretrain_recipe,
 )
-from metatokens.model.checkpoint import fetch_model, load_model
+from metatokens.model.checkpoint import fetch_model, load_model, weights_sha256
 from metatokens.model.interventions import Intervention, intervene
 from metatokens.tasks.curriculum import TASKS, documents_for, task_texts
 from metatokens.tasks.store import ExampleStore
@@ -90,16 +91,15 @@ class Workshop:
         )
         return Outcome(results=list(chain.from_iterable(rates)))
 
-    def draw_tests(self, progress: Progress, *, task: str, counts: Mapping[str, Mapping[int, int]]) -> Outcome:
-        """Write a task's test examples, encoded, for all models."""
+    def draw_tests(self, progress: Progress, *, task: str, condition: str) -> Outcome:
+        """Write a task's test examples, encoded, for all models that are tested in the condition."""
         tokenizer, documents = self.tokenizer(), self.documents(task)
-        for condition, own in counts.items():
-            for length, n in own.items():
-                file = self.test_file(task, condition, length)
-                if not file.exists():
-                    tests = test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
-                    ExampleStore.write(file, tests)
-        (self.out / "examples" / task / "tests").touch()
+        for length, n in drawn_counts(self.preset, task)[condition].items():
+            file = self.test_file(task, condition, length)
+            if not file.exists():
+                tests = test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
+                ExampleStore.write(file, tests)
+        (self.out / "examples" / task / f"tests-{condition}").touch()
         return Outcome()
 
     def draw_examples(self, progress: Progress, *, variant: str, task: str) -> Outcome:
@@ -192,11 +192,13 @@ class Workshop:
             probe=None if every is None else Probe(every, lambda model: _probe(model, tests)),
         )
         curves: list[dict[str, Any]] = []
+        weights: dict[str, str] = {}
         for length, settings in recipe.phases().items():
+            weights[str(length)] = weights_sha256(folder / str(length))
             tokens = settings.batch * self.text_tokens(ExampleStore(examples / f"train-{length}.arrow"))
             for point in _curve(folder / str(length), **self.about_curve(one, task=task, train_length=length)):
                 curves.append(point | {"text_tokens": round(point["step"] * tokens)})
-        return Outcome(curves=curves)
+        return Outcome(curves=curves, facts={"weights_sha256": weights})
 
     def evaluate(self, progress: Progress, *, variant: str, task: str) -> Outcome:
         """Accuracy of a fine-tuned model at every length, in every condition asked for."""
@@ -317,6 +319,7 @@ class Workshop:
         one = self.variants[variant]
         facts = {
             "parameters": _parameters(folder / "model.safetensors"),
+            "weights_sha256": weights_sha256(folder),
             "description": MODELS[one.model]["description"],
         }
         about = self.about_curve(one, task=None, train_length=None)

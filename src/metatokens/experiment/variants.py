@@ -84,7 +84,6 @@ class Ablation:
     variants: tuple[str, ...]
     tasks: tuple[str, ...]
     interventions: tuple[str, ...]
-    learned_interventions: tuple[str, ...] = ()  # further ones, of the variants with learned positions
     counts: Mapping[int, int]  # test prompts of each length
     noise_seeds: int = 1  # each of them on its own part of the prompts
 
@@ -166,10 +165,20 @@ def lengths_tested(sizes: Preset, variant: Variant, task: str) -> tuple[int, ...
 def counts_of(sizes: Preset, variant: Variant, task: str) -> dict[str, dict[int, int]]:
     """In which conditions a variant is tested on a task, and on how many prompts of each length."""
     is_rope = variant.position == "rope"
-    extra = sizes.extra_conditions.get(task, ()) if is_rope else ()
-    short = {length: n for length, n in sizes.test_counts.items() if length <= sizes.extra_condition_limit}
     plain = {**sizes.test_counts, **(sizes.rope_test_counts if is_rope else {})}
-    return {"paper": plain} | dict.fromkeys(extra, short)
+    short = {length: n for length, n in sizes.test_counts.items() if length <= sizes.extra_condition_limit}
+    extra = sizes.extra_conditions.get(task, ()) if is_rope else ()
+    own = finetune_recipe(sizes, variant, task).task.condition  # that it is trained in: at every length
+    return {"paper": plain} | dict.fromkeys(extra, short) | {own: plain}
+
+
+def drawn_counts(sizes: Preset, task: str) -> dict[str, dict[int, int]]:
+    """The prompts of each condition and length that the variants are tested on, between them."""
+    found: dict[str, dict[int, int]] = {}
+    for variant in sizes.variants:
+        for condition, own in counts_of(sizes, variant, task).items() if task in variant.tasks else ():
+            found.setdefault(condition, {}).update(own)
+    return found
 
 
 def _without_meta_tokens(data: DataSettings) -> DataSettings:
