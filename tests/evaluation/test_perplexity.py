@@ -42,6 +42,14 @@ def losses_by_hand(folder: Path, text: np.ndarray, placement: str) -> np.ndarray
     return np.array(losses)
 
 
+def test_a_model_without_a_meta_token_reads_any_text(small_model: Callable[..., Path], text: np.ndarray) -> None:
+    folder = small_model(second_attention="none", meta_token_id=None)
+    with_every_id = text.copy()
+    with_every_id[5] = 0  # the end of text in a tokenizer of ours, "!" in GPT-2's
+    result = perplexity(load_model(folder), with_every_id, placement="none", name="gpt2", **BLOCK)
+    assert result.value == pytest.approx(math.exp(losses_by_hand(folder, with_every_id, "none").mean()), rel=1e-5)
+
+
 @pytest.mark.parametrize("placement", ["none", "uniform", "periodic"])
 @pytest.mark.parametrize("second_attention", ["meta", "causal"])
 def test_perplexity_and_its_interval(

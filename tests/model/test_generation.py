@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from metatokens import MetaTokenCache
 from metatokens.errors import UserError
+from metatokens.model.generation import SuppressMetaToken
 
 ONE, EIGHT = random_rows((7,), seed=4), random_rows((11, 8, 3, 1, 9, 6, 11, 5), seed=5)
 MODES: list[dict[str, Any]] = [
@@ -133,6 +134,11 @@ def test_meta_token_is_suppressed_though_it_is_the_likeliest(second_attention: s
     )
     assert all((logits.argmax(dim=-1) == META).all() for logits in out.logits)
     assert not (out.sequences[:, 6:] == META).any()
+
+
+def test_suppression_follows_the_scores_to_their_device() -> None:
+    scores = torch.zeros(1, 4, device="meta")  # as transformers keeps them where the prompt is, not the model
+    assert SuppressMetaToken([2], device="cpu")(EIGHT, scores).device == scores.device
 
 
 def test_suppressing_a_token_of_the_users_goes_on() -> None:

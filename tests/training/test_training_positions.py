@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 from metatokens.errors import UserError
 from metatokens.model.checkpoint import load_model
 from metatokens.recipe import PretrainRecipe
-from metatokens.training.positions import randomize_positions, sample_positions
+from metatokens.training.positions import randomized_positions, sample_positions
 from metatokens.training.pretrain import pretrain
 
 IDS = torch.arange(24).view(2, 12)
@@ -35,9 +35,15 @@ def test_training_sees_the_drawn_positions_and_evaluation_the_plain_ones(
 ) -> None:
     folder = small_model(position_embedding=position_embedding, max_position_embeddings=64)
     model, plain = load_model(folder), load_model(folder).eval()
-    randomize_positions(model, 40)
+    for _ in range(2):  # as in two phases of fine-tuning: the first one's draws end with it
+        with randomized_positions(model, 40):
+            torch.manual_seed(3)
+            loss = model.train()(input_ids=IDS, labels=IDS).loss
+            drawn = torch.rand(1)
     torch.manual_seed(3)
-    loss = model.train()(input_ids=IDS, labels=IDS).loss
+    sample_positions(2, 12, 40)
+    assert drawn == torch.rand(1)  # one sample a step
+    assert model(input_ids=IDS, labels=IDS).loss != loss
     torch.manual_seed(3)
     positions = sample_positions(2, 12, 40)
     assert loss.item() == pytest.approx(plain(IDS, labels=IDS, position_ids=positions).loss.item(), rel=1e-5)
@@ -46,8 +52,8 @@ def test_training_sees_the_drawn_positions_and_evaluation_the_plain_ones(
 
 def test_a_learned_table_must_hold_the_limit(small_model: Callable[..., Path]) -> None:
     model = load_model(small_model(position_embedding="learned", max_position_embeddings=48))
-    with pytest.raises(UserError, match="longer than the 48 learned positions"):
-        randomize_positions(model, 49)
+    with pytest.raises(UserError, match="longer than the 48 learned positions"), randomized_positions(model, 49):
+        pass
 
 
 def test_a_run_with_random_positions_is_another_run_and_resumes_exactly(

@@ -192,7 +192,7 @@ def generate(
     from metatokens.model.checkpoint import load_model
 
     loaded, tokenizer = load_model(model).eval(), load_tokenizer(str(model))
-    ids = torch.tensor(encode_text(tokenizer, [prompt]))
+    ids = torch.tensor(encode_text(tokenizer, [prompt]), device=loaded.device)
     if ids.shape[1] == 0:
         raise UserError("the prompt is empty.")
     torch.manual_seed(seed)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.blocks import TokenStore
 from metatokens.data.corpus import read_corpus
-from metatokens.data.insertion import Placement, insert_meta_tokens, meta_token_count
+from metatokens.data.insertion import IGNORED_LABEL, Placement, insert_meta_tokens, meta_token_count
 from metatokens.data.tokenizer import encode_text
 from metatokens.errors import UserError
 from metatokens.evaluation.results import Result
@@ -48,20 +48,25 @@ def block_losses(
     model.eval()
     losses: list[float] = []
     for start in range(0, len(blocks), batch):
-        pairs = [
-            insert_meta_tokens(
-                blocks[row],
-                meta_token_id=model.config.meta_token_id or 0,
-                block_size=blocks.shape[1] if placement == "none" else block_size,
-                fraction=fraction,
-                placement=cast(Placement, placement),
-                generator=np.random.default_rng(row),
-            )
-            for row in range(start, min(start + batch, len(blocks)))
-        ]
+        rows = range(start, min(start + batch, len(blocks)))
+        if placement == "none":
+            pairs = [(blocks[row].astype(np.int64),) * 2 for row in rows]
+        else:
+            assert model.config.meta_token_id is not None  # `perplexity` has asked
+            pairs = [
+                insert_meta_tokens(
+                    blocks[row],
+                    meta_token_id=model.config.meta_token_id,
+                    block_size=block_size,
+                    fraction=fraction,
+                    placement=cast(Placement, placement),
+                    generator=np.random.default_rng(row),
+                )
+                for row in rows
+            ]
         ids, labels = (torch.from_numpy(np.stack(part)).to(model.device) for part in zip(*pairs, strict=True))
         targets = labels[:, 1:]
-        scored = targets != -100
+        scored = targets != IGNORED_LABEL
         hidden = model.model(ids, use_cache=False).last_hidden_state[:, :-1][scored]
         loss = cross_entropy(model.lm_head(hidden).double(), targets[scored], reduction="none")
         losses += [part.sum().item() for part in loss.split(scored.sum(dim=1).tolist())]

@@ -23,7 +23,7 @@ class SuppressMetaToken(SuppressTokensLogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores (batch, vocabulary), without looking the vocabulary through for the one token, as the base does."""
-        return scores.index_fill(-1, self.suppress_tokens, -math.inf)
+        return scores.index_fill(-1, self.suppress_tokens.to(scores.device), -math.inf)
 
 
 class MetaTokenGenerationMixin(GenerationMixin):
@@ -96,8 +96,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
         if past_key_values is not None:
             cached, past_key_values.inserted = past_key_values.get_seq_length(), inserted
         return {
-            "input_ids": ids[:, cached:],
-            "attention_mask": mask,
+            "input_ids": ids[:, cached:].to(self.device),
+            "attention_mask": mask.to(self.device),
             "past_key_values": past_key_values,
             "use_cache": kwargs.get("use_cache"),
             "logits_to_keep": kwargs.get("logits_to_keep", 1),

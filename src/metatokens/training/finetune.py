@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from metatokens.data.blocks import shuffled
+from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
 from metatokens.errors import UserError
 from metatokens.model.checkpoint import MANIFEST, load_model, weights_sha256
@@ -24,8 +25,6 @@ from metatokens.tasks.example import read_examples
 from metatokens.tasks.store import Encoded, ExampleStore
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Probe, Progress, SizedDataset, check_trackers, train, unwatched
-
-IGNORED = -100  # the label of a position that is not scored
 
 
 class TaskExamples:
@@ -99,13 +98,13 @@ class Collator:
         """`input_ids` and `labels`, each (batch, longest)."""
         longest = max(len(example.input_ids) for example in examples)
         input_ids = np.full((len(examples), longest), self.pad_token_id)
-        labels = np.full((len(examples), longest), IGNORED)
+        labels = np.full((len(examples), longest), IGNORED_LABEL)
         for row, example in enumerate(examples):
             ids = example.input_ids
             first = example.answer_start if self.loss_on == "answer" else 1
             input_ids[row, : len(ids)] = ids
             labels[row, first : len(ids)] = ids[first:]
-        labels[labels == self.meta_token_id] = IGNORED
+        labels[labels == self.meta_token_id] = IGNORED_LABEL
         return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
 
 

@@ -1,5 +1,7 @@
 """Randomised positions in training (Ruoss et al., 2023): they make a model ready for sequences longer than it saw."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,19 +12,23 @@ from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import check_length
 
 
-def randomize_positions(model: MetaGPT2ForCausalLM, limit: int) -> None:
-    """From now on a training step gives each sequence a sorted random sample of the positions 0 ... limit - 1.
+@contextmanager
+def randomized_positions(model: MetaGPT2ForCausalLM, limit: int | None) -> Iterator[None]:
+    """Meanwhile a training step gives each sequence a sorted random sample of the positions 0 ... limit - 1.
 
-    In evaluation mode positions stay plain. The sample is drawn from torch's generator, which a checkpoint of Trainer
-    holds, so that a resumed run draws what an undisturbed one does.
+    In evaluation mode positions stay plain, and with a limit of None always. The sample is drawn from torch's
+    generator, which a checkpoint of Trainer holds, so that a resumed run draws what an undisturbed one does.
 
     Args:
-        model: gets a hook; its weights and what is saved of it stay as they are.
+        model: gets a hook for as long; its weights and what is saved of it stay as they are.
         limit: the longest sequence that the model is to be ready for, in tokens.
 
     Raises:
         UserError: if the limit is beyond a learned table; and in training, for a sequence longer than the limit.
     """
+    if limit is None:
+        yield
+        return
     check_length(model.config, limit)
 
     def draw(module: MetaGPT2ForCausalLM, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -31,7 +37,11 @@ def randomize_positions(model: MetaGPT2ForCausalLM, limit: int) -> None:
         batch, length = kwargs["input_ids"].shape
         return args, kwargs | {"position_ids": sample_positions(batch, length, limit).to(module.device)}
 
-    model.register_forward_pre_hook(draw, with_kwargs=True)
+    hook = model.register_forward_pre_hook(draw, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def sample_positions(batch: int, length: int, limit: int) -> Tensor:

@@ -31,7 +31,7 @@ from metatokens.machine import is_first_process
 from metatokens.model.checkpoint import load_model, save_model, verify_manifest, write_manifest
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import TrainingSettings
-from metatokens.training.positions import randomize_positions
+from metatokens.training.positions import randomized_positions
 
 # FSDP2, in the layers that the model names; the weights of a checkpoint are saved whole.
 FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
@@ -167,8 +167,6 @@ def train(
         probe: what is measured in between, if anything is.
     """
     checkpoints = out / "checkpoints"
-    if settings.random_positions is not None:
-        randomize_positions(model, settings.random_positions)
     done_here = {"decay_steps", "min_learning_rate", "report_to", "random_positions", "save_total_limit"}
     own = settings.model_dump(exclude=done_here)
     arguments = TrainingArguments(
@@ -205,7 +203,8 @@ def train(
             model.load_state_dict(load_model(Path(checkpoint)).state_dict())
             trainer.state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
         else:
-            trainer.train(resume_from_checkpoint=checkpoint)
+            with randomized_positions(model, settings.random_positions):
+                trainer.train(resume_from_checkpoint=checkpoint)
     except UnpicklingError as error:  # Trainer takes tensors and numbers from a pickle, and runs nothing of it
         raise UserError(f"the checkpoint {checkpoint} cannot be loaded: it has more than tensors in it.") from error
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if settings.fsdp else None  # of all processes
