@@ -16,6 +16,7 @@ def gap(low: float, high: float, *by_seed: float, is_informative: bool = True) -
 
 UP, DOWN, OPEN, SMALL, NOT_RUN = gap(0.1, 0.3), gap(-0.3, -0.1), gap(-0.1, 0.2), gap(-0.02, 0.03), Comparison("c")
 NO_ROOM = gap(0.1, 0.3, is_informative=False)
+SPLIT = gap(-0.02, 0.03, 0.16, -0.15)  # a small difference together, of seeds that differ widely
 
 
 def claim(*comparisons: Comparison, **fields: Any) -> Claim:
@@ -37,6 +38,8 @@ def claim(*comparisons: Comparison, **fields: Any) -> Claim:
         ((SMALL, SMALL, OPEN), "does not hold"),
         ((SMALL, SMALL, OPEN, OPEN), "cannot be told at this scale"),
         ((UP, SMALL, SMALL), "does not hold"),
+        ((SPLIT, SPLIT, SPLIT), "cannot be told at this scale"),
+        ((SMALL, SMALL, SPLIT), "does not hold"),
         ((UP, UP), "holds"),
         ((UP,), "holds"),
         ((UP, UP, NOT_RUN), "cannot be told at this scale"),

@@ -1,4 +1,4 @@
-"""Does a meta-token sharpen attention? (paper, section 4.3, Theorem 4.1, Lemma E.1, Figure 2)
+"""Does a meta-token sharpen attention? (paper, section 4.4, Theorem 4.1, Lemma E.1, Figure 2)
 
 Theorem 4.1 says that boosting the logit of any one key lowers the entropy H of a row of attention. It does not: with
 logits (5, 0), adding 1 to the second raises H from 0.040 to 0.090. What holds is dH/dt = -alpha (ln alpha + H) for a

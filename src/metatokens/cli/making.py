@@ -21,7 +21,7 @@ from metatokens.errors import UserError
 
 @app.command()
 def reproduce(
-    preset: Annotated[str, typer.Option(help="smoke, demo or small.")],
+    preset: Annotated[str, typer.Option(help="smoke, demo, small, gpu or paper.")],
     out: Out,
     corpus: Annotated[str | None, typer.Option(help="In place of the preset's: see tokenize.")] = None,
     book: Annotated[str | None, typer.Option(help="A corpus spec that perplexity is measured on too.")] = None,

@@ -1,4 +1,4 @@
-"""Meta-token insertion: where they go in a block, and what the loss asks for (paper, section 2).
+"""Meta-token insertion: where they go in a block, and what the loss asks for (paper, section 3).
 
 With meta-tokens `M` and text `a b c d e f`, a block of n = 8 and k = 0.25 may read
 
@@ -54,7 +54,7 @@ def insert_meta_tokens(
     placement: Placement = "uniform",
     generator: np.random.Generator,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Spread M meta-tokens over a block of n positions that is otherwise text (paper, section 2).
+    """Spread M meta-tokens over a block of n positions that is otherwise text (paper, section 3).
 
     Args:
         input_ids: the n - M text ids, in order.

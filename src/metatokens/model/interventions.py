@@ -1,6 +1,6 @@
 """Interventions at inference: no position or no embedding at the meta-tokens, noise on the positions.
 
-Paper, sections 4.3 and 5.3, Tables 2 and 11-17. They are hooks on the modules that embed tokens and number positions,
+Paper, sections 4.3 and 5.2, Tables 2 and 11-17. They are hooks on the modules that embed tokens and number positions,
 so the model's code and weights stay as they are, and any checkpoint can be examined:
 
     with intervene(model, Intervention.parse("no_pos")):

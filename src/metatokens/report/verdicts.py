@@ -82,9 +82,7 @@ class Claim:
     def short(self) -> int:
         """How many are shown to be no gain to speak of, those against included."""
         limit = max(self.margin, self.negligible)
-        return sum(
-            one.side(self.margin) <= 0 and one.gap is not None and one.gap.high < limit for one in self.informative
-        )
+        return sum(one.side(self.margin) <= 0 and one.side(limit) < 0 for one in self.informative)
 
     @property
     def verdict(self) -> Verdict:

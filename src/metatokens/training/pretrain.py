@@ -33,7 +33,7 @@ def pretrain(
     """Train a language model, or go on with one, until `training.max_steps`.
 
     Args:
-        recipe: the settings; with `init`, the section `model` is not used.
+        recipe: the settings; with `init`, of the section `model` only what second attention a GPT-2 is given.
         out: the run's folder: the model, `settings.json`, `curve.jsonl`, `checkpoints/`. Resumed if it holds this run.
         init: a checkpoint to start from, a GPT-2 or GPT-Neo of transformers included.
         overwrite: replace another run in `out`.
