@@ -344,6 +344,9 @@ def test_a_results_provenance_is_read_from_the_run(
     assert training_of(tmp_path / "task" / "64") == {"seed": 7, "train_condition": "decoy", "train_length": 64}
     assert training_of(tmp_path / "own" / "data") == {"seed": 7}
     assert training_of(model) == {}
+    (model / "settings.json").write_text('{"recipe": {"training": {"seed": 4}}}')  # as pretraining leaves it
+    assert training_of(model) == {"seed": 4}
+    (model / "settings.json").unlink()
     shutil.move(tmp_path / "task" / "64", tmp_path / "task" / "best")
     assert training_of(tmp_path / "task" / "best")["train_length"] is None
 

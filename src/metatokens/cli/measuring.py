@@ -160,6 +160,7 @@ def perplexity(
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.perplexity import held_out_text, perplexity
     from metatokens.model.checkpoint import load_model
+    from metatokens.training.finetune import training_of
 
     check_results_file(out)
     loaded = load_model(model)
@@ -172,6 +173,7 @@ def perplexity(
         placement=placement,
         name=name or str(model),
         source=corpus,
+        seed=training_of(model).get("seed", 0),
     )
     write_records([result], out)
 

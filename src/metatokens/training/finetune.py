@@ -221,20 +221,22 @@ def _report_phase(progress: Progress, before: int, total: int, done: int, _: int
 
 
 def training_of(folder: Path) -> dict[str, Any]:
-    """How a model in `folder` was fine-tuned, as fields of a result; empty if no run wrote it.
+    """How a model in `folder` was trained, as fields of a result; empty if no run wrote it.
 
     Returns:
-        `seed` and, but for a user's own records, `train_length` (tokens) and `train_condition`.
+        `seed` and, of a model that was fine-tuned on a task, `train_length` (tokens) and `train_condition`.
     """
-    try:
-        run = json.loads((folder.parent / "settings.json").read_text(encoding="utf-8"))
-        seed, condition = run["recipe"]["training"]["seed"], run["recipe"]["task"]["condition"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return {}
-    if "task" not in run:  # a user's own records
-        return {"seed": seed}
-    length = int(folder.name) if folder.name.isdecimal() else None
-    return {"seed": seed, "train_condition": condition, "train_length": length}
+    for place in (folder.parent, folder):  # a run of fine-tuning has a folder for each phase
+        try:
+            run = json.loads((place / "settings.json").read_text(encoding="utf-8"))
+            about = {"seed": run["recipe"]["training"]["seed"]}
+            if "task" in run:  # and not a user's own records
+                length = int(folder.name) if folder.name.isdecimal() else None
+                about |= {"train_condition": run["recipe"]["task"]["condition"], "train_length": length}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+        return about
+    return {}
 
 
 def check_meta_token(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
