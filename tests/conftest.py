@@ -21,7 +21,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 if TYPE_CHECKING:
-    from metatokens.data.blocks import TokenStore
+    from metatokens.data.store import TokenStore
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def small_store(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> "TokenStore":
     """The corpus as token ids, the tokenizer trained on the tasks' words too."""
-    from metatokens.data.blocks import write_token_store
+    from metatokens.data.writing import write_token_store
     from metatokens.tasks.curriculum import task_texts
 
     folder = tmp_path_factory.mktemp("store") / "tokens"

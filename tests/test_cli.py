@@ -16,8 +16,9 @@ from transformers import BertConfig
 
 from metatokens import cli
 from metatokens.analysis.records import Measurement
-from metatokens.data.blocks import TokenStore, write_token_store
 from metatokens.data.sharding import Plan
+from metatokens.data.store import TokenStore
+from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.evaluation.results import read_results
 from metatokens.evaluation.speed import Timing

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from metatokens.data.blocks import TokenStore
+from metatokens.data.store import TokenStore
 
 README = Path(__file__).parents[1] / "README.md"
 

@@ -13,9 +13,10 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from metatokens.data.blocks import TokenStore, write_token_store
+from metatokens.data.store import TokenStore
 from metatokens.data.streaming import StreamedBlocks, TextStream
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
+from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 
 pytestmark = [

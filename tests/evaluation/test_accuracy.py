@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from metatokens.data.blocks import TokenStore
+from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.evaluation.accuracy import TEST_SEED, evaluate, majority_rates, score, test_examples
 from metatokens.model.checkpoint import load_model

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from metatokens.data.blocks import TokenStore
+from metatokens.data.store import TokenStore
 from metatokens.evaluation import data_speed
 from metatokens.evaluation.data_speed import example_rates, paper_examples, start_times, tokenizing, waiting_share
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from metatokens.data.blocks import TokenStore
 from metatokens.data.insertion import insert_meta_tokens
+from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.evaluation.perplexity import held_out_text, perplexity, unigram_entropy
 from metatokens.model.checkpoint import load_model

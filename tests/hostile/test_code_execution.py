@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from metatokens import cli
-from metatokens.data.blocks import TokenStore
 from metatokens.data.corpus import read_corpus
+from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
 from metatokens.model.checkpoint import MANIFEST, load_model, write_manifest

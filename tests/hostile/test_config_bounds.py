@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig
 
-from metatokens.data.blocks import TokenStore
+from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.model.checkpoint import MANIFEST, load_model
 from metatokens.model.configuration import MetaGPT2Config, check_memory, parameters_at_least

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metatokens import insert_meta_tokens
-from metatokens.data.blocks import TokenStore
+from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import encode_text
 from metatokens.errors import UserError
 from metatokens.tasks.curriculum import TASKS, TaskData

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from metatokens.data.blocks import write_token_store
 from metatokens.data.corpus import HARD_CUT, read_corpus
 from metatokens.data.tokenizer import load_tokenizer
+from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.tasks.curriculum import task_texts
 

@@ -14,7 +14,9 @@ from drawing import JSON, cases, damaged
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metatokens.data.blocks import BlockDataset, TokenStore, write_token_store
+from metatokens.data.blocks import BlockDataset
+from metatokens.data.store import TokenStore
+from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.files import LOCK
 

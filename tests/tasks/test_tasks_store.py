@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from metatokens.data.blocks import TokenStore
+from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.store import ExampleStore

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from metatokens.data.blocks import TokenStore
+from metatokens.data.store import TokenStore
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
 
 TRAINING = ("training.save_steps=2", "training.logging_steps=1", "training.warmup_steps=1")

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from metatokens.data.blocks import TokenStore
+from metatokens.data.store import TokenStore
 from metatokens.model.checkpoint import load_model, verify_manifest
 
 PATIENCE = 300  # seconds

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from metatokens.data.blocks import BlockDataset, TokenStore
+from metatokens.data.blocks import BlockDataset
+from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.evaluation.perplexity import held_out_text, perplexity
 from metatokens.model.checkpoint import load_model

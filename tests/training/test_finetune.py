@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from metatokens.data.blocks import TokenStore
+from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
 from metatokens.model.checkpoint import load_model

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from metatokens.data.blocks import TokenStore
+from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.recipe import PretrainRecipe
 from metatokens.training.pretrain import pretrain

@@ -68,7 +68,7 @@ def tokenize(
     overwrite: Overwrite = False,
 ) -> None:
     """Write a corpus as a store of token ids, memory-mapped when read. Resumes what was cut off."""
-    from metatokens.data.blocks import write_token_store
+    from metatokens.data.writing import write_token_store
     from metatokens.tasks.curriculum import task_texts
 
     texts = task_texts() if tokenizer.startswith("train:") else ()

@@ -8,10 +8,7 @@ import numpy.typing as npt
 
 from metatokens.data.insertion import Placement, insert_meta_tokens, meta_token_count
 from metatokens.data.store import Split, TokenStore
-from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
-
-__all__ = ["BlockDataset", "TokenStore", "shuffled", "write_token_store"]
 
 
 class BlockDataset:

@@ -21,9 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from metatokens.data.blocks import write_token_store
 from metatokens.data.corpus import read_corpus
 from metatokens.data.tokenizer import load_tokenizer, padded_vocab_size
+from metatokens.data.writing import write_token_store
 from metatokens.evaluation.results import library_versions, now
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM

@@ -13,9 +13,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase
 
-from metatokens.data.blocks import TokenStore
 from metatokens.data.corpus import read_corpus
 from metatokens.data.insertion import IGNORED_LABEL, Placement, insert_meta_tokens, meta_token_count
+from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import encode_text
 from metatokens.errors import UserError
 from metatokens.evaluation.results import Result

@@ -15,8 +15,8 @@ from metatokens.analysis.rate_distortion import rate_distortion
 from metatokens.analysis.records import About, Measurement
 from metatokens.analysis.residual import residual
 from metatokens.analysis.sharpness import sharpness
-from metatokens.data.blocks import write_token_store
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
+from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.evaluation.accuracy import evaluate, majority_rates, score, test_examples
 from metatokens.evaluation.perplexity import held_out_text, perplexity

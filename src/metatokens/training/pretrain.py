@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, default_data_collator, set_seed
 
-from metatokens.data.blocks import BlockDataset, TokenStore
-from metatokens.data.store import sha256_of
+from metatokens.data.blocks import BlockDataset
+from metatokens.data.store import TokenStore, sha256_of
 from metatokens.data.streaming import StreamedBlocks, TextStream
 from metatokens.data.tokenizer import meta_token_id, padded_vocab_size
 from metatokens.errors import UserError
