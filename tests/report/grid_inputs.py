@@ -75,12 +75,15 @@ def _interventions() -> Iterator[Result]:
                 kept = kept * (1.2 if intervention == "no_pos" and length > trained else 1.0)
                 value = min(1.0, skilled("meta", task, trained, length, kept * (1 - seed / 50)))
                 yield accuracy(value, n, **fields, intervention=intervention, seed=seed)
+    for model, trained, length in product(("gpt2", "pause", "twin"), TRAINED, list(LENGTHS)[:4]):
+        for intervention in INTERVENTIONS:
+            yield accuracy(0.01, model=model, train_length=trained, length=length, intervention=intervention)
     for model, position, task in product(("gpt2", "meta"), ("rope", "learned"), ("list_recall", "copying")):
         for trained, length, (scale, kept), draw in product(TRAINED, (128, 512), NOISE.items(), range(5)):
             fields = {"model": model, "position_embedding": position, "task": task}
             fields |= {"train_length": trained, "length": length, "noise_seed": draw}
             kept = kept if position == "rope" else kept**2
-            for place in ("", ":meta", *((":raw", ":meta:raw") if position == "learned" else ())):
+            for place in ("", ":meta", ":raw", ":meta:raw"):
                 value = skilled(model, task, trained, length, kept)
                 yield accuracy(value, 100, **fields, intervention=f"noise:{scale}{place}")
 
@@ -91,6 +94,8 @@ def _departures() -> Iterator[Result]:
         fields: Fields = {"model": model, "task": task, "train_length": 128, "length": length}
         held = {"gpt2": 0.2, "twin": 0.7, "meta": 0.999}[model]
         yield accuracy(held, n, **fields, recipe="small/random-positions")
+        if task == "list_recall":
+            yield accuracy(skilled(model, task, 128, length), n, **fields, recipe="small/one-length")
     for model, trained, (length, n) in product(("gpt2", "twin", "meta"), TRAINED, LENGTHS.items()):
         fields = {"model": model, "train_length": trained, "length": length, "recipe": "small/unmarked"}
         for condition in ("paper", "none"):
@@ -154,8 +159,9 @@ def _sharpness(model: str, position: str) -> Iterator[Measurement]:
         "attention_logit_change": 1.5, "attention_log_odds_change": 1.2, "attention_entropy_kept": 1.0,
         "attention_entropy_zeroed": 1.4, "attention_entropy_change": -0.4,
     }  # fmt: skip
-    for place in places:
-        own = about | {"module": "attention"} | place
+    modules = ("attention", *(("second_attention",) if model in ("meta", "twin") else ()))
+    for place, module in product(places, modules):
+        own = about | {"module": module} | place
         for metric, value in values.items():
             yield measurement(value, metric=metric, quantiles=_quantiles(value), **own)
         yield measurement(0.3, metric="premise_holds", **own)
@@ -233,6 +239,7 @@ def learning() -> list[Fields]:
 
 def speeds() -> list[Fields]:
     """Lines of `metatokens benchmark decode` and `prefill`."""
+    texts = {("prefill", "gpt2"): 512, ("prefill", "meta"): 461, ("prefill", "dense"): 461}
     lines: list[Fields] = []
     for batch, (benchmark, model, against, ratio) in product(
         (1, 8),
@@ -247,9 +254,10 @@ def speeds() -> list[Fields]:
             ("prefill", "dense", "gpt2", 1.6),
         ),
     ):
+        text = texts.get((benchmark, model), 61)
         lines.append(
             {"benchmark": benchmark, "model": model, "against": against, "shape": "paper", "length": 512}
-            | {"batch": batch, "text_tokens": 61 * batch, "n": 5, "rounds": [2.0], "seconds": 2 * ratio * batch}
+            | {"batch": batch, "text_tokens": text * batch, "n": 5, "rounds": [2.0], "seconds": 2 * ratio * batch}
             | {"ratio": ratio, "ratio_low": ratio - 0.01, "ratio_high": ratio + 0.01, "limit": 1.0, "threads": 2}
             | {"device": "a made-up processor", "dtype": "float32"}
         )

@@ -87,6 +87,13 @@ def test_perplexity_stands_beside_the_unigram() -> None:
     assert table.footer == (("unigram", "412.5", "412.5"), ("n (tokens)", "51,234", "51,234"))
 
 
+def test_perplexity_has_an_interval() -> None:
+    measured = [one.model_copy(update={"low": 77.5, "high": 83.0}) for one in other_results(["gpt2"])]
+    table = perplexity([one for one in measured if one.metric == "perplexity"])
+    assert table.rows == (("gpt2", "80.0 (77.5\u201383.0)", "-"),)
+    assert "95\u00a0% intervals over blocks" in table.note
+
+
 def test_majority_rates() -> None:
     table = majority_rates(other_results())
     assert table.rows == (

@@ -3,10 +3,13 @@
 from itertools import product
 from typing import Any
 
+from metatokens.report.cells import common, one_seed
 from metatokens.report.grid import Cell, Grid
-from metatokens.report.recall_claims import TASKS, at, matches, pairs, quote
+from metatokens.report.recall_claims import TASKS, at, matches, pairs, quote, with_seed
 from metatokens.report.verdicts import Claim, Comparison, above, between
 from metatokens.report.wording import name, percent, tokens
+
+MARKED_END = 512  # the longest bin in which models trained with markers are tested without them, or among decoys
 
 
 def controls(grid: Grid) -> list[Claim]:
@@ -33,8 +36,11 @@ def _markers(grid: Grid) -> list[Claim]:
     texts = {"none": "Without markers meta still beats gpt2", "decoy": "Among decoys meta still beats gpt2"}
     for condition, text in texts.items():
         fields = {"condition": condition}
-        comparisons = pairs(grid, {"model": "meta"} | fields, {"model": "gpt2"} | fields, at(1, 2, positions=("rope",)))
-        found.append(Claim(text, "control", "markers", comparisons, decisive=quote(comparisons, 512)))
+        settings = at(1, 2, positions=("rope",), longest=MARKED_END)
+        comparisons = pairs(grid, {"model": "meta"} | fields, {"model": "gpt2"} | fields, settings)
+        of_meta = _by_condition(grid) if condition == "none" else ""
+        decisive = "; ".join(filter(None, [of_meta, quote(comparisons, MARKED_END)]))
+        found.append(Claim(text, "control", "markers", comparisons, decisive=decisive))
     unmarked: dict[str, Any] = {"note": "unmarked", "train_condition": "none", "condition": "none"}
     for other in ("gpt2", "twin"):
         comparisons = pairs(
@@ -46,6 +52,20 @@ def _markers(grid: Grid) -> list[Claim]:
         text = f"Trained without markers, meta beats {other}"
         found.append(Claim(text, "control", "markers", comparisons, decisive=quote(comparisons, 512)))
     return found
+
+
+def _by_condition(grid: Grid) -> str:
+    """meta's list recall at 512 tokens with markers, without them, and among decoys."""
+    where: dict[str, Any] = {"model": "meta", "position_embedding": "rope", "task": "list_recall"}
+    where |= {"train_length": MARKED_END, "length": MARKED_END}
+    texts = {"paper": "with markers", "none": "without", "decoy": "among decoys"}
+    cells = common(*(grid.accuracy(**where, condition=condition) for condition in texts))
+    figures = [
+        f"{percent(pooled.value)} {text}"
+        for text, cell in zip(texts.values(), cells, strict=True)
+        if cell and (pooled := cell.pooled())
+    ]
+    return f"meta: {', '.join(figures)}{one_seed(cells)}" if figures else ""
 
 
 def _placement(grid: Grid) -> list[Claim]:
@@ -83,7 +103,8 @@ def _random_positions(grid: Grid) -> list[Claim]:
         return grid.accuracy(note, **where, train_length=128, length=length)
 
     found = []
-    for model in ("meta", "twin", "gpt2"):
+    models = ("meta", "twin", "gpt2")
+    for model in models:
         cells = {task: cell(model, task, 2048) for task in TASKS}
         text = f"Random positions: {model} holds 95 % at 16 times the length"
         pooled = {task: one.pooled() for task, one in cells.items() if one}
@@ -93,20 +114,21 @@ def _random_positions(grid: Grid) -> list[Claim]:
                 text,
                 "beyond the paper",
                 "random-positions",
-                tuple(above(f"{name(task)}, {model}, 128 \u2192 2,048", one, 0.95) for task, one in cells.items()),
+                tuple(
+                    with_seed(above(f"{name(task)}, {model}, 128 \u2192 2,048", one, 0.95), one)
+                    for task, one in cells.items()
+                ),
                 negligible=0.0,
                 is_universal=True,
-                decisive=", ".join(ours),
+                decisive=", ".join(ours) + one_seed(cells.values()),
             )
         )
-    better = tuple(
-        between(
-            f"{name(task)}, 128 \u2192 {tokens(length)}",
-            cell("meta", task, length),
-            cell("meta", task, length, note=""),
-            floor=grid.floor(task, length),
-        )
-        for task, length in product(TASKS, (512, 1024, 2048))
-    )
-    text = "Random positions: better than plain at 4 to 16 times"
-    return [*found, Claim(text, "beyond the paper", "random-positions", better)]
+    # Plain positions trained as long at that length alone: in the grid itself they have fewer steps there.
+    better = []
+    for model, length in product(models, (512, 1024, 2048)):
+        drawn, plain = cell(model, "list_recall", length), cell(model, "list_recall", length, "one-length")
+        label = f"List recall, {model}, 128 \u2192 {tokens(length)}"
+        gap = between(label, drawn, plain, floor=grid.floor("list_recall", length))
+        better.append(with_seed(gap, drawn, plain))
+    text = "Random positions: better than plain at 4 to 16 times, trained alike"
+    return [*found, Claim(text, "beyond the paper", "random-positions", tuple(better))]

@@ -3,54 +3,110 @@
 from itertools import product
 from typing import Any
 
-from metatokens.report.comparison import change, shown
-from metatokens.report.grid import Grid
+from metatokens.data.insertion import meta_token_count
+from metatokens.report.cells import MEASURE, MODELS, aligned, change, common, footer, measure, one_seed, recipe, shown
+from metatokens.report.grid import Cell, Grid
 from metatokens.report.recall_claims import LENGTHS, TASKS, TRAINED
 from metatokens.report.tables import Table
-from metatokens.report.wording import MINUS, NOT_YET, name, percent, tokens
+from metatokens.report.wording import MINUS, compact, count, name, tokens
+
+PLACEMENTS = {"": "uniform, k = 0.1 (paper)", "periodic": "periodic, k = 0.1", "k=0": "none"}
+PLACEMENTS |= {f"k={k}": f"uniform, k = {k}" for k in ("0.05", "0.2")}
 
 
-def random_positions(grid: Grid) -> Table:
-    """Trained to 128 tokens with positions drawn at random, by task and length; plain positions in the second line."""
-    rows = []
-    for task, model in product(TASKS, ("gpt2", "twin", "meta")):
+def random_positions(grid: Grid, task: str) -> Table:
+    """Trained to 128 tokens with positions drawn at random, and with plain ones: as long, and as in the grid."""
+    rows, measured = [], []
+    notes = {"random-positions": "random positions", "one-length": "plain, at 128 alone", "": "plain, first phase"}
+    for model in ("gpt2", "twin", "meta"):
         where: dict[str, Any] = {"model": model, "position_embedding": "rope", "task": task, "train_length": 128}
-        cells = []
-        for length in LENGTHS:
-            plain = grid.accuracy(**where, length=length)
-            pooled = plain.pooled() if plain else None
-            drawn = shown(grid.accuracy("random-positions", **where, length=length))
-            cells.append(f"{drawn}\nplain {percent(pooled.value) if pooled else NOT_YET}")
-        rows.append((f"{name(task)}, {model}", *cells))
-    header = ("task, model", *(f"{tokens(one)} ({one // 128}\u00d7)" for one in LENGTHS))
-    return Table("Positions drawn at random in training (rope, trained to 128 tokens), %", header, tuple(rows))
+        block = aligned([[grid.accuracy(note, **where, length=one) for one in LENGTHS] for note in notes])
+        for (note, text), cells in zip(notes.items(), block, strict=True):
+            if note != "one-length" or any(cells) or task == "list_recall":
+                measured.append(cells)
+                steps = _steps(grid, model, task, note)
+                rows.append((f"{model}, {text}{steps}{one_seed(cells)}", *map(shown, cells)))
+    return Table(
+        f"{name(task)}, trained to 128 tokens (rope): answers exactly right, %",
+        ("model, positions in training", *(f"{tokens(one)} ({one // 128}\u00d7)" for one in LENGTHS)),
+        tuple(rows),
+        footer(grid, task, LENGTHS, measured),
+    )
+
+
+def _steps(grid: Grid, model: str, task: str, note: str) -> str:
+    """`, 8,000 steps`: those at 128 tokens, where the run's settings are at hand."""
+    settings = recipe(grid, f"finetune-{model}{'-' if note else ''}{note}-{task}")
+    return f", {count(settings['task']['train_steps'][0])} steps" if settings else ""
 
 
 def placement(grid: Grid) -> Table:
-    """Where meta-tokens are put in pretraining and how many: list recall by length, and perplexity of the text."""
-    notes = {"": "uniform, k = 0.1 (paper)", "periodic": "periodic, k = 0.1", "k=0": "none"}
-    notes |= {f"k={k}": f"uniform, k = {k}" for k in ("0.05", "0.2")}
+    """Where meta-tokens are put in pretraining and how many: list recall by length."""
     columns = LENGTHS[:5]
-    rows = []
-    for (note, text), trained in product(notes.items(), TRAINED):
+    rows, measured = [], []
+    for trained in TRAINED:
         where: dict[str, Any] = {"model": "meta", "position_embedding": "rope", "task": "list_recall"}
-        cells = (shown(grid.accuracy(note, **where, train_length=trained, length=length)) for length in columns)
-        rows.append((f"{text}, trained to {tokens(trained)}", *cells))
+        where["train_length"] = trained
+        block = aligned([[grid.accuracy(note, **where, length=one) for one in columns] for note in PLACEMENTS])
+        for text, cells in zip(PLACEMENTS.values(), block, strict=True):
+            measured.append(cells)
+            rows.append((f"{text}, trained to {tokens(trained)}{one_seed(cells)}", *map(shown, cells)))
     return Table(
-        "List recall of meta with rope, by its pretraining, %", ("meta-tokens", *map(tokens, columns)), tuple(rows)
+        "List recall of meta with rope, by its pretraining, %",
+        ("meta-tokens", *map(tokens, columns)),
+        tuple(rows),
+        footer(grid, "list_recall", columns, measured),
     )
+
+
+def text_read(grid: Grid) -> str:
+    """How much text each row of `placement` read in pretraining, as far as run.json has their settings."""
+    read, said = set(), []
+    for note, text in PLACEMENTS.items():
+        if settings := recipe(grid, f"pretrain-meta{'-' if note else ''}{note}"):
+            data, training = settings["data"], settings["training"]
+            size = data["block_size"]
+            own = size - meta_token_count(size, data["fraction"], data["placement"])
+            blocks = training["max_steps"] * training["per_device_train_batch_size"]
+            total = own * blocks * training["gradient_accumulation_steps"]
+            read.add(total)
+            said.append(f"{text}: {compact(total)} ({tokens(own)} of a block's {tokens(size)})")
+    if len(said) < 2:
+        return ""
+    same = "All read the same text" if len(read) == 1 else "The rows differ in the text read"
+    return f"{same}, tokens in pretraining: {'; '.join(said)}."
+
+
+def markers(grid: Grid) -> Table:
+    """Each model and task with the markers that it was trained with, without them, and among decoys."""
+    length = TRAINED[-1]
+    rows = []
+    for task, model in product(TASKS, MODELS):
+        where: dict[str, Any] = {"model": model, "position_embedding": "rope", "task": task}
+        cells = common(
+            *(
+                grid.accuracy(**where, train_length=length, length=length, condition=condition)
+                for condition in ("paper", "none", "decoy")
+            )
+        )
+        rows.append(
+            (f"{name(task)}, {model}{one_seed(cells)}", *map(shown, cells), *measure(grid, task, length, cells))
+        )
+    title = f"By condition, rope, trained and tested at {tokens(length)} tokens: answers exactly right, %"
+    return Table(title, ("task, model", "paper", "none", "decoy", *MEASURE), tuple(rows))
 
 
 def controls(grid: Grid) -> Table:
     """All four models with rope at 1, 2 and 4 times the train length, a row for each task and train length."""
-    rows = []
+    rows, measured = [], list[list[Cell | None]]()
     for task, trained, ratio in product(TASKS, TRAINED, (1, 2, 4)):
         where: dict[str, Any] = {"position_embedding": "rope", "task": task, "train_length": trained}
-        cells = {
-            model: grid.accuracy(**where, model=model, length=trained * ratio)
-            for model in ("gpt2", "pause", "twin", "meta")
-        }
-        label = f"{name(task)}, {tokens(trained)} \u2192 {tokens(trained * ratio)}"
-        rows.append((label, *map(shown, cells.values()), change(cells["meta"], cells["twin"])))
-    header = ("task, train \u2192 test length", "gpt2", "pause", "twin", "meta", f"meta {MINUS} twin")
+        cells = [grid.accuracy(**where, model=model, length=trained * ratio) for model in MODELS]
+        measured.append(cells)
+        by_model = dict(zip(MODELS, cells, strict=True))
+        text = f"{name(task)}, {tokens(trained)} \u2192 {tokens(trained * ratio)}"
+        gap = change(by_model["meta"], by_model["twin"])
+        rows.append((text, *map(shown, cells), gap, *measure(grid, task, trained * ratio, cells)))
+    models = (model + one_seed(column) for model, column in zip(MODELS, zip(*measured, strict=True), strict=True))
+    header = ("task, train \u2192 test length", *models, f"meta {MINUS} twin", *MEASURE)
     return Table("What each addition brings (rope), %", header, tuple(rows))

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ _PANEL_HEIGHT, _LEGEND_HEIGHT = 2.5, 0.5
 _INK, _GREY, _RULE, _SHADE = "#22211f", "#66635e", "#e2e0db", "#f4f2ed"
 _ASIDE = 4.0  # points
 _SIZE = 9.0  # points
+_LETTERS = 120.0  # of a point's size, in an inch
 
 
 @dataclass(frozen=True)
@@ -180,29 +182,47 @@ def small_multiples(
     figure = Figure((width, down * _PANEL_HEIGHT + _LEGEND_HEIGHT), layout="constrained", facecolor="white")
     grid = figure.subplots(down, across, squeeze=False)
     drawn: dict[str, Any] = {}
-    for place, (axes, (title, draw)) in enumerate(zip(grid.flat, panels.items(), strict=False)):
-        title = _on_a_line(title)
-        axes.set_title(title, loc="left", parse_math=False, fontsize=_SIZE + 1.5, fontweight="bold", color=_INK)
+    shown = grid.flat[: len(panels)]
+    for axes, (title, draw) in zip(shown, panels.items(), strict=True):
+        size = _SIZE + (1.5 if across < 3 else 0)
+        title = fill(_on_a_line(title), int((width / across - 0.3) * _LETTERS / size))
+        axes.set_title(title, loc="left", parse_math=False, fontsize=size, fontweight="bold", color=_INK)
         axes.grid(axis="y", color=_RULE, linewidth=0.7)
         axes.set_axisbelow(True)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color(_GREY)
         draw(axes)
-        axes.set_xlabel(axes.get_xlabel() if place + across >= len(panels) else "", fontsize=_SIZE, color=_INK)
-        axes.set_ylabel(axes.get_ylabel() if place % across == 0 else "", fontsize=_SIZE, color=_INK)
         axes.tick_params(which="both", length=0, labelsize=_SIZE, labelcolor=_INK)
         handles, labels = axes.get_legend_handles_labels()
         drawn |= dict(zip(labels, handles, strict=True))
+    below, beside = ([getattr(axes, f"get_{axis}label")() for axes in shown] for axis in "xy")
+    for place, axes in enumerate(shown):  # what an axis is of is said once, below a column and left of a row
+        is_said = place + across < len(panels) and below[place] == below[place + across]
+        axes.set_xlabel("" if is_said else below[place], fontsize=_SIZE, color=_INK)
+        is_said = place % across > 0 and beside[place] == beside[place - 1]
+        axes.set_ylabel("" if is_said else beside[place], fontsize=_SIZE, color=_INK)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     labels = sorted(drawn, key=lambda label: [*styles, label].index(label))
+    names = list(map(_on_a_line, labels))
+    ncols = _legend_columns(names, width)
+    figure.set_figheight(down * _PANEL_HEIGHT + max(_LEGEND_HEIGHT, 0.2 * math.ceil(len(labels) / ncols) + 0.1))
     legend = figure.legend(
-        [drawn[label] for label in labels], list(map(_on_a_line, labels)), loc="outside upper left", frameon=False,
-        fontsize=_SIZE, ncols=6 if width > PHONE else 2, handlelength=3.2, labelcolor=_INK, columnspacing=1.6,
+        [drawn[label] for label in labels], names, loc="outside upper left", frameon=False,
+        fontsize=_SIZE, ncols=ncols, handlelength=3.2, labelcolor=_INK, columnspacing=1.6,
     )  # fmt: skip
     for text in legend.get_texts():
         text.set_parse_math(False)
     return figure
+
+
+def _legend_columns(names: Sequence[str], width: float) -> int:
+    """How many columns of a legend have room in a width, in inches; they are filled one after the other."""
+    for ncols in range(6, 1, -1):
+        longest = [max(map(len, column), default=0) for column in np.array_split(names, ncols)]
+        if sum(0.68 + length * _SIZE / _LETTERS for length in longest) <= width:
+            return ncols
+    return 1
 
 
 def _accuracy_panel(

@@ -76,17 +76,6 @@ class Grid:
         chosen = (key for key in self._cells if all(key[place[name]] == value for name, value in where.items()))
         return sorted({key[place[field]] for key in chosen} - {None})
 
-    def cells(self, **where: Any) -> list[Cell]:
-        """The plain runs' exact matches that have these fields, in condition `paper`."""
-        where = _PLAIN["accuracy"] | where
-        chosen = (key for key in self._cells if key[0] == "")
-        return [
-            cell
-            for key in chosen
-            if all(value == where[name] for name, value in zip(_KEYS, key[1:], strict=True) if name in where)
-            and (cell := self._find("", dict(zip(_KEYS, key[1:], strict=True))))
-        ]
-
     def floor(self, task: str, length: int | None) -> float:
         """What guessing scores: chance, or the rate of the commonest answer where that is higher."""
         return max(self._chances.get(task, 0.0), self._guesses.get((task, length), 0.0))

@@ -12,36 +12,50 @@ from matplotlib.figure import Figure
 from metatokens.report.figures import Style, line, palette, small_multiples
 from metatokens.report.grid import Grid
 from metatokens.report.paper import paper_table
-from metatokens.report.recall_claims import LENGTH_TABLES, LENGTHS, TASKS, TRAINED
+from metatokens.report.recall_claims import LENGTH_TABLES, LENGTHS, POSITIONS, TASKS, TRAINED
 from metatokens.report.wording import compact, name, tokens
 
 STYLES = palette(("gpt2", "pause", "twin", "meta", "gpt-neo"))
 PAPER = Style("#9b978f", (1.5, 1.5), "x", 5.0)
-BASELINE = Style("#c3bfb7", (1.5, 1.5), "+", 6.0)
+_PAPERS = {
+    "meta": PAPER,
+    "gpt2": Style("#c3bfb7", (1.5, 1.5), "+", 6.0),
+    "gpt-neo": Style("#c3bfb7", (5, 1.5), "1", 6.0),
+}
 
 Panel = Callable[[Axes], None]
 
 
 def lengths(grid: Grid, width: float) -> Figure:
-    """Figure 1: accuracy by prompt length, a panel for each task and train length, rope; the paper's beside it."""
+    """Figure 1: accuracy by prompt length, a panel for each task, kind of positions and train length.
 
-    def panel(task: str, trained: int) -> Panel:
+    Beside ours stand the paper's models with the same positions; its GPT-Neo has no train length.
+    """
+
+    def panel(task: str, position: str, trained: int) -> Panel:
         def draw(axes: Axes) -> None:
-            for model in ("gpt2", "pause", "twin", "meta"):
-                _accuracy(axes, grid, model, {"task": task, "train_length": trained, "model": model})
+            where: dict[str, Any] = {"task": task, "position_embedding": position, "train_length": trained}
+            for model in ("gpt2", "pause", "twin", "meta", "gpt-neo"):
+                _accuracy(axes, grid, model, where | {"model": model})
             table = paper_table(LENGTH_TABLES[task])
-            for style, label, model, position in (
-                (PAPER, "the paper's meta, rope", "meta", "rope"),
-                (BASELINE, "the paper's gpt2, learned", "gpt2", "learned"),
-            ):
-                about = {"model": model, "position_embedding": position, "train_length": trained}
+            for model, style in _PAPERS.items():
+                about: dict[str, Any] = {"model": model, "position_embedding": position}
+                about |= {} if model == "gpt-neo" else {"train_length": trained}
                 values = [table.value(**about, length=length) for length in LENGTHS]
-                axes.plot(LENGTHS, [math.nan if v is None else v for v in values], label=label, **line(style))
+                if any(value is not None for value in values):
+                    drawn = [math.nan if value is None else value for value in values]
+                    axes.plot(LENGTHS, drawn, label=f"paper's {model}", **line(style))
+            if grid.values("task", task=task):
+                guesses = [100 * grid.floor(task, length) for length in LENGTHS]
+                axes.plot(LENGTHS, guesses, label="guessing", color="#22211f", linewidth=0.8, linestyle=(0, (1, 3)))
             _length_axis(axes, trained)
 
         return draw
 
-    panels = {f"{name(task)}, train {trained}": panel(task, trained) for task, trained in product(TASKS, TRAINED)}
+    panels = {
+        f"{name(task)}, {position}, {trained}": panel(task, position, trained)
+        for task, position, trained in product(TASKS, POSITIONS, TRAINED)
+    }
     return small_multiples(panels, STYLES, width, across=3)
 
 
@@ -50,7 +64,7 @@ def random_positions(grid: Grid, width: float) -> Figure:
 
     def panel(task: str) -> Panel:
         def draw(axes: Axes) -> None:
-            about = {"task": task, "train_length": 128}
+            about = {"task": task, "train_length": 128, "position_embedding": "rope"}
             for model in ("gpt2", "twin", "meta"):
                 _accuracy(axes, grid, model, about | {"model": model, "note": "random-positions"})
             _accuracy(axes, grid, "meta, plain positions", about | {"model": "meta"}, style=PAPER)
@@ -92,7 +106,7 @@ def learning(grid: Grid, width: float) -> Figure:
 
 def _accuracy(axes: Axes, grid: Grid, label: str, fields: dict[str, Any], style: Style | None = None) -> None:
     """The mean of the seeds by length, and the range of their intervals."""
-    cells = {length: grid.accuracy(position_embedding="rope", **fields, length=length) for length in LENGTHS}
+    cells = {length: grid.accuracy(**fields, length=length) for length in LENGTHS}
     run = {length: cell for length, cell in cells.items() if cell and cell.seeds}
     style = style or STYLES[label]
     means = [fmean(100 * or_nan(one.value) for one in cell.seeds.values()) for cell in run.values()]
@@ -104,10 +118,11 @@ def _accuracy(axes: Axes, grid: Grid, label: str, fields: dict[str, Any], style:
 
 
 def _length_axis(axes: Axes, trained: int) -> None:
-    axes.axvline(trained, color="#f4f2ed", linewidth=12, zorder=0)
+    axes.axvline(trained, color="#e2e0db", linewidth=10, zorder=0, label="train length")
     axes.set_xscale("log", base=2)
     axes.set_xticks(LENGTHS, [tokens(length) if length < 1000 else f"{length // 1024}k" for length in LENGTHS])
     axes.set_xticks([], minor=True)
+    axes.set_xlim(LENGTHS[0] / 1.2, LENGTHS[-1] * 1.2)
     axes.set_ylim(-4, 104)
     axes.set_yticks(range(0, 101, 25))
     axes.set_xlabel("prompt length, tokens")

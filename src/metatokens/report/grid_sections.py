@@ -6,11 +6,21 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from metatokens.report import comparison, control_tables, grid_figures, inner_figures, measured, recall_claims
+from metatokens.report import (
+    ablation_tables,
+    comparison,
+    control_tables,
+    grid_figures,
+    inner_claims,
+    inner_figures,
+    inner_tables,
+    measured,
+    recall_claims,
+)  # fmt: skip
 from metatokens.report.grid import Grid
 from metatokens.report.overview import MARKS, Claims
 from metatokens.report.paper import paper_figure
-from metatokens.report.recall_claims import TASKS
+from metatokens.report.recall_claims import TASKS, TRAINED
 from metatokens.report.sections import Block, Fold, Section, examples, majority, picture
 from metatokens.report.verdicts import Claim
 from metatokens.report.wording import name
@@ -25,7 +35,10 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
     def section(anchor: str, title: str, intro: str, *blocks: Block | list[Any]) -> Section:
         """What came out first, then what it rests on; the comparisons of every claim are folded in at the end."""
         own = by_section.get(anchor, [])
-        said = [f"{MARKS[one.verdict]} {one.verdict.capitalize()}: {one.text} ({one.tally()})." for one in own]
+        said = [
+            f"{MARKS[one.verdict]} {one.verdict.capitalize()}{found.so_far(one)}: {one.text} ({one.tally()})."
+            for one in own
+        ]
         shown: list[Block] = []
         for block in blocks:
             shown += block if isinstance(block, list) else [block]
@@ -62,7 +75,8 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "controls",
             "Parameters or mask? The models one by one",
             "pause adds the meta-tokens to gpt2, twin a second causal attention to pause, and meta limits that "
-            "attention to the meta-tokens. twin and meta have the same parameters.",
+            "attention to the meta-tokens. twin and meta have the same parameters. Comparisons are of the seeds that "
+            "both sides have.",
             control_tables.controls(grid),
         ),
         section(
@@ -71,23 +85,23 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "In condition \u201cpaper\u201d a meta-token marks the place that the question asks about. In "
             "\u201cnone\u201d each marker of the context is the ordinary text \u201c|\u201d; in \u201cdecoy\u201d "
             "further meta-tokens stand where they leave the answer unchanged. What remains there is not the marker's.",
+            control_tables.markers(grid),
             *(
-                Fold(f"{name(task)} in condition {condition}", [comparison.all_lengths(grid, task, condition)])
+                Fold(f"{name(task)} in condition {condition}", [table])
                 for task, condition in product(TASKS, ("none", "decoy"))
+                if (table := comparison.all_lengths(grid, task, condition)).rows
             ),
             *(
-                Fold(
-                    f"List recall of models trained without markers, tested in condition {condition}",
-                    [comparison.all_lengths(grid, "list_recall", condition, note="unmarked")],
-                )
-                for condition in ("none", "paper")
+                Fold(f"List recall of models trained without markers, tested in condition {condition}", [table])
+                for condition in ("none", "paper", "decoy")
+                if (table := comparison.all_lengths(grid, "list_recall", condition, note="unmarked")).rows
             ),
         ),
         section(
             "learning",
             "How much data until recall (section 4.3)",
             "Accuracy on a fixed set of test prompts while list recall is learned at up to 128 tokens. With three "
-            "seeds on each side, all of one before all of the other is one chance in twenty.",
+            "seeds on each side, all of one before all of the other is one chance in twenty each way.",
             drawn("learning", "List recall by text tokens seen.", grid_figures.learning, bool(grid.recall())),
             measured.learning(grid),
         ),
@@ -104,22 +118,36 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "Without position, without embedding (Tables 2, 11\u201314, 17)",
             "At inference, at the meta-tokens alone. Learned positions: p_t = 0; rope, where the paper defines "
             "nothing: query and key are not rotated.",
-            comparison.zeroed_positions(grid),
-            [comparison.ablations(grid, task) for task in TASKS],
+            ablation_tables.whose_loss(grid),
+            ablation_tables.by_length(grid, "list_recall", TRAINED[-1]),
+            ablation_tables.zeroed_positions(grid),
+            [ablation_tables.ablations(grid, task) for task in TASKS],
+            Fold(
+                "Every model, task and train length, by length",
+                [
+                    table
+                    for task, trained in product(TASKS, TRAINED[::-1])
+                    if (task, trained) != ("list_recall", TRAINED[-1])
+                    and (table := ablation_tables.by_length(grid, task, trained)).rows
+                ],
+            ),
         ),
         section(
             "noise",
             "Noise on the positions (Tables 15, 16)",
-            comparison.NOISE,
-            [comparison.noise(grid, task, 128) for task in ("list_recall", "copying")],
+            "In Table 15 rope bears noise of 1 and 2 better than learned positions. There is no verdict on that: S is "
+            "in units of the learned table for the one, and in positions or radians for the other, so the same S is "
+            "not the same disturbance, in the paper no more than here. Both kinds stand side by side instead; what "
+            "the noise is, under each table.",
+            [ablation_tables.noise(grid, task, 128) for task in ("list_recall", "copying")],
             Fold(
                 "At other lengths, at the meta-tokens alone, in raw units",
                 [
                     table
                     for task, length, kind in product(
-                        ("list_recall", "copying"), (128, 512), ("", ":meta", ":raw", ":meta:raw")
+                        ("list_recall", "copying"), (128, 512), ablation_tables.NOISE_KINDS
                     )
-                    if (length, kind) != (128, "") and (table := comparison.noise(grid, task, length, kind)).rows
+                    if (length, kind) != (128, "") and (table := ablation_tables.noise(grid, task, length, kind)).rows
                 ],
             ),
         ),
@@ -128,33 +156,50 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "Sharper attention (Figure 2, Theorem 4.1)",
             f"{figure2.statement} As printed, Theorem 4.1 is false: with logits (5, 0), adding 1 to the second raises "
             "the entropy from 0.040 to 0.090. A boost lowers it where \u03b1 > exp(\u2212H). Compared are a pass with "
-            "the meta-tokens' embeddings and one with zeros in their place; bars: 98, 90 and 50\u00a0% of the values.",
+            "the meta-tokens' embeddings and one with zeros in their place. The figure shows meta, its seeds side by "
+            "side; the second attention is the one among meta-tokens alone. Output logits: at the meta-tokens within "
+            "the prompt, and at its end, where the answer is read.",
             drawn("sharpness", "Changes of logits and entropy by head.", inner_figures.sharpness, sharp),
-            measured.sharpness(grid),
+            inner_tables.sharpness(grid),
+            Fold("Theorem 4.1's premise by layer and head", [inner_tables.premise(grid)]),
+            Fold("How the changes of the output are spread", [inner_tables.output_changes(grid)]),
         ),
         section(
             "caching",
             "Cached context (Figures 2, right, and 3, left)",
             "Beside each meta-token stands a control, the text token before it, compared with the tokens before "
-            "itself. Centred states: the prompt's mean taken off, since all states of a layer share directions.",
+            "itself. Centred states: the prompt's mean taken off, since all states of a layer share directions. Up to "
+            "16 tokens away each distance stands alone; 32 is 17 to 32, and so on. Bands: 95\u00a0% over prompts; thin "
+            "lines: the seeds, where there are several.",
             drawn("similarity", "Cosine by distance.", inner_figures.similarity, residual),
             drawn("heat_map", "Similarity of each state to the final meta-token's.", inner_figures.heat_map, residual),
-            measured.caching(grid),
-            measured.attention_of_final(grid),
+            inner_tables.caching(grid),
+            inner_tables.attention_of_final(grid),
         ),
         section(
             "rate-distortion",
             "Rate and distortion (Figure 3, right; Theorem 5.1)",
             f"{figure3.notes[0]} Here it is fitted on 2,000 prompts and scored on 500 held out; as in the paper beside "
-            "it. Rates beyond a curve's last point keep that point's distortion.",
+            "it. Rates beyond a curve's last point keep that point's distortion. In the figure, no pos: without "
+            "position at the meta-tokens; text: at the text token before the last meta-token. Thin lines: the "
+            "seeds, where there are several, each the mean of its fits.",
             drawn("rate_distortion", "Distortion by rate.", inner_figures.rate_distortion, distortion),
-            measured.rate_distortion(grid),
+            [
+                "Every model answers at the last meta-token, gpt2 too, which saw none in pretraining: that the "
+                "distortion is lower there than at the text before tells where the answer is read. By how much it is "
+                f"lower {gaps}."
+            ]
+            if (gaps := inner_claims.text_gaps(grid))
+            else [],
+            inner_tables.rate_distortion(grid),
         ),
         section(
             "speed",
             "Inference cost (Table 3)",
             "At the paper's size, side by side in one run. Gathered: the meta-tokens' rows alone pass the second "
-            "attention; dense: all rows, masked, as the paper did it.",
+            "attention; dense: all rows, masked, as the paper did it, whose numbers stand beside that. One exception "
+            "refutes an \u201cat most\u201d. Ratios are per text token, of which a prompt with meta-tokens has fewer "
+            "in as many positions; the paper does not say what its prompts hold.",
             measured.speed(grid),
         ),
         section(
@@ -162,27 +207,30 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "Perplexity, at equal text and at equal compute",
             "Not in the paper. gpt2's plain run reads as many text tokens as meta's; \u201cequal-compute\u201d has as "
             "much compute instead. The interval of a difference is of the luck of training, from the spread of the "
-            "models that have several seeds.",
+            "models that have several seeds; those in the table are of the text, over its blocks.",
             measured.perplexity(grid),
         ),
         section(
             "placement",
             "Where meta-tokens are put, and how many",
-            "Not in the paper, which places a tenth uniformly at random.",
+            f"Not in the paper, which places a tenth uniformly at random. {control_tables.text_read(grid)}".strip(),
             control_tables.placement(grid),
         ),
         section(
             "random-positions",
             "Longer inputs with random positions",
             "Not in the paper: the positions of a training sequence are a sorted random sample of 0 to 2,303 "
-            "(Ruoss et al., 2023); at test they are 0, 1, 2 and so on. Grey: meta with plain positions, and 95\u00a0%.",
+            "(Ruoss et al., 2023); at test they are 0, 1, 2 and so on. They are compared with plain positions trained "
+            "for as many steps at 128 tokens alone (list recall). Models of the plain grid, which stand below them, "
+            "have had fewer steps at 128, the first of their three phases. Grey in the figure: meta of the plain "
+            "grid, and 95\u00a0%.",
             drawn(
                 "random_positions",
                 "Accuracy by length with random positions.",
                 grid_figures.random_positions,
                 bool(grid.values("model", note="random-positions")),
             ),
-            control_tables.random_positions(grid),
+            [control_tables.random_positions(grid, task) for task in TASKS],
         ),
         majority(grid.inputs),
         examples(grid.inputs),

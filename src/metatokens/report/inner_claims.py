@@ -2,13 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
-from metatokens.report.estimates import Difference, Estimate, difference
+import numpy as np
+
+from metatokens.report.estimates import Estimate, difference
 from metatokens.report.grid import Grid
-from metatokens.report.verdicts import Claim, Comparison, mean_gap, shifted
-from metatokens.report.wording import percent
+from metatokens.report.verdicts import Claim, Comparison, mean_gap
+from metatokens.report.wording import MINUS, NOT_YET, percent
 
 if TYPE_CHECKING:
     from metatokens.analysis.records import Measurement
@@ -32,43 +34,49 @@ def setting(one: "Measurement") -> str:
     return f"{one.position_embedding}, {task}, {one.train_length} \u2192 {one.length}"
 
 
-def mean(ones: "Sequence[Measurement]") -> Estimate | None:
-    """The mean of several measurements that do not depend on each other, such as those of different seeds."""
-    values = [one.value for one in ones if one.value is not None]
-    if not values:
+def mean(ones: "Iterable[Measurement | Estimate]") -> Estimate | None:
+    """The mean of several figures of the same prompts, such as those of heads, or of seeds; None where there is none.
+
+    They are taken as wholly dependent: the half-widths of their intervals are averaged. How far the prompts move them
+    together cannot be told from the lines, and independent ones would have a narrower interval.
+    """
+    run = [(one.value, one.low, one.high, one.n) for one in ones if one.value is not None]
+    if not run:
         return None
-    value, bounded = sum(values) / len(values), [one for one in ones if one.low is not None and one.high is not None]
-    if len(bounded) < len(values):
-        return Estimate(value, None, None, sum(one.n for one in ones), None)
-    reaches = [
-        sum((getattr(one, end) - (one.value or 0.0)) ** 2 for one in bounded) ** 0.5 / len(values)
-        for end in ("low", "high")
-    ]
-    return Estimate(value, value - reaches[0], value + reaches[1], sum(one.n for one in ones), None)
+    values, lows, highs, ns = zip(*run, strict=True)
+    is_bounded = None not in (*lows, *highs)
+    low, high = (fmean(lows), fmean(highs)) if is_bounded else (None, None)
+    return Estimate(fmean(values), low, high, sum(ns), None)
+
+
+def by_seed(ones: "Iterable[Measurement]") -> dict[int, Estimate]:
+    """The mean of each seed of the model, seeds in order."""
+    means = {seed: mean(own) for seed, own in sorted(_by(lambda one: one.seed, ones).items())}
+    return {seed: one for seed, one in means.items() if one}
 
 
 def _above(
-    grid: Grid, metric: str, label: str, where: dict[str, Any], *, sign: int = 1, bound: float = 0.0
+    grid: Grid, metric: str, label: str, where: dict[str, Any], *, bound: float = 0.0, is_below: bool = False
 ) -> list[Comparison]:
-    """Whether a measurement of meta's sharpness lies above a bound, or with sign -1 below it, in each setting."""
+    """Whether a measurement of meta's sharpness lies above a bound, or below it, in each setting."""
     found = []
     for place, ones in _by(setting, grid.measured("sharpness", metric, model="meta", **where)).items():
-        figure = mean(ones)
-        gap = shifted(figure, bound) if figure else None
-        if gap and sign < 0:
-            gap = Difference(-gap.value, -gap.high, -gap.low)
-        seeds = tuple(sign * ((one.value or 0.0) - bound) for one in ones)
-        found.append(Comparison(f"{label}, {place}", gap, seeds if len(seeds) > 1 else ()))
+        figures = by_seed(ones)
+        bounds = dict.fromkeys(figures, Estimate(bound, bound, bound, 0, None))
+        found.append(_minus(f"{label}, {place}", *((bounds, figures) if is_below else (figures, bounds))))
     return found or [Comparison(label)]
 
 
 def _sharpness(grid: Grid) -> list[Claim]:
-    everywhere: dict[str, Any] = {"module": "attention", "layer": None}
+    # Of the premise, and of log-odds, meta's second attention says nothing: all of its keys are meta-tokens. The
+    # largest of all weights is never below exp(-H), and of two keys one's log-odds are the other's, its sign turned.
+    first, second = ({"module": module, "layer": None} for module in ("attention", "second_attention"))
     within, end = {"marker": "context"}, {"marker": "final"}
     claimed = {
         ("Meta-tokens' embeddings raise attention logits at them", "Figure 2, left", "nats"): [
-            *_above(grid, "attention_logit_change", "attention logit", everywhere),
-            *_above(grid, "attention_log_odds_change", "attention log-odds", everywhere),
+            *_above(grid, "attention_logit_change", "attention logit", first),
+            *_above(grid, "attention_log_odds_change", "attention log-odds", first),
+            *_above(grid, "attention_logit_change", "second attention logit", second),
         ],
         ("They raise output logits there", "Figure 2, left", "nats"): [
             *_above(grid, "output_top_logit_change", "top output logit, within the prompt", within),
@@ -76,20 +84,21 @@ def _sharpness(grid: Grid) -> list[Claim]:
             *_above(grid, "output_answer_logit_change", "the answer's logit, at the end", end),
         ],
         ("They lower the entropy of attention and output", "Figure 2, middle", "nats"): [
-            *_above(grid, "attention_entropy_change", "attention", everywhere, sign=-1),
-            *_above(grid, "output_entropy_change", "output, within the prompt", within, sign=-1),
-            *_above(grid, "output_entropy_change", "output, at the end", end, sign=-1),
+            *_above(grid, "attention_entropy_change", "attention", first, is_below=True),
+            *_above(grid, "attention_entropy_change", "second attention", second, is_below=True),
+            *_above(grid, "output_entropy_change", "output, within the prompt", within, is_below=True),
+            *_above(grid, "output_entropy_change", "output, at the end", end, is_below=True),
         ],
         ("Theorem 4.1's premise, \u03b1 > exp(\u2212H), holds in most rows", "Theorem 4.1", "points"): _above(
-            grid, "premise_holds", "rows above half", everywhere, bound=0.5
+            grid, "premise_holds", "rows above half", first, bound=0.5
         ),
-        ("Where it holds, a boost lowers entropy more often", "Theorem 4.1", "points"): (_fell(grid)),
+        ("Where it holds, a boost lowers entropy more often", "Theorem 4.1", "points"): _fell(grid),
     }
     rates = [
-        mean(ones)
-        for ones in _by(setting, grid.measured("sharpness", "premise_holds", model="meta", **everywhere)).values()
+        " / ".join(percent(one.value) for one in by_seed(ones).values())
+        for ones in _by(setting, grid.measured("sharpness", "premise_holds", model="meta", **first)).values()
     ]
-    held = " and ".join(f"{percent(rate.value)}\u00a0%" for rate in rates if rate)
+    held = " and ".join(f"{rate}\u00a0%" for rate in rates if rate)
     return [
         Claim(
             text,
@@ -109,7 +118,8 @@ def _fell(grid: Grid) -> list[Comparison]:
     held, missing = (
         _by(setting, grid.measured("sharpness", "entropy_fell", premise=premise, **where)) for premise in (True, False)
     )
-    return [_minus(place, held[place], missing.get(place, [])) for place in held] or [Comparison("rows")]
+    found = [_minus(place, by_seed(held[place]), by_seed(missing.get(place, []))) for place in held]
+    return found or [Comparison("rows")]
 
 
 def _caching(grid: Grid) -> list[Claim]:
@@ -119,9 +129,9 @@ def _caching(grid: Grid) -> list[Claim]:
         by_place = _by(lambda one: (one.layer, one.distance, one.subject), ones)
         for layer in sorted({one.layer for one in ones if one.layer}):  # layer 0 holds embeddings, not context
             for distance in CLOSE:
-                meta, text = (by_place.get((layer, distance, subject), []) for subject in ("meta", "text"))
+                meta, text = (by_seed(by_place.get((layer, distance, subject), [])) for subject in ("meta", "text"))
                 spikes.append(_minus(f"layer {layer}, {distance} before, {place}", meta, text))
-            near, far = (by_place.get((layer, distance, "meta"), []) for distance in (CLOSE[0], FAR))
+            near, far = (by_seed(by_place.get((layer, distance, "meta"), [])) for distance in (CLOSE[0], FAR))
             falls.append(_minus(f"layer {layer}, {place}", near, far))
     looks = []
     keys = {"model": "meta", "module": "attention", "keys": "earlier_meta"}
@@ -129,11 +139,9 @@ def _caching(grid: Grid) -> list[Claim]:
         grid.measured("residual", metric, **keys) for metric in ("attention_weight", "attention_weight_if_uniform")
     )
     for place, ones in _by(setting, weights).items():
-        even = mean(_by(setting, uniform).get(place, []))
+        even = by_seed(_by(setting, uniform).get(place, []))
         for layer, heads in _by(lambda one: one.layer, ones).items():
-            figure = mean(heads)
-            gap = shifted(figure, even.value) if figure and even and even.value is not None else None
-            looks.append(Comparison(f"layer {layer}, {place}", gap))
+            looks.append(_minus(f"layer {layer}, {place}", by_seed(heads), even))
     return [
         Claim(
             "A meta-token is more like what it follows than text is",
@@ -161,12 +169,8 @@ def _caching(grid: Grid) -> list[Claim]:
 
 def distortion_at(curve: Curve, rate: float) -> float:
     """The distortion of a curve at a rate: linear between its points, and that of the last one beyond it."""
-    best = curve[0][1]
-    for (r0, _), (r1, d1) in pairwise(curve):
-        if rate <= r1:
-            return best if d1 >= best else best + (d1 - best) * (rate - r0) / (r1 - r0)
-        best = min(best, d1)
-    return best
+    rates, distortions = zip(*curve, strict=True)
+    return float(np.interp(rate, rates, distortions))
 
 
 def curves(
@@ -191,15 +195,27 @@ def curves(
     }
 
 
+def text_gaps(grid: Grid) -> str:
+    """By how much each model's distortion at the last meta-token is below that at the text before it, at one rate."""
+    gaps = {
+        model: _lower("", curves(grid, model, "meta"), curves(grid, model, "text"), RATES[-1]).gap
+        for model in ("meta", "gpt2", "twin")
+    }
+    told = (f"{model} {f'{gap.value:+.2f}'.replace('-', MINUS) if gap else NOT_YET}" for model, gap in gaps.items())
+    return f"at {RATES[-1]:g} nats: {', '.join(told)}" if any(gaps.values()) else ""
+
+
 def _rate_distortion(grid: Grid) -> list[Claim]:
     meta = curves(grid, "meta", "meta")
-    pairs: dict[str, tuple[str, list[tuple[str, Mapping[Any, Curve]]]]] = {
+    pairs: dict[str, tuple[str, str, list[tuple[str, Mapping[Any, Curve]]]]] = {
         "Less distortion at a rate than at the text before": (
             "Figure 3, right",
+            text_gaps(grid),
             [("text before it", curves(grid, "meta", "text"))],
         ),
         "Less than gpt2 and twin have at the same place": (
             "Theorem 5.1",
+            "",
             [(other, curves(grid, other, "meta")) for other in ("gpt2", "twin")],
         ),
     }
@@ -210,8 +226,9 @@ def _rate_distortion(grid: Grid) -> list[Claim]:
             "rate-distortion",
             tuple(_lower(f"{label}, {rate:g} nats", meta, other, rate) for label, other in others for rate in RATES),
             unit="nats",
+            decisive=decisive,
         )
-        for text, (source, others) in pairs.items()
+        for text, (source, decisive, others) in pairs.items()
     ]
     zeroed = curves(grid, "meta", "meta", intervention="no_pos")
     comparisons = tuple(_lower(f"no_pos, {rate:g} nats", zeroed, meta, rate) for rate in RATES)
@@ -220,16 +237,24 @@ def _rate_distortion(grid: Grid) -> list[Claim]:
 
 
 def _lower(label: str, ours: Mapping[Any, Curve], theirs: Mapping[Any, Curve], rate: float) -> Comparison:
-    """By how much our distortion is the lower at a rate, over the seeds of models and fits that both have."""
+    """By how much our distortion is the lower at a rate, of the seeds of models and fits that both have.
+
+    The interval is over seeds of the models, each the mean of its fits; only of a single seed is it over its fits,
+    which say nothing of another training of the model.
+    """
     gaps = {key: distortion_at(theirs[key], rate) - distortion_at(ours[key], rate) for key in ours if key in theirs}
-    by_seed = _by(lambda key: key[0], gaps)
-    seeds = tuple(sum(gaps[key] for key in keys) / len(keys) for keys in by_seed.values())
-    return Comparison(label, mean_gap(list(gaps.values())), seeds if len(seeds) > 1 else ())
+    seeds = tuple(fmean(gaps[key] for key in keys) for _, keys in sorted(_by(lambda key: key[0], gaps).items()))
+    if len(seeds) > 1:
+        return Comparison(label, mean_gap(seeds), seeds, figures=f"{len(seeds)} seeds")
+    return Comparison(label, mean_gap(list(gaps.values())), figures=f"1 seed, {len(gaps)} fits" if gaps else "")
 
 
-def _minus(label: str, ours: "Sequence[Measurement]", theirs: "Sequence[Measurement]") -> Comparison:
-    a, b = mean(ours), mean(theirs)
-    return Comparison(label, difference(a, b) if a and b else None)
+def _minus(label: str, ours: Mapping[int, Estimate], theirs: Mapping[int, Estimate]) -> Comparison:
+    """The difference of two figures, by the seeds that both have."""
+    seeds = [seed for seed in ours if seed in theirs]
+    a, b = (mean(side[seed] for seed in seeds) for side in (ours, theirs))
+    gaps = tuple((ours[seed].value or 0.0) - (theirs[seed].value or 0.0) for seed in seeds)
+    return Comparison(label, difference(a, b) if a and b else None, gaps if len(gaps) > 1 else ())
 
 
 def _by(key: Any, ones: Iterable[Any]) -> dict[Any, list[Any]]:

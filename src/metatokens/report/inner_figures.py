@@ -3,9 +3,10 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import product
+from dataclasses import replace
+from itertools import pairwise, product
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,50 +17,81 @@ from metatokens.report.grid import Grid
 from metatokens.report.grid_figures import PAPER, STYLES, Panel, or_nan
 from metatokens.report.inner_claims import mean
 
-# The ends of a bar among a record's quantiles, and its width in points.
-_QUANTILE_BARS = ((0, -1, 0.8), (1, -2, 2.0), (2, -3, 5.0))
+if TYPE_CHECKING:
+    from metatokens.analysis.records import Measurement
+
+# What a bar covers: its ends among a record's quantiles, and its width in points.
+_BARS = {"98 % of values": (0, -1, 0.8), "90 %": (1, -2, 1.6), "50 %": (2, -3, 2.8)}
+_LINEAR = 20  # nats, up to which the axis of rates is linear
+_RATES = (0, 5, 10, 15, 20, 30, 50, 100, 200, 500, 1000)
 
 
 def sharpness(grid: Grid, width: float) -> Figure:
-    """Figure 2, left and middle: the distribution of changes of logits and of entropy, by layer and head."""
-    metrics = {
-        "Change of logits at meta-tokens": ("attention_logit_change", "nats"),
-        "Change of entropy": ("attention_entropy_change", "nats"),
+    """Figure 2, left and middle: how changes of logits and of entropy are spread, meta's seeds side by side."""
+    changes = {
+        "logits": ("attention_logit_change", "output_top_logit_change"),
+        "entropy": ("attention_entropy_change",),
     }
-    about: dict[str, Any] = {"module": "attention"}
-
-    def panel(metric: str, unit: str, position: str) -> Panel:
-        def draw(axes: Axes) -> None:
-            ones = grid.measured("sharpness", metric, model="meta", position_embedding=position, **about)
-            heads = sorted((one for one in ones if one.layer is not None), key=lambda one: (one.layer, one.head))
-            for place, one in enumerate(heads):
-                if one.quantiles:
-                    for low, high, thick in _QUANTILE_BARS:
-                        ends = one.quantiles[low], one.quantiles[high]
-                        axes.vlines(place, *ends, color=STYLES["meta"].colour, linewidth=thick, alpha=0.55)
-                    axes.plot(place, one.quantiles[len(one.quantiles) // 2], "o", color="#22211f", markersize=3.5)
-            axes.axhline(0, color=PAPER.colour, linewidth=0.8)
-            axes.set_xticks(range(len(heads)), [f"{one.layer}.{one.head}" for one in heads], rotation=90)
-            axes.set_xlabel("layer.head")
-            axes.set_ylabel(unit)
-
-        return draw
-
-    positions = sorted({one.position_embedding for one in grid.measured("sharpness", "premise_holds", model="meta")})
-    panels = {
-        f"{title}, {position}": panel(metric, unit, position)
-        for position, (title, (metric, unit)) in product(reversed(positions), metrics.items())
-    }
+    modules = {"Attention": "attention", "Second attention": "second_attention"}
+    panels = {}
+    found = grid.measured("sharpness", "attention_logit_change", model="meta")
+    for position in sorted({one.position_embedding for one in found}, reverse=True):
+        about: dict[str, Any] = {"model": "meta", "position_embedding": position}
+        for (what, (metric, *_)), (title, module) in product(changes.items(), modules.items()):
+            heads = defaultdict(list)
+            for one in grid.measured("sharpness", metric, **about, module=module):
+                if one.layer is not None:
+                    heads[one.layer, one.head].append(one)
+            named = {f"{layer}.{head}": ones for (layer, head), ones in sorted(heads.items())}
+            panels[f"{title} {what}, {position}"] = _spreads(named, "layer.head")
+        panels[f"Output logits, {position}"] = _spreads(
+            {
+                "top, within": grid.measured("sharpness", "output_top_logit_change", **about, marker="context"),
+                "top, at the end": grid.measured("sharpness", "output_top_logit_change", **about, marker="final"),
+                "answer's": grid.measured("sharpness", "output_answer_logit_change", **about),
+            }
+        )
+        panels[f"Output entropy, {position}"] = _spreads(
+            {
+                "within": grid.measured("sharpness", "output_entropy_change", **about, marker="context"),
+                "at the end": grid.measured("sharpness", "output_entropy_change", **about, marker="final"),
+            }
+        )
     return small_multiples(panels, STYLES, width, across=2)
 
 
+def _spreads(groups: "Mapping[str, Sequence[Measurement]]", what: str = "") -> Panel:
+    """A panel of bars: quantiles of each group's values, its seeds side by side."""
+
+    def draw(axes: Axes) -> None:
+        for place, ones in enumerate(groups.values()):
+            for number, one in enumerate(sorted(ones, key=lambda one: one.seed)):
+                if one.quantiles:
+                    x = place + 0.26 * (number - (len(ones) - 1) / 2)
+                    for label, (low, high, thick) in _BARS.items():
+                        ends = one.quantiles[low], one.quantiles[high]
+                        colour = STYLES["meta"].colour
+                        axes.vlines(x, *ends, color=colour, linewidth=thick, alpha=0.55, label=label)
+                    middle = one.quantiles[len(one.quantiles) // 2]
+                    axes.plot(x, middle, "o", color="#22211f", markersize=2.6, label="median")
+        axes.axhline(0, color=PAPER.colour, linewidth=0.8)
+        is_many = len(groups) > 8
+        axes.set_xticks(range(len(groups)), list(groups), rotation=90 if is_many else 0)
+        axes.set_xlim(-0.6, len(groups) - 0.4)
+        axes.set_xlabel(what)
+        axes.set_ylabel("change, nats")
+
+    return draw
+
+
 def similarity(grid: Grid, width: float) -> Figure:
-    """Figure 2, right: centred cosine with the text tokens before, by distance; meta-token and text control."""
+    """Figure 2, right: centred cosine with the text tokens before, by distance; thin: each seed's own."""
     looks = {"meta": ("meta-token", STYLES["meta"]), "text": ("text token (control)", STYLES["gpt2"])}
 
     def panel(model: str, position: str) -> Panel:
         def draw(axes: Axes) -> None:
             about: dict[str, Any] = {"model": model, "position_embedding": position, "marker": "context"}
+            distances: set[int] = set()
             for subject, (label, style) in looks.items():
                 ones = grid.measured("residual", "similarity_centred", **about, subject=subject)
                 last = max((one.layer or 0 for one in ones), default=0)
@@ -73,10 +105,18 @@ def similarity(grid: Grid, width: float) -> Figure:
                     [or_nan(getattr(cell, field)) for cell in means.values() if cell]
                     for field in ("value", "low", "high")
                 )
-                axes.plot(xs, middle, label=label, **line(style))
+                axes.plot(xs, middle, label=label, **line(style) | {"markersize": style.size - 2})
                 axes.fill_between(xs, low, high, color=style.colour, alpha=0.13, linewidth=0)
+                seeds = sorted({one.seed for one in ones})
+                for seed in seeds if len(seeds) > 1 else ():
+                    own = [mean(one for one in by_distance[x] if one.seed == seed) for x in xs]
+                    values = [or_nan(one.value) if one else math.nan for one in own]
+                    axes.plot(xs, values, color=style.colour, linewidth=0.6, alpha=0.6)
+                distances.update(xs)
+            _mark_bins(axes, sorted(distances))
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:g}")
+            axes.set_ylim(-1.05, 1.05)
             axes.set_xlabel("tokens before it")
             axes.set_ylabel("cosine, centred")
 
@@ -87,59 +127,93 @@ def similarity(grid: Grid, width: float) -> Figure:
     return small_multiples({f"{m}, {p}": panel(m, p) for m, p in models}, STYLES, width, across=2)
 
 
-def heat_map(grid: Grid, width: float) -> Figure:
-    """Figure 3, left: of one prompt, the similarity of each state to the final meta-token's, by layer and position."""
+def _mark_bins(axes: Axes, distances: Sequence[int]) -> None:
+    """Marks where single distances end: D then stands for all those above the one before it, up to D."""
+    single = next((here for here, after in pairwise(distances) if after > here + 1), None)
+    if single is not None:
+        mark(axes, single + 0.5, "each distance", "up to")
 
-    def panel(position: str) -> Panel:
+
+def mark(axes: Axes, x: float, left: str, right: str) -> None:
+    """A line across the axis of x, and what holds on either side of it."""
+    axes.axvline(x, color=PAPER.colour, linewidth=0.8, linestyle=(0, (2, 2)))
+    for text, side, shift in ((left, "right", -3), (right, "left", 3)):
+        axes.annotate(
+            text, (x, 1), (shift, -1), xycoords=axes.get_xaxis_transform(), textcoords="offset points",
+            ha=side, va="top", fontsize=8, color="#66635e",
+        )  # fmt: skip
+
+
+def heat_map(grid: Grid, width: float) -> Figure:
+    """Figure 3, left: of one prompt, how like the final meta-token's each state is, by layer, position and seed."""
+
+    def panel(position: str, seed: int) -> Panel:
         def draw(axes: Axes) -> None:
-            about: dict[str, Any] = {"model": "meta", "position_embedding": position}
+            about: dict[str, Any] = {"model": "meta", "position_embedding": position, "seed": seed}
             ones = grid.measured("residual", "similarity_to_final_centred", **about)
-            seed = min(one.seed for one in ones)
-            ones = [one for one in ones if one.seed == seed]
             layers, places = (1 + max(getattr(one, end) or 0 for one in ones) for end in ("layer", "position"))
             values = np.full((layers, places), math.nan)
             for one in ones:
                 values[one.layer or 0, one.position or 0] = or_nan(one.value)
-            axes.imshow(values, aspect="auto", origin="lower", cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
+            look: dict[str, Any] = {"cmap": "RdBu_r", "vmin": -1, "vmax": 1, "interpolation": "nearest"}
+            image = axes.imshow(values, aspect="auto", origin="lower", **look)
+            bar = axes.figure.colorbar(image, ax=axes, ticks=[-1, -0.5, 0, 0.5, 1], pad=0.02)
+            bar.ax.tick_params(length=0, labelsize=9)
+            bar.set_label("cosine", fontsize=9)
+            bar.outline.set_visible(False)
             metas = sorted({one.position for one in ones if one.subject == "meta" and one.position is not None})
-            axes.set_xticks(metas, [f"{one}" for one in metas])
+            axes.plot(
+                metas, [layers - 0.3] * len(metas), linestyle="none", marker="v", markersize=5.5, clip_on=False,
+                color=STYLES["meta"].colour, label="meta-token",
+            )  # fmt: skip
+            axes.set_ylim(-0.5, layers - 0.1)
             axes.set_yticks(range(layers))
             axes.grid(visible=False)
-            axes.set_xlabel("position (ticks: meta-tokens)")
+            axes.set_xlabel("position in the prompt")
             axes.set_ylabel("blocks passed")
 
         return draw
 
     found = grid.measured("residual", "similarity_to_final_centred", model="meta")
-    positions = sorted({one.position_embedding for one in found}, reverse=True)
+    models = sorted({(one.position_embedding, one.seed) for one in found}, key=lambda one: (one[0] != "rope", one))
     return small_multiples(
-        {f"meta, {its}: cosine, blue \u22121 to red +1": panel(its) for its in positions}, STYLES, width, across=1
+        {f"Similarity to the final meta-token, centred: {its}, seed {seed}": panel(its, seed) for its, seed in models},
+        STYLES,
+        width,
+        across=1,
     )
 
 
 def rate_distortion(grid: Grid, width: float) -> Figure:
-    """Figure 3, right: distortion by rate (symlog, linear to 20 nats); bands: seeds of the models and of the fits."""
+    """Figure 3, right: distortion by rate (symlog, linear to 20 nats); thin: each seed's own, the mean of its fits."""
+    # gpt2, twin and meta coincide: the thicker line and the larger marker lie below.
     places = {
-        "meta": ("meta", "meta", None, STYLES["meta"]),
-        "meta, no position": ("meta", "meta", "no_pos", Style("#a3478a", (7, 2), "v", 5.0)),
-        "meta, text before": ("meta", "text", None, Style("#d55e00", (1, 1.2), "o", 5.0, "none")),
-        "twin": ("twin", "meta", None, STYLES["twin"]),
-        "gpt2": ("gpt2", "meta", None, STYLES["gpt2"]),
+        "meta": ("meta", "meta", None, replace(STYLES["meta"], size=8.0), 3.2),
+        "meta, no pos": ("meta", "meta", "no_pos", Style("#a3478a", (7, 2), "v", 5.0), 1.6),
+        "meta, text": ("meta", "text", None, Style("#d55e00", (1, 1.2), "o", 5.0, "none"), 1.6),
+        "gpt2, text": ("gpt2", "text", None, Style("#4d4d4d", (1, 1.2), "s", 4.5, "none"), 1.2),
+        "twin, text": ("twin", "text", None, Style("#0072b2", (4, 1.8), "D", 4.2, "none"), 1.2),
+        "twin": ("twin", "meta", None, replace(STYLES["twin"], dashes=(2, 2.5), size=5.4), 2.2),
+        "gpt2": ("gpt2", "meta", None, replace(STYLES["gpt2"], size=2.8), 1.2),
     }
 
     def panel(split: str) -> Panel:
         def draw(axes: Axes) -> None:
-            for label, (model, subject, intervention, style) in places.items():
-                by_beta = _points(grid, split, model, subject, intervention)
-                if by_beta:
-                    rates = [fmean(rate for rate, _ in points) for points in by_beta]
-                    distortions = [[distortion for _, distortion in points] for points in by_beta]
-                    axes.plot(rates, list(map(fmean, distortions)), label=label, **line(style))
-                    ends = list(map(min, distortions)), list(map(max, distortions))
-                    axes.fill_between(rates, *ends, color=style.colour, alpha=0.13, linewidth=0)
-            axes.set_xscale("symlog", linthresh=20)
-            axes.set_ylim(bottom=0)
+            last = 0.0
+            for label, (model, subject, intervention, style, thick) in places.items():
+                seeds = _points(grid, split, model, subject, intervention)
+                if seeds:
+                    look = line(style) | {"linewidth": thick}
+                    axes.plot(*np.mean(list(seeds.values()), axis=0), label=label, **look)
+                    for rates, distortions in seeds.values() if len(seeds) > 1 else ():
+                        axes.plot(rates, distortions, color=style.colour, linewidth=0.6, alpha=0.6)
+                    last = max(last, *(rates[-1] for rates, _ in seeds.values()))
+            axes.set_xscale("symlog", linthresh=_LINEAR)
+            axes.set_xticks([rate for rate in _RATES if rate <= max(last, _LINEAR)])
+            axes.set_xticks([], minor=True)
+            axes.set_ylim(bottom=-0.25)  # so that what is nearly 0 is seen whole
             axes.xaxis.set_major_formatter("{x:g}")
+            mark(axes, _LINEAR, "linear", "log")
             axes.set_xlabel("rate, nats")
             axes.set_ylabel("distortion, nats")
 
@@ -149,16 +223,20 @@ def rate_distortion(grid: Grid, width: float) -> Figure:
     return small_multiples({title: panel(split) for split, title in titles.items()}, STYLES, width, across=2)
 
 
-def _points(
-    grid: Grid, split: str, model: str, subject: str, intervention: str | None
-) -> list[Sequence[tuple[float, float]]]:
-    """The (rate, distortion) of every seed, a list for each beta, rates ascending."""
+def _points(grid: Grid, split: str, model: str, subject: str, intervention: str | None) -> dict[int, np.ndarray]:
+    """Of each seed the rates and the distortions, (2, betas), each the mean of its fits; of the betas that all have."""
     where: dict[str, Any] = {"model": model, "position_embedding": "rope", "subject": subject, "split": split}
     where["intervention"] = intervention
-    rates = {(one.beta, one.seed, one.fit_seed): one.value for one in grid.measured("rate_distortion", "rate", **where)}
-    found: Mapping[Any, list[tuple[float, float]]] = defaultdict(list)
-    for one in grid.measured("rate_distortion", "distortion", **where):
-        rate = rates.get((one.beta, one.seed, one.fit_seed))
-        if rate is not None and one.value is not None:
-            found[one.beta].append((rate, one.value))
-    return sorted(found.values(), key=lambda points: fmean(rate for rate, _ in points))
+    values: Mapping[tuple[int, float | None], Mapping[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for metric in ("rate", "distortion"):
+        for one in grid.measured("rate_distortion", metric, **where):
+            if one.value is not None:
+                values[one.seed, one.beta][metric].append(one.value)
+    seeds = sorted({seed for seed, _ in values})
+    betas = {beta for _, beta in values if all(len(values.get((seed, beta), {})) == 2 for seed in seeds)}
+    ordered = sorted(betas, key=lambda beta: -(beta or 0.0))  # the dearer a nat of rate, the fewer are spent
+    found = {
+        seed: np.array([[fmean(values[seed, beta][metric]) for beta in ordered] for metric in ("rate", "distortion")])
+        for seed in seeds
+    }
+    return found if ordered else {}

@@ -23,6 +23,12 @@ class Claims:
     key: str
     caution: str
 
+    @staticmethod
+    def so_far(claim: Claim) -> str:
+        """` (so far)` after a verdict of which more than half of the comparisons are still to be run."""
+        missing = sum(one.gap is None for one in claim.comparisons)
+        return " (so far)" if 2 * missing > len(claim.comparisons) else ""
+
 
 def claims(grid: Grid) -> Claims:
     """Every claim with its verdict."""
@@ -37,14 +43,18 @@ def claims(grid: Grid) -> Claims:
         )
     ]  # fmt: skip
     total = len(groups["The paper claims"])
+    unsettled = sum(map(bool, map(Claims.so_far, groups["The paper claims"])))
     key = (
         "For and against, of the comparisons that leave room for a difference: those whose 95\u00a0% interval, and "
         "every seed, lies above or below what is claimed. The rule is in docs/paper_map.md, under Verdicts, written "
         "before the run."
     )
-    verdict = f"Of {total} claims of the paper, {counted[0]} at this scale, {counted[1]}, {counted[2]}. The controls: "
+    if any(map(Claims.so_far, chain.from_iterable(groups.values()))):
+        key += " (so far): more than half of the claim's comparisons are still to be run, and may turn the verdict."
+    verdict = f"Of {total} claims of the paper, {counted[0]} at this scale, {counted[1]}, {counted[2]}"
+    verdict += f"; {unsettled} of these verdicts are so far only. The controls: " if unsettled else ". The controls: "
     verdict += "; ".join(
-        f"{claim.text.rpartition(': ')[2]}: {claim.verdict.removesuffix(' at this scale')}"
+        f"{claim.text.rpartition(': ')[2]}: {claim.verdict.removesuffix(' at this scale')}{Claims.so_far(claim)}"
         for claim in groups["Controls, and beyond the paper"]
         if claim.section == "controls"
     )

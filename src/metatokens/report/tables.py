@@ -152,6 +152,7 @@ def perplexity(results: Sequence[Result]) -> Table:
             _footer("unigram", cells, placements, lambda cell: cell.chance, lambda value: f"{value:,.1f}"),
             _footer("n (tokens)", cells, placements, lambda cell: cell.n or None, count),
         ),
+        note="In brackets: 95\u00a0% intervals over blocks of text.",
     )
 
 
@@ -239,7 +240,9 @@ def _steps(run: Learning | None) -> str:
 def _perplexity(cell: Estimate | None) -> str:
     if cell is None:
         return ""
-    return NOT_RUN if cell.value is None else f"{cell.value:,.1f}"
+    if cell.value is None or cell.low is None or cell.high is None:
+        return NOT_RUN if cell.value is None else f"{cell.value:,.1f}"
+    return f"{cell.value:,.1f} ({cell.low:,.1f}{EN_DASH}{cell.high:,.1f})"
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[Row]:
