@@ -207,7 +207,7 @@ def test_a_seed_that_disagrees_keeps_a_measurement_open() -> None:
 
 def test_the_cost_is_in_core_hours(grid: Grid) -> None:
     section = cost(grid)
-    assert section.intro == "2.0 core-hours in 2 runs."
+    assert section.intro.startswith("2.0 core-hours in 2 stages, of which 1 trained a model. Of a stage")
     [table] = section.blocks
     assert isinstance(table, comparison.Table)
     assert table.rows == (("pretrain", "1", "2 h 0 min"), ("evaluate", "1", "1 min 0 s"))

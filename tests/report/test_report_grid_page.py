@@ -66,7 +66,7 @@ def test_the_noise_is_defined_where_it_is_shown(page: str) -> None:
 
 
 def test_the_cost_is_told(page: str) -> None:
-    assert "3.0 core-hours in 3 runs." in page
+    assert "3.0 core-hours in 3 stages, of which 2 trained a model." in page
 
 
 def test_the_same_lines_give_the_same_bytes_whatever_is_missing(tmp_path: Path) -> None:

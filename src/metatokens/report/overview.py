@@ -1,11 +1,13 @@
 """What stands first in the report on a grid: every claim with its verdict; and what the run cost."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from metatokens.report import control_claims, cost_claims, inner_claims, recall_claims
 from metatokens.report.grid import Grid
+from metatokens.report.inputs import Stage
 from metatokens.report.sections import Section
 from metatokens.report.tables import Table
 from metatokens.report.verdicts import Claim
@@ -47,7 +49,7 @@ def claims(grid: Grid) -> Claims:
     key = (
         "For and against, of the comparisons that leave room for a difference: those whose 95\u00a0% interval, and "
         "every seed, lies above or below what is claimed. The rule is in docs/paper_map.md, under Verdicts, written "
-        "before the run."
+        "before the run, and amended as it says."
     )
     if any(map(Claims.so_far, chain.from_iterable(groups.values()))):
         key += " (so far): more than half of the claim's comparisons are still to be run, and may turn the verdict."
@@ -78,8 +80,16 @@ def cost(grid: Grid) -> Section:
     if not seconds:
         return Section("cost", title, "There is no run.json beside the results: times are unknown.")
     table = Table("One core each", ("what", "runs", "core time"), rows, (total,))
-    intro = f"{sum(seconds) / 3600:.1f} core-hours in {len(seconds)} runs."
+    stages = [stage for run in grid.inputs.runs for stage in run.stages]
+    intro = f"{_spent(stages)} Of a stage that was cut off and begun again, the last try is counted."
     return Section("cost", title, intro, [table])
+
+
+def _spent(stages: Sequence[Stage]) -> str:
+    """Core time, and what for."""
+    trained = sum(stage.name.partition("-")[0] in ("pretrain", "extend", "finetune") for stage in stages)
+    hours = sum(stage.cost for stage in stages) / 3600
+    return f"{hours:.1f} core-hours in {len(stages)} stages, of which {trained} trained a model."
 
 
 def _caution(grid: Grid) -> str:
@@ -92,11 +102,11 @@ def _caution(grid: Grid) -> str:
             seeds[result.model, result.position_embedding].add(result.seed)
     several = [f"{model} ({position})" for (model, position), its in sorted(seeds.items(), key=str) if len(its) > 1]
     most = max(map(len, seeds.values()), default=1)
-    seconds = [stage.cost for run in grid.inputs.runs for stage in run.stages]
+    stages = [stage for run in grid.inputs.runs for stage in run.stages]
     sentences = [
         f"Models of {sizes[0]} to {sizes[-1]} million parameters; the paper's has 152." if sizes else "",
         f"Up to {most} seeds of {', '.join(several)}." if several else "",
-        "Where there is one seed, intervals cover the draw of test prompts, not the luck of training.",
-        f"{sum(seconds) / 3600:.1f} core-hours in {len(seconds)} runs." if seconds else "",
+        "Intervals cover the draw of test prompts, not the luck of training: of that, the seeds beside them tell.",
+        _spent(stages) if stages else "",
     ]
     return " ".join(filter(None, sentences))
