@@ -334,7 +334,7 @@ MISTAKES = {
     f"{EVALUATE} --model model --lengths 64,,128": "lengths '64,,128' must be positive numbers",
     f"{EVALUATE} --model model --lengths 0": "lengths '0' must be positive numbers",
     "reproduce --preset huge --out new": "no preset 'huge'; the presets are",
-    "reproduce --preset demo --out new --only table3": "no stage of this preset answers 'table3'; --only takes",
+    "reproduce --preset demo --out new --only table0": "no stage of this preset answers 'table0'; --only takes",
     "reproduce --preset demo --out reproduced --dry-run --only x": "no stage of this preset answers 'x'; --only takes",
     # models
     f"{EVALUATE} --model nowhere": "there is no model in nowhere",
