@@ -121,6 +121,23 @@ def test_lengths_are_drawn_for_both_kinds_of_positions_beside_the_papers(width: 
     assert {"guessing", "train length"} < set(legend(figure))
 
 
+def test_random_positions_are_drawn_beside_plain_ones_trained_as_long() -> None:
+    about: dict[str, Any] = {"model": "meta", "train_length": 128, "length": 128}
+    plain = [
+        accuracy(value, task=task, recipe=recipe, **about)
+        for task, recipe, value in (
+            ("list_recall", "small", 0.3), ("list_recall", "small/one-length", 0.7), ("parity", "small", 0.4)
+        )
+    ]  # fmt: skip
+    figure = grid_figures.random_positions(Grid("small", Inputs(plain)), PAGE)
+    drawn = {
+        title: [list(line.get_ydata()) for line in axes.get_lines() if line.get_label() == "meta, plain positions"]
+        for title, axes in zip(titles(figure), figure.axes, strict=True)
+    }
+    assert drawn["List recall"] == [[pytest.approx(70.0)]]
+    assert drawn["Parity"] == [[pytest.approx(40.0)]]
+
+
 def overlap(figure: Figure) -> bool:
     """Whether two titles touch, or a title or the legend leaves the picture."""
     figure.canvas.draw()

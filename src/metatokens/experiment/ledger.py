@@ -18,11 +18,11 @@ from pydantic import BaseModel, ValidationError
 from metatokens.errors import UserError
 from metatokens.experiment.plan import Stage
 from metatokens.experiment.pools import Done
+from metatokens.experiment.stages import WEIGHTS
 from metatokens.files import append_lines
 
 LEDGER = "stages.jsonl"
 FILES = {"results": "results.jsonl", "measurements": "analysis.jsonl", "curves": "curves.jsonl"}
-WEIGHTS = "weights_sha256"  # the fact of a stage that trains
 
 
 class Entry(BaseModel):

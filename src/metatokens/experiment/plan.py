@@ -38,9 +38,6 @@ _NOTE_TABLES = {
     "equal-compute": "perplexity",
 }
 
-# Later than list recall of any model, so that a run that is cut short has compared all of them on one task.
-_OTHER_TASKS = 2
-
 PRETRAINED = {"pretrain": "pretrained", "extend": "extended"}  # the folder that the verb writes
 
 
@@ -116,7 +113,7 @@ def _test_stages(sizes: Preset, task: str) -> Iterator[Stage]:
             settings={"counts": counts},
             after=("tokenize",),
             product=f"examples/{task}/tests-{condition}",
-            priority=0 if task == "list_recall" else _OTHER_TASKS,
+            priority=_wait(task),
             cost=10 + _seconds_to_draw(counts),
         )
 
@@ -129,7 +126,7 @@ def _example_stage(variant: Variant, recipe: FinetuneRecipe, task: str) -> Stage
         arguments={"variant": variant.name, "task": task},
         after=("tokenize",),
         product=f"examples/{task}/{name}/complete",
-        priority=_priority(variant, task),
+        priority=variant.priority + _wait(task),
         cost=5 + _seconds_to_draw(_examples(recipe)),
     )
 
@@ -184,7 +181,7 @@ def _task_stages(variant: Variant, sizes: Preset, task: str, start: str, tables:
         ),
         product=f"models/{variant.name}/{task}/{recipe.task.train_lengths[-1]}/manifest.json",
         tables=(*tables, "learning") if probe else tables,
-        priority=_priority(variant, task),
+        priority=variant.priority + _wait(task),
         cost=10 + trained,
     )
     lengths = lengths_tested(sizes, variant, task)
@@ -194,7 +191,7 @@ def _task_stages(variant: Variant, sizes: Preset, task: str, start: str, tables:
         settings={"counts": counts, "train_lengths": lengths},
         after=(f"finetune-{variant.name}-{task}",),
         tables=(*tables, "markers") if len(counts) > 1 else tables,
-        priority=_priority(variant, task) - 0.5,  # a model is measured before the next one is made
+        priority=variant.priority + _wait(task) - 0.5,  # a model is measured before the next one is made
         cost=10 + len(lengths) * sum(estimate.seconds_to_test(own) for own in counts.values()),
     )
 
@@ -217,7 +214,7 @@ def _ablation_stages(ablation: Ablation, sizes: Preset) -> Iterator[Stage]:
             settings=settings,
             after=(f"finetune-{name}-{task}",),
             tables=ablation.tables,
-            priority=_priority(variant, task),
+            priority=variant.priority + _wait(task),
             cost=10 + passes * estimate.seconds_to_test(ablation.counts),
         )
 
@@ -244,8 +241,9 @@ def _analysis_stages(analysis: Analysis, sizes: Preset) -> Iterator[Stage]:
         )
 
 
-def _priority(variant: Variant, task: str) -> int:
-    return variant.priority + (0 if task == "list_recall" else _OTHER_TASKS)
+def _wait(task: str) -> int:
+    # Other tasks come after list recall of any model, so that a run that is cut short has compared all of them on one.
+    return 0 if task == "list_recall" else 2
 
 
 def _stage(verb: str, arguments: dict[str, str] | None = None, **fields: Any) -> Stage:

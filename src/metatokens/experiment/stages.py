@@ -42,6 +42,7 @@ from metatokens.training.finetune import finetune, train_examples, train_source
 from metatokens.training.pretrain import pretrain
 from metatokens.training.trainer import Probe, Progress
 
+WEIGHTS = "weights_sha256"  # the fact of a stage that trains
 PROBED = 200  # test prompts that a model is probed on while it learns
 
 
@@ -198,7 +199,7 @@ class Workshop:
             tokens = settings.batch * self.text_tokens(ExampleStore(examples / f"train-{length}.arrow"))
             for point in _curve(folder / str(length), **self.about_curve(one, task=task, train_length=length)):
                 curves.append(point | {"text_tokens": round(point["step"] * tokens)})
-        return Outcome(curves=curves, facts={"weights_sha256": weights})
+        return Outcome(curves=curves, facts={WEIGHTS: weights})
 
     def evaluate(self, progress: Progress, *, variant: str, task: str) -> Outcome:
         """Accuracy of a fine-tuned model at every length, in every condition asked for."""
@@ -319,7 +320,7 @@ class Workshop:
         one = self.variants[variant]
         facts = {
             "parameters": _parameters(folder / "model.safetensors"),
-            "weights_sha256": weights_sha256(folder),
+            WEIGHTS: weights_sha256(folder),
             "description": MODELS[one.model]["description"],
         }
         about = self.about_curve(one, task=None, train_length=None)

@@ -98,11 +98,10 @@ def yarn(grid: Grid, task: str) -> Table:
     paper = paper_table(1)
     columns = (256, *SCALE)
     rows, exact, by_token = [], list[Cells](), list[Cells]()
-    models = ["meta", *(model for model in ("twin", "pause", "gpt2") if grid.values("task", model=model, note="yarn4"))]
-    for model, (note, trained) in product(models, ((note, one) for note, ends in YARN.items() for one in ends)):
+    for note, trained in ((note, one) for note, ends in YARN.items() for one in ends):
         window = YARN[note][-1]
         theirs: dict[str, Any] = {"task": task, "window": 4 * window, "train_length": 4 * trained}
-        where: dict[str, Any] = {"model": model, "position_embedding": "rope", "task": task, "train_length": trained}
+        where: dict[str, Any] = {"model": "meta", "position_embedding": "rope", "task": task, "train_length": trained}
         answers, of_tokens = (
             [grid.accuracy(note, **where, length=length, metric=metric) for length in columns]
             for metric in ("exact_match", "token_accuracy")
@@ -113,12 +112,12 @@ def yarn(grid: Grid, task: str) -> Table:
         for length, answer, token in zip(columns, answers, of_tokens, strict=True):
             pooled = token.pooled() if token else None
             below = [f"tokens {percent(pooled.value)}"] if pooled else []
-            if model == "meta" and length in SCALE:
+            if length in SCALE:
                 below.append(f"paper {printed(paper.value(**theirs, length=SCALE[length]))}")
             figures.append("\n".join(filter(None, [shown(answer), ", ".join(below)])))
-        of_paper = f"\npaper's {4 * window // 1024}k / {4 * trained // 1024}k" if model == "meta" else ""
-        about = f"{model}, window {tokens(window)}, trained to {tokens(trained)}{one_seed(answers)}{of_paper}"
-        rows.append((about, *figures))
+        of_paper = f"paper's {4 * window // 1024}k / {4 * trained // 1024}k"
+        about = f"meta, window {tokens(window)}, trained to {tokens(trained)}{one_seed(answers)}"
+        rows.append((f"{about}\n{of_paper}", *figures))
     return Table(
         f"{name(task)} with YaRN (Table 1): answers exactly right, %; below, answer tokens right",
         ("model", *(tokens(one) + (f" (paper's {SCALE[one] // 1024}k)" if one in SCALE else "") for one in columns)),

@@ -67,7 +67,8 @@ def random_positions(grid: Grid, width: float) -> Figure:
             about = {"task": task, "train_length": 128, "position_embedding": "rope"}
             for model in ("gpt2", "twin", "meta"):
                 _accuracy(axes, grid, model, about | {"model": model, "note": "random-positions"})
-            _accuracy(axes, grid, "meta, plain positions", about | {"model": "meta"}, style=PAPER)
+            control = "one-length" if task == "list_recall" else ""  # of as many steps, where there is one
+            _accuracy(axes, grid, "meta, plain positions", about | {"model": "meta", "note": control}, style=PAPER)
             axes.axhline(95, color=PAPER.colour, linewidth=0.8)
             _length_axis(axes, 128)
 
