@@ -1,8 +1,9 @@
-"""Writing for keeps: folders that one process has to itself, files that appear at once or not at all.
+"""Writing for keeps: folders that one process has to itself, files that appear at once or not at all, checksums.
 
 A disk may be full, and a process may end while it writes.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -41,19 +42,37 @@ def exclusive(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that appears at once, in place of the one that is there; where it cannot be, nothing changes.
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """Write a file that appears at once, on the disk, in place of the one there; where it cannot be, nothing changes.
 
     Raises:
         OSError: if it cannot be written.
     """
     partial = path.with_name(path.name + PARTIAL)
     try:
-        partial.write_bytes(content)
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError:
         partial.unlink(missing_ok=True)  # on a full disk, room for others
         raise
+
+
+def sha256_of(content: bytes | memoryview) -> str:
+    """The checksum of some bytes, in hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """The checksum of a file, in hexadecimal digits.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:

@@ -235,7 +235,7 @@ def workers_of(process):
 
 def test_a_worker_killed_by_the_system_is_one_sentence(three_parts, tmp_path):
     def kill_one():
-        wait_for(lambda: workers_of(psutil.Process()))
+        wait_for(lambda: len(workers_of(psutil.Process())) == 2)  # Python's pool breaks otherwise while it is starting
         workers_of(psutil.Process())[0].kill()
 
     thread = threading.Thread(target=kill_one)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM, MetaTokenCache
 from metatokens.errors import UserError
-from metatokens.evaluation.cost import parameters
+from metatokens.evaluation.cost import weights
 from metatokens.evaluation.peers import PEERS, SHAPES, Shape, dense_model, shape_named
 
 META = 31
@@ -103,9 +103,11 @@ def test_every_peer_has_the_sizes_of_its_shape(name: str) -> None:
         pytest.importorskip("x_transformers", reason="x-transformers is optional")
     config = PEERS[name].config(SHAPE, 16)
     model = PEERS[name].make(config)
+    table = 16 * SHAPE.width * (config.position_embedding == "learned")
     attention_biases = 4 * SHAPE.width * SHAPE.layers if name == "x-transformers" else 0
+    expected = sum(weights(config)) + table - attention_biases
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert count in (parameters(config) - attention_biases, parameters(config) - attention_biases - 7 * SHAPE.width)
+    assert count in (expected, expected - 7 * SHAPE.width)
 
 
 @needs_x_transformers
@@ -125,7 +127,7 @@ def test_x_transformers_is_a_causal_language_model() -> None:
 
 
 def test_the_papers_shape() -> None:
-    sizes = {name: parameters(PEERS[name].config(SHAPES["paper"], 1024)) for name in ("gpt2", "meta", "twin")}
+    sizes = {name: sum(weights(PEERS[name].config(SHAPES["paper"], 1024))) for name in ("gpt2", "meta", "twin")}
     assert sizes == {"gpt2": 123_587_328, "meta": 151_908_096, "twin": 151_908_096}
     with pytest.raises(UserError, match="unknown shape 'huge'; the shapes are tiny, demo"):
         shape_named("huge")

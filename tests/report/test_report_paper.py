@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from metatokens.report.paper import paper_figure, paper_table, paper_tables, printed
+from metatokens.report.paper import paper_figure, paper_table, printed
 
 SOURCE = Path(__file__).parents[3] / "shared" / "paper" / "learned_meta_tokens.tex"
 TABLES = (1, 2, 3, *range(7, 18))
@@ -101,7 +101,7 @@ def test_labels_are_the_papers(number: int) -> None:
 
 
 def test_all_tables_with_results_are_there() -> None:
-    assert tuple(paper_tables()) == TABLES
+    assert all(paper_table(number).rows for number in TABLES)
     assert [paper_figure(number).figure for number in (1, 2, 3)] == [1, 2, 3]
 
 

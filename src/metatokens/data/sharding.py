@@ -4,7 +4,6 @@ A shard depends on the plan and its place in the corpus alone, so neither the nu
 changes a byte of the store.
 """
 
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -23,8 +22,9 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.corpus import Part, read_part
-from metatokens.data.store import SPLITS, Record, Shard, Split, StoreSettings, is_held_out, sha256_of
+from metatokens.data.store import SPLITS, Record, Shard, Split, StoreSettings, is_held_out
 from metatokens.data.tokenizer import encode_text
+from metatokens.files import sha256_of, write_whole
 
 BATCH_CHARACTERS = 400_000  # encoded at a time: enough for every core, and few enough for the next batch to overlap
 
@@ -142,19 +142,20 @@ def _write_shard(work: Work, documents: Iterator[str], part: int, number: int) -
     shards: dict[Split, Shard] = {}
     for split in SPLITS:
         content = _arrow_file(np.concatenate(ids[split]))
-        shards[split] = Shard(part=part, number=number, sha256=hashlib.sha256(content).hexdigest(), **counts[split])
+        shards[split] = Shard(part=part, number=number, sha256=sha256_of(content), **counts[split])
         if shards[split].documents:
-            put(work.folder, f"{split}/{shards[split].name}", content)
-    put(work.folder, f"done/{part:05}-{number:05}.json", Done(shards=shards).model_dump_json().encode())
+            write_whole(work.folder / split / shards[split].name, content)
+    done = work.folder / "done" / f"{part:05}-{number:05}.json"
+    write_whole(done, Done(shards=shards).model_dump_json().encode())
     return True
 
 
-def _arrow_file(ids: npt.NDArray[np.unsignedinteger]) -> pa.Buffer:
+def _arrow_file(ids: npt.NDArray[np.unsignedinteger]) -> memoryview:
     batch = pa.record_batch({"ids": ids})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
-    return sink.getvalue()
+    return memoryview(sink.getvalue())
 
 
 def _side(text: str, plan: Plan) -> Split:
@@ -195,13 +196,3 @@ def batches(documents: Iterable[str], most: int) -> Iterator[list[str]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-def put(folder: Path, name: str, content: bytes | pa.Buffer) -> None:
-    """Write a file below a folder that appears at once, and is on the disk when it does."""
-    partial = folder / f"{Path(name).name}.partial"
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, folder / name)

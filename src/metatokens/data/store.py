@@ -12,7 +12,6 @@ A file is checked when a process first opens it, so that a store of any size ope
 ever read from a damaged one.
 """
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable
 from functools import cached_property
@@ -28,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
+from metatokens.files import file_sha256, sha256_of
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -87,7 +87,7 @@ class SplitCounts(Record):
             documents=sum(shard.documents for shard in shards),
             characters=sum(shard.characters for shard in shards),
             tokens=sum(shard.tokens for shard in shards),
-            sha256=hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest(),
+            sha256=sha256_of("".join(shard.sha256 for shard in shards).encode()),
             shards=shards,
         )
 
@@ -161,7 +161,7 @@ class TokenStore:
         """
         folder = self.path / TOKENIZER
         for name, checksum in self.manifest.tokenizer.items():
-            if Path(name).name != name or file_sha256(folder / name) != checksum:  # none outside the folder
+            if Path(name).name != name or not _has_sha256(folder / name, checksum):  # none outside the folder
                 raise UserError(_damaged(folder / name))
         return load_tokenizer(str(folder))
 
@@ -215,7 +215,7 @@ class TokenSequence:
         try:
             with pa.memory_map(str(path)) as file:
                 content = file.read_buffer()  # stays mapped when the file is closed, so that any number can be open
-            if hashlib.sha256(content).hexdigest() == shard.sha256:
+            if sha256_of(memoryview(content)) == shard.sha256:
                 ids = pa.ipc.open_file(content).get_batch(0).column(0).to_numpy()
                 if len(ids) == shard.tokens + shard.documents:
                     return ids
@@ -224,23 +224,16 @@ class TokenSequence:
         raise UserError(_damaged(path))
 
 
-def sha256_of(data: bytes) -> str:
-    """The checksum of some bytes, in hexadecimal digits."""
-    return hashlib.sha256(data).hexdigest()
-
-
 def is_held_out(sha256: str, share: float) -> bool:
     """Whether the document with this checksum is among the share that is held out."""
     return int(sha256[:16], 16) < share * 2**64
 
 
-def file_sha256(path: Path) -> str | None:
-    """The checksum of a file; None where it cannot be read."""
+def _has_sha256(path: Path, checksum: str) -> bool:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_sha256(path) == checksum
     except (OSError, ValueError):  # the latter: a name with a NUL in it
-        return None
+        return False
 
 
 def _damaged(path: Path) -> str:

@@ -18,9 +18,10 @@ from metatokens.data.blocks import shuffled
 from metatokens.data.corpus import Part, corpus_parts, read_part
 from metatokens.data.insertion import Placement, insert_meta_tokens, meta_token_count
 from metatokens.data.sharding import batches
-from metatokens.data.store import HELD_OUT, is_held_out, sha256_of
+from metatokens.data.store import HELD_OUT, is_held_out
 from metatokens.data.tokenizer import encode_text, load_tokenizer, meta_token_id
 from metatokens.errors import UserError
+from metatokens.files import sha256_of
 from metatokens.machine import process_count, process_rank
 
 

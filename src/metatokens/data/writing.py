@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.corpus import corpus_parts, read_corpus
-from metatokens.data.sharding import Done, Plan, Work, put, write_parts
+from metatokens.data.sharding import Done, Plan, Work, write_parts
 from metatokens.data.store import (
     HELD_OUT,
     MANIFEST,
@@ -31,12 +31,10 @@ from metatokens.data.store import (
     SplitCounts,
     StoreSettings,
     TokenStore,
-    file_sha256,
-    sha256_of,
 )
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
 from metatokens.errors import UserError
-from metatokens.files import LOCK, exclusive, library_writes
+from metatokens.files import LOCK, exclusive, file_sha256, library_writes, sha256_of, write_whole
 from metatokens.machine import available_cores
 
 PLAN = "plan.json"
@@ -143,7 +141,7 @@ def _begin(staging: Path, settings: StoreSettings, extra_texts: Sequence[str]) -
     with library_writes(staging):
         tokenizer.save_pretrained(staging / TOKENIZER)
     plan = Plan(settings=settings, parts=parts, shard_characters=SHARD_CHARACTERS, first=first)
-    put(staging, PLAN, plan.model_dump_json().encode())
+    write_whole(staging / PLAN, plan.model_dump_json().encode())
     return tokenizer
 
 
@@ -159,10 +157,10 @@ def _finish(staging: Path, tokenizer: PreTrainedTokenizerBase, workers: int) -> 
         eos_token_id=tokenizer.eos_token_id,
         meta_token_id=meta_token_id(tokenizer),
         splits={split: SplitCounts.of(shards[split] for shards in done) for split in SPLITS},
-        tokenizer={path.name: file_sha256(path) or "" for path in sorted((staging / TOKENIZER).iterdir())},
+        tokenizer={path.name: file_sha256(path) for path in sorted((staging / TOKENIZER).iterdir())},
         metatokens=importlib.metadata.version("metatokens"),
     )
-    put(staging, MANIFEST, manifest.sealed())
+    write_whole(staging / MANIFEST, manifest.sealed())
 
 
 def _settings_of(staging: Path) -> StoreSettings | None:

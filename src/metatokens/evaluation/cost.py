@@ -106,12 +106,6 @@ def weights(config: MetaGPT2Config) -> tuple[int, int]:
     return common, 0 if config.second_attention == "none" else config.num_hidden_layers * attention
 
 
-def parameters(config: MetaGPT2Config) -> int:
-    """Parameters of a model; the head is the embedding's."""
-    table = config.max_position_embeddings * config.hidden_size if config.position_embedding == "learned" else 0
-    return table + sum(weights(config))
-
-
 def decode_bytes(
     config: MetaGPT2Config,
     *,

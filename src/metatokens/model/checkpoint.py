@@ -5,7 +5,6 @@ without one, such as a model that another program saved, is read as transformers
 Whatever a folder holds, no code of it is run, and its sizes are looked at before anything is allocated.
 """
 
-import hashlib
 import json
 from dataclasses import fields
 from pathlib import Path
@@ -17,7 +16,7 @@ from safetensors import SafetensorError
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from metatokens.errors import UserError
-from metatokens.files import LOCK, PARTIAL, library_writes, write_whole
+from metatokens.files import LOCK, PARTIAL, file_sha256, library_writes, write_whole
 from metatokens.model.configuration import (
     MAX_LAYERS,
     MetaGPT2Config,
@@ -45,7 +44,7 @@ def write_manifest(folder: Path) -> None:
     """Record the SHA-256 of every file in `folder` (not of its subfolders), which marks it as complete."""
     others = (MANIFEST, MANIFEST + PARTIAL, LOCK)
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in others]
-    sums = {path.name: _sha256(path) for path in files}
+    sums = {path.name: file_sha256(path) for path in files}
     write_whole(folder / MANIFEST, json.dumps({"sha256": sums}, indent=1).encode())
 
 
@@ -63,7 +62,7 @@ def verify_manifest(folder: Path) -> None:
     for name, expected in sums:
         if name not in files:  # nor is a name taken that leads out of the folder
             raise UserError(f"{' '.join(str(folder / name).split())} is missing: the checkpoint is not complete.")
-        if _sha256(folder / name) != expected:
+        if file_sha256(folder / name) != expected:
             raise UserError(f"{folder / name} is damaged: its checksum is not the one in {MANIFEST}.")
 
 
@@ -92,7 +91,7 @@ def weights_sha256(folder: Path) -> str:
         UserError: if there are no weights.
     """
     try:
-        return _sha256(folder / "model.safetensors")
+        return file_sha256(folder / "model.safetensors")
     except OSError as error:
         raise UserError(f"there is no model in {folder}: it has no model.safetensors.") from error
 
@@ -170,11 +169,6 @@ def _load_config(folder: Path) -> PreTrainedConfig:
     except (OSError, ValueError, RecursionError, StrictDataclassError, *_WRONG_VALUES) as error:
         raise UserError(f"{path} is not a model configuration: {_one_line(error)}") from error
     return config
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _one_line(error: BaseException) -> str:

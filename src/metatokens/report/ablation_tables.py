@@ -8,7 +8,6 @@ from typing import Any
 
 from metatokens.report.cells import (
     MEASURE,
-    MODELS,
     aligned,
     change,
     common,
@@ -19,7 +18,7 @@ from metatokens.report.cells import (
     one_seed,
     shown,
 )
-from metatokens.report.estimates import Difference, difference
+from metatokens.report.estimates import MODELS, Difference, difference
 from metatokens.report.grid import Cell, Grid
 from metatokens.report.paper import paper_table, printed
 from metatokens.report.recall_claims import ABLATION_TABLES, LENGTHS, TRAINED, reaches

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
-from metatokens.report.cells import MODELS, POSITIONS, footer, label, notes, one_seed, recipe, shown
+from metatokens.report.cells import POSITIONS, footer, label, notes, one_seed, recipe, shown
+from metatokens.report.estimates import MODELS
 from metatokens.report.grid import Cell, Grid
 from metatokens.report.paper import paper_table, printed
 from metatokens.report.recall_claims import LENGTH_TABLES, TRAINED, YARN

@@ -4,7 +4,8 @@ from itertools import product
 from typing import Any
 
 from metatokens.data.insertion import meta_token_count
-from metatokens.report.cells import MEASURE, MODELS, aligned, change, common, footer, measure, one_seed, recipe, shown
+from metatokens.report.cells import MEASURE, aligned, change, common, footer, measure, one_seed, recipe, shown
+from metatokens.report.estimates import MODELS
 from metatokens.report.grid import Cell, Grid
 from metatokens.report.recall_claims import LENGTHS, TASKS, TRAINED
 from metatokens.report.tables import Table

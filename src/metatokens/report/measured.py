@@ -6,14 +6,12 @@ from typing import Any
 
 from metatokens.report.cells import counts, one_seed
 from metatokens.report.cost_claims import TEXTS, per_text_token, tokens_to_learn
-from metatokens.report.estimates import Difference
+from metatokens.report.estimates import MODELS, Difference
 from metatokens.report.grid import Cell, Grid
 from metatokens.report.paper import paper_table
 from metatokens.report.tables import Table
 from metatokens.report.verdicts import Claim
 from metatokens.report.wording import EN_DASH, NOT_RUN, NOT_YET, compact, count
-
-MODELS = ("gpt2", "pause", "twin", "meta", "gpt-neo")
 
 
 def evidence(claims: Iterable[Claim]) -> list[Table]:
@@ -59,7 +57,7 @@ def perplexity(grid: Grid) -> Table:
     places = list(product(TEXTS, ("none", "uniform", "periodic")))
     notes = grid.values("note", metric="perplexity")
     rows, measured = [], []
-    for note, model, position in product(notes, MODELS, ("rope", "learned", "none")):
+    for note, model, position in product(notes, (*MODELS, "gpt-neo"), ("rope", "learned", "none")):
         about: dict[str, Any] = {"model": model, "position_embedding": position}
         cells = [grid.perplexity(note, **about, text=text, condition=placement) for text, placement in places]
         if any(cells):

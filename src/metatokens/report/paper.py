@@ -1,6 +1,5 @@
 """The paper's numbers, typed once in `paper_numbers.json`, by the fields of the results that they are compared with."""
 
-from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -83,11 +82,6 @@ def _paper() -> Paper:
 def paper_table(number: int) -> PaperTable:
     """The paper's table of that number."""
     return next(table for table in _paper().tables if table.table == number)
-
-
-def paper_tables() -> Mapping[int, PaperTable]:
-    """All of the paper's result tables by number."""
-    return {table.table: table for table in _paper().tables}
 
 
 def paper_figure(number: int) -> PaperFigure:

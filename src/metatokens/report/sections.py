@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
+from metatokens.experiment.variants import MODELS
 from metatokens.report import figures, findings, tables
 from metatokens.report.estimates import measured_conditions, measured_tasks, model_of, select
 from metatokens.report.figures import PAGE, PHONE, Style, png
@@ -13,13 +14,6 @@ from metatokens.report.gains import key_lengths
 from metatokens.report.inputs import Inputs, ShownExample
 from metatokens.report.learning import LEARNED_LOSS
 from metatokens.report.tables import Table
-
-MODELS = {
-    "gpt2": "no meta-tokens in pretraining",
-    "pause": "meta-tokens",
-    "twin": "meta-tokens, second attention over all tokens: the control",
-    "meta": "meta-tokens, second attention among them",
-}
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,8 @@ def headline(inputs: Inputs) -> Headline:
         found = [*findings.comparisons(results, task), *findings.marker_effects(results, task)]
     positions = sorted({result.position_embedding for result in results if result.position_embedding})
     key = "In brackets: 95\u00a0% intervals. " if found else ""
-    descriptions = {model: info.description for model, info in infos.items()} | MODELS
+    descriptions = {model: about["description"] for model, about in MODELS.items()}
+    descriptions |= {model: info.description for model, info in infos.items() if info.description}
     labels = [row[0] for row in table.rows]
     return Headline(
         key=f"{key}Positions: {', '.join(positions) or 'not named'}.",

@@ -1,6 +1,5 @@
 """Fine-tuning on a task or on a user's own records, in phases of growing train length (paper, section 4.2)."""
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from metatokens.data.blocks import shuffled
 from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
 from metatokens.errors import UserError
+from metatokens.files import sha256_of
 from metatokens.model.checkpoint import MANIFEST, load_model, weights_sha256
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.positions import check_length
@@ -187,7 +187,7 @@ def finetune(
         check_length(model.config, max(len(record.input_ids) for record in records))
         opened = partial(RecordExamples, records, seed=settings.seed, length=_examples_seen(settings))
         phases.append(_Phase("data", settings, opened))
-        run |= {"data_sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
+        run |= {"data_sha256": sha256_of(data.read_bytes())}
     elif task is not None:
         source = train_source(recipe, task, tokenizer, documents)
         for length, own in recipe.phases().items():
@@ -195,7 +195,7 @@ def finetune(
             source.train(0, length)  # whether there is such a prompt at all is said before any training
             drawn = partial(_task_examples, recipe, source, length, examples or out / "examples")
             phases.append(_Phase(str(length), own, drawn))
-        run |= {"task": task, "documents_sha256": hashlib.sha256("\0".join(documents).encode()).hexdigest()}
+        run |= {"task": task, "documents_sha256": sha256_of("\0".join(documents).encode())}
     else:
         raise UserError("fine-tuning needs a task or a file of records.")
     collator = Collator(

@@ -7,10 +7,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, default_data_collator, set_seed
 
 from metatokens.data.blocks import BlockDataset
-from metatokens.data.store import TokenStore, sha256_of
+from metatokens.data.store import TokenStore
 from metatokens.data.streaming import StreamedBlocks, TextStream
 from metatokens.data.tokenizer import meta_token_id, padded_vocab_size
 from metatokens.errors import UserError
+from metatokens.files import sha256_of
 from metatokens.machine import process_count
 from metatokens.model.checkpoint import LanguageModel, load_model, weights_sha256
 from metatokens.model.configuration import MetaGPT2Config, check_memory
