@@ -165,9 +165,9 @@ def test_marker_conditions_are_tested_with_rope_up_to_a_length() -> None:
 def test_models_that_read_the_same_examples_share_them() -> None:
     drawn = [stage for stage in stages(SMALL) if stage.verb == "draw_examples"]
     assert len({stage.product for stage in drawn}) == len(drawn)
-    # By task: three seeds and positions drawn at random; further ones without markers, and for longer contexts.
+    # By task: three seeds and positions drawn at random; without markers, for longer contexts, and for longer training.
     of_task = {task: sum(stage.arguments["task"] == task for stage in drawn) for task in TASKS}
-    assert of_task == {"list_recall": 3 + 1 + 1 + 2, "segment_counting": 3 + 1 + 2, "parity": 4, "copying": 4}
+    assert of_task == {"list_recall": 3 + 1 + 1 + 2 + 1, "segment_counting": 3 + 1 + 2, "parity": 4, "copying": 4}
 
 
 def test_the_small_grid_is_whole() -> None:
@@ -187,6 +187,20 @@ def test_the_small_grid_is_whole() -> None:
         assert recipe.model.max_position_embeddings == (2304 if one.model == "gpt-neo" else 1152)
         limit = recipe.training.random_positions
         assert limit is None or limit >= 16 * 128
+
+
+def test_list_recall_without_rope_is_trained_longer_too() -> None:
+    plan = {stage.name: stage for stage in stages(SMALL)}
+    plain = {one.name for one in SMALL.variants if one.position != "rope" and not one.note}
+    assert {f"{name}-longer" for name in plain} == {one.name for one in SMALL.variants if one.note == "longer"}
+    for name in plain:
+        own = [plan[f"finetune-{one}-list_recall"] for one in (name, f"{name}-longer")]
+        steps = [stage.settings["recipe"]["task"]["train_steps"] for stage in own]
+        assert steps[1] == [16000, *steps[0][1:]]
+        assert own[1].after[0] == f"pretrain-{name}"
+        assert f"finetune-{name}-longer-parity" not in plan
+    for kind in ("ablation", "noise", "raw-noise", "sharpness", "residual"):
+        assert f"{kind}-meta-learned-longer-list_recall" in plan
 
 
 def test_the_small_grid_costs_a_day_of_one_core_at_most() -> None:
@@ -236,7 +250,8 @@ def test_the_papers_sizes_are_the_papers() -> None:
     sizes = recipe.model.hidden_size, recipe.model.num_hidden_layers, recipe.model.num_attention_heads
     assert (*sizes, recipe.data.block_size, recipe.training.max_steps) == (768, 12, 12, 1024, 200_000)
     assert recipe.training.batch == 480
-    assert {one.name for one in SMALL.variants} - {one.name for one in PAPER.variants} == {"meta-short"}
+    only_small = {one.name for one in SMALL.variants} - {one.name for one in PAPER.variants}
+    assert {name for name in only_small if not name.endswith("-longer")} == {"meta-short"}
     (neo,) = (one for one in PAPER.variants if one.model == "gpt-neo")
     plan = {stage.name: stage for stage in stages(PAPER)}
     assert neo.published == "hf:EleutherAI/gpt-neo-125m"

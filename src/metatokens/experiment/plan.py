@@ -26,16 +26,17 @@ from metatokens.recipe import FinetuneRecipe, PretrainRecipe
 # What one of the paper's tables, or a question of ours, is answered by; `reproduce --only` takes these names.
 _TASK_TABLES = {"list_recall": "table7", "segment_counting": "table8", "parity": "table9", "copying": "table10"}
 _NOTE_TABLES = {
-    "unmarked": "markers",
-    "random-positions": "lengths",
-    "one-length": "lengths",
-    "periodic": "placement",
-    "k=0": "placement",
-    "k=0.05": "placement",
-    "k=0.2": "placement",
-    "yarn4": "table1",
-    "yarn8": "table1",
-    "equal-compute": "perplexity",
+    "longer": ("table7", "figure1"),
+    "unmarked": ("markers",),
+    "random-positions": ("lengths",),
+    "one-length": ("lengths",),
+    "periodic": ("placement",),
+    "k=0": ("placement",),
+    "k=0.05": ("placement",),
+    "k=0.2": ("placement",),
+    "yarn4": ("table1",),
+    "yarn8": ("table1",),
+    "equal-compute": ("perplexity",),
 }
 
 PRETRAINED = {"pretrain": "pretrained", "extend": "extended"}  # the folder that the verb writes
@@ -132,7 +133,7 @@ def _example_stage(variant: Variant, recipe: FinetuneRecipe, task: str) -> Stage
 
 
 def _variant_stages(variant: Variant, sizes: Preset) -> Iterator[Stage]:
-    table = _NOTE_TABLES.get(variant.note)
+    own_tables = _NOTE_TABLES.get(variant.note, ())
     recipe = pretrain_recipe(sizes, variant, Path("tokens"))
     if variant.published is not None:
         own = {"published": variant.published}
@@ -144,11 +145,11 @@ def _variant_stages(variant: Variant, sizes: Preset) -> Iterator[Stage]:
         yield _pretrain_stage("pretrain", variant, recipe, after=("tokenize",))
     start = f"{variant.made_by}-{variant.start}"
     if variant.start == variant.name:
-        tables = tuple(dict.fromkeys((table or "perplexity", "perplexity")))
+        tables = tuple(dict.fromkeys((*own_tables, "perplexity")))
         about = {"variant": variant.name}
         yield _stage("perplexity", about, after=(start,), tables=tables, priority=variant.priority, cost=60)
     for task in variant.tasks:
-        yield from _task_stages(variant, sizes, task, start, (table,) if table else (_TASK_TABLES[task], "figure1"))
+        yield from _task_stages(variant, sizes, task, start, own_tables or (_TASK_TABLES[task], "figure1"))
 
 
 def _pretrain_stage(verb: str, variant: Variant, recipe: PretrainRecipe, after: tuple[str, ...]) -> Stage:

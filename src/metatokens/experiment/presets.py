@@ -65,6 +65,17 @@ _SMALL_NEO = Variant(
     pretrain_overrides=("model.architecture=gpt_neo", "model.max_position_embeddings=2304"),
     priority=2,
 )
+# List recall once more where 3,000 steps are too few: with learned positions or none every model is at chance then.
+_LONGER = tuple(
+    replace(
+        variant,
+        note="longer",
+        finetune_overrides=("task.train_steps=[16000, 500, 300]", "training.logging_steps=50"),
+        pretrained_as=variant.name,
+        tasks=("list_recall",),
+    )
+    for variant in (*(one for one in _GRID if one.position != "rope"), _SMALL_NEO)
+)
 _PUBLISHED_NEO = replace(_SMALL_NEO, published="hf:EleutherAI/gpt-neo-125m")
 # Lengths beyond the paper: positions drawn at random from 2,304 in pretraining and in fine-tuning at 128 tokens.
 _RANDOM = tuple(
@@ -146,29 +157,17 @@ def _equal_compute(**steps: int) -> tuple[Variant, ...]:
     )
 
 
-_ABLATIONS = (
-    Ablation(
-        name="ablation",
-        tables=("table2", "table11", "table12", "table13", "table14", "table17"),
-        variants=("meta", "meta-learned", *(f"meta-seed{seed}" for seed in _SEEDS)),
-        tasks=TASKS,
-        interventions=("no_pos", "no_embed", "neither"),
-        counts={128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200},
-    ),
-    Ablation(
-        name="ablation",
-        tables=("table2", "table11"),
-        variants=("gpt2", "pause", "twin"),
-        tasks=("list_recall",),
-        interventions=("no_pos", "no_embed", "neither"),
-        counts={128: 500, 256: 500, 512: 500, 1024: 500},
-    ),
-    *(
+_TAKEN_AWAY = ("no_pos", "no_embed", "neither")
+
+
+def _noise(*variants: str, tasks: tuple[str, ...]) -> tuple[Ablation, ...]:
+    """Noise on positions, at all tokens and at the meta-tokens alone, in either unit."""
+    return tuple(
         Ablation(
             name=name,
             tables=("table15", "table16"),
-            variants=("gpt2", "gpt2-learned", "meta", "meta-learned"),
-            tasks=("list_recall", "copying"),
+            variants=variants,
+            tasks=tasks,
             interventions=tuple(
                 f"noise:{scale}{place}{unit}" for place in ("", ":meta") for scale in ("0.1", "0.5", "1", "2")
             ),
@@ -176,7 +175,38 @@ _ABLATIONS = (
             noise_seeds=5,
         )
         for name, unit in {"noise": "", "raw-noise": ":raw"}.items()
+    )
+
+
+_ABLATIONS = (
+    Ablation(
+        name="ablation",
+        tables=("table2", "table11", "table12", "table13", "table14", "table17"),
+        variants=("meta", "meta-learned", *(f"meta-seed{seed}" for seed in _SEEDS)),
+        tasks=TASKS,
+        interventions=_TAKEN_AWAY,
+        counts={128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200},
     ),
+    Ablation(
+        name="ablation",
+        tables=("table2", "table11"),
+        variants=("gpt2", "pause", "twin"),
+        tasks=("list_recall",),
+        interventions=_TAKEN_AWAY,
+        counts={128: 500, 256: 500, 512: 500, 1024: 500},
+    ),
+    *_noise("gpt2", "gpt2-learned", "meta", "meta-learned", tasks=("list_recall", "copying")),
+)
+_LONGER_ABLATIONS = (
+    Ablation(
+        name="ablation",
+        tables=("table2", "table11", "table17"),
+        variants=("gpt2-learned-longer", "meta-learned-longer"),
+        tasks=("list_recall",),
+        interventions=_TAKEN_AWAY,
+        counts={128: 500, 256: 500, 512: 500, 1024: 500},
+    ),
+    *_noise("gpt2-learned-longer", "meta-learned-longer", tasks=("list_recall",)),
 )
 
 
@@ -212,6 +242,11 @@ _ANALYSES = (
         interventions=(None, "no_pos"),
     ),
 )
+_LONGER_ANALYSES = tuple(
+    replace(analysis, variants=("meta-learned-longer",))
+    for analysis in _ANALYSES
+    if "meta-learned" in analysis.variants
+)
 
 SMALL = Preset(
     corpus="builtin",
@@ -224,6 +259,7 @@ SMALL = Preset(
     variants=(
         *_GRID,
         _SMALL_NEO,
+        *_LONGER,
         *_RANDOM,
         *_ONE_LENGTH,
         *_PLACEMENT,
@@ -235,8 +271,8 @@ SMALL = Preset(
     extra_condition_limit=512,
     rope_test_counts={4096: 200},
     probe_steps={"list_recall": 50},
-    ablations=_ABLATIONS,
-    analyses=_ANALYSES,
+    ablations=(*_ABLATIONS, *_LONGER_ABLATIONS),
+    analyses=(*_ANALYSES, *_LONGER_ANALYSES),
 )
 
 # The paper's sizes and text: 4 x A100 pretrain one of its models in about two weeks.
@@ -258,6 +294,8 @@ PAPER = replace(
         *_extended(Variant(model="meta"), 1024, {factor: [2800, 2800, 1000, 1000] for factor in (4, 8)}, *_LONG),
         *_equal_compute(gpt2=221_352, pause=204_530, twin=158_129),
     ),
+    ablations=_ABLATIONS,
+    analyses=_ANALYSES,
 )
 
 # The paper's model and lengths, with as little training as fits into half an hour of one H100.
@@ -284,7 +322,7 @@ GPU = replace(
             tables=("table2", "table11", "table13"),
             variants=("meta",),
             tasks=("list_recall", "parity"),
-            interventions=("no_pos", "no_embed", "neither"),
+            interventions=_TAKEN_AWAY,
             counts={128: 500, 256: 500, 512: 500, 1024: 500},
         ),
     ),
