@@ -116,6 +116,57 @@ def test_a_length_beyond_the_table_is_a_dash_and_one_not_run_an_ellipsis() -> No
     assert rows["meta, learned, 512"][3:] == ("\u2026\npaper 11.1", "-\npaper \u2014")
 
 
+def test_models_trained_longer_speak_for_their_positions() -> None:
+    learned = {"position_embedding": "learned", "train_length": 512, "length": 512}
+    longer = learned | {"recipe": "small/longer"}
+    zeroed = {"intervention": "no_pos"}
+    recall = [
+        RecallPoint.model_validate(point | {"position_embedding": "learned", "recipe": recipe, "step": step})
+        for recipe, step in (("small", 50), ("small/longer", 100))
+        for point in learning()[:1]
+    ]
+    runs = [
+        RunInfo(
+            recipes={
+                f"finetune-meta-learned{note}-list_recall": {"task": {"train_steps": [steps, 5]}}
+                for note, steps in {"": 3000, "-longer": 16000}.items()
+            }
+        )
+    ]
+    grid = small(
+        accuracy(0.1, **learned),
+        accuracy(0.12, **learned, model="gpt2"),
+        accuracy(0.9, **longer),
+        accuracy(0.7, **longer, **zeroed),
+        accuracy(0.11, **learned, **zeroed),
+        accuracy(0.2, **learned, task="copying"),
+        accuracy(1.0),
+        accuracy(0.98, **zeroed),
+        measurements=[
+            measurement(1.0, analysis="sharpness", metric="premise_holds", position_embedding="learned", recipe=recipe)
+            for recipe in ("small", "small/longer")
+        ],
+        recall=recall,
+        runs=runs,
+    )
+    assert [one.recipe for one in grid.measured("sharpness", "premise_holds")] == ["small/longer"]
+    assert [point.step for seeds in grid.recall().values() for points in seeds.values() for point in points] == [100]
+    rows = {row[0]: row for row in comparison.lengths(grid, "list_recall").rows}
+    assert rows["meta, learned, 512 (seed 0)"][3].startswith("90.0")
+    assert rows["gpt2, learned, 512"][3].startswith("\u2026")  # trained longer too, and not yet run
+    copied = {row[0]: row for row in comparison.lengths(grid, "copying").rows}
+    assert copied["meta, learned, 512 (seed 0)"][3].startswith("20.0")
+    plain, own = (comparison.all_lengths(grid, "list_recall", note=note) for note in ("", "longer"))
+    assert [row[1].split()[0] for row in plain.rows] == ["12.0", "10.0", "100.0"]
+    assert [row[1].split()[0] for row in own.rows] == ["90.0"]
+    assert own.title == "List recall, trained longer: answers exactly right, %"
+    taken = ablation_tables.by_length(grid, "list_recall", 512).rows
+    assert [row[1].split()[0] for row in taken if "learned" in row[0]] == ["90.0", "70.0", "\u2026", "\u2026"]
+    assert "for 16,000 steps at 128 tokens in place of 3,000" in comparison.longer(grid)
+    assert comparison.longer(grid).startswith("List recall with learned positions is of models trained longer")
+    assert comparison.longer(small(accuracy(0.1, **learned))) == ""
+
+
 def test_draws_of_the_noise_are_one_figure() -> None:
     draws = [
         accuracy(value, 100, length=128, intervention="noise:1", noise_seed=k) for k, value in enumerate((0.5, 0.7))

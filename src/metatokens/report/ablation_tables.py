@@ -55,12 +55,12 @@ def ablations(grid: Grid, task: str) -> Table:
 def by_length(grid: Grid, task: str, trained: int) -> Table:
     """Every model that was measured, full and with each thing taken away from its meta-tokens, by length."""
     where: dict[str, Any] = {"task": task, "train_length": trained}
-    plain = {"note": "", "condition": "paper", "metric": "exact_match"}
-    columns = grid.values("length", **where, **plain, intervention="no_pos")
+    zeroed = {"condition": "paper", "metric": "exact_match", "intervention": "no_pos"}
+    columns = grid.values("length", **where, **zeroed, note="")
     rows, shown_cells = [], []
     for position, model in product(("rope", "learned"), MODELS):
         about: dict[str, Any] = {"model": model, "position_embedding": position} | where
-        if not grid.values("length", **about, **plain, intervention="no_pos"):
+        if not grid.values("length", **about, **zeroed, note=grid.note(task, position)):
             continue
         block = [[grid.accuracy(**about, length=one, intervention=what) for one in columns] for what in INTERVENTIONS]
         for text, cells in zip(INTERVENTIONS.values(), aligned(block), strict=True):

@@ -9,11 +9,11 @@ from typing import Any
 
 from metatokens.report.cells import POSITIONS, footer, label, notes, one_seed, recipe, shown
 from metatokens.report.estimates import MODELS
-from metatokens.report.grid import Cell, Grid
+from metatokens.report.grid import LONGER, Cell, Grid
 from metatokens.report.paper import paper_table, printed
 from metatokens.report.recall_claims import LENGTH_TABLES, TRAINED, YARN
 from metatokens.report.tables import Table
-from metatokens.report.wording import name, percent, tokens
+from metatokens.report.wording import count, name, percent, tokens
 
 SCALE = {512: 2048, 1024: 4096, 2048: 8192, 4096: 16384}  # YaRN's lengths here, and the paper's four times as long
 
@@ -55,7 +55,9 @@ def all_lengths(
             measured.append(cells)
             exact.append([grid.accuracy(**about | {"metric": "exact_match"}, length=length) for length in columns])
             rows.append((label(fields, cells), *map(shown, cells)))
-    extra = f", condition {condition}" if condition != "paper" else ""
+    extra = (f", condition {condition}" if condition != "paper" else "") + (
+        ", trained longer" if note == LONGER else ""
+    )
     unit = "answers exactly right" if metric == "exact_match" else "answer tokens right"
     guessing, n = footer(grid, task, columns, measured)
     is_exact, has_learned = metric == "exact_match", bool(grid.values("task", **where, position_embedding="learned"))
@@ -65,6 +67,21 @@ def all_lengths(
         tuple(rows),
         (guessing, n) if is_exact else (("n (tokens a seed)", *n[1:]),),
         note=token_note(exact, measured) if not is_exact else untrained(grid) if has_learned else "",
+    )
+
+
+def longer(grid: Grid, task: str = "list_recall") -> str:
+    """Which models of a task were trained longer than the others; empty where none was."""
+    names = {"learned": "learned positions", "rope": "rope", "none": "no positions"}
+    positions = [text for position, text in names.items() if grid.note(task, position) == LONGER]
+    if not positions:
+        return ""
+    plain, own = (recipe(grid, f"finetune-meta-learned{note}-{task}") for note in ("", f"-{LONGER}"))
+    steps = [settings["task"]["train_steps"][0] for settings in (plain, own) if settings]
+    said = f", for {count(steps[1])} steps at {tokens(TRAINED[0])} tokens in place of {count(steps[0])}"
+    return (
+        f"{name(task)} with {' or '.join(positions)} is of models trained longer"
+        f"{said if len(steps) == 2 else ''}; those of the plain grid are in the tables of every model."
     )
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from metatokens.analysis.records import Measurement
 
 GRIDS = ("small", "gpu", "paper")  # the presets that answer the paper's tables
+LONGER = "longer"  # the note of runs that were trained longer than the plain ones
 _KEYS = (
     "model", "position_embedding", "task", "condition", "train_condition", "train_length", "length", "intervention",
     "metric", "text",
@@ -50,20 +51,29 @@ class Grid:
         self._cells: dict[tuple[Any, ...], dict[int, list[Result]]] = defaultdict(lambda: defaultdict(list))
         self._guesses: dict[tuple[str | None, int | None], float] = {}
         self._chances: dict[str | None, float] = {}
+        self._longer: set[tuple[str | None, str | None]] = set()  # task, positions
         for result in inputs.results:
             if result.metric == "majority_rate":
                 self._guesses[result.task, result.length] = result.value or 0.0
             elif (note := self._note(result.recipe)) is not None:
                 self._cells[note, *_key(result)][result.seed].append(result)
+                if note == LONGER:
+                    self._longer.add((result.task, result.position_embedding))
                 if result.metric == "exact_match" and result.chance is not None:
                     self._chances[result.task] = result.chance
         self._measured: dict[tuple[str, str], list[Measurement]] = defaultdict(list)
         for measurement in inputs.measurements:
-            if self._note(measurement.recipe) == "":
+            if self._note(measurement.recipe) == self.note(measurement.task, measurement.position_embedding):
                 self._measured[measurement.analysis, measurement.metric].append(measurement)
 
-    def accuracy(self, note: str = "", **fields: Any) -> Cell | None:
+    def note(self, task: str | None, position_embedding: str | None) -> str:
+        """The note of the runs that speak for all models with these positions: the plain ones, or LONGER if any is."""
+        return LONGER if (task, position_embedding) in self._longer else ""
+
+    def accuracy(self, note: str | None = None, **fields: Any) -> Cell | None:
         """An accuracy; None where it was not run. Fields that are not given are as in the plain runs."""
+        if note is None:
+            note = self.note(fields.get("task"), fields.get("position_embedding"))
         return self._find(note, _PLAIN["accuracy"] | fields)
 
     def perplexity(self, note: str = "", **fields: Any) -> Cell | None:
@@ -89,7 +99,8 @@ class Grid:
         """The learning curves of list recall by (model, position), by seed; steps ascending."""
         curves: dict[tuple[str, str], dict[int, dict[int, RecallPoint]]] = defaultdict(lambda: defaultdict(dict))
         for point in self.inputs.recall:
-            if point.task == "list_recall" and self._note(point.recipe) == "":
+            wanted = self.note(point.task, point.position_embedding)
+            if point.task == "list_recall" and self._note(point.recipe) == wanted:
                 curves[point.model, point.position_embedding or ""][point.seed][point.step] = point
         return {
             model: {seed: [points[step] for step in sorted(points)] for seed, points in sorted(seeds.items())}

@@ -17,7 +17,7 @@ from metatokens.report import (
     measured,
     recall_claims,
 )  # fmt: skip
-from metatokens.report.grid import Grid
+from metatokens.report.grid import LONGER, Grid
 from metatokens.report.overview import MARKS, Claims
 from metatokens.report.paper import paper_figure
 from metatokens.report.recall_claims import TASKS, TRAINED
@@ -55,17 +55,25 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
         )
     )  # fmt: skip
     figure1, figure2, figure3 = (paper_figure(number) for number in (1, 2, 3))
+    longer = comparison.longer(grid)
     return [
         section(
             "lengths",
             "Accuracy by length (Tables 7\u201310, Figure 1)",
             f"{figure1.statement} {figure1.notes[0]} Length L stands for prompts of more than L/2 and up to L tokens. "
             "Intervals are 95\u00a0%, of all seeds together; below them the paper's number and each seed's. GPT-Neo "
-            "here is transformers' model at this size from random weights, on the same text.",
+            f"here is transformers' model at this size from random weights, on the same text. {longer}".strip(),
             drawn("lengths", f"Accuracy by length. {recall_claims.row(grid)}", grid_figures.lengths, True),
             [comparison.lengths(grid, task) for task in TASKS],
             *(
-                Fold(f"{name(task)}: every model, {unit}", [comparison.all_lengths(grid, task, metric=metric)])
+                Fold(
+                    f"{name(task)}: every model, {unit}",
+                    [
+                        table
+                        for note in ("", LONGER)
+                        if (table := comparison.all_lengths(grid, task, note=note, metric=metric)).rows or not note
+                    ],
+                )
                 for task, (metric, unit) in product(
                     TASKS, {"exact_match": "answers", "token_accuracy": "tokens of answers"}.items()
                 )
@@ -101,7 +109,8 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "learning",
             "How much data until recall (section 4.3)",
             "Accuracy on a fixed set of test prompts while list recall is learned at up to 128 tokens. With three "
-            "seeds on each side, all of one before all of the other is one chance in twenty each way.",
+            "seeds on each side, all of one before all of the other is one chance in twenty each way. "
+            f"{longer}".strip(),
             drawn("learning", "List recall by text tokens seen.", grid_figures.learning, bool(grid.recall())),
             measured.learning(grid),
         ),
@@ -117,7 +126,7 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "ablations",
             "Without position, without embedding (Tables 2, 11\u201314, 17)",
             "At inference, at the meta-tokens alone. Learned positions: p_t = 0; rope, where the paper defines "
-            "nothing: query and key are not rotated.",
+            f"nothing: query and key are not rotated. {longer}".strip(),
             ablation_tables.whose_loss(grid),
             ablation_tables.by_length(grid, "list_recall", TRAINED[-1]),
             ablation_tables.zeroed_positions(grid),
@@ -138,7 +147,7 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "In Table 15 rope bears noise of 1 and 2 better than learned positions. There is no verdict on that: S is "
             "in units of the learned table for the one, and in positions or radians for the other, so the same S is "
             "not the same disturbance, in the paper no more than here. Both kinds stand side by side instead; what "
-            "the noise is, under each table.",
+            f"the noise is, under each table. {longer}".strip(),
             [ablation_tables.noise(grid, task, 128) for task in ("list_recall", "copying")],
             Fold(
                 "At other lengths, at the meta-tokens alone, in raw units",
@@ -158,7 +167,7 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "the entropy from 0.040 to 0.090. A boost lowers it where \u03b1 > exp(\u2212H). Compared are a pass with "
             "the meta-tokens' embeddings and one with zeros in their place. The figure shows meta, its seeds side by "
             "side; the second attention is the one among meta-tokens alone. Output logits: at the meta-tokens within "
-            "the prompt, and at its end, where the answer is read.",
+            f"the prompt, and at its end, where the answer is read. {longer}".strip(),
             drawn("sharpness", "Changes of logits and entropy by head.", inner_figures.sharpness, sharp),
             inner_tables.sharpness(grid),
             Fold("Theorem 4.1's premise by layer and head", [inner_tables.premise(grid)]),
@@ -170,7 +179,7 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "Beside each meta-token stands a control, the text token before it, compared with the tokens before "
             "itself. Centred states: the prompt's mean taken off, since all states of a layer share directions. Up to "
             "16 tokens away each distance stands alone; 32 is 17 to 32, and so on. Bands: 95\u00a0% over prompts; thin "
-            "lines: the seeds, where there are several.",
+            f"lines: the seeds, where there are several. {longer}".strip(),
             drawn("similarity", "Cosine by distance.", inner_figures.similarity, residual),
             drawn("heat_map", "Similarity of each state to the final meta-token's.", inner_figures.heat_map, residual),
             inner_tables.caching(grid),
