@@ -76,8 +76,19 @@ class TrainingSettings(_Settings):
     dataloader_num_workers: AtLeastZero = 0
     report_to: str = "none"
     seed: AtLeastZero = 0
-    # Draw a training sequence's positions from so many, in order.
+    # Draw a training sequence's positions from so many, in order; or from so many at least (or as it has tokens), each
+    # sequence from a range of its own.
     random_positions: Annotated[int, Field(gt=0, le=2**20)] | None = None
+    random_positions_from: Positive | None = None
+
+    @model_validator(mode="after")
+    def _a_range_has_two_ends(self) -> "TrainingSettings":
+        if self.random_positions_from is not None and self.random_positions_from > (self.random_positions or 0):
+            raise ValueError(
+                f"training.random_positions_from is {self.random_positions_from}, and training.random_positions "
+                f"{self.random_positions}; the latter must be as much at least"
+            )
+        return self
 
     @property
     def batch(self) -> int:
@@ -216,7 +227,7 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> str:
     """The first complaint of a validation error, as one sentence."""
     first = error.errors()[0]
     key = " ".join(".".join(str(part) for part in first["loc"]).split())
-    if not key:
+    if first["type"] == "value_error":  # of settings that do not fit each other
         return f"{first['msg'].removeprefix('Value error, ')}."
     if first["type"] == "missing":
         return f"{key} is missing."

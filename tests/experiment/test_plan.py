@@ -288,10 +288,15 @@ def test_models_read_the_same_text_whatever_their_share_of_meta_tokens(sizes: Pr
 
 def test_random_positions_have_a_control_of_as_many_steps() -> None:
     by_note = {one.note: one for one in SMALL.variants if one.model == "meta"}
-    drawn, plain = (finetune_recipe(SMALL, by_note[note], "list_recall") for note in ("random-positions", "one-length"))
+    whole, ranges, plain = (
+        finetune_recipe(SMALL, by_note[note], "list_recall")
+        for note in ("random-positions", "random-ranges", "one-length")
+    )
     assert plain.training.random_positions is None
-    assert drawn.training.random_positions == 2304
-    assert drawn.task == plain.task
+    assert (whole.training.random_positions, whole.training.random_positions_from) == (2304, None)
+    assert (ranges.training.random_positions, ranges.training.random_positions_from) == (2304, 1)
+    assert whole.task == ranges.task == plain.task
+    assert by_note["random-ranges"].start == "meta-random-positions"
 
 
 def test_noise_of_every_kind_and_analyses_of_every_seed() -> None:

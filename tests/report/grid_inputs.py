@@ -94,6 +94,7 @@ def _departures() -> Iterator[Result]:
         fields: Fields = {"model": model, "task": task, "train_length": 128, "length": length}
         held = {"gpt2": 0.2, "twin": 0.7, "meta": 0.999}[model]
         yield accuracy(held, n, **fields, recipe="small/random-positions")
+        yield accuracy(0.3 + held / 2, n, **fields, recipe="small/random-ranges")
         if task == "list_recall":
             yield accuracy(skilled(model, task, 128, length), n, **fields, recipe="small/one-length")
     for model, trained, (length, n) in product(("gpt2", "twin", "meta"), TRAINED, LENGTHS.items()):

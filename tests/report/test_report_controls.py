@@ -113,15 +113,19 @@ def test_random_positions_are_compared_with_plain_ones_trained_alike() -> None:
     records = [
         *plain,
         *(accuracy(v, **about, recipe=f"small/{n}") for v, n in ((0.9, "random-positions"), (0.6, "one-length"))),
+        accuracy(0.95, **about, recipe="small/random-ranges"),
     ]
-    text = "Random positions: better than plain at 4 to 16 times, trained alike"
-    figures = {one.label: one.figures for one in claim(control_claims.controls(small(*records)), text).comparisons}
-    assert figures["List recall, meta, 128 \u2192 1,024"] == "90.0 v 60.0 (seed 0)"
+    found = control_claims.controls(small(*records))
+    for title, ours in {"Random positions": 90.0, "Random ranges": 95.0}.items():
+        own = claim(found, f"{title}: better than plain at 4 to 16 times, trained alike")
+        figures = {one.label: one.figures for one in own.comparisons}
+        assert figures["List recall, meta, 128 \u2192 1,024"] == f"{ours} v 60.0 (seed 0)"
     steps = {"finetune-meta-one-length-list_recall": {"task": {"train_steps": [8000]}}}
     steps["finetune-meta-list_recall"] = {"task": {"train_steps": [3000, 500, 300]}}
-    found = rows(control_tables.random_positions(small(*records, runs=[RunInfo(recipes=steps)]), "list_recall"))
-    assert found["meta, plain, at 128 alone, 8,000 steps (seed 0)"][3].startswith("60.0 (")
-    assert found["meta, plain, first phase, 3,000 steps (seed 0)"][3].startswith("10.0 (")
+    table = rows(control_tables.random_positions(small(*records, runs=[RunInfo(recipes=steps)]), "list_recall"))
+    assert table["meta, random ranges (seed 0)"][3].startswith("95.0 (")
+    assert table["meta, plain, at 128 alone, 8,000 steps (seed 0)"][3].startswith("60.0 (")
+    assert table["meta, plain, first phase, 3,000 steps (seed 0)"][3].startswith("10.0 (")
 
 
 def pretraining(block: int, fraction: float, placement: str = "uniform") -> dict[str, Any]:

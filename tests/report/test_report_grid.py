@@ -59,6 +59,8 @@ def verdict(found: Claims, text: str) -> str:
         ("The mask, not the parameters: meta beats twin", "holds"),
         ("Random positions: meta holds 95 % at 16 times the length", "holds"),
         ("Random positions: twin holds 95 % at 16 times the length", "does not hold"),
+        ("Random ranges: meta holds 95 % at 16 times the length", "does not hold"),
+        ("Random ranges: better than plain at 4 to 16 times, trained alike", "holds"),
         ("Perplexity no worse than gpt2's (1 %) per text token", "holds"),
         ("Perplexity no worse than gpt2's (1 %) per compute", "does not hold"),
     ],

@@ -134,8 +134,9 @@ def test_random_positions_are_drawn_beside_plain_ones_trained_as_long() -> None:
         title: [list(line.get_ydata()) for line in axes.get_lines() if line.get_label() == "meta, plain positions"]
         for title, axes in zip(titles(figure), figure.axes, strict=True)
     }
-    assert drawn["List recall"] == [[pytest.approx(70.0)]]
-    assert drawn["Parity"] == [[pytest.approx(40.0)]]
+    for note in ("random positions", "random ranges"):
+        assert drawn[f"List recall, {note}"] == [[pytest.approx(70.0)]]
+        assert drawn[f"Parity, {note}"] == [[pytest.approx(40.0)]]
 
 
 def overlap(figure: Figure) -> bool:

@@ -29,6 +29,21 @@ def test_positions_are_distinct_and_ascending_and_every_one_is_as_likely() -> No
     assert sample_positions(3, 20, 20).tolist() == [list(range(20))] * 3
 
 
+def test_with_a_range_of_its_own_a_sequence_is_dense_as_often_as_it_is_sparse() -> None:
+    torch.manual_seed(0)
+    drawn = sample_positions(4000, 10, 1000, 1)
+    assert (drawn.diff(dim=1) > 0).all()
+    assert drawn.min() == 0
+    # Of a sample of 10 below l, the largest is at (l + 1) * 10 / 11 - 1 on average; log l is uniform from 10 to 1,000.
+    spans = (drawn[:, -1] + 1).double()
+    shares = [((low < spans) & (spans <= 10 * low)).double().mean().item() for low in (10, 100)]
+    assert shares == pytest.approx([0.5, 0.5], abs=0.05)
+    assert (spans == 10).double().mean().item() > 0.01  # as plain positions are
+    assert sample_positions(4000, 10, 1000)[:, -1].min() > 300  # never, from the whole
+    assert sample_positions(500, 10, 1000, 900).max(dim=1).values.min() > 300
+    assert sample_positions(3, 20, 20, 1).tolist() == [list(range(20))] * 3
+
+
 @pytest.mark.parametrize("position_embedding", ["rope", "learned"])
 def test_training_sees_the_drawn_positions_and_evaluation_the_plain_ones(
     small_model: Callable[..., Path], position_embedding: str
@@ -59,18 +74,28 @@ def test_a_learned_table_must_hold_the_limit(small_model: Callable[..., Path]) -
 def test_a_run_with_random_positions_is_another_run_and_resumes_exactly(
     pretraining: Callable[..., PretrainRecipe], steps: type, tmp_path: Path
 ) -> None:
-    recipe = pretraining("training.random_positions=100")
+    recipe = pretraining("training.random_positions=100", "training.random_positions_from=40")
     pretrain(recipe, tmp_path / "undisturbed")
     with pytest.raises(KeyboardInterrupt):
         pretrain(recipe, tmp_path / "run", progress=steps(stop_at=5))
     pretrain(recipe, tmp_path / "run")
     pretrain(pretraining(), tmp_path / "plain")
-    ours, theirs, plain = (
-        (tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "undisturbed", "plain")
+    pretrain(pretraining("training.random_positions=100"), tmp_path / "whole")
+    ours, theirs, *others = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "undisturbed", "plain", "whole")
     )
-    assert ours == theirs != plain
+    assert ours == theirs
+    assert len({ours, *others}) == 3
 
 
 def test_fewer_positions_than_tokens_are_refused(pretraining: Callable[..., PretrainRecipe], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has 32 tokens, and training\.random_positions offers 31"):
         pretrain(pretraining("training.random_positions=31"), tmp_path / "run")
+
+
+@pytest.mark.parametrize(("positions", "said"), [("null", "None"), ("31", "31")])
+def test_a_range_without_a_far_end_is_refused(
+    pretraining: Callable[..., PretrainRecipe], positions: str, said: str
+) -> None:
+    with pytest.raises(UserError, match=f"random_positions_from is 32, and training.random_positions {said}; the"):
+        pretraining(f"training.random_positions={positions}", "training.random_positions_from=32")

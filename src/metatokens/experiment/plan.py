@@ -29,6 +29,7 @@ _NOTE_TABLES = {
     "longer": ("table7", "figure1"),
     "unmarked": ("markers",),
     "random-positions": ("lengths",),
+    "random-ranges": ("lengths",),
     "one-length": ("lengths",),
     "periodic": ("placement",),
     "k=0": ("placement",),
@@ -147,7 +148,7 @@ def _variant_stages(variant: Variant, sizes: Preset) -> Iterator[Stage]:
     if variant.start == variant.name:
         tables = tuple(dict.fromkeys((*own_tables, "perplexity")))
         about = {"variant": variant.name}
-        yield _stage("perplexity", about, after=(start,), tables=tables, priority=variant.priority, cost=60)
+        yield _stage("perplexity", about, after=(start,), tables=tables, priority=variant.priority, cost=40)
     for task in variant.tasks:
         yield from _task_stages(variant, sizes, task, start, own_tables or (_TASK_TABLES[task], "figure1"))
 
@@ -238,7 +239,7 @@ def _analysis_stages(analysis: Analysis, sizes: Preset) -> Iterator[Stage]:
             after=(f"finetune-{name}-{analysis.task}",),
             tables=analysis.tables,
             priority=variants[name].priority,
-            cost=120 * len(analysis.interventions),
+            cost=100 * len(analysis.interventions) if analysis.kind == "rate-distortion" else 10,
         )
 
 

@@ -91,6 +91,16 @@ _RANDOM = tuple(
     )
     for model in _SEEDED
 )
+# The same from ranges of every size: drawn from 2,304 alone, positions are never as dense in training as in the tests.
+_RANDOM_RANGES = tuple(
+    replace(
+        variant,
+        note="random-ranges",
+        finetune_overrides=(*variant.finetune_overrides, "training.random_positions_from=1"),
+        pretrained_as=variant.name,
+    )
+    for variant in _RANDOM
+)
 # What random positions are to be compared with: plain ones, trained as long on the same prompts.
 _ONE_LENGTH = tuple(
     Variant(
@@ -261,6 +271,7 @@ SMALL = Preset(
         _SMALL_NEO,
         *_LONGER,
         *_RANDOM,
+        *_RANDOM_RANGES,
         *_ONE_LENGTH,
         *_PLACEMENT,
         _SHORT,
@@ -289,6 +300,7 @@ PAPER = replace(
         *_GRID,
         _PUBLISHED_NEO,
         *_RANDOM,
+        *_RANDOM_RANGES,
         *_ONE_LENGTH,
         *_PLACEMENT,
         *_extended(Variant(model="meta"), 1024, {factor: [2800, 2800, 1000, 1000] for factor in (4, 8)}, *_LONG),

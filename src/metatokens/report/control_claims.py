@@ -1,6 +1,6 @@
 """What the paper has no control for, or does not try: comparisons of accuracies."""
 
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from metatokens.report.cells import common, one_seed
@@ -9,12 +9,19 @@ from metatokens.report.recall_claims import TASKS, at, matches, pairs, quote, wi
 from metatokens.report.verdicts import Claim, Comparison, above, between
 from metatokens.report.wording import name, percent, tokens
 
+# By note: positions drawn from all of 0 to 2,303, and, each sequence, from a range of its own within that.
+RANDOM = {"random-positions": "Random positions", "random-ranges": "Random ranges"}
 MARKED_END = 512  # the longest bin in which models trained with markers are tested without them, or among decoys
 
 
 def controls(grid: Grid) -> list[Claim]:
     """Parameters or mask, with and without markers, placement and number of meta-tokens, random positions."""
-    return [*_parameters_or_mask(grid), *_markers(grid), *_placement(grid), *_random_positions(grid)]
+    return [
+        *_parameters_or_mask(grid),
+        *_markers(grid),
+        *_placement(grid),
+        *chain.from_iterable(_random_positions(grid, note, title) for note, title in RANDOM.items()),
+    ]
 
 
 def _parameters_or_mask(grid: Grid) -> list[Claim]:
@@ -97,8 +104,10 @@ def _placement(grid: Grid) -> list[Claim]:
     ]
 
 
-def _random_positions(grid: Grid) -> list[Claim]:
-    def cell(model: str, task: str, length: int, note: str = "random-positions") -> Cell | None:
+def _random_positions(grid: Grid, note: str, title: str) -> list[Claim]:
+    """What positions drawn at random bring, in the runs of a note."""
+
+    def cell(model: str, task: str, length: int, note: str = note) -> Cell | None:
         where = {"model": model, "position_embedding": "rope", "task": task}
         return grid.accuracy(note, **where, train_length=128, length=length)
 
@@ -106,7 +115,7 @@ def _random_positions(grid: Grid) -> list[Claim]:
     models = ("meta", "twin", "gpt2")
     for model in models:
         cells = {task: cell(model, task, 2048) for task in TASKS}
-        text = f"Random positions: {model} holds 95 % at 16 times the length"
+        text = f"{title}: {model} holds 95 % at 16 times the length"
         pooled = {task: one.pooled() for task, one in cells.items() if one}
         ours = [f"{name(task).lower()} {percent(one.value)}" for task, one in pooled.items() if one]
         found.append(
@@ -130,5 +139,5 @@ def _random_positions(grid: Grid) -> list[Claim]:
         label = f"List recall, {model}, 128 \u2192 {tokens(length)}"
         gap = between(label, drawn, plain, floor=grid.floor("list_recall", length))
         better.append(with_seed(gap, drawn, plain))
-    text = "Random positions: better than plain at 4 to 16 times, trained alike"
+    text = f"{title}: better than plain at 4 to 16 times, trained alike"
     return [*found, Claim(text, "beyond the paper", "random-positions", tuple(better))]

@@ -5,6 +5,7 @@ from typing import Any
 
 from metatokens.data.insertion import meta_token_count
 from metatokens.report.cells import MEASURE, aligned, change, common, footer, measure, one_seed, recipe, shown
+from metatokens.report.control_claims import RANDOM
 from metatokens.report.estimates import MODELS
 from metatokens.report.grid import Cell, Grid
 from metatokens.report.recall_claims import LENGTHS, TASKS, TRAINED
@@ -18,7 +19,8 @@ PLACEMENTS |= {f"k={k}": f"uniform, k = {k}" for k in ("0.05", "0.2")}
 def random_positions(grid: Grid, task: str) -> Table:
     """Trained to 128 tokens with positions drawn at random, and with plain ones: as long, and as in the grid."""
     rows, measured = [], []
-    notes = {"random-positions": "random positions", "one-length": "plain, at 128 alone", "": "plain, first phase"}
+    notes = {note: title.lower() for note, title in RANDOM.items()}
+    notes |= {"one-length": "plain, at 128 alone", "": "plain, first phase"}
     for model in ("gpt2", "twin", "meta"):
         where: dict[str, Any] = {"model": model, "position_embedding": "rope", "task": task, "train_length": 128}
         block = aligned([[grid.accuracy(note, **where, length=one) for one in LENGTHS] for note in notes])

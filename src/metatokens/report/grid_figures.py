@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from metatokens.report.control_claims import RANDOM
 from metatokens.report.figures import Style, line, palette, small_multiples
 from metatokens.report.grid import Grid
 from metatokens.report.paper import paper_table
@@ -62,11 +63,11 @@ def lengths(grid: Grid, width: float) -> Figure:
 def random_positions(grid: Grid, width: float) -> Figure:
     """Accuracy by length of models trained to 128 tokens: positions drawn at random, and plain ones, of meta."""
 
-    def panel(task: str) -> Panel:
+    def panel(task: str, note: str) -> Panel:
         def draw(axes: Axes) -> None:
             about = {"task": task, "train_length": 128, "position_embedding": "rope"}
             for model in ("gpt2", "twin", "meta"):
-                _accuracy(axes, grid, model, about | {"model": model, "note": "random-positions"})
+                _accuracy(axes, grid, model, about | {"model": model, "note": note})
             control = "one-length" if task == "list_recall" else ""  # of as many steps, where there is one
             _accuracy(axes, grid, "meta, plain positions", about | {"model": "meta", "note": control}, style=PAPER)
             axes.axhline(95, color=PAPER.colour, linewidth=0.8)
@@ -74,7 +75,10 @@ def random_positions(grid: Grid, width: float) -> Figure:
 
         return draw
 
-    return small_multiples({name(task): panel(task) for task in TASKS}, STYLES, width, across=2)
+    panels = {
+        f"{name(task)}, {title.lower()}": panel(task, note) for task, (note, title) in product(TASKS, RANDOM.items())
+    }
+    return small_multiples(panels, STYLES, width, across=2)
 
 
 def learning(grid: Grid, width: float) -> Figure:

@@ -229,8 +229,10 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "random-positions",
             "Longer inputs with random positions",
             "Not in the paper: the positions of a training sequence are a sorted random sample of 0 to 2,303 "
-            "(Ruoss et al., 2023); at test they are 0, 1, 2 and so on. They are compared with plain positions trained "
-            "for as many steps at 128 tokens alone (list recall). Models of the plain grid, which stand below them, "
+            "(Ruoss et al., 2023); at test they are 0, 1, 2 and so on, denser than almost any such sample. Random "
+            "ranges: each sequence draws from 0 to a limit of its own, log-uniform between its length and 2,304, in "
+            "fine-tuning alone. Both are compared with plain positions trained for as many steps at 128 tokens alone "
+            "(list recall). Models of the plain grid, which stand below them, "
             "have had fewer steps at 128, the first of their three phases. Grey in the figure: meta with plain "
             "positions, of as many steps in list recall, of the plain grid in the other tasks, and 95\u00a0%.",
             drawn(

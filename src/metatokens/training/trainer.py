@@ -167,7 +167,9 @@ def train(
         probe: what is measured in between, if anything is.
     """
     checkpoints = out / "checkpoints"
-    done_here = {"decay_steps", "min_learning_rate", "report_to", "random_positions", "save_total_limit"}
+    done_here = {
+        "decay_steps", "min_learning_rate", "report_to", "random_positions", "random_positions_from", "save_total_limit"
+    }  # fmt: skip
     own = settings.model_dump(exclude=done_here)
     arguments = TrainingArguments(
         output_dir=str(checkpoints),
@@ -203,7 +205,7 @@ def train(
             model.load_state_dict(load_model(Path(checkpoint)).state_dict())
             trainer.state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
         else:
-            with randomized_positions(model, settings.random_positions):
+            with randomized_positions(model, settings.random_positions, settings.random_positions_from):
                 trainer.train(resume_from_checkpoint=checkpoint)
     except UnpicklingError as error:  # Trainer takes tensors and numbers from a pickle, and runs nothing of it
         raise UserError(f"the checkpoint {checkpoint} cannot be loaded: it has more than tensors in it.") from error
