@@ -47,7 +47,7 @@ def test_a_manifest_that_names_other_files(
     folder.mkdir()
     (folder / MANIFEST).write_text(json.dumps({"sha256": {name: "0" * 64}}))
     read: list[Path] = []
-    monkeypatch.setattr(checkpoint, "_sha256", lambda path: read.append(path) or "")
+    monkeypatch.setattr(checkpoint, "file_sha256", lambda path: read.append(path) or "")
     with clean(), pytest.raises(UserError, match="is missing: the checkpoint is not complete"):
         verify_manifest(folder)
     assert read == []
