@@ -167,6 +167,8 @@ def test_models_trained_longer_speak_for_their_positions() -> None:
     assert "for 16,000 steps at 128 tokens in place of 3,000" in comparison.longer(grid)
     assert comparison.longer(grid).startswith("List recall with learned positions is of models trained longer")
     assert comparison.longer(small(accuracy(0.1, **learned))) == ""
+    del runs[0].recipes["finetune-meta-learned-longer-list_recall"]  # not run yet
+    assert "trained longer; those" in comparison.longer(small(accuracy(0.9, **longer), runs=runs))
 
 
 def test_draws_of_the_noise_are_one_figure() -> None:

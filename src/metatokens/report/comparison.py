@@ -76,12 +76,15 @@ def longer(grid: Grid, task: str = "list_recall") -> str:
     positions = [text for position, text in names.items() if grid.note(task, position) == LONGER]
     if not positions:
         return ""
-    plain, own = (recipe(grid, f"finetune-meta-learned{note}-{task}") for note in ("", f"-{LONGER}"))
-    steps = [settings["task"]["train_steps"][0] for settings in (plain, own) if settings]
-    said = f", for {count(steps[1])} steps at {tokens(TRAINED[0])} tokens in place of {count(steps[0])}"
+    said = ""
+    for model, position in product(MODELS, names):
+        plain, own = (recipe(grid, f"finetune-{model}-{position}{note}-{task}") for note in ("", f"-{LONGER}"))
+        if plain and own:
+            before, now = (count(settings["task"]["train_steps"][0]) for settings in (plain, own))
+            said = f", for {now} steps at {tokens(TRAINED[0])} tokens in place of {before}"
     return (
-        f"{name(task)} with {' or '.join(positions)} is of models trained longer"
-        f"{said if len(steps) == 2 else ''}; those of the plain grid are in the tables of every model."
+        f"{name(task)} with {' or '.join(positions)} is of models trained longer{said}; those of the plain grid are in "
+        "the tables of every model."
     )
 
 
