@@ -76,8 +76,8 @@ class TrainingSettings(_Settings):
     dataloader_num_workers: AtLeastZero = 0
     report_to: str = "none"
     seed: AtLeastZero = 0
-    # Draw a training sequence's positions from so many, in order; or from so many at least (or as it has tokens), each
-    # sequence from a range of its own.
+    # Draw a training sequence's positions, in order, from 0 ... random_positions - 1; or, with the second setting, from
+    # a range of its own: log-uniform from so many (its length, if that is more) to random_positions.
     random_positions: Annotated[int, Field(gt=0, le=2**20)] | None = None
     random_positions_from: Positive | None = None
 

@@ -23,7 +23,16 @@ SECTIONS = {
     "data": ["tokens", "block_size", "fraction", "placement"],
     "model": ["hidden_size", "num_hidden_layers", "num_attention_heads", "activation", "position_embedding"],
     "task": ["train_lengths", "train_steps", "condition", "examples", "loss_on"],
-    "training": ["max_steps", "learning_rate", "seed", "report_to", "bf16", "random_positions", "warmup_steps"],
+    "training": [
+        "max_steps",
+        "learning_rate",
+        "seed",
+        "report_to",
+        "bf16",
+        "random_positions",
+        "random_positions_from",
+        "warmup_steps",
+    ],
 }
 PIECES = [
     "training:", " max_steps: ", "10", "\n", "  ", "- ", "? ", ": ", "[", "]", "{", "}", "&a ", "*a", "%YAML 9.9",

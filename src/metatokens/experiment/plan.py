@@ -239,6 +239,7 @@ def _analysis_stages(analysis: Analysis, sizes: Preset) -> Iterator[Stage]:
             after=(f"finetune-{name}-{analysis.task}",),
             tables=analysis.tables,
             priority=variants[name].priority,
+            # As measured on a core: the head is fitted for each rate, the rest is a few passes.
             cost=100 * len(analysis.interventions) if analysis.kind == "rate-distortion" else 10,
         )
 

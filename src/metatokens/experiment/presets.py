@@ -91,7 +91,7 @@ _RANDOM = tuple(
     )
     for model in _SEEDED
 )
-# The same from ranges of every size: drawn from 2,304 alone, positions are never as dense in training as in the tests.
+# The same from ranges of every size: drawn from 2,304 always, positions are hardly ever as dense as they are at test.
 _RANDOM_RANGES = tuple(
     replace(
         variant,

@@ -55,9 +55,8 @@ def all_lengths(
             measured.append(cells)
             exact.append([grid.accuracy(**about | {"metric": "exact_match"}, length=length) for length in columns])
             rows.append((label(fields, cells), *map(shown, cells)))
-    extra = (f", condition {condition}" if condition != "paper" else "") + (
-        ", trained longer" if note == LONGER else ""
-    )
+    extra = f", condition {condition}" if condition != "paper" else ""
+    extra += ", trained longer" if note == LONGER else ""
     unit = "answers exactly right" if metric == "exact_match" else "answer tokens right"
     guessing, n = footer(grid, task, columns, measured)
     is_exact, has_learned = metric == "exact_match", bool(grid.values("task", **where, position_embedding="learned"))
@@ -72,7 +71,7 @@ def all_lengths(
 
 def longer(grid: Grid, task: str = "list_recall") -> str:
     """Which models of a task were trained longer than the others; empty where none was."""
-    names = {"learned": "learned positions", "rope": "rope", "none": "no positions"}
+    names = {"learned": "learned positions", "none": "no positions"}
     positions = [text for position, text in names.items() if grid.note(task, position) == LONGER]
     if not positions:
         return ""
