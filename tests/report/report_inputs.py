@@ -90,7 +90,7 @@ def curves(models: Sequence[str] = MODELS, tasks: Sequence[str | None] = (None, 
                 loss = 5 + 3 * math.exp(-step / 100) if task is None else 2.3 * math.exp(-rate[model] * step) * wobble
                 points.append(
                     {"model": model, "position_embedding": "rope", "task": task, "seed": 0, "step": step, "loss": loss}
-                    | {"train_length": None if task is None else 128, "seconds": step / 10}
+                    | {"train_length": None if task is None else 128}
                 )  # fmt: skip
     return points
 

@@ -10,7 +10,7 @@ from metatokens.report.estimates import Difference
 from metatokens.report.grid import Grid
 from metatokens.report.inputs import Inputs, RecallPoint, RunInfo
 from metatokens.report.measured import evidence
-from metatokens.report.overview import Claims, claims
+from metatokens.report.overview import claims
 from metatokens.report.tables import Table
 from metatokens.report.verdicts import Claim, Comparison
 
@@ -189,8 +189,10 @@ def test_no_verdict_compares_unlike_units() -> None:
 )
 def test_an_order_of_seeds_is_told_in_words(ours: tuple[int, ...], said: str) -> None:
     points = [
-        RecallPoint(model=model, position_embedding="rope", task="list_recall", seed=seed, step=step, text_tokens=step,
-                    exact_match=float(step >= steps))
+        RecallPoint(
+            model=model, position_embedding="rope", task="list_recall", recipe="small", seed=seed, step=step,
+            text_tokens=step, exact_match=float(step >= steps),
+        )
         for model, needed in (("meta", ours), ("gpt2", (5, 6, 7)))
         for seed, steps in enumerate(needed)
         for step in range(1, 10)
@@ -203,8 +205,11 @@ def test_an_order_of_seeds_is_told_in_words(ours: tuple[int, ...], said: str) ->
 
 def test_a_verdict_of_which_most_is_still_to_be_run_is_so_far() -> None:
     run, missing = Comparison("a", Difference(0.2, 0.1, 0.3)), Comparison("b")
-    assert Claims.so_far(Claim("t", "s", "lengths", (run, missing, missing))) == " (so far)"
-    assert Claims.so_far(Claim("t", "s", "lengths", (run, missing))) == ""
+    assert Claim("t", "s", "lengths", (run, missing, missing)).so_far() == " (so far)"
+    assert Claim("t", "s", "lengths", (run, missing)).so_far() == ""
+    assert Claim("t", "s", "lengths", (missing,)).so_far() == " (not run)"
+    lost = Comparison("a", Difference(-0.2, -0.3, -0.1))
+    assert Claim("t", "s", "lengths", (lost, missing, missing), is_universal=True).so_far() == ""  # nothing turns it
     found = claims(small(accuracy(0.5)))
-    assert "of these verdicts are so far only" in found.verdict
+    assert "of them less than half has been run" in found.verdict
     assert "(so far): more than half" in found.key

@@ -36,14 +36,15 @@ def test_difference_needs_two_figures_with_intervals() -> None:
     assert difference(Estimate(0.5, None, None, 10, None), known) is None
 
 
-def test_seeds_are_pooled_by_n_and_the_interval_covers_each() -> None:
+def test_a_cell_is_the_mean_of_its_seeds_as_of_the_same_prompts() -> None:
     results = [
         accuracy("meta", "parity", "paper", 128, 0.9, seed=0, n=100, value=0.9, low=0.82, high=0.95),
         accuracy("meta", "parity", "paper", 128, 0.5, seed=1, n=300, value=0.5, low=0.44, high=0.56),
     ]
     cell = pivot(results, "length", metric="exact_match", task="parity")["meta"][128]
-    assert cell.value == pytest.approx((90 + 150) / 400)
-    assert (cell.low, cell.high, cell.n, cell.chance) == (0.44, 0.95, 400, 0.5)
+    assert cell.value == pytest.approx((0.9 + 0.5) / 2)
+    assert (cell.low, cell.high) == (pytest.approx((0.82 + 0.44) / 2), pytest.approx((0.95 + 0.56) / 2))
+    assert (cell.n, cell.chance) == (400, 0.5)
 
 
 def test_a_seed_that_cannot_be_run_does_not_count() -> None:

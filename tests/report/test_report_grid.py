@@ -53,7 +53,7 @@ def verdict(found: Claims, text: str) -> str:
         ("Meta-tokens slow decoding by 1.11 at most, gathered as ours", "holds"),
         ("Meta-tokens slow the first token by 1.02 at most, gathered as ours", "does not hold"),
         ("Meta-tokens' embeddings raise attention logits at them", "holds"),
-        ("Theorem 4.1's premise, \u03b1 > exp(\u2212H), holds in most rows", "does not hold"),
+        ("Theorem 4.1 needs \u03b1 > exp(\u2212H): so it is in most rows", "does not hold"),
         ("The final meta-token attends to earlier ones", "holds"),
         ("Less than gpt2 and twin have at the same place", "holds"),
         ("The mask, not the parameters: meta beats twin", "holds"),
@@ -100,7 +100,8 @@ def test_swapped_models_turn_the_verdict() -> None:
 
 
 def test_a_length_table_sets_ours_beside_the_papers() -> None:
-    low, high = (f"{100 * end:.1f}" for end in wilson_interval(250 + 300, 1000))
+    ends = zip(wilson_interval(250, 500), wilson_interval(300, 500), strict=True)
+    low, high = (f"{100 * sum(end) / 2:.1f}" for end in ends)
     table = comparison.lengths(small(accuracy(0.5), accuracy(0.6, seed=1)), "list_recall")
     rows = {row[0]: row[1:] for row in table.rows}
     assert table.header[1:] == ("128", "256", "512", "1,024", "2,048")
@@ -213,7 +214,7 @@ def test_random_positions_stand_beside_plain_ones(grid: Grid) -> None:
 
 def test_perplexity_shows_each_seed(grid: Grid) -> None:
     rows = {row[0]: row[1:] for row in measured.perplexity(grid).rows}
-    assert rows["meta, rope"][0] == "77.10 (75.00\u201379.20)\n77.00 / 77.10 / 77.20"
+    assert rows["meta, rope"][0] == "77.10 (75.10\u201379.10)\n77.00 / 77.10 / 77.20"
     assert rows["gpt2, rope, equal-compute (seed 0)"][0] == "76.00 (74.00\u201378.00)"
     assert rows["gpt2, rope"][1] == ""
     assert measured.perplexity(grid).footer == (
@@ -255,7 +256,7 @@ def test_distortion_between_the_points_of_a_curve(rate: float, distortion: float
 def test_a_seed_that_disagrees_keeps_a_measurement_open() -> None:
     about = {"analysis": "sharpness", "metric": "premise_holds", "module": "attention"}
     ones = [measurement(value, **about, seed=seed) for seed, value in enumerate((0.9, 0.9, 0.4))]
-    text = "Theorem 4.1's premise, \u03b1 > exp(\u2212H), holds in most rows"
+    text = "Theorem 4.1 needs \u03b1 > exp(\u2212H): so it is in most rows"
     assert verdict(claims(small(accuracy(0.5), measurements=ones)), text) == "cannot be told at this scale"
     assert verdict(claims(small(accuracy(0.5), measurements=ones[:2])), text) == "holds"
 

@@ -14,7 +14,7 @@ from metatokens.report.tables import learning_steps
 def curve(model: str, losses: Sequence[float], task: str | None = "parity", seed: int = 0) -> list[CurvePoint]:
     """One loss every 10 steps."""
     return [
-        CurvePoint(model=model, task=task, train_length=128, seed=seed, step=10 * (i + 1), loss=loss, seconds=i + 1)
+        CurvePoint(model=model, task=task, train_length=128, seed=seed, step=10 * (i + 1), loss=loss)
         for i, loss in enumerate(losses)
     ]
 
@@ -69,15 +69,10 @@ def test_steps_table_by_model_and_task() -> None:
     points = curve("gpt2", [2.0] * 4) + curve("meta", [2.0, 0.05, 0.05, 0.05]) + curve("meta", [1.0], "list_recall")
     table = learning_steps([*points, *curve("meta", [3.0], None)])
     assert table.header == ("model", "List recall", "Parity")
-    assert table.rows == (("gpt2", "", "not reached"), ("meta", "not reached", "20 (2.0 s)"))
+    assert table.rows == (("gpt2", "", "not reached"), ("meta", "not reached", "20"))
     assert table.footer == (("steps trained", "10", "40"), ("\u00f7 slowest learner", "-", "2.00"))
-
-
-def test_curves_without_times_give_steps_alone() -> None:
-    timeless = [point.model_copy(update={"seconds": None}) for point in curve("meta", [2.0, 0.05])]
-    assert learning_steps(timeless).rows == (("meta", "20"),)
 
 
 def test_seeds_have_rows_of_their_own() -> None:
     table = learning_steps(curve("meta", [0.05]) + curve("meta", [2.0], seed=1))
-    assert [row[:2] for row in table.rows] == [("meta, seed 0", "10 (1.0 s)"), ("meta, seed 1", "not reached")]
+    assert [row[:2] for row in table.rows] == [("meta, seed 0", "10"), ("meta, seed 1", "not reached")]

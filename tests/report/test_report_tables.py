@@ -109,7 +109,8 @@ def test_settings_are_flattened() -> None:
 
 def test_models_and_stages() -> None:
     assert models({"meta": ModelInfo(description="words")}).rows == (("meta", "words", "-"),)
-    assert stages([Stage(name="tokenize", seconds=3.25)]).rows == (("tokenize", "3.2 s"),)
+    times = [Stage(name="tokenize", seconds=3.25), Stage(name="pretrain-meta", seconds=60, cpu_seconds=50)]
+    assert stages(times).rows == (("tokenize", "3.2 s", "3.2 s"), ("pretrain-meta", "1 min 0 s", "50.0 s"))
 
 
 @pytest.mark.parametrize(

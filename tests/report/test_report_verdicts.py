@@ -65,6 +65,8 @@ def test_a_claim(comparisons: tuple[Comparison, ...], verdict: str) -> None:
         ((*[UP] * 99, SMALL), "does not hold"),
         ((UP, DOWN), "does not hold"),
         ((NOT_RUN, NOT_RUN), "cannot be told at this scale"),
+        ((DOWN, NOT_RUN, NOT_RUN, NOT_RUN), "does not hold"),
+        ((SMALL, NO_ROOM, NO_ROOM), "does not hold"),
     ],
 )
 def test_a_claim_on_all_cases(comparisons: tuple[Comparison, ...], verdict: str) -> None:
@@ -106,10 +108,12 @@ def test_seeds_that_one_side_lacks_are_left_out() -> None:
     assert between("c", cell(90), only).gap is None
 
 
-def test_seeds_are_pooled_by_prompts_and_kept_apart() -> None:
+def test_seeds_of_the_same_prompts_are_averaged_and_kept_apart() -> None:
     compared = between("c", cell(90, 80, 70), cell(10, 20, 75))
-    low, high = wilson_interval(240, 300)
-    base_low, base_high = wilson_interval(105, 300)
+    low, high = (sum(ends) / 3 for ends in zip(*(wilson_interval(hits, 100) for hits in (90, 80, 70)), strict=True))
+    base_low, base_high = (
+        sum(ends) / 3 for ends in zip(*(wilson_interval(hits, 100) for hits in (10, 20, 75)), strict=True)
+    )
     assert compared.gap is not None
     assert compared.gap.value == pytest.approx(0.45)
     assert compared.gap.low == pytest.approx(0.45 - ((0.8 - low) ** 2 + (base_high - 0.35) ** 2) ** 0.5)
@@ -157,8 +161,12 @@ def test_a_mean_of_differences_has_students_interval() -> None:
 
 
 def test_the_figures_say_for_against_and_what_is_missing() -> None:
-    assert claim(UP, UP, DOWN, NOT_RUN, NO_ROOM).counts() == "2 : 1 of 3, 1 not run"
-    assert claim(UP, UP, DOWN).tally() == "2 for, 1 against of 3; median +20.0 points"
+    assert claim(UP, UP, DOWN, NOT_RUN, NO_ROOM).counts() == "2 : 1 of 3, 1 not run, one seed"
+    assert claim(gap(0.1, 0.3, 0.1, 0.3), SMALL, DOWN).counts() == "1 : 1 of 3, 1 short"
+    assert claim(UP, UP, DOWN).tally() == "2 for, 1 against of 3, one seed; median +20.0 points"
+    assert list(map(claim().says, (UP, DOWN, OPEN, SMALL, NO_ROOM, NOT_RUN))) == [
+        "for", "against", "open", "short", "no room", "\u2026"
+    ]  # fmt: skip
     assert claim(NOT_RUN).tally() == "\u2026"
     assert claim(UP).middle() == "+20.0 (+10.0 to +30.0) points"
     assert claim(gap(-0.1, 0.3), unit="percent").middle() == "+10.5 (\u22129.5 to +35.0)\u00a0%"

@@ -91,8 +91,14 @@ class Ledger:
         before were measured on the old ones.
         """
         if before := self.entries.get(stage.name):
-            now = done.outcome.facts.get(WEIGHTS)
-            if before.facts.get(WEIGHTS, now) != now:
+            then, now = (facts.get(WEIGHTS) for facts in (before.facts, done.outcome.facts))
+            if then is None and now is not None:
+                print(
+                    f"{stage.name} may have given other weights than those that finished stages measured: it was "
+                    "first carried out before checksums were kept.",
+                    file=sys.stderr,
+                )
+            elif then != now:
                 print(f"{stage.name} gave other weights than those that finished stages measured.", file=sys.stderr)
             return
         found = {

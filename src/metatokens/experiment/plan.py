@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from metatokens.data.insertion import meta_token_count
 from metatokens.errors import UserError
 from metatokens.evaluation.cost import flops, forward_products
 from metatokens.experiment.variants import (
@@ -141,9 +142,9 @@ def _variant_stages(variant: Variant, sizes: Preset) -> Iterator[Stage]:
         yield _stage("fetch", {"variant": variant.name}, settings=own, after=("tokenize",), priority=variant.priority)
     elif variant.extension is not None:
         longer = extend_recipe(sizes, variant, recipe)
-        yield _pretrain_stage("extend", variant, longer, after=(f"pretrain-{variant.pretrained_as}",))
+        yield _pretrain_stage("extend", variant, sizes, longer, after=(f"pretrain-{variant.pretrained_as}",))
     elif variant.pretrained_as is None:
-        yield _pretrain_stage("pretrain", variant, recipe, after=("tokenize",))
+        yield _pretrain_stage("pretrain", variant, sizes, recipe, after=("tokenize",))
     start = f"{variant.made_by}-{variant.start}"
     if variant.start == variant.name:
         tables = tuple(dict.fromkeys((*own_tables, "perplexity")))
@@ -153,8 +154,14 @@ def _variant_stages(variant: Variant, sizes: Preset) -> Iterator[Stage]:
         yield from _task_stages(variant, sizes, task, start, own_tables or (_TASK_TABLES[task], "figure1"))
 
 
-def _pretrain_stage(verb: str, variant: Variant, recipe: PretrainRecipe, after: tuple[str, ...]) -> Stage:
-    blocks = recipe.training.max_steps * recipe.training.batch
+def _pretrain_stage(
+    verb: str, variant: Variant, sizes: Preset, recipe: PretrainRecipe, after: tuple[str, ...]
+) -> Stage:
+    data, blocks = recipe.data, recipe.training.max_steps * recipe.training.batch
+    inserted = meta_token_count(data.block_size, data.fraction, data.placement)
+    estimate = _Estimate(recipe, sizes.tokenizer)
+    text = (data.block_size - inserted) / data.block_size
+    seconds = estimate.seconds(data.block_size, meta_tokens=inserted, scored=text, training=True)
     return _stage(
         verb,
         {"variant": variant.name},
@@ -162,13 +169,13 @@ def _pretrain_stage(verb: str, variant: Variant, recipe: PretrainRecipe, after: 
         after=after,
         product=f"models/{variant.name}/{PRETRAINED[verb]}/manifest.json",
         priority=variant.priority,
-        cost=10 + blocks * _Estimate(recipe).seconds(recipe.data.block_size, scored=1.0, training=True),
+        cost=10 + blocks * seconds,
     )
 
 
 def _task_stages(variant: Variant, sizes: Preset, task: str, start: str, tables: tuple[str, ...]) -> Iterator[Stage]:
     about = {"variant": variant.name, "task": task}
-    estimate = _Estimate(pretrain_recipe(sizes, variant, Path("tokens")))
+    estimate = _Estimate(pretrain_recipe(sizes, variant, Path("tokens")), sizes.tokenizer)
     recipe = finetune_recipe(sizes, variant, task)
     probe, counts = sizes.probe_steps.get(task), counts_of(sizes, variant, task)
     trained = sum(n * estimate.seconds(_mean(length), training=True) for length, n in _examples(recipe).items())
@@ -207,7 +214,7 @@ def _ablation_stages(ablation: Ablation, sizes: Preset) -> Iterator[Stage]:
             "counts": dict(ablation.counts),
             "noise_seeds": ablation.noise_seeds,
         }
-        estimate = _Estimate(pretrain_recipe(sizes, variant, Path("tokens")))
+        estimate = _Estimate(pretrain_recipe(sizes, variant, Path("tokens")), sizes.tokenizer)
         passes = len(settings["interventions"]) * len(lengths_tested(sizes, variant, task))
         yield Stage(
             name=f"{ablation.name}-{name}-{task}",
@@ -278,15 +285,17 @@ class _Estimate:
     # of what an H100 is sold with.
     CORE, GPU = 4e10, 2e14
 
-    def __init__(self, recipe: PretrainRecipe):
+    def __init__(self, recipe: PretrainRecipe, tokenizer: str):
+        trained = tokenizer.removeprefix("train:")
         sizes = recipe.model.model_dump(exclude={"architecture"})
-        self.config = MetaGPT2Config(**sizes, vocab_size=4160, meta_token_id=4096, bos_token_id=0, eos_token_id=0)
+        sizes["vocab_size"] = int(trained) if trained.isdigit() else 50_304  # GPT-2's, padded
+        self.config = MetaGPT2Config(**sizes, meta_token_id=1, bos_token_id=0, eos_token_id=0)
         self.rate = self.GPU if recipe.training.bf16 else self.CORE
 
-    def seconds(self, length: int, *, scored: float = 0.0, training: bool = False) -> float:
+    def seconds(self, length: int, *, meta_tokens: int = 2, scored: float = 0.0, training: bool = False) -> float:
         """A sequence's share of a batch; `scored` is the share of its positions whose logits are needed."""
         needed = max(1, int(scored * length))
-        products = forward_products(self.config, batch=1, length=length, meta_tokens=2, scored=needed)
+        products = forward_products(self.config, batch=1, length=length, meta_tokens=meta_tokens, scored=needed)
         return flops(products, training=training) / self.rate
 
     def seconds_to_test(self, counts: Mapping[int, int]) -> float:

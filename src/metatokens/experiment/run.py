@@ -148,7 +148,9 @@ def _write_provenance(ledger: Ledger, name: str, sizes: Preset, **run: Any) -> N
         "recipes": _recipes(sizes, entries),
         "corpus": entries["tokenize"].facts["corpus"],
         "models": {
-            stage.split("-", 1)[1]: entry.facts for stage, entry in entries.items() if "parameters" in entry.facts
+            one.name: entries[stage].facts | {"description": one.description}
+            for one in sizes.variants
+            if (stage := f"{one.made_by}-{one.name}") in entries
         },
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -23,7 +23,6 @@ from metatokens.evaluation.perplexity import held_out_text, perplexity
 from metatokens.evaluation.results import Result
 from metatokens.experiment.plan import PRETRAINED, examples_name
 from metatokens.experiment.variants import (
-    MODELS,
     Preset,
     Variant,
     counts_of,
@@ -86,10 +85,8 @@ class Workshop:
                     task, shortest, 1, tokenizer, condition="paper", documents=self.documents(task)
                 )[0]
                 file.write(json.dumps(example.to_record(), ensure_ascii=False) + "\n")
-        rates = (
-            majority_rates(task, self.preset.test_counts, tokenizer, recipe=self.name)
-            for task in ("segment_counting", "parity")
-        )
+        counts = {**self.preset.test_counts, **self.preset.rope_test_counts}
+        rates = (majority_rates(task, counts, tokenizer, recipe=self.name) for task in ("segment_counting", "parity"))
         return Outcome(results=list(chain.from_iterable(rates)))
 
     def draw_tests(self, progress: Progress, *, task: str, condition: str) -> Outcome:
@@ -126,8 +123,7 @@ class Workshop:
         folder = self.pretrained(variant)
         if load_tokenizer(str(folder)).get_vocab() != self.tokenizer().get_vocab():
             raise UserError(f"{one.published} and the token store {self.out / 'tokens'} have different vocabularies.")
-        weights = folder / "model.safetensors"
-        return Outcome(facts={"parameters": _parameters(weights), "description": f"{one.published}, as published"})
+        return Outcome(facts={"parameters": _parameters(folder / "model.safetensors")})
 
     def extend(self, progress: Progress, *, variant: str) -> Outcome:
         """Lengthen the context of another variant's pretrained model, and pretrain it further."""
@@ -318,11 +314,7 @@ class Workshop:
 
     def _pretrained(self, variant: str, folder: Path) -> Outcome:
         one = self.variants[variant]
-        facts = {
-            "parameters": _parameters(folder / "model.safetensors"),
-            WEIGHTS: weights_sha256(folder),
-            "description": MODELS[one.model]["description"],
-        }
+        facts = {"parameters": _parameters(folder / "model.safetensors"), WEIGHTS: weights_sha256(folder)}
         about = self.about_curve(one, task=None, train_length=None)
         return Outcome(curves=list(_curve(folder, **about)), facts=facts)
 

@@ -63,6 +63,17 @@ class Variant:
         return "-".join(filter(None, [self.model, position, f"seed{self.seed}" if self.seed else "", self.note]))
 
     @property
+    def description(self) -> str:
+        """What it is, for a reader."""
+        if self.published is not None:
+            return f"{self.published}, as published"
+        what = MODELS[self.model]["description"]
+        changed = [*self.pretrain_overrides]
+        if self.extension is not None:
+            changed.append(f"its context lengthened {self.extension:g} times with YaRN")
+        return f"{what}; but {', '.join(changed)}" if changed else what
+
+    @property
     def start(self) -> str:
         """The variant whose pretrained, or extended, model fine-tuning starts from."""
         return self.name if self.pretrained_as is None or self.extension is not None else self.pretrained_as

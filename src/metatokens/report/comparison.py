@@ -3,7 +3,7 @@
 A cell has lines: our figure with its 95 % interval, the paper's, and each seed's, rounded, where there are several.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import Any
 
@@ -11,11 +11,11 @@ from metatokens.report.cells import POSITIONS, footer, label, notes, one_seed, r
 from metatokens.report.estimates import MODELS
 from metatokens.report.grid import LONGER, Cell, Grid
 from metatokens.report.paper import paper_table, printed
-from metatokens.report.recall_claims import LENGTH_TABLES, TRAINED, YARN
+from metatokens.report.recall_claims import LENGTH_TABLES, TRAINED, YARN, YARN_LENGTHS
 from metatokens.report.tables import Table
 from metatokens.report.wording import count, name, percent, tokens
 
-SCALE = {512: 2048, 1024: 4096, 2048: 8192, 4096: 16384}  # YaRN's lengths here, and the paper's four times as long
+LEARNED = 0.8  # of the prompts at the own train length
 
 Cells = list[Cell | None]
 
@@ -82,8 +82,8 @@ def longer(grid: Grid, task: str = "list_recall") -> str:
             before, now = (count(settings["task"]["train_steps"][0]) for settings in (plain, own))
             said = f", for {now} steps at {tokens(TRAINED[0])} tokens in place of {before}"
     return (
-        f"{name(task)} with {' or '.join(positions)} is of models trained longer{said}; those of the plain grid are in "
-        "the tables of every model."
+        f"{name(task)} with {' or '.join(positions)} is of models trained longer{said}; those trained as long as "
+        "rope's are in the tables of every model."
     )
 
 
@@ -114,13 +114,12 @@ def token_note(exact: Iterable[Cells], by_token: Iterable[Cells]) -> str:
 
 
 def yarn(grid: Grid, task: str) -> Table:
-    """Table 1 at a quarter of its lengths, by extended window and train length: exact match, tokens and the paper's."""
+    """Table 1 by extended window and train length: exact match, tokens and the paper's, at its lengths or a quarter."""
     paper = paper_table(1)
-    columns = (256, *SCALE)
+    columns = [length // grid.scale for length in YARN_LENGTHS]
     rows, exact, by_token = [], list[Cells](), list[Cells]()
-    for note, trained in ((note, one) for note, ends in YARN.items() for one in ends):
-        window = YARN[note][-1]
-        theirs: dict[str, Any] = {"task": task, "window": 4 * window, "train_length": 4 * trained}
+    for note, window, trained in yarn_models(grid):
+        theirs: dict[str, Any] = {"task": task, "window": grid.scale * window, "train_length": grid.scale * trained}
         where: dict[str, Any] = {"model": "meta", "position_embedding": "rope", "task": task, "train_length": trained}
         answers, of_tokens = (
             [grid.accuracy(note, **where, length=length, metric=metric) for length in columns]
@@ -132,20 +131,68 @@ def yarn(grid: Grid, task: str) -> Table:
         for length, answer, token in zip(columns, answers, of_tokens, strict=True):
             pooled = token.pooled() if token else None
             below = [f"tokens {percent(pooled.value)}"] if pooled else []
-            if length in SCALE:
-                below.append(f"paper {printed(paper.value(**theirs, length=SCALE[length]))}")
+            if length != columns[0]:
+                below.append(f"paper {printed(paper.value(**theirs, length=grid.scale * length))}")
             figures.append("\n".join(filter(None, [shown(answer), ", ".join(below)])))
-        of_paper = f"paper's {4 * window // 1024}k / {4 * trained // 1024}k"
+        of_paper = f"paper's {grid.scale * window // 1024}k / {grid.scale * trained // 1024}k"
         about = f"meta, window {tokens(window)}, trained to {tokens(trained)}{one_seed(answers)}"
         rows.append((f"{about}\n{of_paper}", *figures))
     return Table(
         f"{name(task)} with YaRN (Table 1): answers exactly right, %; below, answer tokens right",
-        ("model", *(tokens(one) + (f" (paper's {SCALE[one] // 1024}k)" if one in SCALE else "") for one in columns)),
+        ("model", tokens(columns[0]), *(f"{tokens(one)} (paper's {grid.scale * one // 1024}k)" for one in columns[1:])),
         tuple(rows),
         footer(grid, task, columns, exact),
         note="The paper's number is a token accuracy; which tokens it counts is not said. Ours is exact match, with "
         f"token accuracy below it. {token_note(exact, by_token)} {notes(paper)}".strip(),
     )
+
+
+def yarn_models(grid: Grid) -> list[tuple[str, int, int]]:
+    """The note, the window and the train length of each of Table 1's models."""
+    return [(note, ends[-1] // grid.scale, trained // grid.scale) for note, ends in YARN.items() for trained in ends]
+
+
+def unlearned_yarn(grid: Grid) -> str:
+    """Which of the extended models have not learned list recall at their own train length."""
+    where: dict[str, Any] = {"model": "meta", "position_embedding": "rope", "task": "list_recall"}
+    return _unlearned(
+        {
+            f"window {tokens(window)}, trained to {tokens(trained)}": grid.accuracy(
+                note, **where, train_length=trained, length=trained
+            )
+            for note, window, trained in yarn_models(grid)
+        }
+    )
+
+
+def unlearned(grid: Grid) -> str:
+    """Which models have not learned list recall at their own train length."""
+    found: dict[str, Cell | None] = {}
+    for position, model, trained in product(POSITIONS, (*MODELS, "gpt-neo"), TRAINED):
+        fields: dict[str, Any] = {"model": model, "position_embedding": position, "train_length": trained}
+        found[label(fields)] = grid.accuracy(**fields, task="list_recall", length=trained)
+    return _unlearned(found)
+
+
+def _unlearned(models: Mapping[str, Cell | None]) -> str:
+    below = [
+        f"{model} ({percent(pooled.value)})"
+        for model, cell in models.items()
+        if cell and (pooled := cell.pooled()) and pooled.value is not None and pooled.value < LEARNED
+    ]
+    if not below:
+        return ""
+    return (
+        f"Below {100 * LEARNED:g}\u00a0% of list recall at their own train length, so that what they lose beyond it "
+        f"tells little: {'; '.join(below)}."
+    )
+
+
+def neo(grid: Grid) -> str:
+    """What GPT-Neo is."""
+    if grid.name == "paper":
+        return "GPT-Neo is the published model of 125 million parameters, fine-tuned."
+    return "GPT-Neo here is transformers' model at this size from random weights, on the same text."
 
 
 def papers_yarn() -> Table:

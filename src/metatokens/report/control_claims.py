@@ -140,4 +140,7 @@ def _random_positions(grid: Grid, note: str, title: str) -> list[Claim]:
         gap = between(label, drawn, plain, floor=grid.floor("list_recall", length))
         better.append(with_seed(gap, drawn, plain))
     text = f"{title}: better than plain at 4 to 16 times, trained alike"
-    return [*found, Claim(text, "beyond the paper", "random-positions", tuple(better))]
+    short = {model: cell(model, "list_recall", 128) for model in models}
+    at_128 = ", ".join(f"{model} {percent(of.value)}" for model, one in short.items() if one and (of := one.pooled()))
+    decisive = f"at 128 itself: {at_128}" if at_128 else ""
+    return [*found, Claim(text, "beyond the paper", "random-positions", tuple(better), decisive=decisive)]

@@ -10,7 +10,7 @@ from metatokens.report.estimates import MODELS
 from metatokens.report.grid import Cell, Grid
 from metatokens.report.recall_claims import LENGTHS, TASKS, TRAINED
 from metatokens.report.tables import Table
-from metatokens.report.wording import MINUS, compact, count, name, tokens
+from metatokens.report.wording import MINUS, compact, count, name, percent, tokens
 
 PLACEMENTS = {"": "uniform, k = 0.1 (paper)", "periodic": "periodic, k = 0.1", "k=0": "none"}
 PLACEMENTS |= {f"k={k}": f"uniform, k = {k}" for k in ("0.05", "0.2")}
@@ -59,6 +59,19 @@ def placement(grid: Grid) -> Table:
         ("meta-tokens", *map(tokens, columns)),
         tuple(rows),
         footer(grid, "list_recall", columns, measured),
+    )
+
+
+def luck(grid: Grid) -> str:
+    """How far the seeds of the paper's placement differ, beside which the others, of one seed, are to be seen."""
+    where: dict[str, Any] = {"model": "meta", "position_embedding": "rope", "task": "list_recall"}
+    cell = grid.accuracy(**where, train_length=TRAINED[-1], length=2 * TRAINED[-1])
+    if not cell or len(cell.seeds) < 2:
+        return ""
+    own = " / ".join(percent(one.value) for one in cell.seeds.values())
+    return (
+        f"The rows are of one seed. How much that says: trained to {tokens(TRAINED[-1])} and tested at "
+        f"{tokens(2 * TRAINED[-1])} tokens, the seeds of meta with the paper's placement have {own} %."
     )
 
 

@@ -3,13 +3,17 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from metatokens.evaluation.results import Metric, Result
 from metatokens.report.inputs import OUTCOME_FIELDS, CurvePoint
 
-MODELS = ("gpt2", "pause", "twin", "meta")  # each adds one thing to the one before it
+if TYPE_CHECKING:
+    from metatokens.analysis.records import Measurement
+
+MODELS = ("gpt2", "pause", "twin", "meta")  # each differs in one thing from the one before it
 SEPARATOR = " · "
 _TASKS = ("list_recall", "segment_counting", "parity", "copying")
 _CONDITIONS = ("paper", "none", "decoy")
@@ -108,6 +112,23 @@ def pivot(results: Sequence[Result], column: str, *, metric: Metric, **where: An
     return table
 
 
+def mean(ones: "Iterable[Estimate | Measurement]") -> Estimate | None:
+    """The mean of several figures of the same prompts, such as those of seeds, or of heads; None where there is none.
+
+    They are taken as wholly dependent: the half-widths of their intervals are averaged. How far the prompts move them
+    together cannot be told from the lines, and independent ones would have a narrower interval.
+    """
+    run = [one for one in ones if one.value is not None]
+    if not run:
+        return None
+    low, high = (
+        None if any(end is None for end in ends) else fmean(end for end in ends if end is not None)
+        for ends in zip(*((one.low, one.high) for one in run), strict=True)
+    )
+    value = fmean(one.value for one in run if one.value is not None)
+    return Estimate(value, low, high, sum(one.n for one in run), None)
+
+
 def difference(a: Estimate, b: Estimate) -> Difference | None:
     """a - b with Newcombe's hybrid score interval, made from the Wilson intervals of the two proportions.
 
@@ -123,22 +144,10 @@ def difference(a: Estimate, b: Estimate) -> Difference | None:
 
 
 def _pool(results: Sequence[Result]) -> Estimate:
-    """One cell's results, which differ by seed: the mean weighted by n, and an interval that covers every seed's."""
-    measured = [result for result in results if result.value is not None and result.n > 0]
-    n = sum(result.n for result in measured)
+    """The mean of one cell's results, which differ by seed."""
     chance = next((result.chance for result in results if result.chance is not None), None)
-    if not measured:
-        return Estimate(None, None, None, n, chance)
-    lows = [result.low for result in measured if result.low is not None]
-    highs = [result.high for result in measured if result.high is not None]
-    has_interval = len(lows) == len(highs) == len(measured)
-    return Estimate(
-        value=sum(result.value * result.n for result in measured if result.value is not None) / n,
-        low=min(lows) if has_interval else None,
-        high=max(highs) if has_interval else None,
-        n=n,
-        chance=chance,
-    )
+    found = mean(Estimate(one.value, one.low, one.high, one.n, chance) for one in results)
+    return replace(found, chance=chance) if found else Estimate(None, None, None, 0, chance)
 
 
 def _sets_apart(name: str, records: Sequence[Result | CurvePoint]) -> bool:

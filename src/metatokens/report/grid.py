@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from metatokens.errors import UserError
 from metatokens.evaluation.results import Result, wilson_interval
-from metatokens.report.estimates import Estimate
+from metatokens.report.estimates import Estimate, mean
 from metatokens.report.inputs import Inputs, RecallPoint
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class Cell:
     seeds: Mapping[int, Estimate]
 
     def pooled(self, seeds: Iterable[int] | None = None) -> Estimate | None:
-        """The seeds together, all or those given; None where there is none."""
-        return pool([self.seeds[seed] for seed in (self.seeds if seeds is None else seeds)])
+        """The mean of the seeds, all or those given, which were tested on the same prompts; None of no seed."""
+        return mean(self.seeds[seed] for seed in (self.seeds if seeds is None else seeds))
 
 
 class Grid:
@@ -53,7 +53,7 @@ class Grid:
         self._chances: dict[str | None, float] = {}
         self._longer: set[tuple[str | None, str | None]] = set()  # task, positions
         for result in inputs.results:
-            if result.metric == "majority_rate":
+            if result.metric == "majority_rate" and result.recipe == name:
                 self._guesses[result.task, result.length] = result.value or 0.0
             elif (note := self._note(result.recipe)) is not None:
                 self._cells[note, *_key(result)][result.seed].append(result)
@@ -65,6 +65,11 @@ class Grid:
         for measurement in inputs.measurements:
             if self._note(measurement.recipe) == self.note(measurement.task, measurement.position_embedding):
                 self._measured[measurement.analysis, measurement.metric].append(measurement)
+
+    @property
+    def scale(self) -> int:
+        """How many times as long as ours the paper's prompts are where the context is extended."""
+        return 4 if self.name == "small" else 1
 
     def note(self, task: str | None, position_embedding: str | None) -> str:
         """The note of the runs that speak for all models with these positions: the plain ones, or LONGER if any is."""
@@ -108,15 +113,15 @@ class Grid:
         }
 
     def _note(self, recipe: str | None) -> str | None:
-        base, _, note = (recipe or self.name).partition("/")
+        base, _, note = (recipe or "").partition("/")
         return note if base == self.name else None
 
     def _find(self, note: str, fields: Mapping[str, Any]) -> Cell | None:
         seeds = self._cells.get((note, *(fields.get(name) for name in _KEYS)))
         if seeds is None:
             return None
-        pooled = {seed: pool([_estimate(one) for one in seeds[seed]]) for seed in sorted(seeds)}
-        return Cell({seed: one for seed, one in pooled.items() if one is not None})
+        figures = {seed: _together([_estimate(one) for one in seeds[seed]]) for seed in sorted(seeds)}
+        return Cell({seed: one for seed, one in figures.items() if one.value is not None})
 
 
 def grid_of(inputs: Inputs) -> Grid | None:
@@ -131,20 +136,13 @@ def grid_of(inputs: Inputs) -> Grid | None:
     return Grid(names.pop(), inputs) if names else None
 
 
-def pool(estimates: Sequence[Estimate]) -> Estimate | None:
-    """Several figures as one: of proportions the counts together, of others the mean, and the range of intervals."""
-    run = [one for one in estimates if one.value is not None]
-    if len(run) < 2:
-        return run[0] if run else None
-    values = [one.value for one in run if one.value is not None]
-    n = sum(one.n for one in run)
-    if max(values) <= 1:
-        hits = sum(round(value * one.n) for value, one in zip(values, run, strict=True))
-        return Estimate(hits / n, *_wilson(hits, n), n, run[0].chance)
-    lows, highs = ([getattr(one, end) for one in run if getattr(one, end) is not None] for end in ("low", "high"))
-    return Estimate(
-        sum(values) / len(values), min(lows, default=None), max(highs, default=None), min(one.n for one in run), None
-    )
+def _together(parts: Sequence[Estimate]) -> Estimate:
+    """One figure of a seed: where it has several, each is a proportion of a part of the prompts."""
+    if len(parts) == 1 or any(one.value is None for one in parts):
+        return parts[0]
+    n = sum(one.n for one in parts)
+    hits = sum(round((one.value or 0.0) * one.n) for one in parts)
+    return Estimate(hits / n, *_wilson(hits, n), n, parts[0].chance)
 
 
 @cache

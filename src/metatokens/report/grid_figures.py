@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from metatokens.report.cells import POSITIONS as NAMES
 from metatokens.report.control_claims import RANDOM
 from metatokens.report.figures import Style, line, palette, small_multiples
 from metatokens.report.grid import Grid
@@ -17,11 +18,11 @@ from metatokens.report.recall_claims import LENGTH_TABLES, LENGTHS, POSITIONS, T
 from metatokens.report.wording import compact, name, tokens
 
 STYLES = palette(("gpt2", "pause", "twin", "meta", "gpt-neo"))
-PAPER = Style("#9b978f", (1.5, 1.5), "x", 5.0)
+PAPER = Style("#7d7a73", (1.5, 1.5), "x", 5.0)
 _PAPERS = {
     "meta": PAPER,
-    "gpt2": Style("#c3bfb7", (1.5, 1.5), "+", 6.0),
-    "gpt-neo": Style("#c3bfb7", (5, 1.5), "1", 6.0),
+    "gpt2": Style("#a39f97", (1.5, 1.5), "+", 6.0),
+    "gpt-neo": Style("#a39f97", (5, 1.5), "1", 6.0),
 }
 
 Panel = Callable[[Axes], None]
@@ -70,7 +71,7 @@ def random_positions(grid: Grid, width: float) -> Figure:
                 _accuracy(axes, grid, model, about | {"model": model, "note": note})
             control = "one-length" if task == "list_recall" else ""  # of as many steps, where there is one
             _accuracy(axes, grid, "meta, plain positions", about | {"model": "meta", "note": control}, style=PAPER)
-            axes.axhline(95, color=PAPER.colour, linewidth=0.8)
+            axes.axhline(95, color=PAPER.colour, linewidth=0.8, label="95 %")
             _length_axis(axes, 128)
 
         return draw
@@ -97,7 +98,7 @@ def learning(grid: Grid, width: float) -> Figure:
                         markevery=max(1, len(points) // 6),
                         **line(style) | {"linewidth": 1.2, "markersize": style.size - 1.5},
                     )
-            axes.axhline(90, color=PAPER.colour, linewidth=0.8)
+            axes.axhline(90, color=PAPER.colour, linewidth=0.8, label="90 %")
             axes.set_ylim(-4, 104)
             axes.xaxis.set_major_formatter(lambda value, _: compact(value) if value else "0")
             axes.set_xlabel("text tokens seen in fine-tuning")
@@ -106,7 +107,8 @@ def learning(grid: Grid, width: float) -> Figure:
         return draw
 
     positions = [its for its in ("rope", "learned", "none") if any(position == its for _, position in curves)]
-    return small_multiples({f"List recall, {its}": panel(its) for its in positions}, STYLES, width, across=2)
+    panels = {f"List recall, {NAMES[its]}": panel(its) for its in positions}
+    return small_multiples(panels, STYLES, width, across=2)
 
 
 def _accuracy(axes: Axes, grid: Grid, label: str, fields: dict[str, Any], style: Style | None = None) -> None:

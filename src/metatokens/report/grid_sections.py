@@ -23,7 +23,7 @@ from metatokens.report.paper import paper_figure
 from metatokens.report.recall_claims import TASKS, TRAINED
 from metatokens.report.sections import Block, Fold, Section, examples, majority, picture
 from metatokens.report.verdicts import Claim
-from metatokens.report.wording import name
+from metatokens.report.wording import name, tokens
 
 
 def sections(grid: Grid, found: Claims) -> list[Section]:
@@ -36,8 +36,7 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
         """What came out first, then what it rests on; the comparisons of every claim are folded in at the end."""
         own = by_section.get(anchor, [])
         said = [
-            f"{MARKS[one.verdict]} {one.verdict.capitalize()}{found.so_far(one)}: {one.text} ({one.tally()})."
-            for one in own
+            f"{MARKS[one.verdict]} {one.verdict.capitalize()}{one.so_far()}: {one.text} ({one.tally()})." for one in own
         ]
         shown: list[Block] = []
         for block in blocks:
@@ -60,10 +59,13 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
         section(
             "lengths",
             "Accuracy by length (Tables 7\u201310, Figure 1)",
-            f"{figure1.statement} {figure1.notes[0]} Length L stands for prompts of more than L/2 and up to L tokens. "
-            "Intervals are 95\u00a0%, of all seeds together; below them the paper's number and each seed's. GPT-Neo "
-            f"here is transformers' model at this size from random weights, on the same text. {longer}".strip(),
+            f"The paper says that {figure1.statement} {figure1.notes[0]} "
+            "Length L stands for prompts of more than L/2 and up to L tokens. "
+            "Intervals are 95\u00a0%, those of seeds averaged; below them the paper's number and each seed's. In the "
+            "figure the band covers the intervals of all seeds, and the paper's GPT-Neo, which has no train length, "
+            f"stands in each panel. {comparison.neo(grid)} {longer}".strip(),
             drawn("lengths", f"Accuracy by length. {recall_claims.row(grid)}", grid_figures.lengths, True),
+            [said for said in [comparison.unlearned(grid)] if said],
             [comparison.lengths(grid, task) for task in TASKS],
             *(
                 Fold(
@@ -91,8 +93,10 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "markers",
             "Do the markers give the answer away?",
             "In condition \u201cpaper\u201d a meta-token marks the place that the question asks about. In "
-            "\u201cnone\u201d each marker of the context is the ordinary text \u201c|\u201d; in \u201cdecoy\u201d "
-            "further meta-tokens stand where they leave the answer unchanged. What remains there is not the marker's.",
+            "\u201cnone\u201d each marker of the context is the ordinary text \u201c|\u201d, at the same place, "
+            "which these models never saw as a marker: what is lost is the meta-token, not the place. In "
+            "\u201cdecoy\u201d further meta-tokens stand where they leave the answer unchanged. Models trained with "
+            "\u201c|\u201d are compared too.",
             control_tables.markers(grid),
             *(
                 Fold(f"{name(task)} in condition {condition}", [table])
@@ -117,8 +121,10 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
         section(
             "yarn",
             "Longer windows with YaRN (Table 1)",
-            "At a quarter of the paper's lengths: pretrained on blocks of 256, extended to windows of 1,024 and 2,048, "
-            "and fine-tuned to half of the window or all of it.",
+            f"{'At a quarter of the lengths in the paper. ' if grid.scale > 1 else ''}Pretrained on blocks of "
+            f"{tokens(1024 // grid.scale)} tokens, extended to windows four and eight times as long, and fine-tuned to "
+            "half of the window or all of it. Of meta alone: whether gpt2 does as well was not run. "
+            f"{comparison.unlearned_yarn(grid)}".strip(),
             [comparison.yarn(grid, task) for task in ("list_recall", "segment_counting")],
             Fold("The paper's table in full", [comparison.papers_yarn()]),
         ),
@@ -163,11 +169,13 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
         section(
             "sharpness",
             "Sharper attention (Figure 2, Theorem 4.1)",
-            f"{figure2.statement} As printed, Theorem 4.1 is false: with logits (5, 0), adding 1 to the second raises "
-            "the entropy from 0.040 to 0.090. A boost lowers it where \u03b1 > exp(\u2212H). Compared are a pass with "
-            "the meta-tokens' embeddings and one with zeros in their place. The figure shows meta, its seeds side by "
-            "side; the second attention is the one among meta-tokens alone. Output logits: at the meta-tokens within "
-            f"the prompt, and at its end, where the answer is read. {longer}".strip(),
+            f"The paper says that {figure2.statement} "
+            "As printed, Theorem 4.1 is false: with logits (5, 0), adding 1 to the second raises the entropy from "
+            "0.040 to 0.090. A boost lowers it where \u03b1 > exp(\u2212H). Compared are a pass with the meta-tokens' "
+            "embeddings and one with zeros in their place; pause and twin, without meta-attention, are the control. "
+            "The figure shows meta, its seeds side by side in order; the second attention is the one among meta-tokens "
+            "alone. Output logits: at the meta-tokens within the prompt, and at its end, where the answer is read. "
+            f"{longer}".strip(),
             drawn("sharpness", "Changes of logits and entropy by head.", inner_figures.sharpness, sharp),
             inner_tables.sharpness(grid),
             Fold("Theorem 4.1's premise by layer and head", [inner_tables.premise(grid)]),
@@ -181,16 +189,21 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "16 tokens away each distance stands alone; 32 is 17 to 32, and so on. Bands: 95\u00a0% over prompts; thin "
             f"lines: the seeds, where there are several. {longer}".strip(),
             drawn("similarity", "Cosine by distance.", inner_figures.similarity, residual),
-            drawn("heat_map", "Similarity of each state to the final meta-token's.", inner_figures.heat_map, residual),
+            drawn(
+                "heat_map",
+                "Similarity of each state of one prompt of list recall to the final meta-token's, meta.",
+                inner_figures.heat_map,
+                residual,
+            ),
             inner_tables.caching(grid),
             inner_tables.attention_of_final(grid),
         ),
         section(
             "rate-distortion",
             "Rate and distortion (Figure 3, right; Theorem 5.1)",
-            f"{figure3.notes[0]} Here it is fitted on 2,000 prompts and scored on 500 held out; as in the paper beside "
-            "it. Rates beyond a curve's last point keep that point's distortion. In the figure, no pos: without "
-            "position at the meta-tokens; text: at the text token before the last meta-token. Thin lines: the "
+            f"In the paper {figure3.notes[0]} Here it is fitted on 2,000 prompts and scored on 500 held out; as in the "
+            "paper beside it. Rates beyond a curve's last point keep that point's distortion. In the figure, no pos: "
+            "without position at the meta-tokens; text: at the text token before the last meta-token. Thin lines: the "
             "seeds, where there are several, each the mean of its fits.",
             drawn("rate_distortion", "Distortion by rate.", inner_figures.rate_distortion, distortion),
             [
@@ -207,8 +220,8 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "Inference cost (Table 3)",
             "At the paper's size, side by side in one run. Gathered: the meta-tokens' rows alone pass the second "
             "attention; dense: all rows, masked, as the paper did it, whose numbers stand beside that. One exception "
-            "refutes an \u201cat most\u201d. Ratios are per text token, of which a prompt with meta-tokens has fewer "
-            "in as many positions; the paper does not say what its prompts hold.",
+            "refutes an \u201cat most\u201d. Decoding is timed per text token, the first token after as many "
+            "positions: the paper does not say what its prompts hold.",
             measured.speed(grid),
         ),
         section(
@@ -223,6 +236,7 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "placement",
             "Where meta-tokens are put, and how many",
             f"Not in the paper, which places a tenth uniformly at random. {control_tables.text_read(grid)}".strip(),
+            [said for said in [control_tables.luck(grid)] if said],
             control_tables.placement(grid),
         ),
         section(
@@ -232,9 +246,9 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "(Ruoss et al., 2023); at test they are 0, 1, 2 and so on, denser than almost any such sample. Random "
             "ranges: each sequence draws from 0 to a limit of its own, log-uniform between its length and 2,304, in "
             "fine-tuning alone. Both are compared with plain positions trained for as many steps at 128 tokens alone "
-            "(list recall). Models of the plain grid, which stand below them, "
-            "have had fewer steps at 128, the first of their three phases. Grey in the figure: meta with plain "
-            "positions, of as many steps in list recall, of the plain grid in the other tasks, and 95\u00a0%.",
+            "(list recall). The models of the other sections, which stand below them, have had fewer steps at 128, the "
+            "first of their three phases. In the figure, meta with plain positions has as many steps as the others in "
+            "list recall, and fewer in the other tasks.",
             drawn(
                 "random_positions",
                 "Accuracy by length with random positions.",

@@ -12,10 +12,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from metatokens.report.estimates import mean
 from metatokens.report.figures import Style, line, small_multiples
 from metatokens.report.grid import Grid
 from metatokens.report.grid_figures import PAPER, STYLES, Panel, or_nan
-from metatokens.report.inner_claims import mean
+from metatokens.report.inner_claims import curves, distortion_at
 
 if TYPE_CHECKING:
     from metatokens.analysis.records import Measurement
@@ -204,7 +205,11 @@ def rate_distortion(grid: Grid, width: float) -> Figure:
                 seeds = _points(grid, split, model, subject, intervention)
                 if seeds:
                     look = line(style) | {"linewidth": thick}
-                    axes.plot(*np.mean(list(seeds.values()), axis=0), label=label, **look)
+                    # At equal rates, as in the table: the points of one beta lie at other rates in each seed.
+                    shown = np.mean([rates for rates, _ in seeds.values()], axis=0)
+                    found = curves(grid, model, subject, intervention, split).items()
+                    means = [fmean(distortion_at(own, rate) for _, own in found) for rate in shown]
+                    axes.plot(shown, means, label=label, **look)
                     for rates, distortions in seeds.values() if len(seeds) > 1 else ():
                         axes.plot(rates, distortions, color=style.colour, linewidth=0.6, alpha=0.6)
                     last = max(last, *(rates[-1] for rates, _ in seeds.values()))

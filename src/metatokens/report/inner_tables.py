@@ -5,9 +5,9 @@ from itertools import product
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from metatokens.report.estimates import MODELS
+from metatokens.report.estimates import MODELS, mean
 from metatokens.report.grid import Grid
-from metatokens.report.inner_claims import CLOSE, FAR, RATES, by_seed, curves, distortion_at, mean, setting
+from metatokens.report.inner_claims import CLOSE, FAR, RATES, by_seed, curves, distortion_at, setting
 from metatokens.report.tables import Row, Table
 from metatokens.report.wording import EN_DASH, MINUS, NOT_RUN, NOT_YET, count, percent
 
@@ -54,7 +54,8 @@ def sharpness(grid: Grid) -> Table:
     note = (
         f"{_counts(grid, 'sharpness')} All keys of meta's second attention are meta-tokens, so that the premise always "
         "holds there (the largest weight is never below exp(\u2212H)), and its log-odds change by nothing on average. "
-        "twin's is over all positions."
+        "twin's is over all positions. Log-odds: the key's logit less the log-sum-exp of the others'. Key boosted: "
+        "with the embeddings the log-odds of the meta-token of the row's largest weight are higher."
     )
     title = "What the meta-tokens' embeddings change, nats; shares of rows, %"
     return Table(title, ("change", *models), tuple(rows), note=note)
@@ -137,7 +138,11 @@ def attention_of_final(grid: Grid) -> Table:
         if any(cells):
             rows.append((f"{which}attention: {keys.replace('_', ' ')}", *cells))
     title = "What the final meta-token attends to, % of its weight"
-    return Table(title, ("keys", *models), tuple(rows), note=_counts(grid, "residual"))
+    note = (
+        "Before and after meta: the text tokens beside an earlier meta-token. Near: the last 8 text tokens. First: the "
+        f"first token. Each key is of the first class that fits it. {_counts(grid, 'residual')}"
+    )
+    return Table(title, ("keys", *models), tuple(rows), note=note)
 
 
 def rate_distortion(grid: Grid) -> Table:
@@ -157,10 +162,21 @@ def rate_distortion(grid: Grid) -> Table:
     header = ("scored, model, place", *(f"{rate:g} nats" for rate in RATES), "n (prompts)")
     note = (
         "The mean over seeds of the models, each the mean of its fits; below it the range over seeds and fits, and "
-        "each seed's mean. At rate 0 the distortion is the entropy of the answers: nothing is told of them. No "
+        "each seed's mean. At rate 0 the distortion is the entropy of the answers: nothing is told of them"
+        f"{_entropies(grid)}. A distortion above it is the head's misfit, and so is that part of a difference. No "
         "position: at the meta-tokens, as in section 5.2."
     )
     return Table("Distortion (nats) at a rate", header, tuple(rows), note=note)
+
+
+def _entropies(grid: Grid) -> str:
+    """The entropy of the answers of either split."""
+    names = {"held_out": "held out", "fit": "of the 50 fitted"}
+    found = {
+        text: mean(grid.measured("rate_distortion", "answer_entropy", split=split)) for split, text in names.items()
+    }
+    told = [f"{_nats(one.value)} {text}" for text, one in found.items() if one]
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _of_fits(values: Mapping[tuple[int, int | None], float]) -> str:

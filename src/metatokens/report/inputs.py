@@ -30,7 +30,6 @@ class CurvePoint(BaseModel):
     seed: int
     step: int
     loss: float
-    seconds: float | None = None
 
 
 class RecallPoint(BaseModel):

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
-from metatokens.report.cells import counts, one_seed
-from metatokens.report.cost_claims import TEXTS, per_text_token, tokens_to_learn
+from metatokens.report.cells import POSITIONS, counts, one_seed
+from metatokens.report.cost_claims import TEXTS, compared, tokens_to_learn
 from metatokens.report.estimates import MODELS, Difference
 from metatokens.report.grid import Cell, Grid
 from metatokens.report.paper import paper_table
@@ -16,7 +16,6 @@ from metatokens.report.wording import EN_DASH, NOT_RUN, NOT_YET, compact, count
 
 def evidence(claims: Iterable[Claim]) -> list[Table]:
     """The comparisons behind each claim."""
-    sides = {1: "for", -1: "against", 0: "open"}
     tables = []
     for claim in claims:
         rows = tuple(
@@ -25,11 +24,12 @@ def evidence(claims: Iterable[Claim]) -> list[Table]:
                 one.figures,
                 _order(one.gap) if claim.section == "learning" else claim.interval(one.gap),
                 " / ".join(claim.amount(gap).split()[0] for gap in one.by_seed),
-                NOT_YET if one.gap is None else sides[one.side(claim.margin)] if one.is_informative else "no room",
+                claim.says(one),
             )
             for one in claim.comparisons
         )
-        header = ("comparison", "figures", "difference (95 % interval)", "by seed", "says")
+        spread = "quartiles of the rounds" if claim.section == "speed" else "95 % interval"
+        header = ("comparison", "figures", f"difference ({spread})", "by seed", "says")
         tables.append(Table(f"{claim.text}: {claim.verdict}", header, rows))
     return tables
 
@@ -47,7 +47,7 @@ def learning(grid: Grid) -> Table:
         seen = max(points[-1].text_tokens for points in seeds.values())
         ns = {point.n for points in seeds.values() for point in points if point.n}
         each = " / ".join("not reached" if one is None else compact(one) for one in reached.values())
-        rows.append((f"{model}, {position}", each, compact(seen), " / ".join(map(str, sorted(ns)))))
+        rows.append((f"{model}, {POSITIONS[position]}", each, compact(seen), " / ".join(map(str, sorted(ns)))))
     header = ("model", "text tokens to 90 %, by seed", "text tokens in all", "n (prompts)")
     return Table("List recall, trained to 128 tokens", header, tuple(rows))
 
@@ -61,7 +61,7 @@ def perplexity(grid: Grid) -> Table:
         about: dict[str, Any] = {"model": model, "position_embedding": position}
         cells = [grid.perplexity(note, **about, text=text, condition=placement) for text, placement in places]
         if any(cells):
-            label = ", ".join(filter(None, [model, position if position != "none" else "no positions", note]))
+            label = ", ".join(filter(None, [model, POSITIONS[position], note]))
             measured.append(cells)
             rows.append((label + one_seed(cells), *(_perplexity(cell) if cell else "" for cell in cells)))
     columns = zip(*measured, strict=True) if measured else [()] * len(places)
@@ -93,8 +93,8 @@ def speed(grid: Grid) -> Table:
     papers = {("decode", "dense, inserting", "gpt2"): slow, ("prefill", "dense", "gpt2"): first}
     shown = [
         line
-        for line in per_text_token(grid.inputs.speeds)
-        if line.benchmark in ("decode", "prefill") and line.against in ("gpt2", "meta", "meta, inserting")
+        for line in sorted(compared(grid.inputs.speeds), key=lambda line: line.benchmark)
+        if line.against in ("gpt2", "meta", "meta, inserting")
     ]
     rows = []
     for line in shown:
@@ -116,15 +116,16 @@ def speed(grid: Grid) -> Table:
     about = {f"{line.device}, {line.threads} threads, {line.dtype}, size \u201c{line.shape}\u201d" for line in shown}
     header = (
         "what", "model / compared with", "text tokens a second", "ms to the first token",
-        "times as long per text token", "paper", "by operations", "n (rounds)",
+        "times as long", "paper", "by operations", "n (rounds)",
     )  # fmt: skip
     rates, waits = (
         [f"{paper.value(metric=metric, model=model)}" for model in ("gpt2", "meta")]
         for metric in ("tokens_per_second", "first_token_ms")
     )
     note = (
-        "A prompt with meta-tokens has as many positions as one without, hence less text. Times as long: the median of "
-        "the rounds' ratios, in brackets their quartiles; tokens a second: of the median time. "
+        "Times as long: decoding per text token, the first token after as many positions, of which meta-tokens leave "
+        "fewer to the text; the median of the rounds' ratios, in brackets their quartiles. Tokens a second: of the "
+        "median time. "
         "By operations: the ratio of what must be computed, in decoding of what must be read; times vary about it. "
         f"The paper: {' and '.join(rates)} tokens a second, {' and '.join(waits)} ms to the first token, without and "
         f"with meta-tokens, on an A100. Here: {'; '.join(sorted(about))}."

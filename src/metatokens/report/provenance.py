@@ -34,8 +34,8 @@ def _run(run: RunInfo) -> list[Block]:
         "cores": run.cores,
         "python": run.python,
         **run.versions,
-        "started": run.created,
-        "finished": run.finished,
+        "last started": run.created,
+        "last written": run.finished,
         "wall time": None if run.wall_seconds is None else duration(run.wall_seconds),
     }
     blocks: list[Block] = [settings("Run", {fact: value for fact, value in facts.items() if value is not None})]

@@ -198,9 +198,8 @@ def settings(title: str, values: Mapping[str, Any]) -> Table:
 
 def stages(times: Sequence[Stage]) -> Table:
     """The stages of a run and the time that each took."""
-    return Table(
-        "Time of each stage", ("stage", "time"), tuple((stage.name, duration(stage.seconds)) for stage in times)
-    )
+    rows = ((stage.name, duration(stage.seconds), duration(stage.cost)) for stage in times)
+    return Table("Time of each stage", ("stage", "by the clock", "of one core"), tuple(rows))
 
 
 def columns(cells: Mapping[Any, Mapping[Any, object]]) -> list[Any]:
@@ -233,8 +232,7 @@ def _steps(run: Learning | None) -> str:
         return ""
     if run.learned is None:
         return "not reached"
-    seconds = "" if run.learned.seconds is None else f" ({duration(run.learned.seconds)})"
-    return count(run.learned.step) + seconds
+    return count(run.learned.step)
 
 
 def _perplexity(cell: Estimate | None) -> str:

@@ -81,19 +81,23 @@ class Claim:
     @property
     def short(self) -> int:
         """How many are shown to be no gain to speak of, those against included."""
-        limit = max(self.margin, self.negligible)
-        return sum(one.side(self.margin) <= 0 and one.side(limit) < 0 for one in self.informative)
+        return sum(self._is_short(one) for one in self.informative)
+
+    @property
+    def run(self) -> list[Comparison]:
+        """The comparisons that were run."""
+        return [one for one in self.comparisons if one.gap is not None]
 
     @property
     def verdict(self) -> Verdict:
         """What the comparisons say of the claim."""
-        informative, runs = len(self.informative), sum(one.gap is not None for one in self.comparisons)
+        informative = len(self.informative)
+        if self.is_universal and self.short:
+            return "does not hold"
         if informative < min(FEWEST, len(self.comparisons)) or informative == 0:
             return "cannot be told at this scale"
         if self.is_universal:
-            if self.short:
-                return "does not hold"
-            complete = self.for_it == informative and runs == len(self.comparisons)
+            complete = self.for_it == informative and len(self.run) == len(self.comparisons)
             return "holds" if complete else "cannot be told at this scale"
         if 2 * self.for_it >= informative and self.against <= BY_LUCK * informative:
             return "holds"
@@ -101,14 +105,32 @@ class Claim:
             return "does not hold"
         return "cannot be told at this scale"
 
+    def says(self, one: Comparison) -> str:
+        """What one of the comparisons says of the claim, in a word or two."""
+        if one.gap is None:
+            return NOT_YET
+        if not one.is_informative:
+            return "no room"
+        side = one.side(self.margin)
+        return {1: "for", -1: "against"}.get(side, "short" if self._is_short(one) else "open")
+
+    def so_far(self) -> str:
+        """After a verdict: whether what is still to be run may turn it."""
+        if not self.run:
+            return " (not run)"
+        is_settled = self.is_universal and self.verdict == "does not hold"
+        return " (so far)" if 2 * len(self.run) < len(self.comparisons) and not is_settled else ""
+
     def counts(self) -> str:
         """`31 : 2 of 36`, for and against of the informative comparisons; an ellipsis where nothing was run."""
-        run = [one for one in self.comparisons if one.gap is not None]
-        if not run:
+        if not self.run:
             return NOT_YET
-        missing = len(self.comparisons) - len(run)
-        told = f"{self.for_it} : {self.against} of {len(self.informative)}"
-        return told + (f", {missing} not run" if missing else "")
+        further = {"short": self.short - self.against, "not run": len(self.comparisons) - len(self.run)}
+        told = [f"{self.for_it} : {self.against} of {len(self.informative)}"]
+        told += [f"{number} {what}" for what, number in further.items() if number]
+        if self.unit == "points" and not any(one.by_seed for one in self.run):
+            told.append("one seed")
+        return ", ".join(told)
 
     def middle(self) -> str:
         """The median difference, or the one that there is with its interval; empty where none is informative."""
@@ -123,6 +145,9 @@ class Claim:
         spread = f"{'median ' if len(self.comparisons) > 1 else ''}{middle}" if middle else ""
         counts = self.counts().replace(" : ", " for, ").replace(" of ", " against of ")
         return "; ".join(filter(None, [self.decisive, counts, spread]))
+
+    def _is_short(self, one: Comparison) -> bool:
+        return one.side(self.margin) <= 0 and one.side(max(self.margin, self.negligible)) < 0
 
     def amount(self, value: float) -> str:
         """A difference in the claim's unit."""

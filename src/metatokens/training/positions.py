@@ -26,7 +26,8 @@ def randomized_positions(model: MetaGPT2ForCausalLM, limit: int | None, shortest
     Args:
         model: gets a hook for as long; its weights and what is saved of it stay as they are.
         limit: the longest sequence that the model is to be ready for, in tokens.
-        shortest: where given, a sequence's own limit is drawn, between this or its length and `limit`.
+        shortest: where given, a sequence's own limit is drawn, between this or the batch's length and `limit`. A row
+            that is padded to that length gets the first of its sample's positions.
 
     Raises:
         UserError: if the limit is beyond a learned table; and in training, for a sequence longer than the limit.
