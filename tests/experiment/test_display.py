@@ -45,6 +45,16 @@ def test_what_was_done_before_says_nothing_about_the_speed(
     assert lines(capsys) == ["60% in 0:30, 2:00 left: b 100%"]
 
 
+def test_nothing_done_yet_is_no_speed(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = {f"stage {number}": 0.1 * number for number in range(1, 40)}  # whose sums depend on their order
+    with Display(costs) as display:
+        for name in reversed(list(costs)[1:]):
+            display.skip(name)
+        clock.now += LINE_EVERY + 1
+        display.refresh(["stage 1"])
+    assert lines(capsys) == ["100% in 0:21, estimating the time left: stage 1 0%"]
+
+
 def test_no_guess_in_the_first_seconds(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     with Display({"a": 1, "b": 1}) as display:
         clock.now += 2

@@ -259,6 +259,14 @@ def test_the_papers_sizes_are_the_papers() -> None:
     assert "pretrain-gpt-neo-learned" not in plan
 
 
+@pytest.mark.parametrize("sizes", [SMALL, PAPER])
+def test_learned_tables_hold_the_answers_to_the_longest_prompts_too(sizes: Preset) -> None:
+    learned = [one for one in sizes.variants if one.position == "learned" and one.published is None]
+    tables = {pretrain_recipe(sizes, one, Path("t")).model.max_position_embeddings for one in learned}
+    assert len(learned) >= 4
+    assert min(tables) > 1024 + 64
+
+
 def test_what_a_gpu_does_in_half_an_hour() -> None:
     assert sum(stage.cost for stage in stages(GPU)) <= 1800
     shape = pretrain_recipe(GPU, Variant(model="meta"), Path("x"))

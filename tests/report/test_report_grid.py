@@ -8,7 +8,7 @@ from grid_inputs import accuracy, learning, measurement, measurements, results, 
 
 from metatokens.errors import UserError
 from metatokens.evaluation.results import wilson_interval
-from metatokens.report import ablation_tables, comparison, control_tables, measured
+from metatokens.report import ablation_tables, comparison, control_tables, measured, recall_claims
 from metatokens.report.cost_claims import tokens_to_learn
 from metatokens.report.grid import Grid, grid_of
 from metatokens.report.inner_claims import distortion_at
@@ -267,6 +267,33 @@ def test_the_cost_is_in_core_hours(grid: Grid) -> None:
     [table] = section.blocks
     assert isinstance(table, comparison.Table)
     assert table.rows == (("pretrain", "1", "2 h 0 min"), ("evaluate", "1", "1 min 0 s"))
+
+
+def test_table_1_has_the_papers_own_lengths_in_its_preset() -> None:
+    own = accuracy(0.9, recipe="paper/yarn8", train_length=4096, length=8192)
+    grid = Grid("paper", Inputs([own]))
+    rows = {row[0]: row[1:] for row in comparison.yarn(grid, "list_recall").rows}
+    figures = rows["meta, window 8,192, trained to 4,096 (seed 0)\npaper's 8k / 4k"]
+    assert figures[3].startswith("90.0 (")
+    assert "is the published model" in comparison.neo(grid)
+    [wide] = (one for one in recall_claims.claims(grid) if one.text.startswith("YaRN 8"))
+    assert [one.gap is None for one in wide.comparisons] == [True, True, True, False]
+
+
+def test_models_that_have_not_learned_their_own_length_are_named() -> None:
+    extended = accuracy(0.04, recipe="small/yarn8", train_length=1024, length=1024)
+    grid = small(accuracy(0.79), accuracy(0.9, model="gpt2"), extended)
+    assert comparison.unlearned(grid).endswith("tells little: meta, rope, 512 (79.0).")
+    assert comparison.unlearned_yarn(grid).endswith("tells little: window 2,048, trained to 1,024 (4.0).")
+    assert comparison.unlearned(small(accuracy(0.9))) == ""
+
+
+def test_a_line_of_no_grid_counts_nowhere() -> None:
+    plain = accuracy(1.0)
+    grid = small(plain, plain.model_copy(update={"recipe": None, "value": 0.0}))
+    cell = grid.accuracy(model="meta", position_embedding="rope", task="list_recall", train_length=512, length=512)
+    assert cell is not None
+    assert cell.seeds[0].value == 1.0
 
 
 def test_two_grids_are_not_mixed() -> None:

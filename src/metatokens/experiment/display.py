@@ -21,7 +21,7 @@ class Display:
     def __init__(self, costs: Mapping[str, float]):
         self._costs = costs
         self._fractions = dict.fromkeys(costs, 0.0)
-        self._skipped = 0.0
+        self._skipped: set[str] = set()
         self._start = self._last_line = time.monotonic()
         self._console = Console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -37,7 +37,7 @@ class Display:
     def skip(self, name: str) -> None:
         """A stage was done before."""
         self._fractions[name] = 1.0
-        self._skipped += self._costs[name]
+        self._skipped.add(name)
 
     def update(self, name: str, fraction: float) -> None:
         """A stage is so far; what arrives after a later report, or after the end, changes nothing."""
@@ -66,7 +66,8 @@ class Display:
 
     def _line(self, names: list[str]) -> str:
         total, done, elapsed = sum(self._costs.values()), self._done(), time.monotonic() - self._start
-        rate = (done - self._skipped) / elapsed if elapsed > 5 else 0.0
+        own = sum(cost * self._fractions[name] for name, cost in self._costs.items() if name not in self._skipped)
+        rate = own / elapsed if elapsed > 5 else 0.0
         left = f"{_minutes((total - done) / rate)} left" if rate else "estimating the time left"
         stages = ", ".join(f"{name} {self._fractions[name]:.0%}" for name in names)
         return f"{done / total:4.0%} in {_minutes(elapsed)}, {left}: {stages}"

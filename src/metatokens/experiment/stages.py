@@ -263,6 +263,7 @@ class Workshop:
                 change = None if name is None else Intervention.parse(name)
                 found += rate_distortion(model, examples, about, fits=3, intervention=change, held_out=n // 5)
             else:
+                assert name is None  # these take none
                 found += {"sharpness": sharpness, "residual": residual}[kind](model, examples, about)
         return Outcome(measurements=found)
 
