@@ -39,7 +39,7 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             f"{MARKS[one.verdict]} {one.verdict.capitalize()}{one.so_far()}: {one.text} ({one.tally()})." for one in own
         ]
         shown: list[Block] = []
-        for block in blocks:
+        for block in filter(None, blocks):
             shown += block if isinstance(block, list) else [block]
         folded = [Fold("Every comparison behind these verdicts", measured.evidence(own))] if own else []
         return Section(anchor, title, intro, [*said, *shown, *folded])
@@ -65,7 +65,7 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "figure the band covers the intervals of all seeds, and the paper's GPT-Neo, which has no train length, "
             f"stands in each panel. {comparison.neo(grid)} {longer}".strip(),
             drawn("lengths", f"Accuracy by length. {recall_claims.row(grid)}", grid_figures.lengths, True),
-            [said for said in [comparison.unlearned(grid)] if said],
+            comparison.unlearned(grid),
             [comparison.lengths(grid, task) for task in TASKS],
             *(
                 Fold(
@@ -236,7 +236,7 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "placement",
             "Where meta-tokens are put, and how many",
             f"Not in the paper, which places a tenth uniformly at random. {control_tables.text_read(grid)}".strip(),
-            [said for said in [control_tables.luck(grid)] if said],
+            control_tables.luck(grid),
             control_tables.placement(grid),
         ),
         section(
