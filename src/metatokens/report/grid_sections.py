@@ -39,8 +39,9 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             f"{MARKS[one.verdict]} {one.verdict.capitalize()}{one.so_far()}: {one.text} ({one.tally()})." for one in own
         ]
         shown: list[Block] = []
-        for block in filter(None, blocks):
-            shown += block if isinstance(block, list) else [block]
+        for block in blocks:
+            if block:
+                shown += block if isinstance(block, list) else [block]
         folded = [Fold("Every comparison behind these verdicts", measured.evidence(own))] if own else []
         return Section(anchor, title, intro, [*said, *shown, *folded])
 
