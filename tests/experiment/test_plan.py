@@ -123,6 +123,13 @@ def test_a_variant_is_named_by_what_sets_it_apart() -> None:
     assert Variant(model="twin", position="learned", seed=2, note="k=0.05").name == "twin-learned-seed2-k=0.05"
 
 
+def test_a_variant_is_described_by_what_it_changes() -> None:
+    names = {one.name: one.description for one in SMALL.variants}
+    assert names["meta"] == "meta-tokens in pretraining, meta-attention: the paper's model"
+    assert names["meta-k=0"] == f"{names['meta']}; but data.placement=none, data.block_size=922"
+    assert names["meta-yarn8"].endswith(", its context lengthened 8 times with YaRN")
+
+
 def test_a_variant_changes_what_it_says_and_nothing_else() -> None:
     variant = Variant(
         model="meta",

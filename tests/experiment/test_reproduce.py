@@ -18,7 +18,7 @@ from metatokens.errors import UserError
 from metatokens.evaluation.results import Result, read_results
 from metatokens.experiment import pools, presets, run, variants
 from metatokens.experiment.plan import Stage
-from metatokens.experiment.stages import Outcome
+from metatokens.experiment.stages import Outcome, Workshop
 from metatokens.report.inputs import read_inputs
 
 STAGES = [
@@ -73,6 +73,15 @@ def test_the_result_lines(undisturbed: Path) -> None:
     ]
     assert len(results) == 3 + 2 * 2 * 2 * 2 + 4
     assert {result.recipe for result in results} == {"tiny"}
+
+
+def test_guessing_is_measured_at_every_length_that_some_model_is_tested_at(
+    undisturbed: Path, small_corpus: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(undisturbed / "tokens", tmp_path / "tokens")
+    sizes = replace(tiny_preset.tiny(str(small_corpus)), rope_test_counts={192: 2})
+    found = Workshop(tmp_path, "tiny", sizes).describe_tasks(lambda fraction: None).results
+    assert {(one.task, one.length) for one in found} >= {("segment_counting", 192), ("parity", 192)}
 
 
 def test_curves_examples_and_provenance_are_what_the_report_reads(undisturbed: Path) -> None:
@@ -206,6 +215,21 @@ def test_weights_that_come_out_otherwise_are_noticed(
     reproduce(tmp_path / "run")
     said = [line for line in capsys.readouterr().err.splitlines() if "other weights" in line]
     assert said == ["pretrain-gpt2 gave other weights than those that finished stages measured."]
+
+
+def test_weights_of_which_no_checksum_was_kept_may_differ(
+    reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(undisturbed, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "models" / "gpt2")
+    ledger = tmp_path / "run" / "stages.jsonl"
+    entries = [json.loads(line) for line in ledger.read_text().splitlines() if '"evaluate-gpt2-parity"' not in line]
+    (pretrained,) = (entry for entry in entries if entry["name"] == "pretrain-gpt2")
+    del pretrained["facts"]["weights_sha256"]
+    ledger.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    reproduce(tmp_path / "run")
+    [said] = [line for line in capsys.readouterr().err.splitlines() if "other weights" in line]
+    assert said.startswith("pretrain-gpt2 may have given other weights")
 
 
 def test_lines_of_a_stage_that_was_cut_off_are_dropped(

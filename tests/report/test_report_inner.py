@@ -133,8 +133,10 @@ def test_decoding_is_compared_per_text_token_and_reading_by_positions() -> None:
 
 
 def test_speed_is_claimed_of_the_papers_size_alone() -> None:
-    lines = [line | {"shape": "tiny"} for line in speeds()]
-    assert ratios(grid_of(speeds=lines), "prefill", "meta", "gpt2") == []
+    tiny = [line | {"shape": "tiny", "text_tokens": 3 * line["text_tokens"]} for line in speeds()]
+    assert ratios(grid_of(speeds=tiny), "prefill", "meta", "gpt2") == []
+    asked = "decode", "meta, inserting", "gpt2"
+    assert ratios(grid_of(speeds=[*speeds(), *tiny]), *asked) == ratios(grid_of(speeds=speeds()), *asked)
 
 
 def test_the_first_token_is_timed_by_positions() -> None:

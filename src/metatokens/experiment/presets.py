@@ -291,7 +291,8 @@ def _with_room(variant: Variant) -> Variant:
     """A learned table that holds answers to prompts of 1,024 tokens too, as that of `small` does."""
     if variant.position != "learned":
         return variant
-    return replace(variant, pretrain_overrides=("model.max_position_embeddings=1152",))
+    room = "model.max_position_embeddings=1152"
+    return replace(variant, pretrain_overrides=(*variant.pretrain_overrides, room))
 
 
 # The paper's sizes and text: 4 x A100 pretrain one of its models in about two weeks.

@@ -68,9 +68,8 @@ class Variant:
         if self.published is not None:
             return f"{self.published}, as published"
         what = MODELS[self.model]["description"]
-        changed = [*self.pretrain_overrides]
-        if self.extension is not None:
-            changed.append(f"its context lengthened {self.extension:g} times with YaRN")
+        longer = () if self.extension is None else (f"its context lengthened {self.extension:g} times with YaRN",)
+        changed = (*self.pretrain_overrides, *longer)
         return f"{what}; but {', '.join(changed)}" if changed else what
 
     @property

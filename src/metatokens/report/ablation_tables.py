@@ -137,7 +137,11 @@ def zeroed_positions(grid: Grid) -> Table:
         ("positions, train \u2192 test length", "full", "no position", "difference, points", *MEASURE),
         tuple(rows),
         note=" ".join(
-            (*paper.notes, *fewer.notes, "Its small, medium, hard and extra-hard are read as 128, 256, 512 and 1,024.")
+            (
+                *paper.notes,
+                *fewer.notes,
+                "The paper's small, medium, hard and extra-hard are read as 128, 256, 512 and 1,024.",
+            )
         ),
     )
 

@@ -11,11 +11,9 @@ from metatokens.report.cells import POSITIONS, footer, label, notes, one_seed, r
 from metatokens.report.estimates import MODELS
 from metatokens.report.grid import LONGER, Cell, Grid
 from metatokens.report.paper import paper_table, printed
-from metatokens.report.recall_claims import LENGTH_TABLES, TRAINED, YARN, YARN_LENGTHS
+from metatokens.report.recall_claims import LENGTH_TABLES, STRONG, TRAINED, YARN, YARN_LENGTHS
 from metatokens.report.tables import Table
 from metatokens.report.wording import count, name, percent, tokens
-
-LEARNED = 0.8  # of the prompts at the own train length
 
 Cells = list[Cell | None]
 
@@ -178,12 +176,12 @@ def _unlearned(models: Mapping[str, Cell | None]) -> str:
     below = [
         f"{model} ({percent(pooled.value)})"
         for model, cell in models.items()
-        if cell and (pooled := cell.pooled()) and pooled.value is not None and pooled.value < LEARNED
+        if cell and (pooled := cell.pooled()) and pooled.value is not None and pooled.value < STRONG
     ]
     if not below:
         return ""
     return (
-        f"Below {100 * LEARNED:g}\u00a0% of list recall at their own train length, so that what they lose beyond it "
+        f"Below {100 * STRONG:g}\u00a0% of list recall at their own train length, so that what they lose beyond it "
         f"tells little: {'; '.join(below)}."
     )
 

@@ -62,7 +62,7 @@ def placement(grid: Grid) -> Table:
     )
 
 
-def luck(grid: Grid) -> str:
+def seed_spread(grid: Grid) -> str:
     """How far the seeds of the paper's placement differ, beside which the others, of one seed, are to be seen."""
     where: dict[str, Any] = {"model": "meta", "position_embedding": "rope", "task": "list_recall"}
     cell = grid.accuracy(**where, train_length=TRAINED[-1], length=2 * TRAINED[-1])

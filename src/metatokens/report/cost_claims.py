@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from statistics import fmean, variance
 from typing import Any
 
@@ -159,10 +160,11 @@ def compared(speeds: Sequence[SpeedLine]) -> list[SpeedLine]:
     Decoding is per text token: with meta-tokens as many positions hold the fewer. The first token is after as many
     positions; per text token no model with k = 0.1 could keep to the paper's bound of 1.02.
     """
-    texts = {(line.length, line.batch, line.model): line.text_tokens for line in speeds if line.benchmark == "decode"}
+    about = attrgetter("benchmark", "shape", "length", "batch")
+    texts = {(about(line), line.model): line.text_tokens for line in speeds}
     found = [line for line in speeds if line.benchmark == "prefill"]
     for line in speeds:
-        if line.benchmark == "decode" and (theirs := texts.get((line.length, line.batch, line.against))):
+        if line.benchmark == "decode" and (theirs := texts.get((about(line), line.against))):
             more = theirs / line.text_tokens
             scaled = {name: more * getattr(line, name) for name in ("ratio", "ratio_low", "ratio_high", "limit")}
             found.append(line.model_copy(update=scaled))

@@ -118,15 +118,12 @@ def mean(ones: "Iterable[Estimate | Measurement]") -> Estimate | None:
     They are taken as wholly dependent: the half-widths of their intervals are averaged. How far the prompts move them
     together cannot be told from the lines, and independent ones would have a narrower interval.
     """
-    run = [one for one in ones if one.value is not None]
+    run = [(one.value, one.low, one.high, one.n) for one in ones if one.value is not None]
     if not run:
         return None
-    low, high = (
-        None if any(end is None for end in ends) else fmean(end for end in ends if end is not None)
-        for ends in zip(*((one.low, one.high) for one in run), strict=True)
-    )
-    value = fmean(one.value for one in run if one.value is not None)
-    return Estimate(value, low, high, sum(one.n for one in run), None)
+    values, lows, highs, ns = zip(*run, strict=True)
+    low, high = (None if None in ends else fmean(ends) for ends in (lows, highs))
+    return Estimate(fmean(values), low, high, sum(ns), None)
 
 
 def difference(a: Estimate, b: Estimate) -> Difference | None:

@@ -237,7 +237,7 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "placement",
             "Where meta-tokens are put, and how many",
             f"Not in the paper, which places a tenth uniformly at random. {control_tables.text_read(grid)}".strip(),
-            control_tables.luck(grid),
+            control_tables.seed_spread(grid),
             control_tables.placement(grid),
         ),
         section(

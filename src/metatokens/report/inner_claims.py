@@ -91,7 +91,7 @@ def _falls(grid: Grid) -> str:
     ):
         about: dict[str, Any] = {"position_embedding": "rope"} | where
         found = {model: mean(grid.measured("sharpness", metric, model=model, **about)) for model in MODELS}
-        changes = [f"{model} {one.value:+.2f}".replace("-", MINUS) for model, one in found.items() if one and one.value]
+        changes = [f"{model} {one.value:+.2f}".replace("-", MINUS) for model, one in found.items() if one]
         said += [f"{what}: {', '.join(changes)}"] if changes else []
     return "; ".join(said)
 

@@ -18,6 +18,7 @@ TRAINED = (128, 256, 512)
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 LEARNED_END = 1024  # the longest bin that a learned table reaches
 POSITIONS = ("rope", "learned")  # the paper's
+STRONG = 0.8  # exact match, of what is said to be strong; below it at its own train length, a model has not learned
 YARN = {"yarn4": (2048, 4096), "yarn8": (4096, 8192)}  # the paper's train lengths: half of the window, and all of it
 YARN_LENGTHS = (1024, 2048, 4096, 8192, 16384)  # the block of its pretraining, and where its Table 1 tests
 Setting = tuple[str, str, int, int]  # task, positions, train length, length
@@ -223,7 +224,7 @@ def _yarn(grid: Grid) -> list[Claim]:
     lengths = [length // grid.scale for length in YARN_LENGTHS]
     tasks = ("list_recall", "segment_counting")
     strong = [
-        over(task, note, window, length, 0.8)
+        over(task, note, window, length, STRONG)
         for task, (note, window) in product(tasks, windows.items())
         for length in lengths
         if length <= window
@@ -233,7 +234,7 @@ def _yarn(grid: Grid) -> list[Claim]:
         for task, (note, window) in product(tasks, windows.items())
     ]
     half, window = windows["yarn8"] // 2, windows["yarn8"]
-    wide = [over("list_recall", "yarn8", half, length, 0.8) for length in lengths if length <= window]
+    wide = [over("list_recall", "yarn8", half, length, STRONG) for length in lengths if length <= window]
     return [
         Claim("YaRN: strong (80 % exact match) within the window", "Table 1", "yarn", tuple(strong), negligible=0.0),
         Claim("YaRN: exact match above guessing at twice the window", "Table 1", "yarn", tuple(beyond), negligible=0.0),
