@@ -106,6 +106,8 @@ def test_an_override_may_open_a_section(tmp_path: Path) -> None:
         ("training.max_steps=0", "training.max_steps is 0: input should be greater than 0."),
         ("training.max_steps=2.5", "training.max_steps is 2.5: input should be a valid integer"),
         ("training.learning_rate=.nan", "training.learning_rate is nan: input should be"),
+        ("training.learning_rate=1e-9", "training.min_learning_rate is 0.0001, above training.learning_rate (1e-09)"),
+        ("training.decay_steps=5", "training.decay_steps is 5, less than training.max_steps"),
         ("training.adam_beta2=1", "training.adam_beta2 is 1: input should be less than 1."),
         ("training=3", "training is 3: input should be a valid dictionary"),
         ("data.placement=random", "data.placement is 'random': input should be 'uniform', 'periodic' or 'none'."),

@@ -23,6 +23,11 @@ def process_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_rank() -> int:
+    """The number of this one among those on its machine, and of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def is_first_process() -> bool:
     """Whether this is the first of them, or the only one."""
     return process_rank() == 0

@@ -90,6 +90,20 @@ class TrainingSettings(_Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _the_rate_never_rises_again(self) -> "TrainingSettings":
+        if self.decay_steps is not None and self.decay_steps < self.max_steps:
+            raise ValueError(
+                f"training.decay_steps is {self.decay_steps}, less than training.max_steps ({self.max_steps}): the "
+                "learning rate would rise again after it"
+            )
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"training.min_learning_rate is {self.min_learning_rate}, above training.learning_rate "
+                f"({self.learning_rate})"
+            )
+        return self
+
     @property
     def batch(self) -> int:
         """Items of an optimizer step, over all processes that torchrun or accelerate started."""

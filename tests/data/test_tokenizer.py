@@ -120,9 +120,14 @@ def test_a_long_text_is_encoded_in_pieces_to_the_same_ids(trained, text, long):
         assert encode_text(trained, [text, "short"]) == whole
 
 
-def test_a_tokenizer_that_may_join_words_encodes_them_together(saved, tmp_path):
+@pytest.mark.parametrize(
+    "cut",
+    [pre_tokenizers.Split(" now", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)],
+    ids=["at-a-word", "nowhere"],
+)
+def test_a_tokenizer_that_may_join_words_encodes_them_together(saved, tmp_path, cut):
     backend = Tokenizer.from_file(str(saved / "tokenizer.json"))
-    backend.pre_tokenizer = pre_tokenizers.Split(" now", "isolated")
+    backend.pre_tokenizer = cut
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>").save_pretrained(tmp_path / "joining")
     joining = load_tokenizer(str(tmp_path / "joining"))
     with pytest.MonkeyPatch.context() as patch:

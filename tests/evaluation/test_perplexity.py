@@ -125,6 +125,12 @@ def test_held_out_text_of_a_store_and_a_whole_corpus(small_store: TokenStore, tm
         "<|endoftext|> dogs",
     ]
     assert (ids[-1], (ids == end).sum()) == (end, 2)
+    for source, whole in (
+        (str(small_store.path), small_store.tokens("held_out")[:]),
+        (str(tmp_path / "two.jsonl"), ids),
+    ):
+        for most in (1, len(whole) - 1, len(whole), len(whole) + 9):
+            assert held_out_text(source, small_store.tokenizer, most).tolist() == whole[:most].tolist()
 
 
 # --- what cannot be measured

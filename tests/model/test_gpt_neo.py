@@ -130,6 +130,22 @@ def test_it_generates_what_it_finds_likeliest_but_no_meta_token() -> None:
         model.generate(prompt, meta_every=4)
 
 
+def test_padding_on_the_left_changes_nothing_that_it_generates() -> None:
+    model, plain = ours()
+    ids, mask = pad([[token for token in row if token != META] for row in random_rows((9, 5))], side="left")
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = plain.generate(ids, suppress_tokens=[META], **options)
+    assert torch.equal(model.generate(ids, **options), expected)
+
+
+def test_without_a_meta_token_nothing_is_suppressed() -> None:
+    model, plain = ours()
+    model.config.meta_token_id = None
+    prompt = torch.tensor(random_rows((6,)))
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
+
+
 # --- a new one
 
 

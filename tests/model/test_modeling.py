@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from dense_oracle import rotate_by_position
 from hypothesis import given
 from hypothesis import strategies as st
@@ -188,3 +189,31 @@ def test_compiled_model_equals_eager() -> None:
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad, gradients[name], msg=name)
         model.zero_grad()
+
+
+def test_a_layer_may_be_on_another_device() -> None:
+    # accelerate's own hook, to a device that every machine has; what it holds are shapes without values.
+    model = tiny_model().model
+    add_hook_to_module(model.layers[1].to("meta"), AlignDevicesHook(execution_device="meta"))
+    model.norm.to("meta")
+    ids, keep = torch.tensor([[1, META, 3, META, 5, 6]]), (slice(None), slice(-1, None))
+    assert model(ids, use_cache=False).last_hidden_state.device.type == "meta"
+    last = model(ids, use_cache=False, keep=keep).last_hidden_state
+    assert (last.device.type, last.shape) == ("meta", (1, 1, 32))
+
+
+def test_the_meta_token_keeps_its_row() -> None:
+    model = tiny_model()
+    for rows, multiple in ((META, None), (META, 7), (10, 16)):
+        with pytest.raises(UserError, match=f"{rows} rows leave out the meta-token, whose id is 63: keep the 64 rows"):
+            model.resize_token_embeddings(rows, pad_to_multiple_of=multiple)
+    assert model.resize_token_embeddings().num_embeddings == 64
+    assert model.resize_token_embeddings(META, pad_to_multiple_of=8).num_embeddings == 64
+    assert model.resize_token_embeddings(70).num_embeddings == model.config.vocab_size == 70
+    without = tiny_model(second_attention="none", meta_token_id=None)
+    assert without.resize_token_embeddings(10).num_embeddings == 10
+
+
+def test_packed_sequences_are_refused() -> None:
+    with pytest.raises(UserError, match="packed sequences would see one another"):
+        tiny_model()(torch.tensor([[1, 2, 3]]), cu_seq_lens_q=torch.tensor([0, 1, 3]))

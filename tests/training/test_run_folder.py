@@ -153,3 +153,13 @@ def test_overwriting_removes_everything_that_the_run_left(tmp_path: Path) -> Non
     assert is_finished(tmp_path / "run", SETTINGS, overwrite=True) is False
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"settings.json", ".lock"}
     assert (tmp_path / "elsewhere" / "kept.txt").read_text() == "kept"
+
+
+def test_processes_that_train_together_do_not_replace_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_finished(tmp_path / "run", SETTINGS) is False
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(UserError, match=r"several processes cannot replace a run together; remove .*run first"):
+            is_finished(tmp_path / "run", SETTINGS, overwrite=True)
+    assert (tmp_path / "run" / "settings.json").exists()

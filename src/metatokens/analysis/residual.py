@@ -20,7 +20,7 @@ from metatokens.analysis.records import About, KeyClass, Measurement, Samples
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.tasks.example import Example
 
-DISTANCES = (*range(1, 17), *(2**i for i in range(5, 15)))  # each holds those above the next smaller one
+DISTANCES = (*range(1, 17), *(2**i for i in range(5, 21)))  # each holds those above the next smaller one
 NEAR = 8  # text tokens before the final meta-token, most of them the question's
 
 

@@ -153,6 +153,7 @@ def perplexity(
     block_size: Annotated[int, typer.Option(min=2, help="Positions of a block, meta-tokens included.")] = 256,
     fraction: Annotated[float, typer.Option(help="Of the positions that are meta-tokens, in [0, 0.5].")] = 0.1,
     placement: Annotated[str, typer.Option(help="uniform, periodic or none.")] = "none",
+    tokens: Annotated[int | None, typer.Option(min=1, help="Text tokens to read at most; all where not given.")] = None,
     name: Name = None,
     out: ResultFile = None,
 ) -> None:
@@ -164,7 +165,7 @@ def perplexity(
 
     check_results_file(out)
     loaded = load_model(model)
-    text = held_out_text(corpus, load_tokenizer(str(model)))
+    text = held_out_text(corpus, load_tokenizer(str(model)), tokens)
     result = perplexity(
         loaded,
         text,

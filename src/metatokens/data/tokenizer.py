@@ -83,7 +83,8 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> lis
 
 def _splits_at_spaces(backend: Tokenizer) -> bool:
     """Whether a space between two words always starts a new piece, as in GPT-2's vocabulary."""
-    return isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) and backend.normalizer is None
+    cut = backend.pre_tokenizer
+    return isinstance(cut, pre_tokenizers.ByteLevel) and cut.use_regex and backend.normalizer is None
 
 
 def _ids_of_long(backend: Tokenizer, text: str) -> Iterator[int]:

@@ -139,12 +139,13 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     return float(-(frequencies * np.log(frequencies)).sum())
 
 
-def held_out_text(source: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+def held_out_text(source: str, tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> np.ndarray:
     """The text to measure perplexity on.
 
     Args:
         source: the folder of a token store, of which the held-out split is read; or a corpus spec, read whole.
         tokenizer: of the model.
+        most: tokens to read; all where not given.
 
     Returns:
         Token ids, (tokens,) int64, the end-of-text id after each document.
@@ -156,9 +157,14 @@ def held_out_text(source: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray
         store = TokenStore.open(Path(source))
         if store.tokenizer.get_vocab() != tokenizer.get_vocab():
             raise UserError(f"the token store {source} was made with another tokenizer than the model's.")
-        return store.tokens("held_out")[:]
+        return store.tokens("held_out")[:most]
     ends = [tokenizer.eos_token_id]
-    documents = [np.array(encode_text(tokenizer, [text])[0] + ends) for text in read_corpus(source)]
+    documents, count = [], 0
+    for text in read_corpus(source):
+        documents.append(np.array(encode_text(tokenizer, [text])[0] + ends))
+        count += len(documents[-1])
+        if most is not None and count >= most:
+            break
     if not documents:
         raise UserError(f"the corpus {source} holds no text.")
-    return np.concatenate(documents)
+    return np.concatenate(documents)[:most]

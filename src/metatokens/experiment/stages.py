@@ -42,6 +42,7 @@ from metatokens.training.pretrain import pretrain
 from metatokens.training.trainer import Probe, Progress
 
 WEIGHTS = "weights_sha256"  # the fact of a stage that trains
+MOST_TEXT = 10_000_000  # tokens for perplexity; the held-out part of C4 has 7.8 billion
 PROBED = 200  # test prompts that a model is probed on while it learns
 
 
@@ -153,7 +154,7 @@ class Workshop:
         texts = {"held_out": str(self.out / "tokens")} | ({"book": self.preset.book} if self.preset.book else {})
         results = []
         for source, spec in texts.items():
-            text = held_out_text(spec, tokenizer)
+            text = held_out_text(spec, tokenizer, MOST_TEXT)
             for placement in dict.fromkeys(placements):
                 results.append(
                     perplexity(

@@ -76,6 +76,11 @@ class QueryRows:
             return None
         return cls(_front(is_asked, most), (is_asked.cumsum(dim=1) - 1).clamp(min=0))
 
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "QueryRows":
+        """The same on another device, which accelerate asks for where layers are on several."""
+        index, place = (one.to(device, non_blocking=non_blocking) for one in (self.index, self.place))
+        return QueryRows(index, place)
+
     def gather(self, x: Tensor) -> Tensor:
         """The rows of x, (batch or 1, ..., length, features) -> (batch, ..., most, features)."""
         return _gather_rows(x, self.index)
@@ -222,6 +227,11 @@ class MetaRows:
         index = _front(is_meta, most)
         valid = torch.arange(most, device=is_meta.device) < counts[:, None]
         return cls(index, valid, (index + cached).masked_fill(~valid, -1))
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "MetaRows":
+        """The same on another device, which accelerate asks for where layers are on several."""
+        moved = (one.to(device, non_blocking=non_blocking) for one in (self.index, self.valid, self.slots))
+        return MetaRows(*moved)
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows of x, (batch or 1, length, features) -> (batch, most, features)."""

@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, PreTrainedCo
 
 from metatokens.errors import UserError
 from metatokens.files import LOCK, PARTIAL, file_sha256, library_writes, write_whole
+from metatokens.machine import local_rank
 from metatokens.model.configuration import (
     MAX_LAYERS,
     MetaGPT2Config,
@@ -146,7 +147,7 @@ def load_model(folder: Path, second_attention: SecondAttention | None = None) ->
         model = MetaGPT2ForCausalLM.from_gpt2(model, second_attention or "none")
     elif isinstance(model, GPTNeoForCausalLM) and model.config.meta_token_id is None:
         model.add_meta_token()
-    return model.cuda() if torch.cuda.is_available() else model
+    return model.to(f"cuda:{local_rank()}") if torch.cuda.is_available() else model
 
 
 def _load_config(folder: Path) -> PreTrainedConfig:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GPTNeoConfig
+from transformers import Cache, GPTNeoConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.gpt_neo import modeling_gpt_neo
 
@@ -93,11 +93,22 @@ class GPTNeoForCausalLM(modeling_gpt_neo.GPTNeoForCausalLM):
         """What gives the final states, as `MetaGPT2ForCausalLM.model` does."""
         return FinalStates(self)
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> CausalLMOutputWithPast:
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
         """As transformers', but in training mode with labels only the logits that a label scores are computed.
 
         Args:
             input_ids: (batch, length).
+            attention_mask, position_ids, past_key_values, use_cache: as of transformers' `forward`. Named, since
+                `generate` makes those that it finds in the signature.
             labels: (batch, length), the input's own ids, -100 where nothing is to be predicted; shifted here.
             **kwargs: as of transformers' `forward`, `num_items_in_batch` included.
 
@@ -107,15 +118,19 @@ class GPTNeoForCausalLM(modeling_gpt_neo.GPTNeoForCausalLM):
         Raises:
             UserError: if the sequence is longer than the table of positions.
         """
-        past = kwargs.get("past_key_values")
-        check_length(self.config, input_ids.shape[1] + (0 if past is None else past.get_seq_length()))
+        cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+        check_length(self.config, cached + input_ids.shape[1])
+        inputs = {"position_ids": position_ids, "past_key_values": past_key_values} | kwargs
         if labels is None or not self.training:
-            return super().forward(input_ids, labels=labels, **kwargs)
+            return super().forward(
+                input_ids, attention_mask=attention_mask, labels=labels, use_cache=use_cache, **inputs
+            )
         # Without a mask, transformers takes positions that leave some out for several sequences packed into one.
-        inputs = {"attention_mask": torch.ones_like(input_ids), "use_cache": False} | kwargs
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         keep = targets != -100
-        logits = self.lm_head(self.transformer(input_ids, **inputs).last_hidden_state[keep])
+        states = self.transformer(input_ids, attention_mask=mask, use_cache=bool(use_cache), **inputs)
+        logits = self.lm_head(states.last_hidden_state[keep])
         loss = self.loss_function(logits, None, self.config.vocab_size, shift_labels=targets[keep], **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
@@ -127,7 +142,8 @@ class GPTNeoForCausalLM(modeling_gpt_neo.GPTNeoForCausalLM):
         """
         if meta_every is not None:
             raise UserError("meta_every is for this package's own models; a gpt_neo generates without meta-tokens.")
-        return super().generate(*args, **{"suppress_tokens": [self.config.meta_token_id]} | kwargs)
+        meta = self.config.meta_token_id
+        return super().generate(*args, **{"suppress_tokens": None if meta is None else [meta]} | kwargs)
 
 
 class FinalStates:

@@ -4,6 +4,7 @@ Paper, section 3 and Appendix A. Where the paper's text and the code base it nam
 LayerNorm before each module, exact GELU, a tied head without bias. `second_attention="none"` is GPT-2.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -175,7 +176,12 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             keep: an index of (batch, length). Only the final states that it takes are computed and returned; of the
                 last block, half of a two-layer model, not much more than keys and values is computed elsewhere.
             **kwargs: output flags of transformers.
+
+        Raises:
+            UserError: if a learned table is too short, sequences are packed into one, or the cache is another's.
         """
+        if kwargs.get("cu_seq_lens_q") is not None:
+            raise UserError("packed sequences would see one another; give each a row of its own, padded.")
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not self.training:
             past_key_values = MetaTokenCache(self.config)
@@ -252,7 +258,8 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
         Args:
             input_ids: (batch, length).
             attention_mask: (batch, cached + length), 1 at real tokens; padding may be on either side.
-            position_ids: (batch, length); default: real tokens counted from 0 in each row.
+            position_ids: (batch, length); default: real tokens counted from 0 in each row. Where they begin again
+                no new sequence does: a row is one sequence.
             past_key_values: a `MetaTokenCache` with the tokens before.
             labels: (batch, length), the input's own ids, -100 where nothing is to be predicted; shifted here.
             use_cache: whether to return a cache; default: the configuration's, never in training.
@@ -264,7 +271,7 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
             computed, as (labels, vocabulary): the head is the widest product of a small model.
 
         Raises:
-            UserError: if the sequence is longer than a learned table of positions.
+            UserError: if the sequence is longer than a learned table of positions, or several are packed into a row.
         """
         keep: Index
         targets = loss = None
@@ -296,6 +303,22 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """As transformers', but never without a row for the meta-token, which a tokenizer does not count.
+
+        Raises:
+            UserError: if so few rows leave the meta-token out, as `len(tokenizer)` does.
+        """
+        meta, multiple = self.config.meta_token_id, pad_to_multiple_of or 1
+        if meta is not None and new_num_tokens is not None and math.ceil(new_num_tokens / multiple) * multiple <= meta:
+            raise UserError(
+                f"{new_num_tokens} rows leave out the meta-token, whose id is {meta}: keep the "
+                f"{self.config.vocab_size} rows that there are, or ask for more."
+            )
+        return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
 
     @classmethod
     def from_gpt2(cls, hf_model: GPT2LMHeadModel, second_attention: SecondAttention = "none") -> "MetaGPT2ForCausalLM":

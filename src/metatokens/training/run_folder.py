@@ -10,7 +10,7 @@ from typing import Any
 
 from metatokens.errors import UserError
 from metatokens.files import LOCK, PARTIAL, exclusive, write_whole
-from metatokens.machine import is_first_process
+from metatokens.machine import is_first_process, process_count
 from metatokens.model.checkpoint import MANIFEST
 
 SETTINGS = "settings.json"
@@ -33,8 +33,11 @@ def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) ->
         Whether the run in the folder is finished already.
 
     Raises:
-        UserError: if the folder holds something else, cannot be written (now or later), or another process works in it.
+        UserError: if the folder holds something else, cannot be written (now or later), or another process works in
+            it; or if several processes are to replace it, of which some would still find the old run.
     """
+    if overwrite and process_count() > 1:
+        raise UserError(f"several processes cannot replace a run together; remove {out} first, without --overwrite.")
     settings = json.loads(json.dumps(settings, default=str))
     with _explained(out):
         out.mkdir(parents=True, exist_ok=True)
