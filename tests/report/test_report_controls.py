@@ -1,5 +1,6 @@
 """A grid's controls: figures are compared by the seeds that both sides have, and the page says which these are."""
 
+import math
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from grid_inputs import accuracy
 from metatokens.report import ablation_tables, comparison, control_claims, control_tables, recall_claims
 from metatokens.report.estimates import Difference
 from metatokens.report.grid import Grid
-from metatokens.report.inputs import Inputs, RecallPoint, RunInfo
+from metatokens.report.inputs import CurvePoint, Inputs, RecallPoint, RunInfo
 from metatokens.report.measured import evidence
 from metatokens.report.overview import claims
 from metatokens.report.tables import Table
@@ -198,7 +199,9 @@ def test_an_order_of_seeds_is_told_in_words(ours: tuple[int, ...], said: str) ->
         for step in range(1, 10)
     ]  # fmt: skip
     found = claims(small(accuracy(0.5), recall=points))
-    one = claim(found.groups["The paper claims"], "Data-efficient: fewer tokens than gpt2 to 90 % recall")
+    one = claim(
+        found.groups["The paper claims"], "Data-efficient: fewer tokens of fine-tuning than gpt2 to 90 % recall"
+    )
     [table] = evidence([one])
     assert table.rows[0][2] == said
 
@@ -213,3 +216,47 @@ def test_a_verdict_of_which_most_is_still_to_be_run_is_so_far() -> None:
     found = claims(small(accuracy(0.5)))
     assert "of them less than half has been run" in found.verdict
     assert "(so far): more than half" in found.key
+
+
+def test_what_longer_training_prompts_add_is_compared() -> None:
+    accuracies = {("meta", 128): (0.2, 0.3), ("meta", 512): (0.9, 0.8), ("gpt2", 128): (0.1,), ("gpt2", 512): (0.5,)}
+    records = [
+        accuracy(value, model=model, train_length=trained, length=512, seed=seed)
+        for (model, trained), values in accuracies.items()
+        for seed, value in enumerate(values)
+    ]
+    text = "Training to 512 rather than 128 tokens adds more to meta than to gpt2"
+
+    def compared(*records: Any) -> Comparison:
+        found = claim(recall_claims.claims(small(*records)), text)
+        assert [one.label for one in found.comparisons if one.gap] == ["List recall, rope, 128 or 512 \u2192 512"]
+        return next(one for one in found.comparisons if one.gap)
+
+    one = compared(*records)  # of seed 0 alone: 70 points and 40
+    assert one.gap is not None
+    assert one.gap.value == pytest.approx(0.3)
+    spread = 1.96 * math.sqrt(sum(p * (1 - p) for p in (0.9, 0.2, 0.5, 0.1)) / 500)  # of four independent proportions
+    assert (one.gap.low, one.gap.high) == pytest.approx((0.3 - spread, 0.3 + spread), abs=0.01)
+    assert (one.is_informative, one.figures) == (True, "70.0 v 40.0 (seed 0)")
+    full = [accuracy(0.99, model=model, train_length=512, length=512) for model in ("meta", "gpt2")]
+    assert not compared(*records[:1], *full, records[4]).is_informative  # both at 1 in the end
+
+
+def test_losses_are_those_of_the_models_that_are_compared() -> None:
+    about: dict[str, Any] = {
+        "task": "list_recall",
+        "position_embedding": "rope",
+        "train_length": 128,
+        "recipe": "small",
+    }
+    places = [
+        {}, {"recipe": "small/k=0"}, {"recipe": "other"}, {"train_length": 256}, {"task": None, "train_length": None},
+        {"position_embedding": "learned"}, {"position_embedding": "learned", "recipe": "small/longer"},
+    ]  # fmt: skip
+    points = [
+        CurvePoint.model_validate({"model": "meta", "seed": 0, "step": step, "loss": 1.0} | about | place)
+        for step, place in enumerate(places)
+    ]
+    grid = small(accuracy(0.5, position_embedding="learned", recipe="small/longer"), curves=points)
+    assert [point.step for point in grid.losses("rope", 128)] == [0]
+    assert [point.step for point in grid.losses("learned", 128)] == [6]

@@ -47,15 +47,17 @@ def verdict(found: Claims, text: str) -> str:
         ("No Pos improves list recall at 2 and 4 times the length", "holds"),
         ("No Pos costs accuracy in segment counting", "does not hold"),
         ("No Embed hurts, parity aside", "holds"),
+        ("In parity No Embed loses no more than No Pos (5 points)", "does not hold"),
+        ("Training to 512 rather than 128 tokens adds more to meta than to gpt2", "holds"),
         ("YaRN: exact match above guessing at twice the window", "holds"),
-        ("Data-efficient: fewer tokens than gpt2 to 90 % recall", "holds"),
+        ("Data-efficient: fewer tokens of fine-tuning than gpt2 to 90 % recall", "holds"),
         ("Meta-tokens slow decoding by 1.11 at most, dense as the paper's", "does not hold"),
         ("Meta-tokens slow decoding by 1.11 at most, gathered as ours", "holds"),
         ("Meta-tokens slow the first token by 1.02 at most, gathered as ours", "does not hold"),
         ("Meta-tokens' embeddings raise attention logits at them", "holds"),
         ("Theorem 4.1 needs \u03b1 > exp(\u2212H): so it is in most rows", "does not hold"),
         ("The final meta-token attends to earlier ones", "holds"),
-        ("Less than gpt2 and twin have at the same place", "holds"),
+        ("No more of it (0.05 nats) than gpt2 and twin have at the same place", "holds"),
         ("The mask, not the parameters: meta beats twin", "holds"),
         ("Random positions: meta holds 95 % at 16 times the length", "holds"),
         ("Random positions: twin holds 95 % at 16 times the length", "does not hold"),
@@ -243,7 +245,8 @@ def test_tokens_to_learn_ask_for_an_accuracy_that_stays(accuracies: tuple[float,
 def test_two_seeds_a_side_do_not_tell_who_learns_first() -> None:
     points = [RecallPoint.model_validate(point) for point in learning() if point["seed"] < 2]
     only = claims(small(accuracy(0.5), recall=points))
-    assert verdict(only, "Data-efficient: fewer tokens than gpt2 to 90 % recall") == "cannot be told at this scale"
+    text = "Data-efficient: fewer tokens of fine-tuning than gpt2 to 90 % recall"
+    assert verdict(only, text) == "cannot be told at this scale"
 
 
 @pytest.mark.parametrize(

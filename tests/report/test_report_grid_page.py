@@ -44,7 +44,8 @@ def test_every_table_and_figure_of_the_paper_has_its_place(page: str, markdown: 
     assert "Tables 2, 17" in page
     pictures = re.findall(r"^!\[[^\n]+\]\(figures/([^)]+)\.png\)$", markdown, re.MULTILINE)
     assert pictures == [
-        "lengths", "learning", "sharpness", "similarity", "heat_map", "rate_distortion", "random_positions"
+        "lengths", "training_rope", "learning", "sharpness", "similarity", "heat_map", "rate_distortion",
+        "random_positions",
     ]  # fmt: skip
 
 
@@ -63,6 +64,15 @@ def test_both_forms_have_the_papers_number_beside_ours(page: str, markdown: str)
 def test_the_noise_is_defined_where_it_is_shown(page: str) -> None:
     section = page[page.index('<section id="noise">') :]
     assert "standard deviation S" in section[: section.index("</section>")]
+
+
+def test_whether_every_model_was_trained_long_enough_is_told_at_once(page: str, markdown: str) -> None:
+    # made-up: pause, the slowest that learns, is there at step 540 of 1,000; gpt2 never is
+    told = "Every model had 1.5 times the slowest learner's steps or more: List recall at 128 tokens"
+    first, section = page[: page.index("<section")], page[page.index('<section id="training">') :]
+    assert f"Training with rope: {told}".replace("'", "&#39;") in first
+    assert told.replace("'", "&#39;") in section[: section.index("</section>")]
+    assert "\n| \u00f7 slowest learner | 1.85 | 1.85 | 1.85 | 1.85 |\n" in markdown
 
 
 def test_the_cost_is_told(page: str) -> None:

@@ -70,13 +70,17 @@ def test_every_seed_must_agree_and_is_shown() -> None:
 def test_models_are_compared_over_their_seeds_not_over_the_fits_of_one() -> None:
     ours = distortions("meta", {0: (1.0, 1.2), 1: (1.0, 1.2), 2: (1.0, 1.2)})
     theirs = distortions("gpt2", {0: (2.0, 2.2), 1: (3.0, 3.2), 2: (4.0, 4.2)})
-    first = claim(grid_of(*ours, *theirs), "Less than gpt2 and twin have at the same place").comparisons[0]
+    first = claim(
+        grid_of(*ours, *theirs), "No more of it (0.05 nats) than gpt2 and twin have at the same place"
+    ).comparisons[0]
     assert first.by_seed == pytest.approx((1.0, 2.0, 3.0))
     assert first.gap is not None
     reach = 4.3027 / math.sqrt(3)  # Student's, two degrees of freedom; the standard deviation is 1
     assert (first.gap.value, first.gap.low, first.gap.high) == pytest.approx((2.0, 2 - reach, 2 + reach), rel=1e-4)
     assert first.figures == "3 seeds"
-    alone = claim(grid_of(*ours[:5], *theirs[:5]), "Less than gpt2 and twin have at the same place").comparisons[0]
+    alone = claim(
+        grid_of(*ours[:5], *theirs[:5]), "No more of it (0.05 nats) than gpt2 and twin have at the same place"
+    ).comparisons[0]
     assert (alone.by_seed, alone.figures) == ((), "1 seed, 2 fits")
 
 
@@ -159,8 +163,32 @@ def test_one_exception_refutes_an_at_most() -> None:
             line |= {"ratio": 1.2, "ratio_low": 1.15, "ratio_high": 1.25}
     assert claim(grid_of(speeds=lines), text).verdict == "does not hold"
     assert claim(grid_of(speeds=lines), "Meta-tokens slow decoding by 1.11 at most, dense as the paper's").decisive == (
-        "1.40 (batch 1), 1.40 (batch 8), on a made-up processor; the bound is an A100's"
+        "1.40 (batch 1), 1.40 (batch 8), on a made-up A100; the bound is an A100's"
     )
+
+
+def test_a_time_on_another_machine_settles_nothing() -> None:
+    lines = [line | {"device": "a made-up processor"} for line in speeds()]
+    for code in ("dense as the paper's", "gathered as ours"):
+        found = claim(grid_of(speeds=lines), f"Meta-tokens slow decoding by 1.11 at most, {code}")
+        assert (found.verdict, found.informative) == ("cannot be told at this scale", [])
+        assert found.decisive.endswith("on a made-up processor; the bound is an A100's")
+        assert {found.says(one) for one in found.comparisons} == {"uninformative"}
+    sparse = claim(grid_of(speeds=lines), "A sparse implementation reduces the overhead")  # of one machine
+    assert (sparse.verdict, sparse.middle()) == ("holds", "+0.35 times")
+
+
+def test_no_more_distortion_is_no_less() -> None:
+    text = "No more of it (0.05 nats) than gpt2 and twin have at the same place"
+
+    def told(*others: float) -> str:
+        ours = distortions("meta", dict.fromkeys(range(3), (1.0,)))
+        theirs = [distortions(other, dict(enumerate((value,) for value in others))) for other in ("gpt2", "twin")]
+        return claim(grid_of(*ours, *theirs[0], *theirs[1]), text).verdict
+
+    assert told(1.0, 1.001, 1.002) == "holds"
+    assert told(0.9, 0.901, 0.902) == "does not hold"
+    assert told(0.9, 1.0, 1.1) == "cannot be told at this scale"
 
 
 def test_what_was_not_measured_is_drawn_as_gaps() -> None:

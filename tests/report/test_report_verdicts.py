@@ -162,10 +162,10 @@ def test_a_mean_of_differences_has_students_interval() -> None:
 
 def test_the_figures_say_for_against_and_what_is_missing() -> None:
     assert claim(UP, UP, DOWN, NOT_RUN, NO_ROOM).counts() == "2 : 1 of 3, 1 not run, one seed"
-    assert claim(gap(0.1, 0.3, 0.1, 0.3), SMALL, DOWN).counts() == "1 : 1 of 3, 1 short"
+    assert claim(gap(0.1, 0.3, 0.1, 0.3), SMALL, DOWN).counts() == "1 : 1 of 3, 1 short, 2 of one seed"
     assert claim(UP, UP, DOWN).tally() == "2 for, 1 against of 3, one seed; median +20.0 points"
     assert list(map(claim().says, (UP, DOWN, OPEN, SMALL, NO_ROOM, NOT_RUN))) == [
-        "for", "against", "open", "short", "no room", "\u2026"
+        "for", "against", "open", "short", "uninformative", "\u2026"
     ]  # fmt: skip
     assert claim(NOT_RUN).tally() == "\u2026"
     assert claim(UP).middle() == "+20.0 (+10.0 to +30.0) points"

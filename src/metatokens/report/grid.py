@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from metatokens.errors import UserError
 from metatokens.evaluation.results import Result, wilson_interval
 from metatokens.report.estimates import Estimate, mean
-from metatokens.report.inputs import Inputs, RecallPoint
+from metatokens.report.inputs import CurvePoint, Inputs, RecallPoint
 
 if TYPE_CHECKING:
     from metatokens.analysis.records import Measurement
@@ -111,6 +111,15 @@ class Grid:
             model: {seed: [points[step] for step in sorted(points)] for seed, points in sorted(seeds.items())}
             for model, seeds in curves.items()
         }
+
+    def losses(self, position: str, train_length: int) -> list[CurvePoint]:
+        """The losses in fine-tuning, up to this length, of the runs that speak for all models: see `note`."""
+        return [
+            point
+            for point in self.inputs.curves
+            if (point.position_embedding, point.train_length) == (position, train_length)
+            and self._note(point.recipe) == self.note(point.task, position)
+        ]
 
     def _note(self, recipe: str | None) -> str | None:
         base, _, note = (recipe or "").partition("/")

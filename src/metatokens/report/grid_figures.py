@@ -21,7 +21,7 @@ STYLES = palette(("gpt2", "pause", "twin", "meta", "gpt-neo"))
 PAPER = Style("#7d7a73", (1.5, 1.5), "x", 5.0)
 _PAPERS = {
     "meta": PAPER,
-    "gpt2": Style("#a39f97", (1.5, 1.5), "+", 6.0),
+    "gpt2": Style("#a39f97", (), "+", 6.0),
     "gpt-neo": Style("#a39f97", (5, 1.5), "1", 6.0),
 }
 

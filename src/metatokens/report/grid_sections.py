@@ -1,6 +1,7 @@
 """The report on a grid, section by section: the paper's tables and figures, then what it has no control for."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,14 +11,19 @@ from metatokens.report import (
     ablation_tables,
     comparison,
     control_tables,
+    figures,
+    findings,
     grid_figures,
     inner_claims,
     inner_figures,
     inner_tables,
     measured,
     recall_claims,
+    tables,
 )  # fmt: skip
+from metatokens.report.cells import POSITIONS
 from metatokens.report.grid import LONGER, Grid
+from metatokens.report.learning import BUDGET, LEARNED_LOSS
 from metatokens.report.overview import MARKS, Claims
 from metatokens.report.paper import paper_figure
 from metatokens.report.recall_claims import TASKS, TRAINED
@@ -64,7 +70,7 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             "Length L stands for prompts of more than L/2 and up to L tokens. "
             "Intervals are 95\u00a0%, those of seeds averaged; below them the paper's number and each seed's. In the "
             "figure the band covers the intervals of all seeds, and the paper's GPT-Neo, which has no train length, "
-            f"stands in each panel. {comparison.neo(grid)} {longer}".strip(),
+            f"stands in each panel of learned positions. {comparison.neo(grid)} {longer}".strip(),
             drawn("lengths", f"Accuracy by length. {recall_claims.row(grid)}", grid_figures.lengths, True),
             comparison.unlearned(grid),
             [comparison.lengths(grid, task) for task in TASKS],
@@ -81,6 +87,15 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
                     TASKS, {"exact_match": "answers", "token_accuracy": "tokens of answers"}.items()
                 )
             ),
+        ),
+        section(
+            "training",
+            "Was every model trained long enough?",
+            f"Loss in fine-tuning at up to {TRAINED[0]} tokens, in nats a token of the answer. A task is learned from "
+            f"the first logged step from which it stays under {LEARNED_LOSS}. Where no model has learned a task, "
+            f"or one had less than {BUDGET} times the steps of the slowest that learns it, a difference may be one of "
+            f"time, and a longer run may turn the verdict that rests on it. {longer}".strip(),
+            *(_trained(grid, position) for position in ("rope", "learned", "none")),
         ),
         section(
             "controls",
@@ -260,4 +275,20 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
         ),
         majority(grid.inputs),
         examples(grid.inputs),
+    ]
+
+
+def _trained(grid: Grid, position: str) -> list[Block]:
+    """How the losses of models with these positions fell, and whether each had time enough."""
+    curves = grid.losses(position, TRAINED[0])
+    if not curves:
+        return []
+    ours = {model: style for model, style in grid_figures.STYLES.items() if any(one.model == model for one in curves)}
+    title, table = POSITIONS[position], tables.learning_steps(curves)
+    return [
+        f"{title.capitalize()}. {findings.budget(curves)}",
+        picture(
+            f"training_{position}", f"Loss by step, {title}.", lambda width: figures.fine_tuning(curves, ours, width)
+        ),
+        replace(table, title=f"{table.title}, {title}"),
     ]

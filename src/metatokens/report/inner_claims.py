@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from metatokens.report.estimates import MODELS, Estimate, difference, mean
 from metatokens.report.grid import Grid
-from metatokens.report.verdicts import Claim, Comparison, mean_gap
+from metatokens.report.verdicts import SMALL, Claim, Comparison, mean_gap
 from metatokens.report.wording import MINUS, NOT_YET, percent
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _falls(grid: Grid) -> str:
 
 
 def controls(grid: Grid) -> list[Claim]:
-    """What the corrected Theorem 4.1 rests on, which the paper leaves out."""
+    """What the corrected Theorem 4.1 rests on, and text tokens beside meta-tokens, which the paper leaves out."""
     where: dict[str, Any] = {"module": "attention", "layer": None}
     rates = [
         " / ".join(percent(one.value) for one in by_seed(ones).values())
@@ -114,6 +115,7 @@ def controls(grid: Grid) -> list[Claim]:
             decisive=f"{held} of rows" if held else "",
         ),
         Claim("Where that holds, a boost lowers entropy more often", *about, tuple(_fell(grid)), negligible=0.0),
+        _beside_text(grid),
     ]
 
 
@@ -127,18 +129,11 @@ def _fell(grid: Grid) -> list[Comparison]:
 
 
 def _caching(grid: Grid) -> list[Claim]:
-    spikes, falls = [], []
-    about: dict[str, Any] = {"model": "meta", "marker": "context"}
-    for place, ones in _by(setting, grid.measured("residual", "similarity_centred", **about)).items():
-        by_place = _by(lambda one: (one.layer, one.distance, one.subject), ones)
-        for passed in sorted({one.layer for one in ones if one.layer}):  # after 0 layers there is no context yet
-            after = f"after layer {passed - 1}"
-            for distance in CLOSE:
-                meta, text = (by_seed(by_place.get((passed, distance, subject), [])) for subject in ("meta", "text"))
-                spikes.append(_minus(f"{after}, {distance} before, {place}", meta, text))
-            near, far = (by_seed(by_place.get((passed, distance, "meta"), [])) for distance in (CLOSE[0], FAR))
-            falls.append(_minus(f"{after}, {place}", near, far))
-    looks = []
+    falls, looks = [], []
+    for place, by_place in _similarities(grid).items():
+        for layer in _passed(by_place):
+            near, far = (by_seed(by_place.get((layer, distance, "meta"), [])) for distance in (CLOSE[0], FAR))
+            falls.append(_minus(f"after layer {layer - 1}, {place}", near, far))
     keys = {"model": "meta", "module": "attention", "keys": "earlier_meta"}
     weights, uniform = (
         grid.measured("residual", metric, **keys) for metric in ("attention_weight", "attention_weight_if_uniform")
@@ -149,14 +144,7 @@ def _caching(grid: Grid) -> list[Claim]:
             looks.append(_minus(f"in layer {layer}, {place}", by_seed(heads), even))
     return [
         Claim(
-            "A meta-token is more like what it follows than text is",
-            "Figure 2, right",
-            "caching",
-            tuple(spikes) or (Comparison("similarity"),),
-            unit="plain",
-        ),
-        Claim(
-            "That similarity falls with distance",
+            "A meta-token's likeness to what it follows falls with distance",
             "Figure 2, right",
             "caching",
             tuple(falls) or (Comparison("similarity"),),
@@ -170,6 +158,35 @@ def _caching(grid: Grid) -> list[Claim]:
             negligible=0.0,
         ),
     ]
+
+
+def _beside_text(grid: Grid) -> Claim:
+    """Whether meta-tokens stand out: text, too, is most like what stands nearest."""
+    spikes = []
+    for place, by_place in _similarities(grid).items():
+        for layer, distance in product(_passed(by_place), CLOSE):
+            meta, text = (by_seed(by_place.get((layer, distance, subject), [])) for subject in ("meta", "text"))
+            spikes.append(_minus(f"after layer {layer - 1}, {distance} before, {place}", meta, text))
+    return Claim(
+        "A meta-token is more like what it follows than text is",
+        "control",
+        "caching",
+        tuple(spikes) or (Comparison("similarity"),),
+        unit="plain",
+    )
+
+
+def _similarities(grid: Grid) -> dict[str, dict[Any, "list[Measurement]"]]:
+    """The cosines of meta's centred states to those before them: by setting, then layer, distance and subject."""
+    ones = grid.measured("residual", "similarity_centred", model="meta", marker="context")
+    return {
+        place: _by(lambda one: (one.layer, one.distance, one.subject), own) for place, own in _by(setting, ones).items()
+    }
+
+
+def _passed(by_place: Mapping[Any, Any]) -> list[int]:
+    """The layers passed; after none of them there is no context yet."""
+    return sorted({layer for layer, _, _ in by_place if layer})
 
 
 def distortion_at(curve: Curve, rate: float) -> float:
@@ -211,34 +228,23 @@ def text_gaps(grid: Grid) -> str:
 
 
 def _rate_distortion(grid: Grid) -> list[Claim]:
-    meta = curves(grid, "meta", "meta")
-    pairs: dict[str, tuple[str, str, list[tuple[str, Mapping[Any, Curve]]]]] = {
-        "Less distortion at a rate than at the text before": (
-            "Figure 3, right",
-            text_gaps(grid),
-            [("text before it", curves(grid, "meta", "text"))],
-        ),
-        "Less than gpt2 and twin have at the same place": (
-            "Theorem 5.1",
-            "",
-            [(other, curves(grid, other, "meta")) for other in ("gpt2", "twin")],
-        ),
-    }
-    found = [
-        Claim(
-            text,
-            source,
-            "rate-distortion",
-            tuple(_lower(f"{label}, {rate:g} nats", meta, other, rate) for label, other in others for rate in RATES),
-            unit="nats",
-            decisive=decisive,
+    meta, zeroed = (curves(grid, "meta", "meta", intervention) for intervention in (None, "no_pos"))
+    others = {other: curves(grid, other, "meta") for other in ("gpt2", "twin")}
+
+    def claim(text: str, source: str, ours: Mapping[Any, Curve], others: Mapping[str, Any], **fields: Any) -> Claim:
+        comparisons = tuple(
+            _lower(f"{label}, {rate:g} nats", ours, other, rate) for label, other in others.items() for rate in RATES
         )
-        for text, (source, decisive, others) in pairs.items()
+        return Claim(text, source, "rate-distortion", comparisons, unit="nats", **fields)
+
+    text_before = {"text before it": curves(grid, "meta", "text")}
+    no_more = f"No more of it ({SMALL:g} nats) than gpt2 and twin have at the same place"
+    about = "Less distortion at a rate than at the text before"
+    return [
+        claim(about, "Figure 3, right", meta, text_before, decisive=text_gaps(grid)),
+        claim(no_more, "Theorem 5.1", meta, others, margin=-SMALL, negligible=-SMALL),
+        claim("No Pos lowers the distortion (list recall)", "section 5.2", zeroed, {"no_pos": meta}),
     ]
-    zeroed = curves(grid, "meta", "meta", intervention="no_pos")
-    comparisons = tuple(_lower(f"no_pos, {rate:g} nats", zeroed, meta, rate) for rate in RATES)
-    text = "No Pos lowers the distortion"
-    return [*found, Claim(text, "section 5.2", "rate-distortion", comparisons, unit="nats")]
 
 
 def _lower(label: str, ours: Mapping[Any, Curve], theirs: Mapping[Any, Curve], rate: float) -> Comparison:

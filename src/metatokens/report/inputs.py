@@ -27,6 +27,7 @@ class CurvePoint(BaseModel):
     position_embedding: str | None = None
     task: str | None = None
     train_length: int | None = None
+    recipe: str | None = None
     seed: int
     step: int
     loss: float

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from metatokens.report import control_claims, cost_claims, inner_claims, recall_claims
+from metatokens.report import control_claims, cost_claims, findings, inner_claims, recall_claims
 from metatokens.report.grid import Grid
 from metatokens.report.inputs import Stage
+from metatokens.report.recall_claims import TRAINED
 from metatokens.report.sections import Section
 from metatokens.report.tables import Table
 from metatokens.report.verdicts import Claim
@@ -47,8 +48,9 @@ def claims(grid: Grid) -> Claims:
     key = (
         "For and against, of the comparisons that leave room for a difference (not both at guessing or below it, nor "
         "both at 98\u00a0% or more): those whose 95\u00a0% interval, and every seed, lies above or below what is "
-        "claimed; short: shown to be no gain to speak of (5 points, 0.05 nats). One seed says nothing of the luck of "
-        "training. The rule is in docs/paper_map.md, under Verdicts, written before the run, and amended as it says."
+        "claimed; short: shown to be no gain to speak of (5 points, 0.05 nats). A positive difference speaks for the "
+        "claim. One seed says nothing of the luck of training. The rule is in docs/paper_map.md, under Verdicts, "
+        "written before the run, and amended as it says."
     )
     if any(claim.so_far() for claim in chain.from_iterable(groups.values())):
         key += " (so far): more than half of the claim's comparisons are still to be run, and may turn the verdict."
@@ -107,10 +109,12 @@ def _caution(grid: Grid) -> str:
     several = [f"{model} ({position})" for (model, position), its in sorted(seeds.items(), key=str) if len(its) > 1]
     most = max(map(len, seeds.values()), default=1)
     stages = [stage for run in grid.inputs.runs for stage in run.stages]
+    trained = findings.budget(grid.losses("rope", TRAINED[0]))
     sentences = [
         f"Models of {sizes[0]} to {sizes[-1]} million parameters; the paper's has 152." if sizes else "",
         f"Up to {most} seeds of {', '.join(several)}." if several else "",
         "Intervals cover the draw of test prompts, not the luck of training: of that, the seeds beside them tell.",
+        f"Training with rope: {trained}" if trained else "",
         _spent(stages) if stages else "",
     ]
     return " ".join(filter(None, sentences))

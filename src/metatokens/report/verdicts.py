@@ -31,7 +31,7 @@ class Comparison:
     by_seed: tuple[float, ...] = ()
     """The difference of each seed that both sides have; one alone has no sign to agree with."""
     is_informative: bool = True
-    """Whether the figures leave room for a difference: not both at guessing, nor both at 1."""
+    """Whether the figures can tell: not both at guessing, nor both at 1, nor against a bound of another machine."""
     figures: str = ""
     """The two figures as a reader sees them."""
 
@@ -59,7 +59,7 @@ class Claim:
     """A difference shown to be below this is none to speak of."""
     is_universal: bool = False
     """Whether one exception refutes it."""
-    unit: Literal["points", "percent", "nats", "plain"] = "points"
+    unit: Literal["points", "percent", "nats", "times", "plain"] = "points"
     decisive: str = ""
     """What stands first among the figures."""
 
@@ -110,7 +110,7 @@ class Claim:
         if one.gap is None:
             return NOT_YET
         if not one.is_informative:
-            return "no room"
+            return "uninformative"
         side = one.side(self.margin)
         return {1: "for", -1: "against"}.get(side, "short" if self._is_short(one) else "open")
 
@@ -130,6 +130,8 @@ class Claim:
         told += [f"{number} {what}" for what, number in further.items() if number]
         if self.unit == "points" and not any(one.by_seed for one in self.run):
             told.append("one seed")
+        elif self.unit == "points" and (single := sum(not one.by_seed for one in self.informative)):
+            told.append(f"{single} of one seed")
         return ", ".join(told)
 
     def middle(self) -> str:
@@ -143,7 +145,7 @@ class Claim:
         """All the figures in a line."""
         middle = self.middle()
         spread = f"{'median ' if len(self.comparisons) > 1 else ''}{middle}" if middle else ""
-        counts = self.counts().replace(" : ", " for, ").replace(" of ", " against of ")
+        counts = self.counts().replace(" : ", " for, ").replace(" of ", " against of ", 1)
         return "; ".join(filter(None, [self.decisive, counts, spread]))
 
     def _is_short(self, one: Comparison) -> bool:
@@ -156,8 +158,8 @@ class Claim:
                 return f"{signed(value)} points"
             case "percent":
                 return f"{signed(math.expm1(value))}\u00a0%"
-            case "nats":
-                return f"{value:+.3g} nats".replace("-", MINUS)
+            case "nats" | "times" as unit:
+                return f"{value:+.3g} {unit}".replace("-", MINUS)
             case _:
                 return f"{value:+.3g}".replace("-", MINUS)
 
@@ -165,7 +167,7 @@ class Claim:
         """A difference and its interval in the claim's unit; an ellipsis where it was not run."""
         if gap is None:
             return NOT_YET
-        unit = {"points": " points", "percent": "\u00a0%", "nats": " nats", "plain": ""}[self.unit]
+        unit = {"points": " points", "percent": "\u00a0%", "nats": " nats", "times": " times", "plain": ""}[self.unit]
         value, low, high = (self.amount(end).removesuffix(unit) for end in (gap.value, gap.low, gap.high))
         return f"{value} ({low} to {high}){unit}"
 
@@ -191,6 +193,15 @@ def between(label: str, a: Cell | None, b: Cell | None, *, floor: float = 0.0, i
     is_high = not is_match and all(one.value is not None and one.value >= 1 - HAIR for one in (ours, theirs))
     by_seed = gaps if len(gaps) > 1 else ()
     return Comparison(label, difference(ours, theirs), by_seed, not is_low and not is_high, figures)
+
+
+def less(a: Cell | None, b: Cell | None) -> Cell | None:
+    """a - b seed by seed, each with Newcombe's interval; None where one of them was not run, or cannot be."""
+    if not a or not b:
+        return None
+    gaps = {seed: difference(a.seeds[seed], b.seeds[seed]) for seed in sorted(a.seeds.keys() & b.seeds.keys())}
+    found = {seed: Estimate(gap.value, gap.low, gap.high, a.seeds[seed].n, None) for seed, gap in gaps.items() if gap}
+    return Cell(found) if found else None
 
 
 def above(label: str, cell: Cell | None, bound: float) -> Comparison:
