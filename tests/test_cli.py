@@ -77,11 +77,15 @@ def test_from_text_to_figures_verb_by_verb(workplace: Path, metatokens: Run) -> 
     measure = "perplexity --model base --block-size 32 --name meta --out figures.jsonl"
     assert metatokens(f"{measure} --corpus tokens --placement uniform") == (0, "", "")
     assert metatokens(f"{measure} --corpus text.txt") == (0, "", "")  # appended
+    assert metatokens(f"{measure} --corpus text.txt --tokens 60") == (0, "", "")
     figures = read_results([workplace / "figures.jsonl"])
     assert [r.value for r in figures[:4]] == [r.value for r in printed]
-    assert [(r.metric, r.condition) for r in figures[4:]] == [("perplexity", "uniform"), ("perplexity", "none")]
+    assert [(r.metric, r.condition) for r in figures[4:]] == [
+        ("perplexity", "uniform"), ("perplexity", "none"), ("perplexity", "none")
+    ]  # fmt: skip
     assert {r.seed for r in figures[4:]} == {5}
     assert figures[4].n < figures[5].n  # the held-out split, and the whole
+    assert figures[6].n == 2 * 28  # two blocks of 29 text tokens
 
     status, output, error = metatokens("report figures.jsonl --out report")
     assert (status, output, error) == (0, "", "report: report/index.html\n")

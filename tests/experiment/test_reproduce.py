@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,20 +199,24 @@ def test_a_run_goes_on_from_its_records_alone(
     assert_same_run(tmp_path / "run", undisturbed)
 
 
+@contextmanager
+def moved_without_weights(run: Path) -> Iterator[dict[str, Any]]:
+    """A run whose gpt2 is to be trained again for the evaluation that is left: its stages' facts, to be changed."""
+    shutil.rmtree(run / "models" / "gpt2")
+    ledger = run / "stages.jsonl"
+    entries = [json.loads(line) for line in ledger.read_text().splitlines() if '"evaluate-gpt2-parity"' not in line]
+    yield {entry["name"]: entry["facts"] for entry in entries}
+    ledger.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
 def test_weights_that_come_out_otherwise_are_noticed(
     reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Finished stages measured other weights than what is left to measure: as after a move to another machine."""
     shutil.copytree(undisturbed, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "models" / "gpt2")
-    ledger = tmp_path / "run" / "stages.jsonl"
-    entries = [json.loads(line) for line in ledger.read_text().splitlines() if '"evaluate-gpt2-parity"' not in line]
-    (tuned,) = (entry for entry in entries if entry["name"] == "finetune-gpt2-parity")
-    assert len(tuned["facts"]["weights_sha256"]["64"]) == 64
-    for name, is_said in (("pretrain-gpt2", True), ("finetune-gpt2-parity", False)):
-        (entry,) = (entry for entry in entries if entry["name"] == name)
-        entry["facts"]["weights_sha256"] = "0" if is_said else tuned["facts"]["weights_sha256"]
-    ledger.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    with moved_without_weights(tmp_path / "run") as facts:
+        assert len(facts["finetune-gpt2-parity"]["weights_sha256"]["64"]) == 64
+        facts["pretrain-gpt2"]["weights_sha256"] = "0"
     reproduce(tmp_path / "run")
     said = [line for line in capsys.readouterr().err.splitlines() if "other weights" in line]
     assert said == ["pretrain-gpt2 gave other weights than those that finished stages measured."]
@@ -221,12 +226,8 @@ def test_weights_of_which_no_checksum_was_kept_may_differ(
     reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(undisturbed, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "models" / "gpt2")
-    ledger = tmp_path / "run" / "stages.jsonl"
-    entries = [json.loads(line) for line in ledger.read_text().splitlines() if '"evaluate-gpt2-parity"' not in line]
-    (pretrained,) = (entry for entry in entries if entry["name"] == "pretrain-gpt2")
-    del pretrained["facts"]["weights_sha256"]
-    ledger.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    with moved_without_weights(tmp_path / "run") as facts:
+        del facts["pretrain-gpt2"]["weights_sha256"]
     reproduce(tmp_path / "run")
     [said] = [line for line in capsys.readouterr().err.splitlines() if "other weights" in line]
     assert said.startswith("pretrain-gpt2 may have given other weights")

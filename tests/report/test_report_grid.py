@@ -162,7 +162,7 @@ def test_models_trained_longer_speak_for_their_positions() -> None:
     copied = {row[0]: row for row in comparison.lengths(grid, "copying").rows}
     assert copied["meta, learned, 512 (seed 0)"][3].startswith("20.0")
     plain, own = (comparison.all_lengths(grid, "list_recall", note=note) for note in ("", "longer"))
-    assert [row[1].split()[0] for row in plain.rows] == ["12.0", "10.0", "100.0"]
+    assert [row[1].split()[0] for row in plain.rows] == ["100.0", "12.0", "10.0"]
     assert [row[1].split()[0] for row in own.rows] == ["90.0"]
     assert own.title == "List recall, trained longer: answers exactly right, %"
     taken = ablation_tables.by_length(grid, "list_recall", 512).rows

@@ -160,6 +160,6 @@ def test_processes_that_train_together_do_not_replace_a_run(tmp_path: Path, monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        with pytest.raises(UserError, match=r"several processes cannot replace a run together; remove .*run first"):
+        with pytest.raises(UserError, match=r"cannot replace a run together: remove .*run if it is there, and leave"):
             is_finished(tmp_path / "run", SETTINGS, overwrite=True)
     assert (tmp_path / "run" / "settings.json").exists()

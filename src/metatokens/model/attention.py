@@ -6,7 +6,8 @@ without a key. Here the meta-tokens' rows are gathered, attend causally among th
 the same function, with exactly nothing added to any other row.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,17 @@ class ResidualProjection(Projection):
 
 
 @dataclass(frozen=True, slots=True)
-class QueryRows:
+class _Rows:
+    """Tensors that say where rows of a batch stand."""
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """The same on another device, which accelerate asks for where layers are on several."""
+        moved = (getattr(self, one.name).to(device, non_blocking=non_blocking) for one in fields(self))
+        return type(self)(*moved)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRows(_Rows):
     """The positions of a batch that queries come from, where few do; sequences with fewer than the most are padded.
 
     Nothing follows the last block but the head, so it computes only what is asked for, and keys and values.
@@ -75,11 +86,6 @@ class QueryRows:
         if not pays(most, is_asked.shape[1]):
             return None
         return cls(_front(is_asked, most), (is_asked.cumsum(dim=1) - 1).clamp(min=0))
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "QueryRows":
-        """The same on another device, which accelerate asks for where layers are on several."""
-        index, place = (one.to(device, non_blocking=non_blocking) for one in (self.index, self.place))
-        return QueryRows(index, place)
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows of x, (batch or 1, ..., length, features) -> (batch, ..., most, features)."""
@@ -200,7 +206,7 @@ class CausalAttention(Attention):
 
 
 @dataclass(frozen=True, slots=True)
-class MetaRows:
+class MetaRows(_Rows):
     """Where the meta-tokens of a batch stand; rows with fewer than the most are padded.
 
     Attributes:
@@ -227,11 +233,6 @@ class MetaRows:
         index = _front(is_meta, most)
         valid = torch.arange(most, device=is_meta.device) < counts[:, None]
         return cls(index, valid, (index + cached).masked_fill(~valid, -1))
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "MetaRows":
-        """The same on another device, which accelerate asks for where layers are on several."""
-        moved = (one.to(device, non_blocking=non_blocking) for one in (self.index, self.valid, self.slots))
-        return MetaRows(*moved)
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows of x, (batch or 1, length, features) -> (batch, most, features)."""

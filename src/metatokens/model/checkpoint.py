@@ -147,7 +147,8 @@ def load_model(folder: Path, second_attention: SecondAttention | None = None) ->
         model = MetaGPT2ForCausalLM.from_gpt2(model, second_attention or "none")
     elif isinstance(model, GPTNeoForCausalLM) and model.config.meta_token_id is None:
         model.add_meta_token()
-    return model.to(f"cuda:{local_rank()}") if torch.cuda.is_available() else model
+    gpus = torch.cuda.device_count()
+    return model.to(f"cuda:{local_rank() % gpus}") if gpus else model  # a process may be shown its own GPU alone
 
 
 def _load_config(folder: Path) -> PreTrainedConfig:

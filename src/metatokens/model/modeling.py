@@ -32,6 +32,7 @@ from metatokens.model.attention import (
 from metatokens.model.cache import MetaTokenCache
 from metatokens.model.configuration import MetaGPT2Config, SecondAttention
 from metatokens.model.generation import MetaTokenGenerationMixin
+from metatokens.model.gpt2 import configuration_of, weights_of
 from metatokens.model.positions import Rotary, check_length, position_ids_from_mask
 
 
@@ -335,68 +336,19 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
         Raises:
             UserError: if the model uses a GPT-2 option that this family lacks.
         """
-        gpt2 = hf_model.config
-        if gpt2.scale_attn_by_inverse_layer_idx or gpt2.add_cross_attention or not gpt2.scale_attn_weights:
-            raise UserError("only the plain GPT-2 can be converted (no cross-attention, attention scaled by sqrt(d)).")
-        if not gpt2.tie_word_embeddings:
-            raise UserError("this GPT-2 has a head of its own; only one tied to the embedding can be converted.")
-        grows = second_attention != "none"
-        config = MetaGPT2Config(
-            vocab_size=(gpt2.vocab_size // 64 + 1) * 64 if grows else gpt2.vocab_size,
-            hidden_size=gpt2.n_embd,
-            num_hidden_layers=gpt2.n_layer,
-            num_attention_heads=gpt2.n_head,
-            intermediate_size=gpt2.n_inner,
-            max_position_embeddings=gpt2.n_positions,
-            position_embedding="learned",
-            second_attention=second_attention,
-            meta_token_id=gpt2.vocab_size if grows else None,
-            bias=True,
-            activation=gpt2.activation_function,
-            layer_norm_epsilon=gpt2.layer_norm_epsilon,
-            initializer_range=gpt2.initializer_range,
-            bos_token_id=gpt2.bos_token_id,
-            eos_token_id=gpt2.eos_token_id,
-            pad_token_id=gpt2.pad_token_id,
-        )
+        config = configuration_of(hf_model.config, second_attention)
         model = cls(config).to(hf_model.dtype)
-        weights = _rename_gpt2(hf_model.state_dict())
+        weights = weights_of(hf_model)
         embedding = weights["model.embed_tokens.weight"]
-        new_rows = embedding.mean(dim=0).expand(config.vocab_size - gpt2.vocab_size, -1)
+        new_rows = embedding.mean(dim=0).expand(config.vocab_size - len(embedding), -1)
         weights["model.embed_tokens.weight"] = torch.cat([embedding, new_rows])
         missing, unexpected = model.load_state_dict(weights, strict=False)
         assert not unexpected
         assert all("second_" in name or name == "lm_head.weight" for name in missing)
         model.tie_weights()
-        for layer in model.model.layers if grows else ():
+        for layer in model.model.layers if second_attention != "none" else ():
             nn.init.zeros_(layer.second_attention.out_proj.weight)
         return model.to(hf_model.device).train(hf_model.training)
-
-
-_GPT2_NAMES = {
-    "transformer.wte.": "model.embed_tokens.",
-    "transformer.wpe.": "model.learned_positions.",
-    "transformer.ln_f.": "model.norm.",
-    "transformer.h.": "model.layers.",
-    ".ln_1.": ".attention_norm.",
-    ".ln_2.": ".mlp_norm.",
-    ".attn.c_attn.": ".attention.qkv_proj.",
-    ".attn.c_proj.": ".attention.out_proj.",
-    ".mlp.c_fc.": ".mlp.in_proj.",
-    ".mlp.c_proj.": ".mlp.out_proj.",
-}
-
-
-def _rename_gpt2(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A GPT-2 state dict under this model's names; GPT-2's Conv1D stores its weights transposed."""
-    renamed = {}
-    for name, weight in state.items():
-        transposed = name.endswith("weight") and any(part in name for part in (".c_attn.", ".c_proj.", ".c_fc."))
-        for old, new in _GPT2_NAMES.items():
-            name = name.replace(old, new)
-        if name != "lm_head.weight":  # tied to the embedding
-            renamed[name] = weight.T if transposed else weight
-    return renamed
 
 
 AutoConfig.register(MetaGPT2Config.model_type, MetaGPT2Config)

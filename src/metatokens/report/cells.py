@@ -10,7 +10,7 @@ from metatokens.report.paper import PaperTable, printed
 from metatokens.report.tables import Row
 from metatokens.report.wording import EN_DASH, NOT_RUN, NOT_YET, count, percent, points, tokens, with_interval
 
-POSITIONS = {"learned": "learned", "rope": "rope", "none": "no positions"}
+POSITIONS = {"rope": "rope", "learned": "learned", "none": "no positions"}
 MEASURE = ("guessing", "n (prompts a seed)")
 
 

@@ -106,7 +106,7 @@ def learning(grid: Grid, width: float) -> Figure:
 
         return draw
 
-    positions = [its for its in ("rope", "learned", "none") if any(position == its for _, position in curves)]
+    positions = [its for its in NAMES if any(position == its for _, position in curves)]
     panels = {f"List recall, {NAMES[its]}": panel(its) for its in positions}
     return small_multiples(panels, STYLES, width, across=2)
 

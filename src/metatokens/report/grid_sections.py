@@ -95,7 +95,7 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
             f"the first logged step from which it stays under {LEARNED_LOSS}. Where no model has learned a task, "
             f"or one had less than {BUDGET} times the steps of the slowest that learns it, a difference may be one of "
             f"time, and a longer run may turn the verdict that rests on it. {longer}".strip(),
-            *(_trained(grid, position) for position in ("rope", "learned", "none")),
+            *(_trained(grid, position, title) for position, title in POSITIONS.items()),
         ),
         section(
             "controls",
@@ -278,13 +278,13 @@ def sections(grid: Grid, found: Claims) -> list[Section]:
     ]
 
 
-def _trained(grid: Grid, position: str) -> list[Block]:
+def _trained(grid: Grid, position: str, title: str) -> list[Block]:
     """How the losses of models with these positions fell, and whether each had time enough."""
     curves = grid.losses(position, TRAINED[0])
     if not curves:
         return []
     ours = {model: style for model, style in grid_figures.STYLES.items() if any(one.model == model for one in curves)}
-    title, table = POSITIONS[position], tables.learning_steps(curves)
+    table = tables.learning_steps(curves)
     return [
         f"{title.capitalize()}. {findings.budget(curves)}",
         picture(

@@ -57,7 +57,7 @@ def perplexity(grid: Grid) -> Table:
     places = list(product(TEXTS, ("none", "uniform", "periodic")))
     notes = grid.values("note", metric="perplexity")
     rows, measured = [], []
-    for note, model, position in product(notes, (*MODELS, "gpt-neo"), ("rope", "learned", "none")):
+    for note, model, position in product(notes, (*MODELS, "gpt-neo"), POSITIONS):
         about: dict[str, Any] = {"model": model, "position_embedding": position}
         cells = [grid.perplexity(note, **about, text=text, condition=placement) for text, placement in places]
         if any(cells):

@@ -82,7 +82,10 @@ def cost(grid: Grid) -> Section:
         return Section("cost", title, "There is no run.json beside the results: times are unknown.")
     table = Table("One core each", ("what", "runs", "core time"), rows, (total,))
     stages = [stage for run in grid.inputs.runs for stage in run.stages]
-    intro = f"{_spent(stages)} Of a stage that was cut off and begun again, the last try is counted."
+    intro = (
+        f"{_spent(stages)} Of a stage that was cut off and begun again, the last try is counted; of one that was "
+        "carried out again, since its weights had not been kept, the first."
+    )
     return Section("cost", title, intro, [table])
 
 

@@ -37,7 +37,9 @@ def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) ->
             it; or if several processes are to replace it, of which some would still find the old run.
     """
     if overwrite and process_count() > 1:
-        raise UserError(f"several processes cannot replace a run together; remove {out} first, without --overwrite.")
+        raise UserError(
+            f"several processes cannot replace a run together: remove {out} if it is there, and leave --overwrite out."
+        )
     settings = json.loads(json.dumps(settings, default=str))
     with _explained(out):
         out.mkdir(parents=True, exist_ok=True)
