@@ -9,11 +9,17 @@ from pydoc_data.topics import topics
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from metatokens.data import tokenizer as tokenizer_module
-from metatokens.data.tokenizer import encode_text, load_tokenizer, meta_token_id, padded_vocab_size
+from metatokens.data.tokenizer import (
+    encode_text,
+    load_tokenizer,
+    meta_token_id,
+    padded_vocab_size,
+    text_vocab_size,
+)
 from metatokens.errors import UserError
 
 WORDS = ["lawyer", "cardamom", "clarinet", "turmeric", "wrestling", "butterfly", "rectangle"]
@@ -32,10 +38,10 @@ def saved(trained, tmp_path_factory):
 
 
 def test_a_trained_vocabulary_has_the_entries_asked_for(trained):
-    assert len(trained) == 1500
+    assert (len(trained), trained.meta_token_id) == (1501, 1500)
     assert meta_token_id(trained) == 1500
     assert padded_vocab_size(trained) == 1536
-    assert sorted(trained.get_vocab().values()) == list(range(1500))
+    assert sorted(trained.get_vocab().values()) == list(range(1501))
     assert trained.eos_token == "<|endoftext|>"
     assert trained.convert_tokens_to_ids("<|endoftext|>") == trained.eos_token_id
 
@@ -59,7 +65,9 @@ def test_words_of_the_extra_texts_become_single_tokens_at_little_cost(trained):
     assert with_extra < 1.05 * plain
 
 
-texts = st.lists(st.sampled_from(["<|endoftext|>", "_PAUSE_", " <|endo", "text|>", " ", "\n"]) | st.text()).map("".join)
+texts = st.lists(
+    st.sampled_from(["<|endoftext|>", "<|meta|>", "_PAUSE_", " <|endo", "text|>", " ", "\n"]) | st.text()
+).map("".join)
 
 
 @given(texts)
@@ -86,10 +94,36 @@ def test_a_folder_gives_the_tokenizer_saved_in_it(trained, saved):
     assert loaded.eos_token_id == trained.eos_token_id
 
 
+def test_the_meta_token_is_a_special_token_of_the_saved_tokenizer(trained, saved):
+    loaded = AutoTokenizer.from_pretrained(saved)
+    meta = loaded.meta_token_id
+    assert (meta, loaded.meta_token) == (1500, "<|meta|>")
+    ids = [*encode_text(trained, ["left"])[0], meta, *encode_text(trained, [" right"])[0]]
+    assert loaded.decode(ids) == "left<|meta|> right"
+    assert loaded.decode(ids, skip_special_tokens=True) == "left right"
+    assert loaded("left<|meta|> right", split_special_tokens=False)["input_ids"] == ids
+    loaded.add_tokens(["another"])
+    assert loaded.convert_tokens_to_ids("another") == 1501
+    assert (meta_token_id(loaded), text_vocab_size(loaded)) == (1500, 1502)
+
+
+def test_a_tokenizer_that_was_saved_without_the_meta_token_gets_it(tmp_path):
+    backend = load_tokenizer("train:320", corpus=topics.values()).backend_tokenizer
+    old = Tokenizer(models.BPE())
+    old.pre_tokenizer, old.decoder = backend.pre_tokenizer, backend.decoder
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<|endoftext|>"], show_progress=False)
+    old.train_from_iterator(topics.values(), trainer)
+    before = PreTrainedTokenizerFast(tokenizer_object=old, eos_token="<|endoftext|>")
+    assert (meta_token_id(before), text_vocab_size(before), padded_vocab_size(before)) == (320, 320, 384)
+    before.save_pretrained(tmp_path)
+    after = load_tokenizer(str(tmp_path))
+    assert (after.meta_token_id, text_vocab_size(after), padded_vocab_size(after)) == (320, 320, 384)
+
+
 def test_a_folder_named_gpt2_wins_over_the_hub(saved, tmp_path, monkeypatch):
     (tmp_path / "gpt2").symlink_to(saved)
     monkeypatch.chdir(tmp_path)
-    assert len(load_tokenizer("gpt2")) == 1500
+    assert len(load_tokenizer("gpt2")) == 1501
 
 
 def test_the_gpt2_vocabulary(shared_data):

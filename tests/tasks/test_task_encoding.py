@@ -66,7 +66,7 @@ def test_example_ids_are_its_segments_meta_tokens_answer_and_end(task, condition
         expected, start = [], 0
         for offset in example.markers:
             assert example.prompt[offset : offset + 8] == " _PAUSE_"
-            expected += [*encode_text(tokenizer, [example.prompt[start:offset]])[0], len(tokenizer)]
+            expected += [*encode_text(tokenizer, [example.prompt[start:offset]])[0], tokenizer.meta_token_id]
             start = offset + 8
         assert start == len(example.prompt), "the prompt ends with a meta-token"
         assert example.input_ids[: example.answer_start] == tuple(expected)
@@ -75,7 +75,7 @@ def test_example_ids_are_its_segments_meta_tokens_answer_and_end(task, condition
         assert end == tokenizer.eos_token_id
         assert tokenizer.decode(answer) == example.completion
         if task == "copying" and condition != "none":
-            first = expected.index(len(tokenizer)) + 1
+            first = expected.index(tokenizer.meta_token_id) + 1
             assert expected[first : first + len(answer)] == answer, "the answer has the ids of the bracketed text"
 
 

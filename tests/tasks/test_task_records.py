@@ -49,7 +49,7 @@ def test_a_literal_pause_stays_text_unless_markers_name_it(tokenizer, tmp_path):
     plain, marked = read_examples(path, tokenizer)
     assert plain.input_ids[:-2] == tuple(encode_text(tokenizer, [prompt])[0])
     before, after = encode_text(tokenizer, ["a _PAUSE_ b", "<|endoftext|>"])
-    assert marked.input_ids[:-2] == (*before, len(tokenizer), *after)
+    assert marked.input_ids[:-2] == (*before, tokenizer.meta_token_id, *after)
     assert marked.prompt == prompt
     assert plain.input_ids.count(tokenizer.eos_token_id) == marked.input_ids.count(tokenizer.eos_token_id) == 1
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.corpus import Part, read_part
 from metatokens.data.store import SPLITS, Record, Shard, Split, StoreSettings, is_held_out
-from metatokens.data.tokenizer import encode_text
+from metatokens.data.tokenizer import encode_text, text_vocab_size
 from metatokens.files import sha256_of, write_whole
 
 BATCH_CHARACTERS = 400_000  # encoded at a time: enough for every core, and few enough for the next batch to overlap
@@ -125,7 +125,7 @@ def _write_part(work: Work, number: int) -> None:
 
 def _write_shard(work: Work, documents: Iterator[str], part: int, number: int) -> bool:
     """Write the next shard of a part, of both splits; whether there was any document left."""
-    dtype = np.uint16 if len(work.tokenizer) <= 2**16 else np.uint32
+    dtype = np.uint16 if text_vocab_size(work.tokenizer) <= 2**16 else np.uint32
     counts: dict[Split, Counter[str]] = {split: Counter(documents=0, characters=0, tokens=0) for split in SPLITS}
     ids: dict[Split, list[npt.NDArray[np.unsignedinteger]]] = {split: [] for split in SPLITS}
     texts = batches(documents, work.plan.shard_characters)

@@ -1,8 +1,9 @@
 """Tokenizers: GPT-2's, one from a folder, or a byte-level BPE trained on the corpus.
 
 Text never turns into a control token: `<|endoftext|>` written in a document is encoded as the ordinary
-pieces of those characters, and decodes to them. Control ids (the end of a document, the meta-token) are put
-in as ids. The meta-token is not in the tokenizer; its id is the first one after the vocabulary.
+pieces of those characters, and decodes to them, and so is `<|meta|>`. Control ids (the end of a document, the
+meta-token) are put in as ids. A tokenizer that is loaded here, or was saved with a model, knows the meta-token as a
+special token, `tokenizer.meta_token`; where it did not before, its id is the first one after the vocabulary.
 """
 
 import math
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from metatokens.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
+META_TOKEN = "<|meta|>"  # how a decoded text shows the meta-token
 MIN_ENTRIES, MAX_ENTRIES = 300, 65_536  # of a trained vocabulary; the bytes and the end-of-text token are 257
 LONG_TEXT = 400_000  # characters; a longer text is encoded in pieces
 SPACE_BETWEEN = re.compile(r"(?<=\S) (?=\S)")
@@ -41,8 +43,8 @@ def load_tokenizer(
             becomes a single token where the vocabulary has room.
 
     Returns:
-        A fast tokenizer with an end-of-text id and no maximum length, to which special tokens in a text are
-        text. Saved and loaded again, it still is.
+        A fast tokenizer with an end-of-text id, a meta-token and no maximum length, to which special tokens in a text
+        are text. Saved and loaded again, by transformers too, it still is.
 
     Raises:
         UserError: if the spec names no usable tokenizer, or the corpus has too little text for N entries.
@@ -98,23 +100,30 @@ def _ids_of_long(backend: Tokenizer, text: str) -> Iterator[int]:
 
 
 def meta_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The meta-token's id: the first one after the vocabulary (50257 with GPT-2's)."""
-    return len(tokenizer)
+    """The meta-token's id: the tokenizer's own or, in one that knows none, the first after the vocabulary."""
+    return getattr(tokenizer, "meta_token_id", len(tokenizer))
+
+
+def text_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The entries that a text may have: all up to the last one that is not the meta-token."""
+    return len(tokenizer) - (meta_token_id(tokenizer) == len(tokenizer) - 1)
 
 
 def padded_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """The model's vocabulary: entries and meta-token, up to a multiple of 64 (50304 with GPT-2's)."""
-    return math.ceil((len(tokenizer) + 1) / 64) * 64
+    return math.ceil(max(len(tokenizer), meta_token_id(tokenizer) + 1) / 64) * 64
 
 
 def _pretrained(name: str, complaint: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # imports torch, which data-loading workers can do without
 
     try:
-        # Without the argument, transformers asks on the terminal whether to run code that it finds in the folder.
-        return AutoTokenizer.from_pretrained(
-            name, trust_remote_code=False, split_special_tokens=True, add_prefix_space=False
-        )
+        # Without the first, transformers asks on the terminal whether to run code that it finds in the folder.
+        settings = {"trust_remote_code": False, "split_special_tokens": True, "add_prefix_space": False}
+        tokenizer = AutoTokenizer.from_pretrained(name, **settings)
+        if hasattr(tokenizer, "meta_token"):
+            return tokenizer
+        return AutoTokenizer.from_pretrained(name, **settings, meta_token=META_TOKEN)
     except Exception as error:  # the backend raises bare Exception where it cannot parse a file
         raise UserError(complaint) from error
 
@@ -145,6 +154,7 @@ def _train(spec: str, corpus: Iterable[str] | None, extra_texts: Iterable[str]) 
         tokenizer_object=backend,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
+        meta_token=META_TOKEN,
         split_special_tokens=True,
         add_prefix_space=False,
         clean_up_tokenization_spaces=False,

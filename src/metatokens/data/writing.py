@@ -32,7 +32,7 @@ from metatokens.data.store import (
     StoreSettings,
     TokenStore,
 )
-from metatokens.data.tokenizer import load_tokenizer, meta_token_id
+from metatokens.data.tokenizer import load_tokenizer, meta_token_id, text_vocab_size
 from metatokens.errors import UserError
 from metatokens.files import LOCK, exclusive, file_sha256, library_writes, sha256_of, write_whole
 from metatokens.machine import available_cores
@@ -153,7 +153,7 @@ def _finish(staging: Path, tokenizer: PreTrainedTokenizerBase, workers: int) -> 
     done.sort(key=lambda shards: (shards["train"].part, shards["train"].number))
     manifest = Manifest(
         settings=plan.settings,
-        vocab_size=len(tokenizer),
+        vocab_size=text_vocab_size(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         meta_token_id=meta_token_id(tokenizer),
         splits={split: SplitCounts.of(shards[split] for shards in done) for split in SPLITS},

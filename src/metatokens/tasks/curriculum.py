@@ -18,6 +18,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.corpus import read_corpus
+from metatokens.data.tokenizer import text_vocab_size
 from metatokens.errors import UserError
 from metatokens.tasks import copying, list_recall, parity, segment_counting
 from metatokens.tasks.encoding import SegmentEncoder
@@ -94,7 +95,7 @@ class TaskData:
             raise UserError(f"the seed is {seed}; it must be 0 or more.")
         self._task, self._condition, self._seed = task, cast(Condition, condition), seed
         self._encoder = SegmentEncoder(tokenizer)
-        self._vocabulary_size = len(tokenizer)
+        self._vocabulary_size = text_vocab_size(tokenizer)
         self._draw: Callable[[np.random.Generator, int, int], Content]
         self._longest_context = math.inf
         if task == "copying":

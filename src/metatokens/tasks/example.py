@@ -15,14 +15,13 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
+from metatokens.data.prompts import MARKER, split_at
 from metatokens.errors import UserError
 from metatokens.tasks.encoding import SegmentEncoder
 
 Condition = Literal["paper", "none", "decoy"]
 CONDITIONS: tuple[Condition, ...] = get_args(Condition)
 Split = Literal["train", "test"]
-
-MARKER = " _PAUSE_"  # how a meta-token is shown in a prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +99,7 @@ def encode_example(encoder: SegmentEncoder, segments: Sequence[str], completion:
     )
 
 
-class _Record(BaseModel):
+class _Prompt(BaseModel):
     """A record as a user may write it. What derives from the text may stand in it and is computed afresh."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -113,16 +112,27 @@ class _Record(BaseModel):
     condition: Condition | None = None
     prompt: Annotated[str, Field(min_length=1)]
     markers: list[int] = []
-    completion: Annotated[str, Field(min_length=1)]
+    completion: str = ""
     input_ids: Any = None
     answer_start: Any = None
     n_tokens: Any = None
 
 
-def read_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+class _Record(_Prompt):
+    """A prompt with the completion that it is to get."""
+
+    completion: Annotated[str, Field(min_length=1)]
+
+
+def read_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, needs_completion: bool = True) -> list[Example]:
     """Read a JSON-lines file of records; `prompt` and `completion` suffice in each.
 
     Without `markers` a prompt holds no meta-token, whatever its text.
+
+    Args:
+        path: the file.
+        tokenizer: of the model that is to read them.
+        needs_completion: whether a record without one is a mistake; otherwise its completion is empty.
 
     Raises:
         UserError: if the file cannot be read, holds no record, or has a line that is none; it names the line.
@@ -136,7 +146,7 @@ def read_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Exampl
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                examples.append(_example_from_record(encoder, line))
+                examples.append(_example_from_record(encoder, line, _Record if needs_completion else _Prompt))
             except ValueError as error:
                 raise UserError(f"{path}, line {number}: {_first_reason(error)}.") from error
     if not examples:
@@ -144,29 +154,19 @@ def read_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Exampl
     return examples
 
 
-def _example_from_record(encoder: SegmentEncoder, line: bytes) -> Example:
-    record = _Record.model_validate_json(line)
+def _example_from_record(encoder: SegmentEncoder, line: bytes, kind: type[_Prompt]) -> Example:
+    record = kind.model_validate_json(line)
     return encode_example(
         encoder,
-        _split_at(record.prompt, record.markers),
+        split_at(record.prompt, record.markers),
         record.completion,
         **record.model_dump(include={"task", "phase", "seed", "index", "split", "condition"}),
     )
 
 
-def _split_at(prompt: str, markers: Sequence[int]) -> list[str]:
-    segments, start = [], 0
-    for offset in markers:
-        if offset < start or not prompt.startswith(MARKER, offset):
-            raise ValueError(f"markers: offset {offset} is not that of a further {MARKER!r} in the prompt")
-        segments.append(prompt[start:offset])
-        start = offset + len(MARKER)
-    return [*segments, prompt[start:]]
-
-
 def _first_reason(error: ValueError) -> str:
     if not isinstance(error, ValidationError):
-        return str(error)
+        return str(error).rstrip(".")
     first = error.errors()[0]
     if first["type"] == "extra_forbidden":
         return f"unknown field {first['loc'][0]!r}; the fields of a record are {', '.join(_Record.model_fields)}"

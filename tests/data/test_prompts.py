@@ -1,0 +1,72 @@
+"""Prompts whose markers stand for meta-tokens, and whose other look-alikes do not."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from metatokens import encode_prompt
+from metatokens.data.tokenizer import encode_text
+from metatokens.errors import UserError
+from metatokens.tasks.curriculum import TASKS, TaskData
+
+
+@pytest.fixture(scope="module")
+def tokenizer(small_store):
+    return AutoTokenizer.from_pretrained(small_store.path / "tokenizer")
+
+
+def ids_of(tokenizer, *segments):
+    """The ids of segments with a meta-token at each join."""
+    ids = encode_text(tokenizer, [segments[0]])[0]
+    for segment in segments[1:]:
+        ids += [tokenizer.meta_token_id, *encode_text(tokenizer, [segment])[0]]
+    return ids
+
+
+def test_a_marker_takes_the_space_before_it(tokenizer):
+    expected = ids_of(tokenizer, "the cat", " sat", "")
+    assert encode_prompt(tokenizer, "the cat _PAUSE_ sat _PAUSE_", markers="_PAUSE_") == expected
+    assert encode_prompt(tokenizer, "the cat_PAUSE_ sat_PAUSE_", markers="_PAUSE_") == expected
+    assert encode_prompt(tokenizer, "the cat _PAUSE_ sat _PAUSE_", markers=[7, 19]) == expected
+    assert encode_prompt(tokenizer, "the cat <|meta|> sat <|meta|>", markers="<|meta|>") == expected
+    assert encode_prompt(tokenizer, "the cat (+) sat (+)", markers="(+)") == expected  # no pattern, but itself
+    assert encode_prompt(tokenizer, "the  [M]\ncat", markers="[M]") == ids_of(tokenizer, "the ", "\ncat")
+
+
+def test_what_no_marker_names_stays_text(tokenizer):
+    text = "the cat _PAUSE_ sat<|meta|> on<|endoftext|> a mat"
+    assert encode_prompt(tokenizer, text) == encode_text(tokenizer, [text])[0]
+    assert tokenizer.meta_token_id not in encode_prompt(tokenizer, text)
+    marked = encode_prompt(tokenizer, text, markers="_PAUSE_")
+    assert marked == ids_of(tokenizer, "the cat", " sat<|meta|> on<|endoftext|> a mat")
+    assert encode_prompt(tokenizer, "", markers="_PAUSE_") == []
+
+
+@given(segments=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), min_size=1, max_size=4))
+def test_offsets_and_string_agree(tokenizer, segments):
+    if any("_PAUSE_" in segment for segment in segments):
+        return
+    text, offsets = segments[0], []
+    for segment in segments[1:]:
+        offsets.append(len(text))
+        text += " _PAUSE_" + segment
+    expected = ids_of(tokenizer, *segments)
+    assert encode_prompt(tokenizer, text, offsets) == expected
+    assert encode_prompt(tokenizer, text, "_PAUSE_") == expected
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_tasks_own_prompt_gives_its_own_ids(task, tokenizer):
+    documents = [" ".join(f"word{number}" for number in range(300))]
+    example = TaskData(task, tokenizer=tokenizer, documents=documents).sample(0, 1, "test")
+    assert tuple(encode_prompt(tokenizer, example.prompt, "_PAUSE_")) == example.input_ids[: example.answer_start]
+    assert encode_prompt(tokenizer, example.prompt, "_PAUSE_") == encode_prompt(
+        tokenizer, example.prompt, example.markers
+    )
+
+
+@pytest.mark.parametrize(("markers", "message"), [("", "the marker is empty"), ([3], "offset 3 is not that of a")])
+def test_what_marks_nothing_is_refused(markers, message, tokenizer):
+    with pytest.raises(UserError, match=message):
+        encode_prompt(tokenizer, "the cat _PAUSE_", markers)
