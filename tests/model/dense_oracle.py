@@ -23,12 +23,12 @@ def rotate_by_position(x: Tensor, base: float = 10000.0) -> Tensor:
     return torch.cat(turned, dim=-1)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """softmax(Q K^T / sqrt(d) + mask) V of (heads, T, d); a row that is allowed no key is zero by definition."""
+def masked_weights(q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
+    """softmax(Q K^T / sqrt(d) + mask), (heads, T, T); a row that is allowed no key is zero by definition."""
     scores = (q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])).masked_fill(~allowed, -math.inf)
     empty = ~allowed.any(dim=-1)
-    weights = scores.masked_fill(empty[:, None], 0.0).softmax(dim=-1).masked_fill(empty[:, None], 0.0)
-    return weights @ v
+    weights = scores.masked_fill(empty[..., None], 0.0).softmax(dim=-1).masked_fill(empty[..., None], 0.0)
+    return weights
 
 
 class DenseOracle:
@@ -36,6 +36,7 @@ class DenseOracle:
 
     def __init__(self, model: MetaGPT2ForCausalLM):
         self.config = model.config
+        self.seen: dict[str, Tensor] = {}  # the attention weights of the last pass, (heads, T, T), by module
         self.weights = {
             name: parameter.detach().double().clone().requires_grad_() for name, parameter in model.named_parameters()
         }
@@ -58,18 +59,18 @@ class DenseOracle:
         q, k, v = (part.reshape(length, heads, width // heads).transpose(0, 1) for part in (q, k, v))
         if self.config.position_embedding == "rope":
             q, k = rotate_by_position(q), rotate_by_position(k)
-        joined = masked_attention(q, k, v, allowed).transpose(0, 1).reshape(length, width)
+        self.seen[name] = masked_weights(q, k, allowed)
+        joined = (self.seen[name] @ v).transpose(0, 1).reshape(length, width)
         return self._affine(joined, name + ".out_proj")
 
-    def meta_attention(self, x: Tensor, name: str, is_meta: Tensor) -> Tensor:
+    def meta_attention(self, x: Tensor, name: str, is_meta: Tensor, causal: Tensor) -> Tensor:
         """The paper's: causal mask M plus P, 0 where query and key are both meta-tokens; other rows are zero."""
-        allowed = torch.ones(len(x), len(x)).tril().bool() & is_meta[:, None] & is_meta[None, :]
-        return self.attention(x, name, allowed) * is_meta[:, None]
+        return self.attention(x, name, causal & is_meta[:, None] & is_meta[None, :]) * is_meta[:, None]
 
-    def logits(self, sequence: Sequence[int] | Tensor) -> Tensor:
-        """Next-token logits (T, vocabulary) of one sequence of ids."""
+    def logits(self, sequence: Sequence[int] | Tensor, causal: Tensor | None = None) -> Tensor:
+        """Next-token logits (T, vocabulary) of one sequence of ids; `causal` (T, T) in place of the causal mask."""
         ids = torch.as_tensor(sequence)
-        causal = torch.ones(len(ids), len(ids)).tril().bool()
+        causal = torch.ones(len(ids), len(ids)).tril().bool() if causal is None else causal
         x = self.weights["model.embed_tokens.weight"][ids]
         if self.config.position_embedding == "learned":
             x = x + self.weights["model.learned_positions.weight"][: len(ids)]
@@ -78,7 +79,8 @@ class DenseOracle:
             x = x + self.attention(self.norm(x, block + "attention_norm"), block + "attention", causal)
             if self.config.second_attention == "meta":
                 is_meta = ids == self.config.meta_token_id
-                x = x + self.meta_attention(self.norm(x, block + "second_norm"), block + "second_attention", is_meta)
+                normed = self.norm(x, block + "second_norm")
+                x = x + self.meta_attention(normed, block + "second_attention", is_meta, causal)
             elif self.config.second_attention == "causal":
                 x = x + self.attention(self.norm(x, block + "second_norm"), block + "second_attention", causal)
             inner = self._affine(self.norm(x, block + "mlp_norm"), block + "mlp.in_proj")

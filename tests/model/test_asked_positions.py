@@ -182,7 +182,7 @@ def test_interventions_reach_the_kept_states(position_embedding: str, name: str)
 def test_yarn_scales_the_kept_queries_too(second_attention: str) -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 12}
     model = tiny_model(second_attention=second_attention, rope_parameters=yarn)
-    assert model.model.rotary_positions.attention_scaling > 1.1
+    assert model.model.rotary_emb.attention_scaling > 1.1
     ids, mask = pad(ROWS)
     keep = mark(KEPT["ragged"], "left")
     whole = states(model, ids, None, attention_mask=mask)

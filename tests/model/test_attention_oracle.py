@@ -7,6 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_models import FAMILY, META, QUICK, pad, random_rows, tiny_model
 from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
 from metatokens.model.attention import MetaRows
 from metatokens.model.positions import position_ids_from_mask
@@ -56,17 +57,20 @@ def test_meta_attention_is_the_masked_formula(
     actual = x
     if found is not None:
         rotary = None
-        if model.model.rotary_positions is not None:
-            tables = model.model.rotary_positions(x, position_ids_from_mask(mask))
+        if model.model.rotary_emb is not None:
+            tables = model.model.rotary_emb(x, position_ids_from_mask(mask))
             rotary = (found.gather(tables[0]), found.gather(tables[1]))
         module = model.model.layers[0].second_attention
-        actual = found.scatter_add(x, module(found.gather(x), rows=found, rotary=rotary, cache=None))
+        actual = found.scatter_add(
+            x, module(found.gather(x), rows=found, rotary=rotary, mask=None, attend=sdpa, cache=None)[0]
+        )
     (actual * weigh).sum().backward()
 
     dense_x = x.detach().clone().requires_grad_()
     expected = dense_x.clone()
     for i, real in enumerate(mask.bool()):
-        added = oracle.meta_attention(dense_x[i, real], "model.layers.0.second_attention", is_meta[i, real])
+        causal = torch.ones(int(real.sum()), int(real.sum())).tril().bool()
+        added = oracle.meta_attention(dense_x[i, real], "model.layers.0.second_attention", is_meta[i, real], causal)
         expected = expected.index_put((torch.tensor(i), real.nonzero().squeeze(1)), added, accumulate=True)
     (expected * weigh).sum().backward()
 
@@ -128,3 +132,82 @@ def test_a_batch_without_meta_tokens_skips_the_module() -> None:
     model = tiny_model()
     model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
     assert all(p.grad is None for p in model.model.layers[0].second_attention.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
+def test_a_mask_of_four_dimensions_replaces_the_causal_one_in_both_attentions(
+    position_embedding: str, second_attention: str, attention: str, dtype: torch.dtype
+) -> None:
+    model = tiny_model(position_embedding=position_embedding, second_attention=second_attention)
+    model.set_attn_implementation(attention)
+    rows = random_rows((12, 12), seed=7)
+    seen = torch.rand(2, 12, 12, generator=torch.Generator().manual_seed(1)) < 0.6
+    seen = (seen.tril() | torch.eye(12, dtype=torch.bool))[:, None]
+    mask = seen if dtype == torch.bool else torch.zeros(2, 1, 12, 12, dtype=dtype).masked_fill(~seen, -1e30)
+    oracle = DenseOracle(model)
+    expected = torch.stack([oracle.logits(row, causal=one[0]) for row, one in zip(rows, seen, strict=True)])
+    tolerance = 1e-5 if attention == "eager" else TOLERANCE[position_embedding]  # its softmax is float32
+    assert_close(model(torch.tensor(rows), attention_mask=mask).logits, expected, tolerance)
+    last = model(torch.tensor(rows), attention_mask=mask, logits_to_keep=1).logits  # the last block's queries alone
+    assert_close(last, expected[:, -1:], tolerance)
+    weighed = model(torch.tensor(rows), attention_mask=mask, output_attentions=True)
+    assert_close(weighed.logits, expected, 1e-5)
+    head = model(torch.tensor(rows)[:, :7], attention_mask=mask[:, :, :7, :7])
+    tail = model(torch.tensor(rows)[:, 7:], attention_mask=mask[:, :, 7:], past_key_values=head.past_key_values)
+    assert_close(tail.logits, expected[:, 7:], tolerance)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("second_attention", ["meta", "causal"])
+def test_the_weights_of_both_attentions(second_attention: str, side: str) -> None:
+    model = tiny_model(second_attention=second_attention, dtype=torch.float32)  # as transformers' eager softmax is
+    model.set_attn_implementation("eager")
+    oracle = DenseOracle(model)
+    ids, mask = pad(ROWS, side)
+    outputs = model(ids, attention_mask=mask, output_attentions=True)
+    assert len(outputs.attentions) == len(outputs.meta_attentions) == 2
+    for number, (row, real) in enumerate(zip(ROWS, mask.bool(), strict=True)):
+        oracle.logits(row)
+        for layer in range(2):
+            found = [one[layer][number][:, real][..., real] for one in (outputs.attentions, outputs.meta_attentions)]
+            for name, weights in zip(("attention", "second_attention"), found, strict=True):
+                expected = oracle.seen[f"model.layers.{layer}.{name}"]
+                assert weights.shape == (4, len(row), len(row))
+                assert (weights - expected).abs().max() < 1e-5, name
+
+
+def test_the_weights_of_a_decoding_step() -> None:
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    oracle = DenseOracle(model)
+    (row,) = random_rows((9,), seed=2)
+    row[8] = META
+    head = model(torch.tensor([row[:6]]), output_attentions=True)
+    tail = model(torch.tensor([row[6:]]), past_key_values=head.past_key_values, output_attentions=True)
+    oracle.logits(row)
+    for layer, weights in enumerate(tail.meta_attentions):
+        assert weights.shape == (1, 4, 3, 9)
+        assert (weights[0] - oracle.seen[f"model.layers.{layer}.second_attention"][:, 6:]).abs().max() < 1e-6
+
+
+def test_without_meta_tokens_meta_attention_has_no_weights() -> None:
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    outputs = model(torch.tensor([[1, 2, 3]]), output_attentions=True)
+    assert [one.shape for one in outputs.meta_attentions] == [(1, 4, 3, 3)] * 2
+    assert not any(one.any() for one in outputs.meta_attentions)
+
+
+@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+def test_weights_that_the_attention_function_lacks_are_computed_by_another(second_attention: str) -> None:
+    ids, mask = pad(ROWS, "right")
+    model = tiny_model(second_attention=second_attention, dtype=torch.float32)
+    outputs = model(ids, attention_mask=mask, output_attentions=True)
+    assert model.config._attn_implementation == "sdpa"
+    model.set_attn_implementation("eager")
+    expected = model(ids, attention_mask=mask, output_attentions=True)
+    for name in ("attentions", "meta_attentions"):
+        if name == "attentions" or second_attention != "none":
+            assert all(map(torch.equal, outputs[name], expected[name]))

@@ -195,16 +195,80 @@ def test_a_cache_goes_on_with_the_conversation(second_attention: str, meta_every
     assert calls[0] == 18 - read  # what the cache held was not read again
 
 
-def test_a_cache_that_holds_inserted_tokens_is_refused() -> None:
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("first", "second"), [(2, None), (2, 3), (1, 1), (3, 2)])
+@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+def test_a_conversation_goes_on_behind_inserted_tokens(
+    second_attention: str, first: int, second: int | None, mode: dict[str, Any]
+) -> None:
+    model = shared_model(second_attention=second_attention)
+    prompt, mask = pad(EIGHT)
+    cache = MetaTokenCache(model.config)
+    ids = model.generate(
+        prompt, attention_mask=mask, past_key_values=cache, max_new_tokens=5, meta_every=first, do_sample=False
+    )
+    assert cache.inserted == [11 + text for text in range(first, 5, first)]  # the fifth id was not read
+    ids = torch.cat([ids, torch.tensor(random_rows([3] * 8, seed=6))], dim=1)
+    mask = torch.cat([mask, torch.ones(8, 8, dtype=torch.long)], dim=1)
+    # The same by hand: the meta-tokens inserted before are part of the prompt.
+    is_text = torch.ones(19 + len(cache.inserted), dtype=torch.bool)
+    is_text[[text + number for number, text in enumerate(cache.inserted)]] = False
+    whole, whole_mask = ids.new_full((8, len(is_text)), META), mask.new_ones((8, len(is_text)))
+    whole[:, is_text], whole_mask[:, is_text] = ids, mask
+    options = {"max_new_tokens": 6, "meta_every": second, "pad_token_id": 0, **mode}
+    torch.manual_seed(5)
+    expected = model.generate(whole, attention_mask=whole_mask, **options)[:, len(is_text) :]
+    cached, calls = cache.get_seq_length(), []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    torch.manual_seed(5)
+    cache.batch_repeat_interleave(mode.get("num_beams", 1))  # transformers leaves that to the caller
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    hook.remove()
+    assert torch.equal(out[:, 19:], expected)
+    assert calls[0][1] == len(is_text) - cached  # what the cache held was not read again
+
+
+def test_a_cropped_cache_forgets_what_was_inserted_behind() -> None:
     model = shared_model()
     cache = MetaTokenCache(model.config)
-    ids = model.generate(torch.tensor([[1, 2]]), past_key_values=cache, max_new_tokens=5, meta_every=2)
-    for meta_every in (None, 2):
-        with pytest.raises(UserError, match="holds meta-tokens that generate\\(\\) inserted"):
-            model.generate(ids, past_key_values=cache, max_new_tokens=5, meta_every=meta_every)
+    ids = model.generate(torch.tensor([[1, 2]]), past_key_values=cache, max_new_tokens=6, meta_every=2, do_sample=False)
+    assert (cache.inserted, cache.get_seq_length()) == ([4, 6], 9)  # 2 prompt, 5 text, 2 inserted
+    cache.crop(-3)
+    assert (cache.inserted, cache.get_seq_length()) == ([4], 6)
+    whole = torch.tensor([[*ids[0, :4].tolist(), META, *ids[0, 4:].tolist()]])
+    expected = model.generate(whole, max_new_tokens=3, do_sample=False)[0, -3:]
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    assert torch.equal(out[0, -3:], expected)
     cache.reset()
     out = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
     assert torch.equal(out, model.generate(ids, max_new_tokens=5, do_sample=False))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+def test_generation_from_embeddings(second_attention: str, mode: dict[str, Any]) -> None:
+    model = shared_model(second_attention=second_attention)
+    ids, mask = pad(EIGHT)
+    expected = generate(model, EIGHT, max_new_tokens=5, **mode)
+    embeddings = model.get_input_embeddings()(ids)
+    for meta_token_mask in ({}, {"meta_token_mask": ids == META}):
+        torch.manual_seed(8)
+        options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 5, **mode, **meta_token_mask}
+        assert torch.equal(model.generate(inputs_embeds=embeddings, attention_mask=mask, **options), expected)
+
+
+def test_rows_behind_the_entries_in_use_are_suppressed_though_they_are_the_likeliest() -> None:
+    model = tiny_model(vocab_size=128, meta_token_id=META + 6, unpadded_vocab_size=META + 7)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(0.1)
+        model.lm_head.weight[100] = 20 * model.model.norm.bias
+    out = model.generate(PROMPT, max_new_tokens=5, output_logits=True, return_dict_in_generate=True, do_sample=False)
+    assert all((logits.argmax(dim=-1) == 100).all() for logits in out.logits)
+    assert (out.sequences <= META + 6).all()
+    model.resize_token_embeddings(101, pad_to_multiple_of=64)  # it is an added token's now
+    assert (model.generate(PROMPT, max_new_tokens=5, do_sample=False)[:, 3:] == 100).all()
 
 
 def test_prompt_lookup_crops_what_it_guessed_wrong() -> None:
@@ -230,10 +294,11 @@ PROMPT = torch.tensor([[1, 2, 3]])
         ({"meta_token_id": None, "second_attention": "none"}, {"meta_every": 4}, "needs a model with a meta_token_id"),
         ({}, {"meta_every": 2, "inputs": None}, "needs the whole sequence"),
         ({}, {"meta_every": 2, "attention_mask": torch.ones(1, 9)}, "needs the whole sequence"),
-        ({}, {"meta_every": 2, "prompt_lookup_num_tokens": 2}, "does not go with assisted generation"),
+        ({}, {"meta_every": 2, "prompt_lookup_num_tokens": 2}, "do not go with assisted generation"),
         ({}, {"meta_every": 2, "prefill_chunk_size": 2}, "or prefill_chunk_size"),
         ({}, {"cache_implementation": "static"}, "cache_implementation 'static' is not available"),
-        ({}, {"past_key_values": DynamicCache()}, "DynamicCache; give a MetaTokenCache"),
+        ({}, {"meta_every": 2, "meta_token_mask": PROMPT == META}, "needs the whole sequence"),
+        ({}, {"meta_every": 2, "past_key_values": DynamicCache()}, "DynamicCache; meta_every needs a MetaTokenCache"),
         ({"position_embedding": "learned", "max_position_embeddings": 6}, {"meta_every": 2}, "6 learned positions"),
     ],
 )

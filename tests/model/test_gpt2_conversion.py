@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import pad, random_rows, randomize
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from metatokens import MetaGPT2ForCausalLM
 from metatokens.errors import UserError
@@ -86,3 +86,9 @@ def test_the_new_module_changes_nothing_until_it_is_trained() -> None:
 def test_options_that_this_family_lacks_are_refused(option: dict[str, bool], message: str) -> None:
     with pytest.raises(UserError, match=message):
         MetaGPT2ForCausalLM.from_gpt2(random_gpt2(**option))
+
+
+def test_another_kind_of_model_is_refused() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with pytest.raises(UserError, match="a LlamaForCausalLM cannot be converted; give transformers' GPT2LMHeadModel"):
+        MetaGPT2ForCausalLM.from_gpt2(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32)))

@@ -299,3 +299,14 @@ def test_interventions_and_analyses_are_refused() -> None:
         pass
     with pytest.raises(UserError, match="are for this package's own models"):
         observe(model, ids[0])
+
+
+def test_what_a_user_suppresses_comes_on_top_of_the_meta_token() -> None:
+    model, _ = ours()
+    with torch.no_grad():
+        model.lm_head.weight[META] = 100 * model.transformer.ln_f.bias
+        model.lm_head.weight[7] = 99 * model.transformer.ln_f.bias
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    assert (model.generate(torch.tensor([[1, 2]]), **options)[:, 2:] == 7).all()
+    out = model.generate(torch.tensor([[1, 2]]), suppress_tokens=[7], **options)[:, 2:]
+    assert not torch.isin(out, torch.tensor([7, META])).any()

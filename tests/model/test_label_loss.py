@@ -78,6 +78,27 @@ def test_num_items_in_batch_divides_the_sum(batch: dict[str, Tensor], training: 
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("second_attention", ["meta", "none"])
+def test_a_label_that_is_a_meta_token_counts_as_none(
+    batch: dict[str, Tensor], second_attention: str, counted: bool, training: bool
+) -> None:
+    model = tiny_model(second_attention=second_attention).train(training)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)  # as everyone passes them
+    masked = labels.masked_fill(labels == META, -100)
+    assert (labels == META).sum() > 3
+    # Trainer counts the labels itself, meta-tokens too.
+    count, masked_count = (
+        {"num_items_in_batch": (one[:, 1:] != -100).sum()} if counted else {} for one in (labels, masked)
+    )
+    given = labels.clone()
+    loss = model(**batch | {"labels": given}, **count).loss
+    expected = model(**batch | {"labels": masked}, **masked_count).loss
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert torch.equal(given, labels)
+
+
 def test_accumulated_gradients_of_uneven_batches_are_those_of_one_batch(batch: dict[str, Tensor]) -> None:
     model = tiny_model().train()
     count = int((batch["labels"][:, 1:] != -100).sum())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import FAMILY, random_rows, shared_model, tiny_config, tiny_model
@@ -19,7 +20,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedTok
 
 from metatokens import MetaGPT2ForCausalLM
 from metatokens.errors import UserError
-from metatokens.model.checkpoint import MANIFEST, load_model, save_model, verify_manifest, weights_sha256
+from metatokens.model.checkpoint import (
+    MANIFEST,
+    fetch_model,
+    load_model,
+    save_model,
+    verify_manifest,
+    weights_sha256,
+    write_manifest,
+)
 
 IDS = torch.tensor(random_rows((10, 10)))
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
@@ -107,6 +116,95 @@ def test_weights_have_a_checksum(saved: Path, tmp_path_factory: pytest.TempPathF
     assert weights_sha256(saved) != weights_sha256(other)
     with pytest.raises(UserError, match=r"no model\.safetensors"):
         weights_sha256(other / "nowhere")
+
+
+# --- weights in several files
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A checkpoint as transformers writes that of a large model."""
+    folder = tmp_path / "sharded"
+    model = MetaGPT2ForCausalLM(tiny_config(vocab_size=512))
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
+    assert not (folder / WEIGHTS).exists()
+    model.save_pretrained(tmp_path / "whole")
+    return folder
+
+
+def test_shards_are_one_model(sharded: Path) -> None:
+    whole = load_model(sharded.parent / "whole")
+    assert torch.equal(load_model(sharded)(IDS).logits, whole(IDS).logits)
+    before = weights_sha256(sharded)
+    assert before != weights_sha256(sharded.parent / "whole")
+    write_manifest(sharded)
+    assert torch.equal(load_model(sharded)(IDS).logits, whole(IDS).logits)
+    last = sorted(sharded.glob("model-*.safetensors"))[-1]
+    content = bytearray(last.read_bytes())
+    content[-1] ^= 1
+    last.write_bytes(content)
+    assert weights_sha256(sharded) != before
+    with pytest.raises(UserError, match=f"{last.name} is damaged"):
+        load_model(sharded)
+
+
+def test_shards_are_fetched(monkeypatch: pytest.MonkeyPatch, sharded: Path) -> None:
+    def fetched(name: str, allow_patterns: list[str]) -> str:
+        taken = set(filter_repo_objects([path.name for path in sharded.iterdir()], allow_patterns=allow_patterns))
+        assert taken == {path.name for path in sharded.iterdir()}
+        return str(sharded)
+
+    monkeypatch.setattr("metatokens.model.checkpoint.snapshot_download", fetched)
+    assert fetch_model(Path("hf:someone/large")) == sharded
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    first = sorted(sharded.glob("model-*.safetensors"))[0]
+    first.unlink()
+    for read in (load_model, weights_sha256):
+        with pytest.raises(UserError, match=f"are not complete: there is no {first.name}, which model.safetensors.ind"):
+            read(sharded)
+
+
+@pytest.mark.parametrize("name", ["../whole/model.safetensors", "pytorch_model.bin", "", "a\0b", 3])
+def test_an_index_names_shards_of_its_own_folder_alone(sharded: Path, name: object) -> None:
+    torch.save({}, sharded / "pytorch_model.bin")
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    index["weight_map"]["lm_head.weight"] = name
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    for read in (load_model, weights_sha256):
+        with pytest.raises(UserError, match=r"are not complete: there is no|does not say where the weights are"):
+            read(sharded)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"weight_map": []}', '{"weight_map": {"a": ["b"]}}', "[" * 99_999])
+def test_an_index_that_is_none_is_refused(sharded: Path, content: str) -> None:
+    (sharded / "model.safetensors.index.json").write_text(content)
+    for read in (load_model, weights_sha256):
+        with pytest.raises(UserError, match=r"index\.json does not say where the weights are"):
+            read(sharded)
+
+
+# --- folders of models
+
+
+def test_the_nearest_models_below_a_folder_are_named(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    run = tmp_path_factory.mktemp("run")
+    with pytest.raises(UserError, match=r"it has no config\.json\.$"):
+        load_model(run)
+    for name in ("models/deep", "64", "data", "512", "128"):
+        shutil.copytree(saved, run / name)
+    with pytest.raises(UserError) as caught:
+        load_model(run)
+    assert str(caught.value).endswith(f"no config.json; there are models in {run}/128, {run}/512, {run}/64.")
+    for name in ("64", "512", "128", "data"):
+        shutil.rmtree(run / name)
+    with pytest.raises(UserError, match=rf"there are models in {run}/models/deep\.$"):
+        load_model(run)
+
+
+# --- complete or not
 
 
 def test_a_save_that_is_cut_off_is_not_taken_for_complete(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

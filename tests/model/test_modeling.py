@@ -10,11 +10,12 @@ from dense_oracle import rotate_by_position
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import FAMILY, META, QUICK, pad, random_rows, shared_model, tiny_config, tiny_model
-from transformers import DynamicCache, LlamaConfig
+from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM
 from metatokens.errors import UserError
+from metatokens.model.configuration import never_generated
 from metatokens.model.positions import rotate
 
 
@@ -102,18 +103,70 @@ def test_a_sequence_longer_than_the_learned_table_is_refused() -> None:
     tiny_model(position_embedding="rope", max_position_embeddings=8)(torch.ones(1, 30, dtype=torch.long))
 
 
+def test_padding_is_not_counted_against_the_learned_table() -> None:
+    model = tiny_model(position_embedding="learned", max_position_embeddings=8)
+    rows = random_rows((8, 3))
+    for side in ("left", "right"):
+        ids, mask = pad([*rows, [0] * 20], side)
+        ids, mask = ids[:2], mask[:2]
+        assert ids.shape[1] == 20
+        padded = model(ids, attention_mask=mask).logits
+        for row, logits, real in zip(rows, padded, mask.bool(), strict=True):
+            assert (logits[real] - model(torch.tensor([row])).logits[0]).abs().max() < 1e-11
+        out = model.generate(ids[1:], attention_mask=mask[1:], max_new_tokens=5, do_sample=False, pad_token_id=0)
+        alone = model.generate(torch.tensor([rows[1]]), max_new_tokens=5, do_sample=False)
+        if side == "left":
+            assert out[0, 20:].tolist() == alone[0, 3:].tolist()
+    ids, mask = pad([[0] * 9, [0] * 20])
+    with pytest.raises(UserError, match="9 tokens is longer than the 8 learned positions"):
+        model(ids[:1], attention_mask=mask[:1])
+
+
+@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+@pytest.mark.parametrize("with_config", [True, False])
+def test_a_cache_of_transformers_gets_a_second_store(second_attention: str, with_config: bool) -> None:
+    model = shared_model(second_attention=second_attention)
+    ids = torch.tensor(random_rows((12, 12), seed=3))
+    cache = DynamicCache(config=model.config) if with_config else DynamicCache()
+    model(ids[:, :7], past_key_values=cache)
+    last = model(ids[:, 7:], past_key_values=cache).logits  # the same object goes on
+    assert cache.get_seq_length() == 12
+    assert (last - model(ids).logits[:, 7:]).abs().max() < 1e-11
+
+
 def test_a_cache_without_a_second_store_is_refused() -> None:
-    ids = torch.tensor([[1, META]])
     for second_attention in ("meta", "causal"):
-        with pytest.raises(UserError, match="DynamicCache; give a MetaTokenCache"):
-            tiny_model(second_attention=second_attention)(ids, past_key_values=DynamicCache())
-    tiny_model(second_attention="none")(ids, past_key_values=DynamicCache())
+        model = tiny_model(second_attention=second_attention)
+        with pytest.raises(UserError, match="StaticCache; give a MetaTokenCache or a DynamicCache"):
+            model(torch.tensor([[1, META]]), past_key_values=StaticCache(config=model.config, max_cache_len=8))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
+def test_embeddings_in_place_of_ids(position_embedding: str, second_attention: str, side: str) -> None:
+    model = shared_model(position_embedding=position_embedding, second_attention=second_attention)
+    ids, mask = pad(random_rows((11, 6)), side)
+    expected = model(ids, attention_mask=mask).logits
+    embeddings = model.get_input_embeddings()(ids)
+    by_embedding = model(inputs_embeds=embeddings, attention_mask=mask).logits
+    by_ids = model(ids, inputs_embeds=embeddings, attention_mask=mask).logits
+    by_mask = model(inputs_embeds=embeddings, meta_token_mask=ids == META, attention_mask=mask).logits
+    assert torch.equal(by_embedding, expected)
+    assert torch.equal(by_ids, expected)
+    assert torch.equal(by_mask, expected)
+    if second_attention == "meta":  # as where embeddings are interpolated, none of which is the meta-token's
+        blurred = embeddings + 1e-9
+        assert (model(inputs_embeds=blurred, attention_mask=mask).logits - expected).abs().max() > 1e-3
+        marked = model(inputs_embeds=blurred, meta_token_mask=ids == META, attention_mask=mask).logits
+        assert (marked - expected).abs().max() < 1e-6
+    with pytest.raises(UserError, match="needs input_ids or inputs_embeds"):
+        model(attention_mask=mask)
 
 
 def test_rotary_tables_are_those_of_transformers_and_of_the_formula() -> None:
     positions = torch.arange(40)[None]
     x = torch.randn(1, 4, 40, 8, generator=torch.Generator().manual_seed(0))
-    tables = tiny_model(dtype=torch.float32).model.rotary_positions(x, positions)
+    tables = tiny_model(dtype=torch.float32).model.rotary_emb(x, positions)
     llama = LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=48)
     expected = LlamaRotaryEmbedding(llama)(x, positions)
     assert torch.equal(tables[0], expected[0])
@@ -135,6 +188,7 @@ def test_hidden_states_and_attentions_of_each_layer(second_attention: str) -> No
     assert [tuple(state.shape) for state in outputs.hidden_states] == [(2, 7, 32)] * 4
     # One a layer, of the first module, also where the second is a causal attention too.
     assert len(outputs.attentions) == 3
+    assert (outputs.meta_attentions is None) == (second_attention == "none")
     assert all(torch.equal(*pair) for pair in zip(outputs.attentions, first, strict=True))
     model.set_attn_implementation("sdpa")
     assert (outputs.logits - model(ids).logits).abs().max() < 1e-5  # the eager softmax is float32 in transformers
@@ -212,6 +266,23 @@ def test_the_meta_token_keeps_its_row() -> None:
     assert model.resize_token_embeddings(70).num_embeddings == model.config.vocab_size == 70
     without = tiny_model(second_attention="none", meta_token_id=None)
     assert without.resize_token_embeddings(10).num_embeddings == 10
+
+
+def test_rows_that_pad_the_vocabulary() -> None:
+    paper = MetaGPT2Config.paper()
+    assert (paper.vocab_size, paper.unpadded_vocab_size) == (50304, 50258)
+    assert never_generated(paper) == list(range(50257, 50304))
+    assert tiny_config(vocab_size=128, meta_token_id=90).unpadded_vocab_size == 128  # unless something else is said
+    for meta, used in ((90, 91), (20, 128), (None, 128)):  # as configurations say nothing that were saved before it
+        saved = tiny_config(vocab_size=128, meta_token_id=meta, second_attention="none").to_dict()
+        del saved["unpadded_vocab_size"]
+        assert MetaGPT2Config.from_dict(saved).unpadded_vocab_size == used
+    with pytest.raises(UserError, match="unpadded_vocab_size is 90; it must be above the meta_token_id 90"):
+        tiny_config(vocab_size=128, meta_token_id=90, unpadded_vocab_size=90)
+    model = tiny_model(vocab_size=128, meta_token_id=90)
+    model.resize_token_embeddings(94, pad_to_multiple_of=64)  # after three tokens were added
+    assert (model.config.vocab_size, model.config.unpadded_vocab_size) == (128, 94)
+    assert never_generated(model.config) == [90, *range(94, 128)]
 
 
 def test_packed_sequences_are_refused() -> None:

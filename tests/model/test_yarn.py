@@ -57,7 +57,7 @@ def test_tables_are_those_of_transformers(factor: float) -> None:
         },
     )
     frequencies, scale = ROPE_INIT_FUNCTIONS["yarn"](llama)
-    ours = model.model.rotary_positions
+    ours = model.model.rotary_emb
     assert torch.equal(ours.inv_freq, frequencies)
     assert ours.attention_scaling == scale
     positions = torch.arange(0, int(ORIGINAL * factor) * 2, 37)[None]
@@ -69,7 +69,7 @@ def test_tables_are_those_of_transformers(factor: float) -> None:
 
 @FACTORS
 def test_tables_are_those_of_the_authors(factor: float) -> None:
-    ours = extended(factor).model.rotary_positions
+    ours = extended(factor).model.rotary_emb
     expected = torch.tensor(authors_frequencies(HEAD_SIZE, ORIGINAL, factor))
     torch.testing.assert_close(ours.inv_freq, expected, rtol=1e-6, atol=0)
 
@@ -77,7 +77,7 @@ def test_tables_are_those_of_the_authors(factor: float) -> None:
 @FACTORS
 def test_fast_frequencies_stay_and_slow_ones_are_divided(factor: float) -> None:
     """The YaRN paper's definition (section 3.2), which its code's ramp meets at both ends, not in between."""
-    ours = extended(factor).model.rotary_positions.inv_freq.double()
+    ours = extended(factor).model.rotary_emb.inv_freq.double()
     plain = 10000.0 ** (-torch.arange(0, HEAD_SIZE, 2, dtype=torch.float64) / HEAD_SIZE)
     turns = ORIGINAL * plain / (2 * math.pi)
     ratio = ours / plain
@@ -91,7 +91,7 @@ def test_fast_frequencies_stay_and_slow_ones_are_divided(factor: float) -> None:
 
 @pytest.mark.parametrize(("factor", "scale"), [(4.0, 1.1386), (8.0, 1.2079)])
 def test_scale_of_cosines_and_sines(factor: float, scale: float) -> None:
-    cos, sin = extended(factor).model.rotary_positions(torch.zeros(1), torch.tensor([[0, 5000]]))
+    cos, sin = extended(factor).model.rotary_emb(torch.zeros(1), torch.tensor([[0, 5000]]))
     torch.testing.assert_close(cos.hypot(sin), torch.full_like(cos, scale), atol=5e-5, rtol=0)
     assert cos[0, 0, 0].item() == pytest.approx(scale, abs=5e-5)
 
@@ -132,7 +132,7 @@ def test_a_loaded_model_has_them_too(factor: float, tmp_path: Path) -> None:
         "beta_slow": 1.0,
         "attention_factor": None,
     }
-    before, after = model.model.rotary_positions, loaded.model.rotary_positions
+    before, after = model.model.rotary_emb, loaded.model.rotary_emb
     assert torch.equal(before.inv_freq, after.inv_freq)
     assert before.attention_scaling == after.attention_scaling
     assert all(torch.equal(weight, weights[name]) for name, weight in loaded.state_dict().items())
@@ -142,7 +142,7 @@ def test_the_models_own_base_is_kept() -> None:
     model = tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 500.0})
     apply_yarn(model, 2.0, 48)
     # One turn in 48 tokens is a frequency of 0.13, one below it divided by 2: the last of 500^(-2i/8).
-    assert model.model.rotary_positions.inv_freq[-1].item() == pytest.approx(500**-0.75 / 2)
+    assert model.model.rotary_emb.inv_freq[-1].item() == pytest.approx(500**-0.75 / 2)
 
 
 @pytest.mark.parametrize("position_embedding", ["learned", "none"])

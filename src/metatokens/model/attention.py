@@ -6,13 +6,13 @@ without a key. Here the meta-tokens' rows are gathered, attend causally among th
 the same function, with exactly nothing added to any other row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from metatokens.model.cache import MetaTokenCache, MetaTokenCacheLayer
@@ -20,38 +20,45 @@ from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.positions import Rotary, rotate
 
 FEW_ROWS = 128
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]  # of transformers
 Index = Tensor | tuple[slice, slice | Tensor]  # of (batch, length)
 
 
-class Projection(nn.Linear):
-    """A linear layer that is fast for few rows too, as in decoding.
+def linear(layer: nn.Module, x: Tensor) -> Tensor:
+    """What a linear layer maps x to, (..., in features) -> (..., out features); fast for few rows too, as in decoding.
 
     For a row x, MKL computes x W^T on one core, and for two rows in twice the time; W X^T with two columns or more
-    runs at the speed of memory on all of them (benchmarks/LOG.md). From about 128 rows on the two are alike.
+    runs at the speed of memory on all of them (benchmarks/LOG.md). From about 128 rows on the two are alike. A layer
+    that was replaced, quantised or given a hook is called as it is.
     """
+    if not _computes_itself(layer, x):
+        return layer(x)
+    rows = x.numel() // layer.in_features
+    if not 0 < rows <= FEW_ROWS:
+        return layer(x)
+    columns = x.reshape(rows, -1)
+    if rows == 1:
+        columns = torch.cat([columns, columns])
+    product = torch.mm(layer.weight, columns.t()).t()[:rows]
+    if layer.bias is not None:
+        product = product + layer.bias
+    return product.contiguous().view(*x.shape[:-1], layer.out_features)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in features) to (..., out features)."""
-        rows = x.numel() // self.in_features
-        if not 0 < rows <= FEW_ROWS or not _uses_mkl(x):
-            return super().forward(x)
-        columns = x.reshape(rows, -1)
-        if rows == 1:
-            columns = torch.cat([columns, columns])
-        product = torch.mm(self.weight, columns.t()).t()[:rows]
-        if self.bias is not None:
-            product = product + self.bias
-        return product.contiguous().view(*x.shape[:-1], self.out_features)
+
+def residual_linear(in_features: int, out_features: int, *, bias: bool) -> nn.Linear:
+    """A layer that writes to the residual stream; GPT-2 scales its initial weights down with depth."""
+    layer = nn.Linear(in_features, out_features, bias=bias)
+    vars(layer)["writes_to_residual"] = True
+    return layer
 
 
-def _uses_mkl(x: Tensor) -> bool:
+def _computes_itself(layer: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
+    """Whether nothing but MKL stands behind the call of a layer."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return False
-    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-
-
-class ResidualProjection(Projection):
-    """A layer that writes to the residual stream; GPT-2 scales its initial weights down with depth."""
+    is_plain = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and "forward" not in vars(layer)
+    is_watched = layer._forward_hooks or layer._forward_pre_hooks
+    return is_plain and not is_watched and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +142,8 @@ class Attention(nn.Module):
         self.config = config
         self.layer_index = layer_index
         self.scaling = config.head_size**-0.5
-        self.qkv_proj = Projection(config.hidden_size, 3 * config.hidden_size, bias=config.bias)
-        self.out_proj = ResidualProjection(config.hidden_size, config.hidden_size, bias=config.bias)
+        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.bias)
+        self.out_proj = residual_linear(config.hidden_size, config.hidden_size, bias=config.bias)
 
     def project(
         self, x: Tensor, rotary: Rotary | None, queries: QueryRows | None = None
@@ -147,7 +154,7 @@ class Attention(nn.Module):
         product with a part of its weights would gain 2 % of a small model's step, and pass by what wraps the layer.
         """
         batch, length, _ = x.shape
-        qkv = self.qkv_proj(x).view(batch, length, 3, self.config.num_attention_heads, self.config.head_size)
+        qkv = linear(self.qkv_proj, x).view(batch, length, 3, self.config.num_attention_heads, self.config.head_size)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         q = q if queries is None else queries.gather(q)
         if rotary is None:
@@ -173,6 +180,7 @@ class CausalAttention(Attention):
         *,
         rotary: Rotary | None,
         mask: Tensor | None,
+        attend: AttentionFunction,
         cache: MetaTokenCache | None,
         queries: QueryRows | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -181,7 +189,8 @@ class CausalAttention(Attention):
         Args:
             x: (batch, length, width).
             rotary: tables for the positions of x, or None.
-            mask: what transformers' `create_causal_mask` gave for the configured attention function.
+            mask: what transformers' `create_causal_mask` gave for the attention function.
+            attend: the attention function, of transformers.
             cache: where earlier keys and values are, and where the new ones go.
             queries: the positions to answer for; keys and values are those of all. Only for "sdpa".
 
@@ -196,13 +205,14 @@ class CausalAttention(Attention):
             k, v, _ = layer.update_second(k, v, slots.expand(k.shape[0], -1))
         elif cache is not None:
             k, v = cache.update(k, v, self.layer_index)
+        if mask is not None:
+            mask = mask[..., -k.shape[2] :]  # of a prefix that it was given, the second module has no keys
         if queries is not None:
             mask = queries.mask(mask, k.shape[2])
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling)
-            return self.out_proj(out.transpose(1, 2).flatten(2)), None
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+            return linear(self.out_proj, out.transpose(1, 2).flatten(2)), None
         out, weights = attend(self, q, k, v, mask, scaling=self.scaling, dropout=0.0)
-        return self.out_proj(out.reshape(x.shape)), weights
+        return linear(self.out_proj, out.reshape(x.shape)), weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +245,36 @@ class MetaRows(_Rows):
         return cls(index, valid, (index + cached).masked_fill(~valid, -1))
 
     def gather(self, x: Tensor) -> Tensor:
-        """The rows of x, (batch or 1, length, features) -> (batch, most, features)."""
+        """The rows of x, (batch or 1, ..., length, features) -> (batch, ..., most, features)."""
         return _gather_rows(x, self.index)
+
+    def mask(self, mask: Tensor, key_slots: Tensor) -> Tensor:
+        """What a mask of all positions says of these rows, (batch, heads or 1, most, entries).
+
+        Args:
+            mask: (batch, heads or 1, length, total); True where a key is seen, or what is added to the logits.
+            key_slots: (batch, entries), where the keys stand in the whole sequence, -1 at padding, which is unseen.
+        """
+        is_bool = mask.dtype == torch.bool
+        seen, unseen = (True, False) if is_bool else (0.0, torch.finfo(mask.dtype).min)
+        columns = _gather_rows(self.gather(mask).transpose(-1, -2), key_slots.clamp(min=0)).transpose(-1, -2)
+        columns = columns.masked_fill((key_slots < 0)[:, None, None, :], unseen)
+        return columns.masked_fill(~self.valid[:, None, :, None], seen)  # a padded query sees something, to avoid NaN
+
+    def spread(self, weights: Tensor, key_slots: Tensor, shape: torch.Size) -> Tensor:
+        """Attention weights of all positions, (batch, heads, length, total), 0 but among the meta-tokens.
+
+        Args:
+            weights: (batch, heads, most, entries).
+            key_slots: see `mask`.
+            shape: (..., length, total).
+        """
+        length, total = shape[-2:]
+        weights = weights * (self.valid[:, None, :, None] & (key_slots >= 0)[:, None, None, :])
+        columns = key_slots.clamp(min=0)[:, None, None, :].expand_as(weights)
+        wide = weights.new_zeros(*weights.shape[:-1], total).scatter_add(-1, columns, weights)
+        rows = self.index[:, None, :, None].expand_as(wide)
+        return wide.new_zeros(*wide.shape[:2], length, total).scatter_add(-2, rows, wide)
 
     def among(self, queries: QueryRows) -> "MetaRows":
         """Where the meta-tokens stand among gathered rows, which all of them belong to."""
@@ -252,26 +290,46 @@ class MetaRows(_Rows):
 class MetaAttention(Attention):
     """Causal attention among the meta-tokens alone, over rows already gathered."""
 
-    def forward(self, x: Tensor, *, rows: MetaRows, rotary: Rotary | None, cache: MetaTokenCache | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        rows: MetaRows,
+        rotary: Rotary | None,
+        mask: Tensor | None,
+        attend: AttentionFunction,
+        cache: MetaTokenCache | None,
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
         Args:
             x: the meta-tokens' rows, (batch, most, width).
             rows: where they stand in the input.
             rotary: tables for their positions, or None.
+            mask: of all positions, (batch, heads or 1, length, total), where the model was given one of four
+                dimensions, or the attention function is transformers' eager one; None: the rows' own order.
+            attend: the attention function of the model; of all but the eager one, sdpa stands in.
             cache: where earlier meta-tokens' keys and values are, and where the new ones go.
 
         Returns:
-            (batch, most, width); what stands in padded rows means nothing.
+            The output, (batch, most, width); what stands in padded rows means nothing. And of the eager function the
+            weights, (batch, heads, length, total).
         """
         q, k, v = self.project(x, rotary)
-        mask = None
+        key_slots, is_first = rows.slots, True
         if cache is not None:
             layer: MetaTokenCacheLayer = cache.layers[self.layer_index]
             is_first = layer.second_keys is None
             k, v, key_slots = layer.update_second(k, v, rows.slots)
-            if not is_first:
-                seen = (key_slots[:, None, :] >= 0) & (key_slots[:, None, :] <= rows.slots[:, :, None])
-                mask = (seen | ~rows.valid[:, :, None])[:, None]  # a padded query sees something, to avoid NaN
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scaling)
-        return self.out_proj(out.transpose(1, 2).reshape(x.shape))
+        seen = None
+        if mask is not None:
+            seen = rows.mask(mask, key_slots)
+        elif not is_first:
+            seen = (key_slots[:, None, :] >= 0) & (key_slots[:, None, :] <= rows.slots[:, :, None])
+            seen = (seen | ~rows.valid[:, :, None])[:, None]  # a padded query sees something, to avoid NaN
+        if mask is not None and attend is eager_attention_forward:
+            out, weights = attend(self, q, k, v, seen, scaling=self.scaling)
+            assert weights is not None
+            return linear(self.out_proj, out.reshape(x.shape)), rows.spread(weights, key_slots, mask.shape)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=self.scaling)
+        return linear(self.out_proj, out.transpose(1, 2).reshape(x.shape)), None

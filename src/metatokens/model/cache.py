@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
 
 
@@ -29,6 +30,15 @@ class MetaTokenCacheLayer(DynamicLayer):
         self.second_keys: Tensor | None = None  # (batch, heads, entries, head size)
         self.second_values: Tensor | None = None
         self.second_slots: Tensor | None = None  # (batch, entries) int64, -1 where a row has no entry
+
+    @classmethod
+    def behind(cls, other: DynamicLayer) -> "MetaTokenCacheLayer":
+        """A layer with another's keys and values, and an empty second store."""
+        layer = cls()
+        if other.is_initialized:
+            layer.lazy_initialization(other.keys, other.values)
+            layer.keys, layer.values = other.keys, other.values
+        return layer
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append causal attention's new entries, (batch, heads, new, head size), and return all of them.
@@ -113,14 +123,42 @@ class MetaTokenCacheLayer(DynamicLayer):
             self.second_slots = change(self.second_slots)
 
 
-class MetaTokenCache(Cache):
-    """The cache that `MetaGPT2ForCausalLM` fills; `generate()` makes one by itself."""
+class MetaTokenCache(DynamicCache):
+    """The cache that `MetaGPT2ForCausalLM` fills; `generate()` makes one by itself.
+
+    Attributes:
+        inserted: where `generate()` inserted meta-tokens, which it leaves out of the ids that it returns: before each
+            of them, so many ids had been read. A later call puts them back.
+    """
 
     def __init__(self, config: MetaGPT2Config):
-        super().__init__(layers=[MetaTokenCacheLayer() for _ in range(config.num_hidden_layers)])
-        self.inserted = 0  # meta-tokens that `generate()` added and left out of the ids it returned
+        super().__init__()
+        give_second_stores(self, config)
+        self.inserted: list[int] = []
 
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self.inserted = 0
+        self.inserted = []
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, inserted meta-tokens counted."""
+        super().crop(tokens_to_remove)
+        self.inserted = [ids for number, ids in enumerate(self.inserted) if ids + number < self.get_seq_length()]
+
+
+def give_second_stores(cache: Cache, config: MetaGPT2Config) -> None:
+    """Make a cache of transformers, in place, one that a second attention module can use.
+
+    What it holds already, as after PEFT's prefix tuning, stays causal attention's: the second module has no keys for
+    it, and a meta-token's slot counts it.
+
+    Raises:
+        UserError: if the cache is of another kind than transformers' `DynamicCache`.
+    """
+    if isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers):
+        missing = config.num_hidden_layers - len(cache.layers)
+        layers = [*cache.layers, *(DynamicLayer() for _ in range(missing))]
+        cache.layers, cache.layer_class_to_replicate = [MetaTokenCacheLayer.behind(layer) for layer in layers], None
+    if not (isinstance(cache, Cache) and all(isinstance(layer, MetaTokenCacheLayer) for layer in cache.layers)):
+        raise UserError(f"past_key_values is a {type(cache).__name__}; give a MetaTokenCache or a DynamicCache.")

@@ -16,10 +16,11 @@ from safetensors import SafetensorError
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from metatokens.errors import UserError
-from metatokens.files import LOCK, PARTIAL, file_sha256, library_writes, write_whole
+from metatokens.files import LOCK, PARTIAL, file_sha256, library_writes, sha256_of, write_whole
 from metatokens.machine import local_rank
 from metatokens.model.configuration import (
     MAX_LAYERS,
+    REMOTE_CODE_FILE,
     MetaGPT2Config,
     SecondAttention,
     check_memory,
@@ -31,13 +32,15 @@ from metatokens.model.modeling import MetaGPT2ForCausalLM
 LanguageModel = MetaGPT2ForCausalLM | GPTNeoForCausalLM
 
 MANIFEST = "manifest.json"
+WEIGHTS = "model.safetensors"
+SHARDS = "model.safetensors.index.json"  # which of several files of weights holds which tensor
 
 _CLASSES = {MetaGPT2Config: MetaGPT2ForCausalLM, GPT2Config: GPT2LMHeadModel, GPTNeoConfig: GPTNeoForCausalLM}
 _KINDS = {config_class.model_type: config_class for config_class in _CLASSES}
-_MAX_CONFIG_BYTES = 2**20
+_MAX_CONFIG_BYTES, _MAX_INDEX_BYTES = 2**20, 2**24
 # Read beside what the configuration's own class declares. Whatever else transformers would take from a config.json is
 # left out: names of code to run or to download, tables of any size.
-_FURTHER_FIELDS = {"dtype", "torch_dtype", "meta_token_id", "attention_layers"}
+_FURTHER_FIELDS = {"dtype", "torch_dtype", "meta_token_id", "unpadded_vocab_size", "attention_layers"}
 _WRONG_VALUES = (TypeError, LookupError, AttributeError, ArithmeticError)  # what transformers makes of some
 
 
@@ -86,15 +89,39 @@ def save_model(
 
 
 def weights_sha256(folder: Path) -> str:
-    """The checksum of a model's weights, which tells two models apart wherever they are kept.
+    """The checksum of a model's weights, or of their shards' checksums; it tells two models apart wherever they are.
 
     Raises:
         UserError: if there are no weights.
     """
+    files = _weight_files(folder)
     try:
-        return file_sha256(folder / "model.safetensors")
+        sums = [file_sha256(file) for file in files]
     except OSError as error:
-        raise UserError(f"there is no model in {folder}: it has no model.safetensors.") from error
+        raise UserError(f"there is no model in {folder}: it has no {WEIGHTS}.") from error
+    return sums[0] if files == [folder / WEIGHTS] else sha256_of("".join(sums).encode())
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The file of a model's weights, or the shards that an index names, in the order of their names.
+
+    Raises:
+        UserError: if the index is damaged, or a shard is missing.
+    """
+    if (folder / WEIGHTS).exists() or not (folder / SHARDS).exists():
+        return [folder / WEIGHTS]
+    try:
+        if (folder / SHARDS).stat().st_size > _MAX_INDEX_BYTES:
+            raise ValueError(f"it has more than {_MAX_INDEX_BYTES:,} bytes")
+        names = sorted(set(json.loads((folder / SHARDS).read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, RecursionError, *_WRONG_VALUES) as error:
+        raise UserError(f"{folder / SHARDS} does not say where the weights are: {_one_line(error)}") from error
+    there = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
+    for name in names:
+        if name not in there:  # nor is a name taken that leads out of the folder, or to a pickle
+            shown = " ".join(str(name).split())[:100]
+            raise UserError(f"the weights in {folder} are not complete: there is no {shown}, which {SHARDS} names.")
+    return [folder / name for name in names]
 
 
 def fetch_model(spec: Path) -> Path:
@@ -106,8 +133,9 @@ def fetch_model(spec: Path) -> Path:
     prefix, _, name = spec.as_posix().partition(":")
     if prefix != "hf":
         return spec
+    patterns = ["*.json", "*.txt", WEIGHTS, "model-*-of-*.safetensors", REMOTE_CODE_FILE]  # which is not run
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.txt", "model.safetensors"]))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise UserError(f"the Hugging Face Hub gave no model {name!r}: {_one_line(error)}") from error
 
@@ -118,23 +146,21 @@ def load_model(folder: Path, second_attention: SecondAttention | None = None) ->
     A GPT-2 is converted; a GPT-Neo is given a meta-token if it has none (`GPTNeoForCausalLM.add_meta_token`).
 
     Args:
-        folder: holds `config.json` and `model.safetensors`.
+        folder: holds `config.json` and `model.safetensors`, or the shards and the index that transformers writes.
         second_attention: what a GPT-2 is to be given (`MetaGPT2ForCausalLM.from_gpt2`); other checkpoints have theirs.
 
     Raises:
         UserError: if there is no model, it is of another kind, cut short or damaged.
     """
     if not (folder / "config.json").is_file():
-        raise UserError(f"there is no model in {folder}: it has no config.json.")
+        raise UserError(f"there is no model in {folder}: it has no config.json{_models_below(folder)}.")
     if (folder / MANIFEST).exists():
         verify_manifest(folder)
-    config = _load_config(folder)
+    config, files = _load_config(folder), _weight_files(folder)
     try:
-        size, parameters = (folder / "model.safetensors").stat().st_size, parameters_at_least(config)
+        size, parameters = sum(file.stat().st_size for file in files), parameters_at_least(config)
         if parameters > size:
-            raise ValueError(
-                f"config.json asks for {parameters:,} parameters, and model.safetensors has {size:,} bytes"
-            )
+            raise ValueError(f"config.json asks for {parameters:,} parameters, and the weights have {size:,} bytes")
         model, report = _CLASSES[type(config)].from_pretrained(
             folder, config=config, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
@@ -149,6 +175,13 @@ def load_model(folder: Path, second_attention: SecondAttention | None = None) ->
         model.add_meta_token()
     gpus = torch.cuda.device_count()
     return model.to(f"cuda:{local_rank() % gpus}") if gpus else model  # a process may be shown its own GPU alone
+
+
+def _models_below(folder: Path) -> str:
+    """The nearest models below a folder that holds none, such as those of a run's phases, as the end of a sentence."""
+    levels = (sorted(folder.glob(f"{'*/' * depth}config.json")) for depth in (1, 2, 3))
+    nearest = next(filter(None, levels), [])[:3]
+    return f"; there are models in {', '.join(str(path.parent) for path in nearest)}" if nearest else ""
 
 
 def _load_config(folder: Path) -> PreTrainedConfig:
@@ -166,7 +199,7 @@ def _load_config(folder: Path) -> PreTrainedConfig:
         known = {field.name for field in fields(_KINDS[kind])} - {field.name for field in fields(PreTrainedConfig)}
         other_names = _KINDS[kind].attribute_map
         given = {other_names.get(key, key): value for key, value in given.items()}
-        config = _KINDS[kind](**{key: given[key] for key in given.keys() & (known | _FURTHER_FIELDS)})
+        config = _KINDS[kind].from_dict({key: given[key] for key in given.keys() & (known | _FURTHER_FIELDS)})
         check_memory(config, has_masks=kind == "gpt_neo")
     except (OSError, ValueError, RecursionError, StrictDataclassError, *_WRONG_VALUES) as error:
         raise UserError(f"{path} is not a model configuration: {_one_line(error)}") from error

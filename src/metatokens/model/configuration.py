@@ -1,5 +1,8 @@
 """Configuration of the GPT-2 family with meta-tokens (paper, Appendix A and B)."""
 
+import math
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
@@ -15,10 +18,20 @@ SecondAttention = Literal["meta", "causal", "none"]
 
 MAX_LAYERS = 10_000  # a layer takes some 50 kB of Python objects, however narrow it is
 
+# What a saved configuration says to a program that has not imported this package: the file beside it, which needs the
+# package installed and `trust_remote_code=True`, has the classes.
+REMOTE_CODE_FILE = "metatokens_classes.py"
+_REMOTE_CODE = "from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM, MetaGPT2Model  # pip install metatokens\n"
+_AUTO_MAP = {
+    "AutoConfig": "metatokens_classes.MetaGPT2Config",
+    "AutoModel": "metatokens_classes.MetaGPT2Model",
+    "AutoModelForCausalLM": "metatokens_classes.MetaGPT2ForCausalLM",
+}
+
 
 @strict
 class MetaGPT2Config(PreTrainedConfig):
-    """Sizes and choices of a `MetaGPT2ForCausalLM`; the defaults are the paper's 152M model.
+    """Sizes and choices of a `MetaGPT2ForCausalLM`; the defaults are the paper's 152M model (`paper()`).
 
     Args:
         vocab_size: rows of the embedding table, which is tied to the head. GPT-2's 50,257 entries padded to a
@@ -32,6 +45,7 @@ class MetaGPT2Config(PreTrainedConfig):
         second_attention: the module between causal attention and the feed-forward layer: `meta` (meta-tokens attend
             causally to meta-tokens), `causal` (all positions: the parameter-matched control), `none` (GPT-2).
         meta_token_id: the vocabulary entry of the meta-token; `None` for a model that has none.
+        unpadded_vocab_size: entries in use; the rows behind them pad the table, and are never generated. `None`: all.
         bias: whether linear layers and LayerNorms have biases.
         activation: name of the feed-forward activation in `transformers.activations`.
         layer_norm_epsilon: added to the variance in LayerNorm.
@@ -43,7 +57,7 @@ class MetaGPT2Config(PreTrainedConfig):
     """
 
     model_type = "meta_gpt2"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (Trainer adds lists to it)
 
     vocab_size: int = 50304
     hidden_size: int = 768
@@ -54,6 +68,7 @@ class MetaGPT2Config(PreTrainedConfig):
     position_embedding: PositionEmbedding = "rope"
     second_attention: SecondAttention = "meta"
     meta_token_id: int | None = 50257
+    unpadded_vocab_size: int | None = None
     bias: bool = False
     activation: str = "gelu"
     layer_norm_epsilon: float = 1e-5
@@ -92,7 +107,33 @@ class MetaGPT2Config(PreTrainedConfig):
             raise UserError(f"rope_type {rope_type!r} is unknown; allowed are {allowed}.")
         if self.meta_token_id is not None and not 0 <= self.meta_token_id < self.vocab_size:
             raise UserError(f"meta_token_id {self.meta_token_id} is outside the vocabulary of {self.vocab_size}.")
-        super().__post_init__(**kwargs)
+        if self.unpadded_vocab_size is None:
+            self.unpadded_vocab_size = self.vocab_size
+        if not (self.meta_token_id or 0) < self.unpadded_vocab_size <= self.vocab_size:
+            raise UserError(
+                f"unpadded_vocab_size is {self.unpadded_vocab_size}; it must be above the meta_token_id "
+                f"{self.meta_token_id} and at most the vocab_size {self.vocab_size}."
+            )
+        self.base_model_tp_plan = _tensor_parallel_plan(self.second_attention)
+        super().__post_init__(**{"auto_map": dict(_AUTO_MAP)} | kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "MetaGPT2Config":
+        """As transformers'. A configuration from before `unpadded_vocab_size` is of a table that was padded."""
+        padded = {
+            "unpadded_vocab_size": unpadded_before(config_dict.get("vocab_size"), config_dict.get("meta_token_id"))
+        }
+        return super().from_dict(padded | config_dict, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: `auto_map` names the package's own class, and no copy of its file is to be saved with a model."""
+
+    def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
+        """As transformers', with the file that `auto_map` names beside `config.json`."""
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        (Path(save_directory) / REMOTE_CODE_FILE).write_text(_REMOTE_CODE, encoding="utf-8")
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     @property
     def head_size(self) -> int:
@@ -102,7 +143,36 @@ class MetaGPT2Config(PreTrainedConfig):
     @classmethod
     def paper(cls, **overrides: Any) -> "MetaGPT2Config":
         """The paper's 152M model: 12 layers, 12 heads, width 768, RoPE, meta-attention (Appendix B)."""
-        return cls(**overrides)
+        padding = {} if "vocab_size" in overrides else {"unpadded_vocab_size": 50258}
+        return cls(**padding | overrides)
+
+
+def _tensor_parallel_plan(second_attention: SecondAttention) -> dict[str, str]:
+    """How transformers spreads a block's layers over GPUs; queries, keys and values, of one product, are gathered."""
+    plan = {"layers.*.mlp.in_proj": "colwise", "layers.*.mlp.out_proj": "rowwise"}
+    for module in ("attention",) if second_attention == "none" else ("attention", "second_attention"):
+        plan[f"layers.*.{module}.qkv_proj"] = "colwise_gather_output"
+        plan[f"layers.*.{module}.out_proj"] = "rowwise_split_input"
+    return plan
+
+
+def unpadded_before(rows: int | None, meta_token_id: int | None) -> int | None:
+    """The entries in use of a model that was saved before its configuration said so.
+
+    Such a model's meta-token is the last of them, where the table was padded to a multiple of 64 for it.
+    """
+    used = None if meta_token_id is None else meta_token_id + 1
+    return used if used is not None and rows == math.ceil(used / 64) * 64 else None
+
+
+def never_generated(config: PreTrainedConfig) -> list[int]:
+    """The ids that no text has: the meta-token's, and those of rows that pad the vocabulary.
+
+    Args:
+        config: of one of this package's models.
+    """
+    meta, used = config.meta_token_id, getattr(config, "unpadded_vocab_size", None) or config.vocab_size
+    return [*([] if meta is None else [meta]), *range(used, config.vocab_size)]
 
 
 def parameters_at_least(config: PreTrainedConfig) -> int:

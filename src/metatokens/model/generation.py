@@ -16,13 +16,14 @@ from transformers.generation import GenerationMode
 
 from metatokens.errors import UserError
 from metatokens.model.cache import MetaTokenCache
+from metatokens.model.configuration import never_generated
 
 
 class SuppressMetaToken(SuppressTokensLogitsProcessor):
     """A type of its own, since `generate()` drops its own processor for one of the same type that is passed in."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores (batch, vocabulary), without looking the vocabulary through for the one token, as the base does."""
+        """Scores (batch, vocabulary), without looking the vocabulary through for the tokens, as the base does."""
         return scores.index_fill(-1, self.suppress_tokens.to(scores.device), -math.inf)
 
 
@@ -38,33 +39,31 @@ class MetaTokenGenerationMixin(GenerationMixin):
             meta_every: insert a meta-token after every so many generated text tokens, counted from the prompt's end
                 alike for all rows; None inserts none. `max_new_tokens` counts text tokens, and the returned ids
                 omit the inserted ones.
-            **kwargs: as in `GenerationMixin.generate`. A cache in `past_key_values` may hold the sequence's start, if
-                no meta-tokens were inserted when it was filled.
+            **kwargs: as in `GenerationMixin.generate`. A cache in `past_key_values` may hold the sequence's start, of
+                which the ids are given too; meta-tokens that were inserted when it was filled are put back into them.
 
         Raises:
             UserError: if `meta_every` is below 1, the model has no meta-token, or the other arguments do not go with
-                them.
+                meta-tokens that are inserted.
         """
-        if getattr(kwargs.get("past_key_values"), "inserted", 0):
-            raise UserError(
-                "the cache in past_key_values holds meta-tokens that generate() inserted, which input_ids lack; "
-                "start from a new cache."
-            )
-        meta_id = self.config.meta_token_id
-        if meta_id is not None:
-            suppress = SuppressMetaToken([meta_id], device=self.device)
+        if suppressed := never_generated(self.config):
+            suppress = SuppressMetaToken(suppressed, device=self.device)
             kwargs["logits_processor"] = LogitsProcessorList([*(kwargs.get("logits_processor") or ()), suppress])
-        if meta_every is not None:
-            if meta_id is None:
-                raise UserError("meta_every needs a model with a meta_token_id, and this one has none.")
-            if meta_every < 1:
-                raise UserError(f"meta_every is {meta_every}; it must be at least 1.")
+        if meta_every is not None and self.config.meta_token_id is None:
+            raise UserError("meta_every needs a model with a meta_token_id, and this one has none.")
+        if meta_every is not None and meta_every < 1:
+            raise UserError(f"meta_every is {meta_every}; it must be at least 1.")
+        if meta_every is not None or getattr(kwargs.get("past_key_values"), "inserted", None):
             prompt, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
-            if prompt is None or (mask is not None and mask.shape != prompt.shape):
+            has_embeddings = kwargs.keys() & {"inputs_embeds", "meta_token_mask"}
+            if prompt is None or has_embeddings or (mask is not None and mask.shape != prompt.shape):
                 raise UserError(
-                    "meta_every needs the whole sequence as input_ids, what is cached included, and an attention_mask, "
-                    "if any, of the same shape."
+                    "where meta-tokens are inserted, or were into the cache, generate() needs the whole sequence as "
+                    "input_ids, what is cached included, and an attention_mask, if any, of the same shape."
                 )
+            cache = kwargs.get("past_key_values")
+            if not isinstance(cache, MetaTokenCache | None):
+                raise UserError(f"past_key_values is a {type(cache).__name__}; meta_every needs a MetaTokenCache.")
             kwargs |= {"meta_every": meta_every, "prompt_length": prompt.shape[1]}
         return super().generate(inputs, *args, **kwargs)
 
@@ -73,28 +72,41 @@ class MetaTokenGenerationMixin(GenerationMixin):
         input_ids: Tensor,
         *,
         meta_every: int | None = None,
-        prompt_length: int = 0,
+        prompt_length: int | None = None,
         past_key_values: MetaTokenCache | None = None,
         attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        meta_token_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The inputs of one step: the text so far, with its meta-tokens, less what is cached."""
-        if meta_every is None:
-            return super().prepare_inputs_for_generation(
-                input_ids, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs
-            )
+        if prompt_length is None:
+            given = {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+            step = super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **given, **kwargs)
+            if meta_token_mask is not None:
+                read = step["input_ids"] if step.get("inputs_embeds") is None else step["inputs_embeds"]
+                step["meta_token_mask"] = meta_token_mask[:, -read.shape[1] :]
+            return step
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
-        inserted = (input_ids.shape[1] - prompt_length) // meta_every
-        length = input_ids.shape[1] + inserted
+        text = input_ids.shape[1]
+        inserted = [ids for ids in getattr(past_key_values, "inserted", []) if ids <= prompt_length]
+        if meta_every is not None:
+            inserted += range(prompt_length + meta_every, text + 1, meta_every)
+        length = text + len(inserted)
         is_text = torch.ones(length, dtype=torch.bool, device=input_ids.device)
-        is_text[prompt_length + meta_every :: meta_every + 1] = False
+        is_text[[ids + number for number, ids in enumerate(inserted)]] = False
         ids = input_ids.new_full((input_ids.shape[0], length), self.config.meta_token_id)
         mask = attention_mask.new_ones((input_ids.shape[0], length))
         ids[:, is_text], mask[:, is_text] = input_ids, attention_mask
         cached = 0
         if past_key_values is not None:
             cached, past_key_values.inserted = past_key_values.get_seq_length(), inserted
+        if cached >= length:
+            raise UserError(
+                f"the cache holds {cached} tokens and the sequence has {length}: give the whole of it as input_ids. "
+                "Meta-tokens cannot be inserted behind learned prompts, which have no ids."
+            )
         return {
             "input_ids": ids[:, cached:].to(self.device),
             "attention_mask": mask.to(self.device),
@@ -102,6 +114,20 @@ class MetaTokenGenerationMixin(GenerationMixin):
             "use_cache": kwargs.get("use_cache"),
             "logits_to_keep": kwargs.get("logits_to_keep", 1),
         }
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        # PEFT puts a function without names in the place of `prepare_inputs_for_generation`, where they are looked up.
+        own = ("meta_every", "prompt_length")
+        super()._validate_model_kwargs({name: value for name, value in model_kwargs.items() if name not in own})
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+        if (mask := model_kwargs.get("meta_token_mask")) is not None:  # what is generated is text
+            missing = model_kwargs["attention_mask"].shape[1] - mask.shape[1]
+            model_kwargs["meta_token_mask"] = torch.nn.functional.pad(mask, (0, missing))
+        return model_kwargs
 
     def _prepare_cache_for_generation(
         self,
@@ -117,7 +143,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
                 "whose cache grows; leave it out."
             )
         assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
-        if "meta_every" in model_kwargs and (assisted or generation_config.prefill_chunk_size):
-            raise UserError("meta_every does not go with assisted generation or prefill_chunk_size.")
+        if "prompt_length" in model_kwargs and (assisted or generation_config.prefill_chunk_size):
+            raise UserError("inserted meta-tokens do not go with assisted generation or prefill_chunk_size.")
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache:
             model_kwargs["past_key_values"] = MetaTokenCache(self.config)

@@ -41,6 +41,7 @@ def configuration_of(gpt2: GPT2Config, second_attention: SecondAttention) -> Met
         position_embedding="learned",
         second_attention=second_attention,
         meta_token_id=gpt2.vocab_size if grows else None,
+        unpadded_vocab_size=gpt2.vocab_size + grows,
         bias=True,
         activation=gpt2.activation_function,
         layer_norm_epsilon=gpt2.layer_norm_epsilon,

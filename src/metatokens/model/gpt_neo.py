@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.gpt_neo import modeling_gpt_neo
 
 from metatokens.errors import UserError
-from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.configuration import MetaGPT2Config, never_generated
 from metatokens.model.positions import check_length
 
 
@@ -72,6 +72,7 @@ class GPTNeoForCausalLM(modeling_gpt_neo.GPTNeoForCausalLM):
                 eos_token_id=config.eos_token_id,
                 pad_token_id=config.pad_token_id,
                 meta_token_id=config.meta_token_id,
+                unpadded_vocab_size=config.unpadded_vocab_size,
             )
         )
 
@@ -86,7 +87,7 @@ class GPTNeoForCausalLM(modeling_gpt_neo.GPTNeoForCausalLM):
         self.resize_token_embeddings(entries + 1, mean_resizing=False)
         for table in {self.transformer.wte.weight, self.lm_head.weight}:  # one if they are tied
             table[entries] = table[:entries].mean(dim=0)
-        self.config.meta_token_id = entries
+        self.config.meta_token_id, self.config.unpadded_vocab_size = entries, entries + 1
 
     @property
     def model(self) -> "FinalStates":
@@ -119,7 +120,7 @@ class GPTNeoForCausalLM(modeling_gpt_neo.GPTNeoForCausalLM):
             UserError: if the sequence is longer than the table of positions.
         """
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
-        check_length(self.config, cached + input_ids.shape[1])
+        check_length(self.config, cached + input_ids.shape[1])  # with padding, which its causal masks have no room for
         inputs = {"position_ids": position_ids, "past_key_values": past_key_values} | kwargs
         if labels is None or not self.training:
             return super().forward(
@@ -135,15 +136,15 @@ class GPTNeoForCausalLM(modeling_gpt_neo.GPTNeoForCausalLM):
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
     def generate(self, *args: Any, meta_every: int | None = None, **kwargs: Any) -> Any:
-        """As transformers', but never a meta-token.
+        """As transformers', but never a meta-token or a row that pads the vocabulary.
 
         Raises:
             UserError: if `meta_every` asks for inserted ones.
         """
         if meta_every is not None:
             raise UserError("meta_every is for this package's own models; a gpt_neo generates without meta-tokens.")
-        meta = self.config.meta_token_id
-        return super().generate(*args, **{"suppress_tokens": None if meta is None else [meta]} | kwargs)
+        suppressed = [*never_generated(self.config), *(kwargs.pop("suppress_tokens", None) or ())]
+        return super().generate(*args, suppress_tokens=suppressed or None, **kwargs)
 
 
 class FinalStates:

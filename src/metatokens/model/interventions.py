@@ -109,8 +109,8 @@ def intervene(model: MetaGPT2ForCausalLM, intervention: Intervention | None, *, 
     handles = [base.embed_tokens.register_forward_hook(hooks.on_embedding)]
     if intervention.kind != "no_embed" and base.learned_positions is not None:
         handles.append(base.learned_positions.register_forward_hook(hooks.on_learned))
-    if intervention.kind != "no_embed" and base.rotary_positions is not None:
-        handles.append(base.rotary_positions.register_forward_hook(hooks.on_rotary))
+    if intervention.kind != "no_embed" and base.rotary_emb is not None:
+        handles.append(base.rotary_emb.register_forward_hook(hooks.on_rotary))
     try:
         yield
     finally:

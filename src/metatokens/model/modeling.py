@@ -5,35 +5,41 @@ LayerNorm before each module, exact GELU, a tied head without bias. `second_atte
 """
 
 import math
-from typing import Any
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.utils.generic import can_return_tuple
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from metatokens.errors import UserError
 from metatokens.model.attention import (
+    Attention,
+    AttentionFunction,
     CausalAttention,
     Index,
     MetaAttention,
     MetaRows,
-    Projection,
     QueryRows,
-    ResidualProjection,
+    linear,
+    residual_linear,
 )
-from metatokens.model.cache import MetaTokenCache
+from metatokens.model.cache import MetaTokenCache, give_second_stores
 from metatokens.model.configuration import MetaGPT2Config, SecondAttention
 from metatokens.model.generation import MetaTokenGenerationMixin
 from metatokens.model.gpt2 import configuration_of, weights_of
-from metatokens.model.positions import Rotary, check_length, position_ids_from_mask
+from metatokens.model.positions import Rotary, check_positions, position_ids_from_mask
 
 
 def layer_norm(config: MetaGPT2Config) -> nn.LayerNorm:
@@ -47,15 +53,15 @@ class FeedForward(nn.Module):
     def __init__(self, config: MetaGPT2Config):
         super().__init__()
         assert config.intermediate_size is not None  # the configuration fills it in
-        self.in_proj = Projection(config.hidden_size, config.intermediate_size, bias=config.bias)
-        self.out_proj = ResidualProjection(config.intermediate_size, config.hidden_size, bias=config.bias)
+        self.in_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.bias)
+        self.out_proj = residual_linear(config.intermediate_size, config.hidden_size, bias=config.bias)
         # GPT-2's approximate GELU, which transformers spells out in eight operations, in one.
         is_gelu_new = config.activation == "gelu_new"
         self.activation = nn.GELU(approximate="tanh") if is_gelu_new else ACT2FN[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, length, width) to the same shape, each position by itself."""
-        return self.out_proj(self.activation(self.in_proj(x)))
+        return linear(self.out_proj, self.activation(linear(self.in_proj, x)))
 
 
 class MetaGPT2Block(GradientCheckpointingLayer):
@@ -77,9 +83,8 @@ class MetaGPT2Block(GradientCheckpointingLayer):
 
     @property
     def takes_queries(self) -> bool:
-        """Whether attention can leave positions out: under a mask that is a tensor, and in the modules made here."""
-        is_own = type(self.second_attention) in (type(None), MetaAttention, CausalAttention)
-        return is_own and self.attention.config._attn_implementation == "sdpa"
+        """Whether attention can leave positions out: in the modules made here, under sdpa's masks."""
+        return type(self.second_attention) in (type(None), MetaAttention, CausalAttention)
 
     def forward(
         self,
@@ -89,6 +94,8 @@ class MetaGPT2Block(GradientCheckpointingLayer):
         mask: Tensor | None,
         meta_rows: MetaRows | None,
         meta_rotary: Rotary | None,
+        meta_mask: Tensor | None,
+        attend: AttentionFunction,
         past_key_values: MetaTokenCache | None,
         keep: Index | None = None,
         queries: QueryRows | None = None,
@@ -98,12 +105,14 @@ class MetaGPT2Block(GradientCheckpointingLayer):
         Attention leaves out what is not in `queries`: the positions that `keep` takes and, for meta-attention to see
         them, the meta-tokens. A second causal attention sees the first one's output everywhere, so that alone skips.
         """
-        second, whole = self.second_attention, {"rotary": rotary, "mask": mask, "cache": past_key_values}
+        second = self.second_attention
+        whole = {"rotary": rotary, "mask": mask, "attend": attend, "cache": past_key_values}
         if queries is None or isinstance(second, CausalAttention):
             x = x + self.attention(self.attention_norm(x), **whole)[0]
         else:
             x = queries.gather(x) + self.attention(self.attention_norm(x), **whole, queries=queries)[0]
             meta_rows = None if meta_rows is None else meta_rows.among(queries)
+            meta_mask = None if meta_mask is None else queries.gather(meta_mask)
         if isinstance(second, CausalAttention):
             if queries is None:
                 x = x + second(self.second_norm(x), **whole)[0]
@@ -111,7 +120,8 @@ class MetaGPT2Block(GradientCheckpointingLayer):
                 x = queries.gather(x) + second(self.second_norm(x), **whole, queries=queries)[0]
         elif second is not None and meta_rows is not None:
             meta = self.second_norm(meta_rows.gather(x))
-            meta = second(meta, rows=meta_rows, rotary=meta_rotary, cache=past_key_values)
+            own = {"rotary": meta_rotary, "mask": meta_mask, "attend": attend, "cache": past_key_values}
+            meta, _ = second(meta, rows=meta_rows, **own)
             x = meta_rows.scatter_add(x, meta)
         if keep is not None:  # the feed-forward layer sees each position by itself
             x = x[keep] if queries is None else queries.take(x, keep)
@@ -131,13 +141,18 @@ class MetaGPT2PreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_record_outputs = {  # noqa: RUF012  (transformers reads a plain dict)
         "hidden_states": MetaGPT2Block,
-        "attentions": OutputRecorder(CausalAttention, index=1, layer_name="attention"),  # not the second one's
+        "attentions": OutputRecorder(CausalAttention, index=1, layer_name="attention"),
+        "meta_attentions": OutputRecorder(Attention, index=1, layer_name="second_attention"),
     }
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing: see `MetaGPT2Config.register_for_auto_class`."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, ResidualProjection):
+        if getattr(module, "writes_to_residual", False):
             std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
             init.normal_(module.weight, std=std)
 
@@ -148,12 +163,12 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
     def __init__(self, config: MetaGPT2Config):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.learned_positions = self.rotary_positions = None
+        self.learned_positions = self.rotary_emb = None
         if config.position_embedding == "learned":
             self.learned_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         elif config.position_embedding == "rope":
             # By the name of its class transformers knows a module whose frequencies `from_pretrained` has to compute.
-            self.rotary_positions = LlamaRotaryEmbedding(config)
+            self.rotary_emb = LlamaRotaryEmbedding(config)
         self.layers = nn.ModuleList(MetaGPT2Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = layer_norm(config)
         self.gradient_checkpointing = False
@@ -162,61 +177,78 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
     @capture_outputs
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: MetaTokenCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        meta_token_mask: Tensor | None = None,
         use_cache: bool | None = None,
         keep: Index | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
     ) -> BaseModelOutputWithPast:
         """Hidden states of `input_ids` (batch, length).
 
         Args:
-            input_ids, attention_mask, position_ids, past_key_values, use_cache: as in `MetaGPT2ForCausalLM.forward`.
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, meta_token_mask, use_cache: as in
+                `MetaGPT2ForCausalLM.forward`.
             keep: an index of (batch, length). Only the final states that it takes are computed and returned; of the
                 last block, half of a two-layer model, not much more than keys and values is computed elsewhere.
-            **kwargs: output flags of transformers.
+            **kwargs: output flags of transformers; `output_meta_attentions` for the second module's weights, which
+                `output_attentions` has to go with.
 
         Raises:
             UserError: if a learned table is too short, sequences are packed into one, or the cache is another's.
         """
         if kwargs.get("cu_seq_lens_q") is not None:
             raise UserError("packed sequences would see one another; give each a row of its own, padded.")
+        if input_ids is None and inputs_embeds is None:
+            raise UserError("the model needs input_ids or inputs_embeds.")
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not self.training:
             past_key_values = MetaTokenCache(self.config)
-        if self.config.second_attention != "none" and not isinstance(past_key_values, MetaTokenCache | None):
-            raise UserError(f"past_key_values is a {type(past_key_values).__name__}; give a MetaTokenCache.")
-        length = input_ids.shape[1]
+        elif past_key_values is not None and self.config.second_attention != "none":
+            give_second_stores(past_key_values, self.config)
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        length = x.shape[1]
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if position_ids is None and attention_mask is not None:
-            position_ids = position_ids_from_mask(attention_mask)[:, -length:]
+        padding_mask = None if attention_mask is None or attention_mask.ndim == 4 else attention_mask
+        if position_ids is None and padding_mask is not None:
+            position_ids = position_ids_from_mask(padding_mask)[:, -length:]
         elif position_ids is None:
-            position_ids = torch.arange(cached, cached + length, device=input_ids.device)[None]
+            position_ids = torch.arange(cached, cached + length, device=x.device)[None]
 
-        x = self.embed_tokens(input_ids)
-        if self.learned_positions is not None:
-            check_length(self.config, cached + length)
-            x = x + self.learned_positions(position_ids)
-        rotary = None if self.rotary_positions is None else self.rotary_positions(x, position_ids)
-
-        meta_rows = meta_rotary = None
+        is_meta = None
         if self.config.second_attention == "meta":
-            is_meta = input_ids == self.config.meta_token_id
-            if attention_mask is not None:
-                is_meta = is_meta & attention_mask[:, -length:].bool()
-            meta_rows = MetaRows.find(is_meta, cached)
-            if meta_rows is not None and rotary is not None:
-                meta_rotary = (meta_rows.gather(rotary[0]), meta_rows.gather(rotary[1]))
+            is_meta = self._is_meta(input_ids, x) if meta_token_mask is None else meta_token_mask.bool()
+            is_meta = is_meta if padding_mask is None else is_meta & padding_mask[:, -length:].bool()
+        if self.learned_positions is not None:
+            check_positions(self.config, cached + length, position_ids)
+            x = x + self.learned_positions(position_ids)
+        rotary = None if self.rotary_emb is None else self.rotary_emb(x, position_ids)
+        meta_rows = None if is_meta is None else MetaRows.find(is_meta, cached)
+        meta_rotary = meta_mask = None
+        if meta_rows is not None and rotary is not None:
+            meta_rotary = (meta_rows.gather(rotary[0]), meta_rows.gather(rotary[1]))
 
+        config = self.config
+        if kwargs.get("output_attentions", config.output_attentions) and config._attn_implementation != "eager":
+            config = copy(config)  # no other function returns weights
+            config._attn_implementation = "eager"
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
         # Not told the positions, from which it would guess packed sequences, in training alone.
-        mask = create_causal_mask(self.config, x, attention_mask, past_key_values)
-        last, queries = self.layers[-1], None
-        if keep is not None and length > 2 and last.takes_queries:  # a decoding step is not worth looking at
-            is_asked = torch.zeros_like(input_ids, dtype=torch.bool)
+        mask = create_causal_mask(config, x, attention_mask, past_key_values)
+        if (
+            attend is eager_attention_forward and mask is not None and mask.dtype == torch.bool
+        ):  # as it was given; that function adds it
+            mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, torch.finfo(x.dtype).min)
+        if config._attn_implementation == "eager" or (attention_mask is not None and attention_mask.ndim == 4):
+            meta_mask = mask
+        last, queries, is_sdpa = self.layers[-1], None, config._attn_implementation == "sdpa"
+        if keep is not None and length > 2 and is_sdpa and last.takes_queries:  # a decoding step is not worth it
+            is_asked = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
             is_asked[keep] = True
-            queries = QueryRows.find(is_asked if meta_rows is None else is_asked | is_meta)
+            queries = QueryRows.find(is_asked if is_meta is None else is_asked | is_meta)
         for layer in self.layers:
             x = layer(
                 x,
@@ -224,48 +256,82 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
                 mask=mask,
                 meta_rows=meta_rows,
                 meta_rotary=meta_rotary,
+                meta_mask=meta_mask,
+                attend=attend,
                 past_key_values=past_key_values,
                 keep=keep if layer is last else None,
                 queries=queries if layer is last else None,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
+    def _is_meta(self, input_ids: Tensor | None, embeddings: Tensor) -> Tensor:
+        """Which tokens are meta-tokens, (batch, length): by their ids or, where only embeddings are known, by those."""
+        meta = self.config.meta_token_id
+        if input_ids is not None:
+            return input_ids == meta
+        return (embeddings == self.embed_tokens(torch.tensor(meta, device=embeddings.device))).all(dim=-1)
+
+
+@dataclass
+class MetaGPT2Output(CausalLMOutputWithPast):
+    """transformers' output, and the second module's attention weights.
+
+    Attributes:
+        meta_attentions: for each layer (batch, heads, length, total), like `attentions`. Of meta-attention the rows
+            and columns of text are 0.
+    """
+
+    meta_attentions: tuple[Tensor, ...] | None = None
+
 
 class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
     """The language model; meta-tokens are wherever `input_ids == config.meta_token_id`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  (a plain dict, as above)
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
 
     def __init__(self, config: MetaGPT2Config):
         super().__init__(config)
         self.model = MetaGPT2Model(config)
-        self.lm_head = Projection(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: MetaTokenCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        meta_token_mask: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+        output_attentions: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
+    ) -> MetaGPT2Output:
         """Next-token logits, and the loss if there are labels.
 
         Args:
             input_ids: (batch, length).
-            attention_mask: (batch, cached + length), 1 at real tokens; padding may be on either side.
+            attention_mask: (batch, cached + length), 1 at real tokens; padding may be on either side. Or of four
+                dimensions, (batch, heads or 1, length, cached + length), True where a query sees a key, or what is
+                added to its logits: it replaces the causal mask, of meta-attention too.
             position_ids: (batch, length); default: real tokens counted from 0 in each row. Where they begin again
                 no new sequence does: a row is one sequence.
-            past_key_values: a `MetaTokenCache` with the tokens before.
-            labels: (batch, length), the input's own ids, -100 where nothing is to be predicted; shifted here.
+            past_key_values: a `MetaTokenCache` with the tokens before. A `DynamicCache` is made one, in place.
+            inputs_embeds: (batch, length, width), in place of what the table gives for `input_ids`.
+            meta_token_mask: (batch, length), true at meta-tokens. Default: where `input_ids` are the meta-token's or,
+                without them, where `inputs_embeds` has exactly the meta-token's embedding.
+            labels: (batch, length), the input's own ids, -100 where nothing is to be predicted; shifted here. A
+                meta-token is never predicted, so its label counts as -100 (section 3).
             use_cache: whether to return a cache; default: the configuration's, never in training.
             logits_to_keep: compute logits for the last so many positions only (0: all), or for these indices.
-            **kwargs: `num_items_in_batch` divides the summed loss (Trainer passes it); output flags of transformers.
+            output_attentions: return the weights of both attentions, which "eager", whatever the configured attention
+                function, then computes.
+            **kwargs: `num_items_in_batch` divides the summed loss (Trainer passes it: labels other than -100, so that
+                meta-tokens among them are taken off); output flags of transformers.
 
         Returns:
             Logits (batch, positions, vocabulary). In training mode with labels, only those that a label scores are
@@ -274,6 +340,9 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
         Raises:
             UserError: if the sequence is longer than a learned table of positions, or several are packed into a row.
         """
+        output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
+        if labels is not None:
+            labels, kwargs = self._without_meta_tokens(labels, kwargs)
         keep: Index
         targets = loss = None
         if labels is not None and self.training:
@@ -287,31 +356,55 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            meta_token_mask=meta_token_mask,
             use_cache=use_cache,
             keep=None if everywhere else keep,
+            output_attentions=output_attentions,
+            output_meta_attentions=output_attentions and self.config.second_attention != "none",
             **kwargs,
         )
         hidden = outputs.last_hidden_state
-        logits = self.lm_head(hidden[keep] if everywhere else hidden)
+        logits = linear(self.lm_head, hidden[keep] if everywhere else hidden)
         if targets is not None:
             loss = self.loss_function(logits, None, self.config.vocab_size, shift_labels=targets[keep], **kwargs)
         elif labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
+        meta_attentions = outputs.get("meta_attentions")
+        if meta_attentions == ():  # where there is no meta-token, meta-attention is not called
+            meta_attentions = tuple(map(torch.zeros_like, outputs.attentions))
+        return MetaGPT2Output(
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            meta_attentions=meta_attentions,
         )
+
+    def _without_meta_tokens(self, labels: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Labels without meta-tokens, and how many there are in the whole batch without them.
+
+        Of the other parts of a batch whose gradients are accumulated the share of meta-tokens is taken to be the same.
+        """
+        if self.config.meta_token_id is None:
+            return labels, kwargs
+        is_meta = labels == self.config.meta_token_id
+        if kwargs.get("num_items_in_batch") is not None:
+            share = 1 - is_meta[:, 1:].sum() / (labels[:, 1:] != -100).sum().clamp(min=1)
+            share = share.clamp(min=1e-6)  # of meta-tokens alone the loss is 0
+            kwargs = kwargs | {"num_items_in_batch": kwargs["num_items_in_batch"] * share}
+        return labels.masked_fill(is_meta, -100), kwargs
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Embedding:
-        """As transformers', but never without a row for the meta-token, which a tokenizer does not count.
+        """As transformers', but never without a row for the meta-token.
+
+        Rows up to `new_num_tokens` are entries in use from then on; those that fill a multiple up are padding.
 
         Raises:
-            UserError: if so few rows leave the meta-token out, as `len(tokenizer)` does.
+            UserError: if so few rows leave the meta-token out, as those of a tokenizer that does not know it.
         """
         meta, multiple = self.config.meta_token_id, pad_to_multiple_of or 1
         if meta is not None and new_num_tokens is not None and math.ceil(new_num_tokens / multiple) * multiple <= meta:
@@ -319,7 +412,10 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
                 f"{new_num_tokens} rows leave out the meta-token, whose id is {meta}: keep the "
                 f"{self.config.vocab_size} rows that there are, or ask for more."
             )
-        return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        table = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        if new_num_tokens is not None:
+            self.config.unpadded_vocab_size = max(new_num_tokens, 1 + (-1 if meta is None else meta))
+        return table
 
     @classmethod
     def from_gpt2(cls, hf_model: GPT2LMHeadModel, second_attention: SecondAttention = "none") -> "MetaGPT2ForCausalLM":
@@ -334,8 +430,10 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
             second_attention: the module to add.
 
         Raises:
-            UserError: if the model uses a GPT-2 option that this family lacks.
+            UserError: if the model is no GPT-2, or uses an option of GPT-2 that this family lacks.
         """
+        if not isinstance(hf_model, GPT2LMHeadModel):
+            raise UserError(f"a {type(hf_model).__name__} cannot be converted; give transformers' GPT2LMHeadModel.")
         config = configuration_of(hf_model.config, second_attention)
         model = cls(config).to(hf_model.dtype)
         weights = weights_of(hf_model)
@@ -351,5 +449,8 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
         return model.to(hf_model.device).train(hf_model.training)
 
 
-AutoConfig.register(MetaGPT2Config.model_type, MetaGPT2Config)
-AutoModelForCausalLM.register(MetaGPT2Config, MetaGPT2ForCausalLM)
+# `from_pretrained` of the Auto classes looks the class up by the configuration's; Trainer, for the loss of
+# label_smoothing_factor, and pipelines know a causal language model by its name among these.
+AutoModel.register(MetaGPT2Config, MetaGPT2Model, exist_ok=True)
+AutoModelForCausalLM.register(MetaGPT2Config, MetaGPT2ForCausalLM, exist_ok=True)
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MetaGPT2Config.model_type] = MetaGPT2ForCausalLM.__name__

@@ -39,6 +39,21 @@ def check_length(config: MetaGPT2Config, length: int) -> None:
         )
 
 
+def check_positions(config: MetaGPT2Config, length: int, position_ids: Tensor) -> None:
+    """Refuse positions that a learned table does not have; padding, which has none of its own, may reach beyond it.
+
+    Args:
+        config: the model's.
+        length: of the sequence, padding included. The positions are looked at only where it is beyond the table.
+        position_ids: of the tokens that are not cached.
+
+    Raises:
+        UserError: if the last position is beyond the table.
+    """
+    if not reaches(config, length):
+        check_length(config, int(position_ids.max()) + 1)
+
+
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotate each half-split pair of features by the angle of its position (Su et al., 2021).
 
