@@ -67,6 +67,8 @@ class TrainingSettings(_Settings):
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     logging_steps: Positive = 10
+    # Measure the held-out loss every so many steps: 0 never; not given, ten times in a run that has a held-out split.
+    eval_steps: AtLeastZero | None = None
     save_steps: Positive = 1000
     save_total_limit: Positive = 2
     bf16: bool = False
@@ -105,6 +107,11 @@ class TrainingSettings(_Settings):
         return self
 
     @property
+    def measured_every(self) -> int:
+        """Steps between two measurements of the held-out loss, where there is one."""
+        return max(1, self.max_steps // 10) if self.eval_steps is None else self.eval_steps
+
+    @property
     def batch(self) -> int:
         """Items of an optimizer step, over all processes that torchrun or accelerate started."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * process_count()
@@ -116,6 +123,7 @@ WITHOUT_EFFECT = {
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
         "dataloader_num_workers",
+        "eval_steps",
         "report_to",
         "fsdp",
     }

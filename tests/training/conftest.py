@@ -1,7 +1,7 @@
 """Recipes of seconds, and runs that can be cut off at any step."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +9,7 @@ import pytest
 from metatokens.data.store import TokenStore
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
 
-TRAINING = ("training.save_steps=2", "training.logging_steps=1", "training.warmup_steps=1")
+TRAINING = ("training.save_steps=2", "training.logging_steps=1", "training.warmup_steps=1", "training.eval_steps=0")
 
 
 @pytest.fixture(scope="session")
@@ -29,14 +29,16 @@ def finetuning() -> Callable[..., FinetuneRecipe]:
 
 
 class Steps(list[int]):
-    """Progress that notes every step, and interrupts the run at one."""
+    """Progress that notes every step and its figures, and interrupts the run at one."""
 
     def __init__(self, stop_at: int | None = None):
         super().__init__()
         self.stop_at = stop_at
+        self.figures: list[dict[str, float]] = []
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, done: int, total: int, figures: Mapping[str, float]) -> None:
         self.append(done)
+        self.figures.append(dict(figures))
         if done == self.stop_at:
             raise KeyboardInterrupt
 

@@ -26,6 +26,7 @@ SIZES = {
     "training.logging_steps": 1,
     "training.save_steps": 10,
     "training.warmup_steps": 5,
+    "training.eval_steps": 0,
 }
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")

@@ -55,6 +55,15 @@ def test_an_extension_that_was_cut_off_ends_like_one_that_was_not(
     assert again == []
 
 
+def test_the_settings_state_the_longer_model(undisturbed: Path) -> None:
+    stated = json.loads((undisturbed / "settings.json").read_text())["recipe"]["model"]
+    assert (stated["num_hidden_layers"], stated["max_position_embeddings"], stated["initializer_range"]) == (
+        2,
+        128,
+        0.2,
+    )
+
+
 def test_it_trains_the_start_with_longer_rotary_tables_on_longer_blocks(
     pretraining: Callable[..., PretrainRecipe], small_store: TokenStore, start: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

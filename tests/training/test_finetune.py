@@ -15,7 +15,7 @@ from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
 from metatokens.model.checkpoint import load_model
-from metatokens.recipe import FinetuneRecipe
+from metatokens.recipe import FinetuneRecipe, TrainingSettings
 from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.example import Example, read_examples
 from metatokens.tasks.store import Encoded
@@ -172,7 +172,9 @@ def test_a_model_is_probed_in_the_first_phase_and_learns_the_same(
         assert not model.training
         return {"norm": float(next(model.parameters()).detach().norm())}
 
-    probe = Probe(2, norm)
+    def probe(model: torch.nn.Module, name: str, settings: TrainingSettings) -> Probe | None:
+        return Probe(2, norm) if name == "64" else None
+
     finetune(recipe, model, tmp_path / "plain", task="parity")
     with pytest.raises(KeyboardInterrupt):
         finetune(recipe, model, tmp_path / "probed", task="parity", probe=probe, progress=steps(stop_at=3))
@@ -264,8 +266,8 @@ def test_own_records_are_learned_and_a_literal_marker_stays_text(
     finetune(finetuning(*settings), model, tmp_path / "run", data=records)
     tokenizer = load_tokenizer(str(model))
     marked, literal = read_examples(records, tokenizer)
-    assert marked.input_ids.count(len(tokenizer)) == 1
-    assert literal.input_ids.count(len(tokenizer)) == 0
+    assert marked.input_ids.count(tokenizer.meta_token_id) == 1
+    assert literal.input_ids.count(tokenizer.meta_token_id) == 0
     folder = tmp_path / "run" / "data"
     assert curve(folder)[-1]["loss"] < 0.1 * curve(folder)[0]["loss"]
     assert greedy(folder, marked.input_ids[: marked.answer_start], tokenizer) == " hills"
@@ -308,9 +310,21 @@ def test_a_task_needs_a_meta_token_and_the_right_one(
     with pytest.raises(UserError, match="has no meta_token_id, which the tasks' markers need"):
         finetune(finetuning(), without, tmp_path / "run", task="parity")
     another = small_model(meta_token_id=770)
-    with pytest.raises(UserError, match="has meta_token_id 770, and its tokenizer has 768 entries, which makes it 768"):
+    with pytest.raises(UserError, match="has meta_token_id 770, and its tokenizer's meta-token is 768"):
         finetune(finetuning(), another, tmp_path / "run", task="parity")
     assert not (tmp_path / "run").exists()
+    padded = small_model(unpadded_vocab_size=769)
+    small_store.tokenizer.add_tokens(["another"])
+    try:
+        with pytest.raises(
+            UserError, match=r"770 entries, and the model's unpadded_vocab_size is 769: call model\.resize"
+        ):
+            check_meta_token(load_model(padded).config, small_store.tokenizer, padded)
+        model = load_model(padded)
+        model.resize_token_embeddings(len(small_store.tokenizer))
+        check_meta_token(model.config, small_store.tokenizer, padded)
+    finally:
+        del small_store.__dict__["tokenizer"]
     fitting = small_model()
     check_meta_token(load_model(fitting).config, small_store.tokenizer, fitting)
 

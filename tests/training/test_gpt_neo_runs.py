@@ -36,7 +36,7 @@ def published(store: TokenStore, folder: Path, *, padding: int = 0) -> GPTNeoFor
     torch.manual_seed(0)
     model = GPTNeoForCausalLM(
         GPTNeoConfig(
-            vocab_size=len(store.tokenizer) + padding,
+            vocab_size=store.manifest.vocab_size + padding,
             hidden_size=16,
             num_layers=2,
             num_heads=2,
@@ -90,11 +90,10 @@ def test_a_run_that_was_cut_off_ends_like_one_that_was_not(
 def test_verb_by_verb(small_store: TokenStore, metatokens: Run, tmp_path: Path) -> None:
     sizes = ("data.block_size=32", "data.placement=none", "model.hidden_size=16", *NEO_MODEL)
     settings = " ".join(f"--set {setting}" for setting in (f"data.tokens={small_store.path}", *sizes))
-    assert metatokens(f"pretrain --recipe demo {settings} {STEPS} --out base") == (0, "", "model: base\n")
-    assert metatokens(f"finetune --model base --task parity --train-length 64 {STEPS} --out tuned")[::2] == (
-        0,
-        "models: tuned/64\n",
-    )
+    status, _, said = metatokens(f"pretrain --recipe demo {settings} {STEPS} --out base")
+    assert (status, said.splitlines()[-1]) == (0, "model: base")
+    status, _, said = metatokens(f"finetune --model base --task parity --train-length 64 {STEPS} --out tuned")
+    assert (status, said.splitlines()[-1]) == (0, "models: tuned/64")
     status, output, _ = metatokens("evaluate --model tuned/64 --task parity --lengths 64 -n 4 --name gpt-neo")
     results = [json.loads(line) for line in output.splitlines()]
     assert (status, [result["metric"] for result in results]) == (0, ["exact_match", "token_accuracy"])
@@ -112,9 +111,9 @@ def test_verb_by_verb(small_store: TokenStore, metatokens: Run, tmp_path: Path) 
 def test_a_published_one_is_fine_tuned_and_evaluated(small_store: TokenStore, metatokens: Run, tmp_path: Path) -> None:
     plain = published(small_store, tmp_path / "neo")
     status, _, said = metatokens(f"finetune --model neo --task list_recall --train-length 64 {STEPS} --out tuned")
-    assert (status, said) == (0, "models: tuned/64\n")
+    assert (status, said.splitlines()[-1]) == (0, "models: tuned/64")
     tuned = load_model(tmp_path / "tuned" / "64")
-    assert tuned.config.meta_token_id == small_store.manifest.meta_token_id == len(small_store.tokenizer)
+    assert tuned.config.meta_token_id == small_store.manifest.meta_token_id == small_store.tokenizer.meta_token_id
     assert tuned.config.vocab_size == plain.config.vocab_size + 1
     moved = tuned.transformer.h[0].attn.attention.q_proj.weight - plain.transformer.h[0].attn.attention.q_proj.weight
     assert moved.abs().max() > 1e-5
@@ -142,6 +141,17 @@ def test_its_answers_are_scored_like_transformers_own(small_store: TokenStore, t
                 total += 1
     result = evaluate(model, {64: tests}, task="parity", name="gpt-neo")[1]
     assert (result.value, result.n) == (right / total, total)
+
+
+def test_the_settings_of_a_run_from_a_published_one_state_its_sizes(
+    pretraining: Callable[..., PretrainRecipe], small_store: TokenStore, tmp_path: Path
+) -> None:
+    published(small_store, tmp_path / "neo")
+    pretrain(pretraining("data.placement=none"), tmp_path / "run", init=tmp_path / "neo")
+    stated = json.loads((tmp_path / "run" / "settings.json").read_text())["recipe"]["model"]
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 72}
+    kinds = {"architecture": "gpt_neo", "position_embedding": "learned", "second_attention": "none"}
+    assert stated == stated | sizes | kinds | {"activation": "gelu_new"}
 
 
 def test_perplexity_is_that_of_transformers_own(small_store: TokenStore, tmp_path: Path) -> None:
@@ -188,7 +198,7 @@ MISTAKES = {
     "evaluate --model neo --task parity --lengths 64 -n 2 --intervention no_pos": "for this package's own models",
     "analyze residual --model neo --task parity --length 64 -n 2": "for this package's own models",
     "finetune --model neo --task parity --train-length 128 --out new": "longer than the 72 learned positions",
-    "finetune --model padded --task parity --out new": "meta_token_id 772, and its tokenizer has 768 entries",
+    "finetune --model padded --task parity --out new": "meta_token_id 772, and its tokenizer's meta-token is 768",
     "finetune --model hf:a/b/c --task parity --out new": "the Hugging Face Hub gave no model 'a/b/c'",
     "perplexity --model neo --corpus STORE --block-size 90": "longer than the 72 learned positions",
     "generate --model neo the --max-new-tokens 80": "longer than the 72 learned positions",

@@ -20,7 +20,7 @@ from metatokens.recipe import PretrainRecipe
 from metatokens.training.pretrain import pretrain
 
 MODEL_FILES = {"config.json", "curve.jsonl", "generation_config.json", "manifest.json", "model.safetensors"}
-MODEL_FILES |= {"settings.json", "tokenizer.json", "tokenizer_config.json"}
+MODEL_FILES |= {"metatokens_classes.py", "settings.json", "tokenizer.json", "tokenizer_config.json"}
 
 
 def curve(folder: Path) -> list[dict[str, float]]:
@@ -55,6 +55,80 @@ def test_a_model_learns(second_attention: str, pretraining: Callable[..., Pretra
     losses = [point["loss"] for point in curve(tmp_path / "run")]
     assert losses[0] == pytest.approx(math.log(832), abs=0.5)  # 769 entries padded to 832, none of them preferred
     assert np.mean(losses[-10:]) < 0.6 * losses[0]
+
+
+# --- what is measured in between
+
+
+def test_the_held_out_loss_is_measured_and_nothing_else_changes(
+    pretraining: Callable[..., PretrainRecipe],
+    small_store: TokenStore,
+    undisturbed: Path,
+    steps: type,
+    tmp_path: Path,
+) -> None:
+    recipe = pretraining("training.eval_steps=3")
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(recipe, tmp_path / "run", progress=steps(stop_at=5))
+    seen = steps()
+    pretrain(recipe, tmp_path / "run", progress=seen)
+    for name in MODEL_FILES - {"curve.jsonl", "manifest.json"}:  # the settings are the same, whatever is measured
+        assert (tmp_path / "run" / name).read_bytes() == (undisturbed / name).read_bytes(), name
+    points = curve(tmp_path / "run")
+    assert [point for point in points if "loss" in point] == curve(undisturbed)
+    measured = {point["step"]: point for point in points if "loss" not in point}
+    assert [point.keys() for point in measured.values()] == [{"step", "eval_loss"}] * 2
+    assert list(measured) == [3, 6]
+    assert [figures["eval_loss"] for figures in seen.figures] == [
+        measured[step]["eval_loss"] for step in (3, 6, 6, 6)
+    ]  # of the steps 5 to 8
+
+
+def test_the_held_out_loss_is_the_mean_over_the_text_of_held_out_blocks(
+    pretraining: Callable[..., PretrainRecipe],
+    small_store: TokenStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("metatokens.training.pretrain.HELD_OUT_BLOCKS", 6)  # a whole batch, and a half
+    settings = ("training.max_steps=1", "training.save_steps=1", "training.eval_steps=1", "training.seed=3")
+    pretrain(pretraining(*settings), tmp_path / "run")
+    model = load_model(tmp_path / "run").double()
+    dataset = BlockDataset(small_store, "held_out", block_size=32, fraction=0.1, placement="uniform", seed=3)
+    losses = []
+    for index in range(6):
+        ids, labels = (torch.from_numpy(dataset[index][name]) for name in ("input_ids", "labels"))
+        with torch.no_grad():
+            log_probabilities = model(ids[None]).logits[0].log_softmax(-1)
+        losses += [-log_probabilities[i - 1, ids[i]].item() for i in range(1, 32) if labels[i] != -100]
+    (measured,) = (point["eval_loss"] for point in curve(tmp_path / "run") if "eval_loss" in point)
+    assert measured == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def test_the_held_out_loss_is_measured_ten_times_unless_told_otherwise(
+    pretraining: Callable[..., PretrainRecipe], tmp_path: Path
+) -> None:
+    settings = ("training.max_steps=23", "training.save_steps=23", "training.eval_steps=null")
+    pretrain(pretraining(*settings), tmp_path / "run")
+    assert [point["step"] for point in curve(tmp_path / "run") if "eval_loss" in point] == list(range(2, 23, 2))
+    long = ("data.block_size=6000", "model.max_position_embeddings=6000", "training.max_steps=1")
+    with pytest.raises(UserError, match=r"the held_out split .* too few for one block of 6000"):
+        pretrain(pretraining(*long, "training.eval_steps=1"), tmp_path / "asked")
+    pretrain(pretraining(*long, "training.eval_steps=null"), tmp_path / "long")
+    assert not any("eval_loss" in point for point in curve(tmp_path / "long"))
+
+
+def test_progress_has_the_latest_figures(
+    pretraining: Callable[..., PretrainRecipe], steps: type, tmp_path: Path
+) -> None:
+    seen = steps()
+    pretrain(pretraining("training.logging_steps=4"), tmp_path / "run", progress=seen)
+    points = {point["step"]: point for point in curve(tmp_path / "run")}
+    logged = [1, 1, 1, 4, 4, 4, 4, 8]  # at each step, the last one that was logged
+    for name in ("loss", "learning_rate"):
+        assert [figures[name] for figures in seen.figures] == [points[step][name] for step in logged]
+    # A step reads 4 blocks of 32 tokens, and every look at the clock finds it 2 seconds on.
+    assert seen.figures[0]["tokens_per_second"] == 4 * 32 / 2
 
 
 # --- cut off and resumed
@@ -189,7 +263,7 @@ def test_a_moved_token_store_or_another_tracker_does_not_make_another_run(
     pretrain(
         pretraining(f"data.tokens={tmp_path / 'moved'}", *harmless),
         undisturbed,
-        progress=lambda done, total: steps.append(done),
+        progress=lambda done, total, _: steps.append(done),
     )
     assert steps == []  # finished already
     assert contents(undisturbed) == before
@@ -256,7 +330,7 @@ def test_the_first_loss_is_the_mean_over_the_batchs_text_tokens(
 def gpt2(small_store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small GPT-2 as transformers saves it, with the store's tokenizer and random weights."""
     torch.manual_seed(0)
-    sizes = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=40, vocab_size=len(small_store.tokenizer))
+    sizes = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=40, vocab_size=small_store.manifest.vocab_size)
     folder = tmp_path_factory.mktemp("gpt2")
     GPT2LMHeadModel(sizes).save_pretrained(folder)
     small_store.tokenizer.save_pretrained(folder)
@@ -291,7 +365,7 @@ def test_a_gpt2_is_given_a_second_attention_and_a_meta_token(
 ) -> None:
     pretrain(pretraining("model.second_attention=causal"), tmp_path / "run", init=gpt2)
     config = load_model(tmp_path / "run").config
-    assert (config.second_attention, config.meta_token_id) == ("causal", len(small_store.tokenizer))
+    assert (config.second_attention, config.meta_token_id) == ("causal", small_store.tokenizer.meta_token_id)
 
 
 def test_a_converted_gpt2_resumes_too(
@@ -302,6 +376,27 @@ def test_a_converted_gpt2_resumes_too(
         pretrain(pretraining(), tmp_path / "run", init=gpt2, progress=steps(stop_at=5))
     pretrain(pretraining(), tmp_path / "run", init=gpt2)
     assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
+
+
+def test_the_settings_state_the_model_that_is_trained(
+    pretraining: Callable[..., PretrainRecipe], gpt2: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    recipe = pretraining("model.hidden_size=64", "model.num_attention_heads=8", "model.second_attention=causal")
+    of_recipe = {name: getattr(recipe.model, name) for name in ("hidden_size", "second_attention", "bias")}
+    assert of_recipe == {"hidden_size": 64, "second_attention": "causal", "bias": False}
+    stated = {}
+    for name, init in {"own": undisturbed, "gpt2": gpt2}.items():
+        pretrain(recipe, tmp_path / name, init=init)
+        stated[name] = json.loads((tmp_path / name / "settings.json").read_text())["recipe"]["model"]
+        config = load_model(tmp_path / name).config
+        assert stated[name] == {"architecture": None} | {
+            key: getattr(config, key) for key in stated[name].keys() - {"architecture"}
+        }
+    assert (stated["own"]["hidden_size"], stated["own"]["second_attention"]) == (16, "meta")
+    assert (stated["gpt2"]["position_embedding"], stated["gpt2"]["max_position_embeddings"]) == ("learned", 40)
+    pretrain(recipe, tmp_path / "gpt2", init=gpt2)  # the same run still
+    with pytest.raises(UserError, match=r"recipe\.model\.second_attention was 'causal' and is now 'meta'"):
+        pretrain(pretraining(), tmp_path / "gpt2", init=gpt2)
 
 
 def test_another_start_is_another_run(

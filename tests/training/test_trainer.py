@@ -3,13 +3,15 @@
 import json
 import math
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils
 
+from metatokens.data.blocks import BlockDataset
 from metatokens.errors import UserError
 from metatokens.recipe import PretrainRecipe, load_recipe
 from metatokens.training import trainer as trainer_module
@@ -97,6 +99,39 @@ def test_a_run_follows_its_own_schedule(
     assert [point["learning_rate"] for point in curve] == pytest.approx(used)
 
 
+# --- several GPUs, one process
+
+
+def test_one_process_uses_one_of_several_gpus_and_says_how_to_use_all(
+    pretraining: Callable[..., PretrainRecipe],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    read: list[int] = []
+    item = BlockDataset.__getitem__
+    monkeypatch.setattr(BlockDataset, "__getitem__", lambda self, index: read.append(index) or item(self, index))
+    pretrain(pretraining(), tmp_path / "one")
+    of_one, read[:] = read.copy(), []
+    assert capsys.readouterr().err == ""
+    set_up = TrainingArguments._setup_devices.func
+
+    def with_two(self: TrainingArguments) -> torch.device:
+        device = set_up(self)
+        self._n_gpu = 2
+        return device
+
+    devices = cached_property(with_two)
+    devices.__set_name__(TrainingArguments, "_setup_devices")
+    monkeypatch.setattr(TrainingArguments, "_setup_devices", devices)
+    pretrain(pretraining(), tmp_path / "two")
+    assert read == of_one
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
+    assert weights[0] == weights[1]
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert "one of the 2 GPUs; `torchrun --nproc-per-node 2 -m metatokens" in sentence
+
+
 # --- trackers
 
 
@@ -104,14 +139,17 @@ class Tracker(TrainerCallback):
     """Stands for Weights & Biases and its like."""
 
     logged: list[float]
+    held_out: list[float]
 
     def on_log(self, args: object, state: object, control: object, logs: dict[str, float], **kwargs: object) -> None:
         self.logged += [logs["loss"]] if "loss" in logs else []
+        self.held_out += [logs["eval_loss"]] if "eval_loss" in logs else []
 
 
 @pytest.fixture
 def tracker(monkeypatch: pytest.MonkeyPatch) -> type[Tracker]:
     monkeypatch.setattr(Tracker, "logged", [], raising=False)
+    monkeypatch.setattr(Tracker, "held_out", [], raising=False)
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Tracker)
     monkeypatch.setattr(trainer_module, "get_available_reporting_integrations", lambda: ["wandb"])
     return Tracker
@@ -120,9 +158,11 @@ def tracker(monkeypatch: pytest.MonkeyPatch) -> type[Tracker]:
 def test_an_installed_tracker_receives_the_losses(
     tracker: type[Tracker], pretraining: Callable[..., PretrainRecipe], tmp_path: Path
 ) -> None:
-    pretrain(pretraining("training.report_to=wandb"), tmp_path / "run")
+    pretrain(pretraining("training.report_to=wandb", "training.eval_steps=3"), tmp_path / "run")
     curve = [json.loads(line) for line in (tmp_path / "run" / "curve.jsonl").read_text().splitlines()]
-    assert tracker.logged == [point["loss"] for point in curve]
+    assert tracker.logged == [point["loss"] for point in curve if "loss" in point]
+    assert tracker.held_out == [point["eval_loss"] for point in curve if "eval_loss" in point]
+    assert (len(tracker.logged), len(tracker.held_out)) == (8, 2)
 
 
 def test_report_to_becomes_the_trainers_setting(

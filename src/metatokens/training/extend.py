@@ -8,7 +8,7 @@ from metatokens.errors import UserError
 from metatokens.model.checkpoint import load_model, weights_sha256
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import PretrainRecipe
-from metatokens.training.pretrain import open_text, train_on_blocks
+from metatokens.training.pretrain import model_settings, open_text, train_on_blocks
 from metatokens.training.trainer import Progress, unwatched
 
 
@@ -21,7 +21,7 @@ def extend(
     original_length: int | None = None,
     overwrite: bool = False,
     progress: Progress = unwatched,
-) -> None:
+) -> bool:
     """Extend a model's context by YaRN, and train it on blocks of the extended length until `training.max_steps`.
 
     The paper goes from 1,024 tokens to 4,096 and 8,192, and gives neither the steps nor the text.
@@ -33,7 +33,10 @@ def extend(
         recipe: of pretraining. The section `model` is not used, and the blocks are of the extended length.
         original_length: tokens that the model was trained on; None: its `max_position_embeddings`.
         overwrite: replace another run in `out`.
-        progress: called with the steps done and the steps in all.
+        progress: called with the steps done, the steps in all and the latest figures.
+
+    Returns:
+        Whether anything was left to train.
 
     Raises:
         UserError: if the model cannot be extended so, or the settings do not fit the data or the folder.
@@ -43,14 +46,14 @@ def extend(
     original_length = original_length or model.config.max_position_embeddings
     apply_yarn(model, factor, original_length)
     data = recipe.data.model_copy(update={"block_size": model.config.max_position_embeddings})
-    recipe = recipe.model_copy(update={"data": data})
+    recipe = recipe.model_copy(update={"data": data, "model": model_settings(model.config)})
     run = {
         "verb": "extend",
         "factor": factor,
         "original_length": original_length,
         "init_sha256": weights_sha256(model_folder),
     }
-    train_on_blocks(model, recipe, text, out, run=run, overwrite=overwrite, progress=progress)
+    return train_on_blocks(model, recipe, text, out, run=run, overwrite=overwrite, progress=progress)
 
 
 def apply_yarn(model: MetaGPT2ForCausalLM, factor: float, original_length: int) -> None:
@@ -95,4 +98,4 @@ def apply_yarn(model: MetaGPT2ForCausalLM, factor: float, original_length: int) 
         "beta_slow": 1.0,
         "attention_factor": None,  # a number would replace 0.1 ln(factor) + 1, not multiply it as the paper's 1.0 does
     }
-    model.model.rotary_positions = LlamaRotaryEmbedding(config).to(model.device)
+    model.model.rotary_emb = LlamaRotaryEmbedding(config).to(model.device)

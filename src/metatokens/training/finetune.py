@@ -1,7 +1,7 @@
 """Fine-tuning on a task or on a user's own records, in phases of growing train length (paper, section 4.2)."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase, set_seed
 
 from metatokens.data.blocks import shuffled
 from metatokens.data.insertion import IGNORED_LABEL
-from metatokens.data.tokenizer import load_tokenizer, meta_token_id
+from metatokens.data.tokenizer import load_tokenizer, meta_token_id, text_vocab_size
 from metatokens.errors import UserError
 from metatokens.files import sha256_of
-from metatokens.model.checkpoint import MANIFEST, load_model, weights_sha256
+from metatokens.model.checkpoint import MANIFEST, LanguageModel, load_model, weights_sha256
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, TrainingSettings
@@ -134,6 +134,15 @@ def _examples_seen(settings: TrainingSettings) -> int:
     return settings.max_steps * settings.batch
 
 
+# Of a model, about to be trained in a phase of this folder's name and with these settings: what is measured in between.
+Probing = Callable[[LanguageModel, str, TrainingSettings], Probe | None]
+
+
+def unprobed(model: LanguageModel, name: str, settings: TrainingSettings) -> Probe | None:
+    """Nothing is measured in between."""
+    return None
+
+
 class _Phase(NamedTuple):
     name: str
     settings: TrainingSettings
@@ -151,8 +160,8 @@ def finetune(
     examples: Path | None = None,
     overwrite: bool = False,
     progress: Progress = unwatched,
-    probe: Probe | None = None,
-) -> None:
+    probe: Probing = unprobed,
+) -> bool:
     """Fine-tune a model for each of the recipe's train lengths in turn, each phase from the last one's model.
 
     Args:
@@ -164,14 +173,19 @@ def finetune(
         documents: corpus texts, which the task `copying` copies from.
         examples: the folder of the task's encoded train examples, if other runs share them; default: in `out`.
         overwrite: replace another run in `out`.
-        progress: called with the steps done and the steps in all.
-        probe: what is measured in between, in the first phase.
+        progress: called with the steps done, the steps in all and the latest figures.
+        probe: gives what is measured in between, in each phase.
+
+    Returns:
+        Whether anything was left to train.
 
     Raises:
         UserError: if settings, model, task or data do not fit each other.
     """
     settings = recipe.training
     check_trackers(settings)
+    if settings.eval_steps and probe is unprobed:
+        raise UserError("training.eval_steps asks for a held-out loss, which needs held-out records: give --eval-data.")
     model = load_model(model_folder)
     tokenizer = load_tokenizer(str(model_folder))
     check_meta_token(model.config, tokenizer, model_folder)
@@ -201,11 +215,10 @@ def finetune(
     collator = Collator(
         pad_token_id=tokenizer.eos_token_id, meta_token_id=model.config.meta_token_id, loss_on=recipe.task.loss_on
     )
-    before, total = 0, sum(phase.settings.max_steps for phase in phases)
+    before, trained, total = 0, False, sum(phase.settings.max_steps for phase in phases)
     with open_run(out, run, overwrite=overwrite):
         for name, own, open_examples in phases:
             folder, report = out / name, partial(_report_phase, progress, before, total)
-            watched = probe if before == 0 else None
             before += own.max_steps
             if (folder / MANIFEST).exists():
                 model = load_model(folder)
@@ -213,11 +226,14 @@ def finetune(
             folder.mkdir(exist_ok=True)
             set_seed(own.seed)
             dataset = ByLength(open_examples(), batch=own.batch, seed=own.seed)
+            watched = probe(model, name, own)
             train(model, dataset, tokenizer, own, folder, collator=collator, progress=report, probe=watched)
+            trained = True
+    return trained
 
 
-def _report_phase(progress: Progress, before: int, total: int, done: int, _: int) -> None:
-    progress(before + done, total)
+def _report_phase(progress: Progress, before: int, total: int, done: int, _: int, figures: Mapping[str, float]) -> None:
+    progress(before + done, total, figures)
 
 
 def training_of(folder: Path) -> dict[str, Any]:
@@ -240,15 +256,21 @@ def training_of(folder: Path) -> dict[str, Any]:
 
 
 def check_meta_token(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Refuse a model that cannot read the tasks' markers.
+    """Refuse a model that cannot read the tasks' markers, or give all that its tokenizer has.
 
     Raises:
-        UserError: if the model has no meta-token, or not the one that its tokenizer implies.
+        UserError: if the model has no meta-token, or not its tokenizer's, or uses fewer entries.
     """
     if config.meta_token_id is None:
         raise UserError(f"the model in {folder} has no meta_token_id, which the tasks' markers need.")
     if config.meta_token_id != meta_token_id(tokenizer):
         raise UserError(
-            f"the model in {folder} has meta_token_id {config.meta_token_id}, and its tokenizer has "
-            f"{len(tokenizer)} entries, which makes it {meta_token_id(tokenizer)}."
+            f"the model in {folder} has meta_token_id {config.meta_token_id}, and its tokenizer's meta-token is "
+            f"{meta_token_id(tokenizer)}."
+        )
+    entries, used = text_vocab_size(tokenizer), getattr(config, "unpadded_vocab_size", None) or config.vocab_size
+    if entries > used:
+        raise UserError(
+            f"the tokenizer in {folder} has {entries} entries, and the model's unpadded_vocab_size is {used}: call "
+            "model.resize_token_embeddings(len(tokenizer)) after adding tokens, and save both."
         )

@@ -1,15 +1,16 @@
 """Pretraining on blocks of text with meta-tokens inserted (paper, section 3 and Appendix B)."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, default_data_collator, set_seed
+from transformers import GPTNeoConfig, PreTrainedTokenizerBase, default_data_collator, set_seed
 
 from metatokens.data.blocks import BlockDataset
 from metatokens.data.store import TokenStore
 from metatokens.data.streaming import StreamedBlocks, TextStream
-from metatokens.data.tokenizer import meta_token_id, padded_vocab_size
+from metatokens.data.tokenizer import meta_token_id, padded_vocab_size, text_vocab_size
 from metatokens.errors import UserError
 from metatokens.files import sha256_of
 from metatokens.machine import process_count
@@ -18,9 +19,11 @@ from metatokens.model.configuration import MetaGPT2Config, check_memory
 from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import check_length
-from metatokens.recipe import WITHOUT_EFFECT, PretrainRecipe, TrainingSettings
+from metatokens.recipe import WITHOUT_EFFECT, ModelSettings, PretrainRecipe, TrainingSettings
 from metatokens.training.run_folder import open_run
-from metatokens.training.trainer import Progress, check_trackers, train, unwatched
+from metatokens.training.trainer import Probe, Progress, check_trackers, held_out_loss, train, unwatched
+
+HELD_OUT_BLOCKS = 64  # that the held-out loss is measured on, at most
 
 
 def pretrain(
@@ -30,7 +33,7 @@ def pretrain(
     init: Path | None = None,
     overwrite: bool = False,
     progress: Progress = unwatched,
-) -> None:
+) -> bool:
     """Train a language model, or go on with one, until `training.max_steps`.
 
     Args:
@@ -38,7 +41,10 @@ def pretrain(
         out: the run's folder: the model, `settings.json`, `curve.jsonl`, `checkpoints/`. Resumed if it holds this run.
         init: a checkpoint to start from, a GPT-2 or GPT-Neo of transformers included.
         overwrite: replace another run in `out`.
-        progress: called with the steps done and the steps in all.
+        progress: called with the steps done, the steps in all and the latest figures.
+
+    Returns:
+        Whether anything was left to train.
 
     Raises:
         UserError: if the settings do not fit the data, the checkpoint or the folder.
@@ -52,8 +58,9 @@ def pretrain(
         model = GPTNeoForCausalLM.like(config) if is_gpt_neo else MetaGPT2ForCausalLM(config)
     else:
         model = load_model(init, recipe.model.second_attention)
+        recipe = recipe.model_copy(update={"model": model_settings(model.config)})
     run = {"verb": "pretrain", "init_sha256": None if init is None else weights_sha256(init)}
-    train_on_blocks(model, recipe, text, out, run=run, overwrite=overwrite, progress=progress)
+    return train_on_blocks(model, recipe, text, out, run=run, overwrite=overwrite, progress=progress)
 
 
 def open_text(recipe: PretrainRecipe) -> TokenStore | TextStream:
@@ -82,15 +89,18 @@ def train_on_blocks(
     run: dict[str, Any],
     overwrite: bool,
     progress: Progress,
-) -> None:
+) -> bool:
     """Train a model on blocks of text until `training.max_steps`, or find that the run is finished.
 
     Args:
         model: changed in place.
-        recipe: the settings; the section `model` is not used.
+        recipe: the settings; the section `model` is recorded alone.
         text: what `open_text` gave.
         out, overwrite, progress: as in `pretrain`.
         run: what determines the run's result beside recipe and text; recorded with them.
+
+    Returns:
+        Whether anything was left to train.
 
     Raises:
         UserError: if the settings do not fit the data, the model or the folder.
@@ -104,14 +114,32 @@ def train_on_blocks(
         "batch": settings.batch,
         **_identity(text, settings),
     }
-    dataset = _blocks(recipe, text)
+    dataset, probe = _blocks(recipe, text), _probe(recipe, text)
     with open_run(out, run, overwrite=overwrite) as is_finished:
         if not is_finished:
             try:
-                train(model, dataset, text.tokenizer, settings, out, collator=default_data_collator, progress=progress)
+                train(
+                    model,
+                    dataset,
+                    text.tokenizer,
+                    settings,
+                    out,
+                    collator=default_data_collator,
+                    progress=progress,
+                    probe=probe,
+                )
             except UserError as error:
                 # A data-loading worker's comes with the worker's traceback before the sentence.
                 raise UserError(str(error).rpartition("metatokens.errors.UserError: ")[2].strip()) from error
+    return not is_finished
+
+
+def model_settings(config: MetaGPT2Config | GPTNeoConfig) -> ModelSettings:
+    """What a recipe would say of a model that comes from elsewhere."""
+    own = {name: getattr(config, name) for name in ModelSettings.model_fields if hasattr(config, name)}
+    if isinstance(config, GPTNeoConfig):
+        own |= {"architecture": "gpt_neo", "activation": config.activation_function, "second_attention": "none"}
+    return ModelSettings.model_construct(**own)
 
 
 def _identity(text: TokenStore | TextStream, settings: TrainingSettings) -> dict[str, Any]:
@@ -125,12 +153,40 @@ def _identity(text: TokenStore | TextStream, settings: TrainingSettings) -> dict
 
 def _blocks(recipe: PretrainRecipe, text: TokenStore | TextStream) -> BlockDataset | StreamedBlocks:
     """Blocks for all of a recipe's steps."""
-    data, settings = recipe.data, recipe.training
-    own = data.model_dump(include={"block_size", "fraction", "placement"}) | {"seed": settings.seed}
+    settings, own = recipe.training, _placed(recipe)
     if isinstance(text, TextStream):
         return StreamedBlocks(text, **own)
     epoch = BlockDataset(text, "train", **own)
     return BlockDataset(text, "train", **own, epochs=math.ceil(settings.max_steps * settings.batch / len(epoch)))
+
+
+def _probe(recipe: PretrainRecipe, text: TokenStore | TextStream) -> Probe | None:
+    """The held-out loss every `training.eval_steps`, on blocks that are made like those that are trained on."""
+    settings = recipe.training
+    if settings.measured_every == 0 or (isinstance(text, TextStream) and settings.eval_steps is None):
+        return None
+    if isinstance(text, TextStream):
+        raise UserError(
+            "training.eval_steps asks for a held-out loss, and a stream (data.corpus) has no held-out split; write a "
+            "token store with `metatokens tokenize` and name it in data.tokens."
+        )
+    try:
+        blocks = BlockDataset(text, "held_out", **_placed(recipe))
+    except UserError:  # it is shorter than a block
+        if settings.eval_steps is None:
+            return None
+        raise
+    count, size = min(HELD_OUT_BLOCKS, len(blocks)), settings.per_device_train_batch_size
+    batches = [
+        default_data_collator([blocks[index] for index in range(start, min(start + size, count))])
+        for start in range(0, count, size)
+    ]
+    return Probe(settings.measured_every, partial(held_out_loss, batches=batches))
+
+
+def _placed(recipe: PretrainRecipe) -> dict[str, Any]:
+    """What a recipe's blocks are, beside their text."""
+    return recipe.data.model_dump(include={"block_size", "fraction", "placement"}) | {"seed": recipe.training.seed}
 
 
 def _config(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> MetaGPT2Config:
@@ -139,6 +195,7 @@ def _config(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> MetaG
         **recipe.model.model_dump(exclude={"architecture"}),
         vocab_size=padded_vocab_size(tokenizer),
         meta_token_id=meta_token_id(tokenizer),
+        unpadded_vocab_size=max(text_vocab_size(tokenizer), meta_token_id(tokenizer) + 1),
         bos_token_id=eos,
         eos_token_id=eos,
         pad_token_id=eos,
@@ -146,7 +203,7 @@ def _config(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> MetaG
 
 
 def _check_vocabulary(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase, recipe: PretrainRecipe) -> None:
-    entries, meta = len(tokenizer), meta_token_id(tokenizer)
+    entries, meta = text_vocab_size(tokenizer), meta_token_id(tokenizer)
     if config.vocab_size < entries:
         raise UserError(
             f"the model has {config.vocab_size} vocabulary entries and the text's tokenizer {entries}: they do not "

@@ -103,7 +103,8 @@ def _compare(out: Path, before: dict[str, Any], now: dict[str, Any], prefix: str
             _compare(out, old, new, f"{prefix}{key}.")
         elif old != new:
             name = " ".join(f"{prefix}{key}".split())
+            further = ", with --init (of finetune --model) to train its model further" if key == "max_steps" else ""
             raise UserError(
                 f"{out} holds a run with other settings ({name} was {old!r} and is now {new!r}); "
-                "give a new folder, or --overwrite to replace it."
+                f"give a new folder{further}, or --overwrite to replace it."
             )

@@ -5,7 +5,8 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
@@ -25,9 +26,10 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
+from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.errors import UserError
 from metatokens.files import library_writes
-from metatokens.machine import is_first_process
+from metatokens.machine import is_first_process, process_count
 from metatokens.model.checkpoint import load_model, save_model, verify_manifest, write_manifest
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import TrainingSettings
@@ -36,10 +38,12 @@ from metatokens.training.positions import randomized_positions
 # FSDP2, in the layers that the model names; the weights of a checkpoint are saved whole.
 FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
 
-Progress = Callable[[int, int], None]  # steps done, steps in all
+# Steps done, steps in all, and the latest of the run's figures by name: those of FIGURES, and tokens_per_second.
+Progress = Callable[[int, int, Mapping[str, float]], None]
+FIGURES = ("loss", "learning_rate", "eval_loss", "eval_exact_match")
 
 
-def unwatched(done: int, total: int) -> None:
+def unwatched(done: int, total: int, figures: Mapping[str, float]) -> None:
     """Progress that nobody follows."""
 
 
@@ -51,6 +55,19 @@ class SizedDataset(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
+@dataclass(frozen=True)
+class Probe:
+    """What is measured of a model in between.
+
+    Attributes:
+        every: steps between two measurements.
+        measure: of the model in evaluation mode; its keys are those of a curve's points.
+    """
+
+    every: int
+    measure: Callable[[Any], dict[str, float]]
+
+
 class MetaTokenTrainer(Trainer):
     """Trainer that stops at a loss that is no number.
 
@@ -60,6 +77,7 @@ class MetaTokenTrainer(Trainer):
     def __init__(self, *args: Any, decay_steps: int | None, items_a_step: int, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.decay_steps, self.items_a_step = decay_steps, items_a_step
+        self.tokens_read = 0
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule over `decay_steps`, where given."""
@@ -81,9 +99,10 @@ class MetaTokenTrainer(Trainer):
         with library_writes(Path(self.args.output_dir).parent):
             super()._save_checkpoint(*args, **kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Keeps the loss, to name it where training stops."""
-        self._loss = super().training_step(*args, **kwargs)
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Keeps the loss, to name it where training stops, and counts the tokens of all processes."""
+        self.tokens_read += inputs["input_ids"].numel() * process_count()
+        self._loss = super().training_step(model, inputs, *args, **kwargs)
         return self._loss
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -101,11 +120,19 @@ class MetaTokenTrainer(Trainer):
 
 
 class RunCallback(TrainerCallback):
-    """Marks saved checkpoints as complete, keeps the last few of them, and says how far the run is."""
+    """Marks saved checkpoints as complete, keeps the last few, probes the model, and says how far the run is."""
 
-    def __init__(self, progress: Progress, kept: int):
-        self.progress, self.kept = progress, kept
+    def __init__(self, trainer: MetaTokenTrainer, progress: Progress, kept: int, probe: Probe | None):
+        self.trainer, self.progress, self.kept, self.probe = trainer, progress, kept, probe
         self.last_report = 0.0
+        self.last_log = (0.0, 0)  # when, and the tokens read until then
+        self.speed: dict[str, float] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin to take the time."""
+        self.last_log = time.monotonic(), self.trainer.tokens_read
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the manifest of the checkpoint that was just saved, and only then drop an older one."""
@@ -115,29 +142,43 @@ class RunCallback(TrainerCallback):
             rotate_checkpoints(args.output_dir, self.kept)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Report progress, once a second at most, and the end."""
+        """Measure, where it is time, and report progress, unless the step's figures are still to come."""
+        if self.probe is not None and state.global_step % self.probe.every == 0:
+            model, is_due = kwargs["model"].eval(), control.should_log
+            self.trainer.log(self.probe.measure(model))  # to trackers too
+            model.train()
+            control.should_log = is_due  # the loss, which that call would have taken for logged
+        if not control.should_log:
+            self._report(state)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float], **_: Any
+    ) -> None:
+        """Take the speed since the last loss, and report progress."""
+        if "loss" in logs:
+            (before, tokens), self.last_log = self.last_log, (time.monotonic(), self.trainer.tokens_read)
+            self.speed = {"tokens_per_second": (self.last_log[1] - tokens) / max(self.last_log[0] - before, 1e-9)}
+            self._report(state)
+
+    def _report(self, state: TrainerState) -> None:
+        """Once a second at most, and at the end."""
         if time.monotonic() - self.last_report > 1.0 or state.global_step == state.max_steps:
             self.last_report = time.monotonic()
-            self.progress(state.global_step, state.max_steps)
+            latest = {name: value for point in state.log_history for name, value in point.items()}
+            figures = {name: latest[name] for name in FIGURES if name in latest}
+            self.progress(state.global_step, state.max_steps, figures | self.speed)
 
 
-class Probe(TrainerCallback):
-    """Measures a model every so many steps of its training; what it finds goes into the run's curve.
-
-    Args:
-        every: steps between two measurements.
-        measure: of the model in evaluation mode; its keys are those of a curve's points.
-    """
-
-    def __init__(self, every: int, measure: Callable[[Any], dict[str, float]]):
-        self.every, self.measure = every, measure
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Measure, where it is time."""
-        if state.global_step % self.every == 0:
-            model = kwargs["model"].eval()
-            state.log_history.append({"step": state.global_step, **self.measure(model)})
-            model.train()
+@torch.no_grad()
+def held_out_loss(model: Any, batches: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+    """The mean loss (nats) over the scored tokens of some batches, each with `input_ids` and `labels`."""
+    total, scored = 0.0, 0
+    for batch in batches:
+        ids, labels = (batch[name].to(model.device) for name in ("input_ids", "labels"))
+        count = int((labels[:, 1:] != IGNORED_LABEL).sum())
+        total += float(model(ids, labels=labels, use_cache=False).loss) * count
+        scored += count
+    return {"eval_loss": total / scored}
 
 
 def train(
@@ -168,7 +209,8 @@ def train(
     """
     checkpoints = out / "checkpoints"
     done_here = {
-        "decay_steps", "min_learning_rate", "report_to", "random_positions", "random_positions_from", "save_total_limit"
+        "decay_steps", "eval_steps", "min_learning_rate", "report_to", "random_positions", "random_positions_from",
+        "save_total_limit",
     }  # fmt: skip
     own = settings.model_dump(exclude=done_here)
     arguments = TrainingArguments(
@@ -187,17 +229,25 @@ def train(
         fsdp_config=FSDP if settings.fsdp else None,
         **own,
     )
+    if arguments.n_gpu > 1:
+        # The Trainer would give each of them a batch (DataParallel), and so read other items than the settings say.
+        print(
+            f"one process trains on one of the {arguments.n_gpu} GPUs; `torchrun --nproc-per-node {arguments.n_gpu} -m "
+            "metatokens ...` starts a process for each, which train together.",
+            file=sys.stderr,
+        )
+        arguments._n_gpu = 1
     trainer = MetaTokenTrainer(
         model=model,
         args=arguments,
         train_dataset=dataset,
         processing_class=tokenizer,
         data_collator=collator,
-        callbacks=[*([probe] if probe else []), RunCallback(progress, settings.save_total_limit)],
         decay_steps=settings.decay_steps,
         items_a_step=settings.batch,
     )
     trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(RunCallback(trainer, progress, settings.save_total_limit, probe))
     checkpoint = last_good_checkpoint(checkpoints)
     try:
         if checkpoint is not None and checkpoint.endswith(f"checkpoint-{settings.max_steps}"):
