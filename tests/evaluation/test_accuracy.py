@@ -84,6 +84,22 @@ def test_scores_are_those_of_greedy_generation(
     assert 4 <= sum(exact) < 12
 
 
+def test_a_row_that_pads_the_vocabulary_is_no_answer_as_in_generation(
+    small_model: Callable[..., Path], small_store: TokenStore, documents: list[str]
+) -> None:
+    model = load_model(small_model(unpadded_vocab_size=769)).eval()
+    with torch.no_grad():  # its row is the likeliest one everywhere
+        model.model.norm.weight.mul_(0.01)
+        model.lm_head.weight[800] = 0.0
+        model.register_buffer("unused", torch.zeros(()))
+        bias = model.model.norm(model.model.embed_tokens.weight[:769]).mean(dim=0)
+        model.lm_head.weight[800] = 1e4 * bias
+    (example,) = test_examples("parity", 64, 1, small_store.tokenizer, condition="paper", documents=documents)
+    prompt = example.input_ids[: example.answer_start]
+    answered = dataclasses.replace(example, input_ids=(*prompt, *greedy(model, prompt, 2)))
+    assert score(model, [answered]) == ([True], [2])
+
+
 def test_the_meta_token_is_no_answer_as_in_generation(
     small_model: Callable[..., Path], small_store: TokenStore
 ) -> None:

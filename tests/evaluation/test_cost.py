@@ -67,7 +67,7 @@ class Counter(FlopCounterMode):
 
     @property
     def products(self) -> int:
-        angles = [sum(c.values()) for name, c in self.get_flop_counts().items() if name.endswith("rotary_positions")]
+        angles = [sum(c.values()) for name, c in self.get_flop_counts().items() if name.endswith("rotary_emb")]
         return self.get_total_flops() - sum(angles)
 
 

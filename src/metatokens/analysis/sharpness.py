@@ -18,6 +18,7 @@ from torch import Tensor
 
 from metatokens.analysis.observation import AttentionInputs, Observation, Prompt, observe
 from metatokens.analysis.records import About, Measurement, Samples
+from metatokens.model.attention import linear
 from metatokens.model.interventions import Intervention, intervene
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.tasks.example import Example
@@ -152,7 +153,7 @@ def _compare_attention(
 def _compare_outputs(
     samples: Samples, number: int, prompt: Prompt, model: MetaGPT2ForCausalLM, kept: Observation, zeroed: Observation
 ) -> None:
-    after, before = (model.lm_head(seen.final[prompt.metas]).double() for seen in (kept, zeroed))
+    after, before = (linear(model.lm_head, seen.final[prompt.metas]).double() for seen in (kept, zeroed))
     for logits in (after, before):
         logits[:, model.config.meta_token_id] = -torch.inf
     values = {

@@ -8,11 +8,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.evaluation.results import Metric, Result, wilson_interval
+from metatokens.model.attention import linear
 from metatokens.model.checkpoint import LanguageModel
-from metatokens.model.positions import reaches
+from metatokens.model.configuration import never_generated
+from metatokens.model.positions import check_length, reaches
+from metatokens.recipe import TrainingSettings
 from metatokens.tasks.curriculum import TaskData, chance, majority_rate
 from metatokens.tasks.example import Example
 from metatokens.tasks.store import Encoded
+from metatokens.training.finetune import Collator
+from metatokens.training.trainer import Probe, held_out_loss
 
 METRICS: tuple[Metric, ...] = ("exact_match", "token_accuracy")
 TEST_SEED = 2026  # of the test examples: one fixed set for all models
@@ -38,8 +43,8 @@ def score(
     """Which of each example's answer tokens greedy decoding gets right.
 
     Greedy decoding gives the whole answer, its end of text included, exactly if each of its tokens is the likeliest
-    one after the prompt and the answer's tokens before it, the meta-token left out, which `generate()` never gives. So
-    one forward pass over prompt and answer tells.
+    one after the prompt and the answer's tokens before it, those left out that `generate()` never gives. So one
+    forward pass over prompt and answer tells.
 
     Args:
         model: in any mode; it is put into evaluation mode.
@@ -78,20 +83,42 @@ def _hits(model: LanguageModel, examples: Sequence[Encoded]) -> Iterator[torch.T
     ids, answer = ids.to(model.device), answer.to(model.device)
     # Padding is on the right, where causal attention never looks, so no mask is needed.
     states = model.model(ids[:, :-1], use_cache=False, keep=answer[:, 1:]).last_hidden_state
-    logits = model.lm_head(states)
-    if model.config.meta_token_id is not None:
-        logits[:, model.config.meta_token_id] = -math.inf
+    logits = linear(model.lm_head, states)
+    logits[:, never_generated(model.config)] = -math.inf
     hit = logits.argmax(-1) == ids[answer]
     return iter(hit.cpu().split(answer.sum(dim=1).tolist()))
 
 
+def held_out_probe(
+    records: Sequence[Encoded], pad_token_id: int, model: LanguageModel, name: str, settings: TrainingSettings
+) -> Probe | None:
+    """The loss on held-out records (mean over answer tokens) and their exact match, while a model is fine-tuned.
+
+    They are measured every `training.eval_steps`, or ten times in a phase, whose name is `name`; None for never.
+
+    Raises:
+        UserError: if a record is longer than the model's learned positions.
+    """
+    check_length(model.config, max(len(record.input_ids) for record in records))
+    size, ordered = settings.per_device_train_batch_size, sorted(records, key=lambda record: len(record.input_ids))
+
+    def measure(model: LanguageModel) -> dict[str, float]:
+        collator = Collator(pad_token_id=pad_token_id, meta_token_id=model.config.meta_token_id, loss_on="answer")
+        batches = (collator(ordered[start : start + size]) for start in range(0, len(ordered), size))
+        loss = held_out_loss(model, batches)  # first: FSDP gathers the weights for whoever calls the model itself
+        exact, _ = score(model, ordered)
+        return loss | {"eval_exact_match": sum(exact) / len(exact)}
+
+    return Probe(settings.measured_every, measure) if settings.measured_every else None
+
+
 def evaluate(
     model: LanguageModel,
-    tests: Mapping[int, Sequence[Encoded]],
+    tests: Mapping[int, Sequence[Encoded]] | Mapping[None, Sequence[Encoded]],
     *,
-    task: str,
+    task: str | None,
     name: str,
-    condition: str = "paper",
+    condition: str | None = "paper",
     intervention: str | None = None,
     noise_seed: int | None = None,
     seed: int = 0,
@@ -103,8 +130,9 @@ def evaluate(
 
     Args:
         model: the model.
-        tests: for each bin of prompt length (in tokens), its examples: see `test_examples`.
-        task: one of the four tasks.
+        tests: for each bin of prompt length (in tokens), its examples: see `test_examples`. The length None stands for
+            records of any.
+        task: one of the four tasks; None for a user's own records.
         name: `gpt2`, `pause`, `twin`, `meta`, or whatever the figures are to be filed under.
         condition: the marker condition of the test prompts.
         intervention: what is in force at the model (see `intervene`), for the record.
@@ -130,12 +158,13 @@ def evaluate(
     for length, examples in tests.items():
         # The answer needs positions too, but for its last token.
         longest = max(len(example.input_ids) - 1 for example in examples)
-        if not reaches(model.config, max(length, longest)):
+        if not reaches(model.config, max(length or 0, longest)):
             results += [Result(**about, length=length, metric=metric, value=None, n=0) for metric in METRICS]
             continue
         exact, tokens = score(model, examples)
         answer_tokens = sum(len(example.input_ids) - example.answer_start for example in examples)
-        measured = ((sum(exact), len(exact), chance(task)), (sum(tokens), answer_tokens, None))
+        guessed = None if task is None else chance(task)
+        measured = ((sum(exact), len(exact), guessed), (sum(tokens), answer_tokens, None))
         for metric, (successes, n, guessing) in zip(METRICS, measured, strict=True):
             low, high = wilson_interval(successes, n)
             figure: dict[str, Any] = {"value": successes / n, "n": n, "low": low, "high": high, "chance": guessing}

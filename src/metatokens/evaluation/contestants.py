@@ -13,7 +13,7 @@ from metatokens.data.insertion import IGNORED_LABEL, Placement, insert_meta_toke
 from metatokens.errors import UserError
 from metatokens.evaluation.cost import Product, decode_bytes, flops, forward_products
 from metatokens.evaluation.peers import PEERS, Peer, shape_named
-from metatokens.model.attention import FEW_ROWS
+from metatokens.model.attention import FEW_ROWS, linear
 from metatokens.model.configuration import MetaGPT2Config
 
 Benchmark = Literal["train", "answers", "prefill", "decode", "length"]
@@ -180,7 +180,7 @@ def _training_step(entry: Entry, setting: Setting, peer: Peer, config: MetaGPT2C
     def loss() -> Tensor:
         if not entry.full_logits:
             return model(input_ids=ids, labels=labels, use_cache=False).loss
-        logits = model.lm_head(model.model(ids).last_hidden_state)
+        logits = linear(model.lm_head, model.model(ids).last_hidden_state)
         return model.loss_function(logits, labels, config.vocab_size)
 
     forward: Callable[[], Tensor] = torch.compile(loss) if setting.compiled else loss
@@ -275,7 +275,7 @@ def products_unit(unit: Unit, setting: Setting) -> Unit:
         return scratch[key]
 
     # out = x w^T, and in training dx = out w and dw = out^T x: the layout of a linear layer. For few rows the faster
-    # out^T = w x^T, with two columns at least (see `Projection`).
+    # out^T = w x^T, with two columns at least (see `linear`).
     jobs = []
     for p in unit.products:
         is_few = not unit.training and setting.device == "cpu" and p.rows <= FEW_ROWS

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.corpus import read_corpus
-from metatokens.data.tokenizer import load_tokenizer, padded_vocab_size
+from metatokens.data.tokenizer import load_tokenizer, meta_token_id, padded_vocab_size
 from metatokens.data.writing import write_token_store
 from metatokens.evaluation.results import library_versions, now
 from metatokens.model.configuration import MetaGPT2Config
@@ -127,12 +127,12 @@ def waiting_share(tokenizer: PreTrainedTokenizerBase, folder: Path, *, steps: in
         num_hidden_layers=2,
         num_attention_heads=4,
         vocab_size=padded_vocab_size(tokenizer),
-        meta_token_id=len(tokenizer),
+        meta_token_id=meta_token_id(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
     )
     model = MetaGPT2ForCausalLM(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    collator = Collator(pad_token_id=tokenizer.eos_token_id, meta_token_id=len(tokenizer), loss_on="answer")
+    collator = Collator(pad_token_id=tokenizer.eos_token_id, meta_token_id=meta_token_id(tokenizer), loss_on="answer")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     shares = []

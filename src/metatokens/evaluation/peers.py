@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from metatokens.errors import UserError
-from metatokens.model.attention import CausalAttention, MetaRows, QueryRows
+from metatokens.model.attention import AttentionFunction, CausalAttention, MetaRows, QueryRows, linear
 from metatokens.model.cache import MetaTokenCache
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
@@ -62,15 +62,16 @@ class DenseMetaAttention(CausalAttention):
         *,
         rotary: Rotary | None,
         mask: Tensor | None,
+        attend: AttentionFunction,
         cache: MetaTokenCache | None,
         queries: QueryRows | None = None,
     ) -> tuple[Tensor, None]:
-        """Attend; arguments and results as in `CausalAttention.forward`; `mask` is not used, `queries` never given."""
+        """Attend, as `CausalAttention.forward`; `mask` and `attend` are not used, and `queries` are never given."""
         q, k, v = self.project(x, rotary)
         if cache is not None:
             k, v, _ = cache.layers[self.layer_index].update_second(k, v, self.slots)
         out = scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=self.scaling)
-        out = self.out_proj(out.transpose(1, 2).reshape(x.shape))
+        out = linear(self.out_proj, out.transpose(1, 2).reshape(x.shape))
         return out.masked_fill(self.slots[:, :, None] < 0, 0.0), None
 
 

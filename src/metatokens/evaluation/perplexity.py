@@ -19,6 +19,7 @@ from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import encode_text
 from metatokens.errors import UserError
 from metatokens.evaluation.results import Result
+from metatokens.model.attention import linear
 from metatokens.model.checkpoint import LanguageModel
 
 
@@ -68,7 +69,7 @@ def block_losses(
         targets = labels[:, 1:]
         scored = targets != IGNORED_LABEL
         hidden = model.model(ids, use_cache=False).last_hidden_state[:, :-1][scored]
-        loss = cross_entropy(model.lm_head(hidden).double(), targets[scored], reduction="none")
+        loss = cross_entropy(linear(model.lm_head, hidden).double(), targets[scored], reduction="none")
         losses += [part.sum().item() for part in loss.split(scored.sum(dim=1).tolist())]
     return np.array(losses)
 

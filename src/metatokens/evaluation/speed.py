@@ -105,7 +105,7 @@ def run(
     def tick() -> None:
         nonlocal rounds_done
         rounds_done += 1
-        progress(rounds_done, len(heats) * (setting.warmup + setting.rounds))
+        progress(rounds_done, len(heats) * (setting.warmup + setting.rounds), {})
 
     timings: list[Timing] = []
     for entries in heats:

@@ -1,0 +1,49 @@
+"""A model's answers, prompt by prompt: those of greedy generation, each prompt by itself."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_accuracy import some_answered_right
+
+from metatokens.data.store import TokenStore
+from metatokens.evaluation.accuracy import evaluate
+from metatokens.evaluation.accuracy import test_examples as draw_tests
+from metatokens.evaluation.predictions import FURTHER, predict
+from metatokens.model.checkpoint import load_model
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"position_embedding": "learned", "max_position_embeddings": 64}], ids=["rope", "learned"]
+)
+def test_predictions_are_those_of_greedy_generation(
+    changes: dict[str, Any],
+    small_model: Callable[..., Path],
+    small_store: TokenStore,
+    small_corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("metatokens.evaluation.predictions.TOKENS_A_BATCH", 200)
+    tokenizer, model = small_store.tokenizer, load_model(small_model(**changes)).eval()
+    examples = draw_tests("copying", 48, 12, tokenizer, condition="paper", documents=[small_corpus.read_text()])
+    examples = some_answered_right(model, examples)
+    predictions = list(predict(model, examples, tokenizer))
+    (exact, _) = evaluate(model, {64: examples}, task="copying", name="it")
+    assert exact.value == sum(one.exact for one in predictions) / len(predictions)
+    assert 0 < exact.value < 1
+    for example, one in zip(examples, predictions, strict=True):
+        assert (one.prompt, tuple(one.markers), one.completion) == (example.prompt, example.markers, example.completion)
+        if one.exact:
+            assert one.prediction == example.completion
+            continue
+        prompt, size = example.input_ids[: example.answer_start], len(example.input_ids) - example.answer_start
+        # With learned positions a batch may have room for fewer further tokens.
+        ids, most = torch.tensor([prompt]), size if changes else size + FURTHER
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+        expected = tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
+        assert one.prediction.startswith(expected) if changes else one.prediction == expected
