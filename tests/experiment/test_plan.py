@@ -1,5 +1,6 @@
 """The presets and their stages: one text, one set of prompts and one budget for all models."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -22,6 +23,7 @@ from metatokens.experiment.variants import (
     pretrain_recipe,
 )
 from metatokens.model.configuration import MetaGPT2Config
+from metatokens.tasks import curriculum, parity
 from metatokens.tasks.curriculum import CONDITIONS, TASKS
 
 all_presets = pytest.mark.parametrize("sizes", PRESETS.values(), ids=PRESETS.keys())
@@ -52,6 +54,25 @@ def test_every_stage_comes_after_what_it_needs(sizes: Preset) -> None:
             assert place.get(f"extend-{one.name}", 0) < tuned
             assert place["tokenize"] < place[f"draw_tests-{task}-paper"] < tuned
     assert all(stage.cost > 0 for stage in plan.values())
+
+
+def test_a_new_task_is_planned_and_answers_to_its_name(
+    metatokens: Callable[[str], tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # What CONTRIBUTING.md says, step by step.
+    monkeypatch.setitem(curriculum._DRAWS, "reversal", parity.draw)
+    monkeypatch.setattr(curriculum, "TASKS", (*curriculum._DRAWS, "copying"))
+    monkeypatch.setattr(curriculum, "chance", {"reversal": 0.5}.get)
+    variants = tuple(replace(variant, tasks=curriculum.TASKS) for variant in DEMO.variants)  # their default
+    more = replace(DEMO, task_overrides=DEMO.task_overrides | {"reversal": ()}, variants=variants)
+    monkeypatch.setitem(PRESETS, "demo", more)
+    for given, is_all in (("", True), ("--only reversal", False)):
+        status, output, error = metatokens(f"reproduce --preset demo --dry-run {given} --out {tmp_path}")
+        assert (status, error.splitlines()[-1].split(",")[0].endswith("stages")) == (0, True)
+        names = {line.split()[-1] for line in output.splitlines()}
+        expected = {f"{verb}-{model}-reversal" for verb in ("finetune", "evaluate") for model in MODELS}
+        assert expected | {"draw_tests-reversal-paper", "tokenize"} <= names
+        assert ("finetune-meta-parity" in names) == is_all
 
 
 @all_presets

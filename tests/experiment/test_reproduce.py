@@ -14,7 +14,7 @@ import torch
 from run_lines import assert_same_run, lines, records
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
-from metatokens.data.tokenizer import load_tokenizer
+from metatokens.data.tokenizer import load_tokenizer, text_vocab_size
 from metatokens.errors import UserError
 from metatokens.evaluation.results import Result, read_results
 from metatokens.experiment import pools, presets, run, variants
@@ -339,7 +339,7 @@ def test_a_published_model_in_place_of_a_pretrained_one(
 ) -> None:
     tokenizer = load_tokenizer(str(undisturbed / "tokens" / "tokenizer"))
     sizes = {"hidden_size": 16, "num_heads": 2, "num_layers": 1, "attention_types": [[["global"], 1]]}
-    config = GPTNeoConfig(**sizes, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    config = GPTNeoConfig(**sizes, vocab_size=text_vocab_size(tokenizer), eos_token_id=tokenizer.eos_token_id)
     torch.manual_seed(0)
     GPTNeoForCausalLM(config).save_pretrained(tmp_path / "neo")
     tokenizer.save_pretrained(tmp_path / "neo")

@@ -151,7 +151,12 @@ def _variant_stages(variant: Variant, sizes: Preset) -> Iterator[Stage]:
         about = {"variant": variant.name}
         yield _stage("perplexity", about, after=(start,), tables=tables, priority=variant.priority, cost=40)
     for task in variant.tasks:
-        yield from _task_stages(variant, sizes, task, start, own_tables or (_TASK_TABLES[task], "figure1"))
+        yield from _task_stages(variant, sizes, task, start, own_tables or _tables_of(task))
+
+
+def _tables_of(task: str) -> tuple[str, ...]:
+    """What a task answers: a table of the paper's, or, of a task that the paper has not, one of its own name."""
+    return _TASK_TABLES.get(task, task), "figure1"
 
 
 def _pretrain_stage(

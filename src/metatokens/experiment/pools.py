@@ -226,7 +226,7 @@ _reports: Any = None  # in a worker process: the queue that progress is put into
 def _start_worker(reports: Any, left: Any) -> None:
     global _reports
     _reports = reports
-    if (gpu := left.get()) is not None:  # a worker that sees several would spread each batch over all of them
+    if (gpu := left.get()) is not None:  # workers that see several would all take the first
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     # Ctrl-C reaches every process of the terminal. The parent hears it and ends its workers; a worker that ended by
     # itself could make the parent report a broken pool instead.
@@ -243,7 +243,7 @@ def _end_with_parent() -> None:
 
 
 def _work_and_report(workshop: Workshop, stage: Stage) -> Done:
-    return _work(workshop, stage, lambda done, total: _reports.put((stage.name, done / total)))
+    return _work(workshop, stage, lambda done, total, _: _reports.put((stage.name, done / total)))
 
 
 def _work_as_job(workshop: Workshop, stage: Stage) -> Done | UserError | OSError:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -187,7 +188,9 @@ class Workshop:
             documents=self.documents(task),
             examples=examples,
             progress=progress,
-            probe=None if every is None else Probe(every, lambda model: _probe(model, tests)),
+            probe=lambda _, name, __: (
+                Probe(every, partial(_probe, tests=tests)) if every and name == str(first) else None
+            ),
         )
         curves: list[dict[str, Any]] = []
         weights: dict[str, str] = {}

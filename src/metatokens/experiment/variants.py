@@ -8,6 +8,8 @@ from metatokens.data.insertion import meta_token_count
 from metatokens.recipe import DataSettings, FinetuneRecipe, PretrainRecipe, load_recipe
 from metatokens.tasks.curriculum import TASKS
 
+UNMEASURED = "training.eval_steps=0"  # in pretraining, at whose end perplexity is measured
+
 # The baselines and controls by name: what their pretraining and architecture differ in. `pause` reads the same blocks
 # as `meta` without the second module; `twin` has the second module over all positions.
 MODELS: Mapping[str, dict[str, str]] = {
@@ -139,6 +141,7 @@ def pretrain_recipe(sizes: Preset, variant: Variant, tokens: Path) -> PretrainRe
     """A variant's pretraining recipe, on the same text a block as every other's."""
     own = MODELS[variant.model]
     overrides = [
+        UNMEASURED,
         *sizes.pretrain_overrides,
         f"data.tokens={tokens}",
         f"model.second_attention={own['second_attention']}",
@@ -155,7 +158,7 @@ def pretrain_recipe(sizes: Preset, variant: Variant, tokens: Path) -> PretrainRe
 def extend_recipe(sizes: Preset, variant: Variant, pretrained: PretrainRecipe) -> PretrainRecipe:
     """The recipe of a variant's further pretraining on longer blocks, from that of its pretraining."""
     assert variant.extension is not None
-    recipe = load_recipe(PretrainRecipe, sizes.extend_recipe, [f"training.seed={variant.seed}"])
+    recipe = load_recipe(PretrainRecipe, sizes.extend_recipe, [UNMEASURED, f"training.seed={variant.seed}"])
     longer = round(variant.extension * pretrained.data.block_size)
     data = pretrained.data.model_copy(update={"block_size": longer})
     return recipe.model_copy(update={"data": data, "model": pretrained.model})

@@ -85,6 +85,11 @@ def palette(labels: Iterable[str]) -> dict[str, Style]:
     return styles
 
 
+def run_styles(labels: Iterable[str]) -> dict[str, Style]:
+    """A style for each of some runs, whatever their names."""
+    return dict(zip(labels, cycle([*reversed(_STYLES.values()), *_FURTHER_STYLES])))
+
+
 def swatch(style: Style) -> dict[str, str]:
     """A style as the attributes of an SVG line and of the polygon of its marker, around the origin, y downwards."""
     marker = MarkerStyle(style.marker)
