@@ -3,26 +3,30 @@
 import importlib.metadata
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import BertConfig
 
-from metatokens import cli
+from metatokens import cli, encode_prompt
 from metatokens.analysis.records import Measurement
+from metatokens.cli.app import progress_bar
 from metatokens.data.sharding import Plan
 from metatokens.data.store import TokenStore
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.evaluation.results import read_results
 from metatokens.evaluation.speed import Timing
-from metatokens.model.checkpoint import write_manifest
+from metatokens.model.checkpoint import load_model, write_manifest
 from metatokens.tasks.example import read_examples
 from metatokens.training.run_folder import open_run
 
@@ -57,11 +61,12 @@ def test_from_text_to_figures_verb_by_verb(workplace: Path, metatokens: Run) -> 
     sizes = [f"{split}: {c['tokens']:,} tokens in {c['documents']:,} documents" for split, c in counts.items()]
     assert (status, output, error.splitlines()) == (0, "", sizes)
 
-    assert metatokens(f"{PRETRAIN} --set training.seed=5 --out base") == (0, "", "model: base\n")
+    status, output, error = metatokens(f"{PRETRAIN} --set training.seed=5 --out base")
+    assert (status, output, error.splitlines()[-1]) == (0, "", "model: base")
     status, output, error = metatokens(
         f"{FINETUNE} --model base --task parity --train-length 64,128 --set training.seed=3 --out tuned"
     )
-    assert (status, output, error) == (0, "", "models: tuned/128, tuned/64\n")
+    assert (status, output, error.splitlines()[-1]) == (0, "", "models: tuned/128, tuned/64")
 
     evaluation = "evaluate --model tuned/64 --task parity --lengths 64,128 -n 3"
     status, output, error = metatokens(evaluation)
@@ -91,6 +96,111 @@ def test_from_text_to_figures_verb_by_verb(workplace: Path, metatokens: Run) -> 
     assert (status, output, error) == (0, "", "report: report/index.html\n")
 
 
+OWN = [
+    {"prompt": "the cat _PAUSE_ sat", "markers": [7], "completion": " hills"},
+    {"prompt": "the cat _PAUSE_ sat", "completion": " river"},
+    {"prompt": "two dogs ran over", "completion": " river in spring"},
+]
+
+
+def test_own_records_are_trained_on_and_measured(
+    workplace: Path, small_model: Callable[..., Path], metatokens: Run
+) -> None:
+    for name, records in (("own", OWN[:2]), ("held_out", OWN[1:])):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tuned = (
+        f"finetune --model {small_model()} --data own.jsonl --train-length 64 --set training.max_steps=60 "
+        "--set training.save_steps=60 --set training.learning_rate=0.02 --set training.warmup_steps=1"
+    )
+    status, output, error = metatokens(f"{tuned} --eval-data held_out.jsonl --out tuned")
+    assert (status, error.splitlines()[0], error.splitlines()[-1]) == (
+        0,
+        "--train-length is ignored: the records of --data are trained on as they are, whatever their length.",
+        "models: tuned/data",
+    )
+    assert "held-out loss" in error.splitlines()[-2]
+    assert "held-out exact match 50.0%" in error.splitlines()[-2]
+    curve = [json.loads(line) for line in Path("tuned/data/curve.jsonl").read_text().splitlines()]
+    measured = [point for point in curve if "eval_loss" in point]
+    assert [point["step"] for point in measured] == list(range(6, 61, 6))
+    assert measured[0].keys() == {"step", "eval_loss", "eval_exact_match"}
+    assert measured[-1]["eval_exact_match"] == 0.5
+    Path("printed.jsonl").write_text(output)
+    exact, tokens = read_results([Path("printed.jsonl")])
+    assert (exact.metric, exact.value, exact.n, exact.task, exact.length, exact.condition, exact.chance) == (
+        "exact_match", 0.5, 2, None, None, None, None
+    )  # fmt: skip
+    assert (tokens.metric, tokens.model, exact.low is not None) == ("token_accuracy", "tuned/data", True)
+
+    # Neither the weights nor the losses depend on what was measured.
+    assert metatokens(f"{tuned} --out plain")[0] == 0
+    assert Path("plain/data/model.safetensors").read_bytes() == Path("tuned/data/model.safetensors").read_bytes()
+    losses = [json.loads(line) for line in Path("plain/data/curve.jsonl").read_text().splitlines()]
+    assert losses == [point for point in curve if "loss" in point]
+
+    evaluation = "evaluate --model tuned/data --data held_out.jsonl --predictions answers.jsonl"
+    status, output, error = metatokens(evaluation)
+    assert (status, error, [json.loads(line)["value"] for line in output.splitlines()]) == (0, "", [0.5, tokens.value])
+    answers = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
+    assert [answer["exact"] for answer in answers] == [True, False]
+    for answer, record in zip(answers, OWN[1:], strict=True):
+        assert answer.keys() == {"prompt", "markers", "completion", "prediction", "exact"}
+        assert {"markers": []} | record == {name: answer[name] for name in ("prompt", "markers", "completion")}
+        assert (answer["prediction"] == record["completion"]) == answer["exact"]
+
+    status, output, _ = metatokens(
+        "evaluate --model tuned/data --task parity --lengths 64,128 -n 6 --predictions parity.jsonl"
+    )
+    answers = [json.loads(line) for line in Path("parity.jsonl").read_text().splitlines()]
+    values = [line["value"] for line in map(json.loads, output.splitlines()) if line["metric"] == "exact_match"]
+    assert values == [sum(answer["exact"] for answer in answers[start : start + 6]) / 6 for start in (0, 6)]
+
+
+def test_figures_are_printed_where_no_terminal_is(workplace: Path, small_store: TokenStore, metatokens: Run) -> None:
+    (workplace / "tokens").symlink_to(small_store.path)
+    longer = PRETRAIN.replace("training.max_steps=2", "training.max_steps=4") + " --set training.eval_steps=3"
+    number = r"[0-9.,e+-]+"
+    figures = rf"loss {number},( held-out loss {number},)? learning rate {number}, {number} tokens/s"
+    lines = metatokens(f"{longer} --out base")[2].splitlines()
+    assert [re.sub(figures, "FIGURES", line) for line in lines] == [
+        "pretrain 1/4: FIGURES", "pretrain 4/4: FIGURES", "model: base"
+    ]  # fmt: skip
+    assert ["held-out" in line for line in lines] == [False, True, False]
+
+
+def test_lines_of_figures_are_half_a_minute_apart(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(sys.modules["metatokens.cli.app"], "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with progress_bar("finetune") as progress:
+        for step in range(1, 1001):
+            now[0] += 1.0
+            progress(step, 1000, {} if step < 5 else {"loss": 2.5, "eval_exact_match": 0.5})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "finetune 5/1,000: loss 2.5, held-out exact match 50.0%"
+    steps = [int(line.split()[1].split("/")[0].replace(",", "")) for line in lines]
+    assert all(later - earlier <= 31 for earlier, later in pairwise(steps))
+    assert len(steps) < 40
+    assert steps[-1] == 1000
+    monkeypatch.setenv("RANK", "1")  # of processes that train together, the first one speaks
+    with progress_bar("finetune") as progress:
+        progress(4, 4, {"loss": 1.0})
+    assert capsys.readouterr().err == ""
+
+
+def test_the_bar_on_a_terminal_shows_the_figures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    with progress_bar("pretrain") as progress:
+        progress(5, 10, {"loss": 2.5, "learning_rate": 6e-4, "tokens_per_second": 12345.6, "eval_loss": 2.75})
+    shown = capsys.readouterr().err
+    assert "loss 2.5, held-out loss 2.75, learning rate 0.0006, 12,346 tokens/s" in shown
+    assert "5/10" in shown
+
+
 def test_finished_work_is_not_repeated(
     workplace: Path, contents: Contents, metatokens: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,8 +213,24 @@ def test_finished_work_is_not_repeated(
     before = contents(workplace)
     monkeypatch.setattr("metatokens.training.trainer.MetaTokenTrainer.train", None)
     monkeypatch.setattr("metatokens.data.writing._begin", None)
-    assert [metatokens(line) for line in lines] == first
+    again = [metatokens(line) for line in lines]
+    assert again[0] == first[0]
+    finished = "the run in {} is finished; to train its model further, start a new one with `{}`."
+    assert [error.splitlines() for *_, error in again[1:]] == [
+        [finished.format("base", "pretrain --init base"), "model: base"],
+        [finished.format("tuned", "finetune --model tuned/64"), "models: tuned/64"],
+    ]
+    assert {status for status, *_ in again} == {0}
     assert contents(workplace) == before
+    longer = PRETRAIN.replace("training.max_steps=2", "training.max_steps=3")
+    status, _, error = metatokens(f"{longer} --out base")
+    assert (status, error.splitlines()) == (
+        2,
+        [
+            "metatokens: base holds a run with other settings (recipe.training.max_steps was 2 and is now 3); give a "
+            "new folder, with --init (of finetune --model) to train its model further, or --overwrite to replace it."
+        ],
+    )
 
 
 def test_samples_are_records(workplace: Path, small_store: TokenStore, metatokens: Run) -> None:
@@ -139,6 +265,37 @@ def test_generation_continues_the_prompt(small_model: Callable[..., Path], metat
     assert sampled[0] == sampled[1] != sampled[2]
 
 
+def test_a_prompt_with_meta_tokens(
+    workplace: Path, small_model: Callable[..., Path], small_store: TokenStore, metatokens: Run
+) -> None:
+    model, tokenizer = load_model(small_model()).eval(), small_store.tokenizer
+    folder = small_model()
+    text = "the cat _PAUSE_ sat _PAUSE_"
+    ids = torch.tensor([encode_prompt(tokenizer, text, markers="_PAUSE_")])
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    new = model.generate(ids, **options)[0, ids.shape[1] :]
+    expected = tokenizer.decode(new, skip_special_tokens=True)
+    generate = f"generate --model {folder} --max-new-tokens 6"
+    assert metatokens(f"{generate} --marker _PAUSE_ '{text}'") == (0, f"{text}{expected}\n", "")
+    assert metatokens(f"{generate} '{text}'")[1] != f"{text}{expected}\n"  # there it stays text
+    shown = f"the cat<|meta|> sat<|meta|>{tokenizer.decode(new)}\n"
+    assert metatokens(f"{generate} --marker _PAUSE_ --show-meta '{text}'") == (0, shown, "")
+
+    whole = metatokens(f"{generate} --marker _PAUSE_ --show-meta --meta-every 2 '{text}'")[1]
+    assert whole.count("<|meta|>") == 4  # two of the prompt, behind the second and the fourth token
+
+    lines = [{"prompt": text, "markers": [7, 19]}, {"prompt": text}, {"prompt": "the", "completion": " cat"}]
+    Path("prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    status, output, error = metatokens(f"{generate} --data prompts.jsonl")
+    answers = [json.loads(line) for line in output.splitlines()]
+    assert (status, error) == (0, "")
+    assert answers[0] == {"prompt": text, "markers": [7, 19], "continuation": expected}
+    assert [answer["prompt"] for answer in answers] == [text, text, "the"]
+    assert text + answers[1]["continuation"] + "\n" == metatokens(f"{generate} '{text}'")[1]
+    (first, *_) = metatokens(f"{generate} --data prompts.jsonl --show-meta")[1].splitlines()
+    assert json.loads(first)["with_meta"] == shown.strip()
+
+
 def test_interventions_analyses_and_extension(
     workplace: Path, small_model: Callable[..., Path], small_store: TokenStore, metatokens: Run
 ) -> None:
@@ -170,7 +327,7 @@ def test_interventions_analyses_and_extension(
 
     settings = SMALL.replace("data.tokens=tokens", f"data.tokens={small_store.path}")
     status, _, error = metatokens(f"extend --model {model} --factor 2 --recipe demo {settings} --out longer")
-    assert (status, error) == (0, "model: longer\n")
+    assert (status, error.splitlines()[-1]) == (0, "model: longer")
     rope = json.loads((workplace / "longer" / "config.json").read_text())["rope_parameters"]
     assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 2.0, 32)
 
@@ -243,6 +400,7 @@ def ground(
     (ground / "broken.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"text": \n')
     (ground / "records.jsonl").write_text('{"prompt": "a", "completion": " b"}\n\n{"prompt": "a", "completion": }\n')
     (ground / "long.jsonl").write_text(json.dumps({"prompt": "the cat " * 60, "completion": " sat"}))
+    (ground / "marked.jsonl").write_text(json.dumps({"prompt": "the _PAUSE_", "markers": [3]}))
     (ground / "notes").mkdir()
     (ground / "notes" / "thesis.txt").write_text("years of work")
 
@@ -280,6 +438,17 @@ TUNE = "finetune --out new --model model"
 EVALUATE = "evaluate --lengths 64 -n 2 --task parity"
 MISTAKES = {
     # recipes
+    f"{PRETRAIN} --out new --set training.eval_steps=-1": "training.eval_steps is -1: input should be",
+    f"{PRETRAIN} --out new --set training.eval_steps=1 --set data.tokens=null --set data.corpus=text.txt "
+    "--set data.tokenizer=model": "a stream (data.corpus) has no held-out split",
+    f"{TUNE} --task parity --set training.eval_steps=1": "which needs held-out records: give --eval-data",
+    f"{TUNE} --task parity --eval-data nowhere.jsonl": "cannot read the records in nowhere.jsonl",
+    "evaluate --model model": "give either --task or --data",
+    "evaluate --model model --task parity --data nowhere.jsonl": "give either --task or --data",
+    "evaluate --model model --data nowhere.jsonl": "cannot read the records in nowhere.jsonl",
+    "evaluate --model model --data nowhere.jsonl -n 3": "-n says which prompts of a task are drawn; the records of",
+    "evaluate --model model --data nowhere.jsonl --lengths 64": "--lengths says which prompts of a task are drawn",
+    f"{EVALUATE} --model model --predictions nowhere/answers.jsonl": "nowhere/answers.jsonl",
     f"{PRETRAIN} --out new --set training.max_stepz=1": "training.max_stepz is not a setting; allowed are max_steps",
     "pretrain --recipe nowhere.yaml --out new": "no recipe at nowhere.yaml; give a YAML file or one of: demo",
     "pretrain --recipe notes --out new": "no recipe at notes; give a YAML file or one of: demo",
@@ -363,6 +532,13 @@ MISTAKES = {
     f"{PRETRAIN} --out new --init cut": "cut/model.safetensors is damaged",
     f"{PRETRAIN} --out new --init unmarked": "the model's meta_token_id is None and that of the text's",
     "generate --model model ''": "the prompt is empty",
+    "generate --model model": "give either a prompt or --data",
+    "generate --model model the --data records.jsonl": "give either a prompt or --data",
+    "generate --model model --marker _PAUSE_ --data records.jsonl": "--marker goes with a prompt",
+    "generate --model model --marker _PAUSE_ the": "the marker '_PAUSE_' is not in the prompt",
+    "generate --model model --marker '' the": "the marker is empty",
+    "generate --model unmarked --marker _PAUSE_ 'the _PAUSE_'": "the model in unmarked has no meta_token_id",
+    "generate --model unmarked --data marked.jsonl": "the model in unmarked has no meta_token_id",
     f"{EVALUATE} --model model --intervention no_heads": "no intervention 'no_heads'; allowed are no_pos",
     f"{EVALUATE} --model model --intervention noise:much": "no intervention 'noise:much'; allowed are no_pos",
     "benchmark sleep": "unknown benchmark 'sleep'; choose train, answers",

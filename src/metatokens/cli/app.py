@@ -1,7 +1,9 @@
 """The application, the options that several verbs have, and how results and progress are written."""
 
+import math
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -101,10 +103,41 @@ def parse_lengths(text: str) -> list[int]:
     return lengths
 
 
+LINE_EVERY = 30.0  # seconds between the lines that are printed where there is no terminal to redraw
+
+_SHOWN = {  # a run's figures, in this order
+    "loss": "loss {:.4g}",
+    "eval_loss": "held-out loss {:.4g}",
+    "eval_exact_match": "held-out exact match {:.1%}",
+    "learning_rate": "learning rate {:.3g}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+}
+
+
+def _shown(figures: Mapping[str, float]) -> str:
+    return ", ".join(text.format(figures[name]) for name, text in _SHOWN.items() if name in figures)
+
+
+class _Lines:
+    """Progress where no terminal is: a line at the first loss, every half a minute, and at the end."""
+
+    def __init__(self, verb: str):
+        self._verb = verb
+        self._last = -math.inf
+
+    def __call__(self, done: int, total: int, figures: Mapping[str, float]) -> None:
+        if figures and (time.monotonic() - self._last > LINE_EVERY or done == total):
+            self._last = time.monotonic()
+            print(f"{self._verb} {done:,}/{total:,}: {_shown(figures)}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def progress_bar(verb: str) -> "Iterator[Progress]":
-    """A progress bar with the time left, on standard error, where that is a terminal."""
-    from rich.console import Console
+    """How far a verb is, and the latest figures, on standard error: a bar on a terminal, elsewhere lines.
+
+    Of processes that train one model together, the first one shows it.
+    """
+    from rich.console import Console, RenderableType
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -113,10 +146,28 @@ def progress_bar(verb: str) -> "Iterator[Progress]":
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
+    from rich.text import Text
+
+    class Bar(Progress):
+        figures = ""
+
+        def get_renderables(self) -> Iterable[RenderableType]:
+            yield self.make_tasks_table(self.tasks)
+            if self.figures:
+                yield Text(self.figures)
 
     columns = (TextColumn(verb), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    is_shown = console.is_terminal and is_first_process()
-    with Progress(*columns, console=console, transient=True, disable=not is_shown) as bar:
-        task = bar.add_task(verb, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    if not is_first_process():
+        yield lambda done, total, figures: None
+    elif not console.is_terminal:
+        yield _Lines(verb)
+    else:
+        with Bar(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(verb, total=None)
+
+            def show(done: int, total: int, figures: Mapping[str, float]) -> None:
+                bar.figures = _shown(figures)
+                bar.update(task, completed=done, total=total)
+
+            yield show

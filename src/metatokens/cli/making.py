@@ -1,5 +1,7 @@
 """Verbs that make something: stores, models, reports, and everything in order."""
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +17,10 @@ from metatokens.cli.app import (
     parse_lengths,
     progress_bar,
     say,
+    write_records,
 )
 from metatokens.errors import UserError
+from metatokens.machine import is_first_process
 
 
 @app.command()
@@ -79,6 +83,13 @@ def tokenize(
         say(f"{split}: {counts.tokens:,} tokens in {counts.documents:,} documents")
 
 
+PNG = b"\x89PNG"  # how such a file begins
+
+
+def _finished(out: Path, further: str) -> str:
+    return f"the run in {out} is finished; to train its model further, start a new one with `{further}`."
+
+
 @app.command()
 def pretrain(
     recipe: Annotated[str, typer.Option(help="YAML file, or the name of a recipe that comes with the package.")],
@@ -93,7 +104,9 @@ def pretrain(
 
     settings = load_recipe(PretrainRecipe, recipe, overrides or ())
     with progress_bar("pretrain") as progress:
-        pretrain(settings, out, init=init, overwrite=overwrite, progress=progress)
+        trained = pretrain(settings, out, init=init, overwrite=overwrite, progress=progress)
+    if not trained:
+        say(_finished(out, f"pretrain --init {out}"))
     say(f"model: {out}")
 
 
@@ -115,7 +128,7 @@ def extend(
 
     settings = load_recipe(PretrainRecipe, recipe, overrides or ())
     with progress_bar("extend") as progress:
-        extend(
+        trained = extend(
             model,
             out,
             factor=factor,
@@ -124,6 +137,8 @@ def extend(
             overwrite=overwrite,
             progress=progress,
         )
+    if not trained:
+        say(_finished(out, f"pretrain --init {out}"))
     say(f"model: {out}")
 
 
@@ -134,24 +149,73 @@ def finetune(
     task: Annotated[str | None, typer.Option(help="list_recall, segment_counting, parity or copying.")] = None,
     data: Annotated[Path | None, typer.Option(help="Your own records: JSON lines of prompt and completion.")] = None,
     train_length: Annotated[str | None, typer.Option(help="Prompt lengths of the phases, such as 128,256,512.")] = None,
+    eval_data: Annotated[Path | None, typer.Option(help="Held-out records, to measure the model on.")] = None,
     recipe: Annotated[str, typer.Option(help="YAML file, or a name.")] = "demo_finetune",
     overrides: Set = None,
     corpus: Corpus = "builtin",
     overwrite: Overwrite = False,
 ) -> None:
     """Fine-tune a model on a task, in phases of growing train length, or on your own records."""
+    from metatokens.data.tokenizer import load_tokenizer
+    from metatokens.evaluation.accuracy import evaluate, held_out_probe
+    from metatokens.model.checkpoint import load_model
     from metatokens.recipe import FinetuneRecipe, load_recipe
     from metatokens.tasks.curriculum import documents_for
-    from metatokens.training.finetune import finetune
+    from metatokens.tasks.example import Example, read_examples
+    from metatokens.training.finetune import Probing, finetune, training_of, unprobed
 
     if (task is None) == (data is None):
         raise UserError("give either --task or --data.")
+    if data is not None and train_length:
+        say("--train-length is ignored: the records of --data are trained on as they are, whatever their length.")
     own = [f"task.train_lengths={parse_lengths(train_length)}"] if train_length else []
     settings = load_recipe(FinetuneRecipe, recipe, [*own, *(overrides or ())])
     texts = documents_for(task or "", corpus)
+    probe: Probing = unprobed
+    records: Sequence[Example] = ()
+    if eval_data is not None:
+        tokenizer = load_tokenizer(str(model))
+        records = read_examples(eval_data, tokenizer)
+        probe = partial(held_out_probe, records, tokenizer.eos_token_id)
     with progress_bar("finetune") as progress:
-        finetune(settings, model, out, task=task, data=data, documents=texts, overwrite=overwrite, progress=progress)
+        trained = finetune(
+            settings,
+            model,
+            out,
+            task=task,
+            data=data,
+            documents=texts,
+            overwrite=overwrite,
+            progress=progress,
+            probe=probe,
+        )
+    last = out / ("data" if task is None else str(settings.task.train_lengths[-1]))
+    if not trained:
+        say(_finished(out, f"finetune --model {last}"))
     say(f"models: {', '.join(str(path.parent) for path in sorted(out.glob('*/manifest.json')))}")
+    if records and is_first_process():
+        about = {"task": None, "condition": None, "name": str(last), **training_of(last)}
+        write_records(evaluate(load_model(last), {None: records}, **about), None)
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or not.")],
+    out: Annotated[Path, typer.Option(help="The PNG file.")] = Path("curves.png"),
+) -> None:
+    """Draw the losses of runs, and what was measured in between, against their steps."""
+    from metatokens.files import write_whole
+    from metatokens.report.figures import png
+    from metatokens.report.run_curves import draw_curves, read_curves
+
+    picture = png(draw_curves(read_curves(runs)))
+    try:
+        if out.exists() and not out.read_bytes().startswith(PNG):
+            raise UserError(f"{out} is no picture, and is kept; give another file.")
+        write_whole(out, picture)
+    except OSError as error:
+        raise UserError(f"cannot write to {out}: {error.strerror}.") from error
+    say(f"picture: {out}")
 
 
 @app.command()

@@ -1,6 +1,8 @@
 """Verbs that print something: examples, accuracies, perplexities, what is inside a model, text."""
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
@@ -18,6 +20,7 @@ from metatokens.cli.app import (
 )
 from metatokens.errors import UserError
 
+TaskName = Annotated[str | None, typer.Option("--task", help="list_recall, segment_counting, parity or copying.")]
 Task = Annotated[str, typer.Option(help="list_recall, segment_counting, parity or copying.")]
 Condition = Annotated[str, typer.Option(help="paper, none or decoy.")]
 Name = Annotated[str | None, typer.Option(help="What the results are filed under; default: the folder.")]
@@ -54,8 +57,10 @@ def sample(
 
 @app.command()
 def evaluate(
+    context: typer.Context,
     model: Model,
-    task: Task,
+    task: TaskName = None,
+    data: Annotated[Path | None, typer.Option(help="Your own records in place of a task's: see finetune.")] = None,
     lengths: Lengths = "128,256,512,1024",
     condition: Condition = "paper",
     n: Annotated[int, typer.Option("-n", min=1, help="Test prompts of each length.")] = 2_500,
@@ -63,26 +68,48 @@ def evaluate(
     noise_seed: Annotated[int, typer.Option(min=0, help="Of the noise on positions.")] = 0,
     name: Name = None,
     corpus: Corpus = "builtin",
+    predictions: Annotated[
+        Path | None, typer.Option(help="Append every prompt, with the right answer and the model's, to this file.")
+    ] = None,
     out: ResultFile = None,
 ) -> None:
-    """Measure exact match and token accuracy by prompt length."""
+    """Measure exact match and token accuracy by prompt length, or on your own records."""
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.accuracy import evaluate, test_examples
+    from metatokens.evaluation.predictions import predict
     from metatokens.model.checkpoint import load_model
     from metatokens.model.interventions import Intervention, intervene
     from metatokens.model.positions import check_length
     from metatokens.tasks.curriculum import documents_for
+    from metatokens.tasks.example import Example, read_examples
     from metatokens.training.finetune import check_meta_token, training_of
 
+    if (task is None) == (data is None):
+        raise UserError("give either --task or --data.")
+    drawing = {"lengths": "--lengths", "condition": "--condition", "n": "-n", "corpus": "--corpus"}
+    given = [option for name, option in drawing.items() if _is_given(context, name)]
+    if data is not None and given:
+        raise UserError(
+            f"{given[0]} says which prompts of a task are drawn; the records of --data are read as they are."
+        )
     check_results_file(out)
+    check_results_file(predictions)
     loaded, tokenizer = load_model(model), load_tokenizer(str(model))
     check_meta_token(loaded.config, tokenizer, model)
-    bins = parse_lengths(lengths)
-    check_length(loaded.config, max(bins))
-    documents = documents_for(task, corpus)
-    tests = {
-        length: test_examples(task, length, n, tokenizer, condition=condition, documents=documents) for length in bins
-    }
+    tests: dict[Any, list[Example]]
+    if task is None:
+        assert data is not None
+        records = read_examples(data, tokenizer)
+        check_length(loaded.config, max(len(record.input_ids) - 1 for record in records))
+        tests, shown = {None: records}, None
+    else:
+        bins = parse_lengths(lengths)
+        check_length(loaded.config, max(bins))
+        documents, shown = documents_for(task, corpus), condition
+        tests = {
+            length: test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
+            for length in bins
+        }
     changed = None if intervention is None else Intervention.parse(intervention)
     is_noise = changed is not None and changed.kind == "noise"
     with intervene(loaded, changed, seed=noise_seed):
@@ -91,12 +118,20 @@ def evaluate(
             tests,
             task=task,
             name=name or str(model),
-            condition=condition,
+            condition=shown,
             intervention=None if changed is None else str(changed),
             noise_seed=noise_seed if is_noise else None,
             **training_of(model),
         )
+        if predictions is not None:
+            reached = (tests[length] for length in dict.fromkeys(r.length for r in results if r.value is not None))
+            write_records((each for examples in reached for each in predict(loaded, examples, tokenizer)), predictions)
     write_records(results, out)
+
+
+def _is_given(context: typer.Context, option: str) -> bool:
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 @app.command()
@@ -182,30 +217,71 @@ def perplexity(
 @app.command()
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Argument(help="Text; what looks like a marker in it stays text.")],
+    prompt: Annotated[str | None, typer.Argument(help="Text; what looks like a marker in it stays text.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="JSON lines with a prompt and its markers, continued as JSON lines.")
+    ] = None,
+    marker: Annotated[
+        str | None, typer.Option(help="What stands for a meta-token in the prompt, such as _PAUSE_.")
+    ] = None,
+    show_meta: Annotated[bool, typer.Option("--show-meta", help="Show the meta-tokens, inserted ones too.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Text tokens to generate.")] = 64,
     meta_every: Annotated[int | None, typer.Option(min=1, help="Insert a meta-token every so many tokens.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """Continue a text."""
+    """Continue a text, or the prompts of a file."""
     import torch
 
-    from metatokens.data.tokenizer import encode_text, load_tokenizer
+    from metatokens.data.prompts import encode_prompt
+    from metatokens.data.tokenizer import load_tokenizer
     from metatokens.model.checkpoint import load_model
+    from metatokens.tasks.example import read_examples
+    from metatokens.training.finetune import check_meta_token
 
+    if (prompt is None) == (data is None):
+        raise UserError("give either a prompt or --data.")
+    if data is not None and marker is not None:
+        raise UserError("--marker goes with a prompt; the records of --data name their markers by offset.")
     loaded, tokenizer = load_model(model).eval(), load_tokenizer(str(model))
-    ids = torch.tensor(encode_text(tokenizer, [prompt]), device=loaded.device)
-    if ids.shape[1] == 0:
-        raise UserError("the prompt is empty.")
+    if marker is not None:
+        check_meta_token(loaded.config, tokenizer, model)
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    output = loaded.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        meta_every=meta_every,
-        pad_token_id=tokenizer.eos_token_id,
-        **sampling,
-    )
-    print(f"{prompt}{tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)}")
+
+    def continuation(prompt_ids: Sequence[int]) -> tuple[str, str]:
+        """What follows a prompt, and all of it with its meta-tokens."""
+        ids = torch.tensor([prompt_ids], device=loaded.device)
+        output = loaded.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            meta_every=meta_every,
+            pad_token_id=tokenizer.eos_token_id,
+            return_dict_in_generate=True,
+            use_cache=True,  # which knows where meta-tokens were inserted
+            **sampling,
+        )
+        sequence = output.sequences[0].tolist()
+        new = tokenizer.decode(sequence[len(prompt_ids) :], skip_special_tokens=True)
+        for place in reversed(getattr(output.past_key_values, "inserted", [])):
+            sequence.insert(place, loaded.config.meta_token_id)
+        return new, tokenizer.decode(sequence)
+
+    if data is not None:
+        records = read_examples(data, tokenizer, needs_completion=False)
+        if any(record.markers for record in records):
+            check_meta_token(loaded.config, tokenizer, model)
+        for record in records:
+            new, whole = continuation(record.input_ids[: record.answer_start])
+            shown = {"prompt": record.prompt, "markers": record.markers, "continuation": new}
+            write_lines([json.dumps(shown | ({"with_meta": whole} if show_meta else {}), ensure_ascii=False)], None)
+        return
+    assert prompt is not None
+    ids = encode_prompt(tokenizer, prompt, () if marker is None else marker)
+    if not ids:
+        raise UserError("the prompt is empty.")
+    if marker is not None and loaded.config.meta_token_id not in ids:
+        raise UserError(f"the marker {marker!r} is not in the prompt.")
+    new, whole = continuation(ids)
+    print(whole if show_meta else f"{prompt}{new}")
