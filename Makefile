@@ -5,6 +5,8 @@
 # make reliability  kills, faults, hostile input and scale in full (docs/reliability.md; half an hour on two cores);
 #                   TOKENIZER=DIR where the Hugging Face Hub cannot be reached
 # make benchmark every benchmark at the paper's size, into benchmarks/results (about an hour on two cores)
+# make conformance  transformers' own tests of a model on every member of the family, and programs that take any model
+#                   (a few minutes on two cores; the tests are downloaded)
 # make report    draw the report of results/small again, from its committed lines alone
 # make lock      resolve the dependencies again
 # make audit     list them (bom.json, CycloneDX), and ask PyPI's advisories about them
@@ -14,7 +16,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 TOKENIZER ?= gpt2
 
-.PHONY: install demo smoke test lint reliability benchmark report lock audit clean
+.PHONY: install demo smoke test lint reliability benchmark conformance report lock audit clean
 
 install: $(VENV)/.installed
 
@@ -43,6 +45,10 @@ reliability: $(VENV)/.installed-test
 benchmark: $(VENV)/.installed-benchmark
 	PATH="$(CURDIR)/$(BIN):$$PATH" benchmarks/run
 
+conformance: $(VENV)-conformance/.installed
+	$(VENV)-conformance/bin/python conformance/suite.py
+	$(VENV)-conformance/bin/python -m pytest -n auto conformance
+
 report: install
 	$(BIN)/metatokens report results/small benchmarks/results/decode_1.jsonl benchmarks/results/decode_8.jsonl \
 		benchmarks/results/prefill.jsonl --out results/small/report
@@ -64,6 +70,13 @@ $(VENV)/.installed-benchmark: requirements-benchmark.lock $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-benchmark.lock
 	touch $@
 
+# In an environment of its own, since what it needs holds back packages that the others have newer.
+$(VENV)-conformance/.installed: requirements-conformance.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)-conformance
+	$(VENV)-conformance/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-conformance.lock
+	$(VENV)-conformance/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
 # torch is pinned by hand: its build names (2.13.0+cpu) differ between indexes.
 lock:
 	rm -rf $(VENV)
@@ -75,6 +88,10 @@ lock:
 	$(BIN)/python -m pip install --quiet '.[benchmark]'
 	$(BIN)/python -m pip freeze --exclude metatokens --exclude pip --exclude setuptools | sed 's/+cpu//' > requirements-benchmark.lock
 	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0 '.[conformance]'
+	$(BIN)/python -m pip freeze --exclude metatokens --exclude pip --exclude setuptools | sed 's/+cpu//' > requirements-conformance.lock
+	rm -rf $(VENV)
 
 audit:
 	$(PYTHON) -m venv $(VENV)-audit
@@ -84,4 +101,4 @@ audit:
 	$(VENV)-audit/bin/pip-audit --requirement requirements.lock --no-deps --disable-pip --strict
 
 clean:
-	rm -rf $(VENV) $(VENV)-audit
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-conformance .conformance

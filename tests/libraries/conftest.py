@@ -1,0 +1,12 @@
+"""A model folder as its user has it, and texts for it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def folder(small_model: Callable[..., Path]) -> Path:
+    """A small untrained model with meta-attention, and its tokenizer; not to be changed."""
+    return small_model()
