@@ -31,7 +31,7 @@ def test_the_python_examples_run(
     for code in examples:
         exec(compile(code, "README.md", "exec"), namespace)
     printed = capsys.readouterr().out
-    assert "Return a list of<|meta|>" in printed
+    assert "Return<|meta|> a list<|meta|> of all names<|meta|>" in printed
     assert "'generated_text': 'Return a list of" in printed
     assert {path.name for path in tmp_path.glob("*.png")} == {"attentions.png", "meta_attentions.png"}
 
