@@ -185,7 +185,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         meta_token_mask: Tensor | None = None,
         use_cache: bool | None = None,
         keep: Index | None = None,
-        **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
+        **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]  # mypy does not follow transformers
     ) -> BaseModelOutputWithPast:
         """Hidden states of `input_ids` (batch, length).
 
@@ -232,17 +232,16 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             meta_rotary = (meta_rows.gather(rotary[0]), meta_rows.gather(rotary[1]))
 
         config = self.config
-        if kwargs.get("output_attentions", config.output_attentions) and config._attn_implementation != "eager":
-            config = copy(config)  # no other function returns weights
+        is_eager = config._attn_implementation == "eager"
+        if kwargs.get("output_attentions", config.output_attentions) and not is_eager:
+            config, is_eager = copy(config), True  # no other function returns weights
             config._attn_implementation = "eager"
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
         # Not told the positions, from which it would guess packed sequences, in training alone.
         mask = create_causal_mask(config, x, attention_mask, past_key_values)
-        if (
-            attend is eager_attention_forward and mask is not None and mask.dtype == torch.bool
-        ):  # as it was given; that function adds it
+        if is_eager and mask.dtype == torch.bool:  # one of four dimensions, as it was given; that function adds it
             mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, torch.finfo(x.dtype).min)
-        if config._attn_implementation == "eager" or (attention_mask is not None and attention_mask.ndim == 4):
+        if is_eager or (attention_mask is not None and attention_mask.ndim == 4):
             meta_mask = mask
         last, queries, is_sdpa = self.layers[-1], None, config._attn_implementation == "sdpa"
         if keep is not None and length > 2 and is_sdpa and last.takes_queries:  # a decoding step is not worth it
@@ -288,7 +287,7 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
     """The language model; meta-tokens are wherever `input_ids == config.meta_token_id`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  (a plain dict, as above)
-    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012  (the same)
 
     def __init__(self, config: MetaGPT2Config):
         super().__init__(config)
@@ -309,7 +308,7 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_attentions: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
+        **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]  # mypy does not follow transformers
     ) -> MetaGPT2Output:
         """Next-token logits, and the loss if there are labels.
 

@@ -126,13 +126,15 @@ class RunCallback(TrainerCallback):
         self.trainer, self.progress, self.kept, self.probe = trainer, progress, kept, probe
         self.last_report = 0.0
         self.last_log = (0.0, 0)  # when, and the tokens read until then
-        self.speed: dict[str, float] = {}
+        self.figures: dict[str, float] = {}  # the latest
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin to take the time."""
+        """Begin to take the time, with the figures of a run that goes on."""
         self.last_log = time.monotonic(), self.trainer.tokens_read
+        for point in state.log_history:
+            self._keep(point)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the manifest of the checkpoint that was just saved, and only then drop an older one."""
@@ -154,19 +156,21 @@ class RunCallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float], **_: Any
     ) -> None:
-        """Take the speed since the last loss, and report progress."""
+        """Take the figures and, since the last loss, the speed, and report progress."""
+        self._keep(logs)
         if "loss" in logs:
             (before, tokens), self.last_log = self.last_log, (time.monotonic(), self.trainer.tokens_read)
-            self.speed = {"tokens_per_second": (self.last_log[1] - tokens) / max(self.last_log[0] - before, 1e-9)}
+            self.figures["tokens_per_second"] = (self.last_log[1] - tokens) / max(self.last_log[0] - before, 1e-9)
             self._report(state)
+
+    def _keep(self, logs: Mapping[str, float]) -> None:
+        self.figures |= {name: logs[name] for name in FIGURES if name in logs}
 
     def _report(self, state: TrainerState) -> None:
         """Once a second at most, and at the end."""
         if time.monotonic() - self.last_report > 1.0 or state.global_step == state.max_steps:
             self.last_report = time.monotonic()
-            latest = {name: value for point in state.log_history for name, value in point.items()}
-            figures = {name: latest[name] for name in FIGURES if name in latest}
-            self.progress(state.global_step, state.max_steps, figures | self.speed)
+            self.progress(state.global_step, state.max_steps, dict(self.figures))
 
 
 @torch.no_grad()
