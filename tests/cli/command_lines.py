@@ -1,0 +1,17 @@
+"""Command lines of small runs, and the types of the fixtures that carry them out."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+SMALL = " ".join(
+    f"--set {setting}"
+    for setting in (
+        "data.tokens=tokens", "data.block_size=32", "model.hidden_size=16", "model.num_hidden_layers=1",
+        "model.num_attention_heads=2", "training.max_steps=2", "training.save_steps=2", "training.logging_steps=1",
+    )
+)  # fmt: skip
+PRETRAIN = f"pretrain --recipe demo {SMALL}"
+FINETUNE = "finetune --set training.max_steps=2 --set training.save_steps=2 --set training.logging_steps=1"
+
+Run = Callable[[str], tuple[int, str, str]]
+Contents = Callable[[Path], dict[str, bytes]]

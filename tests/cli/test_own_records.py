@@ -1,0 +1,68 @@
+"""`finetune`, `evaluate` on a user's own records."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from command_lines import Run
+
+from metatokens.evaluation.results import read_results
+
+OWN = [
+    {"prompt": "the cat _PAUSE_ sat", "markers": [7], "completion": " hills"},
+    {"prompt": "the cat _PAUSE_ sat", "completion": " river"},
+    {"prompt": "two dogs ran over", "completion": " river in spring"},
+]
+
+
+def test_own_records_are_trained_on_and_measured(
+    workplace: Path, small_model: Callable[..., Path], metatokens: Run
+) -> None:
+    for name, records in (("own", OWN[:2]), ("held_out", OWN[1:])):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tuned = (
+        f"finetune --model {small_model()} --data own.jsonl --train-length 64 --set training.max_steps=60 "
+        "--set training.save_steps=60 --set training.learning_rate=0.02 --set training.warmup_steps=1"
+    )
+    status, output, error = metatokens(f"{tuned} --eval-data held_out.jsonl --out tuned")
+    assert (status, error.splitlines()[0], error.splitlines()[-1]) == (
+        0,
+        "--train-length is ignored: the records of --data are trained on as they are, whatever their length.",
+        "models: tuned/data",
+    )
+    assert "held-out loss" in error.splitlines()[-2]
+    assert "held-out exact match 50.0%" in error.splitlines()[-2]
+    curve = [json.loads(line) for line in Path("tuned/data/curve.jsonl").read_text().splitlines()]
+    measured = [point for point in curve if "eval_loss" in point]
+    assert [point["step"] for point in measured] == list(range(6, 61, 6))
+    assert measured[0].keys() == {"step", "eval_loss", "eval_exact_match"}
+    assert measured[-1]["eval_exact_match"] == 0.5
+    Path("printed.jsonl").write_text(output)
+    exact, tokens = read_results([Path("printed.jsonl")])
+    assert (exact.metric, exact.value, exact.n, exact.task, exact.length, exact.condition, exact.chance) == (
+        "exact_match", 0.5, 2, None, None, None, None
+    )  # fmt: skip
+    assert (tokens.metric, tokens.model, exact.low is not None) == ("token_accuracy", "tuned/data", True)
+
+    # Neither the weights nor the losses depend on what was measured.
+    assert metatokens(f"{tuned} --out plain")[0] == 0
+    assert Path("plain/data/model.safetensors").read_bytes() == Path("tuned/data/model.safetensors").read_bytes()
+    losses = [json.loads(line) for line in Path("plain/data/curve.jsonl").read_text().splitlines()]
+    assert losses == [point for point in curve if "loss" in point]
+
+    evaluation = "evaluate --model tuned/data --data held_out.jsonl --predictions answers.jsonl"
+    status, output, error = metatokens(evaluation)
+    assert (status, error, [json.loads(line)["value"] for line in output.splitlines()]) == (0, "", [0.5, tokens.value])
+    answers = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
+    assert [answer["exact"] for answer in answers] == [True, False]
+    for answer, record in zip(answers, OWN[1:], strict=True):
+        assert answer.keys() == {"prompt", "markers", "completion", "prediction", "exact"}
+        assert {"markers": []} | record == {name: answer[name] for name in ("prompt", "markers", "completion")}
+        assert (answer["prediction"] == record["completion"]) == answer["exact"]
+
+    status, output, _ = metatokens(
+        "evaluate --model tuned/data --task parity --lengths 64,128 -n 6 --predictions parity.jsonl"
+    )
+    answers = [json.loads(line) for line in Path("parity.jsonl").read_text().splitlines()]
+    values = [line["value"] for line in map(json.loads, output.splitlines()) if line["metric"] == "exact_match"]
+    assert values == [sum(answer["exact"] for answer in answers[start : start + 6]) / 6 for start in (0, 6)]

@@ -1,0 +1,82 @@
+"""The verbs one after the other, from text to figures, and once more."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command_lines import FINETUNE, PRETRAIN, Contents, Run
+
+from metatokens.evaluation.results import read_results
+
+
+def test_from_text_to_figures_verb_by_verb(workplace: Path, metatokens: Run) -> None:
+    status, output, error = metatokens("tokenize --corpus text.txt --tokenizer train:768 --held-out 0.2 --out tokens")
+    counts = json.loads((workplace / "tokens" / "manifest.json").read_text())["splits"]
+    sizes = [f"{split}: {c['tokens']:,} tokens in {c['documents']:,} documents" for split, c in counts.items()]
+    assert (status, output, error.splitlines()) == (0, "", sizes)
+
+    status, output, error = metatokens(f"{PRETRAIN} --set training.seed=5 --out base")
+    assert (status, output, error.splitlines()[-1]) == (0, "", "model: base")
+    status, output, error = metatokens(
+        f"{FINETUNE} --model base --task parity --train-length 64,128 --set training.seed=3 --out tuned"
+    )
+    assert (status, output, error.splitlines()[-1]) == (0, "", "models: tuned/128, tuned/64")
+
+    evaluation = "evaluate --model tuned/64 --task parity --lengths 64,128 -n 3"
+    status, output, error = metatokens(evaluation)
+    assert (status, error) == (0, "")
+    (workplace / "printed.jsonl").write_text(output)
+    printed = read_results([workplace / "printed.jsonl"])
+    assert [(r.length, r.metric) for r in printed] == [
+        (length, metric) for length in (64, 128) for metric in ("exact_match", "token_accuracy")
+    ]
+    assert {(r.model, r.train_length, r.train_condition, r.seed) for r in printed} == {("tuned/64", 64, "paper", 3)}
+
+    assert metatokens(f"{evaluation} --name meta --out figures.jsonl") == (0, "", "")
+    measure = "perplexity --model base --block-size 32 --name meta --out figures.jsonl"
+    assert metatokens(f"{measure} --corpus tokens --placement uniform") == (0, "", "")
+    assert metatokens(f"{measure} --corpus text.txt") == (0, "", "")  # appended
+    assert metatokens(f"{measure} --corpus text.txt --tokens 60") == (0, "", "")
+    figures = read_results([workplace / "figures.jsonl"])
+    assert [r.value for r in figures[:4]] == [r.value for r in printed]
+    assert [(r.metric, r.condition) for r in figures[4:]] == [
+        ("perplexity", "uniform"), ("perplexity", "none"), ("perplexity", "none")
+    ]  # fmt: skip
+    assert {r.seed for r in figures[4:]} == {5}
+    assert figures[4].n < figures[5].n  # the held-out split, and the whole
+    assert figures[6].n == 2 * 28  # two blocks of 29 text tokens
+
+    status, output, error = metatokens("report figures.jsonl --out report")
+    assert (status, output, error) == (0, "", "report: report/index.html\n")
+
+
+def test_finished_work_is_not_repeated(
+    workplace: Path, contents: Contents, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        "tokenize --corpus text.txt --tokenizer train:768 --out tokens",
+        f"{PRETRAIN} --out base",
+        f"{FINETUNE} --model base --task parity --train-length 64 --out tuned",
+    ]
+    first = [metatokens(line) for line in lines]
+    before = contents(workplace)
+    monkeypatch.setattr("metatokens.training.trainer.MetaTokenTrainer.train", None)
+    monkeypatch.setattr("metatokens.data.writing._begin", None)
+    again = [metatokens(line) for line in lines]
+    assert again[0] == first[0]
+    finished = "the run in {} is finished; to train its model further, start a new one with `{}`."
+    assert [error.splitlines() for *_, error in again[1:]] == [
+        [finished.format("base", "pretrain --init base"), "model: base"],
+        [finished.format("tuned", "finetune --model tuned/64"), "models: tuned/64"],
+    ]
+    assert {status for status, *_ in again} == {0}
+    assert contents(workplace) == before
+    longer = PRETRAIN.replace("training.max_steps=2", "training.max_steps=3")
+    status, _, error = metatokens(f"{longer} --out base")
+    assert (status, error.splitlines()) == (
+        2,
+        [
+            "metatokens: base holds a run with other settings (recipe.training.max_steps was 2 and is now 3); give a "
+            "new folder, with --init (of finetune --model) to train its model further, or --overwrite to replace it."
+        ],
+    )
