@@ -4,7 +4,9 @@ A recipe of `pretrain` has the sections `data`, `model` and `training`; one of `
 The recipes that come with the package can be named without a path: `demo`, `demo_finetune`, `paper`, ...
 """
 
+import copy
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -237,6 +239,11 @@ def parse_yaml(text: str | bytes) -> Any:
     """
     if len(text) > MAX_BYTES:
         raise yaml.YAMLError(f"it has more than {MAX_BYTES:,} bytes")
+    return copy.deepcopy(_parsed(text))
+
+
+@lru_cache(maxsize=100)  # a plan reads its recipes and overrides hundreds of times
+def _parsed(text: str | bytes) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from metatokens.data.insertion import meta_token_count
 from metatokens.errors import UserError
 from metatokens.evaluation.cost import flops, forward_products
-from metatokens.experiment.plan import select, stages
+from metatokens.experiment.plan import Stage, select, stages
 from metatokens.experiment.presets import DEMO, GPU, PAPER, PRESETS, SMALL, preset
 from metatokens.experiment.stages import Workshop
 from metatokens.experiment.variants import (
@@ -26,16 +27,21 @@ from metatokens.model.configuration import MetaGPT2Config
 from metatokens.tasks import curriculum, parity
 from metatokens.tasks.curriculum import CONDITIONS, TASKS
 
-all_presets = pytest.mark.parametrize("sizes", PRESETS.values(), ids=PRESETS.keys())
-
-
 MODELS = ("gpt2", "pause", "twin", "meta")
+
+all_presets = pytest.mark.parametrize("name", PRESETS)
+
+
+@cache
+def planned(name: str) -> list[Stage]:
+    """The plan of a preset, made once: that of a large one takes half a second."""
+    return stages(PRESETS[name])
 
 
 @all_presets
-def test_every_stage_comes_after_what_it_needs(sizes: Preset) -> None:
-    plan = {stage.name: stage for stage in stages(sizes)}
-    assert len(plan) == len(stages(sizes))
+def test_every_stage_comes_after_what_it_needs(name: str) -> None:
+    sizes, plan = PRESETS[name], {stage.name: stage for stage in planned(name)}
+    assert len(plan) == len(planned(name))
     assert all(before in plan for stage in plan.values() for before in stage.after)
     order = list(TopologicalSorter({name: stage.after for name, stage in plan.items()}).static_order())
     place = {name: order.index(name) for name in plan}
@@ -76,21 +82,22 @@ def test_a_new_task_is_planned_and_answers_to_its_name(
 
 
 @all_presets
-def test_stages_stand_after_the_ones_that_they_need(sizes: Preset) -> None:
+def test_stages_stand_after_the_ones_that_they_need(name: str) -> None:
     seen: set[str] = set()
-    for stage in stages(sizes):
+    for stage in planned(name):
         assert seen.issuperset(stage.after), stage.name
         seen.add(stage.name)
 
 
 @all_presets
-def test_every_verb_is_one_of_the_workshops(sizes: Preset) -> None:
-    for stage in stages(sizes):
+def test_every_verb_is_one_of_the_workshops(name: str) -> None:
+    for stage in planned(name):
         assert callable(getattr(Workshop, stage.verb))
 
 
 @all_presets
-def test_all_models_read_the_same_text_for_the_same_steps(sizes: Preset) -> None:
+def test_all_models_read_the_same_text_for_the_same_steps(name: str) -> None:
+    sizes = PRESETS[name]
     plain = [Variant(model=model) for model in MODELS]
     assert {one.name for one in plain} <= {one.name for one in sizes.variants}
     recipes = {one.model: pretrain_recipe(sizes, one, Path("tokens")) for one in plain}
@@ -112,7 +119,8 @@ def test_all_models_read_the_same_text_for_the_same_steps(sizes: Preset) -> None
 
 
 @all_presets
-def test_fine_tuning_fits_the_tests(sizes: Preset) -> None:
+def test_fine_tuning_fits_the_tests(name: str) -> None:
+    sizes = PRESETS[name]
     for one in sizes.variants:
         for task in one.tasks:
             recipe = finetune_recipe(sizes, one, task)
@@ -191,7 +199,7 @@ def test_marker_conditions_are_tested_with_rope_up_to_a_length() -> None:
 
 
 def test_models_that_read_the_same_examples_share_them() -> None:
-    drawn = [stage for stage in stages(SMALL) if stage.verb == "draw_examples"]
+    drawn = [stage for stage in planned("small") if stage.verb == "draw_examples"]
     assert len({stage.product for stage in drawn}) == len(drawn)
     # By task: three seeds and positions drawn at random; without markers, for longer contexts, and for longer training.
     of_task = {task: sum(stage.arguments["task"] == task for stage in drawn) for task in TASKS}
@@ -218,7 +226,7 @@ def test_the_small_grid_is_whole() -> None:
 
 
 def test_list_recall_without_rope_is_trained_longer_too() -> None:
-    plan = {stage.name: stage for stage in stages(SMALL)}
+    plan = {stage.name: stage for stage in planned("small")}
     plain = {one.name for one in SMALL.variants if one.position != "rope" and not one.note}
     assert {f"{name}-longer" for name in plain} == {one.name for one in SMALL.variants if one.note == "longer"}
     for name in plain:
@@ -232,8 +240,8 @@ def test_list_recall_without_rope_is_trained_longer_too() -> None:
 
 
 def test_the_small_grid_costs_a_day_of_one_core_at_most() -> None:
-    assert sum(stage.cost for stage in stages(SMALL)) <= 24 * 3600
-    assert max(stage.cost for stage in stages(SMALL)) <= 3600
+    assert sum(stage.cost for stage in planned("small")) <= 24 * 3600
+    assert max(stage.cost for stage in planned("small")) <= 3600
 
 
 @pytest.mark.parametrize(("sizes", "block"), [(SMALL, 256), (PAPER, 1024)], ids=["small", "paper"])
@@ -281,7 +289,7 @@ def test_the_papers_sizes_are_the_papers() -> None:
     only_small = {one.name for one in SMALL.variants} - {one.name for one in PAPER.variants}
     assert {name for name in only_small if not name.endswith("-longer")} == {"meta-short"}
     (neo,) = (one for one in PAPER.variants if one.model == "gpt-neo")
-    plan = {stage.name: stage for stage in stages(PAPER)}
+    plan = {stage.name: stage for stage in planned("paper")}
     assert neo.published == "hf:EleutherAI/gpt-neo-125m"
     assert plan["finetune-gpt-neo-learned-parity"].after[0] == "fetch-gpt-neo-learned"
     assert "pretrain-gpt-neo-learned" not in plan
@@ -303,7 +311,7 @@ def test_what_a_gpu_does_in_half_an_hour() -> None:
 
 
 def test_models_trained_without_markers_are_tested_so_at_every_length() -> None:
-    plan = {stage.name: stage for stage in stages(SMALL)}
+    plan = {stage.name: stage for stage in planned("small")}
     own, others = (plan[f"evaluate-meta{note}-list_recall"].settings["counts"]["none"] for note in ("-unmarked", ""))
     assert own == {128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200, 4096: 200}
     assert others == {128: 500, 256: 500, 512: 500}
@@ -336,7 +344,7 @@ def test_random_positions_have_a_control_of_as_many_steps() -> None:
 
 
 def test_noise_of_every_kind_and_analyses_of_every_seed() -> None:
-    plan = {stage.name: stage for stage in stages(SMALL)}
+    plan = {stage.name: stage for stage in planned("small")}
     for one in ("gpt2", "gpt2-learned", "meta", "meta-learned"):
         drawn = {
             name for kind in ("noise", "raw-noise") for name in plan[f"{kind}-{one}-copying"].settings["interventions"]
@@ -348,14 +356,14 @@ def test_noise_of_every_kind_and_analyses_of_every_seed() -> None:
 
 
 def test_three_seeds_of_list_recall_come_first() -> None:
-    first = {stage.name for stage in stages(SMALL) if stage.priority == 0 and stage.verb == "finetune"}
+    first = {stage.name for stage in planned("small") if stage.priority == 0 and stage.verb == "finetune"}
     seeded = {
         f"finetune-{model}{seed}-list_recall" for model in ("gpt2", "twin", "meta") for seed in ("", "-seed1", "-seed2")
     }
     assert first == seeded | {"finetune-pause-list_recall"}
-    measured = [stage for stage in stages(SMALL) if stage.verb == "evaluate" and stage.after[0] in first]
+    measured = [stage for stage in planned("small") if stage.verb == "evaluate" and stage.after[0] in first]
     assert {stage.priority for stage in measured} == {-0.5}
-    trained = [stage for stage in stages(SMALL) if stage.verb == "finetune"]
+    trained = [stage for stage in planned("small") if stage.verb == "finetune"]
     recall = [stage.priority for stage in trained if stage.arguments["task"] == "list_recall"]
     assert max(recall) <= min(stage.priority for stage in trained if stage.arguments["task"] != "list_recall")
 
@@ -374,7 +382,7 @@ def test_three_seeds_of_list_recall_come_first() -> None:
     ],
 )
 def test_one_tables_part_of_the_plan(table: str, some: str, none: str) -> None:
-    plan = stages(SMALL)
+    plan = planned("small")
     chosen = select(plan, table)
     names = [stage.name for stage in chosen]
     assert some in names
@@ -385,7 +393,7 @@ def test_one_tables_part_of_the_plan(table: str, some: str, none: str) -> None:
 
 def test_a_table_that_nothing_answers() -> None:
     with pytest.raises(UserError, match=r"no stage of this preset answers 'table0'; --only takes figure1, .*table9\.$"):
-        select(stages(SMALL), "table0")
+        select(planned("small"), "table0")
     assert select(stages(DEMO), None) == stages(DEMO)
     with pytest.raises(UserError, match=r"answers 'table3', which is measured by `metatokens benchmark decode`"):
-        select(stages(SMALL), "table3")
+        select(planned("small"), "table3")
