@@ -7,7 +7,9 @@
 # make benchmark every benchmark at the paper's size, into benchmarks/results (about an hour on two cores)
 # make conformance  transformers' own tests of a model on every member of the family, and programs that take any model
 #                   (a few minutes on two cores; the tests are downloaded)
-# make report    draw the report of results/small again, from its committed lines alone
+# make report    draw the report of results/small again, from its committed lines alone, and the figures of the pages
+# make figures   write the figures of the README and of docs/ again, from the committed lines alone
+# make docs      the documentation as a site, in build/site
 # make lock      resolve the dependencies again
 # make audit     list them (bom.json, CycloneDX), and ask PyPI's advisories about them
 
@@ -16,7 +18,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 TOKENIZER ?= gpt2
 
-.PHONY: install demo smoke test lint reliability benchmark conformance report lock audit clean
+.PHONY: install demo smoke test lint reliability benchmark conformance report figures docs lock audit clean
 
 install: $(VENV)/.installed
 
@@ -52,6 +54,14 @@ conformance: $(VENV)-conformance/.installed
 report: install
 	$(BIN)/metatokens report results/small benchmarks/results/decode_1.jsonl benchmarks/results/decode_8.jsonl \
 		benchmarks/results/prefill.jsonl --out results/small/report
+	$(MAKE) figures
+
+figures: install
+	$(BIN)/python docs/figures.py
+
+# Material for MkDocs says at each build that its successor is Zensical, which has no counterpart of docs/hooks.py yet.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "metatokens needs Python 3.11 or newer")'
@@ -68,6 +78,10 @@ $(VENV)/.installed-test: requirements-test.lock $(VENV)/.installed
 
 $(VENV)/.installed-benchmark: requirements-benchmark.lock $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-benchmark.lock
+	touch $@
+
+$(VENV)/.installed-docs: requirements-docs.lock $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.lock
 	touch $@
 
 # In an environment of its own, since what it needs holds back packages that the others have newer.
@@ -87,6 +101,8 @@ lock:
 	$(BIN)/python -m pip freeze --exclude metatokens --exclude pip --exclude setuptools | sed 's/+cpu//' > requirements-test.lock
 	$(BIN)/python -m pip install --quiet '.[benchmark]'
 	$(BIN)/python -m pip freeze --exclude metatokens --exclude pip --exclude setuptools | sed 's/+cpu//' > requirements-benchmark.lock
+	$(BIN)/python -m pip install --quiet '.[docs]'
+	$(BIN)/python -m pip freeze --exclude metatokens --exclude pip --exclude setuptools | sed 's/+cpu//' > requirements-docs.lock
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0 '.[conformance]'

@@ -137,7 +137,10 @@ def evaluate(
         condition: the marker condition of the test prompts.
         intervention: what is in force at the model (see `intervene`), for the record.
         noise_seed: of the intervention's noise, if it draws any, for the record.
-        seed, train_length, train_condition, recipe: how the model was trained, for the record.
+        seed: of the model's training, for the record, like what follows.
+        train_length: tokens of the longest prompts that it was fine-tuned on.
+        train_condition: their marker condition.
+        recipe: what its training is filed under.
 
     Returns:
         The results; those of a length beyond the model's learned positions have no value, and n = 0.

@@ -93,12 +93,14 @@ def perplexity(
     Args:
         model: the model.
         text: token ids of the held-out text, (tokens,).
-        block_size, fraction: a block has n - floor(k n) text tokens, whether meta-tokens are inserted or not; what is
-            left of the text after the last whole block is not read.
+        block_size: n. A block has n - floor(k n) text tokens, whether meta-tokens are inserted or not; what is left of
+            the text after the last whole block is not read.
+        fraction: k.
         placement: of the meta-tokens inserted; `none` inserts none.
         name: what the figure is filed under.
         source: where the text is from, for the record.
-        seed, recipe: of the model's training, for the record.
+        seed: of the model's training, for the record.
+        recipe: of the model's training, for the record.
 
     Raises:
         UserError: if the text has fewer than two blocks, a block nothing to predict, or the model no meta-token to

@@ -33,7 +33,7 @@ _AUTO_MAP = {
 class MetaGPT2Config(PreTrainedConfig):
     """Sizes and choices of a `MetaGPT2ForCausalLM`; the defaults are the paper's 152M model (`paper()`).
 
-    Args:
+    Attributes:
         vocab_size: rows of the embedding table, which is tied to the head. GPT-2's 50,257 entries padded to a
             multiple of 64; the meta-token is one of the padding rows.
         hidden_size: width of the residual stream.

@@ -189,9 +189,9 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Hidden states of `input_ids` (batch, length).
 
+        Arguments that are not described here are those of `MetaGPT2ForCausalLM.forward`.
+
         Args:
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, meta_token_mask, use_cache: as in
-                `MetaGPT2ForCausalLM.forward`.
             keep: an index of (batch, length). Only the final states that it takes are computed and returned; of the
                 last block, half of a two-layer model, not much more than keys and values is computed elsewhere.
             **kwargs: output flags of transformers; `output_meta_attentions` for the second module's weights, which

@@ -1,0 +1,297 @@
+"""Writes the figures of the README and of these pages, from committed result lines; `make figures` runs it.
+
+A block that begins with `<!-- figures: NAME -->` is what the function of that name below gives.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import pandas as pd
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
+
+Where = Mapping[str, Any]  # the fields of a result, and their values
+MODELS = {
+    "`gpt2`, a GPT-2": "gpt2",
+    "`pause`, meta-tokens added": "pause",
+    "`twin`, second ordinary attention": "twin",
+    "`meta`, meta-attention": "meta",
+}
+TASKS = ("list_recall", "parity", "copying", "segment_counting")
+PLAIN: Where = {"condition": "paper", "train_condition": "paper", "metric": "exact_match", "intervention": None}
+SMALL: Where = PLAIN | {"recipe": "small", "position_embedding": "rope"}
+TO_512: Where = SMALL | {"train_length": 512}
+RECALL: Where = TO_512 | {"task": "list_recall"}
+
+
+@cache
+def results(folder: str) -> pd.DataFrame:
+    """The result lines of a run, those of one figure by seed."""
+    (path,) = (ROOT / folder).glob("results.jsonl*")
+    return pd.read_json(path, lines=True).sort_values("seed", kind="stable")
+
+
+def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
+    """The lines whose fields have these values; a field that there is not is a KeyError."""
+    for name, value in where.items():
+        frame = frame[frame[name].isna() if value is None else frame[name] == value]
+    return frame
+
+
+def percent(share: float) -> str:
+    """A proportion as a percentage with one decimal; none and all without it."""
+    return f"{100 * share:.{0 if share in (0, 1) else 1}f}"
+
+
+def cell(found: pd.DataFrame, shown: Callable[[float], str] = percent) -> str:
+    """One seed's figure with its interval, or the mean of several and each of them; a dash where nothing was run."""
+    found = found.dropna(subset=["value"])
+    if found.empty:
+        return "\u2013"
+    if len(found) == 1:
+        (one,) = found.itertuples()
+        return f"{shown(one.value)} ({shown(one.low)}\u2013{shown(one.high)})"
+    assert found.seed.is_unique, "more lines than one of a seed"
+    if found.value.nunique() == 1:
+        return f"{shown(found.value.iloc[0])} (all {len(found)})"
+    return f"{shown(found.value.mean())} ({', '.join(map(shown, found.value))})"
+
+
+def table(first: str, rows: Mapping[str, list[str]], columns: list[str]) -> str:
+    """A table in Markdown: a label and its cells in each row."""
+    lines = [[first, *columns], ["---"] * (1 + len(columns)), *([label, *cells] for label, cells in rows.items())]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def grid(first: str, rows: Mapping[str, Where], columns: Mapping[str, Where], folder: str = "results/small") -> str:
+    """A table whose cells are the results that have a row's and a column's fields, and what they rest on."""
+    found = {
+        label: [select(results(folder), **row, **column) for column in columns.values()] for label, row in rows.items()
+    }
+    used = pd.concat(chain.from_iterable(found.values()))
+    widest = ((used.high - used.low) / 2).max()
+    counts = " or ".join(f"{n:,}" for n in sorted(used.n[used.n > 0].unique(), reverse=True))
+    note = (
+        "Exactly right, in %. In brackets each seed or, where there is one, its 95 % interval.\n"
+        f"n = {counts} prompts a seed; a seed's interval is ±{100 * widest:.1f} points at most."
+    )
+    cells = {label: [cell(one) for one in row] for label, row in found.items()}
+    return f"{table(first, cells, list(columns))}\n{note}\n"
+
+
+def models(where: Where, names: Mapping[str, str] = MODELS) -> dict[str, Where]:
+    """A row for each model."""
+    return {label: {**where, "model": name} for label, name in names.items()}
+
+
+def lengths(*tokens: int) -> dict[str, Where]:
+    """A column for each prompt length."""
+    return {f"{length:,}": {"length": length} for length in tokens}
+
+
+def floor(task: str, length: int, folder: str = "results/small") -> str:
+    """What always giving the commonest answer gets, or guessing where every answer is as common."""
+    majority = select(results(folder), task=task, length=length, metric="majority_rate", condition="paper")
+    if majority.empty:
+        return percent(select(results(folder), **PLAIN, task=task, length=length).chance.iloc[0])
+    return percent(majority.value.iloc[0])
+
+
+def tasks() -> str:
+    """Models trained to 512 tokens on the four tasks, and on list recall at twice that."""
+    columns = {
+        "list recall": {"task": "list_recall", "length": 128},
+        "list recall, 1,024": {"task": "list_recall", "length": 1024},
+        "parity": {"task": "parity", "length": 128},
+        "copying": {"task": "copying", "length": 128},
+        "segment counting": {"task": "segment_counting", "length": 128},
+    }
+    whole = grid("trained to 512 tokens, asked at 128", models(TO_512), columns)
+    floors = [floor(column["task"], column["length"]) for column in columns.values()]
+    rows, note = whole.split("\n\n")
+    return f"{rows}\n| without looking at the prompt | {' | '.join(floors)} |\n\n{note}"
+
+
+def recall() -> str:
+    """List recall by prompt length."""
+    return grid("list recall, prompt tokens", models(RECALL), lengths(128, 256, 512, 1024, 2048))
+
+
+def parity() -> str:
+    """Parity by prompt length."""
+    return grid("parity, prompt tokens", models(TO_512 | {"task": "parity"}), lengths(128, 256, 512, 1024))
+
+
+def copying() -> str:
+    """Copying by prompt length."""
+    return grid("copying, prompt tokens", models(TO_512 | {"task": "copying"}), lengths(128, 256, 512, 1024))
+
+
+def markers() -> str:
+    """List recall in the three conditions, and trained without markers."""
+    shown = {"as trained": "paper", "without markers": "none", "with decoys": "decoy"}
+    columns = {label: {"condition": condition, "length": 512} for label, condition in shown.items()}
+    where = {name: value for name, value in RECALL.items() if name != "condition"}
+    return grid("list recall, 512 tokens", models(where), columns)
+
+
+def unmarked() -> str:
+    """List recall of models that were trained without markers."""
+    where = RECALL | {"recipe": "small/unmarked", "condition": "none", "train_condition": "none"}
+    names = {label: name for label, name in MODELS.items() if name != "pause"}
+    return grid("trained and tested without markers", models(where, names), lengths(128, 256, 512, 1024))
+
+
+def positions() -> str:
+    """List recall by kind of positions."""
+    kinds = {
+        "rotary": {"position_embedding": "rope", "recipe": "small"},
+        "learned": {"position_embedding": "learned", "recipe": "small/longer"},
+        "none": {"position_embedding": "none", "recipe": "small/longer"},
+    }
+    where = {"task": "list_recall", "train_length": 512, "length": 128, **PLAIN}
+    return grid("list recall, 128 tokens", models(where), kinds)
+
+
+def no_pos() -> str:
+    """List recall without the meta-tokens' positions."""
+    changes = {"unchanged": None, "without the positions": "no_pos", "without the embeddings": "no_embed"}
+    where = {"task": "list_recall", "train_length": 128, "length": 128, **SMALL} | {"train_length": 128}
+    del where["intervention"]
+    return grid(
+        "list recall, 128 tokens", models(where), {label: {"intervention": kind} for label, kind in changes.items()}
+    )
+
+
+def yarn() -> str:
+    """List recall with windows that YaRN made longer."""
+    rows = {
+        f"window {window:,}, fine-tuned to {train:,}": PLAIN
+        | {"task": "list_recall", "model": "meta", "recipe": f"small/yarn{factor}", "train_length": train}
+        for factor, window, train in ((4, 1024, 512), (4, 1024, 1024), (8, 2048, 1024), (8, 2048, 2048))
+    }
+    return grid("list recall, prompt tokens", rows, lengths(128, 256, 512, 1024, 2048, 4096))
+
+
+def random_positions() -> str:
+    """List recall far beyond the train length."""
+    kinds = {"plain positions": "one-length", "random positions": "random-positions", "random ranges": "random-ranges"}
+    rows = {
+        f"`{model}`, {kind}": PLAIN
+        | {"task": "list_recall", "model": model, "recipe": f"small/{recipe}", "train_length": 128}
+        for kind, recipe in kinds.items()
+        for model in ("gpt2", "twin", "meta")
+    }
+    return grid("list recall, prompt tokens", rows, lengths(128, 256, 512, 1024, 2048, 4096))
+
+
+def random_ranges() -> str:
+    """Parity and copying beyond the train length."""
+    rows = {
+        f"{task}, `{model}`": PLAIN
+        | {"task": task, "model": model, "recipe": "small/random-ranges", "train_length": 128}
+        for task in ("parity", "copying")
+        for model in ("gpt2", "twin", "meta")
+    }
+    return grid("random ranges, prompt tokens", rows, lengths(128, 256, 512, 1024))
+
+
+def perplexity() -> str:
+    """Perplexity on held-out text, by model."""
+    return _perplexities("results/small", {"position_embedding": "rope", "recipe": "small", "length": 1024})
+
+
+def _perplexities(folder: str, where: Where) -> str:
+    found = select(results(folder), metric="perplexity", condition="none", text="held_out", **where)
+    cells = {label: [cell(select(found, model=name), "{:.1f}".format)] for label, name in MODELS.items()}
+    note = f"On {found.n.max():,} tokens of text; the tokens' frequencies alone give {found.chance.iloc[0]:.1f}."
+    return f"{table('perplexity', cells, ['held-out text'])}\n{note}\n"
+
+
+def speed() -> str:
+    """What meta-attention costs, gathered and with the paper's dense mask."""
+    rows = {
+        "a training step at 1,024 positions": ("train", {"gathered": "meta", "dense": "dense"}),
+        "decoding at 512 positions, batch 1": (
+            "decode_1",
+            {"gathered": "meta, inserting", "dense": "dense, inserting"},
+        ),
+        "decoding at 512 positions, batch 8": (
+            "decode_8",
+            {"gathered": "meta, inserting", "dense": "dense, inserting"},
+        ),
+    }
+    cells = {}
+    for label, (name, contestants) in rows.items():
+        timings = pd.read_json(ROOT / f"benchmarks/results/{name}.jsonl", lines=True)
+        found = [select(timings, model=model, against="gpt2") for model in contestants.values()]
+        ratios = [one.sort_values("created").iloc[-1] for one in found]
+        cells[label] = [f"{one.ratio:.2f} ({one.ratio_low:.2f}\u2013{one.ratio_high:.2f})" for one in ratios]
+    return table("time, as a multiple of `gpt2`'s", cells, ["gathered", "dense mask"])
+
+
+def cost() -> str:
+    """What the grid took."""
+    stages = pd.DataFrame(json.loads((ROOT / "results/small/run.json").read_text(encoding="utf-8"))["stages"])
+    trained = stages.name.str.startswith(("pretrain-", "extend-", "finetune-")).sum()
+    hours = stages.cpu_seconds.fillna(stages.seconds).sum() / 3600
+    return f"The run has {len(stages)} stages, {trained} of which trained a model. It took {hours:.1f} core-hours.\n"
+
+
+FIGURES = {
+    function.__name__: function
+    for function in (
+        tasks, recall, parity, copying, markers, unmarked, positions, no_pos, yarn, random_positions, random_ranges,
+        perplexity, speed, cost,
+    )
+}  # fmt: skip
+
+
+def filled(text: str) -> str:
+    """A document with its blocks as the result lines give them."""
+    return BLOCK.sub(lambda block: f"{block[1]}{FIGURES[block[2]]()}{block[3]}", text)
+
+
+def draw(path: Path) -> None:
+    """Accuracy by prompt length on three tasks: the mean of each model's seeds, and each seed."""
+    looks = {"gpt2": ("#7d8590", "s", ":"), "twin": ("#2a86c7", "D", "--"), "meta": ("#d9640f", "o", "-")}
+    grey = {
+        "axes.edgecolor": "#7d8590",
+        "axes.labelcolor": "#7d8590",
+        "xtick.color": "#7d8590",
+        "ytick.color": "#7d8590",
+    }
+    with mpl.rc_context(grey | {"text.color": "#7d8590", "font.size": 11, "svg.fonttype": "none", "svg.hashsalt": "0"}):
+        figure, axes = plt.subplots(1, 3, figsize=(10, 3), sharey=True, layout="constrained")
+        for axis, task in zip(axes, TASKS[:3], strict=True):
+            for model, (colour, marker, line) in looks.items():
+                found = select(results("results/small"), **TO_512, task=task, model=model)
+                found = found[found.length <= 2048]
+                mean = 100 * found.groupby("length").value.mean()
+                axis.plot(mean.index, mean, line, color=colour, marker=marker, label=model)
+                axis.plot(found.length, 100 * found.value, ".", color=colour, markersize=5, alpha=0.7)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(mean.index, [f"{length:,.0f}" for length in mean.index], minor=False)
+            axis.axvspan(110, 512, color="#7d8590", alpha=0.12, linewidth=0)
+            axis.set_title(task.replace("_", " ").capitalize(), fontweight="bold")
+            axis.set_xlabel("prompt length, tokens")
+            axis.spines[["top", "right"]].set_visible(False)
+        axes[0].set_ylabel("exactly right, %")
+        axes[-1].legend(frameon=False, labelcolor="#7d8590")
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+        plt.close(figure)
+
+
+if __name__ == "__main__":
+    for document in DOCUMENTS:
+        document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")
+    draw(ROOT / "docs/images/accuracy.svg")

@@ -1,0 +1,52 @@
+"""What MkDocs does besides: a page that is made from the code, and the pages that stand outside this folder."""
+
+import posixpath
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+# In the site at their place in the repository, so that a link to one of them holds in both but for docs/.
+REPORT = "results/small/report/"
+OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/LOG.md", f"{REPORT}index.html")
+FROM_ELSEWHERE = re.compile(
+    r"""<(script|img|iframe|source)\b[^>]*\bsrc=["']?(https?:)?//|<link\b[^>]*\bhref=["']?(https?:)?//"""
+    r"""|@import\s|\burl\(["']?(https?:)?//"""
+)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the command's page, and the pages from outside docs/."""
+    command = [sys.executable, "-m", "typer", "metatokens.cli", "utils", "docs", "--name", "metatokens"]
+    commands = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    # `[:meta][:raw]`, what may be left out, would be a link.
+    files.append(File.generated(config, "command_line.md", content=commands.replace("][", "]\\[")))
+    for path in OUTSIDE:
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links between docs/ and what stands outside, as they hold in the site."""
+    folder = posixpath.dirname(page.file.src_uri)
+    here = folder if page.file.src_uri in OUTSIDE else posixpath.join("docs", folder)
+
+    def inside(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(here, link[1]))
+        target = target.replace(f"{REPORT}report.md", f"{REPORT}index.html")  # the same report, as a page of its own
+        return f"]({posixpath.relpath(target.removeprefix('docs/'), folder or '.')}"
+
+    return re.sub(r"\]\((?!\w+:|[#/])([^)#\s]+)", inside, markdown)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Refuse a site that would load anything from elsewhere."""
+    for path in Path(config.site_dir).rglob("*"):
+        if path.suffix in (".html", ".css") and FROM_ELSEWHERE.search(path.read_text(encoding="utf-8")):
+            raise PluginError(f"{path} loads something from elsewhere.")

@@ -1,0 +1,181 @@
+"""What the README and the pages of docs/ show is run as it stands, and their figures are those of the result lines."""
+
+import importlib.util
+import json
+import re
+import shutil
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_it import MarkdownIt
+from transformers import GPT2Config, GPT2LMHeadModel
+from typer.main import get_command
+
+import metatokens
+from metatokens.cli.app import app
+from metatokens.data.store import TokenStore
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/how_to").glob("*.md"))]
+
+# In place of the sizes that are shown, in the commands that have them.
+TINY_RUN = "--set training.max_steps=2 --set training.save_steps=2"
+TINY_MODEL = (
+    "--set model.hidden_size=16 --set model.num_hidden_layers=1 --set model.num_attention_heads=2 "
+    "--set data.block_size=32 --set training.per_device_train_batch_size=2"
+)
+SMALLER = {
+    "train:4096": "train:768",
+    "tokenize ": "tokenize --workers 1 ",
+    "pretrain --recipe demo": f"pretrain --recipe demo {TINY_MODEL} {TINY_RUN}",
+    "extend ": f"extend {TINY_RUN} ",
+    "finetune ": f"finetune {TINY_RUN} ",
+    "data.block_size=1024": "data.block_size=64",
+    "-n 100": "-n 8",
+    "-n 20": "-n 2",
+}
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """The fenced blocks of a page: language and text."""
+    tokens = MarkdownIt().parse(page.read_text(encoding="utf-8"))
+    return [(token.info, token.content) for token in tokens if token.type == "fence"]
+
+
+@pytest.fixture
+def demo(
+    small_corpus: Path,
+    small_store: TokenStore,
+    small_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
+    """The folder that a reader is in: what `make demo` wrote, small, and files of the reader's."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(small_store.path, "runs/demo/tokens")
+    for model in ("pretrained", "list_recall/128"):
+        shutil.copytree(small_model(), Path("runs/demo/models/meta", model))
+    tokenizer = small_store.tokenizer
+    before_meta = small_store.manifest.meta_token_id  # the entries that a GPT-2's own tokenizer has
+    GPT2LMHeadModel(GPT2Config(vocab_size=before_meta, n_embd=16, n_layer=1, n_head=2)).save_pretrained("my/gpt2")
+    tokenizer.save_pretrained("my/gpt2")
+    shutil.copy(small_corpus, "my/text.txt")
+    (record,) = (text for language, text in blocks(ROOT / "README.md") if language == "json")
+    Path("my/train.jsonl").write_text(record * 3, encoding="utf-8")
+    Path("my/test.jsonl").write_text(record, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # the Trainer's default, where there is no GPU
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_a_page_shows_runs(
+    page: Path, demo: Path, metatokens: Callable[[str], Any], small_model: Callable[..., Path]
+) -> None:
+    if "--out runs/my/base" not in page.read_text(encoding="utf-8"):  # it begins where another page ends
+        shutil.copytree(small_model(), "runs/my/base")
+        shutil.copytree("runs/demo/tokens", "runs/my/tokens")
+    names: dict[str, Any] = {}
+    for language, text in blocks(page):
+        if language == "python":
+            exec(compile(text, page.name, "exec"), names)
+        elif language == "sh":
+            for command in commands(text):
+                status, _, error = metatokens(smaller(command))
+                assert status == 0, f"{command}\n{error}"
+
+
+def commands(block: str) -> list[str]:
+    """The commands of a shell block, without the word `metatokens`; one may go over several lines within its quotes."""
+    return re.findall(r"^metatokens ((?:\"[^\"]*\"|[^\"\n#])*)", block, re.MULTILINE)
+
+
+def smaller(command: str) -> str:
+    """The command at the size of a test. A run that an earlier command finished stays finished."""
+    for size, tiny in SMALLER.items():
+        command = command.replace(size, tiny, 1)
+    return command
+
+
+def test_blocks_that_are_run_are_found() -> None:
+    found = {page.stem: [language for language, _ in blocks(page)] for page in PAGES}
+    assert found["README"].count("python") == 2
+    assert found["README"].count("sh") == 2
+    has_sh = {page for page, languages in found.items() if "sh" in languages}
+    has_python = {page for page, languages in found.items() if "python" in languages}
+    how_to = {"pretrain", "finetune", "continue_gpt2", "longer_contexts", "reproduce"}
+    assert has_sh == {"README", "getting_started", *how_to}
+    assert has_python == {"README", "getting_started", "continue_gpt2", "other_libraries"}
+    assert set(chain.from_iterable(found.values())) <= {"python", "sh", "console", "text", "json", "yaml"}
+    readme = "\n".join(text for language, text in blocks(ROOT / "README.md") if language == "sh")
+    assert [command.split()[0] for command in commands(readme)] == [
+        "generate", "tokenize", "pretrain", "finetune", "plot", "evaluate", "generate"
+    ]  # fmt: skip
+
+
+def test_commands_that_are_not_run_have_their_options() -> None:
+    known = {
+        name: {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        for name, command in get_command(app).commands.items()
+    }
+    shown = "\n".join(text for page in PAGES for language, text in blocks(page) if language == "console")
+    found = re.findall(r"metatokens (\w+) ((?:[^\n]|\\\n)*)", shown.replace("\\\n", " "))
+    assert {"pretrain", "tokenize", "reproduce"} <= {verb for verb, _ in found}
+    for verb, rest in found:
+        assert {word for word in rest.split() if word.startswith("--")} <= known[verb]
+
+
+def test_the_reference_has_the_public_names() -> None:
+    page = (ROOT / "docs/api/index.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^::: metatokens\.(\w+)$", page, re.MULTILINE)) == sorted(metatokens.__all__)
+
+
+def test_only_meta_tokens_have_meta_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    text = next(text for language, text in blocks(ROOT / "README.md") if language == "python")
+    exec(compile(text, "README.md", "exec"), {})
+    weights = json.loads(re.sub(r"tensor\(|, grad_fn.*", "", capsys.readouterr().out))
+    is_zero = [[weight == 0 for weight in row] for row in weights]
+    assert is_zero == [
+        [not (query in (1, 4) and key in (1, 4) and key <= query) for key in range(5)] for query in range(5)
+    ]
+
+
+def test_the_record_is_read_as_shown(demo: Path, small_store: TokenStore) -> None:
+    from metatokens.data.tokenizer import meta_token_id
+    from metatokens.tasks.example import read_examples
+
+    (example,) = read_examples(Path("my/test.jsonl"), small_store.tokenizer)
+    assert example.input_ids.count(meta_token_id(small_store.tokenizer)) == 2
+
+
+def figures() -> Any:
+    """The script that writes the figures."""
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs/figures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_figures_are_those_of_the_result_lines() -> None:
+    script = figures()
+    shown = {document: document.read_text(encoding="utf-8") for document in script.DOCUMENTS}
+    assert [document.name for document, text in shown.items() if script.filled(text) != text] == []
+    assert {name for text in shown.values() for _, name, _ in script.BLOCK.findall(text)} == set(script.FIGURES)
+
+
+def test_a_figure_by_hand() -> None:
+    """The README's figure of `meta` on parity, from the lines themselves."""
+    lines = (ROOT / "results/small/results.jsonl").read_text(encoding="utf-8").splitlines()
+    wanted = {
+        "model": "meta", "task": "parity", "length": 128, "train_length": 512, "metric": "exact_match",
+        "recipe": "small", "position_embedding": "rope", "condition": "paper", "intervention": None,
+    }  # fmt: skip
+    found = {line["seed"]: 100 * line["value"] for line in map(json.loads, lines) if wanted.items() <= line.items()}
+    each = ", ".join(f"{found[seed]:.1f}" for seed in sorted(found))
+    cell = f"{sum(found.values()) / len(found):.1f} ({each})"
+    (row,) = re.findall(r"^\| `meta`.*", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert row.split("|")[4].strip() == cell
