@@ -23,6 +23,7 @@ ORDER = [
     "training",
     "evaluation",
     "analysis",
+    "benchmark",
     "experiment",
     "report",
     "cli",

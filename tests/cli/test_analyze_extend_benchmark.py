@@ -7,8 +7,8 @@ from pathlib import Path
 from command_lines import SMALL, Run
 
 from metatokens.analysis.records import Measurement
+from metatokens.benchmark.speed import Timing
 from metatokens.data.store import TokenStore
-from metatokens.evaluation.speed import Timing
 
 
 def test_interventions_analyses_and_extension(

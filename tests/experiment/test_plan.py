@@ -10,7 +10,6 @@ import pytest
 
 from metatokens.data.insertion import meta_token_count
 from metatokens.errors import UserError
-from metatokens.evaluation.cost import flops, forward_products
 from metatokens.experiment.plan import Stage, select, stages
 from metatokens.experiment.presets import DEMO, GPU, PAPER, PRESETS, SMALL, preset
 from metatokens.experiment.stages import Workshop
@@ -24,6 +23,7 @@ from metatokens.experiment.variants import (
     pretrain_recipe,
 )
 from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.cost import flops, forward_products
 from metatokens.tasks import curriculum, parity
 from metatokens.tasks.curriculum import CONDITIONS, TASKS
 

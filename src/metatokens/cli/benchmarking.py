@@ -37,7 +37,7 @@ def benchmark(
     check_results_file(out)
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 130)
     if kind == "data":
-        from metatokens.evaluation.data_speed import data_speed
+        from metatokens.benchmark.data_speed import data_speed
 
         rates = []
         for rate in data_speed(corpus, tokenizer, processes=available_cores()):
@@ -50,9 +50,9 @@ def benchmark(
         write_records(rates, out)
         return
 
-    from metatokens.evaluation.contestants import Benchmark, Setting
-    from metatokens.evaluation.speed import run, run_lengths
-    from metatokens.evaluation.speed_figures import draw, table
+    from metatokens.benchmark.contestants import Benchmark, Setting
+    from metatokens.benchmark.figures import draw, table
+    from metatokens.benchmark.speed import run, run_lengths
 
     if kind not in get_args(Benchmark):
         raise UserError(f"unknown benchmark {kind!r}; choose {', '.join(get_args(Benchmark))} or data.")

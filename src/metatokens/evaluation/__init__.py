@@ -1,1 +1,1 @@
-"""Accuracy, perplexity, and the records that hold them."""
+"""Accuracy and perplexity of a model, with intervals."""

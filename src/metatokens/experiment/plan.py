@@ -8,7 +8,6 @@ from typing import Any
 
 from metatokens.data.insertion import meta_token_count
 from metatokens.errors import UserError
-from metatokens.evaluation.cost import flops, forward_products
 from metatokens.experiment.variants import (
     Ablation,
     Analysis,
@@ -22,6 +21,7 @@ from metatokens.experiment.variants import (
     pretrain_recipe,
 )
 from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.cost import flops, forward_products
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe
 
 # What one of the paper's tables, or a question of ours, is answered by; `reproduce --only` takes these names.

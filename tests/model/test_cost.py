@@ -9,13 +9,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM
-from metatokens.evaluation.cost import (
+from metatokens.benchmark.peers import dense_model
+from metatokens.model.cost import (
     decode_bytes,
     flops,
     forward_products,
     weights,
 )
-from metatokens.evaluation.peers import dense_model
 
 META = 40
 SECOND = {"gpt2": "none", "twin": "causal", "meta": "meta", "dense": "meta"}

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from metatokens.benchmark.peers import PEERS, Peer, shape_named
 from metatokens.data.insertion import IGNORED_LABEL, Placement, insert_meta_tokens, meta_token_count
 from metatokens.errors import UserError
-from metatokens.evaluation.cost import Product, decode_bytes, flops, forward_products
-from metatokens.evaluation.peers import PEERS, Peer, shape_named
 from metatokens.model.attention import FEW_ROWS, linear
 from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.cost import Product, decode_bytes, flops, forward_products
 
 Benchmark = Literal["train", "answers", "prefill", "decode", "length"]
 FRACTION = 0.1  # of a sequence's positions that are meta-tokens (the paper's k)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM, MetaTokenCache
+from metatokens.benchmark.peers import PEERS, SHAPES, Shape, dense_model, shape_named
 from metatokens.errors import UserError
-from metatokens.evaluation.cost import weights
-from metatokens.evaluation.peers import PEERS, SHAPES, Shape, dense_model, shape_named
+from metatokens.model.cost import weights
 
 META = 31
 SHAPE = Shape(width=24, layers=3, heads=2, vocabulary=40)

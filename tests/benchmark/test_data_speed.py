@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from metatokens.benchmark import data_speed
+from metatokens.benchmark.data_speed import example_rates, paper_examples, start_times, tokenizing, waiting_share
 from metatokens.data.store import TokenStore
-from metatokens.evaluation import data_speed
-from metatokens.evaluation.data_speed import example_rates, paper_examples, start_times, tokenizing, waiting_share
 
 
 def ticking(step: float) -> Iterator[float]:

@@ -18,13 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 
+from metatokens.benchmark import peers, speed
+from metatokens.benchmark.contestants import HEATS, Entry, Setting, Unit, make_unit, products_unit
+from metatokens.benchmark.figures import draw, table
+from metatokens.benchmark.speed import Timing, device_name, peak_memory, race, run, run_lengths
 from metatokens.errors import UserError
-from metatokens.evaluation import peers, speed
-from metatokens.evaluation.contestants import HEATS, Entry, Setting, Unit, make_unit, products_unit
-from metatokens.evaluation.cost import flops
-from metatokens.evaluation.speed import Timing, device_name, peak_memory, race, run, run_lengths
-from metatokens.evaluation.speed_figures import draw, table
 from metatokens.model.cache import MetaTokenCacheLayer
+from metatokens.model.cost import flops
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 TINY = Setting(shape="tiny", length=32, batch=2, new_tokens=21, rounds=2, warmup=1, threads=1)

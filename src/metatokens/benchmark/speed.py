@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from metatokens.benchmark.contestants import HEATS, Benchmark, Entry, Setting, Unit, make_unit, products_unit
+from metatokens.benchmark.peers import is_installed
 from metatokens.errors import UserError
-from metatokens.evaluation.contestants import HEATS, Benchmark, Entry, Setting, Unit, make_unit, products_unit
-from metatokens.evaluation.peers import is_installed
 from metatokens.evaluation.results import library_versions, now
 from metatokens.training.trainer import Progress, unwatched
 
