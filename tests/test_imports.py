@@ -16,6 +16,7 @@ ORDER = [
     "errors",
     "machine",
     "files",
+    "records",
     "recipe",
     "data",
     "model",
@@ -96,3 +97,8 @@ def test_the_public_names_load_when_asked_for() -> None:
         assert getattr(metatokens, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         metatokens.nothing  # noqa: B018
+
+
+def test_what_a_report_reads_needs_no_model() -> None:
+    assert loaded_by("import metatokens.records, metatokens.report.inputs") & HEAVY == set()
+    assert "torch" not in loaded_by("import metatokens.report.page")

@@ -26,9 +26,9 @@ from metatokens.analysis.rate_distortion import (
     rate_distortion,
     score,
 )
-from metatokens.analysis.records import Measurement
 from metatokens.errors import UserError
 from metatokens.model.interventions import Intervention, intervene
+from metatokens.records import Measurement
 from metatokens.tasks.example import Example
 
 QUICKLY = Schedule(batch=64, epochs=120, learning_rate=2e-2)

@@ -10,8 +10,8 @@ from recording_oracle import RecordingOracle, bare_example
 from tiny_models import META, tiny_model
 
 from metatokens.analysis.observation import Prompt
-from metatokens.analysis.records import Measurement
 from metatokens.analysis.residual import DISTANCES, key_classes, residual
+from metatokens.records import Measurement
 
 LONG = [i % 50 for i in range(37)]
 PROMPTS = [

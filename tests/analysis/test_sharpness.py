@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from recording_oracle import RecordingOracle, bare_example
 from tiny_models import META, QUICK, tiny_model
 
-from metatokens.analysis.records import Measurement
 from metatokens.analysis.sharpness import (
     entropy,
     entropy_bound,
@@ -21,6 +20,7 @@ from metatokens.analysis.sharpness import (
     sharpness,
 )
 from metatokens.errors import UserError
+from metatokens.records import Measurement
 
 rows_of_logits = st.lists(st.floats(-6, 6), min_size=2, max_size=7)
 

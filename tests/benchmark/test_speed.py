@@ -21,10 +21,11 @@ from transformers.pytorch_utils import Conv1D
 from metatokens.benchmark import peers, speed
 from metatokens.benchmark.contestants import HEATS, Entry, Setting, Unit, make_unit, products_unit
 from metatokens.benchmark.figures import draw, table
-from metatokens.benchmark.speed import Timing, device_name, peak_memory, race, run, run_lengths
+from metatokens.benchmark.speed import device_name, peak_memory, race, run, run_lengths
 from metatokens.errors import UserError
 from metatokens.model.cache import MetaTokenCacheLayer
 from metatokens.model.cost import flops
+from metatokens.records import Timing
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 TINY = Setting(shape="tiny", length=32, batch=2, new_tokens=21, rounds=2, warmup=1, threads=1)

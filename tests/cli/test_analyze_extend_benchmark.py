@@ -6,9 +6,8 @@ from pathlib import Path
 
 from command_lines import SMALL, Run
 
-from metatokens.analysis.records import Measurement
-from metatokens.benchmark.speed import Timing
 from metatokens.data.store import TokenStore
+from metatokens.records import Measurement, Timing
 
 
 def test_interventions_analyses_and_extension(
@@ -20,7 +19,7 @@ def test_interventions_analyses_and_extension(
         given: [json.loads(line) for line in metatokens(f"{evaluation} {given}")[1].splitlines()]
         for given in ("", "--intervention noise:0", "--intervention noise:50 --noise-seed 3")
     }
-    plain, none, noisy = ([(line["intervention"], line["value"]) for line in found] for found in lines.values())
+    plain, none, noisy = ([(line.get("intervention"), line["value"]) for line in found] for found in lines.values())
     assert [name for name, _ in (*plain, *none, *noisy)] == [None, None, "noise:0", "noise:0", "noise:50", "noise:50"]
     assert [value for _, value in plain] == [value for _, value in none]
 

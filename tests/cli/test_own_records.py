@@ -6,7 +6,7 @@ from pathlib import Path
 
 from command_lines import Run
 
-from metatokens.evaluation.results import read_results
+from metatokens.records import Result, read_lines
 
 OWN = [
     {"prompt": "the cat _PAUSE_ sat", "markers": [7], "completion": " hills"},
@@ -38,7 +38,7 @@ def test_own_records_are_trained_on_and_measured(
     assert measured[0].keys() == {"step", "eval_loss", "eval_exact_match"}
     assert measured[-1]["eval_exact_match"] == 0.5
     Path("printed.jsonl").write_text(output)
-    exact, tokens = read_results([Path("printed.jsonl")])
+    exact, tokens = read_lines(Path("printed.jsonl"), Result)
     assert (exact.metric, exact.value, exact.n, exact.task, exact.length, exact.condition, exact.chance) == (
         "exact_match", 0.5, 2, None, None, None, None
     )  # fmt: skip

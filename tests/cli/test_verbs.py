@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from command_lines import FINETUNE, PRETRAIN, Contents, Run
 
-from metatokens.evaluation.results import read_results
+from metatokens.records import Result, read_lines
 
 
 def test_from_text_to_figures_verb_by_verb(workplace: Path, metatokens: Run) -> None:
@@ -26,7 +26,7 @@ def test_from_text_to_figures_verb_by_verb(workplace: Path, metatokens: Run) -> 
     status, output, error = metatokens(evaluation)
     assert (status, error) == (0, "")
     (workplace / "printed.jsonl").write_text(output)
-    printed = read_results([workplace / "printed.jsonl"])
+    printed = read_lines(workplace / "printed.jsonl", Result)
     assert [(r.length, r.metric) for r in printed] == [
         (length, metric) for length in (64, 128) for metric in ("exact_match", "token_accuracy")
     ]
@@ -37,7 +37,7 @@ def test_from_text_to_figures_verb_by_verb(workplace: Path, metatokens: Run) -> 
     assert metatokens(f"{measure} --corpus tokens --placement uniform") == (0, "", "")
     assert metatokens(f"{measure} --corpus text.txt") == (0, "", "")  # appended
     assert metatokens(f"{measure} --corpus text.txt --tokens 60") == (0, "", "")
-    figures = read_results([workplace / "figures.jsonl"])
+    figures = read_lines(workplace / "figures.jsonl", Result)
     assert [r.value for r in figures[:4]] == [r.value for r in printed]
     assert [(r.metric, r.condition) for r in figures[4:]] == [
         ("perplexity", "uniform"), ("perplexity", "none"), ("perplexity", "none")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from metatokens.errors import UserError
-from metatokens.evaluation.results import Result, read_results, write_results
 from metatokens.experiment.ledger import FILES, LEDGER, Ledger
 from metatokens.model import checkpoint
 from metatokens.model.checkpoint import MANIFEST, load_model, verify_manifest, write_manifest
+from metatokens.records import Result, append_records, read_lines
 from metatokens.report.page import write_report
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import last_good_checkpoint
@@ -121,8 +121,8 @@ def test_names_in_records_are_no_paths(name: str, tmp_path: Path) -> None:
     Ledger(inner).resume()
     fields = {"model": name, "task": name, "condition": name, "recipe": name, "intervention": name}
     line = Result(**fields, metric="exact_match", value=0.5, n=4, seed=0, length=128)
-    write_results(inner / FILES["results"], [line, line.model_copy(update={"condition": "none"})])
-    assert read_results([inner / FILES["results"]])[0].model == name
+    append_records(inner / FILES["results"], [line, line.model_copy(update={"condition": "none"})])
+    assert read_lines(inner / FILES["results"], Result)[0].model == name
     run = {"preset": name, "recipes": {name: {}}, "stages": [{"name": name, "seconds": 1}], "models": {name: {}}}
     (inner / "run.json").write_text(json.dumps(run))
     before = whole(tmp_path)

@@ -11,13 +11,12 @@ from drawing import JSON, cases, changed, damaged, json_file
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metatokens.analysis.records import Measurement
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
-from metatokens.evaluation.results import Result, read_results
 from metatokens.experiment.ledger import LEDGER, Entry, Ledger
 from metatokens.model.checkpoint import MANIFEST, verify_manifest, write_manifest
+from metatokens.records import Measurement, Result, read_lines
 from metatokens.report.inputs import read_inputs
 from metatokens.report.page import write_report
 from metatokens.tasks.example import MARKER, read_examples
@@ -46,7 +45,7 @@ ANALYSES = [
     }
 ]  # fmt: skip
 CURVES = [
-    {"model": "meta", "seed": 0, "step": step, "loss": 2.0, "task": task, "train_length": 128, "seconds": 1.0}
+    {"model": "meta", "seed": 0, "step": step, "loss": 2.0, "task": task, "train_length": 128, "learning_rate": 0.1}
     for step in (1, 2) for task in (None, "parity")
 ]  # fmt: skip
 CURVES.append(
@@ -57,7 +56,8 @@ SPEEDS = [
     {
         "benchmark": "train", "model": "meta", "against": "gpt2", "shape": "tiny", "length": 32, "batch": 1,
         "text_tokens": 32, "n": 3, "seconds": 0.1, "ratio": 1.1, "ratio_low": 1.0, "ratio_high": 1.2, "limit": 1.3,
-        "threads": 1, "device": "cpu", "dtype": "float32",
+        "threads": 1, "device": "cpu", "dtype": "float32", "parameters": 9, "repeats": 1, "rounds": [0.1], "low": 0.1,
+        "high": 0.1, "ratio_per_text_token": 1.0, "limit_per_text_token": 1.0, "over_products": 1.0, "compiled": False,
     }
 ]  # fmt: skip
 RUN = {
@@ -91,9 +91,9 @@ def test_result_files(content: bytes, place: Path, clean: Clean) -> None:
     path = place / "results.jsonl"
     path.write_bytes(content)
     with clean():
-        results = read_results([path])
-        path.write_text("".join(result.model_dump_json() + "\n" for result in results), encoding="utf-8")
-        assert read_results([path]) == results
+        results = read_lines(path, Result)
+        path.write_text("".join(result.line() + "\n" for result in results), encoding="utf-8")
+        assert read_lines(path, Result) == results
 
 
 @cases(400)

@@ -34,8 +34,8 @@ import metatokens.data.blocks
 import metatokens.evaluation.accuracy
 import metatokens.training.extend
 import metatokens.training.finetune  # noqa: F401
+from metatokens import records
 from metatokens.cli import main
-from metatokens.evaluation import results
 from metatokens.experiment import pools, presets
 from metatokens.training.trainer import RunCallback
 
@@ -105,7 +105,7 @@ def clock_goes_back() -> None:
             os.utime(path, (when, when))
         save(self, args, state, control, **kwargs)
 
-    results.datetime = Backwards
+    records.datetime = Backwards
     RunCallback.on_save = save_earlier
 
 

@@ -20,8 +20,8 @@ from commands import IS_LONG, SIZES, TRAINING, Commands, assert_one_sentence, le
 from safetensors import SafetensorError
 
 from metatokens.errors import UserError
-from metatokens.evaluation.results import Result, read_results, write_results
 from metatokens.files import append_lines, exclusive, library_writes
+from metatokens.records import Result, append_records, read_lines
 
 DAY = 86_400  # seconds, by which the clock goes back
 QUICK = ("tokenize", "pretrain", "evaluate")  # the verbs that most tests are content with by default
@@ -39,7 +39,7 @@ def verbs(
     model, results = str(small_model()), tmp_path_factory.mktemp("measured") / "results.jsonl"
     about: dict[str, Any] = {"task": "parity", "length": 64, "metric": "exact_match", "seed": 0, "n": 100}
     measured = [Result(model=name, value=value, created="2026-01-01", **about) for name, value in MEASURED.items()]
-    write_results(results, measured)
+    append_records(results, measured)
     pretraining = settings(f"data.tokens={small_store.path}", "training.max_steps=8", *SIZES, *TRAINING)
     tuning = settings("task.train_lengths=[64, 128]", "training.max_steps=4", *TRAINING)
     return {
@@ -349,7 +349,7 @@ def test_a_clock_that_goes_back_changes_nothing_but_dates(
     if verb == "pretrain":
         assert {path.name for path in out.glob("checkpoints/*")} == {"checkpoint-6", "checkpoint-8"}
     if verb == "evaluate":
-        dates = [result.created for result in read_results([out])]
+        dates = [result.created for result in read_lines(out, Result)]
         assert dates == sorted(dates, reverse=True)
         assert datetime.fromisoformat(dates[-1]).timestamp() < time.time() - DAY
     if verb == "reproduce":

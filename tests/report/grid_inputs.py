@@ -10,8 +10,8 @@ from typing import Any
 
 from report_inputs import CHANCE, EXAMPLES, RUN, TASKS, curves
 
-from metatokens.analysis.records import Measurement
-from metatokens.evaluation.results import Result, wilson_interval, write_results
+from metatokens.evaluation.intervals import wilson_interval
+from metatokens.records import Measurement, Result, append_records
 
 MADE = {"versions": {"metatokens": "0.1.0"}, "created": "2026-01-02T03:04:05+00:00"}
 TRAINED = (128, 256, 512)
@@ -19,6 +19,12 @@ LENGTHS = {128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200, 4096: 200}
 SKILL = {"gpt2": 0.05, "pause": 0.1, "twin": 0.6, "meta": 0.99, "gpt-neo": 0.3}
 INTERVENTIONS = {"no_pos": 1.0, "no_embed": 0.2, "neither": 0.15}
 NOISE = {"0.1": 1.0, "0.5": 0.98, "1": 0.8, "2": 0.6}
+
+# What a line of a benchmark holds beside what the report shows.
+UNSHOWN = {
+    "parameters": 9, "repeats": 1, "low": 1.0, "high": 3.0, "ratio_per_text_token": 1.0, "limit_per_text_token": 1.0,
+    "over_products": 1.0, "compiled": False,
+}  # fmt: skip
 
 Fields = dict[str, Any]
 _wilson = cache(wilson_interval)
@@ -261,6 +267,7 @@ def speeds() -> list[Fields]:
             | {"batch": batch, "text_tokens": text * batch, "n": 5, "rounds": [2.0], "seconds": 2 * ratio * batch}
             | {"ratio": ratio, "ratio_low": ratio - 0.01, "ratio_high": ratio + 0.01, "limit": 1.0, "threads": 2}
             | {"device": "a made-up A100", "dtype": "float32"}
+            | UNSHOWN
         )
     return lines
 
@@ -269,8 +276,8 @@ def write_grid(folder: Path, keep: Callable[[Result], bool] = lambda result: Tru
     """A run folder of the grid, and a benchmark's file beside it: what to give to the report."""
     run = folder / "small"
     run.mkdir(parents=True)
-    write_results(run / "results.jsonl", [result for result in results() if keep(result)])
-    write_results(run / "analysis.jsonl", measurements())
+    append_records(run / "results.jsonl", [result for result in results() if keep(result)])
+    append_records(run / "analysis.jsonl", measurements())
     losses = [point | {"recipe": "small"} for point in curves()]
     stages = [{"name": name, "seconds": 3600.0} for name in ("tokenize", "pretrain-meta", "finetune-meta-parity")]
     about = RUN | {"preset": "small", "stages": stages, "command": "metatokens reproduce --preset small"}

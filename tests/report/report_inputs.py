@@ -5,7 +5,8 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from metatokens.evaluation.results import Result, wilson_interval, write_results
+from metatokens.evaluation.intervals import wilson_interval
+from metatokens.records import Result, append_records
 
 MODELS = ("gpt2", "pause", "twin", "meta")
 TASKS = ("list_recall", "segment_counting", "parity", "copying")
@@ -149,7 +150,7 @@ RUN = {
 def write_run(folder: Path, score: Score = meta_best, models: Sequence[str] = MODELS) -> Path:
     """A complete run folder."""
     folder.mkdir(parents=True)
-    write_results(folder / "results.jsonl", [*accuracies(score, models), *other_results(models)])
+    append_records(folder / "results.jsonl", [*accuracies(score, models), *other_results(models)])
     for name, records in (("curves", curves(models)), ("examples", EXAMPLES)):
         (folder / f"{name}.jsonl").write_text(
             "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"

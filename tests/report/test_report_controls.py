@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from grid_inputs import accuracy
 
+from metatokens.records import RunInfo
 from metatokens.report import ablation_tables, comparison, control_claims, control_tables, recall_claims
 from metatokens.report.estimates import Difference
 from metatokens.report.grid import Grid
-from metatokens.report.inputs import CurvePoint, Inputs, RecallPoint, RunInfo
+from metatokens.report.inputs import CurvePoint, Inputs, RecallPoint
 from metatokens.report.measured import evidence
 from metatokens.report.overview import claims
 from metatokens.report.tables import Table

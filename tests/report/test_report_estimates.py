@@ -3,7 +3,8 @@
 import pytest
 from report_inputs import accuracies, accuracy, all_equal, other_results
 
-from metatokens.evaluation.results import Result, wilson_interval
+from metatokens.evaluation.intervals import wilson_interval
+from metatokens.records import Result
 from metatokens.report.estimates import Estimate, Labels, difference, pivot
 from metatokens.report.inputs import CurvePoint
 

@@ -10,8 +10,8 @@ from report_inputs import (
     other_results,
 )
 
+from metatokens.records import ModelInfo
 from metatokens.report.findings import caution, comparisons, marker_effects, perplexities, verdict
-from metatokens.report.inputs import ModelInfo
 
 
 def at_128(**scores: float | None) -> list:

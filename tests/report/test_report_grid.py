@@ -7,12 +7,14 @@ import pytest
 from grid_inputs import accuracy, learning, measurement, measurements, results, speeds, write_grid
 
 from metatokens.errors import UserError
-from metatokens.evaluation.results import wilson_interval
+from metatokens.evaluation.intervals import wilson_interval
+from metatokens.records import RunInfo, Stage
+from metatokens.records import Timing as SpeedLine
 from metatokens.report import ablation_tables, comparison, control_tables, measured, recall_claims
 from metatokens.report.cost_claims import tokens_to_learn
 from metatokens.report.grid import Grid, grid_of
 from metatokens.report.inner_claims import distortion_at
-from metatokens.report.inputs import Inputs, RecallPoint, RunInfo, SpeedLine, Stage, read_inputs
+from metatokens.report.inputs import Inputs, RecallPoint, read_inputs
 from metatokens.report.overview import Claims, claims, cost
 
 

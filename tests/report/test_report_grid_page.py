@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from grid_inputs import accuracy, write_grid
 
-from metatokens.evaluation.results import write_results
+from metatokens.records import append_records
 from metatokens.report.page import write_report
 
 
@@ -80,7 +80,7 @@ def test_the_cost_is_told(page: str) -> None:
 
 
 def test_the_same_lines_give_the_same_bytes_whatever_is_missing(tmp_path: Path) -> None:
-    write_results(tmp_path / "results.jsonl", [accuracy(0.5), accuracy(0.6, model="gpt2")])
+    append_records(tmp_path / "results.jsonl", [accuracy(0.5), accuracy(0.6, model="gpt2")])
     first, second = (write_report([tmp_path], tmp_path / out) for out in ("a", "b"))
     files = sorted(path.relative_to(first.parent) for path in first.parent.rglob("*") if path.is_file())
     assert Path("figures/lengths.png") in files

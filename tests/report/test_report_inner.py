@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from grid_inputs import accuracy, measurement, measurements, speeds
 
+from metatokens.records import Timing as SpeedLine
 from metatokens.report import inner_tables, measured
 from metatokens.report.cost_claims import ratios
 from metatokens.report.estimates import mean
 from metatokens.report.grid import Grid
 from metatokens.report.inner_claims import claims
-from metatokens.report.inputs import Inputs, SpeedLine
+from metatokens.report.inputs import Inputs
 from metatokens.report.overview import claims as every_claim
 from metatokens.report.verdicts import Claim
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from report_inputs import CHANCE, EXAMPLES, accuracy, meta_best, write_run
 
 from metatokens.errors import UserError
-from metatokens.evaluation.results import write_results
-from metatokens.report.inputs import MARKER, ShownExample, read_inputs
+from metatokens.records import MARKER, ShownExample, append_records
+from metatokens.report.inputs import read_inputs
 
 
 def test_a_whole_run_folder_is_read(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_a_result_file_alone_suffices(tmp_path: Path) -> None:
 
 def test_a_figure_measured_again_replaces_the_earlier_one(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
-    write_results(file, [accuracy("meta", "parity", "paper", 128, 0.5), accuracy("meta", "parity", "paper", 128, 0.9)])
+    append_records(file, [accuracy("meta", "parity", "paper", 128, 0.5), accuracy("meta", "parity", "paper", 128, 0.9)])
     inputs = read_inputs([file])
     assert [result.value for result in inputs.results] == [0.9]
     assert inputs.remeasured == 1
@@ -37,7 +37,7 @@ def test_a_figure_measured_again_replaces_the_earlier_one(tmp_path: Path) -> Non
 
 def test_another_seed_is_another_figure(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
-    write_results(file, [accuracy("meta", "parity", "paper", 128, 0.5, seed=seed) for seed in (0, 1)])
+    append_records(file, [accuracy("meta", "parity", "paper", 128, 0.5, seed=seed) for seed in (0, 1)])
     assert len(read_inputs([file]).results) == 2
 
 

@@ -17,7 +17,7 @@ from report_inputs import (
 )
 
 from metatokens.errors import UserError
-from metatokens.evaluation.results import write_results
+from metatokens.records import append_records
 from metatokens.report.page import write_report
 
 
@@ -95,7 +95,7 @@ def test_text_from_files_is_shown_and_never_run(page: Page) -> None:
 
 def test_hostile_names_are_escaped_everywhere(tmp_path: Path) -> None:
     hostile = "<img src=x onerror=alert(1)>|`_*"
-    write_results(tmp_path / "results.jsonl", [accuracy(hostile, hostile, hostile, 128, 0.5)])
+    append_records(tmp_path / "results.jsonl", [accuracy(hostile, hostile, hostile, 128, 0.5)])
     run = {"command": hostile, "models": {hostile: {"description": hostile}}, "recipes": {hostile: {hostile: hostile}}}
     (tmp_path / "run.json").write_text(json.dumps(run))
     index = write_report([tmp_path], tmp_path / "out")
@@ -134,7 +134,7 @@ def test_the_same_inputs_give_the_same_bytes(run: Path, index: Path, tmp_path: P
 
 
 def test_the_first_words_follow_the_numbers(index: Path, tmp_path: Path) -> None:
-    write_results(tmp_path / "r.jsonl", accuracies(all_equal, tasks=("list_recall",)))
+    append_records(tmp_path / "r.jsonl", accuracies(all_equal, tasks=("list_recall",)))
     equal = write_report([tmp_path / "r.jsonl"], tmp_path / "out").read_text(encoding="utf-8")
     best = index.read_text(encoding="utf-8")
     verdicts = [re.search(r'<p class="verdict">(.*)</p>', text) for text in (best, equal)]
@@ -147,7 +147,7 @@ def test_the_first_words_follow_the_numbers(index: Path, tmp_path: Path) -> None
 
 
 def test_what_is_absent_is_said(tmp_path: Path) -> None:
-    write_results(tmp_path / "r.jsonl", [accuracy("meta", "parity", "paper", 128, 0.5)])
+    append_records(tmp_path / "r.jsonl", [accuracy("meta", "parity", "paper", 128, 0.5)])
     text = write_report([tmp_path / "r.jsonl"], tmp_path / "out").read_text(encoding="utf-8")
     for said in (
         "there is no curves.jsonl",
@@ -162,14 +162,14 @@ def test_what_is_absent_is_said(tmp_path: Path) -> None:
 
 def test_a_report_without_any_accuracy(tmp_path: Path) -> None:
     perplexities = [result for result in other_results() if result.metric == "perplexity"]
-    write_results(tmp_path / "r.jsonl", perplexities)
+    append_records(tmp_path / "r.jsonl", perplexities)
     assert "No accuracy was measured." in write_report([tmp_path / "r.jsonl"], tmp_path / "out").read_text()
 
 
 def test_results_without_length_task_or_condition(tmp_path: Path) -> None:
     blank = {"task": None, "condition": None, "length": None, "train_length": None, "chance": None}
     results = [accuracy(model, "-", "-", 0, 0.5).model_copy(update=blank) for model in ("mine", "yours")]
-    write_results(tmp_path / "r.jsonl", results)
+    append_records(tmp_path / "r.jsonl", results)
     assert "gains nothing measurable over" in write_report([tmp_path / "r.jsonl"], tmp_path / "out").read_text()
 
 
@@ -177,7 +177,7 @@ def test_several_runs_are_described_one_by_one(tmp_path: Path) -> None:
     runs = [tmp_path / model for model in ("gpt2", "meta")]
     for run in runs:
         run.mkdir()
-        write_results(run / "results.jsonl", accuracies(meta_best, (run.name,), ("parity",)))
+        append_records(run / "results.jsonl", accuracies(meta_best, (run.name,), ("parity",)))
         (run / "run.json").write_text(json.dumps({"command": f"made {run.name}"}))
     text = write_report(runs, tmp_path / "out").read_text(encoding="utf-8")
     for said in ("What was run where: run 1", "made gpt2", "What was run where: run 2", "made meta"):
@@ -186,7 +186,7 @@ def test_several_runs_are_described_one_by_one(tmp_path: Path) -> None:
 
 
 def test_a_rerun_replaces_the_report_but_no_other_file(tmp_path: Path) -> None:
-    write_results(tmp_path / "r.jsonl", accuracies(all_equal, tasks=("parity",)))
+    append_records(tmp_path / "r.jsonl", accuracies(all_equal, tasks=("parity",)))
     out = tmp_path / "out"
     write_report([tmp_path / "r.jsonl"], out)
     write_report([tmp_path / "r.jsonl"], out)
@@ -197,7 +197,7 @@ def test_a_rerun_replaces_the_report_but_no_other_file(tmp_path: Path) -> None:
 
 
 def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    write_results(tmp_path / "r.jsonl", [accuracy("meta", "parity", "paper", 128, 0.5)])
+    append_records(tmp_path / "r.jsonl", [accuracy("meta", "parity", "paper", 128, 0.5)])
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match="cannot write the report"):
         write_report([tmp_path / "r.jsonl"], tmp_path / "file" / "out")

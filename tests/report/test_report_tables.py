@@ -3,7 +3,7 @@
 import pytest
 from report_inputs import accuracies, accuracy, beyond_table, meta_best, other_results
 
-from metatokens.report.inputs import ModelInfo, Stage
+from metatokens.records import ModelInfo, Stage
 from metatokens.report.tables import (
     accuracy as accuracy_table,
 )

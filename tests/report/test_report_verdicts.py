@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from metatokens.evaluation.results import wilson_interval
+from metatokens.evaluation.intervals import wilson_interval
 from metatokens.report.estimates import Difference, Estimate
 from metatokens.report.grid import Cell
 from metatokens.report.verdicts import Claim, Comparison, above, between, mean_gap

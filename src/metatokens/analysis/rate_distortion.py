@@ -27,11 +27,12 @@ from torch.nn.functional import cross_entropy, softplus
 from torch.nn.utils.rnn import pad_sequence
 
 from metatokens.analysis.observation import Prompt
-from metatokens.analysis.records import About, Measurement, Split, summary
+from metatokens.analysis.samples import About, summary
 from metatokens.errors import UserError
 from metatokens.evaluation.perplexity import unigram_entropy
 from metatokens.model.interventions import Intervention, intervene
 from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.records import Measurement, Part
 from metatokens.tasks.example import Example
 
 BETAS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # the paper's
@@ -215,7 +216,7 @@ def rate_distortion(
     answers = first_ids.unique(return_inverse=True)[1]
     classes = int(answers.max()) + 1
     few, most = slice(PAPER_EXAMPLES), slice(len(examples) - held_out)
-    parts: dict[Split, slice] = {"fit": few, "train": most, "held_out": slice(most.stop, None)}
+    parts: dict[Part, slice] = {"fit": few, "train": most, "held_out": slice(most.stop, None)}
     common: dict[str, Any] = {
         "analysis": "rate_distortion",
         "position_embedding": model.config.position_embedding,
@@ -233,7 +234,7 @@ def rate_distortion(
         )
         for split, part in parts.items()
     ]
-    plan: list[tuple[slice, Schedule, tuple[Split, ...]]] = [
+    plan: list[tuple[slice, Schedule, tuple[Part, ...]]] = [
         (few, PAPER_SCHEDULE, ("fit",)),
         (most, SCHEDULE, ("train", "held_out")),
     ]

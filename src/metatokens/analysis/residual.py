@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from metatokens.analysis.observation import AttentionInputs, Observation, Prompt, observe
-from metatokens.analysis.records import About, KeyClass, Measurement, Samples
+from metatokens.analysis.samples import About, Samples
 from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.records import KeyClass, Measurement
 from metatokens.tasks.example import Example
 
 DISTANCES = (*range(1, 17), *(2**i for i in range(5, 21)))  # each holds those above the next smaller one

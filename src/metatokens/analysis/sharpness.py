@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from metatokens.analysis.observation import AttentionInputs, Observation, Prompt, observe
-from metatokens.analysis.records import About, Measurement, Samples
+from metatokens.analysis.samples import About, Samples
 from metatokens.model.attention import linear
 from metatokens.model.interventions import Intervention, intervene
 from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.records import Measurement
 from metatokens.tasks.example import Example
 
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +15,8 @@ from metatokens.errors import UserError
 from metatokens.model.attention import FEW_ROWS, linear
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.cost import Product, decode_bytes, flops, forward_products
+from metatokens.records import Benchmark
 
-Benchmark = Literal["train", "answers", "prefill", "decode", "length"]
 FRACTION = 0.1  # of a sequence's positions that are meta-tokens (the paper's k)
 META_EVERY = 10  # generated text tokens to an inserted meta-token
 ANSWER_TOKENS = 4  # labels of a row in `answers`

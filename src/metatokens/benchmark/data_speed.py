@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.corpus import read_corpus
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id, padded_vocab_size
 from metatokens.data.writing import write_token_store
-from metatokens.evaluation.results import library_versions, now
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import FinetuneRecipe, load_recipe
+from metatokens.records import Measured
 from metatokens.tasks.curriculum import TASKS, TaskData, documents_for, task_texts
 from metatokens.tasks.store import ExampleStore
 from metatokens.training.finetune import ByLength, Collator, TaskExamples, train_source
@@ -35,10 +35,8 @@ from metatokens.training.finetune import ByLength, Collator, TaskExamples, train
 PAPER_EXAMPLES = {"train": 90_000, "test": 10_000}  # of each task
 
 
-class Rate(BaseModel):
+class Rate(Measured):
     """One measured rate or share."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     measured: str
     unit: str
@@ -47,8 +45,6 @@ class Rate(BaseModel):
     high: float
     n: int = Field(ge=1)  # rounds
     target: str
-    versions: dict[str, str] = Field(default_factory=library_versions)
-    created: str = Field(default_factory=now)
 
 
 def _rate(measured: str, unit: str, values: Sequence[float], target: str) -> Rate:

@@ -18,61 +18,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 
-from metatokens.benchmark.contestants import HEATS, Benchmark, Entry, Setting, Unit, make_unit, products_unit
+from metatokens.benchmark.contestants import HEATS, Entry, Setting, Unit, make_unit, products_unit
 from metatokens.benchmark.peers import is_installed
 from metatokens.errors import UserError
-from metatokens.evaluation.results import library_versions, now
+from metatokens.records import Benchmark, Timing
 from metatokens.training.trainer import Progress, unwatched
 
 PRODUCTS = "products"  # the contestant that computes matrix products alone
 _SHORTEST = 0.1  # seconds of a turn; quicker work is repeated
-
-
-class Timing(BaseModel):
-    """How long a unit of work took one contestant, and the ratio to what it took another in the same rounds.
-
-    Low and high are the quartiles of the rounds.
-    """
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    benchmark: Benchmark
-    model: str
-    against: str
-    shape: str
-    parameters: int
-    length: int  # positions
-    batch: int
-    text_tokens: int  # of a unit of work
-    n: Annotated[int, Field(ge=1)]  # rounds
-    repeats: int  # units of work in each
-    rounds: list[float]  # seconds that a unit of work took in each, on average
-    seconds: float  # their median
-    low: float
-    high: float
-    ratio: float  # the median of the rounds' ratios
-    ratio_low: float
-    ratio_high: float
-    limit: float  # of the ratio: what the functions need
-    ratio_per_text_token: float
-    limit_per_text_token: float
-    over_products: float  # seconds over what matrix products alone took, scaled by what the contestant needs
-    flops: int | None  # that the function needs; null in decoding
-    counted_flops: int | None  # as PyTorch counts them, the masked half of causal attention included
-    reads: int | None  # bytes that decoding must read
-    memory: int | None  # bytes, the most in use during a unit of work less those in use before it
-    dtype: str
-    threads: int
-    device: str
-    compiled: bool
-    versions: dict[str, str] = Field(default_factory=library_versions)
-    created: str = Field(default_factory=now)
 
 
 def run(

@@ -15,8 +15,7 @@ from metatokens.files import append_lines
 from metatokens.machine import is_first_process
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
+    from metatokens.records import Record
     from metatokens.training.trainer import Progress
 
 app = typer.Typer(
@@ -69,14 +68,14 @@ def write_lines(lines: Iterable[str], out: Path | None) -> None:
         raise UserError(f"cannot write to {out}: {error.strerror}.") from error
 
 
-def write_records(records: "Iterable[BaseModel]", out: Path | None) -> None:
-    """Write results or measurements as JSON lines: see `write_lines`."""
-    from metatokens.evaluation.results import write_results
+def write_records(records: "Iterable[Record]", out: Path | None) -> None:
+    """Write records, measured figures with versions and time, as JSON lines: see `write_lines`."""
+    from metatokens.records import append_records, stamped
 
     if out is None:
-        write_lines((record.model_dump_json() for record in records), None)
+        write_lines((record.line() for record in stamped(records)), None)
     else:
-        write_results(out, records)
+        append_records(out, stamped(records))
 
 
 def check_results_file(out: Path | None) -> None:

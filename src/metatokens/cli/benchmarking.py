@@ -50,9 +50,10 @@ def benchmark(
         write_records(rates, out)
         return
 
-    from metatokens.benchmark.contestants import Benchmark, Setting
+    from metatokens.benchmark.contestants import Setting
     from metatokens.benchmark.figures import draw, table
     from metatokens.benchmark.speed import run, run_lengths
+    from metatokens.records import Benchmark
 
     if kind not in get_args(Benchmark):
         raise UserError(f"unknown benchmark {kind!r}; choose {', '.join(get_args(Benchmark))} or data.")

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.tokenizer import encode_text, meta_token_id
 from metatokens.errors import UserError
-
-MARKER = " _PAUSE_"  # how a meta-token is shown in the prompt of a task or a record
+from metatokens.records import MARKER
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, markers: str | Sequence[int] = ()) -> list[int]:

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from metatokens.evaluation.results import Metric, Result, wilson_interval
+from metatokens.evaluation.intervals import wilson_interval
 from metatokens.model.attention import linear
 from metatokens.model.checkpoint import LanguageModel
 from metatokens.model.configuration import never_generated
 from metatokens.model.positions import check_length, reaches
 from metatokens.recipe import TrainingSettings
+from metatokens.records import Metric, Result
 from metatokens.tasks.curriculum import TaskData, chance, majority_rate
 from metatokens.tasks.example import Example
 from metatokens.tasks.store import Encoded

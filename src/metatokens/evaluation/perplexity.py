@@ -18,9 +18,9 @@ from metatokens.data.insertion import IGNORED_LABEL, Placement, insert_meta_toke
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import encode_text
 from metatokens.errors import UserError
-from metatokens.evaluation.results import Result
 from metatokens.model.attention import linear
 from metatokens.model.checkpoint import LanguageModel
+from metatokens.records import Result
 
 
 @torch.inference_mode()

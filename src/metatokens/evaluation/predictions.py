@@ -4,19 +4,19 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import torch
-from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.evaluation.accuracy import score
 from metatokens.model.checkpoint import LanguageModel
 from metatokens.model.positions import reaches
+from metatokens.records import Record
 from metatokens.tasks.example import Example
 
 FURTHER = 8  # tokens that a wrong answer may have beyond the right one's
 TOKENS_A_BATCH = 4_096  # padded
 
 
-class Prediction(BaseModel):
+class Prediction(Record):
     """A prompt, the right completion, and the model's: the same text if it is exactly right."""
 
     prompt: str

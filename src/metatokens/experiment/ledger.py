@@ -102,9 +102,9 @@ class Ledger:
                 print(f"{stage.name} gave other weights than those that finished stages measured.", file=sys.stderr)
             return
         found = {
-            "results": [result.model_dump_json() for result in done.outcome.results],
-            "measurements": [one.model_dump_json() for one in done.outcome.measurements],
-            "curves": [json.dumps(point) for point in done.outcome.curves],
+            "results": [record.line() for record in done.outcome.results],
+            "measurements": [record.line() for record in done.outcome.measurements],
+            "curves": [record.line() for record in done.outcome.curves],
         }
         for kind, lines in found.items():
             append_lines(self.out / FILES[kind], lines)

@@ -1,6 +1,5 @@
 """Carries a plan out: what is done is skipped, what was cut off goes on."""
 
-import json
 import platform
 import time
 from collections.abc import Container, Mapping
@@ -9,17 +8,17 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from metatokens.evaluation.results import library_versions, now
 from metatokens.experiment.display import Display
 from metatokens.experiment.ledger import Ledger
 from metatokens.experiment.plan import Stage, select, stages
 from metatokens.experiment.pools import Pool, open_pool
 from metatokens.experiment.presets import preset
-from metatokens.experiment.stages import Workshop
+from metatokens.experiment.stages import WEIGHTS, Workshop
 from metatokens.experiment.variants import Preset, extend_recipe, finetune_recipe, pretrain_recipe
 from metatokens.files import write_whole
 from metatokens.machine import available_cores
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe
+from metatokens.records import ModelInfo, RunInfo, library_versions, now
 from metatokens.training.run_folder import open_run
 
 
@@ -148,7 +147,11 @@ def _write_provenance(ledger: Ledger, name: str, sizes: Preset, **run: Any) -> N
         "recipes": _recipes(sizes, entries),
         "corpus": entries["tokenize"].facts["corpus"],
         "models": {
-            one.name: entries[stage].facts | {"description": one.description}
+            one.name: ModelInfo(
+                parameters=entries[stage].facts.get("parameters"),
+                weights_sha256=entries[stage].facts.get(WEIGHTS),
+                description=one.description,
+            )
             for one in sizes.variants
             if (stage := f"{one.made_by}-{one.name}") in entries
         },
@@ -160,7 +163,10 @@ def _write_provenance(ledger: Ledger, name: str, sizes: Preset, **run: Any) -> N
         "stages": [entry.model_dump(include={"name", "seconds", "cpu_seconds"}) for entry in entries.values()],
         **run,
     }
-    write_whole(ledger.out / "run.json", json.dumps(provenance, indent=1).encode())
+    write_whole(
+        ledger.out / "run.json",
+        RunInfo.model_validate(provenance).model_dump_json(indent=1, exclude_defaults=True).encode(),
+    )
 
 
 def _recipes(sizes: Preset, finished: Container[str]) -> dict[str, Any]:

@@ -13,15 +13,14 @@ from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.analysis.rate_distortion import rate_distortion
-from metatokens.analysis.records import About, Measurement
 from metatokens.analysis.residual import residual
+from metatokens.analysis.samples import About
 from metatokens.analysis.sharpness import sharpness
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.evaluation.accuracy import evaluate, majority_rates, score, test_examples
 from metatokens.evaluation.perplexity import held_out_text, perplexity
-from metatokens.evaluation.results import Result
 from metatokens.experiment.plan import PRETRAINED, examples_name
 from metatokens.experiment.variants import (
     Preset,
@@ -35,6 +34,7 @@ from metatokens.experiment.variants import (
 )
 from metatokens.model.checkpoint import fetch_model, load_model, weights_sha256
 from metatokens.model.interventions import Intervention, intervene
+from metatokens.records import CurvePoint, Measurement, Result, ShownExample
 from metatokens.tasks.curriculum import TASKS, documents_for, task_texts
 from metatokens.tasks.store import ExampleStore
 from metatokens.training.extend import extend
@@ -52,7 +52,7 @@ class Outcome(BaseModel):
 
     results: list[Result] = []
     measurements: list[Measurement] = []
-    curves: list[dict[str, Any]] = []  # points of training curves
+    curves: list[CurvePoint] = []
     facts: dict[str, Any] = {}  # for `run.json`
 
 
@@ -86,7 +86,7 @@ class Workshop:
                 example = test_examples(
                     task, shortest, 1, tokenizer, condition="paper", documents=self.documents(task)
                 )[0]
-                file.write(json.dumps(example.to_record(), ensure_ascii=False) + "\n")
+                file.write(ShownExample.model_validate(example.to_record()).line() + "\n")
         counts = {**self.preset.test_counts, **self.preset.rope_test_counts}
         rates = (majority_rates(task, counts, tokenizer, recipe=self.name) for task in ("segment_counting", "parity"))
         return Outcome(results=list(chain.from_iterable(rates)))
@@ -192,13 +192,12 @@ class Workshop:
                 Probe(every, partial(_probe, tests=tests)) if every and name == str(first) else None
             ),
         )
-        curves: list[dict[str, Any]] = []
+        curves: list[CurvePoint] = []
         weights: dict[str, str] = {}
         for length, settings in recipe.phases().items():
             weights[str(length)] = weights_sha256(folder / str(length))
             tokens = settings.batch * self.text_tokens(ExampleStore(examples / f"train-{length}.arrow"))
-            for point in _curve(folder / str(length), **self.about_curve(one, task=task, train_length=length)):
-                curves.append(point | {"text_tokens": round(point["step"] * tokens)})
+            curves += _curve(folder / str(length), tokens, **self.about_curve(one, task=task, train_length=length))
         return Outcome(curves=curves, facts={WEIGHTS: weights})
 
     def evaluate(self, progress: Progress, *, variant: str, task: str) -> Outcome:
@@ -321,7 +320,7 @@ class Workshop:
         one = self.variants[variant]
         facts = {"parameters": _parameters(folder / "model.safetensors"), WEIGHTS: weights_sha256(folder)}
         about = self.about_curve(one, task=None, train_length=None)
-        return Outcome(curves=list(_curve(folder, **about)), facts=facts)
+        return Outcome(curves=list(_curve(folder, None, **about)), facts=facts)
 
     def _tuned(self, variant: str, task: str) -> Iterator[tuple[Any, dict[str, Any]]]:
         """The models of each train length that is tested, and the fields of their results."""
@@ -351,9 +350,14 @@ def _probe(model: Any, tests: Sequence[Any]) -> dict[str, float]:
     return {"exact_match": sum(exact) / len(exact), "n": len(exact)}
 
 
-def _curve(folder: Path, **about: Any) -> Iterator[dict[str, Any]]:
+def _curve(folder: Path, tokens_a_step: float | None, **about: Any) -> Iterator[CurvePoint]:
+    """What a run of training says of loss and accuracy; the learning rate and the like stay in its folder."""
     for line in (folder / "curve.jsonl").read_text(encoding="utf-8").splitlines():
-        yield about | json.loads(line)
+        entry = json.loads(line)
+        figures = {name: entry[name] for name in ("loss", "exact_match", "n") if name in entry}
+        if figures:
+            tokens = None if tokens_a_step is None else round(entry["step"] * tokens_a_step)
+            yield CurvePoint(step=entry["step"], text_tokens=tokens, **figures, **about)
 
 
 def _parameters(weights: Path) -> int:

@@ -8,9 +8,10 @@ from typing import Any
 
 from scipy.stats import t as student
 
+from metatokens.records import Timing as SpeedLine
 from metatokens.report.estimates import Difference
 from metatokens.report.grid import Grid
-from metatokens.report.inputs import RecallPoint, SpeedLine
+from metatokens.report.inputs import RecallPoint
 from metatokens.report.paper import paper_table
 from metatokens.report.verdicts import FEWEST, Claim, Comparison
 from metatokens.report.wording import compact

@@ -5,13 +5,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from metatokens.evaluation.results import Metric, Result
+from metatokens.records import Measurement, Metric, Result
 from metatokens.report.inputs import OUTCOME_FIELDS, CurvePoint
-
-if TYPE_CHECKING:
-    from metatokens.analysis.records import Measurement
 
 MODELS = ("gpt2", "pause", "twin", "meta")  # each differs in one thing from the one before it
 SEPARATOR = " · "

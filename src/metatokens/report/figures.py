@@ -19,7 +19,7 @@ from matplotlib.markers import MarkerStyle
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
-from metatokens.evaluation.results import Result
+from metatokens.records import Result
 from metatokens.report.estimates import (
     Estimate,
     Labels,

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from metatokens.evaluation.results import Result
+from metatokens.records import ModelInfo, Result
 from metatokens.report.estimates import (
     Difference,
     Labels,
@@ -15,7 +15,7 @@ from metatokens.report.estimates import (
     select,
 )
 from metatokens.report.gains import SUBJECT, Gain, gains, key_lengths
-from metatokens.report.inputs import CurvePoint, ModelInfo
+from metatokens.report.inputs import CurvePoint
 from metatokens.report.learning import BUDGET, learning
 from metatokens.report.wording import EN_DASH, name, percent, signed, tokens
 

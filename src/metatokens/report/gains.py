@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from metatokens.evaluation.results import Result
+from metatokens.records import Result
 from metatokens.report.estimates import (
     Estimate,
     difference,

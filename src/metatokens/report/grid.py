@@ -4,15 +4,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from metatokens.errors import UserError
-from metatokens.evaluation.results import Result, wilson_interval
+from metatokens.evaluation.intervals import wilson_interval
+from metatokens.records import Measurement, Result
 from metatokens.report.estimates import Estimate, mean
 from metatokens.report.inputs import CurvePoint, Inputs, RecallPoint
-
-if TYPE_CHECKING:
-    from metatokens.analysis.records import Measurement
 
 GRIDS = ("small", "gpu", "paper")  # the presets that answer the paper's tables
 LONGER = "longer"  # the note of runs that were trained longer than the plain ones

@@ -4,17 +4,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from metatokens.records import Measurement
 from metatokens.report.estimates import MODELS, Estimate, difference, mean
 from metatokens.report.grid import Grid
 from metatokens.report.verdicts import SMALL, Claim, Comparison, mean_gap
 from metatokens.report.wording import MINUS, NOT_YET, percent
-
-if TYPE_CHECKING:
-    from metatokens.analysis.records import Measurement
 
 CLOSE = (1, 2, 3, 4)  # tokens before a meta-token
 FAR = 16

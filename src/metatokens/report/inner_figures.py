@@ -6,20 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from metatokens.records import Measurement
 from metatokens.report.estimates import mean
 from metatokens.report.figures import Style, line, small_multiples
 from metatokens.report.grid import Grid
 from metatokens.report.grid_figures import PAPER, STYLES, Panel, or_nan
 from metatokens.report.inner_claims import curves, distortion_at
-
-if TYPE_CHECKING:
-    from metatokens.analysis.records import Measurement
 
 # What a bar covers: its ends among a record's quantiles, and its width in points.
 _BARS = {"98 % of values": (0, -1, 0.8), "90 %": (1, -2, 1.6), "50 %": (2, -3, 2.8)}

@@ -3,16 +3,14 @@
 from collections.abc import Iterable, Mapping
 from itertools import product
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from metatokens.records import QUANTILES, Measurement
 from metatokens.report.estimates import MODELS, mean
 from metatokens.report.grid import Grid
 from metatokens.report.inner_claims import CLOSE, FAR, RATES, by_seed, curves, distortion_at, setting
 from metatokens.report.tables import Row, Table
 from metatokens.report.wording import EN_DASH, MINUS, NOT_RUN, NOT_YET, count, percent
-
-if TYPE_CHECKING:
-    from metatokens.analysis.records import Measurement
 
 PLACES = {"meta": ("meta", None), "no position": ("meta", "no_pos"), "text before it": ("text", None)}
 MODULES = {"attention": "", "second_attention": "second "}
@@ -86,7 +84,6 @@ def premise(grid: Grid) -> Table:
 
 def output_changes(grid: Grid) -> Table:
     """How the changes of output logits and entropy are spread over prompts, a row for each seed."""
-    from metatokens.analysis.records import QUANTILES  # brings torch; there are records of it only where it is there
 
     metrics = {
         "top logit": "output_top_logit_change",

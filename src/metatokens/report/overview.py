@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from metatokens.records import Stage
 from metatokens.report import control_claims, cost_claims, findings, inner_claims, recall_claims
 from metatokens.report.grid import Grid
-from metatokens.report.inputs import Stage
 from metatokens.report.recall_claims import TRAINED
 from metatokens.report.sections import Section
 from metatokens.report.tables import Table

@@ -64,7 +64,7 @@ def _content(inputs: Inputs) -> dict[str, Any]:
     content: dict[str, Any] = {
         "signature": SIGNATURE,
         "presets": list(dict.fromkeys(run.preset for run in inputs.runs if run.preset)),
-        "created": max(filter(None, dates)),
+        "created": max(filter(None, dates), default=""),
         "headline": None,
         "claims": None,
         "marks": overview.MARKS,

@@ -1,6 +1,7 @@
 """What was run where: the sections that let a reader judge a run, or repeat it."""
 
-from metatokens.report.inputs import Inputs, RunInfo
+from metatokens.records import RunInfo
+from metatokens.report.inputs import Inputs
 from metatokens.report.sections import Block, Fold, Section
 from metatokens.report.tables import models, settings, stages
 from metatokens.report.wording import duration

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from metatokens.experiment.variants import MODELS
+from metatokens.records import ShownExample
 from metatokens.report import figures, findings, tables
 from metatokens.report.estimates import measured_conditions, measured_tasks, model_of, select
 from metatokens.report.figures import PAGE, PHONE, Style, png
 from metatokens.report.findings import Finding
 from metatokens.report.gains import key_lengths
-from metatokens.report.inputs import Inputs, ShownExample
+from metatokens.report.inputs import Inputs
 from metatokens.report.learning import LEARNED_LOSS
 from metatokens.report.tables import Table
 

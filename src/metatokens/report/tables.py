@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from metatokens.evaluation.results import Metric, Result
+from metatokens.records import Metric, ModelInfo, Result, Stage
 from metatokens.report.estimates import (
     Estimate,
     Labels,
@@ -16,7 +16,7 @@ from metatokens.report.estimates import (
     tasks_in_order,
 )
 from metatokens.report.gains import commonest_answer, gains, key_lengths, train_lengths
-from metatokens.report.inputs import CurvePoint, ModelInfo, Stage
+from metatokens.report.inputs import CurvePoint
 from metatokens.report.learning import BUDGET, LEARNED_LOSS, Learning, learning
 from metatokens.report.wording import (
     DIVIDED,

@@ -20,9 +20,10 @@ from transformers import PreTrainedTokenizerBase
 from metatokens.data.corpus import read_corpus
 from metatokens.data.tokenizer import text_vocab_size
 from metatokens.errors import UserError
+from metatokens.records import MARKER
 from metatokens.tasks import copying, list_recall, parity, segment_counting
 from metatokens.tasks.encoding import SegmentEncoder
-from metatokens.tasks.example import CONDITIONS, MARKER, Condition, Content, Example, Split, encode_example
+from metatokens.tasks.example import CONDITIONS, Condition, Content, Example, Split, encode_example
 from metatokens.tasks.inventory import INVENTORY
 
 _DRAWS = {"list_recall": list_recall.draw, "segment_counting": segment_counting.draw, "parity": parity.draw}

@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from metatokens.data.prompts import MARKER, split_at
+from metatokens.data.prompts import split_at
 from metatokens.errors import UserError
+from metatokens.records import MARKER
 from metatokens.tasks.encoding import SegmentEncoder
 
 Condition = Literal["paper", "none", "decoy"]

@@ -1,0 +1,145 @@
+"""The lines of a run's files: what is written is read again, older files too, and what is no record is named."""
+
+import gzip
+import json
+import platform
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from metatokens.errors import UserError
+from metatokens.records import CurvePoint, Result, RunInfo, append_records, read_lines, read_record, stamped
+
+EXACT = Result(
+    model="meta\u2028é",  # a line separator that is no line feed
+    position_embedding="rope",
+    task="parity",
+    condition="paper",
+    train_condition="paper",
+    train_length=128,
+    length=256,
+    metric="exact_match",
+    value=1 / 3,
+    n=3,
+    low=0.1,
+    high=0.7,
+    chance=0.5,
+    seed=0,
+    recipe="demo",
+)
+NOTHING = Result(model="gpt2", metric="token_accuracy", value=None, n=0, seed=1)
+
+
+def test_records_survive_the_trip_through_files(tmp_path: Path) -> None:
+    append_records(tmp_path / "a.jsonl", [EXACT])
+    append_records(tmp_path / "a.jsonl", [NOTHING])
+    assert read_lines(tmp_path / "a.jsonl", Result) == [EXACT, NOTHING]
+
+
+def test_a_compressed_file_is_read_as_such(tmp_path: Path) -> None:
+    append_records(tmp_path / "a.jsonl", [EXACT, NOTHING])
+    (tmp_path / "a").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    assert read_lines(tmp_path / "a", Result) == [EXACT, NOTHING]
+
+
+def test_what_does_not_apply_is_left_out() -> None:
+    assert json.loads(NOTHING.line()) == {"model": "gpt2", "metric": "token_accuracy", "n": 0, "seed": 1}
+
+
+def test_figures_by_themselves_say_what_made_them_and_when() -> None:
+    (record,) = stamped([NOTHING])
+    written = json.loads(record.line())
+    assert written["versions"] == {
+        "python": platform.python_version(),
+        "metatokens": "0.1.0",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    age = datetime.now(UTC) - datetime.fromisoformat(written["created"])
+    assert timedelta(0) <= age < timedelta(hours=1)
+    point = CurvePoint(model="meta", seed=0, step=1, loss=2.0)
+    assert list(stamped([point])) == [point]
+
+
+OLDER = {
+    "results": """{"model":"gpt2","position_embedding":"rope","task":null,"condition":"none","train_condition":null,
+        "train_length":null,"length":1024,"intervention":null,"noise_seed":null,"text":"book","metric":"perplexity",
+        "value":381.1,"n":215514,"low":376.8,"high":385.4,"chance":504.4,"seed":1,"recipe":"small",
+        "versions":{"python":"3.11.7","torch":"2.13.0"},"created":"2026-11-21T20:10:48+00:00"}""",
+    "curves": """{"model":"twin","position_embedding":"rope","recipe":"small","seed":2,"task":null,
+        "train_length":null,"step":1,"grad_norm":Infinity,"learning_rate":0.0,"loss":8.4}""",
+}
+
+
+def test_files_of_before_are_read(tmp_path: Path) -> None:
+    for name, record in OLDER.items():
+        (tmp_path / name).write_text(record.replace("\n", "") + "\n")
+    (result,) = read_lines(tmp_path / "results", Result)
+    assert (result.value, result.task, result.created) == (381.1, None, "2026-11-21T20:10:48+00:00")
+    assert result.versions["torch"] == "2.13.0"
+    (point,) = read_lines(tmp_path / "curves", CurvePoint)
+    assert json.loads(point.line()) == {
+        "model": "twin", "position_embedding": "rope", "recipe": "small", "seed": 2, "step": 1, "loss": 8.4,
+    }  # fmt: skip
+
+
+GOOD = EXACT.line()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        "3",
+        GOOD.replace('"n":3', '"n":-1'),
+        GOOD.replace('"low":0.1', '"low":NaN'),
+        GOOD.replace("exact_match", "f1"),
+        GOOD.replace('"seed":0', '"seeds":0'),
+        GOOD.replace('"length":256', '"lengths":256'),
+        GOOD.replace('"metric":"exact_match",', ""),
+    ],
+)
+def test_a_malformed_line_is_named(line: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f"{GOOD}\n\n{line}\n{GOOD}\n")
+    with pytest.raises(UserError) as caught:
+        read_lines(tmp_path / "a.jsonl", Result)
+    assert str(caught.value).startswith(f"{tmp_path / 'a.jsonl'}, line 3: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("figures", ['"exact_match":0.5', '"n":3', '"losses":1.0', '"loss":1.0,"lr":0.1'])
+def test_a_point_of_a_curve_says_something_and_nothing_unknown(figures: str, tmp_path: Path) -> None:
+    (tmp_path / "curves.jsonl").write_text(f'{{"model":"meta","seed":0,"step":5,{figures}}}\n')
+    with pytest.raises(UserError, match=r"curves\.jsonl, line 1: "):
+        read_lines(tmp_path / "curves.jsonl", CurvePoint)
+
+
+def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"presets": "small"}')
+    with pytest.raises(UserError, match=r"run\.json: presets: "):
+        read_record(tmp_path / "run.json", RunInfo)
+
+
+PACKED = gzip.compress(GOOD.encode() * 9)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", gzip.compress(b"\xff"), PACKED[:-9], PACKED[:20] + b"?" * 20])
+def test_a_file_that_is_no_text_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=r"cannot read .*a\.jsonl: "):
+        read_lines(tmp_path / "a.jsonl", Result)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot write results to .*: Is a directory\.$"):
+        append_records(tmp_path, [EXACT])
+
+
+@pytest.mark.parametrize(("name", "said"), [("nowhere.jsonl", "No such file or directory"), ("", "Is a directory")])
+def test_a_missing_file_is_named(name: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"cannot read .*: {said}"):
+        read_lines(tmp_path / name, Result)
