@@ -80,12 +80,13 @@ def grid(first: str, rows: Mapping[str, Where], columns: Mapping[str, Where], fo
     used = pd.concat(chain.from_iterable(found.values()))
     widest = ((used.high - used.low) / 2).max()
     counts = " or ".join(f"{n:,}" for n in sorted(used.n[used.n > 0].unique(), reverse=True))
-    note = (
-        "Exactly right, in %. In brackets each seed or, where there is one, its 95 % interval.\n"
-        f"n = {counts} prompts a seed; a seed's interval is ±{100 * widest:.1f} points at most."
-    )
+    seeds = max(len(one) for one in chain.from_iterable(found.values()))
+    what = "of one training run, and its 95 % interval"
+    if seeds > 1:
+        what = f"the mean of {seeds} training runs (seeds) and each of them; of a single one its 95 % interval"
+    size = f"n = {counts} prompts; each run's interval is ±{100 * widest:.1f} points at most"
     cells = {label: [cell(one) for one in row] for label, row in found.items()}
-    return f"{table(first, cells, list(columns))}\n{note}\n"
+    return f"{table(first, cells, list(columns))}\nExactly right, in %: {what}.\n{size}.\n"
 
 
 def models(where: Where, names: Mapping[str, str] = MODELS) -> dict[str, Where]:
@@ -110,12 +111,12 @@ def tasks() -> str:
     """Models trained to 512 tokens on the four tasks, and on list recall at twice that."""
     columns = {
         "list recall": {"task": "list_recall", "length": 128},
-        "list recall, 1,024": {"task": "list_recall", "length": 1024},
+        "list recall at 1,024": {"task": "list_recall", "length": 1024},
         "parity": {"task": "parity", "length": 128},
         "copying": {"task": "copying", "length": 128},
         "segment counting": {"task": "segment_counting", "length": 128},
     }
-    whole = grid("trained to 512 tokens, asked at 128", models(TO_512), columns)
+    whole = grid("trained to 512 tokens, tested at 128", models(TO_512), columns)
     floors = [floor(column["task"], column["length"]) for column in columns.values()]
     rows, note = whole.split("\n\n")
     return f"{rows}\n| without looking at the prompt | {' | '.join(floors)} |\n\n{note}"
@@ -219,24 +220,20 @@ def _perplexities(folder: str, where: Where) -> str:
 
 def speed() -> str:
     """What meta-attention costs, gathered and with the paper's dense mask."""
-    rows = {
-        "a training step at 1,024 positions": ("train", {"gathered": "meta", "dense": "dense"}),
-        "decoding at 512 positions, batch 1": (
-            "decode_1",
-            {"gathered": "meta, inserting", "dense": "dense, inserting"},
-        ),
-        "decoding at 512 positions, batch 8": (
-            "decode_8",
-            {"gathered": "meta, inserting", "dense": "dense, inserting"},
-        ),
+    compared = {
+        "a training step at 1,024 positions: `meta` / `gpt2`": ("train", "meta", "gpt2"),
+        "the same: dense mask / gathered": ("train", "dense", "meta"),
+        "decoding with a meta-token every 10 tokens / without, batch 1": ("decode_1", "meta, inserting", "meta"),
+        "the same, batch 8": ("decode_8", "meta, inserting", "meta"),
+        "the same, batch 1: dense mask / gathered": ("decode_1", "dense, inserting", "meta, inserting"),
+        "decoding, batch 1: our `gpt2` / transformers' GPT-2": ("decode_1", "gpt2-learned", "transformers"),
     }
     cells = {}
-    for label, (name, contestants) in rows.items():
+    for label, (name, model, against) in compared.items():
         timings = pd.read_json(ROOT / f"benchmarks/results/{name}.jsonl", lines=True)
-        found = [select(timings, model=model, against="gpt2") for model in contestants.values()]
-        ratios = [one.sort_values("created").iloc[-1] for one in found]
-        cells[label] = [f"{one.ratio:.2f} ({one.ratio_low:.2f}\u2013{one.ratio_high:.2f})" for one in ratios]
-    return table("time, as a multiple of `gpt2`'s", cells, ["gathered", "dense mask"])
+        (one,) = select(timings, model=model, against=against).itertuples()
+        cells[label] = [f"{one.ratio:.2f} ({one.ratio_low:.2f}\u2013{one.ratio_high:.2f})", f"{one.limit:.2f}"]
+    return table("", cells, ["ratio of times", "by arithmetic"])
 
 
 def cost() -> str:

@@ -142,6 +142,17 @@ def test_only_meta_tokens_have_meta_attention(capsys: pytest.CaptureFixture[str]
     ]
 
 
+def test_links_lead_somewhere() -> None:
+    """In the repository; those of the site are checked as it is built."""
+    targets = {
+        (page, target)
+        for page in PAGES
+        for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text(encoding="utf-8"))
+    }
+    assert len(targets) > 20
+    assert [(page.name, target) for page, target in targets if not (page.parent / target).exists()] == []
+
+
 def test_the_record_is_read_as_shown(demo: Path, small_store: TokenStore) -> None:
     from metatokens.data.tokenizer import meta_token_id
     from metatokens.tasks.example import read_examples
