@@ -9,6 +9,7 @@
 #                   (a few minutes on two cores; the tests are downloaded)
 # make report    draw the report of results/small again, from its committed lines alone, and the figures of the pages
 # make figures   write the figures of the README and of docs/ again, from the committed lines alone
+# make demo-results  the demo, and its result lines into results/demo, which the pages' figures come from
 # make docs      the documentation as a site, in build/site
 # make lock      resolve the dependencies again
 # make audit     list them (bom.json, CycloneDX), and ask PyPI's advisories about them
@@ -18,7 +19,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 TOKENIZER ?= gpt2
 
-.PHONY: install demo smoke test lint reliability benchmark conformance report figures docs lock audit clean
+.PHONY: install demo smoke test lint reliability benchmark conformance report figures demo-results docs lock audit clean
 
 install: $(VENV)/.installed
 
@@ -58,6 +59,10 @@ report: install
 
 figures: install
 	$(BIN)/python docs/figures.py
+
+demo-results: demo
+	gzip --best --no-name --stdout runs/demo/results.jsonl > results/demo/results.jsonl.gz
+	$(MAKE) figures
 
 # Material for MkDocs says at each build that its successor is Zensical, which has no counterpart of docs/hooks.py yet.
 docs: $(VENV)/.installed-docs

@@ -236,6 +236,13 @@ def speed() -> str:
     return table("", cells, ["ratio of times", "by arithmetic"])
 
 
+def verdicts() -> str:
+    """The report's count of the paper's claims."""
+    report = (ROOT / "results/small/report/report.md").read_text(encoding="utf-8")
+    (count,) = re.findall(r"Of \d+ claims of the paper, [^.]*\.", report)
+    return f"{count}\n"
+
+
 def cost() -> str:
     """What the grid took."""
     stages = pd.DataFrame(json.loads((ROOT / "results/small/run.json").read_text(encoding="utf-8"))["stages"])
@@ -244,11 +251,33 @@ def cost() -> str:
     return f"The run has {len(stages)} stages, {trained} of which trained a model. It took {hours:.1f} core-hours.\n"
 
 
+def demo_tasks() -> str:
+    """The demo's models on the four tasks."""
+    columns = {task.replace("_", " "): {"task": task, "length": 128} for task in TASKS}
+    return grid("exactly right, %", models(PLAIN | {"recipe": "demo"}), columns, "results/demo")
+
+
+def demo_recall() -> str:
+    """The demo's models on longer lists, and on other markers."""
+    columns = lengths(256, 512) | {
+        "128, no markers": {"length": 128, "condition": "none"},
+        "128, decoys": {"length": 128, "condition": "decoy"},
+    }
+    columns = {label: {"condition": "paper", **column} for label, column in columns.items()}
+    where = {name: value for name, value in PLAIN.items() if name != "condition"} | {"task": "list_recall"}
+    return grid("list recall, prompt tokens", models(where), columns, "results/demo")
+
+
+def demo_perplexity() -> str:
+    """The demo's models on held-out text."""
+    return _perplexities("results/demo", {})
+
+
 FIGURES = {
     function.__name__: function
     for function in (
         tasks, recall, parity, copying, markers, unmarked, positions, no_pos, yarn, random_positions, random_ranges,
-        perplexity, speed, cost,
+        perplexity, speed, verdicts, cost, demo_tasks, demo_recall, demo_perplexity,
     )
 }  # fmt: skip
 

@@ -1,5 +1,6 @@
 """What the README and the pages of docs/ show is run as it stands, and their figures are those of the result lines."""
 
+import gzip
 import importlib.util
 import json
 import re
@@ -31,9 +32,8 @@ SMALLER = {
     "train:4096": "train:768",
     "tokenize ": "tokenize --workers 1 ",
     "pretrain --recipe demo": f"pretrain --recipe demo {TINY_MODEL} {TINY_RUN}",
-    "extend ": f"extend {TINY_RUN} ",
+    "--original-length 256": f"--original-length 16 {TINY_RUN} --set training.per_device_train_batch_size=1",
     "finetune ": f"finetune {TINY_RUN} ",
-    "data.block_size=1024": "data.block_size=64",
     "-n 100": "-n 8",
     "-n 20": "-n 2",
 }
@@ -89,7 +89,7 @@ def test_what_a_page_shows_runs(
 
 def commands(block: str) -> list[str]:
     """The commands of a shell block, without the word `metatokens`; one may go over several lines within its quotes."""
-    return re.findall(r"^metatokens ((?:\"[^\"]*\"|[^\"\n#])*)", block, re.MULTILINE)
+    return re.findall(r"^metatokens ((?:\"[^\"]*\"|[^\"\n#])*)", block.replace("\\\n", ""), re.MULTILINE)
 
 
 def smaller(command: str) -> str:
@@ -180,7 +180,9 @@ def test_figures_are_those_of_the_result_lines() -> None:
 
 def test_a_figure_by_hand() -> None:
     """The README's figure of `meta` on parity, from the lines themselves."""
-    lines = (ROOT / "results/small/results.jsonl").read_text(encoding="utf-8").splitlines()
+    (path,) = (ROOT / "results/small").glob("results.jsonl*")
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+        lines = file.readlines()
     wanted = {
         "model": "meta", "task": "parity", "length": 128, "train_length": 512, "metric": "exact_match",
         "recipe": "small", "position_embedding": "rope", "condition": "paper", "intervention": None,
