@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import metatokens
 from metatokens.errors import UserError
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
 
@@ -37,8 +38,8 @@ def test_packaged_recipes_are_of_their_kind(name: str) -> None:
             assert "is not a setting" in complaint(kind, name)
 
 
-def test_the_packaged_recipes_are_the_ones_in_the_repositorys_folder() -> None:
-    folder = Path(__file__).parents[1] / "recipes"
+def test_a_packaged_recipes_name_stands_for_its_file() -> None:
+    folder = Path(metatokens.__file__).parent / "recipes"
     assert {path.stem for path in folder.iterdir()} == set(PACKAGED)
     for name, kind in PACKAGED.items():
         assert load_recipe(kind, name) == load_recipe(kind, str(folder / f"{name}.yaml"))

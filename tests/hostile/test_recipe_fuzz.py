@@ -11,13 +11,13 @@ from drawing import JSON, SCALAR, TEXT, cases, damaged
 from hypothesis import given
 from hypothesis import strategies as st
 
+import metatokens
 from metatokens.errors import UserError
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
 
 Clean = Callable[[], AbstractContextManager[None]]
 
-FOLDER = Path(__file__).parents[2] / "recipes"
-GOOD = [path.read_bytes() for path in sorted(FOLDER.iterdir())]
+GOOD = [path.read_bytes() for path in sorted((Path(metatokens.__file__).parent / "recipes").iterdir())]
 KINDS = st.sampled_from([PretrainRecipe, FinetuneRecipe])
 SECTIONS = {
     "data": ["tokens", "block_size", "fraction", "placement"],
