@@ -153,6 +153,19 @@ def test_links_lead_somewhere() -> None:
     assert [(page.name, target) for page, target in targets if not (page.parent / target).exists()] == []
 
 
+def test_files_that_are_named_exist() -> None:
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+    named = {
+        (page.name, path)
+        for page in pages
+        for path in re.findall(r"`((?:\w+/)+[\w.]*\w)`", page.read_text(encoding="utf-8"))
+        if not path.startswith(("my/", "runs/", "build/")) and "NAME" not in path
+    }
+    assert len(named) > 60
+    places = (ROOT, ROOT / "src/metatokens")
+    assert [(page, path) for page, path in named if not any((place / path).exists() for place in places)] == []
+
+
 def test_the_record_is_read_as_shown(demo: Path, small_store: TokenStore) -> None:
     from metatokens.data.tokenizer import meta_token_id
     from metatokens.tasks.example import read_examples
