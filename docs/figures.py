@@ -13,6 +13,7 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 
 ROOT = Path(__file__).parents[1]
@@ -42,9 +43,8 @@ def results(folder: str) -> pd.DataFrame:
 
 def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
     """The lines whose fields have these values; a field that there is not is a KeyError."""
-    for name, value in where.items():
-        frame = frame[frame[name].isna() if value is None else frame[name] == value]
-    return frame
+    conditions = [frame[name].isna() if value is None else frame[name] == value for name, value in where.items()]
+    return frame[np.logical_and.reduce(conditions)]
 
 
 def percent(share: float) -> str:

@@ -174,6 +174,7 @@ def test_the_record_is_read_as_shown(demo: Path, small_store: TokenStore) -> Non
     assert example.input_ids.count(meta_token_id(small_store.tokenizer)) == 2
 
 
+@pytest.fixture(scope="module")
 def figures() -> Any:
     """The script that writes the figures."""
     spec = importlib.util.spec_from_file_location("figures", ROOT / "docs/figures.py")
@@ -184,11 +185,15 @@ def figures() -> Any:
     return module
 
 
-def test_figures_are_those_of_the_result_lines() -> None:
-    script = figures()
-    shown = {document: document.read_text(encoding="utf-8") for document in script.DOCUMENTS}
-    assert [document.name for document, text in shown.items() if script.filled(text) != text] == []
-    assert {name for text in shown.values() for _, name, _ in script.BLOCK.findall(text)} == set(script.FIGURES)
+def test_figures_are_those_of_the_result_lines(figures: Any) -> None:
+    shown = {document: document.read_text(encoding="utf-8") for document in figures.DOCUMENTS}
+    assert [document.name for document, text in shown.items() if figures.filled(text) != text] == []
+    assert {name for text in shown.values() for _, name, _ in figures.BLOCK.findall(text)} == set(figures.FIGURES)
+
+
+def test_the_picture_is_of_the_result_lines(figures: Any, tmp_path: Path) -> None:
+    figures.draw(tmp_path / "accuracy.svg")
+    assert (tmp_path / "accuracy.svg").read_bytes() == (ROOT / "docs/images/accuracy.svg").read_bytes()
 
 
 def test_a_figure_by_hand() -> None:
