@@ -3,7 +3,9 @@
 A disk may be full, and a process may end while it writes.
 """
 
+import gzip
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -58,6 +60,14 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
     except OSError:
         partial.unlink(missing_ok=True)  # on a full disk, room for others
         raise
+
+
+def gzipped(content: bytes) -> bytes:
+    """Some bytes compressed; the same ones always, since neither a name nor a time is with them."""
+    packed = io.BytesIO()
+    with gzip.GzipFile(filename="", mode="wb", compresslevel=9, fileobj=packed, mtime=0) as file:
+        file.write(content)
+    return packed.getvalue()
 
 
 def sha256_of(content: bytes | memoryview) -> str:

@@ -19,6 +19,7 @@ from metatokens.files import append_lines
 
 MARKER = " _PAUSE_"  # how a meta-token is shown in the prompt of a task or a record
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # that a measurement gives
+PACKED = ".gz"  # what a compressed file has at its name's end
 _GZIP = b"\x1f\x8b"  # begins what is compressed, and no text
 
 Metric = Literal["exact_match", "token_accuracy", "perplexity", "majority_rate"]
@@ -315,6 +316,12 @@ def append_records(path: Path, records: Iterable[Record]) -> None:
         raise UserError(f"cannot write results to {path}: {error.strerror}.") from error
 
 
+def lines_file(folder: Path, name: str) -> Path:
+    """The file of lines in a run's folder: `NAME.jsonl` or, where there is none, `NAME.jsonl.gz`."""
+    plain = folder / f"{name}.jsonl"
+    return plain if plain.exists() else plain.with_name(plain.name + PACKED)
+
+
 def read_lines(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:
     """The records of a file, which may be compressed (gzip).
 
@@ -322,7 +329,7 @@ def read_lines(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:
         UserError: if the file cannot be read, or a line is no such record; the sentence names file and line.
     """
     # Only a line feed ends a record: a text may hold the other line separators that str.splitlines knows.
-    lines = enumerate(_read_text(path).split("\n"), start=1)
+    lines = enumerate(read_text(path).split("\n"), start=1)
     return [_validate(kind, line, f"{path}, line {number}") for number, line in lines if line.strip()]
 
 
@@ -332,10 +339,15 @@ def read_record(path: Path, kind: type[AnyRecord]) -> AnyRecord:
     Raises:
         UserError: if the file cannot be read, or is no such record.
     """
-    return _validate(kind, _read_text(path), str(path))
+    return _validate(kind, read_text(path), str(path))
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file, which may be compressed (gzip).
+
+    Raises:
+        UserError: if it cannot be read.
+    """
     try:
         content = path.read_bytes()
         return (gzip.decompress(content) if content.startswith(_GZIP) else content).decode()

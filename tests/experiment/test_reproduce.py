@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 import tiny_preset
 import torch
-from run_lines import assert_same_run, lines, records
+from run_lines import assert_same_run, lines, records, unpack
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from metatokens.data.tokenizer import load_tokenizer, text_vocab_size
 from metatokens.errors import UserError
+from metatokens.experiment import ledger as ledger_module
 from metatokens.experiment import pools, presets, run, variants
+from metatokens.experiment.ledger import Ledger
 from metatokens.experiment.plan import Stage
 from metatokens.experiment.stages import Outcome, Workshop
-from metatokens.records import Result, read_lines
+from metatokens.files import write_whole
+from metatokens.records import Result, lines_file, read_lines
 from metatokens.report.inputs import read_inputs
 
 STAGES = [
@@ -51,7 +54,7 @@ def noted(started: list[str]) -> Callable[..., Any]:
 
 
 def test_the_result_lines(undisturbed: Path) -> None:
-    results = read_lines(undisturbed / "results.jsonl", Result)
+    results = read_lines(lines_file(undisturbed, "results"), Result)
 
     def found(**fields: object) -> list[Result]:
         return [result for result in results if result.model_dump(include={*fields}) == fields]
@@ -177,7 +180,7 @@ def test_a_run_goes_on_from_its_records_alone(
     last = "evaluate-gpt2-parity"
     kept = [line for name, line in records(tmp_path / "run").items() if name != last]
     assert len(kept) == len(STAGES) - 1
-    ledger, results = tmp_path / "run" / "stages.jsonl", tmp_path / "run" / "results.jsonl"
+    ledger = tmp_path / "run" / "stages.jsonl"
     assert list(records(tmp_path / "run"))[-1] == last  # so that its result lines are the last ones too
     ledger.write_text("".join(line + "\n" for line in kept))
     started: list[str] = []
@@ -195,7 +198,6 @@ def test_a_run_goes_on_from_its_records_alone(
     assert len(started) == len(needed)
     assert set(started) == needed
     assert list(records(tmp_path / "run").values())[:-1] == kept
-    assert len(results.read_text().splitlines()) == len((undisturbed / "results.jsonl").read_text().splitlines())
     assert_same_run(tmp_path / "run", undisturbed)
 
 
@@ -238,6 +240,7 @@ def test_lines_of_a_stage_that_was_cut_off_are_dropped(
 ) -> None:
     shutil.copytree(undisturbed, tmp_path / "run")
     before = lines(tmp_path / "run")
+    unpack(tmp_path / "run")
     for name in ("results.jsonl", "curves.jsonl", "stages.jsonl"):
         with (tmp_path / "run" / name).open("a") as file:
             file.write('{"cut off": ')
@@ -246,6 +249,66 @@ def test_lines_of_a_stage_that_was_cut_off_are_dropped(
     reproduce(tmp_path / "run")
     assert lines(tmp_path / "run") == before
     assert records(tmp_path / "run") == records(undisturbed)
+
+
+PACKED = ["analysis.jsonl.gz", "curves.jsonl.gz", "results.jsonl.gz"]
+
+
+def files_of_lines(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(run.glob("*.jsonl*")) if path.name[0] in "arc"}
+
+
+def test_the_files_of_a_finished_run_are_compressed_and_their_bytes_are_those_of_the_lines(
+    reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(undisturbed, tmp_path / "run")
+    before = files_of_lines(tmp_path / "run")
+    assert list(before) == PACKED
+    for content in before.values():
+        assert content[3] == 0  # no name
+        assert content[4:8] == bytes(4)  # no time
+    unpack(tmp_path / "run")  # a run of before, and one that was killed before it was packed
+    about = (tmp_path / "run" / "run.json").read_bytes()
+    reproduce(tmp_path / "run")
+    assert files_of_lines(tmp_path / "run") == before
+    assert (tmp_path / "run" / "run.json").read_bytes() == about
+
+
+@pytest.mark.parametrize("killed_at", range(6))
+def test_nothing_is_lost_while_files_are_packed_or_unpacked(
+    killed_at: int,
+    reproduce: Callable[..., None],
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(undisturbed, out)
+    expected = files_of_lines(out)
+    steps = iter(range(6))
+
+    def killed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*arguments: Any, **options: Any) -> Any:
+            if next(steps) == killed_at:
+                raise KeyboardInterrupt
+            return call(*arguments, **options)
+
+        return step
+
+    for act in (Ledger.resume, Ledger.pack):
+        steps = iter(range(6))
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", killed(Path.unlink))
+            patch.setattr(ledger_module, "write_whole", killed(write_whole))
+            with pytest.raises(KeyboardInterrupt):
+                act(Ledger(out))
+        assert lines(out) == lines(undisturbed)
+        assert read_inputs([out]) == read_inputs([undisturbed])
+        if act is Ledger.resume:
+            Ledger(out).resume()
+            assert not [path for path in out.iterdir() if path.suffix == ".gz"]
+    Ledger(out).pack()
+    assert files_of_lines(out) == expected
 
 
 def test_a_finished_stage_with_other_settings_is_refused_and_a_longer_plan_is_not(
@@ -282,6 +345,7 @@ def test_result_lines_that_are_lost_are_noticed(
     reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(undisturbed, tmp_path / "run")
+    unpack(tmp_path / "run")
     (tmp_path / "run" / "results.jsonl").write_text("")
     with pytest.raises(UserError, match=r"results.jsonl has fewer lines than stages.jsonl counts"):
         reproduce(tmp_path / "run")
@@ -311,7 +375,7 @@ def test_every_kind_of_stage(
 ) -> None:
     monkeypatch.setattr(presets, "PRESETS", {"tiny": tiny_preset.wide(str(small_corpus))})
     reproduce(tmp_path / "run")
-    results = read_lines(tmp_path / "run" / "results.jsonl", Result)
+    results = read_lines(lines_file(tmp_path / "run", "results"), Result)
     extended = [one for one in results if one.recipe == "tiny/yarn" and one.metric == "exact_match"]
     assert {(one.train_length, one.length, one.n) for one in extended} == {(128, 64, 4), (128, 128, 3)}
     assert {one.text for one in results if one.metric == "perplexity"} == {"held_out", "book"}
@@ -319,10 +383,10 @@ def test_every_kind_of_stage(
     assert [(one.noise_seed, one.n) for one in noise] == [(0, 2), (1, 2)]
     (zeroed,) = [one for one in results if one.intervention == "no_pos" and one.metric == "exact_match"]
     assert (zeroed.noise_seed, zeroed.n) == (None, 4)
-    found = [json.loads(line) for line in (tmp_path / "run" / "analysis.jsonl").read_text().splitlines()]
+    found = [json.loads(line) for line in lines(tmp_path / "run")["analysis.jsonl"]]
     assert {one["analysis"] for one in found} == {"sharpness", "residual", "rate_distortion"}
     assert {one.get("intervention") for one in found if one["analysis"] == "rate_distortion"} == {None, "no_pos"}
-    points = [json.loads(line) for line in (tmp_path / "run" / "curves.jsonl").read_text().splitlines()]
+    points = [json.loads(line) for line in lines(tmp_path / "run")["curves.jsonl"]]
     probed = [(one["step"], one["n"]) for one in points if "exact_match" in one]
     assert probed == [(2, 4), (4, 4)] * 2
     tokens = {one["step"]: one["text_tokens"] for one in points if one.get("train_length") == 64}
@@ -353,7 +417,7 @@ def test_a_published_model_in_place_of_a_pretrained_one(
     facts = json.loads((tmp_path / "run" / "run.json").read_text())["models"][one.name]
     trained = GPTNeoForCausalLM(config).num_parameters()
     assert facts == {"parameters": trained, "description": f"{tmp_path / 'neo'}, as published"}
-    found = {(one.model, one.metric, one.task) for one in read_lines(tmp_path / "run" / "results.jsonl", Result)}
+    found = {(one.model, one.metric, one.task) for one in read_lines(lines_file(tmp_path / "run", "results"), Result)}
     assert {("gpt-neo", "perplexity", None), ("gpt-neo", "exact_match", "parity")} <= found
 
     monkeypatch.setattr(presets, "PRESETS", {"tiny": replace(tiny, tokenizer="train:600")})

@@ -7,6 +7,7 @@ given again, and ends like one that nothing disturbed.
 By default a few faults of each kind; `make reliability` sets METATOKENS_RELIABILITY=long for all of them.
 """
 
+import gzip
 import json
 import re
 import time
@@ -86,10 +87,10 @@ def kept(out: Path) -> dict[str, Any]:
     """What counts of what a command left: see `left`; of a plan's run, not what stages took, nor their order."""
     found = left(out)
     for name in found:
-        if name in ("results.jsonl", "analysis.jsonl", "curves.jsonl", "stages.jsonl"):
-            lines = [json.loads(line) for line in found[name].splitlines()]
-            own = [line["name"] if name == "stages.jsonl" else line | {"created": None} for line in lines]
-            found[name] = sorted(json.dumps(line) for line in own)
+        if name in ("results.jsonl.gz", "analysis.jsonl.gz", "curves.jsonl.gz"):
+            found[name] = sorted(gzip.decompress(found[name]).splitlines())
+        elif name == "stages.jsonl":
+            found[name] = sorted(json.loads(line)["name"] for line in found[name].splitlines())
         elif name == "run.json":
             found[name] = sorted(stage["name"] for stage in json.loads(found[name])["stages"])
         elif name.startswith("report/"):  # which has times
@@ -140,6 +141,7 @@ FULL = {
         ("examples/parity", 100),
         ("stages.jsonl", 100),
         ("run.json", 3_000),
+        ("results.jsonl.gz", 100),
         ("report/index.html", 20_000),
     ],
 }

@@ -1,5 +1,6 @@
 """Reading run folders: what is optional may be absent, what is there must be right, and a mistake is named."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -25,6 +26,15 @@ def test_a_result_file_alone_suffices(tmp_path: Path) -> None:
     inputs = read_inputs([write_run(tmp_path / "run") / "results.jsonl"])
     assert inputs.results
     assert [*inputs.curves, *inputs.examples, *inputs.runs] == []
+
+
+def test_a_runs_compressed_files_are_read_as_its_plain_ones(tmp_path: Path) -> None:
+    plain, packed = (write_run(tmp_path / name) for name in ("plain", "packed"))
+    for file in packed.glob("*.jsonl"):
+        file.with_suffix(".jsonl.gz").write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
+    assert read_inputs([packed]) == read_inputs([plain])
+    assert read_inputs([packed / "results.jsonl.gz"]) == read_inputs([plain / "results.jsonl"])
 
 
 def test_a_figure_measured_again_replaces_the_earlier_one(tmp_path: Path) -> None:

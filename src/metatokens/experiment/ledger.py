@@ -2,12 +2,15 @@
 
 `stages.jsonl` says of each finished stage how many lines it added to `results.jsonl`, `analysis.jsonl` and
 `curves.jsonl`. One process writes all of them, the stage's own line last; so lines beyond those that the ledger counts
-are of a stage that was cut off, and are dropped when the run goes on.
+are of a stage that was cut off, and are dropped when the run goes on. A finished run's files are compressed. Whatever
+moment a process is killed at, a file is there as a whole: plain, compressed, or both with the same lines.
 """
 
+import gzip
 import json
 import os
 import sys
+import zlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -19,7 +22,8 @@ from metatokens.errors import UserError
 from metatokens.experiment.plan import Stage
 from metatokens.experiment.pools import Done
 from metatokens.experiment.stages import WEIGHTS
-from metatokens.files import append_lines
+from metatokens.files import append_lines, gzipped, write_whole
+from metatokens.records import PACKED, library_versions, now
 
 LEDGER = "stages.jsonl"
 FILES = {"results": "results.jsonl", "measurements": "analysis.jsonl", "curves": "curves.jsonl"}
@@ -34,6 +38,8 @@ class Entry(BaseModel):
     settings: dict[str, Any]
     facts: dict[str, Any]
     lines: dict[str, int]  # that it added to each of FILES
+    finished: str | None = None  # when
+    versions: dict[str, str] = {}  # that its lines were made with
 
 
 class Ledger:
@@ -55,12 +61,27 @@ class Ledger:
                 raise UserError(f"{out / LEDGER}, line {number} names the stage {entry.name!r} once more.")
             self.entries[entry.name] = entry
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether no file of lines is plain: the run is finished, or not begun."""
+        return not any((self.out / file).exists() for file in FILES.values())
+
+    def pack(self) -> None:
+        """Compress the files of lines. The same lines give the same bytes."""
+        for file in FILES.values():
+            plain = self.out / file
+            if plain.exists():
+                write_whole(_packed(plain), gzipped(plain.read_bytes()))
+                plain.unlink()
+
     def resume(self) -> None:
-        """Drop the lines of a stage that was cut off while they were written.
+        """Have plain files to append to, without the lines of a stage that was cut off while they were written.
 
         Raises:
             UserError: if lines that the ledger counts are not there.
         """
+        for file in FILES.values():
+            _unpack(self.out / file)
         _cut(self.out / LEDGER, len(self.entries))
         for kind, file in FILES.items():
             counted = sum(entry.lines.get(kind, 0) for entry in self.entries.values())
@@ -91,14 +112,14 @@ class Ledger:
         before were measured on the old ones.
         """
         if before := self.entries.get(stage.name):
-            then, now = (facts.get(WEIGHTS) for facts in (before.facts, done.outcome.facts))
-            if then is None and now is not None:
+            then, found = (facts.get(WEIGHTS) for facts in (before.facts, done.outcome.facts))
+            if then is None and found is not None:
                 print(
                     f"{stage.name} may have given other weights than those that finished stages measured: it was "
                     "first carried out before checksums were kept.",
                     file=sys.stderr,
                 )
-            elif then != now:
+            elif then != found:
                 print(f"{stage.name} gave other weights than those that finished stages measured.", file=sys.stderr)
             return
         found = {
@@ -115,6 +136,8 @@ class Ledger:
             settings=stage.settings,
             facts=done.outcome.facts,
             lines={kind: len(lines) for kind, lines in found.items() if lines},
+            finished=now(),
+            versions=library_versions(),
         )
         append_lines(self.out / LEDGER, [entry.model_dump_json()])
         self.entries[stage.name] = entry
@@ -126,6 +149,22 @@ def _whole_lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}.") from error
+
+
+def _packed(plain: Path) -> Path:
+    return plain.with_name(plain.name + PACKED)
+
+
+def _unpack(plain: Path) -> None:
+    packed = _packed(plain)
+    if packed.exists():
+        if not plain.exists():  # else a process was killed before it removed one of the two, which have the same lines
+            try:
+                content = gzip.decompress(packed.read_bytes())
+            except (OSError, EOFError, zlib.error) as error:
+                raise UserError(f"cannot read {packed}: {error}.") from error
+            write_whole(plain, content)
+        packed.unlink()
 
 
 def _cut(path: Path, count: int) -> None:

@@ -36,6 +36,8 @@ def reproduce(
 ) -> None:
     """Carry out the stages of a preset; write `results.jsonl`, `analysis.jsonl`, `curves.jsonl` and `run.json`.
 
+    The files of lines are plain until the plan is done, and compressed then (`results.jsonl.gz`).
+
     Args:
         name: of the preset.
         out: the run's folder. The same preset goes on with what is there; another one is refused.
@@ -56,9 +58,10 @@ def reproduce(
     with open_run(out, about, overwrite=overwrite):
         ledger = Ledger(out)
         ledger.check(plan)
-        ledger.resume()
-        created, began, is_first = now(), time.monotonic(), not ledger.entries
         left = _unfinished(ledger, plan)
+        if left or not ledger.is_packed:
+            ledger.resume()
+        created, began, is_first = now(), time.monotonic(), not ledger.entries
         if left or not (out / "run.json").exists():
             pool = open_pool(Workshop(out.resolve(), name, sizes), executor, workers, job or {})
             (out / "run.json").unlink(missing_ok=True)  # which, if this try cannot write it, the next one is to
@@ -69,6 +72,7 @@ def reproduce(
                 is_whole = is_first and len(left) == len(ledger.entries)
                 seconds = round(time.monotonic() - began, 1) if is_whole else None
                 _write_provenance(ledger, name, sizes, workers=pool.size, created=created, wall_seconds=seconds)
+        ledger.pack()
 
 
 def unfinished(name: str, out: Path, *, table: str | None = None) -> list[Stage]:

@@ -44,6 +44,18 @@ from metatokens.training.trainer import Probe, Progress
 
 WEIGHTS = "weights_sha256"  # the fact of a stage that trains
 MOST_TEXT = 10_000_000  # tokens for perplexity; the held-out part of C4 has 7.8 billion
+# What `metatokens analyze` measures and no report shows: half of all lines.
+UNREPORTED = {
+    "attention_entropy_kept",
+    "attention_entropy_zeroed",
+    "output_answer_log_probability_change",
+    "output_entropy_kept",
+    "output_entropy_zeroed",
+    "similarity",
+    "similarity_to_final",
+    "attention_of_final",
+    "information",
+}
 PROBED = 200  # test prompts that a model is probed on while it learns
 
 
@@ -246,7 +258,7 @@ class Workshop:
         n: int,
         interventions: Sequence[str | None],
     ) -> Outcome:
-        """Measure what meta-tokens do inside a fine-tuned model."""
+        """Measure what meta-tokens do inside a fine-tuned model, and keep what a report shows."""
         one = self.variants[variant]
         model = load_model(self.out / "models" / variant / task / str(train_length))
         examples = test_examples(task, length, n, self.tokenizer(), condition="paper", documents=self.documents(task))
@@ -268,7 +280,10 @@ class Workshop:
             else:
                 assert name is None  # these take none
                 found += {"sharpness": sharpness, "residual": residual}[kind](model, examples, about)
-        return Outcome(measurements=found)
+        reported = [one for one in found if one.metric not in UNREPORTED]
+        if kind != "sharpness":  # whose changes alone are shown with their spread
+            reported = [one.model_copy(update={"quantiles": None}) for one in reported]
+        return Outcome(measurements=reported)
 
     def pretrained(self, variant: str) -> Path:
         """The folder of the model that a variant's fine-tuning starts from."""

@@ -7,7 +7,17 @@ from pathlib import Path
 
 from metatokens import records
 from metatokens.errors import UserError
-from metatokens.records import Measurement, Result, RunInfo, ShownExample, Timing, read_lines, read_record
+from metatokens.records import (
+    Measurement,
+    Result,
+    RunInfo,
+    ShownExample,
+    Timing,
+    lines_file,
+    read_lines,
+    read_record,
+    read_text,
+)
 
 OUTCOME_FIELDS = {"value", "n", "low", "high", "chance", "versions", "created"}  # the others say what was measured
 
@@ -45,12 +55,13 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
 
     Args:
         paths: folders that hold `results.jsonl` and may hold `analysis.jsonl`, `curves.jsonl`, `examples.jsonl` and
-            `run.json`, or files of result lines, or of lines that `metatokens benchmark` wrote.
+            `run.json`, or files of result lines, or of lines that `metatokens benchmark` wrote. Files of lines may be
+            compressed (`results.jsonl.gz`).
 
     Raises:
         UserError: if a path is missing or unreadable, a line or file is malformed, or there is no result at all.
     """
-    files = [path / "results.jsonl" if path.is_dir() else path for path in paths]
+    files = [lines_file(path, "results") if path.is_dir() else path for path in paths]
     for path, file in zip(paths, files, strict=True):
         if path != file and not file.is_file():
             raise UserError(f"the folder {path} holds no results.jsonl; give a run folder or a file of result lines.")
@@ -63,13 +74,13 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
     for file in speeds:
         inputs.speeds += read_lines(file, Timing)
     for folder in (path for path in paths if path.is_dir()):
-        inputs.measurements += _read(folder / "analysis.jsonl", Measurement)
-        for point in _read(folder / "curves.jsonl", records.CurvePoint):  # which has a loss, an accuracy, or both
+        inputs.measurements += _read(lines_file(folder, "analysis"), Measurement)
+        for point in _read(lines_file(folder, "curves"), records.CurvePoint):  # which has a loss, an accuracy, or both
             if point.loss is not None:
                 inputs.curves.append(CurvePoint.model_validate(point.model_dump()))
             if point.exact_match is not None:
                 inputs.recall.append(RecallPoint.model_validate(point.model_dump()))
-        inputs.examples += _read(folder / "examples.jsonl", ShownExample)
+        inputs.examples += _read(lines_file(folder, "examples"), ShownExample)
         if (folder / "run.json").exists():
             inputs.runs.append(read_record(folder / "run.json", RunInfo))
     return inputs
@@ -78,9 +89,8 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
 def _is_of_benchmark(file: Path) -> bool:
     """Whether a file's first line is one of `metatokens benchmark`; what cannot be read is left to who reads it."""
     try:
-        with file.open(encoding="utf-8") as lines:
-            return "benchmark" in json.loads(next(lines, "null"))
-    except (OSError, ValueError, TypeError, RecursionError):
+        return "benchmark" in json.loads(read_text(file).partition("\n")[0])
+    except (ValueError, TypeError, RecursionError):  # UserError is a ValueError
         return False
 
 
