@@ -65,7 +65,10 @@ demo-results: demo
 	$(MAKE) figures
 
 # Material for MkDocs says at each build that its successor is Zensical, which has no counterpart of docs/hooks.py yet.
-docs: $(VENV)/.installed-docs
+results/small/report/index.html:
+	$(MAKE) report
+
+docs: $(VENV)/.installed-docs results/small/report/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 $(VENV)/bin/python:
