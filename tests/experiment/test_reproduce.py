@@ -341,6 +341,14 @@ def test_a_finished_stage_with_other_settings_is_refused_and_a_longer_plan_is_no
     }
 
 
+def test_the_committed_run_is_the_presets_own() -> None:
+    folder = Path(__file__).parents[2] / "results" / "small"
+    assert run.unfinished("small", folder) == []
+    assert len(read_lines(lines_file(folder, "results"), Result)) == sum(
+        entry.lines.get("results", 0) for entry in Ledger(folder).entries.values()
+    )
+
+
 def test_result_lines_that_are_lost_are_noticed(
     reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from metatokens.files import append_lines, gzipped, write_whole
 from metatokens.records import PACKED, library_versions, now
 
 LEDGER = "stages.jsonl"
+MEASURED_EVERY = "recipe.training.eval_steps"  # says how often a run is looked at, and changes nothing of its result
 FILES = {"results": "results.jsonl", "measurements": "analysis.jsonl", "curves": "curves.jsonl"}
 
 
@@ -98,12 +99,12 @@ class Ledger:
         for stage in plan:
             entry = self.entries.get(stage.name)
             settings = json.loads(json.dumps(stage.settings))
-            if entry is not None and entry.settings != settings:
-                key, before, now = next(_differences(entry.settings, settings))
-                raise UserError(
-                    f"{self.out} holds the stage {stage.name} with other settings ({key} was {before!r} and is now "
-                    f"{now!r}); give a new folder, or --overwrite to replace the run."
-                )
+            for key, before, after in _differences(entry.settings, settings) if entry is not None else ():
+                if key != MEASURED_EVERY:
+                    raise UserError(
+                        f"{self.out} holds the stage {stage.name} with other settings ({key} was {before!r} and is "
+                        f"now {after!r}); give a new folder, or --overwrite to replace the run."
+                    )
 
     def enter(self, stage: Stage, done: Done) -> None:
         """File what a stage found; of one that was carried out again, because its product was gone, nothing.
