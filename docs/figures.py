@@ -239,7 +239,7 @@ def speed() -> str:
 def verdicts() -> str:
     """The report's count of the paper's claims."""
     report = (ROOT / "results/small/report/report.md").read_text(encoding="utf-8")
-    (count,) = re.findall(r"Of \d+ claims of the paper, [^.]*\.", report)
+    (count,) = re.findall(r"Of \d+ claims of the paper[^.]*\.", report)
     return f"{count}\n"
 
 

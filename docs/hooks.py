@@ -13,8 +13,9 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 # In the site at their place in the repository, so that a link to one of them holds in both but for docs/.
-REPORT = "results/small/report/"
-OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/LOG.md", f"{REPORT}index.html")
+REPORT = "results/small/report/report.md"
+PICTURES = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / REPORT).parent.glob("figures/*.png")))
+OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/LOG.md", REPORT, *PICTURES)
 FROM_ELSEWHERE = re.compile(
     r"""<(script|img|iframe|source)\b[^>]*\bsrc=["']?(https?:)?//|<link\b[^>]*\bhref=["']?(https?:)?//"""
     r"""|@import\s|\burl\(["']?(https?:)?//"""
@@ -34,12 +35,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links between docs/ and what stands outside, as they hold in the site."""
+    if page.file.src_uri == REPORT:  # its hundreds of tables would be most of what a search finds
+        page.meta["search"] = {"exclude": True}
     folder = posixpath.dirname(page.file.src_uri)
     here = folder if page.file.src_uri in OUTSIDE else posixpath.join("docs", folder)
 
     def inside(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(here, link[1]))
-        target = target.replace(f"{REPORT}report.md", f"{REPORT}index.html")  # the same report, as a page of its own
         return f"]({posixpath.relpath(target.removeprefix('docs/'), folder or '.')}"
 
     return re.sub(r"\]\((?!\w+:|[#/])([^)#\s]+)", inside, markdown)
