@@ -61,14 +61,11 @@ figures: install
 	$(BIN)/python docs/figures.py
 
 demo-results: demo
-	gzip --best --no-name --stdout runs/demo/results.jsonl > results/demo/results.jsonl.gz
+	cp runs/demo/results.jsonl.gz results/demo/
 	$(MAKE) figures
 
 # Material for MkDocs says at each build that its successor is Zensical, which has no counterpart of docs/hooks.py yet.
-results/small/report/index.html:
-	$(MAKE) report
-
-docs: $(VENV)/.installed-docs results/small/report/index.html
+docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 $(VENV)/bin/python:

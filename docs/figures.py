@@ -16,6 +16,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
+from metatokens.records import Result, read_lines
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
@@ -37,8 +39,8 @@ RECALL: Where = TO_512 | {"task": "list_recall"}
 @cache
 def results(folder: str) -> pd.DataFrame:
     """The result lines of a run, those of one figure by seed."""
-    (path,) = (ROOT / folder).glob("results.jsonl*")
-    return pd.read_json(path, lines=True).sort_values("seed", kind="stable")
+    lines = read_lines(ROOT / folder / "results.jsonl.gz", Result)
+    return pd.DataFrame(line.model_dump() for line in lines).sort_values("seed", kind="stable")
 
 
 def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
