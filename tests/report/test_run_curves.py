@@ -9,7 +9,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from metatokens.errors import UserError
-from metatokens.report.run_curves import draw_curves, read_curves
+from metatokens.report.figures.curves import draw_curves, read_curves
 
 Run = Callable[[str], tuple[int, str, str]]
 

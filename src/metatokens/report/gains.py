@@ -1,19 +1,15 @@
-"""The comparison that the project is about: does `meta` gain, and does the control explain the gain?"""
+"""Any run's comparison of its models: does `meta` gain, and does the control explain the gain? By the grid's rules."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from metatokens.records import Result
-from metatokens.report.estimates import (
-    Estimate,
-    difference,
-    measured_conditions,
-    model_of,
-    pivot,
-    select,
-    variant_of,
-)
+import pandas as pd
+
+from metatokens.report.compare import Comparison, difference
+from metatokens.report.derive import select
+from metatokens.report.frame import Cell
+from metatokens.report.labels import measured_conditions, model_of, pivot, variant_of
 
 SUBJECT = "meta"
 CONTROL = "twin"  # a second attention of equal size, over all positions
@@ -22,41 +18,38 @@ BASELINES = ("gpt2", "pause")  # one attention
 
 @dataclass(frozen=True)
 class Gain:
-    """The models at one length of one task. Two differ where the 95 % interval of their difference excludes zero."""
+    """The models at one length of one task. Two differ where a `Comparison` of them lies on one side of zero."""
 
     place: str
     """The length as a reader sees it, and what sets these models apart from other variants, if anything does."""
-    cells: Mapping[str, Estimate]
+    cells: Mapping[str, Cell]
     """By model, the figures that have an interval."""
     not_run: Sequence[str]
     """Models that cannot be run at this length."""
     commonest: float | None
     """What always giving the commonest answer scores, where it was measured."""
 
-    def pairs(self) -> list[tuple[str, str]]:
+    def pairs(self) -> list[tuple[str, str, Comparison]]:
         """Which models are compared: `meta` with the better baseline and the control; else the two best."""
         baselines = [model for model in BASELINES if model in self.cells]
         if SUBJECT in self.cells and baselines:
             base = max(baselines, key=self._value)
-            control = [(SUBJECT, CONTROL), (CONTROL, base)] if CONTROL in self.cells else []
-            return [(SUBJECT, base), *control]
-        ranked = sorted(self.cells, key=self._value, reverse=True)
-        return [(ranked[0], ranked[1])] if len(ranked) > 1 else []
-
-    def sign(self, pair: tuple[str, str]) -> int:
-        """1 where the first model is above the second, -1 where it is below, 0 where they do not differ."""
-        gap = difference(self.cells[pair[0]], self.cells[pair[1]])
-        return 0 if gap is None else (gap.low > 0) - (gap.high < 0)
+            pairs = [(SUBJECT, base)]
+            pairs += [(SUBJECT, CONTROL), (CONTROL, base)] if CONTROL in self.cells else []
+        else:
+            ranked = sorted(self.cells, key=self._value, reverse=True)
+            pairs = [(ranked[0], ranked[1])] if len(ranked) > 1 else []
+        return [(a, b, difference(self.place, self.cells[a], self.cells[b])) for a, b in pairs]
 
     def verdict(self) -> str:
         """What came out, as a clause without figures."""
         pairs = self.pairs()
         if not pairs:
             return f"only {', '.join(self.cells)} was measured" if self.cells else "nothing was measured"
-        if (floor := self.above_floor()) and not floor[2]:
+        if (floor := self.above_guessing()) and not floor[2]:
             return f"no model is above {floor[0]}"
-        first, second = pairs[0]
-        match [self.sign(pair) for pair in pairs]:
+        first, second, _ = pairs[0]
+        match [one.side(0.0) for _, _, one in pairs]:
             case [1, 1, 1]:
                 return f"{first} is above {second}, and the control {CONTROL} explains part of the gain"
             case [1, 1, _]:
@@ -74,56 +67,67 @@ class Gain:
             case _:
                 return f"{first} gains nothing measurable over {second}"
 
-    def above_floor(self) -> tuple[str, float, list[str]] | None:
+    def above_guessing(self) -> tuple[str, float, list[str]] | None:
         """What guessing scores, its name first, and the models whose whole interval lies above it."""
-        chance = max((cell.chance for cell in self.cells.values() if cell.chance is not None), default=None)
-        floors = [(chance, "chance"), (self.commonest, "the rate of the commonest answer")]
-        known = [(rate, called) for rate, called in floors if rate is not None]
+        pooled = {model: one for model, cell in self.cells.items() if (one := cell.pooled())}
+        chance = max((one.chance for one in pooled.values() if one.chance is not None), default=None)
+        rates = [(chance, "chance"), (self.commonest, "the rate of the commonest answer")]
+        known = [(rate, called) for rate, called in rates if rate is not None]
         if not known:
             return None
         rate, called = max(known)
-        return called, rate, [model for model, cell in self.cells.items() if cell.low is not None and cell.low > rate]
+        return called, rate, [model for model, one in pooled.items() if one.low is not None and one.low > rate]
 
     def _value(self, model: str) -> float:
-        return self.cells[model].value or 0.0
+        pooled = self.cells[model].pooled()
+        return (pooled and pooled.value) or 0.0
 
 
-def gains(results: Sequence[Result], task: str | None) -> list[Gain]:
+def gains(figures: pd.DataFrame, task: str) -> list[Gain]:
     """The comparison at each of the key lengths, for each variant of the models."""
-    condition = measured_conditions(results, task)[0]
-    cells = pivot(results, "length", metric="exact_match", task=task, condition=condition)
-    commonest = commonest_answer(results, task)
+    condition = measured_conditions(figures, task)[0]
+    cells = pivot(figures, "length", metric="exact_match", task=task, condition=condition)
+    commonest = commonest_answer(figures, task)
     found = []
-    for length, place in key_lengths(results, task).items():
-        families: dict[str, dict[str, Estimate]] = defaultdict(dict)
+    for length, place in key_lengths(figures, task).items():
+        families: dict[str, dict[str, Cell]] = defaultdict(dict)
         for label, row in cells.items():
             if length in row:
                 families[variant_of(label)][model_of(label)] = row[length]
         for variant, family in families.items():
+            run = {model: cell.pooled() for model, cell in family.items()}
             found.append(
                 Gain(
                     place=f"{place}, {variant}" if variant else place,
-                    cells={model: cell for model, cell in family.items() if cell.low is not None},
-                    not_run=[model for model, cell in family.items() if cell.value is None],
+                    cells={model: family[model] for model, one in run.items() if one and one.low is not None},
+                    not_run=[model for model, one in run.items() if one is None],
                     commonest=commonest.get(length),
                 )
             )
     return found
 
 
-def commonest_answer(results: Sequence[Result], task: str | None) -> dict[int | None, float]:
+def differences_of(figures: pd.DataFrame, task: str) -> Iterator[tuple[str, str, str, Comparison]]:
+    """Where, between which models, and the comparison: of every gain on a task."""
+    for gain in gains(figures, task):
+        for a, b, one in gain.pairs():
+            yield gain.place, a, b, one
+
+
+def commonest_answer(figures: pd.DataFrame, task: str) -> dict[int | None, float]:
     """By length, the rate of the commonest answer among a task's test answers: what always giving it would score."""
-    found = pivot(results, "length", metric="majority_rate", task=task)
-    return {length: cell.value for row in found.values() for length, cell in row.items() if cell.value is not None}
+    found = pivot(figures, "length", metric="majority_rate", task=task)
+    rates = {length: cell.pooled() for row in found.values() for length, cell in row.items()}
+    return {length: one.value for length, one in rates.items() if one and one.value is not None}
 
 
-def key_lengths(results: Sequence[Result], task: str | None) -> dict[int | None, str]:
+def key_lengths(figures: pd.DataFrame, task: str) -> dict[int | None, str]:
     """The lengths that tell most, with their names: the train length, the next one and the longest.
 
     Where models were trained at several lengths, the shortest that was measured stands for the train length.
     """
-    measured = select(results, metric="exact_match", task=task)
-    lengths = sorted({result.length for result in measured if result.length is not None})
+    measured = select(figures, metric="exact_match", task=task)
+    lengths = sorted(set(measured["length"].dropna().astype(int)))
     if not lengths:
         return {None: "all lengths"}
     trained = train_lengths(measured)
@@ -135,6 +139,6 @@ def key_lengths(results: Sequence[Result], task: str | None) -> dict[int | None,
     return names | {length: f"{length:,} tokens ({length / start:g}\u00d7)" for length in (*longer[:1], *longer[-1:])}
 
 
-def train_lengths(results: Sequence[Result]) -> set[int]:
+def train_lengths(figures: pd.DataFrame) -> set[int]:
     """The lengths, in tokens, that the measured models were fine-tuned at."""
-    return {result.train_length for result in results if result.train_length is not None}
+    return set(figures["train_length"].dropna().astype(int))

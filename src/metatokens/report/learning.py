@@ -1,12 +1,11 @@
 """From training curves to the step at which a task was learned."""
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from metatokens.report.estimates import Labels, tasks_in_order
-from metatokens.report.inputs import CurvePoint
+import pandas as pd
+
+from metatokens.report.labels import labelled, labels_in_order, tasks_in_order
 
 LEARNED_LOSS = 0.1  # nats: a task is learned when its answer loss stays under this
 BUDGET = 1.5  # a comparison trains every model this many times the steps of the slowest that learns
@@ -20,39 +19,40 @@ class Learning:
     task: str
     train_length: int | None
     seed: int
-    learned: CurvePoint | None
+    learned: int | None
     """The first logged step from which the loss stays under the threshold, if there is one."""
     steps: int
     """Steps trained."""
-    budget: float | None
+    budget: float | None = None
     """Steps trained, divided by those that the slowest learner of the task needed; None where no model learned it."""
 
 
-def learning(curves: Sequence[CurvePoint]) -> list[Learning]:
+def fine_tuning_losses(curves: pd.DataFrame) -> pd.DataFrame:
+    """The points that have a task and a loss, by step; of a step that a resumed run logged twice, the later."""
+    points = labelled(curves[(curves["task"] != "") & curves["loss"].notna()])
+    return points.drop_duplicates(["task", "train_length", "label", "seed", "step"], keep="last").sort_values("step")
+
+
+def learning(curves: pd.DataFrame) -> list[Learning]:
     """Every fine-tuning run in the curves, by task and model."""
-    labels = Labels(curves)
-    runs: dict[tuple[str, int | None, str, int], dict[int, CurvePoint]] = defaultdict(dict)
-    for point in curves:
-        if point.task is not None:
-            # A resumed run may have logged a step twice; the later record counts.
-            runs[point.task, point.train_length, labels(point), point.seed][point.step] = point
-    learned = {run: _learned(points) for run, points in runs.items()}
-    slowest: dict[tuple[str, int | None], int] = defaultdict(int)
-    for (task, length, _, _), reached in learned.items():
-        slowest[task, length] = max(slowest[task, length], reached.step if reached else 0)
-    outcomes = []
-    for run, points in runs.items():
-        task, length, label, seed = run
-        steps, needed = max(points), slowest[task, length]
-        budget = steps / needed if needed else None
-        outcomes.append(Learning(label, task, length, seed, learned[run], steps, budget))
-    order = tasks_in_order(run.task for run in outcomes)
-    return sorted(
-        outcomes, key=lambda run: (order.index(run.task), run.train_length or 0, labels.all.index(run.label), run.seed)
-    )
+    points = fine_tuning_losses(curves)
+    runs = []
+    for (task, length, label, seed), own in points.groupby(["task", "train_length", "label", "seed"], dropna=False):
+        train_length = None if length != length else int(length)
+        runs.append(Learning(label, task, train_length, int(seed), _learned(own), int(own["step"].max())))
+    order = {label: place for place, label in enumerate(labels_in_order(points))}
+    tasks = tasks_in_order(run.task for run in runs)
+    runs.sort(key=lambda run: (tasks.index(run.task), run.train_length or 0, order[run.label], run.seed))
+    slowest: Mapping[tuple[str, int | None], int] = {
+        key: max(run.learned or 0 for run in runs if (run.task, run.train_length) == key)
+        for key in {(run.task, run.train_length) for run in runs}
+    }
+    needed = [slowest[run.task, run.train_length] for run in runs]
+    return [replace(run, budget=run.steps / most if most else None) for run, most in zip(runs, needed, strict=True)]
 
 
-def _learned(points: dict[int, CurvePoint]) -> CurvePoint | None:
+def _learned(points: pd.DataFrame) -> int | None:
     # "Under" is asked of every later loss, so that one that is not a number counts as not learned.
-    tail = list(takewhile(lambda step: points[step].loss < LEARNED_LOSS, sorted(points, reverse=True)))
-    return points[tail[-1]] if tail else None
+    under = (points["loss"] < LEARNED_LOSS).to_numpy()[::-1]
+    last = int(under.argmin()) if not under.all() else len(under)
+    return int(points["step"].iloc[len(points) - last]) if last else None

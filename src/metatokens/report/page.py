@@ -12,13 +12,14 @@ from markupsafe import Markup
 
 from metatokens.errors import UserError
 from metatokens.files import write_whole
-from metatokens.report import figures, grid_sections, overview
-from metatokens.report.estimates import Labels
-from metatokens.report.grid import grid_of
-from metatokens.report.inputs import Inputs, read_inputs
+from metatokens.report import grid_page, run_page
+from metatokens.report.blocks import Picture
+from metatokens.report.figures.style import palette, swatch
+from metatokens.report.frame import Inputs, load
+from metatokens.report.labels import labelled, labels_in_order
 from metatokens.report.provenance import provenance
-from metatokens.report.sections import Picture, headline, sections
-from metatokens.report.wording import name
+from metatokens.report.tables.claims import MARKS, counts, middle, so_far
+from metatokens.report.text import name
 
 SIGNATURE = "metatokens report"  # stands in both files, so that no other file is ever overwritten
 
@@ -38,8 +39,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
         UserError: if an input is missing, empty or malformed, if `out` cannot be written, or if it holds an
             `index.html` or `report.md` that is not a report.
     """
-    inputs = read_inputs(paths)
-    content = _content(inputs)
+    content = _content(load(paths))
     files: dict[Path, bytes] = {
         out / "index.html": _html().get_template("page.html.j2").render(content).encode(),
         out / "report.md": _markdown().get_template("page.md.j2").render(content).encode(),
@@ -60,28 +60,28 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
 
 def _content(inputs: Inputs) -> dict[str, Any]:
     """What both templates show: of a grid all claims, of another run the comparison of its models."""
-    dates = [run.finished or run.created for run in inputs.runs] + [result.created for result in inputs.results]
+    dates = [inputs.created, *(run.finished or run.created for run in inputs.runs)]
     content: dict[str, Any] = {
         "signature": SIGNATURE,
         "presets": list(dict.fromkeys(run.preset for run in inputs.runs if run.preset)),
-        "created": max(filter(None, dates), default=""),
+        "created": max(filter(None, dates)),
         "headline": None,
-        "claims": None,
-        "marks": overview.MARKS,
+        "overview": None,
+        "marks": MARKS,
         "swatches": {},
     }
-    if (grid := grid_of(inputs)) is not None:
-        claims = overview.claims(grid)
-        shown = [*grid_sections.sections(grid, claims), overview.cost(grid), *provenance(inputs)]
-        return content | {"claims": claims, "verdict": claims.verdict, "sections": shown}
-    labels = [*Labels(inputs.results).all, *Labels(inputs.curves).all]
-    styles = figures.palette(labels)
-    first = headline(inputs)
+    if inputs.preset is not None:
+        first = grid_page.overview(inputs)
+        shown = [*grid_page.sections(inputs, first.groups), *provenance(inputs)]
+        return content | {"overview": first, "verdict": first.verdict, "sections": shown}
+    labels = [label for frame in (inputs.figures, inputs.curves) for label in labels_in_order(labelled(frame))]
+    styles = palette(labels)
+    headline = run_page.headline(inputs)
     return content | {
-        "headline": first,
-        "verdict": first.verdict,
-        "sections": [*sections(inputs, styles), *provenance(inputs)],
-        "swatches": {label: figures.swatch(style) for label, style in styles.items()},
+        "headline": headline,
+        "verdict": headline.verdict,
+        "sections": [*run_page.sections(inputs, styles), *provenance(inputs)],
+        "swatches": {label: swatch(style) for label, style in styles.items()},
     }
 
 
@@ -105,6 +105,7 @@ def _environment(**options: Any) -> Environment:
     )
     environment.tests["kind"] = lambda block, kind: type(block).__name__ == kind
     environment.filters |= {"data_uri": _data_uri, "markup": Markup, "name": name}
+    environment.filters |= {"so_far": so_far, "counts": counts, "middle": middle}
     return environment
 
 

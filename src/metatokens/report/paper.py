@@ -92,3 +92,9 @@ def paper_figure(number: int) -> PaperFigure:
 def printed(value: Any) -> str:
     """A number as the paper prints it; a dash where it prints one."""
     return "\u2014" if value is None else f"{value:.1f}"
+
+
+def first_token_ratio() -> float:
+    """By how much meta-tokens lengthen the paper's time to the first token (Table 3)."""
+    times = [paper_table(3).value(metric="first_token_ms", model=model) or 1.0 for model in ("meta", "gpt2")]
+    return times[0] / times[1]

@@ -1,10 +1,10 @@
 """What was run where: the sections that let a reader judge a run, or repeat it."""
 
+from metatokens.report.blocks import Block, Fold, Section
+from metatokens.report.frame import Inputs
 from metatokens.records import RunInfo
-from metatokens.report.inputs import Inputs
-from metatokens.report.sections import Block, Fold, Section
-from metatokens.report.tables import models, settings, stages
-from metatokens.report.wording import duration
+from metatokens.report.tables.cost import models, settings, stages
+from metatokens.report.text import duration
 
 
 def provenance(inputs: Inputs) -> list[Section]:
@@ -17,14 +17,13 @@ def provenance(inputs: Inputs) -> list[Section]:
             Section(
                 f"run-{number}" if several else "run",
                 f"{title}: run {number}" if several else title,
-                f"{len(inputs.results):,} results in all.{remeasured}",
+                f"{inputs.results:,} results in all.{remeasured}",
                 _run(run),
             )
             for number, run in enumerate(inputs.runs, start=1)
         ]
-    versions = {package: version for result in inputs.results for package, version in result.versions.items()}
     intro = f"There is no run.json beside the results: command, settings and times are unknown.{remeasured}"
-    return [Section("run", title, intro, [settings("Versions named in the results", versions)])]
+    return [Section("run", title, intro, [settings("Versions named in the results", inputs.versions)])]
 
 
 def _run(run: RunInfo) -> list[Block]:

@@ -1,6 +1,8 @@
 """How names and figures read in the report."""
 
-from metatokens.report.estimates import Difference, Estimate
+import math
+
+from metatokens.report.intervals import Difference, Estimate
 
 NOT_RUN = "-"
 NOT_YET = "\u2026"  # of what a run under way has still to measure
@@ -61,3 +63,18 @@ def compact(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g}\u00a0{letter}"
     return f"{value:.3g}"
+
+
+def nats(value: float | None, digits: int = 3) -> str:
+    """An amount: `0.305`, `−0.305`; `-` where there is none."""
+    return NOT_RUN if value is None else f"{value:z.{digits}f}".replace("-", MINUS)
+
+
+def signed_nats(value: float) -> str:
+    """A signed amount: `+0.31`."""
+    return f"{value:+.2f}".replace("-", MINUS)
+
+
+def learned_at(text_tokens: float | None) -> str:
+    """The text tokens until something was learned: `991 k`."""
+    return "not reached" if text_tokens is None or math.isinf(text_tokens) else compact(text_tokens)

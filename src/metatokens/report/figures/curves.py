@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from metatokens.errors import UserError
-from metatokens.report.figures import PAGE, Style, line, run_styles, small_multiples
+from metatokens.report.figures.style import PAGE, Style, line, run_styles, small_multiples
 
 _CURVE, _STATE = "curve.jsonl", "trainer_state.json"
 

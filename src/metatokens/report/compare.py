@@ -1,0 +1,223 @@
+"""One comparison: a figure less another, or less a bound, of the same seeds in the same setting."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+from metatokens.report.frame import Cell, Fields, Inputs
+from metatokens.report.intervals import Difference, Estimate, newcombe, order, student, student_pooled
+from metatokens.report.text import name, percent, tokens
+
+HAIR = 0.02  # of a proportion: as close to guessing, or to 1, as this, a figure tells nothing apart
+FEWEST = 3  # informative comparisons that a verdict asks for, and seeds on each side of an order
+GUESSING = "guessing"  # the bound of what needs no model
+
+_ACCURACIES = ("exact_match", "training_gain")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The difference of two figures: what a claim says is that it lies above a margin."""
+
+    label: str
+    gap: Difference | None = None
+    """None where a figure was not run, or cannot be."""
+    by_seed: tuple[float, ...] = ()
+    """The difference of each seed that both sides have; one alone has no sign to agree with."""
+    is_informative: bool = True
+    """Whether the figures can tell: not both at guessing, nor both at 1, nor against a bound of another machine."""
+    figures: str = ""
+    """The two figures as a reader sees them."""
+
+    def side(self, margin: float) -> int:
+        """1 where it lies above the margin, with every seed; -1 where below; 0 where that cannot be told."""
+        if self.gap is None:
+            return 0
+        if self.gap.low > margin and all(gap > margin for gap in self.by_seed):
+            return 1
+        return -1 if self.gap.high < margin and all(gap < margin for gap in self.by_seed) else 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The settings in which something was measured, in the order in which it was."""
+
+    columns: tuple[str, ...]
+    where: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Versus:
+    """What is compared: the first less the second, in each of some settings."""
+
+    a: Fields | float
+    """The fields that select the first figure in a setting, or a bound."""
+    b: Fields | float | str
+    """Those of the second, a bound, or GUESSING."""
+    over: Sequence[Fields] | Measured
+    label: Callable[[Fields], str]
+    is_match: bool = False
+    """Whether the claim is that nothing is lost, of which two figures at 1 tell something."""
+    room: Fields | None = None
+    """The fields of the figures that must leave room for a difference, where they are not those compared."""
+    device: str = ""
+    """Where the bound was measured, which tells nothing of another."""
+
+
+def place(where: Fields) -> str:
+    """Where a comparison of accuracies stands: `List recall, rope, 512 → 1,024`."""
+    ends = f"{tokens(where['train_length'])} \u2192 {tokens(where['length'])}"
+    return f"{name(where['task'])}, {where['position_embedding']}, {ends}"
+
+
+def compare(inputs: Inputs, versus: Versus) -> tuple[Comparison, ...]:
+    """The comparison in each setting; one that was not run where nothing says what the settings are."""
+    settings = versus.over
+    if isinstance(settings, Measured):
+        measured = versus.a if isinstance(versus.a, Mapping) else versus.b
+        found = inputs.select(**{**measured, **settings.where})[list(settings.columns)].drop_duplicates()
+        settings = [
+            {key: int(value) if isinstance(value, float) else value for key, value in row.items()}
+            for row in found.to_dict("records")
+        ]
+        if not settings:
+            return (Comparison(versus.label({})),)
+    how = _HOW.get(_metric(versus), _proportions)
+    return tuple(how(inputs, versus, settings))
+
+
+def difference(
+    label: str, a: Cell | None, b: Cell | None, *, guessing: float | None = None, is_match: bool = False
+) -> Comparison:
+    """a - b by the seeds that both have, with Newcombe's interval.
+
+    Args:
+        label: what is compared.
+        a, b: the figures; None where one was not run.
+        guessing: what guessing scores, of an accuracy; None where every figure leaves room for a difference.
+        is_match: see `Versus`.
+    """
+    seeds = sorted(a.seeds.keys() & b.seeds.keys()) if a and b else []
+    if not a or not b or not seeds:
+        return Comparison(label)
+    both = a.of(seeds).pooled(), b.of(seeds).pooled()
+    gaps = tuple((a.seeds[seed].value or 0.0) - (b.seeds[seed].value or 0.0) for seed in seeds)
+    is_low = is_high = False
+    if guessing is not None:
+        is_low = all(one and one.low is not None and one.low <= guessing + HAIR for one in both)
+        is_high = not is_match and all(one and one.value is not None and one.value >= 1 - HAIR for one in both)
+    return Comparison(label, newcombe(*both), gaps if len(gaps) > 1 else (), not is_low and not is_high)
+
+
+def _proportions(inputs: Inputs, versus: Versus, settings: Sequence[Fields]) -> list[Comparison]:
+    """By Newcombe's interval: accuracies, gains, shares, times, and means with an interval of their own."""
+    is_bound = not (isinstance(versus.a, Mapping) and isinstance(versus.b, Mapping))
+    metric, sides = _metric(versus), _sides(inputs, versus.a, versus.b, settings)
+    rooms = sides
+    if versus.room and isinstance(versus.a, Mapping) and isinstance(versus.b, Mapping):
+        rooms = _sides(inputs, {**versus.a, **versus.room}, {**versus.b, **versus.room}, settings)
+    found = []
+    for where, a, b, room, other in zip(settings, *sides, *rooms, strict=True):
+        guessing = None if is_bound or metric not in _ACCURACIES else inputs.guessing(where["task"], where["length"])
+        one = difference(versus.label(where), a, b)
+        is_informative = difference("", room, other, guessing=guessing, is_match=versus.is_match).is_informative
+        if versus.device and isinstance(versus.b, Mapping):
+            devices = inputs.values("device", **{**where, **versus.b})
+            is_informative = any(versus.device in device for device in devices)
+        found.append(replace(one, is_informative=is_informative, figures=_figures(metric, versus, a, b)))
+    return found
+
+
+def _distortions(inputs: Inputs, versus: Versus, settings: Sequence[Fields]) -> list[Comparison]:
+    """Student's over seeds of the models, each the mean of its fits; of a single seed over its fits.
+
+    These say nothing of another training of the model.
+    """
+    found = []
+    sides = _sides(inputs, versus.a, versus.b, settings, by=("seed", "fit_seed"))
+    for where, a, b in zip(settings, *sides, strict=True):
+        gaps: dict[float, list[float]] = {}
+        for seed, fit in sorted(a.seeds.keys() & b.seeds.keys()) if a and b else ():
+            gap = (a.seeds[seed, fit].value or 0.0) - (b.seeds[seed, fit].value or 0.0)
+            gaps.setdefault(seed, []).append(gap)
+        means = tuple(map(fmean, gaps.values()))
+        label = versus.label(where)
+        if len(means) > 1:
+            found.append(Comparison(label, student(means), means, figures=f"{len(means)} seeds"))
+        else:
+            fits = [gap for own in gaps.values() for gap in own]
+            found.append(Comparison(label, student(fits), figures=f"1 seed, {len(fits)} fits" if fits else ""))
+    return found
+
+
+def _perplexities(inputs: Inputs, versus: Versus, settings: Sequence[Fields]) -> list[Comparison]:
+    """Of the luck of training: Student's, with the spread between seeds of all models that have several."""
+    found = []
+    for where, *cells in zip(settings, *_sides(inputs, versus.a, versus.b, settings), strict=True):
+        a, b = map(_values, cells)
+        models = [{**where, "metric": _metric(versus), "model": model} for model in ("gpt2", "twin", "meta")]
+        gap = student_pooled(a, b, map(_values, inputs.cells(models)))
+        if gap is None and a and b:
+            alone = fmean(a) - fmean(b)
+            found.append(Comparison(versus.label(where), Difference(alone, alone, alone), is_informative=False))
+        else:
+            found.append(Comparison(versus.label(where), gap))
+    return found
+
+
+def _orders(inputs: Inputs, versus: Versus, settings: Sequence[Fields]) -> list[Comparison]:
+    """Whether every seed of one side comes before every seed of the other."""
+    found = []
+    for where, *cells in zip(settings, *_sides(inputs, versus.a, versus.b, settings), strict=True):
+        a, b = map(_values, cells)
+        is_told = len(a) >= FEWEST and len(b) >= FEWEST
+        gap = order(a, b)
+        found.append(Comparison(versus.label(where), gap, is_informative=is_told or gap is None))
+    return found
+
+
+_HOW: Mapping[str, Callable[[Inputs, Versus, Sequence[Fields]], list[Comparison]]] = {
+    "distortion_at_rate": _distortions,
+    "log_perplexity": _perplexities,
+    "tokens_to_learn": _orders,
+}
+
+
+def _metric(versus: Versus) -> str:
+    fields = versus.a if isinstance(versus.a, Mapping) else versus.b
+    return fields.get("metric", "exact_match") if isinstance(fields, Mapping) else ""
+
+
+def _sides(
+    inputs: Inputs, a: Fields | float | str, b: Fields | float | str, settings: Sequence[Fields], **by: Sequence[str]
+) -> tuple[Sequence[Cell | None], Sequence[Cell | None]]:
+    """The cells of either side; a bound is the figure of every seed that the other side has."""
+    if not isinstance(a, Mapping):
+        theirs, ours = _sides(inputs, b, a, settings, **by)
+        return ours, theirs
+    ours = inputs.cells([{**where, **a} for where in settings], **by)
+    if isinstance(b, Mapping):
+        return ours, inputs.cells([{**where, **b} for where in settings], **by)
+    bounds = [inputs.guessing(where["task"], where["length"]) if b == GUESSING else float(b) for where in settings]
+    return ours, [
+        Cell(dict.fromkeys(cell.seeds, Estimate(bound, bound, bound))) if cell else None
+        for cell, bound in zip(ours, bounds, strict=True)
+    ]
+
+
+def _values(cell: Cell | None) -> list[float]:
+    return [one.value for one in cell.seeds.values() if one.value is not None] if cell else []
+
+
+def _figures(metric: str, versus: Versus, a: Cell | None, b: Cell | None) -> str:
+    seeds = sorted(a.seeds.keys() & b.seeds.keys()) if a and b else []
+    if not a or not b or not seeds:
+        return ""
+    ours, theirs = ((one and one.value) or 0.0 for one in (a.of(seeds).pooled(), b.of(seeds).pooled()))
+    if metric == "slowdown" and not isinstance(versus.a, Mapping):
+        return f"{theirs:.3f} v {ours:.3f}"
+    if metric not in _ACCURACIES:
+        return ""
+    both = [percent(ours), percent(theirs)] if isinstance(versus.b, Mapping) else [percent(ours)]
+    return " v ".join(both) + (f" (seed {seeds[0]})" if len(seeds) == 1 else "")

@@ -1,0 +1,270 @@
+"""Everything that was read for one report, in tidy frames: a row for each measured figure and seed.
+
+Columns are the fields of the records. Text that does not apply is empty, a number that does not apply is NaN. A column
+that does not exist is a `KeyError`, so that a misspelt field never reads as "not run".
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+from pydantic import BaseModel
+
+from metatokens.errors import UserError
+from metatokens.evaluation.intervals import wilson_interval
+from metatokens.records import Measurement, Result, RunInfo, ShownExample, Timing
+from metatokens.report import derive
+from metatokens.report.derive import select
+from metatokens.report.inputs import CurvePoint, RecallPoint, read_inputs
+from metatokens.report.intervals import Estimate, mean
+
+PRESETS = ("small", "gpu", "paper")  # whose figures are set beside the paper's
+LONGER = "longer"  # the variant of runs that were trained longer than the plain ones
+MODELS = ("gpt2", "pause", "twin", "meta")  # each differs in one thing from the one before it
+TASKS = ("list_recall", "segment_counting", "parity", "copying")
+
+Fields = Mapping[str, Any]  # column to value; None for a number that does not apply
+
+_NUMBERS = (
+    "train_length", "length", "noise_seed", "layer", "head", "distance", "position", "beta", "fit_seed", "rate", "batch",
+    "seed", "value", "low", "high", "n", "chance", "step", "loss", "text_tokens", "exact_match",
+)  # fmt: skip
+_DERIVED = ("benchmark", "against", "shape", "device")  # text that only derived figures have
+_OBJECTS = ("premise", "boosted", "quantiles", "variant", "main")
+_ACCURACY = {"condition": "paper", "train_condition": "paper", "intervention": ""}
+_DEFAULTS: Mapping[str, Fields] = {
+    "exact_match": _ACCURACY,
+    "token_accuracy": _ACCURACY,
+    "perplexity": {"variant": "", "text": "held_out"},
+    "log_perplexity": {"variant": ""},
+}
+
+
+class Cell(NamedTuple):
+    """One figure, seed by seed; no seed where the model cannot be run."""
+
+    seeds: Mapping[Any, Estimate]
+
+    def pooled(self) -> Estimate | None:
+        """The mean of the seeds, which were tested on the same prompts; None of no seed.
+
+        They are taken as wholly dependent: the half-widths of their intervals are averaged. How far the prompts move
+        them together cannot be told from the lines, and independent ones would have a narrower interval.
+        """
+        return mean(self.seeds.values())
+
+    @property
+    def n(self) -> int:
+        """How many prompts, rows or tokens, of all seeds."""
+        return sum(one.n for one in self.seeds.values())
+
+    @property
+    def chance(self) -> float | None:
+        """What guessing scores, where it was measured with the figure."""
+        return next((one.chance for one in self.seeds.values() if one.chance is not None), None)
+
+    def of(self, seeds: Iterable[Any]) -> "Cell":
+        """The cell with those of its seeds alone that are given."""
+        return Cell({seed: self.seeds[seed] for seed in seeds if seed in self.seeds})
+
+
+def shared(cells: Sequence[Cell | None]) -> list[Cell | None]:
+    """The cells by the seeds that all of those with a figure have; as they are where there is no such seed."""
+    seeds = [cell.seeds.keys() for cell in cells if cell and cell.seeds]
+    common = set(seeds[0]).intersection(*seeds) if seeds else set()
+    return [cell and cell.of(seed for seed in cell.seeds if seed in common) for cell in cells] if common else [*cells]
+
+
+def one_seed(cells: Iterable[Cell | None]) -> str:
+    """` (seed 0)` where every figure is of that seed alone; of several seeds each cell shows every one."""
+    found = {tuple(cell.seeds) for cell in cells if cell and cell.seeds}
+    [seeds] = found if len(found) == 1 else [()]
+    return f" (seed {seeds[0]})" if len(seeds) == 1 else ""
+
+
+def positive(numbers: pd.Series) -> pd.Series:
+    """Those above 0, as a condition of `select`."""
+    return numbers > 0
+
+
+@dataclass
+class Inputs:
+    """What was read.
+
+    Args:
+        figures: what was measured, and what is derived from it; of a grid's preset, its own runs alone.
+        curves: points of training curves.
+        preset: the preset of a grid; None of another run.
+        results: how many result records there are.
+        remeasured: records left out because a later one holds the same figure.
+        versions, created: of the results, for runs that have no `run.json`.
+    """
+
+    figures: pd.DataFrame
+    curves: pd.DataFrame
+    preset: str | None = None
+    speeds: Sequence[Timing] = ()
+    examples: Sequence[ShownExample] = ()
+    runs: Sequence[RunInfo] = ()
+    results: int = 0
+    remeasured: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    created: str = ""
+
+    @property
+    def scale(self) -> int:
+        """How many times as long as ours the paper's prompts are where the context is extended."""
+        return 4 if self.preset == "small" else 1
+
+    def select(self, **where: Any) -> pd.DataFrame:
+        """The figures whose fields have the given values; see `select`."""
+        figures = self._by_metric.get(where["metric"], self.figures[:0]) if "metric" in where else self.figures
+        return select(figures, **where)
+
+    def values(self, column: str, **where: Any) -> list[Any]:
+        """The values that a field of the chosen figures has, nulls left out, sorted."""
+        found = set(self.select(**where)[column].dropna()) - {""}
+        return sorted(int(one) if isinstance(one, float) and one.is_integer() else one for one in found)
+
+    def cell(self, **fields: Any) -> Cell | None:
+        """One figure; see `cells`."""
+        return self.cells([fields])[0]
+
+    def cells(self, settings: Sequence[Fields], by: Sequence[str] = ("seed",)) -> list[Cell | None]:
+        """The figure of each setting, None where it was not run; several rows of a seed, such as heads, are averaged.
+
+        Args:
+            settings: what was measured, all by the same fields. Those of an accuracy or a perplexity that are not
+                given are as in the plain runs; an accuracy is an exact match.
+            by: what tells the figures of a cell apart.
+        """
+        if not settings:
+            return []
+        wanted = pd.DataFrame([_with_defaults(fields) for fields in settings])
+        figures = self._of_metrics(frozenset(wanted["metric"]))
+        wanted = wanted.astype({name: figures[name].dtype for name in wanted})
+        found = wanted.reset_index(names="setting").merge(figures, on=list(wanted))
+        rows: list[dict[Any, list[Estimate]]] = [{} for _ in settings]
+        columns = (found[name].tolist() for name in ("setting", "value", "low", "high", "n", *by))
+        for setting, value, low, high, n, *seeds in zip(*columns, strict=True):
+            seed = int(seeds[0]) if len(seeds) == 1 else tuple(seeds)
+            rows[setting].setdefault(seed, []).append(Estimate.of((value, low, high), int(n)))
+        return [_cell(seeds) if seeds else None for seeds in rows]
+
+    def guessing(self, task: str, length: int | None) -> float:
+        """What guessing scores: chance, or the rate of the commonest answer where that is higher."""
+        return max(self._chances.get(task, 0.0), self._commonest.get((task, length), 0.0))
+
+    @cached_property
+    def _by_metric(self) -> dict[str, pd.DataFrame]:
+        return dict(tuple(self.figures.groupby("metric", sort=False)))
+
+    def _of_metrics(self, metrics: frozenset[str]) -> pd.DataFrame:
+        found = [self._by_metric[metric] for metric in metrics if metric in self._by_metric]
+        return found[0] if len(found) == 1 else self.figures[self.figures["metric"].isin(metrics)]
+
+    @cached_property
+    def _chances(self) -> dict[str, float]:
+        return dict(self.select(metric="exact_match").dropna(subset="chance").groupby("task")["chance"].last())
+
+    @cached_property
+    def _commonest(self) -> dict[tuple[str, float], float]:
+        return dict(self.select(metric="majority_rate", variant="").groupby(["task", "length"])["value"].last())
+
+
+def load(paths: Sequence[Path]) -> Inputs:
+    """Read run folders and result files: see `read_inputs`.
+
+    Raises:
+        UserError: as `read_inputs` does, or if there are results of several presets, whose figures are not to be mixed.
+    """
+    read = read_inputs(paths)
+    presets = sorted({(result.recipe or "").partition("/")[0] for result in read.results} & set(PRESETS))
+    if len(presets) > 1:
+        raise UserError(f"there are results of the presets {' and '.join(presets)}; report one at a time.")
+    preset = presets[0] if presets else None
+    figures = _typed(pd.concat([_rows(read.results, Result), _rows(read.measurements, Measurement)]))
+    curves = _typed(pd.concat([_rows(read.curves, CurvePoint), _rows(read.recall, RecallPoint)]))
+    longer = set(select(figures, recipe=f"{preset}/{LONGER}").groupby(["task", "position_embedding"]).groups)
+    figures, curves = (_variants(frame, preset, longer) for frame in (figures, curves))
+    figures.loc[(figures["metric"] == "perplexity") & (figures["text"] == ""), "text"] = "held_out"
+    figures = _whole_noise(figures[figures["main"] | (figures["analysis"] == "")])
+    figures = _typed(pd.concat([figures, *derive.derived(figures, curves, read.speeds)], ignore_index=True))
+    return Inputs(
+        figures,
+        curves,
+        preset,
+        read.speeds,
+        read.examples,
+        read.runs,
+        len(read.results),
+        read.remeasured,
+        {package: version for result in read.results for package, version in result.versions.items()},
+        max((result.created or "" for result in read.results)),
+    )
+
+
+def _rows(records: Sequence[BaseModel], kind: type[BaseModel]) -> pd.DataFrame:
+    rows = [record.model_dump(exclude={"versions", "created"}) for record in records]
+    return pd.DataFrame(rows, columns=[name for name in kind.model_fields if name not in ("versions", "created")])
+
+
+def _typed(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with each column that a figure may have, text empty and numbers NaN where there is none."""
+    missing = dict.fromkeys(name for name in (*_DERIVED, *_NUMBERS) if name not in frame)
+    frame = frame.assign(**missing).reset_index(drop=True)
+    texts = [name for name in frame if name not in _NUMBERS and name not in _OBJECTS]
+    return frame.assign(
+        **{name: pd.to_numeric(frame[name]).astype(float) for name in _NUMBERS},
+        **{name: frame[name].astype(object).fillna("").astype(str) for name in texts},
+    )
+
+
+def _variants(frame: pd.DataFrame, preset: str | None, longer: Collection[tuple[str, str]]) -> pd.DataFrame:
+    """Of a preset its own rows: in which variant of it, and whether they speak for their model.
+
+    Where models with some positions were trained longer on a task, those do, and the plain ones stand aside.
+    """
+    if preset is None:
+        return frame.assign(variant="", main=True)
+    recipe = frame["recipe"].str.partition("/")
+    frame = frame.assign(variant=recipe[2])[recipe[0] == preset]
+    speaking = [LONGER if one in longer else "" for one in zip(frame["task"], frame["position_embedding"], strict=True)]
+    return frame.assign(main=frame["variant"] == speaking)
+
+
+def _whole_noise(figures: pd.DataFrame) -> pd.DataFrame:
+    """The figures, those of several draws of noise as one: each is a proportion of a part of the prompts."""
+    drawn = figures["noise_seed"].notna()
+    keys = [*_ACCURACY, "model", "position_embedding", "task", "train_length", "length", "metric", "recipe", "seed"]
+    whole = []
+    for _, parts in figures[drawn].groupby(keys, sort=False, dropna=False):
+        n = parts["n"].sum()
+        hits = (parts["value"] * parts["n"]).round().sum()
+        low, high = wilson_interval(int(hits), int(n))
+        whole.append(parts.iloc[[0]].assign(n=n, value=hits / n, low=low, high=high))
+    return pd.concat([figures[~drawn], *whole])
+
+
+def _with_defaults(fields: Fields) -> Fields:
+    metric = fields.get("metric", "exact_match")
+    defaults = _DEFAULTS.get(metric, {})
+    main = {"main": True} if defaults is _ACCURACY and "variant" not in fields else {}
+    return {"metric": metric} | defaults | main | fields
+
+
+def cell_of(figures: pd.DataFrame) -> Cell:
+    """The figure that rows are of, which differ in seed alone."""
+    seeds: dict[int, list[Estimate]] = {}
+    for row in figures.itertuples():
+        one = Estimate.of((row.value, row.low, row.high), int(row.n), row.chance)
+        seeds.setdefault(int(row.seed), []).append(one)
+    return _cell(seeds)
+
+
+def _cell(seeds: Mapping[Any, Sequence[Estimate]]) -> Cell:
+    found = {seed: ones[0] if len(ones) == 1 else mean(ones) for seed, ones in seeds.items()}
+    return Cell({seed: found[seed] for seed in sorted(found) if found[seed] and found[seed].value is not None})

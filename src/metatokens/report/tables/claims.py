@@ -1,0 +1,102 @@
+"""How a claim and its comparisons read: verdict, counts, median, and every comparison in a table."""
+
+import math
+from statistics import median
+
+from metatokens.report.compare import Comparison
+from metatokens.report.intervals import Difference
+from metatokens.report.tables.table import Table
+from metatokens.report.text import MINUS, NOT_YET, signed
+from metatokens.report.verdict import Judged
+
+MARKS = {"holds": "\u2713", "does not hold": "\u2717", "cannot be told at this scale": "?"}
+_UNITS = {"points": " points", "percent": "\u00a0%", "nats": " nats", "times": " times", "plain": ""}
+
+
+def so_far(judged: Judged) -> str:
+    """After a verdict: whether what is still to be run may turn it."""
+    if not judged.run:
+        return " (not run)"
+    is_settled = judged.claim.is_universal and judged.verdict == "does not hold"
+    return " (so far)" if 2 * len(judged.run) < len(judged.comparisons) and not is_settled else ""
+
+
+def counts(judged: Judged) -> str:
+    """`31 : 2 of 36`, for and against of the informative comparisons; an ellipsis where nothing was run."""
+    if not judged.run:
+        return NOT_YET
+    further = {"short": judged.count("short"), "not run": len(judged.comparisons) - len(judged.run)}
+    told = [f"{judged.count('for')} : {judged.count('against')} of {len(judged.informative)}"]
+    told += [f"{number} {what}" for what, number in further.items() if number]
+    if judged.claim.unit == "points" and not any(one.by_seed for one in judged.run):
+        told.append("one seed")
+    elif judged.claim.unit == "points" and (single := sum(not one.by_seed for one in judged.informative)):
+        told.append(f"{single} of one seed")
+    return ", ".join(told)
+
+
+def middle(judged: Judged) -> str:
+    """The median difference, or the one that there is with its interval; empty where none is informative."""
+    gaps = [one.gap for one in judged.informative if one.gap]
+    if len(judged.comparisons) == 1:
+        return _interval(judged, gaps[0]) if gaps and not judged.decisive else ""
+    return _amount(judged, median(gap.value for gap in gaps)) if gaps else ""
+
+
+def tally(judged: Judged) -> str:
+    """All the figures in a line."""
+    spread = f"{'median ' if len(judged.comparisons) > 1 else ''}{found}" if (found := middle(judged)) else ""
+    told = counts(judged).replace(" : ", " for, ").replace(" of ", " against of ", 1)
+    return "; ".join(filter(None, [judged.decisive, told, spread]))
+
+
+def sentence(judged: Judged) -> str:
+    """The verdict, the claim and its figures."""
+    verdict = judged.verdict
+    return f"{MARKS[verdict]} {verdict.capitalize()}{so_far(judged)}: {judged.claim.text} ({tally(judged)})."
+
+
+def evidence(judged: Judged) -> Table:
+    """The comparisons behind a claim."""
+    claim = judged.claim
+    rows = tuple(
+        (
+            one.label,
+            one.figures,
+            _order(one.gap) if claim.section == "learning" else _interval(judged, one.gap),
+            " / ".join(_amount(judged, gap).split()[0] for gap in one.by_seed),
+            _says(judged, one),
+        )
+        for one in judged.comparisons
+    )
+    spread = "quartiles of the rounds" if claim.section == "speed" else "95 % interval"
+    header = ("comparison", "figures", f"difference ({spread})", "by seed", "says")
+    return Table(f"{claim.text}: {judged.verdict}", header, rows)
+
+
+def _says(judged: Judged, one: Comparison) -> str:
+    if one.gap is None:
+        return NOT_YET
+    return judged.says(one) if one.is_informative else "uninformative"
+
+
+def _order(gap: Difference | None) -> str:
+    """Of two sides' seeds, which learned first; 1, 0 or -1 is no amount."""
+    return NOT_YET if gap is None else {1.0: "all before", 0.0: "seeds overlap", -1.0: "all after"}[gap.value]
+
+
+def _amount(judged: Judged, value: float) -> str:
+    """A difference in the claim's unit."""
+    unit = judged.claim.unit
+    if unit in ("points", "percent"):
+        return signed(math.expm1(value) if unit == "percent" else value) + _UNITS[unit]
+    return f"{value:+.3g}{_UNITS[unit]}".replace("-", MINUS)
+
+
+def _interval(judged: Judged, gap: Difference | None) -> str:
+    """A difference and its interval in the claim's unit; an ellipsis where it was not run."""
+    if gap is None:
+        return NOT_YET
+    unit = _UNITS[judged.claim.unit]
+    value, low, high = (_amount(judged, end).removesuffix(unit) for end in gap)
+    return f"{value} ({low} to {high}){unit}"
