@@ -205,8 +205,8 @@ def plot(
 ) -> None:
     """Draw the losses of runs, and what was measured in between, against their steps."""
     from metatokens.files import write_whole
-    from metatokens.report.figures.style import png
     from metatokens.report.figures.curves import draw_curves, read_curves
+    from metatokens.report.figures.style import png
 
     picture = png(draw_curves(read_curves(runs)))
     try:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from metatokens.report.figures.style import PAGE, PHONE, png
 from metatokens.records import ShownExample
+from metatokens.report.figures.style import PAGE, PHONE, png
 from metatokens.report.tables.table import Table
 
 

@@ -1,17 +1,22 @@
 """One comparison: a figure less another, or less a bound, of the same seeds in the same setting."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from metatokens.report.frame import Cell, Fields, Inputs
 from metatokens.report.intervals import Difference, Estimate, newcombe, order, student, student_pooled
-from metatokens.report.text import name, percent, tokens
+from metatokens.report.text import learned_at, name, percent, tokens
 
 HAIR = 0.02  # of a proportion: as close to guessing, or to 1, as this, a figure tells nothing apart
 FEWEST = 3  # informative comparisons that a verdict asks for, and seeds on each side of an order
-GUESSING = "guessing"  # the bound of what needs no model
+LONGEST = 4096  # tokens, of the bins
+LEARNED_END = 1024  # the longest bin that a learned table reaches
+TEXTS = {"held_out": "held-out text", "book": "a book"}
 
 _ACCURACIES = ("exact_match", "training_gain")
 
@@ -39,52 +44,83 @@ class Comparison:
         return -1 if self.gap.high < margin and all(gap < margin for gap in self.by_seed) else 0
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The settings in which something was measured, in the order in which it was."""
-
-    columns: tuple[str, ...]
-    where: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Versus:
+class Versus(BaseModel):
     """What is compared: the first less the second, in each of some settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     a: Fields | float
     """The fields that select the first figure in a setting, or a bound."""
-    b: Fields | float | str
-    """Those of the second, a bound, or GUESSING."""
-    over: Sequence[Fields] | Measured
-    label: Callable[[Fields], str]
+    b: Fields | float | Literal["guessing"]
+    """Those of the second, a bound, or what needs no model."""
+    over: dict[str, Any]
+    """The settings, as claims.yaml writes them."""
+    label: str = "{place}"
     is_match: bool = False
     """Whether the claim is that nothing is lost, of which two figures at 1 tell something."""
     room: Fields | None = None
     """The fields of the figures that must leave room for a difference, where they are not those compared."""
     device: str = ""
     """Where the bound was measured, which tells nothing of another."""
+    scale: int = 1
+    """By what the lengths are divided."""
 
+    @field_validator("a", "b", mode="before")
+    @classmethod
+    def _name_is_of_model(cls, side: Any) -> Any:
+        return {"model": side} if isinstance(side, str) and side != "guessing" else side
 
-def place(where: Fields) -> str:
-    """Where a comparison of accuracies stands: `List recall, rope, 512 → 1,024`."""
-    ends = f"{tokens(where['train_length'])} \u2192 {tokens(where['length'])}"
-    return f"{name(where['task'])}, {where['position_embedding']}, {ends}"
+    @property
+    def metric(self) -> str:
+        """The metric that is compared."""
+        fields = self.a if isinstance(self.a, dict) else self.b if isinstance(self.b, dict) else {}
+        return str(fields.get("metric", "exact_match"))
 
 
 def compare(inputs: Inputs, versus: Versus) -> tuple[Comparison, ...]:
     """The comparison in each setting; one that was not run where nothing says what the settings are."""
-    settings = versus.over
-    if isinstance(settings, Measured):
-        measured = versus.a if isinstance(versus.a, Mapping) else versus.b
-        found = inputs.select(**{**measured, **settings.where})[list(settings.columns)].drop_duplicates()
-        settings = [
-            {key: int(value) if isinstance(value, float) else value for key, value in row.items()}
-            for row in found.to_dict("records")
-        ]
-        if not settings:
-            return (Comparison(versus.label({})),)
-    how = _HOW.get(_metric(versus), _proportions)
-    return tuple(how(inputs, versus, settings))
+    settings = list(_settings(inputs, versus))
+    if not settings:
+        return (Comparison("not measured"),)
+    return tuple(_HOW.get(versus.metric, _proportions)(inputs, versus, settings))
+
+
+def _settings(inputs: Inputs, versus: Versus) -> Iterator[Fields]:
+    over = dict(versus.over)
+    if measured := over.pop("measured", None):
+        fields = versus.a if isinstance(versus.a, dict) else versus.b
+        assert isinstance(fields, dict), "what is compared with a bound was measured"
+        found = inputs.select(**{**fields, **over})[measured].drop_duplicates()
+        for row in found.to_dict("records"):
+            yield {key: int(value) if isinstance(value, float) else value for key, value in row.items()}
+        return
+    longest = over.pop("up_to", LONGEST)
+    for values in product(*over.values()):
+        where = dict(zip(over, values, strict=True))
+        if ratio := where.pop("ratio", None):
+            where["length"] = ratio * where["train_length"]
+            if where["length"] > longest or not reaches(where["position_embedding"], where["length"]):
+                continue
+        yield {key: value // versus.scale if key.endswith("length") else value for key, value in where.items()}
+
+
+def reaches(position: str, length: int) -> bool:
+    """Whether models with these positions can be run at a length."""
+    return position != "learned" or length <= LEARNED_END
+
+
+def _label(versus: Versus, where: Fields) -> str:
+    """What a setting is called: `List recall, rope, 512 → 1,024`."""
+    fields = {**(versus.a if isinstance(versus.a, dict) else {}), **where}
+    words = {key: tokens(value) if isinstance(value, int) else str(value) for key, value in fields.items()}
+    task = where.get("task", "")
+    ends = f"{words.get('train_length')} \u2192 {words.get('length')}"
+    place = f"{name(task)}, {words.get('position_embedding')}, {ends}"
+    setting = f"{words.get('position_embedding')}, {name(task).lower()}, {ends}"
+    words |= {"task": name(task), "text": TEXTS.get(where.get("text", ""), "")}
+    words |= {"intervention": words.get("intervention", "").replace(":", " "), "passed": f"{where.get('layer', 0) - 1}"}
+    words |= {"rate": f"{where.get('rate', 0):g}"}
+    return versus.label.format(place=place, setting=setting, **words)
 
 
 def difference(
@@ -112,17 +148,17 @@ def difference(
 
 def _proportions(inputs: Inputs, versus: Versus, settings: Sequence[Fields]) -> list[Comparison]:
     """By Newcombe's interval: accuracies, gains, shares, times, and means with an interval of their own."""
-    is_bound = not (isinstance(versus.a, Mapping) and isinstance(versus.b, Mapping))
-    metric, sides = _metric(versus), _sides(inputs, versus.a, versus.b, settings)
+    is_bound = not (isinstance(versus.a, dict) and isinstance(versus.b, dict))
+    metric, sides = versus.metric, _sides(inputs, versus.a, versus.b, settings)
     rooms = sides
-    if versus.room and isinstance(versus.a, Mapping) and isinstance(versus.b, Mapping):
+    if versus.room and isinstance(versus.a, dict) and isinstance(versus.b, dict):
         rooms = _sides(inputs, {**versus.a, **versus.room}, {**versus.b, **versus.room}, settings)
     found = []
     for where, a, b, room, other in zip(settings, *sides, *rooms, strict=True):
         guessing = None if is_bound or metric not in _ACCURACIES else inputs.guessing(where["task"], where["length"])
-        one = difference(versus.label(where), a, b)
+        one = difference(_label(versus, where), a, b)
         is_informative = difference("", room, other, guessing=guessing, is_match=versus.is_match).is_informative
-        if versus.device and isinstance(versus.b, Mapping):
+        if versus.device and isinstance(versus.b, dict):
             devices = inputs.values("device", **{**where, **versus.b})
             is_informative = any(versus.device in device for device in devices)
         found.append(replace(one, is_informative=is_informative, figures=_figures(metric, versus, a, b)))
@@ -138,11 +174,12 @@ def _distortions(inputs: Inputs, versus: Versus, settings: Sequence[Fields]) -> 
     sides = _sides(inputs, versus.a, versus.b, settings, by=("seed", "fit_seed"))
     for where, a, b in zip(settings, *sides, strict=True):
         gaps: dict[float, list[float]] = {}
-        for seed, fit in sorted(a.seeds.keys() & b.seeds.keys()) if a and b else ():
-            gap = (a.seeds[seed, fit].value or 0.0) - (b.seeds[seed, fit].value or 0.0)
-            gaps.setdefault(seed, []).append(gap)
+        if a and b:
+            for seed, fit in sorted(a.seeds.keys() & b.seeds.keys()):
+                gap = (a.seeds[seed, fit].value or 0.0) - (b.seeds[seed, fit].value or 0.0)
+                gaps.setdefault(seed, []).append(gap)
         means = tuple(map(fmean, gaps.values()))
-        label = versus.label(where)
+        label = _label(versus, where)
         if len(means) > 1:
             found.append(Comparison(label, student(means), means, figures=f"{len(means)} seeds"))
         else:
@@ -156,13 +193,13 @@ def _perplexities(inputs: Inputs, versus: Versus, settings: Sequence[Fields]) ->
     found = []
     for where, *cells in zip(settings, *_sides(inputs, versus.a, versus.b, settings), strict=True):
         a, b = map(_values, cells)
-        models = [{**where, "metric": _metric(versus), "model": model} for model in ("gpt2", "twin", "meta")]
+        models = [{**where, "metric": versus.metric, "model": model} for model in ("gpt2", "twin", "meta")]
         gap = student_pooled(a, b, map(_values, inputs.cells(models)))
         if gap is None and a and b:
             alone = fmean(a) - fmean(b)
-            found.append(Comparison(versus.label(where), Difference(alone, alone, alone), is_informative=False))
+            found.append(Comparison(_label(versus, where), Difference(alone, alone, alone), is_informative=False))
         else:
-            found.append(Comparison(versus.label(where), gap))
+            found.append(Comparison(_label(versus, where), gap))
     return found
 
 
@@ -172,8 +209,11 @@ def _orders(inputs: Inputs, versus: Versus, settings: Sequence[Fields]) -> list[
     for where, *cells in zip(settings, *_sides(inputs, versus.a, versus.b, settings), strict=True):
         a, b = map(_values, cells)
         is_told = len(a) >= FEWEST and len(b) >= FEWEST
-        gap = order(a, b)
-        found.append(Comparison(versus.label(where), gap, is_informative=is_told or gap is None))
+        figures = " v ".join(" / ".join(map(learned_at, side)) for side in (a, b))
+        if gap := order(a, b):
+            found.append(Comparison(_label(versus, where), gap, is_informative=is_told, figures=figures))
+        else:
+            found.append(Comparison(_label(versus, where)))
     return found
 
 
@@ -184,22 +224,17 @@ _HOW: Mapping[str, Callable[[Inputs, Versus, Sequence[Fields]], list[Comparison]
 }
 
 
-def _metric(versus: Versus) -> str:
-    fields = versus.a if isinstance(versus.a, Mapping) else versus.b
-    return fields.get("metric", "exact_match") if isinstance(fields, Mapping) else ""
-
-
 def _sides(
     inputs: Inputs, a: Fields | float | str, b: Fields | float | str, settings: Sequence[Fields], **by: Sequence[str]
 ) -> tuple[Sequence[Cell | None], Sequence[Cell | None]]:
     """The cells of either side; a bound is the figure of every seed that the other side has."""
-    if not isinstance(a, Mapping):
+    if not isinstance(a, dict):
         theirs, ours = _sides(inputs, b, a, settings, **by)
         return ours, theirs
     ours = inputs.cells([{**where, **a} for where in settings], **by)
-    if isinstance(b, Mapping):
+    if isinstance(b, dict):
         return ours, inputs.cells([{**where, **b} for where in settings], **by)
-    bounds = [inputs.guessing(where["task"], where["length"]) if b == GUESSING else float(b) for where in settings]
+    bounds = [inputs.guessing(where["task"], where["length"]) if b == "guessing" else float(b) for where in settings]
     return ours, [
         Cell(dict.fromkeys(cell.seeds, Estimate(bound, bound, bound))) if cell else None
         for cell, bound in zip(ours, bounds, strict=True)
@@ -215,9 +250,9 @@ def _figures(metric: str, versus: Versus, a: Cell | None, b: Cell | None) -> str
     if not a or not b or not seeds:
         return ""
     ours, theirs = ((one and one.value) or 0.0 for one in (a.of(seeds).pooled(), b.of(seeds).pooled()))
-    if metric == "slowdown" and not isinstance(versus.a, Mapping):
+    if metric == "slowdown" and not isinstance(versus.a, dict):
         return f"{theirs:.3f} v {ours:.3f}"
     if metric not in _ACCURACIES:
         return ""
-    both = [percent(ours), percent(theirs)] if isinstance(versus.b, Mapping) else [percent(ours)]
+    both = [percent(ours), percent(theirs)] if isinstance(versus.b, dict) else [percent(ours)]
     return " v ".join(both) + (f" (seed {seeds[0]})" if len(seeds) == 1 else "")

@@ -29,7 +29,7 @@ def derived(figures: pd.DataFrame, curves: pd.DataFrame, speeds: Sequence[Timing
 
 
 def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
-    """The rows whose columns have the given values: one, any of a list, those a condition holds of, or None: no number.
+    """The rows whose columns have the given values: one, any of a list, or None for no number.
 
     Raises:
         KeyError: if there is no such column.
@@ -38,8 +38,6 @@ def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
         values = frame[column]
         if wanted is None:
             frame = frame[values.isna()]
-        elif callable(wanted):
-            frame = frame[wanted(values)]
         else:
             frame = frame[values.isin(wanted) if isinstance(wanted, list) else values == wanted]
     return frame
@@ -95,7 +93,7 @@ def distortion_curves(figures: pd.DataFrame) -> dict[tuple[int, int], Curve]:
         for metric in ("rate", "distortion")
     )
     points = pd.DataFrame({"rate": rates, "distortion": distortions}).dropna().reset_index()
-    curves = {}
+    curves: dict[tuple[int, int], Curve] = {}
     for (seed, fit), own in points.groupby(["seed", "fit_seed"]):
         start = entropies.get(seed, own["distortion"].max())
         curves[int(seed), int(fit)] = sorted([(0.0, start), *zip(own["rate"], own["distortion"], strict=True)])

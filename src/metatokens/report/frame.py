@@ -4,6 +4,7 @@ Columns are the fields of the records. Text that does not apply is empty, a numb
 that does not exist is a `KeyError`, so that a misspelt field never reads as "not run".
 """
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,28 +12,41 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
-from pydantic import BaseModel
 
 from metatokens.errors import UserError
 from metatokens.evaluation.intervals import wilson_interval
-from metatokens.records import Measurement, Result, RunInfo, ShownExample, Timing
+from metatokens.records import (
+    AnyRecord,
+    CurvePoint,
+    Measurement,
+    Record,
+    Result,
+    RunInfo,
+    ShownExample,
+    Timing,
+    lines_file,
+    read_lines,
+    read_record,
+    read_text,
+)
 from metatokens.report import derive
 from metatokens.report.derive import select
-from metatokens.report.inputs import CurvePoint, RecallPoint, read_inputs
 from metatokens.report.intervals import Estimate, mean
 
 PRESETS = ("small", "gpu", "paper")  # whose figures are set beside the paper's
 LONGER = "longer"  # the variant of runs that were trained longer than the plain ones
 MODELS = ("gpt2", "pause", "twin", "meta")  # each differs in one thing from the one before it
+LENGTHS = (128, 256, 512, 1024, 2048, 4096)  # tokens, of the bins
 TASKS = ("list_recall", "segment_counting", "parity", "copying")
 
-Fields = Mapping[str, Any]  # column to value; None for a number that does not apply
+Fields = dict[str, Any]  # column to value; None for a number that does not apply
 
 _NUMBERS = (
-    "train_length", "length", "noise_seed", "layer", "head", "distance", "position", "beta", "fit_seed", "rate", "batch",
-    "seed", "value", "low", "high", "n", "chance", "step", "loss", "text_tokens", "exact_match",
+    "train_length", "length", "noise_seed", "layer", "head", "distance", "position", "beta", "fit_seed", "rate",
+    "batch", "seed", "value", "low", "high", "n", "chance", "step", "loss", "text_tokens", "exact_match",
 )  # fmt: skip
 _DERIVED = ("benchmark", "against", "shape", "device")  # text that only derived figures have
+_OUTCOMES = ("value", "low", "high", "n", "chance", "quantiles")  # the other columns say what was measured
 _OBJECTS = ("premise", "boosted", "quantiles", "variant", "main")
 _ACCURACY = {"condition": "paper", "train_condition": "paper", "intervention": ""}
 _DEFAULTS: Mapping[str, Fields] = {
@@ -55,6 +69,12 @@ class Cell(NamedTuple):
         them together cannot be told from the lines, and independent ones would have a narrower interval.
         """
         return mean(self.seeds.values())
+
+    @property
+    def value(self) -> float | None:
+        """The mean of the seeds' values; None of no seed."""
+        pooled = self.pooled()
+        return pooled.value if pooled else None
 
     @property
     def n(self) -> int:
@@ -83,11 +103,6 @@ def one_seed(cells: Iterable[Cell | None]) -> str:
     found = {tuple(cell.seeds) for cell in cells if cell and cell.seeds}
     [seeds] = found if len(found) == 1 else [()]
     return f" (seed {seeds[0]})" if len(seeds) == 1 else ""
-
-
-def positive(numbers: pd.Series) -> pd.Series:
-    """Those above 0, as a condition of `select`."""
-    return numbers > 0
 
 
 @dataclass
@@ -148,10 +163,10 @@ class Inputs:
         wanted = wanted.astype({name: figures[name].dtype for name in wanted})
         found = wanted.reset_index(names="setting").merge(figures, on=list(wanted))
         rows: list[dict[Any, list[Estimate]]] = [{} for _ in settings]
-        columns = (found[name].tolist() for name in ("setting", "value", "low", "high", "n", *by))
-        for setting, value, low, high, n, *seeds in zip(*columns, strict=True):
+        columns = (found[name].tolist() for name in ("setting", "value", "low", "high", "n", "chance", *by))
+        for setting, value, low, high, n, chance, *seeds in zip(*columns, strict=True):
             seed = int(seeds[0]) if len(seeds) == 1 else tuple(seeds)
-            rows[setting].setdefault(seed, []).append(Estimate.of((value, low, high), int(n)))
+            rows[setting].setdefault(seed, []).append(Estimate.of((value, low, high), int(n), chance))
         return [_cell(seeds) if seeds else None for seeds in rows]
 
     def guessing(self, task: str, length: int | None) -> float:
@@ -171,45 +186,76 @@ class Inputs:
         return dict(self.select(metric="exact_match").dropna(subset="chance").groupby("task")["chance"].last())
 
     @cached_property
-    def _commonest(self) -> dict[tuple[str, float], float]:
+    def _commonest(self) -> dict[tuple[str, float | None], float]:
         return dict(self.select(metric="majority_rate", variant="").groupby(["task", "length"])["value"].last())
 
 
 def load(paths: Sequence[Path]) -> Inputs:
-    """Read run folders and result files: see `read_inputs`.
+    """Read run folders and result files; of a figure that was measured again, the later record counts.
+
+    Args:
+        paths: folders that hold `results.jsonl` and may hold `analysis.jsonl`, `curves.jsonl`, `examples.jsonl` and
+            `run.json`, or files of result lines, or of lines that `metatokens benchmark` wrote. Files of lines may
+            be compressed (`results.jsonl.gz`).
 
     Raises:
-        UserError: as `read_inputs` does, or if there are results of several presets, whose figures are not to be mixed.
+        UserError: if a path is missing or unreadable, a line or file is malformed, if there is no result at all, or
+            there are results of several presets, whose figures are not to be mixed.
     """
-    read = read_inputs(paths)
-    presets = sorted({(result.recipe or "").partition("/")[0] for result in read.results} & set(PRESETS))
+    results, measurements, points, speeds, examples, runs = [], [], [], [], [], []
+    for path in paths:
+        file = lines_file(path, "results") if path.is_dir() else path
+        if path != file and not file.is_file():
+            raise UserError(f"the folder {path} holds no results.jsonl; give a run folder or a file of result lines.")
+        if _is_of_benchmark(file):
+            speeds += read_lines(file, Timing)
+            continue
+        results += read_lines(file, Result)
+        if path.is_dir():
+            measurements += _read(lines_file(path, "analysis"), Measurement)
+            points += _read(lines_file(path, "curves"), CurvePoint)
+            examples += _read(lines_file(path, "examples"), ShownExample)
+            runs += [read_record(path / "run.json", RunInfo)] if (path / "run.json").exists() else []
+    if not results:
+        raise UserError(f"there is no result in {', '.join(map(str, paths)) or 'an empty list of files'}.")
+    presets = sorted({(result.recipe or "").partition("/")[0] for result in results} & set(PRESETS))
     if len(presets) > 1:
         raise UserError(f"there are results of the presets {' and '.join(presets)}; report one at a time.")
     preset = presets[0] if presets else None
-    figures = _typed(pd.concat([_rows(read.results, Result), _rows(read.measurements, Measurement)]))
-    curves = _typed(pd.concat([_rows(read.curves, CurvePoint), _rows(read.recall, RecallPoint)]))
+    found, curves = (
+        _typed(pd.concat([_rows(results, Result), _rows(measurements, Measurement)])),
+        _typed(_rows(points, CurvePoint)),
+    )
+    figures = found.drop_duplicates([name for name in found if name not in _OUTCOMES], keep="last")
+    remeasured = len(found) - len(figures)
     longer = set(select(figures, recipe=f"{preset}/{LONGER}").groupby(["task", "position_embedding"]).groups)
     figures, curves = (_variants(frame, preset, longer) for frame in (figures, curves))
     figures.loc[(figures["metric"] == "perplexity") & (figures["text"] == ""), "text"] = "held_out"
     figures = _whole_noise(figures[figures["main"] | (figures["analysis"] == "")])
-    figures = _typed(pd.concat([figures, *derive.derived(figures, curves, read.speeds)], ignore_index=True))
-    return Inputs(
-        figures,
-        curves,
-        preset,
-        read.speeds,
-        read.examples,
-        read.runs,
-        len(read.results),
-        read.remeasured,
-        {package: version for result in read.results for package, version in result.versions.items()},
-        max((result.created or "" for result in read.results)),
-    )
+    figures = _typed(pd.concat([figures, *derive.derived(figures, curves, speeds)]))
+    versions = {package: version for result in results for package, version in result.versions.items()}
+    created = max(result.created or "" for result in results)
+    count = len(results) - remeasured
+    return Inputs(figures, curves, preset, speeds, examples, runs, count, remeasured, versions, created)
 
 
-def _rows(records: Sequence[BaseModel], kind: type[BaseModel]) -> pd.DataFrame:
-    rows = [record.model_dump(exclude={"versions", "created"}) for record in records]
-    return pd.DataFrame(rows, columns=[name for name in kind.model_fields if name not in ("versions", "created")])
+def _is_of_benchmark(file: Path) -> bool:
+    """Whether a file's first line is one of `metatokens benchmark`; what cannot be read is left to who reads it."""
+    try:
+        return "benchmark" in json.loads(read_text(file).partition("\n")[0])
+    except (ValueError, TypeError, RecursionError):  # UserError is a ValueError
+        return False
+
+
+def _read(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:
+    return read_lines(path, kind) if path.exists() else []
+
+
+def _rows(records: Sequence[Record], kind: type[Record]) -> pd.DataFrame:
+    names = [
+        name for name, field in kind.model_fields.items() if name not in ("versions", "created") and not field.exclude
+    ]
+    return pd.DataFrame([record.model_dump(include={*names}) for record in records], columns=names)
 
 
 def _typed(frame: pd.DataFrame) -> pd.DataFrame:
@@ -256,15 +302,6 @@ def _with_defaults(fields: Fields) -> Fields:
     return {"metric": metric} | defaults | main | fields
 
 
-def cell_of(figures: pd.DataFrame) -> Cell:
-    """The figure that rows are of, which differ in seed alone."""
-    seeds: dict[int, list[Estimate]] = {}
-    for row in figures.itertuples():
-        one = Estimate.of((row.value, row.low, row.high), int(row.n), row.chance)
-        seeds.setdefault(int(row.seed), []).append(one)
-    return _cell(seeds)
-
-
 def _cell(seeds: Mapping[Any, Sequence[Estimate]]) -> Cell:
-    found = {seed: ones[0] if len(ones) == 1 else mean(ones) for seed, ones in seeds.items()}
-    return Cell({seed: found[seed] for seed in sorted(found) if found[seed] and found[seed].value is not None})
+    means = ((seed, mean(seeds[seed])) for seed in sorted(seeds))
+    return Cell({seed: one for seed, one in means if one})

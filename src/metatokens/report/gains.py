@@ -4,12 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import pandas as pd
-
 from metatokens.report.compare import Comparison, difference
-from metatokens.report.derive import select
-from metatokens.report.frame import Cell
-from metatokens.report.labels import measured_conditions, model_of, pivot, variant_of
+from metatokens.report.frame import Cell, Inputs
+from metatokens.report.labels import measured_conditions, model_of, rows, variant_of
 
 SUBJECT = "meta"
 CONTROL = "twin"  # a second attention of equal size, over all positions
@@ -26,8 +23,8 @@ class Gain:
     """By model, the figures that have an interval."""
     not_run: Sequence[str]
     """Models that cannot be run at this length."""
-    commonest: float | None
-    """What always giving the commonest answer scores, where it was measured."""
+    guessing: float
+    """What guessing scores: chance, or always giving the commonest answer."""
 
     def pairs(self) -> list[tuple[str, str, Comparison]]:
         """Which models are compared: `meta` with the better baseline and the control; else the two best."""
@@ -46,8 +43,8 @@ class Gain:
         pairs = self.pairs()
         if not pairs:
             return f"only {', '.join(self.cells)} was measured" if self.cells else "nothing was measured"
-        if (floor := self.above_guessing()) and not floor[2]:
-            return f"no model is above {floor[0]}"
+        if not self.above_guessing():
+            return "no model is above guessing"
         first, second, _ = pairs[0]
         match [one.side(0.0) for _, _, one in pairs]:
             case [1, 1, 1]:
@@ -67,78 +64,47 @@ class Gain:
             case _:
                 return f"{first} gains nothing measurable over {second}"
 
-    def above_guessing(self) -> tuple[str, float, list[str]] | None:
-        """What guessing scores, its name first, and the models whose whole interval lies above it."""
-        pooled = {model: one for model, cell in self.cells.items() if (one := cell.pooled())}
-        chance = max((one.chance for one in pooled.values() if one.chance is not None), default=None)
-        rates = [(chance, "chance"), (self.commonest, "the rate of the commonest answer")]
-        known = [(rate, called) for rate, called in rates if rate is not None]
-        if not known:
-            return None
-        rate, called = max(known)
-        return called, rate, [model for model, one in pooled.items() if one.low is not None and one.low > rate]
+    def above_guessing(self) -> list[str]:
+        """The models whose whole interval lies above guessing."""
+        pooled = {model: cell.pooled() for model, cell in self.cells.items()}
+        return [model for model, one in pooled.items() if one and one.low is not None and one.low > self.guessing]
 
     def _value(self, model: str) -> float:
         pooled = self.cells[model].pooled()
         return (pooled and pooled.value) or 0.0
 
 
-def gains(figures: pd.DataFrame, task: str) -> list[Gain]:
+def gains(inputs: Inputs, task: str) -> Iterator[Gain]:
     """The comparison at each of the key lengths, for each variant of the models."""
-    condition = measured_conditions(figures, task)[0]
-    cells = pivot(figures, "length", metric="exact_match", task=task, condition=condition)
-    commonest = commonest_answer(figures, task)
-    found = []
-    for length, place in key_lengths(figures, task).items():
-        families: dict[str, dict[str, Cell]] = defaultdict(dict)
-        for label, row in cells.items():
-            if length in row:
-                families[variant_of(label)][model_of(label)] = row[length]
-        for variant, family in families.items():
-            run = {model: cell.pooled() for model, cell in family.items()}
-            found.append(
-                Gain(
-                    place=f"{place}, {variant}" if variant else place,
-                    cells={model: family[model] for model, one in run.items() if one and one.low is not None},
-                    not_run=[model for model, one in run.items() if one is None],
-                    commonest=commonest.get(length),
-                )
+    named = rows(inputs, metric="exact_match", task=task, condition=measured_conditions(inputs, task)[0])
+    for length, place in key_lengths(inputs, task).items():
+        variants: dict[str, dict[str, Cell]] = defaultdict(dict)
+        cells = inputs.cells([{**fields, "length": length} for _, fields in named])
+        for (label, _), cell in zip(named, cells, strict=True):
+            if cell:
+                variants[variant_of(label)][model_of(label)] = cell
+        for variant, family in variants.items():
+            pooled = {model: cell.pooled() for model, cell in family.items()}
+            yield Gain(
+                place=f"{place}, {variant}" if variant else place,
+                cells={model: family[model] for model, one in pooled.items() if one and one.low is not None},
+                not_run=[model for model, one in pooled.items() if one is None],
+                guessing=inputs.guessing(task, length),
             )
-    return found
 
 
-def differences_of(figures: pd.DataFrame, task: str) -> Iterator[tuple[str, str, str, Comparison]]:
-    """Where, between which models, and the comparison: of every gain on a task."""
-    for gain in gains(figures, task):
-        for a, b, one in gain.pairs():
-            yield gain.place, a, b, one
-
-
-def commonest_answer(figures: pd.DataFrame, task: str) -> dict[int | None, float]:
-    """By length, the rate of the commonest answer among a task's test answers: what always giving it would score."""
-    found = pivot(figures, "length", metric="majority_rate", task=task)
-    rates = {length: cell.pooled() for row in found.values() for length, cell in row.items()}
-    return {length: one.value for length, one in rates.items() if one and one.value is not None}
-
-
-def key_lengths(figures: pd.DataFrame, task: str) -> dict[int | None, str]:
+def key_lengths(inputs: Inputs, task: str) -> dict[int | None, str]:
     """The lengths that tell most, with their names: the train length, the next one and the longest.
 
     Where models were trained at several lengths, the shortest that was measured stands for the train length.
     """
-    measured = select(figures, metric="exact_match", task=task)
-    lengths = sorted(set(measured["length"].dropna().astype(int)))
+    lengths = inputs.values("length", metric="exact_match", task=task)
+    trained = inputs.values("train_length", metric="exact_match", task=task)
     if not lengths:
         return {None: "all lengths"}
-    trained = train_lengths(measured)
-    if len(trained) != 1 or not trained <= set(lengths):
+    if len(trained) != 1 or trained[0] not in lengths:
         return {length: f"{length:,} tokens" for length in (*lengths[:2], lengths[-1])}
     [start] = trained
     longer = [length for length in lengths if length > start]
     names: dict[int | None, str] = {start: f"{start:,} tokens (train)"}
     return names | {length: f"{length:,} tokens ({length / start:g}\u00d7)" for length in (*longer[:1], *longer[-1:])}
-
-
-def train_lengths(figures: pd.DataFrame) -> set[int]:
-    """The lengths, in tokens, that the measured models were fine-tuned at."""
-    return set(figures["train_length"].dropna().astype(int))

@@ -3,133 +3,122 @@
 The words of its sections are in `sections.md`.
 """
 
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cache
-from importlib.resources import files
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain, product
 
 from matplotlib.figure import Figure
 
 from metatokens.report import run_page
-from metatokens.report.blocks import Block, Fold, Section, picture
+from metatokens.report.blocks import Block, Fold, Picture, Section, picture
 from metatokens.report.claims import claims
-from metatokens.report.decisive import beside_the_paper, text_gaps
-from metatokens.report.derive import TRAINED, recall_curves
+from metatokens.report.derive import TRAINED, recall_curves, select
 from metatokens.report.figures import inside as inside_figures
 from metatokens.report.figures import lines
-from metatokens.report.frame import LONGER, TASKS, Inputs, select
+from metatokens.report.frame import LONGER, MODELS, TASKS, Inputs
 from metatokens.report.learning import BUDGET, LEARNED_LOSS
 from metatokens.report.paper import paper_figure
 from metatokens.report.tables import accuracy, cost, inside
-from metatokens.report.tables.claims import evidence, sentence, so_far
+from metatokens.report.tables.claims import MARKS, evidence, headline, sentence, so_far
 from metatokens.report.tables.run import learning_steps
 from metatokens.report.tables.table import POSITIONS, Table
 from metatokens.report.text import duration, name, tokens
 from metatokens.report.verdict import Judged, judge
+from metatokens.report.words import sections as worded
 
 
 @dataclass(frozen=True)
 class Overview:
-    """The first screen: what the paper claims, what its controls say, and what came out."""
+    """The first screen: what came out, beside the paper; every claim, by the question that it answers."""
 
-    verdict: str
-    groups: dict[str, list[Judged]]
+    sentences: list[str]
+    picture: Picture
+    models: str
+    """What sets the models of the picture apart."""
+    counts: dict[str, dict[str, int]]
+    """Of the paper's claims: how many of each verdict, by why."""
+    questions: dict[str, list[Judged]]
     key: str
     caution: str
 
 
 def overview(inputs: Inputs) -> Overview:
     """Every claim with its verdict."""
-    groups = {title: [judge(inputs, one) for one in group] for title, group in claims(inputs.scale).items()}
-    papers, ours = groups.values()
-    counted = [
-        f"{sum(one.verdict == verdict for one in papers)} {text}"
-        for verdict, text in (
-            ("holds", "hold"), ("does not hold", "do not"), ("cannot be told at this scale", "cannot be told")
-        )
-    ]  # fmt: skip
-    unsettled = sum(bool(so_far(one)) for one in papers)
-    key = (
-        "For and against, of the comparisons that leave room for a difference (not both at guessing or below it, nor "
-        "both at 98\u00a0% or more): those whose 95\u00a0% interval, and every seed, lies above or below what is "
-        "claimed; short: shown to be no gain to speak of (5 points, 0.05 nats). A positive difference speaks for the "
-        "claim. One seed says nothing of the luck of training. The rule is in docs/paper_map.md, under Verdicts, "
-        "written before the run, and amended as it says."
+    questions = {text: [judge(inputs, one) for one in group] for text, group in claims(inputs.scale).items()}
+    judged = list(chain.from_iterable(questions.values()))
+    papers = [one for one in judged if one.claim.is_the_papers]
+    counts = {verdict: Counter(one.why for one in papers if one.verdict == verdict) for verdict in MARKS}
+    holds, fails, open_ = (number.total() for number in counts.values())
+    sentences = [
+        f"Of {len(papers)} claims of the paper {holds} hold at this scale, {fails} do not, and {open_} cannot be told.",
+        *map(headline, sorted((one for one in judged if one.claim.headline), key=lambda one: one.claim.headline)),
+    ]
+    ran = [one.gap is not None for own in judged for one in own.comparisons]
+    words = worded()["claims"].text
+    if any(map(so_far, judged)):
+        words += " (so far): more than half of the claim's comparisons are still to be run, and may turn the verdict."
+    missing = f" {ran.count(False):,} of {len(ran):,} comparisons have not been run, or cannot be."
+    alt = "List recall, segment counting, parity and copying by prompt length: ours in colour, the paper's in grey."
+    return Overview(
+        sentences,
+        picture("beside_the_paper", alt, partial(lines.beside_the_paper, inputs)),
+        worded()["controls"].text,
+        {verdict: dict(number) for verdict, number in counts.items() if number},
+        questions,
+        words,
+        _caution(inputs) + ("" if all(ran) else missing),
     )
-    if any(map(so_far, chain(papers, ours))):
-        key += " (so far): more than half of the claim's comparisons are still to be run, and may turn the verdict."
-    verdict = f"Of {len(papers)} claims of the paper, {counted[0]} at this scale, {counted[1]}, {counted[2]}"
-    verdict += f"; of {unsettled} of them less than half has been run" if unsettled else ""
-    verdict += ". The controls: " + "; ".join(
-        f"{one.claim.text.rpartition(': ')[2]}: {one.verdict.removesuffix(' at this scale')}{so_far(one)}"
-        for one in ours
-        if one.claim.section == "controls"
-    )
-    ran = [one.gap is not None for judged in chain(papers, ours) for one in judged.comparisons]
-    missing = (
-        f" {ran.count(False):,} of {len(ran):,} comparisons have not been run, or cannot be." if not all(ran) else ""
-    )
-    return Overview(f"{verdict}.", groups, key, _caution(inputs) + missing)
 
 
-def sections(inputs: Inputs, groups: dict[str, list[Judged]]) -> list[Section]:
+def sections(inputs: Inputs, judged: Sequence[Judged]) -> list[Section]:
     """A section for each group of the paper's tables and figures, and for each control; at the end the cost.
 
     In each: what came out, then what it rests on; the comparisons of its claims are folded in at the end.
     """
-    judged = list(chain.from_iterable(groups.values()))
     found = []
-    for anchor, title, intro in _words(inputs):
+    for anchor, blocks in _BLOCKS.items():
+        title, intro, _ = worded()[anchor].of(**_values(inputs))
         own = [one for one in judged if one.claim.section == anchor]
         folded = [Fold("Every comparison behind these verdicts", list(map(evidence, own)))] if own else []
-        blocks = [block for block in _BLOCKS[anchor](inputs) if block]
-        found.append(Section(anchor, title, intro, [*map(sentence, own), *blocks, *folded]))
+        found.append(
+            Section(anchor, title, intro, [*map(sentence, own), *(block for block in blocks(inputs) if block), *folded])
+        )
     return [*found, run_page.majority(inputs), run_page.examples(inputs), _cost(inputs)]
 
 
-def _words(inputs: Inputs) -> Iterator[tuple[str, str, str]]:
-    """The anchor, the title and the first paragraph of each section."""
+def _values(inputs: Inputs) -> dict[str, object]:
+    """What the words of the sections leave open."""
     figures = {number: paper_figure(number) for number in (1, 2, 3)}
-    neo = "GPT-Neo here is transformers' model at this size from random weights, on the same text."
-    values = {
+    published = "the published model of 125 million parameters, fine-tuned"
+    from_scratch = "transformers' model at this size from random weights, on the same text"
+    longer = inputs.values("task", metric="exact_match", task="list_recall", variant=LONGER)
+    return {
         "figure_1": figures[1].statement,
         "figure_1_note": figures[1].notes[0],
         "figure_2": figures[2].statement,
         "figure_3_note": figures[3].notes[0],
-        "gpt_neo": "GPT-Neo is the published model of 125 million parameters, fine-tuned."
-        if inputs.preset == "paper"
-        else neo,
-        "longer": accuracy.longer(inputs),
+        "gpt_neo": f"GPT-Neo is {published if inputs.preset == 'paper' else from_scratch}.",
+        "longer": worded()["longer"].text if longer else "",
         "shortest": TRAINED[0],
         "learned_loss": LEARNED_LOSS,
         "budget": BUDGET,
         "quarter": "At a quarter of the lengths in the paper." if inputs.scale > 1 else "",
         "block": tokens(1024 // inputs.scale),
-        "unlearned_yarn": accuracy.unlearned_yarn(inputs),
-        "text_read": accuracy.text_read(inputs),
     }
-    for section in _prose().split("## ")[1:]:
-        head, _, body = section.partition("\n")
-        anchor, title = head.split(" | ")
-        yield anchor, title, re.sub("[ \n]+", " ", body.format_map(values)).strip()
-
-
-@cache
-def _prose() -> str:
-    return files("metatokens.report").joinpath("sections.md").read_text(encoding="utf-8")
 
 
 def _lengths(inputs: Inputs) -> Iterator[Block]:
-    yield picture("lengths", f"Accuracy by length. {beside_the_paper(inputs, ())}", lambda w: lines.lengths(inputs, w))
+    alt = "Accuracy by length: ours in colour, the paper's in grey."
+    yield picture("lengths", alt, partial(lines.lengths, inputs))
     yield accuracy.unlearned(inputs)
     for task in TASKS:
         yield accuracy.lengths(inputs, task)
     for task, (metric, unit) in product(
         TASKS, {"exact_match": "answers", "token_accuracy": "tokens of answers"}.items()
     ):
-        tables = [accuracy.all_lengths(inputs, task, variant=variant, metric=metric) for variant in ("", LONGER)]
+        tables = [accuracy.every_model(inputs, task, variant=variant, metric=metric) for variant in ("", LONGER)]
         yield Fold(f"{name(task)}: every model, {unit}", [tables[0], *_filled(tables[1])])
 
 
@@ -144,25 +133,24 @@ def _training(inputs: Inputs) -> Iterator[Block]:
             yield picture(
                 f"training_{position}",
                 f"Loss by step, {title}.",
-                lambda width, curves=curves, styles=styles: lines.fine_tuning(curves, styles, width),
+                partial(lines.fine_tuning, curves, styles),
             )
-            table = learning_steps(curves)
-            yield replace(table, title=f"{table.title}, {title}")
+            yield learning_steps(curves, f", {title}")
 
 
 def _markers(inputs: Inputs) -> Iterator[Block]:
     yield accuracy.markers(inputs)
     for task, condition in product(TASKS, ("none", "decoy")):
-        if table := _filled(accuracy.all_lengths(inputs, task, condition)):
+        if table := _filled(accuracy.every_model(inputs, task, condition)):
             yield Fold(f"{name(task)} in condition {condition}", table)
     for condition in ("none", "paper", "decoy"):
-        if table := _filled(accuracy.all_lengths(inputs, "list_recall", condition, variant="unmarked")):
+        if table := _filled(accuracy.every_model(inputs, "list_recall", condition, variant="unmarked")):
             yield Fold(f"List recall of models trained without markers, tested in condition {condition}", table)
 
 
 def _learning(inputs: Inputs) -> Iterator[Block]:
     if recall_curves(inputs.curves):
-        yield picture("learning", "List recall by text tokens seen.", lambda width: lines.learning(inputs, width))
+        yield picture("learning", "List recall by text tokens seen.", partial(lines.learning, inputs))
     yield cost.learning(inputs)
 
 
@@ -173,7 +161,6 @@ def _yarn(inputs: Inputs) -> Iterator[Block]:
 
 
 def _ablations(inputs: Inputs) -> Iterator[Block]:
-    yield accuracy.whose_loss(inputs)
     yield accuracy.ablations_by_length(inputs, "list_recall", TRAINED[-1])
     yield accuracy.zeroed_positions(inputs)
     for task in TASKS:
@@ -212,23 +199,25 @@ def _caching(inputs: Inputs) -> Iterator[Block]:
 
 def _rate_distortion(inputs: Inputs) -> Iterator[Block]:
     yield from _drawn(inputs, "rate_distortion", "Distortion by rate.", "rate")
-    if gaps := text_gaps(inputs):
-        yield (
-            "Every model answers at the last meta-token, gpt2 too, which saw none in pretraining: that the distortion "
-            f"is lower there than at the text before tells where the answer is read. By how much it is lower {gaps}."
-        )
     yield inside.rate_distortion(inputs)
 
 
-def _placement(inputs: Inputs) -> Iterator[Block]:
-    yield accuracy.seed_spread(inputs)
-    yield accuracy.placement(inputs)
+def _perplexity(inputs: Inputs) -> Iterator[Block]:
+    variants = sorted(set(inputs.select(metric="perplexity")["variant"]))
+    rows = [
+        (
+            ", ".join(filter(None, [model, POSITIONS[position], variant])),
+            {"variant": variant, "model": model, "position_embedding": position},
+        )
+        for variant, model, position in product(variants, (*MODELS, "gpt-neo"), POSITIONS)
+    ]
+    yield cost.perplexity(inputs, rows)
 
 
 def _random_positions(inputs: Inputs) -> Iterator[Block]:
     if inputs.values("model", metric="exact_match", variant="random-positions"):
         alt = "Accuracy by length with random positions."
-        yield picture("random_positions", alt, lambda width: lines.random_positions(inputs, width))
+        yield picture("random_positions", alt, partial(lines.random_positions, inputs))
     for task in TASKS:
         yield accuracy.random_positions(inputs, task)
 
@@ -237,7 +226,7 @@ def _drawn(inputs: Inputs, file: str, alt: str, metric: str) -> Iterator[Block]:
     """A figure of what is inside meta, where it was measured."""
     draw: Callable[[Inputs, float], Figure] = getattr(inside_figures, file)
     if len(inputs.select(metric=metric, model="meta")):
-        yield picture(file, alt, lambda width: draw(inputs, width))
+        yield picture(file, alt, partial(draw, inputs))
 
 
 def _filled(table: Table) -> list[Table]:
@@ -257,8 +246,8 @@ _BLOCKS: dict[str, Callable[[Inputs], Iterator[Block]]] = {
     "caching": _caching,
     "rate-distortion": _rate_distortion,
     "speed": lambda inputs: iter([cost.speed(inputs)]),
-    "perplexity": lambda inputs: iter([cost.perplexity(inputs)]),
-    "placement": _placement,
+    "perplexity": _perplexity,
+    "placement": lambda inputs: iter([accuracy.placement(inputs)]),
     "random-positions": _random_positions,
 }
 
@@ -271,16 +260,12 @@ def _cost(inputs: Inputs) -> Section:
             times.setdefault(_what(stage.name), []).append(stage.cost)
     rows = tuple((what, f"{len(each)}", duration(sum(each))) for what, each in times.items())
     seconds = list(chain.from_iterable(times.values()))
-    title = "What the run cost"
+    words = worded()["cost"].of(spent=_spent(inputs))
     if not seconds:
-        return Section("cost", title, "There is no run.json beside the results: times are unknown.")
+        return Section("cost", words.title, "There is no run.json beside the results: times are unknown.")
     total = ("in all", f"{len(seconds)}", duration(sum(seconds)))
     table = Table("One core each", ("what", "runs", "core time"), rows, (total,))
-    intro = (
-        f"{_spent(inputs)} Of a stage that was cut off and begun again, the last try is counted; of one that was "
-        "carried out again, since its weights had not been kept, the first."
-    )
-    return Section("cost", title, intro, [table])
+    return Section("cost", words.title, words.text, [table])
 
 
 def _what(stage: str) -> str:

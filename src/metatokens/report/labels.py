@@ -5,8 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from metatokens.report.derive import select
-from metatokens.report.frame import MODELS, TASKS, Cell, cell_of
+from metatokens.report.frame import MODELS, TASKS, Fields, Inputs
 
 SEPARATOR = " · "
 _CONDITIONS = ("paper", "none", "decoy")
@@ -19,8 +18,8 @@ _VARIANTS = {
     "intervention": "{}",
     "recipe": "{}",
 }
-_NOT_THE_RECIPE = ["model", "position_embedding", "task", "condition", "train_condition", "train_length", "length"]
-_NOT_THE_RECIPE += ["intervention", "noise_seed", "text", "metric", "seed"]
+_CELL = ["model", "position_embedding", "task", "condition", "train_condition", "train_length", "length"]
+_CELL += ["intervention", "noise_seed", "text", "metric", "seed"]
 
 
 def labelled(frame: pd.DataFrame) -> pd.DataFrame:
@@ -55,31 +54,28 @@ def tasks_in_order(tasks: Iterable[str]) -> list[str]:
     return sorted(set(tasks), key=lambda task: _position(task, TASKS))
 
 
-def measured_tasks(figures: pd.DataFrame) -> list[str]:
-    """The tasks of which there is an accuracy."""
-    return tasks_in_order(select(figures, metric="exact_match")["task"])
-
-
-def measured_conditions(figures: pd.DataFrame, task: str) -> list[str]:
-    """The marker conditions in which a task was measured, the one that models are trained on first."""
-    found = set(select(figures, metric="exact_match", task=task)["condition"])
-    return sorted(found, key=lambda condition: _position(condition, _CONDITIONS))
-
-
-def pivot(figures: pd.DataFrame, column: str, **where: Any) -> dict[str, dict[Any, Cell]]:
-    """One figure for each label and each value of `column`, both in order.
+def rows(inputs: Inputs, **where: Any) -> list[tuple[str, Fields]]:
+    """The label and the fields of each model and variant that was measured.
 
     Args:
-        figures: with labels.
-        column: the field that makes the columns, such as `length`.
-        **where: values that other fields must have.
+        inputs: whose figures have labels.
+        **where: values that other fields must have, which are of the fields of each row too.
     """
-    found = dict(tuple(select(figures, **where).groupby(["label", column], dropna=False)))
-    table: dict[str, dict[Any, Cell]] = {}
-    for label, value in sorted(found, key=lambda key: (_models_in_order(key[0]), key[1] != key[1], key[1])):
-        whole = None if value != value else int(value) if isinstance(value, float) else value
-        table.setdefault(label, {})[whole] = cell_of(found[label, value])
-    return table
+    columns = ["model", *_VARIANTS]
+    found = inputs.select(**where)[["label", *columns]].drop_duplicates().to_dict("records")
+    found.sort(key=lambda row: _models_in_order(row["label"]))
+    return [(row.pop("label"), {**row, **where}) for row in found]
+
+
+def measured_tasks(inputs: Inputs) -> list[str]:
+    """The tasks of which there is an accuracy."""
+    return tasks_in_order(inputs.select(metric="exact_match")["task"])
+
+
+def measured_conditions(inputs: Inputs, task: str) -> list[str]:
+    """The marker conditions in which a task was measured, the one that models are trained on first."""
+    found = set(inputs.select(metric="exact_match", task=task)["condition"])
+    return sorted(found, key=lambda condition: _position(condition, _CONDITIONS))
 
 
 def _sets_apart(column: str, measured: pd.DataFrame) -> bool:
@@ -88,7 +84,7 @@ def _sets_apart(column: str, measured: pd.DataFrame) -> bool:
     if column == "recipe":  # Recipes differ from stage to stage: named only where two of them fill one cell.
         if "metric" not in measured:
             return False
-        return bool((measured.groupby(_NOT_THE_RECIPE, dropna=False)["recipe"].nunique() > 1).any())
+        return bool((measured.groupby(_CELL, dropna=False)["recipe"].nunique() > 1).any())
     return len(set(measured[column].dropna()) - {""}) > 1
 
 

@@ -1,6 +1,5 @@
 """From training curves to the step at which a task was learned."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import pandas as pd
@@ -23,6 +22,8 @@ class Learning:
     """The first logged step from which the loss stays under the threshold, if there is one."""
     steps: int
     """Steps trained."""
+    place: int
+    """Of the label, among all of them."""
     budget: float | None = None
     """Steps trained, divided by those that the slowest learner of the task needed; None where no model learned it."""
 
@@ -36,17 +37,17 @@ def fine_tuning_losses(curves: pd.DataFrame) -> pd.DataFrame:
 def learning(curves: pd.DataFrame) -> list[Learning]:
     """Every fine-tuning run in the curves, by task and model."""
     points = fine_tuning_losses(curves)
+    order = {label: place for place, label in enumerate(labels_in_order(points))}
     runs = []
     for (task, length, label, seed), own in points.groupby(["task", "train_length", "label", "seed"], dropna=False):
         train_length = None if length != length else int(length)
-        runs.append(Learning(label, task, train_length, int(seed), _learned(own), int(own["step"].max())))
-    order = {label: place for place, label in enumerate(labels_in_order(points))}
+        steps = int(own["step"].max())
+        runs.append(Learning(label, task, train_length, int(seed), _learned(own), steps, order[label]))
     tasks = tasks_in_order(run.task for run in runs)
-    runs.sort(key=lambda run: (tasks.index(run.task), run.train_length or 0, order[run.label], run.seed))
-    slowest: Mapping[tuple[str, int | None], int] = {
-        key: max(run.learned or 0 for run in runs if (run.task, run.train_length) == key)
-        for key in {(run.task, run.train_length) for run in runs}
-    }
+    runs.sort(key=lambda run: (tasks.index(run.task), run.train_length or 0, run.place, run.seed))
+    slowest: dict[tuple[str, int | None], int] = {}
+    for run in runs:
+        slowest[run.task, run.train_length] = max(slowest.get((run.task, run.train_length), 0), run.learned or 0)
     needed = [slowest[run.task, run.train_length] for run in runs]
     return [replace(run, budget=run.steps / most if most else None) for run, most in zip(runs, needed, strict=True)]
 

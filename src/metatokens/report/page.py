@@ -4,6 +4,8 @@ import base64
 import html
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from metatokens.report.figures.style import palette, swatch
 from metatokens.report.frame import Inputs, load
 from metatokens.report.labels import labelled, labels_in_order
 from metatokens.report.provenance import provenance
-from metatokens.report.tables.claims import MARKS, counts, middle, so_far
+from metatokens.report.tables.claims import MARKS, PLURALS, SIDES, counts, quote, so_far, tally
 from metatokens.report.text import name
 
 SIGNATURE = "metatokens report"  # stands in both files, so that no other file is ever overwritten
@@ -47,7 +49,8 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
     for file in files:
         if file.is_file() and SIGNATURE.encode() not in file.read_bytes():
             raise UserError(f"{file} is not a report; choose another folder for --out, or remove it.")
-    pictures = [block for section in content["sections"] for block in section.blocks if isinstance(block, Picture)]
+    pictures = [content["overview"].picture] if content["overview"] else []
+    pictures += [block for section in content["sections"] for block in section.blocks if isinstance(block, Picture)]
     files |= {out / "figures" / f"{picture.file}.png": picture.page for picture in pictures}
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
@@ -68,13 +71,17 @@ def _content(inputs: Inputs) -> dict[str, Any]:
         "headline": None,
         "overview": None,
         "marks": MARKS,
+        "plurals": PLURALS,
+        "sides": SIDES,
         "swatches": {},
     }
     if inputs.preset is not None:
         first = grid_page.overview(inputs)
-        shown = [*grid_page.sections(inputs, first.groups), *provenance(inputs)]
-        return content | {"overview": first, "verdict": first.verdict, "sections": shown}
-    labels = [label for frame in (inputs.figures, inputs.curves) for label in labels_in_order(labelled(frame))]
+        judged = list(chain.from_iterable(first.questions.values()))
+        shown = [*grid_page.sections(inputs, judged), *provenance(inputs)]
+        return content | {"overview": first, "verdict": first.sentences[0], "sections": shown}
+    inputs = replace(inputs, figures=labelled(inputs.figures))
+    labels = [*labels_in_order(inputs.figures), *labels_in_order(labelled(inputs.curves))]
     styles = palette(labels)
     headline = run_page.headline(inputs)
     return content | {
@@ -105,8 +112,18 @@ def _environment(**options: Any) -> Environment:
     )
     environment.tests["kind"] = lambda block, kind: type(block).__name__ == kind
     environment.filters |= {"data_uri": _data_uri, "markup": Markup, "name": name}
-    environment.filters |= {"so_far": so_far, "counts": counts, "middle": middle}
+    environment.filters |= {
+        "so_far": so_far,
+        "counts": counts,
+        "quote": quote,
+        "tally": tally,
+        "verdict_class": _verdict_class,
+    }
     return environment
+
+
+def _verdict_class(verdict: str) -> str:
+    return verdict.removesuffix(" at this scale").replace(" ", "-")
 
 
 def _data_uri(png: bytes) -> str:

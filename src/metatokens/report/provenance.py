@@ -1,8 +1,8 @@
 """What was run where: the sections that let a reader judge a run, or repeat it."""
 
+from metatokens.records import RunInfo
 from metatokens.report.blocks import Block, Fold, Section
 from metatokens.report.frame import Inputs
-from metatokens.records import RunInfo
 from metatokens.report.tables.cost import models, settings, stages
 from metatokens.report.text import duration
 

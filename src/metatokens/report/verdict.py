@@ -1,37 +1,17 @@
 """When a claim holds: the rule that docs/paper_map.md wrote down before the run, under "Verdicts", and nothing else."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from metatokens.report.compare import FEWEST, Comparison, Versus, compare
+from metatokens.report.claims import Claim
+from metatokens.report.compare import FEWEST, Comparison, compare
 from metatokens.report.frame import Inputs
 
 Verdict = Literal["holds", "does not hold", "cannot be told at this scale"]
 
-SMALL = 0.05  # of a proportion: a gain below this is none to speak of, and a loss below this is a match
+CANNOT_BE_TOLD: Verdict = "cannot be told at this scale"
 BY_LUCK = 1 / 20  # of the informative comparisons, those against a claim that holds nevertheless
-
-
-@dataclass(frozen=True)
-class Claim:
-    """Something said to be so: each of some differences lies above a margin."""
-
-    text: str
-    source: str
-    section: str
-    """The anchor of the section that shows it."""
-    versus: tuple[Versus, ...]
-    margin: float = 0.0
-    """Above which each difference is said to lie; negative for a claim that nothing is lost."""
-    negligible: float = SMALL
-    """A difference shown to be below this is none to speak of."""
-    is_universal: bool = False
-    """Whether one exception refutes it."""
-    unit: Literal["points", "percent", "nats", "times", "plain"] = "points"
-    decisive: Callable[[Inputs, tuple[Comparison, ...]], str] = lambda inputs, comparisons: ""
-    """What stands first among the figures."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +20,6 @@ class Judged:
 
     claim: Claim
     comparisons: tuple[Comparison, ...]
-    decisive: str
 
     @cached_property
     def run(self) -> list[Comparison]:
@@ -67,21 +46,28 @@ class Judged:
         """What the comparisons say of the claim."""
         informative, for_it, against = len(self.informative), self.count("for"), self.count("against")
         short = against + self.count("short")
-        if self.claim.is_universal and short:
+        if self.claim.universal and short:
             return "does not hold"
         if informative < min(FEWEST, len(self.comparisons)) or informative == 0:
-            return "cannot be told at this scale"
-        if self.claim.is_universal:
+            return CANNOT_BE_TOLD
+        if self.claim.universal:
             is_complete = for_it == informative and len(self.run) == len(self.comparisons)
-            return "holds" if is_complete else "cannot be told at this scale"
+            return "holds" if is_complete else CANNOT_BE_TOLD
         if 2 * for_it >= informative and against <= BY_LUCK * informative:
             return "holds"
         if against > for_it or 2 * short > informative:
             return "does not hold"
-        return "cannot be told at this scale"
+        return CANNOT_BE_TOLD
+
+    @property
+    def why(self) -> str:
+        """Why it cannot be told, where it cannot."""
+        if self.verdict != CANNOT_BE_TOLD:
+            return ""
+        few = len(self.informative) < min(FEWEST, len(self.comparisons)) or not self.informative
+        return "too few comparisons leave room for a difference" if few else "the comparisons are divided, or open"
 
 
 def judge(inputs: Inputs, claim: Claim) -> Judged:
     """The claim with its comparisons."""
-    found = tuple(one for versus in claim.versus for one in compare(inputs, versus))
-    return Judged(claim, found, claim.decisive(inputs, found))
+    return Judged(claim, tuple(one for versus in claim.versus for one in compare(inputs, versus)))

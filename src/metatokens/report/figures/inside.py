@@ -1,6 +1,5 @@
 """Figures of what is inside the models of a grid: sharpness, caching, rate and distortion."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
-from metatokens.report.claims import LENGTHS, POSITIONS, RANDOM
 from metatokens.report.derive import TRAINED, recall_curves
 from metatokens.report.figures.style import (
     GREY,
+    INK,
     PAGE,
     RULE,
     SHADE,
@@ -26,13 +26,11 @@ from metatokens.report.figures.style import (
     palette,
     small_multiples,
 )
-from metatokens.report.frame import MODELS, TASKS, Fields, Inputs
-from metatokens.report.gains import commonest_answer, train_lengths
-from metatokens.report.labels import labelled, measured_conditions, measured_tasks, pivot, tasks_in_order
+from metatokens.report.frame import LENGTHS, MODELS, TASKS, Fields, Inputs
+from metatokens.report.labels import labelled, measured_conditions, measured_tasks, rows, tasks_in_order
 from metatokens.report.learning import LEARNED_LOSS, fine_tuning_losses
 from metatokens.report.paper import paper_table
-from metatokens.report.tables.accuracy import LENGTH_TABLES
-from metatokens.report.tables.run import columns
+from metatokens.report.tables.accuracy import LENGTH_TABLES, RANDOM
 from metatokens.report.tables.table import POSITIONS as NAMES
 from metatokens.report.text import compact, name, tokens
 
@@ -49,26 +47,26 @@ _ASIDE = 4.0  # points
 Panel = Callable[[Axes], None]
 
 
-def accuracy(figures: pd.DataFrame, styles: Mapping[str, Style], width: float = PAGE) -> Figure:
+def accuracy(inputs: Inputs, styles: Mapping[str, Style], width: float = PAGE) -> Figure:
     """Accuracy by prompt length, a panel for each task, in the condition that the models were trained on.
 
     Args:
-        figures: with labels.
+        inputs: whose figures have labels.
         styles: a style for each label, from `palette`.
         width: `PAGE` or `PHONE`.
     """
     panels = {
-        name(task): _accuracy_panel(figures, styles, task, measured_conditions(figures, task)[0])
-        for task in measured_tasks(figures)
+        name(task): _accuracy_panel(inputs, styles, task, measured_conditions(inputs, task)[0])
+        for task in measured_tasks(inputs)
     }
     return small_multiples(panels, styles, width, across=2)
 
 
-def marker_conditions(figures: pd.DataFrame, styles: Mapping[str, Style], task: str, width: float = PAGE) -> Figure:
+def marker_conditions(inputs: Inputs, styles: Mapping[str, Style], task: str, width: float = PAGE) -> Figure:
     """One task's accuracy by prompt length, a panel for each marker condition."""
     panels = {
-        _CONDITIONS.get(condition, condition): _accuracy_panel(figures, styles, task, condition)
-        for condition in measured_conditions(figures, task)
+        _CONDITIONS.get(condition, condition): _accuracy_panel(inputs, styles, task, condition)
+        for condition in measured_conditions(inputs, task)
     }
     return small_multiples(panels, styles, width, across=3)
 
@@ -112,37 +110,42 @@ def fine_tuning(curves: pd.DataFrame, styles: Mapping[str, Style], width: float 
     )
 
 
+def beside_the_paper(inputs: Inputs, width: float = PAGE) -> Figure:
+    """The four tasks with rope, trained to the longest length: ours and the paper's curves."""
+    panels = {name(task): _length_panel(inputs, task, "rope", TRAINED[-1]) for task in TASKS}
+    return small_multiples(panels, STYLES, width, across=4)
+
+
 def lengths(inputs: Inputs, width: float = PAGE) -> Figure:
-    """Figure 1: accuracy by prompt length, a panel for each task, kind of positions and train length.
-
-    Beside ours stand the paper's models with the same positions; its GPT-Neo has no train length.
-    """
-
-    def panel(task: str, position: str, trained: int) -> Panel:
-        def draw(axes: Axes) -> None:
-            where = {"task": task, "position_embedding": position, "train_length": trained}
-            for model in STYLES:
-                _draw_accuracy(axes, inputs, model, where | {"model": model})
-            table = paper_table(LENGTH_TABLES[task])
-            for model, style in _PAPERS.items():
-                about = {"model": model, "position_embedding": position}
-                about |= {} if model == "gpt-neo" else {"train_length": trained}
-                values = [table.value(**about, length=length) for length in LENGTHS]
-                if any(value is not None for value in values):
-                    drawn = [math.nan if value is None else value for value in values]
-                    axes.plot(LENGTHS, drawn, label=f"paper's {model}", **line(style))
-            if inputs.values("task", metric="exact_match", task=task):
-                guesses = [100 * inputs.guessing(task, length) for length in LENGTHS]
-                axes.plot(LENGTHS, guesses, label="guessing", color="#22211f", linewidth=0.8, linestyle=(0, (1, 3)))
-            _length_axis(axes, trained)
-
-        return draw
-
+    """Figure 1: accuracy by prompt length, a panel for each task, kind of positions and train length."""
     panels = {
-        f"{name(task)}, {position}, {trained}": panel(task, position, trained)
-        for task, position, trained in product(TASKS, POSITIONS, TRAINED)
+        f"{name(task)}, {position}, {trained}": _length_panel(inputs, task, position, trained)
+        for task, position, trained in product(TASKS, ("rope", "learned"), TRAINED)
     }
     return small_multiples(panels, STYLES, width, across=3)
+
+
+def _length_panel(inputs: Inputs, task: str, position: str, trained: int) -> Panel:
+    """Ours, and the paper's models with the same positions; its GPT-Neo has no train length."""
+
+    def draw(axes: Axes) -> None:
+        where = {"task": task, "position_embedding": position, "train_length": trained}
+        for model in STYLES:
+            _draw_accuracy(axes, inputs, model, where | {"model": model})
+        table = paper_table(LENGTH_TABLES[task])
+        for model, style in _PAPERS.items():
+            about: Fields = {"model": model, "position_embedding": position}
+            about |= {} if model == "gpt-neo" else {"train_length": trained}
+            values = [table.value(**about, length=length) for length in LENGTHS]
+            if any(value is not None for value in values):
+                drawn = [math.nan if value is None else value for value in values]
+                axes.plot(LENGTHS, drawn, label=f"paper's {model}", **line(style))
+        if inputs.values("task", metric="exact_match", task=task):
+            guesses = [100 * inputs.guessing(task, length) for length in LENGTHS]
+            axes.plot(LENGTHS, guesses, label="guessing", color=INK, linewidth=0.8, linestyle=(0, (1, 3)))
+        _length_axis(axes, trained)
+
+    return draw
 
 
 def random_positions(inputs: Inputs, width: float = PAGE) -> Figure:
@@ -198,29 +201,25 @@ def learning(inputs: Inputs, width: float = PAGE) -> Figure:
     return small_multiples({f"List recall, {NAMES[its]}": panel(its) for its in positions}, STYLES, width, across=2)
 
 
-def _accuracy_panel(figures: pd.DataFrame, styles: Mapping[str, Style], task: str, condition: str) -> Panel:
-    cells = pivot(figures, "length", metric="exact_match", task=task, condition=condition)
-    ends = [length for length in columns(cells) if length is not None]
-    trained = train_lengths(figures)
+def _accuracy_panel(inputs: Inputs, styles: Mapping[str, Style], task: str, condition: str) -> Panel:
+    where = {"metric": "exact_match", "task": task, "condition": condition}
+    named = rows(inputs, **where)
+    ends = inputs.values("length", **where)
+    trained = inputs.values("train_length", metric="exact_match")
 
     def draw(axes: Axes) -> None:
-        for length in trained & set(ends):
+        for length in {*trained} & {*ends}:
             axes.axvline(length, color=SHADE, linewidth=16, zorder=0)
-        chance = {length: row[length].chance for row in cells.values() for length in ends if length in row}
-        if any(rate is not None for rate in chance.values()):
-            rates = in_percent(chance[length] for length in ends)
-            reach = [0.93 * ends[0], *ends, 1.07 * ends[-1]]
-            axes.fill_between(reach, [rates[0], *rates, rates[-1]], color=RULE, label="chance", zorder=0.5)
-        commonest = commonest_answer(figures, task)
-        if commonest:
-            rates = in_percent(commonest.get(length) for length in ends)
-            axes.plot(ends, rates, label="commonest answer", color=GREY, linestyle=":", linewidth=1.2)
-        for place, (label, row) in enumerate(cells.items()):
-            pooled = [(cell := row.get(length)) and cell.pooled() for length in ends]
+        guesses = in_percent(inputs.guessing(task, length) for length in ends)
+        reach = [0.93 * ends[0], *ends, 1.07 * ends[-1]]
+        axes.fill_between(reach, [guesses[0], *guesses, guesses[-1]], color=RULE, label="guessing", zorder=0.5)
+        for place, (label, fields) in enumerate(named):
+            cells = inputs.cells([{**fields, "length": length} for length in ends])
+            pooled = [cell and cell.pooled() for cell in cells]
             # Models often coincide, at 100 % above all: a few points to the side keep each marker in sight.
-            shift = _ASIDE * (place - (len(cells) - 1) / 2) / 72
+            shift = _ASIDE * (place - (len(named) - 1) / 2) / 72
             beside = axes.transData + ScaledTranslation(shift, 0, axes.figure.dpi_scale_trans)
-            middle, lows, highs = (in_percent(one and one[end] for one in pooled) for end in range(3))
+            middle, lows, highs = (in_percent(one[end] if one else None for one in pooled) for end in range(3))
             colour = styles[label].colour
             axes.plot(ends, middle, label=label, transform=beside, **line(styles[label]))
             axes.fill_between(ends, lows, highs, transform=beside, color=colour, alpha=0.13, linewidth=0)

@@ -16,6 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.markers import MarkerStyle
+from PIL import Image
 
 from metatokens.report.labels import model_of
 
@@ -84,10 +85,11 @@ def swatch(style: Style) -> dict[str, str]:
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG file; the same figure gives the same bytes."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=192, metadata={"Software": None})
-    return buffer.getvalue()
+    """The figure as a PNG file of 96 colours, a quarter of the size of all; the same figure gives the same bytes."""
+    drawn, packed = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=192)
+    Image.open(drawn).convert("RGB").quantize(96, dither=Image.Dither.NONE).save(packed, format="png", optimize=True)
+    return packed.getvalue()
 
 
 def small_multiples(

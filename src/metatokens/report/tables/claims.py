@@ -13,11 +13,15 @@ MARKS = {"holds": "\u2713", "does not hold": "\u2717", "cannot be told at this s
 _UNITS = {"points": " points", "percent": "\u00a0%", "nats": " nats", "times": " times", "plain": ""}
 
 
+PLURALS = {"holds": "hold", "does not hold": "do not hold", "cannot be told at this scale": "cannot be told"}
+SIDES = ("for", "short", "open", "against")
+
+
 def so_far(judged: Judged) -> str:
     """After a verdict: whether what is still to be run may turn it."""
     if not judged.run:
         return " (not run)"
-    is_settled = judged.claim.is_universal and judged.verdict == "does not hold"
+    is_settled = judged.claim.universal and judged.verdict == "does not hold"
     return " (so far)" if 2 * len(judged.run) < len(judged.comparisons) and not is_settled else ""
 
 
@@ -35,25 +39,38 @@ def counts(judged: Judged) -> str:
     return ", ".join(told)
 
 
-def middle(judged: Judged) -> str:
-    """The median difference, or the one that there is with its interval; empty where none is informative."""
-    gaps = [one.gap for one in judged.informative if one.gap]
-    if len(judged.comparisons) == 1:
-        return _interval(judged, gaps[0]) if gaps and not judged.decisive else ""
-    return _amount(judged, median(gap.value for gap in gaps)) if gaps else ""
+def quote(judged: Judged) -> str:
+    """The comparison that the claim names, or the only one: its figures, or how large it is; empty where not run."""
+    only = judged.comparisons[0].label if len(judged.comparisons) == 1 else judged.claim.quote
+    one = next((one for one in judged.run if one.label == only), None)
+    if one is None:
+        return ""
+    return f"{one.label[0].lower()}{one.label[1:]}: {one.figures or _interval(judged, one.gap)}"
 
 
 def tally(judged: Judged) -> str:
     """All the figures in a line."""
-    spread = f"{'median ' if len(judged.comparisons) > 1 else ''}{found}" if (found := middle(judged)) else ""
+    gaps = [one.gap.value for one in judged.informative if one.gap and len(judged.comparisons) > 1]
+    spread = f"median {_amount(judged, median(gaps))}" if gaps else ""
     told = counts(judged).replace(" : ", " for, ").replace(" of ", " against of ", 1)
-    return "; ".join(filter(None, [judged.decisive, told, spread]))
+    return "; ".join(filter(None, [quote(judged), told, spread]))
 
 
 def sentence(judged: Judged) -> str:
     """The verdict, the claim and its figures."""
     verdict = judged.verdict
     return f"{MARKS[verdict]} {verdict.capitalize()}{so_far(judged)}: {judged.claim.text} ({tally(judged)})."
+
+
+def headline(judged: Judged) -> str:
+    """The claim's verdict and counts as a sentence."""
+    said, verdict = judged.claim.text.rpartition(": ")[2], judged.verdict.removesuffix(" at this scale")
+    is_told = "Whether" if judged.why else "That"
+    counted = (
+        f"{judged.count('for')} of {len(judged.informative)} comparisons are for it, {judged.count('against')} against"
+    )
+    quoted = f" ({one})" if (one := quote(judged)) else ""
+    return f"{is_told} {said} {verdict}{so_far(judged)}: {counted}{quoted}."
 
 
 def evidence(judged: Judged) -> Table:

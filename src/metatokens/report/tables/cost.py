@@ -4,13 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from metatokens.report.decisive import TEXTS
-from metatokens.report.derive import recall_curves, slowdowns
-from metatokens.report.frame import MODELS, Cell, Inputs, one_seed
 from metatokens.records import ModelInfo, Stage
+from metatokens.report.compare import TEXTS
+from metatokens.report.derive import recall_curves, slowdowns
+from metatokens.report.frame import Cell, Fields, Inputs, one_seed
 from metatokens.report.paper import first_token_ratio, paper_table
 from metatokens.report.tables.table import POSITIONS, Row, Table, counts
 from metatokens.report.text import EN_DASH, NOT_RUN, compact, count, duration, learned_at
+from metatokens.report.words import table_words
 
 
 def learning(inputs: Inputs) -> Table:
@@ -25,32 +26,38 @@ def learning(inputs: Inputs) -> Table:
         seen = max(points["text_tokens"].iloc[-1] for points in own)
         ns = sorted({int(n) for points in own for n in points["n"].dropna()})
         rows.append((f"{model}, {POSITIONS[position]}", each, compact(seen), " / ".join(map(str, ns))))
-    header = ("model", "text tokens to 90 %, by seed", "text tokens in all", "n (prompts)")
-    return Table("List recall, trained to 128 tokens", header, tuple(rows))
+    words = table_words("learning").of()
+    header = (words.corner, "text tokens to 90 %, by seed", "text tokens in all", "n (prompts)")
+    return Table(words.title, header, tuple(rows))
 
 
-def perplexity(inputs: Inputs) -> Table:
-    """A row for each model and recipe, a column for each text and placement of meta-tokens."""
-    places = list(product(TEXTS, ("none", "uniform", "periodic")))
-    rows, measured = [], []
-    variants = sorted(set(inputs.select(metric="perplexity")["variant"]))
-    for variant, model, position in product(variants, (*MODELS, "gpt-neo"), POSITIONS):
-        about = {"metric": "perplexity", "variant": variant, "model": model, "position_embedding": position}
-        cells = inputs.cells([about | {"text": text, "condition": placement} for text, placement in places])
-        if any(cells):
-            label = ", ".join(filter(None, [model, POSITIONS[position], variant]))
-            measured.append(cells)
-            rows.append((label + one_seed(cells), *(_perplexity(cell) if cell else "" for cell in cells)))
-    columns = zip(*measured, strict=True) if measured else [()] * len(places)
-    header = [f"{TEXTS[text]}, {'alone' if place == 'none' else place}" for text, place in places]
-    return Table(
-        "Perplexity of text tokens",
-        ("model", *header),
-        tuple(rows),
-        (("n (text tokens)", *map(counts, columns)),),
-        note="Meta-tokens inserted or not, the same text tokens are scored. In brackets: 95\u00a0% intervals over the "
-        "blocks of text, of several seeds the lowest and the highest end; below them the seeds' own figures.",
+def perplexity(inputs: Inputs, rows: Sequence[tuple[str, Fields]]) -> Table:
+    """A column for each text and placement of meta-tokens that was measured.
+
+    Args:
+        inputs: what was read.
+        rows: the label and the fields of each.
+    """
+    places = [
+        {"metric": "perplexity", "text": text, "condition": placement}
+        for text, placement in product(TEXTS, ("none", "uniform", "periodic"))
+        if inputs.values("model", metric="perplexity", text=text, condition=placement)
+    ]
+    cells = [inputs.cells([{**fields, **place} for place in places]) for _, fields in rows]
+    lines = [
+        (label + one_seed(own), *(_perplexity(cell) if cell else "" for cell in own))
+        for (label, _), own in zip(rows, cells, strict=True)
+        if any(own)
+    ]
+    columns = list(zip(*cells, strict=True)) if cells else [()] * len(places)
+    unigrams = ((cell.chance for cell in column if cell and cell.chance) for column in columns)
+    footer = (
+        ("unigram", *(f"{one:,.1f}" if (one := next(found, None)) else NOT_RUN for found in unigrams)),
+        ("n (text tokens)", *map(counts, columns)),
     )
+    words = table_words("perplexity").of()
+    header = [f"{TEXTS[at['text']]}, {'alone' if at['condition'] == 'none' else at['condition']}" for at in places]
+    return Table(words.title, (words.corner, *header), tuple(lines), footer, words.text)
 
 
 def _perplexity(cell: Cell) -> str:
@@ -89,23 +96,16 @@ def speed(inputs: Inputs) -> Table:
             )
         )
     about = {f"{line.device}, {line.threads} threads, {line.dtype}, size \u201c{line.shape}\u201d" for line in shown}
-    header = (
-        "what", "model / compared with", "text tokens a second", "ms to the first token",
-        "times as long", "paper", "by operations", "n (rounds)",
-    )  # fmt: skip
     rates, waits = (
-        [f"{paper.value(metric=metric, model=model)}" for model in ("gpt2", "meta")]
+        " and ".join(f"{paper.value(metric=metric, model=model)}" for model in ("gpt2", "meta"))
         for metric in ("tokens_per_second", "first_token_ms")
     )
-    note = (
-        "Times as long: decoding per text token, the first token after as many positions, of which meta-tokens leave "
-        "fewer to the text; the median of the rounds' ratios, in brackets their quartiles. Tokens a second: of the "
-        "median time. "
-        "By operations: the ratio of what must be computed, in decoding of what must be read; times vary about it. "
-        f"The paper: {' and '.join(rates)} tokens a second, {' and '.join(waits)} ms to the first token, without and "
-        f"with meta-tokens, on an A100. Here: {'; '.join(sorted(about))}."
-    )
-    return Table("Inference with meta-tokens (Table 3)", header, tuple(rows), text_columns=2, note=note)
+    words = table_words("speed").of(rates=rates, waits=waits, here="; ".join(sorted(about)))
+    header = (
+        words.corner, "model / compared with", "text tokens a second", "ms to the first token",
+        "times as long", "paper", "by operations", "n (rounds)",
+    )  # fmt: skip
+    return Table(words.title, header, tuple(rows), text_columns=2, note=words.text)
 
 
 def models(infos: Mapping[str, ModelInfo]) -> Table:

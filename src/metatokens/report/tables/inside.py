@@ -1,16 +1,17 @@
 """Tables of what was measured inside the models: sharpness, caching, rate and distortion; a column for each model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from statistics import fmean
 
 from metatokens.records import QUANTILES
-from metatokens.report.decisive import CLOSE, FAR, INSIDE, inside
 from metatokens.report.derive import RATES
 from metatokens.report.frame import MODELS, Cell, Fields, Inputs
-from metatokens.report.tables.table import Table, span
-from metatokens.report.text import NOT_RUN, NOT_YET, count, nats, percent
+from metatokens.report.tables.table import Row, Table, span
+from metatokens.report.text import NOT_RUN, NOT_YET, count, name, nats, percent
+from metatokens.report.words import table_words
 
+DISTANCES = (1, 2, 3, 4, 8, 16, 32)  # tokens before a meta-token
 PLACES = {"meta": ("meta", ""), "no position": ("meta", "no_pos"), "text before it": ("text", "")}
 MODULES = {"attention": "", "second_attention": "second "}
 # Of each analysis, figures that every model has, of one value a prompt.
@@ -41,20 +42,13 @@ def sharpness(inputs: Inputs) -> Table:
         row(f"{label} {place}", metric, marker=marker)
     row("the answer's logit at the end", "output_answer_logit_change", marker="final")
     for module, which in MODULES.items():
-        rows_of = {"module": module, "layer": None, "form": percent}
+        rows_of: Fields = {"module": module, "layer": None, "form": percent}
         row(f"{which}attention, premise: rows with \u03b1 > exp(\u2212H), %", "premise_holds", **rows_of)
         for premise, boosted in product((True, False), repeat=2):
             label = f"premise {'held' if premise else 'missing'}, key {'boosted' if boosted else 'not'}"
             what = f"{which}attention, entropy fell; {label}, %"
             row(what, "entropy_fell", **rows_of, premise=premise, boosted=boosted)
-    note = (
-        f"{_counts(inputs, 'sharpness')} All keys of meta's second attention are meta-tokens, so that the premise always "
-        "holds there (the largest weight is never below exp(\u2212H)), and its log-odds change by nothing on average. "
-        "twin's is over all positions. Log-odds: the key's logit less the log-sum-exp of the others'. Key boosted: "
-        "with the embeddings the log-odds of the meta-token of the row's largest weight are higher."
-    )
-    title = "What the meta-tokens' embeddings change, nats; shares of rows, %"
-    return Table(title, ("change", *models), tuple(rows), note=note)
+    return _table("sharpness", models, rows, counts=_counts(inputs, "sharpness"))
 
 
 def premise(inputs: Inputs) -> Table:
@@ -70,8 +64,7 @@ def premise(inputs: Inputs) -> Table:
     for layer, head in heads:
         cells = inputs.cells([about | {"layer": layer, "head": head} for about in models.values()])
         rows.append((f"layer {layer}, head {head}", *(_figure(cell, percent) for cell in cells)))
-    title = "Rows with \u03b1 > exp(\u2212H) at the meta-token of the largest weight, %"
-    return Table(title, ("head", *models), tuple(rows), note=_counts(inputs, "sharpness"))
+    return _table("premise", models, rows, counts=_counts(inputs, "sharpness"))
 
 
 def output_changes(inputs: Inputs) -> Table:
@@ -89,8 +82,8 @@ def output_changes(inputs: Inputs) -> Table:
         for one in inputs.select(metric=metric, **about, marker=marker).sort_values("seed").itertuples():
             spread = (nats(value, 2) for value in one.quantiles)
             rows.append((f"{label.partition(chr(10))[0]}, {what} {place}, seed {one.seed:g}", *spread, count(one.n)))
-    header = ("model, change", *(f"{share:.0%}" for share in QUANTILES), "n (meta-tokens)")
-    return Table("Quantiles of the changes of output logits and entropy, nats", header, tuple(rows))
+    header = [*(f"{share:.0%}" for share in QUANTILES), "n (meta-tokens)"]
+    return _table("output-changes", header, rows)
 
 
 def caching(inputs: Inputs) -> Table:
@@ -98,7 +91,7 @@ def caching(inputs: Inputs) -> Table:
     models = _models(inputs, "residual")
     cosine = {"metric": "similarity_centred", "marker": "context"}
     rows = []
-    for distance, subject in product((*CLOSE, 8, FAR, 32), ("meta", "text")):
+    for distance, subject in product(DISTANCES, ("meta", "text")):
         settings = [
             {**about, **cosine, "subject": subject, "distance": distance, "layer": max(layers, default=0)}
             for about in models.values()
@@ -106,8 +99,7 @@ def caching(inputs: Inputs) -> Table:
         ]
         what = f"{distance} before, {'meta-token' if subject == 'meta' else 'text control'}"
         rows.append((what, *map(_figure, inputs.cells(settings))))
-    note = "Centred: the states less the mean of the prompt's text tokens. " + _counts(inputs, "residual")
-    return Table("Cosine with the tokens before, after the last block", ("distance", *models), tuple(rows), note=note)
+    return _table("caching", models, rows, counts=_counts(inputs, "residual"))
 
 
 def attention_of_final(inputs: Inputs) -> Table:
@@ -121,19 +113,12 @@ def attention_of_final(inputs: Inputs) -> Table:
             for metric in ("attention_weight", "attention_weight_if_uniform")
         )
         figures = [
-            _figure(weight, percent, absent="") + (f"\nevenly {percent(pooled.value)}" if weight else "")
+            f"{_figure(weight, percent)}\nevenly {percent(uniform.value)}" if weight and uniform else ""
             for weight, uniform in zip(weights, even, strict=True)
-            for pooled in [uniform.pooled() if uniform else None]
-            if not weight or pooled
         ]
         if any(figures):
             rows.append((f"{which}attention: {keys.replace('_', ' ')}", *figures))
-    title = "What the final meta-token attends to, % of its weight"
-    note = (
-        "Before and after meta: the text tokens beside an earlier meta-token. Near: the last 8 text tokens. First: the "
-        f"first token. Each key is of the first class that fits it. {_counts(inputs, 'residual')}"
-    )
-    return Table(title, ("keys", *models), tuple(rows), note=note)
+    return _table("attention-of-final", models, rows, counts=_counts(inputs, "residual"))
 
 
 def rate_distortion(inputs: Inputs) -> Table:
@@ -150,21 +135,20 @@ def rate_distortion(inputs: Inputs) -> Table:
             ns = " / ".join(map(count, inputs.values("n", metric="distortion", model=model, split=split)))
             place = "last meta-token" if what == "meta" else what
             rows.append((f"{where}: {model}, {place}", *(_of_fits(cell) for cell in cells if cell), ns))
-    header = ("scored, model, place", *(f"{rate:g} nats" for rate in RATES), "n (prompts)")
-    note = (
-        "The mean over seeds of the models, each the mean of its fits; below it the range over seeds and fits, and "
-        "each seed's mean. At rate 0 the distortion is the entropy of the answers: nothing is told of them"
-        f"{_entropies(inputs)}. A distortion above it is the head's misfit, and so is that part of a difference. No "
-        "position: at the meta-tokens, as in section 5.2."
-    )
-    return Table("Distortion (nats) at a rate", header, tuple(rows), note=note)
+    header = [*(f"{rate:g} nats" for rate in RATES), "n (prompts)"]
+    return _table("rate-distortion", header, rows, entropies=_entropies(inputs))
+
+
+def _table(key: str, header: Iterable[str], rows: Sequence[Row], **values: str) -> Table:
+    words = table_words(key).of(**values)
+    return Table(words.title, (words.corner, *header), tuple(rows), note=words.text)
 
 
 def _entropies(inputs: Inputs) -> str:
     """The entropy of the answers of either split."""
     names = {"held_out": "held out", "fit": "of the 50 fitted"}
     cells = inputs.cells([{"metric": "answer_entropy", "split": split} for split in names])
-    told = [f"{nats(one.value)} {text}" for text, cell in zip(names.values(), cells) if cell and (one := cell.pooled())]
+    told = [f"{nats(cell.value)} {text}" for text, cell in zip(names.values(), cells, strict=True) if cell]
     return f" ({', '.join(told)})" if told else ""
 
 
@@ -181,15 +165,14 @@ def _of_fits(cell: Cell) -> str:
 
 def _models(inputs: Inputs, analysis: str) -> Mapping[str, Fields]:
     """The models that an analysis was made of, with the fields that select them."""
-    columns = ["model", *INSIDE]
+    columns = ["model", "position_embedding", "task", "train_length", "length"]
     found = inputs.select(**_OF_EVERY[analysis])[columns].drop_duplicates().to_dict("records")
     found.sort(key=lambda one: (MODELS.index(one["model"]), one["position_embedding"]))
-    models = {}
-    for one in found:
-        about = one | {end: int(one[end]) for end in ("train_length", "length")}
-        position, _, rest = inside("", about).partition(", ")
-        models[f"{about['model']}, {position}\n{rest}"] = about
-    return models
+    return {
+        f"{one['model']}, {one['position_embedding']}\n{name(one['task']).lower()}, {one['train_length']:g} \u2192 "
+        f"{one['length']:g}": one
+        for one in found
+    }
 
 
 def _counts(inputs: Inputs, analysis: str) -> str:

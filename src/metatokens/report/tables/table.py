@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import Literal
 
 from metatokens.report.frame import Cell, Fields, Inputs, one_seed, shared
 from metatokens.report.intervals import Estimate, newcombe
 from metatokens.report.text import EN_DASH, NOT_RUN, NOT_YET, count, percent, points, tokens, with_interval
+from metatokens.report.words import table_words
 
 POSITIONS = {"rope": "rope", "learned": "learned", "none": "no positions"}
 MEASURE = ("guessing", "n (prompts a seed)")
@@ -33,55 +35,56 @@ class Table:
 
 def crosstab(
     inputs: Inputs,
-    title: str,
-    corner: str,
+    key: str,
     rows: Sequence[tuple[str, Fields]],
     columns: Mapping[str, Fields],
+    values: Mapping[str, object] | None = None,
     *,
     below: Sequence[Sequence[str]] = (),
     shared_by: int = 0,
     extra: Mapping[str, Callable[[int, Cells], str]] | None = None,
     is_measured_by_row: bool = False,
-    is_column_of_one_seed: bool = False,
-    note: str = "",
+    seed_is_said: Literal["by row", "by column", "nowhere"] = "by row",
 ) -> Table:
     """A table of accuracies: the fields of a cell are those of its row and of its column.
 
     Args:
         inputs: what was read.
-        title, corner, note: the words about it.
+        key: of its words in `words.md`, which `values` complete.
         rows: the label and the fields of each.
         columns: their headers and fields.
+        values: see `key`.
         below: what stands under each figure, such as the paper's.
         shared_by: how many rows each are shown by the seeds that all their cells have; 0 for all seeds of each cell.
         extra: headers of further columns, each with what it shows of the row of that number and its cells.
         is_measured_by_row: whether guessing and n are columns, of each row, and not rows below.
-        is_column_of_one_seed: whether columns, and not rows, say that they are of one seed.
+        seed_is_said: where it stands that all figures are of one seed.
     """
     settings = [[{**row, **column} for column in columns.values()] for _, row in rows]
     found = iter(inputs.cells(list(chain.from_iterable(settings))))
     cells: list[Cells] = [list(islice(found, len(columns))) for _ in rows]
     for start in range(0, len(rows), shared_by) if shared_by else ():
         block = iter(shared(list(chain.from_iterable(cells[start : start + shared_by]))))
-        for number in range(start, min(start + shared_by, len(rows))):
-            cells[number] = list(islice(block, len(columns)))
-    extra, lines = extra or {}, []
-    for number, ((label, _), own) in enumerate(zip(rows, cells, strict=True)):
-        under = below[number] if below else [""] * len(own)
-        line = [label + ("" if is_column_of_one_seed else one_seed(own)), *map(shown, own, under)]
-        line += [show(number, own) for show in extra.values()]
-        if is_measured_by_row:
-            line += measure(inputs, settings[number][0], own)
-        lines.append(tuple(line))
-    by_column = list(zip(*cells, strict=True)) if rows else [()] * len(columns)
-    headers = [text + (one_seed(own) if is_column_of_one_seed else "") for text, own in zip(columns, by_column)]
-    header = (corner, *headers, *extra, *(MEASURE if is_measured_by_row else ()))
+        cells[start : start + shared_by] = [list(islice(block, len(columns))) for _ in cells[start : start + shared_by]]
+    lines = []
+    for number, ((text, _), own) in enumerate(zip(rows, cells, strict=True)):
+        first, *under = text.split("\n")
+        first += one_seed(own) if seed_is_said == "by row" else ""
+        line = ["\n".join([first, *under]), *map(shown, own, below[number] if below else [""] * len(own))]
+        line += [show(number, own) for show in (extra or {}).values()]
+        lines.append((*line, *(measure(inputs, settings[number][0], own) if is_measured_by_row else ())))
+    by_column: list[Cells] = list(zip(*cells, strict=True)) if rows else [()] * len(columns)
+    seeds = [one_seed(own) if seed_is_said == "by column" else "" for own in by_column]
+    words = table_words(key).of(**values or {})
+    headers = [text + seed for text, seed in zip(columns, seeds, strict=True)]
+    header = (words.corner, *headers, *(extra or ()), *(MEASURE if is_measured_by_row else ()))
     footer: tuple[Row, ...] = ()
     if not is_measured_by_row:
-        first = settings[0] if rows else [{} for _ in columns]
-        measures = [measure(inputs, where, own) for where, own in zip(first, by_column, strict=True)]
+        first_row = settings[0] if rows else [{} for _ in columns]
+        measures = [measure(inputs, where, own) for where, own in zip(first_row, by_column, strict=True)]
         footer = tuple((text, *(one[place] for one in measures)) for place, text in enumerate(MEASURE))
-    return Table(title, header, tuple(lines), footer, note)
+    estimates = tuple(tuple(cell.pooled() if cell else None for cell in own) for own in cells)
+    return Table(words.title, header, tuple(lines), footer, words.text, estimates=estimates)
 
 
 def label(fields: Fields) -> str:
