@@ -1,6 +1,6 @@
 """One comparison: a figure less another, or less a bound, of the same seeds in the same setting."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import fmean
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from metatokens.report.frame import Cell, Fields, Inputs
+from metatokens.report.frame import Cell, Fields, Inputs, one_seed
 from metatokens.report.intervals import Difference, Estimate, newcombe, order, student, student_pooled
 from metatokens.report.text import learned_at, name, percent, tokens
 
@@ -18,14 +18,12 @@ LONGEST = 4096  # tokens, of the bins
 LEARNED_END = 1024  # the longest bin that a learned table reaches
 TEXTS = {"held_out": "held-out text", "book": "a book"}
 
-_ACCURACIES = ("exact_match", "training_gain")
-
 
 @dataclass(frozen=True)
 class Comparison:
     """The difference of two figures: what a claim says is that it lies above a margin."""
 
-    label: str
+    label: str = ""
     gap: Difference | None = None
     """None where a figure was not run, or cannot be."""
     by_seed: tuple[float, ...] = ()
@@ -77,12 +75,15 @@ class Versus(BaseModel):
         return str(fields.get("metric", "exact_match"))
 
 
-def compare(inputs: Inputs, versus: Versus) -> tuple[Comparison, ...]:
+def compare(inputs: Inputs, versus: Versus) -> list[Comparison]:
     """The comparison in each setting; one that was not run where nothing says what the settings are."""
     settings = list(_settings(inputs, versus))
     if not settings:
-        return (Comparison("not measured"),)
-    return tuple(_HOW.get(versus.metric, _proportions)(inputs, versus, settings))
+        return [Comparison("not measured")]
+    how = _HOW.get(versus.metric, _proportions)
+    ours, theirs = _sides(inputs, versus.a, versus.b, settings, _BY.get(versus.metric, ("seed",)))
+    found = (how(inputs, versus, where, a, b) for where, a, b in zip(settings, ours, theirs, strict=True))
+    return [replace(one, label=_label(versus, where)) for one, where in zip(found, settings, strict=True)]
 
 
 def _settings(inputs: Inputs, versus: Versus) -> Iterator[Fields]:
@@ -123,136 +124,112 @@ def _label(versus: Versus, where: Fields) -> str:
     return versus.label.format(place=place, setting=setting, **words)
 
 
-def difference(
-    label: str, a: Cell | None, b: Cell | None, *, guessing: float | None = None, is_match: bool = False
-) -> Comparison:
+def difference(a: Cell | None, b: Cell | None, guessing: float | None = None, *, is_match: bool = False) -> Comparison:
     """a - b by the seeds that both have, with Newcombe's interval.
 
     Args:
-        label: what is compared.
         a, b: the figures; None where one was not run.
         guessing: what guessing scores, of an accuracy; None where every figure leaves room for a difference.
         is_match: see `Versus`.
     """
-    seeds = sorted(a.seeds.keys() & b.seeds.keys()) if a and b else []
-    if not a or not b or not seeds:
-        return Comparison(label)
-    both = a.of(seeds).pooled(), b.of(seeds).pooled()
-    gaps = tuple((a.seeds[seed].value or 0.0) - (b.seeds[seed].value or 0.0) for seed in seeds)
+    a, b = _of_both(a, b)
+    if a is None or b is None:
+        return Comparison()
+    gaps = tuple(a[seed] - b[seed] for seed in a.seeds)
     is_low = is_high = False
     if guessing is not None:
-        is_low = all(one and one.low is not None and one.low <= guessing + HAIR for one in both)
-        is_high = not is_match and all(one and one.value is not None and one.value >= 1 - HAIR for one in both)
-    return Comparison(label, newcombe(*both), gaps if len(gaps) > 1 else (), not is_low and not is_high)
+        both = [one for one in (a.pooled(), b.pooled()) if one]
+        is_low = all(one.low is not None and one.low <= guessing + HAIR for one in both)
+        is_high = not is_match and all(one.value is not None and one.value >= 1 - HAIR for one in both)
+    by_seed = gaps if len(gaps) > 1 else ()
+    return Comparison("", newcombe(a.pooled(), b.pooled()), by_seed, not is_low and not is_high)
 
 
-def _proportions(inputs: Inputs, versus: Versus, settings: Sequence[Fields]) -> list[Comparison]:
+def _proportions(inputs: Inputs, versus: Versus, where: Fields, a: Cell | None, b: Cell | None) -> Comparison:
     """By Newcombe's interval: accuracies, gains, shares, times, and means with an interval of their own."""
-    is_bound = not (isinstance(versus.a, dict) and isinstance(versus.b, dict))
-    metric, sides = versus.metric, _sides(inputs, versus.a, versus.b, settings)
-    rooms = sides
-    if versus.room and isinstance(versus.a, dict) and isinstance(versus.b, dict):
-        rooms = _sides(inputs, {**versus.a, **versus.room}, {**versus.b, **versus.room}, settings)
-    found = []
-    for where, a, b, room, other in zip(settings, *sides, *rooms, strict=True):
-        guessing = None if is_bound or metric not in _ACCURACIES else inputs.guessing(where["task"], where["length"])
-        one = difference(_label(versus, where), a, b)
-        is_informative = difference("", room, other, guessing=guessing, is_match=versus.is_match).is_informative
-        if versus.device and isinstance(versus.b, dict):
-            devices = inputs.values("device", **{**where, **versus.b})
-            is_informative = any(versus.device in device for device in devices)
-        found.append(replace(one, is_informative=is_informative, figures=_figures(metric, versus, a, b)))
-    return found
+    one, is_accuracy, guessing = difference(a, b), versus.metric in ("exact_match", "training_gain"), None
+    rooms = [a, b]
+    if is_accuracy and isinstance(versus.a, dict) and isinstance(versus.b, dict):
+        guessing = inputs.guessing(where["task"], where["length"])
+        if versus.room:
+            rooms = inputs.cells([{**where, **side, **versus.room} for side in (versus.a, versus.b)])
+    is_informative = difference(rooms[0], rooms[1], guessing, is_match=versus.is_match).is_informative
+    if versus.device and isinstance(versus.b, dict):
+        is_informative = any(versus.device in one for one in inputs.values("device", **{**where, **versus.b}))
+    ours, theirs = _of_both(a, b)
+    figures = ""
+    if ours and theirs and is_accuracy:
+        figures = percent(ours.value) + (f" v {percent(theirs.value)}" if isinstance(versus.b, dict) else "")
+        figures += one_seed([ours])
+    elif ours and theirs and not isinstance(versus.a, dict) and versus.metric == "slowdown":
+        figures = f"{theirs.value:.3f} v {ours.value:.3f}"
+    return replace(one, is_informative=is_informative, figures=figures)
 
 
-def _distortions(inputs: Inputs, versus: Versus, settings: Sequence[Fields]) -> list[Comparison]:
+def _distortions(inputs: Inputs, versus: Versus, where: Fields, a: Cell | None, b: Cell | None) -> Comparison:
     """Student's over seeds of the models, each the mean of its fits; of a single seed over its fits.
 
     These say nothing of another training of the model.
     """
-    found = []
-    sides = _sides(inputs, versus.a, versus.b, settings, by=("seed", "fit_seed"))
-    for where, a, b in zip(settings, *sides, strict=True):
-        gaps: dict[float, list[float]] = {}
-        if a and b:
-            for seed, fit in sorted(a.seeds.keys() & b.seeds.keys()):
-                gap = (a.seeds[seed, fit].value or 0.0) - (b.seeds[seed, fit].value or 0.0)
-                gaps.setdefault(seed, []).append(gap)
-        means = tuple(map(fmean, gaps.values()))
-        label = _label(versus, where)
-        if len(means) > 1:
-            found.append(Comparison(label, student(means), means, figures=f"{len(means)} seeds"))
-        else:
-            fits = [gap for own in gaps.values() for gap in own]
-            found.append(Comparison(label, student(fits), figures=f"1 seed, {len(fits)} fits" if fits else ""))
-    return found
+    a, b = _of_both(a, b)
+    if a is None or b is None:
+        return Comparison()
+    gaps: dict[float, list[float]] = {}
+    for seed, fit in a.seeds:
+        gaps.setdefault(seed, []).append(a[seed, fit] - b[seed, fit])
+    means = tuple(map(fmean, gaps.values()))
+    if len(means) > 1:
+        return Comparison("", student(means), means, figures=f"{len(means)} seeds")
+    [fits] = gaps.values()
+    return Comparison("", student(fits), figures=f"1 seed, {len(fits)} fits")
 
 
-def _perplexities(inputs: Inputs, versus: Versus, settings: Sequence[Fields]) -> list[Comparison]:
+def _perplexities(inputs: Inputs, versus: Versus, where: Fields, a: Cell | None, b: Cell | None) -> Comparison:
     """Of the luck of training: Student's, with the spread between seeds of all models that have several."""
-    found = []
-    for where, *cells in zip(settings, *_sides(inputs, versus.a, versus.b, settings), strict=True):
-        a, b = map(_values, cells)
-        models = [{**where, "metric": versus.metric, "model": model} for model in ("gpt2", "twin", "meta")]
-        gap = student_pooled(a, b, map(_values, inputs.cells(models)))
-        if gap is None and a and b:
-            alone = fmean(a) - fmean(b)
-            found.append(Comparison(_label(versus, where), Difference(alone, alone, alone), is_informative=False))
-        else:
-            found.append(Comparison(_label(versus, where), gap))
-    return found
+    if not a or not b or not a.seeds or not b.seeds:
+        return Comparison()
+    models = inputs.cells([{**where, "metric": versus.metric, "model": model} for model in ("gpt2", "twin", "meta")])
+    gap = student_pooled(a.values(), b.values(), [one.values() for one in models if one])
+    alone = Difference(*[fmean(a.values()) - fmean(b.values())] * 3)
+    return Comparison("", gap or alone, is_informative=gap is not None)
 
 
-def _orders(inputs: Inputs, versus: Versus, settings: Sequence[Fields]) -> list[Comparison]:
+def _orders(inputs: Inputs, versus: Versus, where: Fields, a: Cell | None, b: Cell | None) -> Comparison:
     """Whether every seed of one side comes before every seed of the other."""
-    found = []
-    for where, *cells in zip(settings, *_sides(inputs, versus.a, versus.b, settings), strict=True):
-        a, b = map(_values, cells)
-        is_told = len(a) >= FEWEST and len(b) >= FEWEST
-        figures = " v ".join(" / ".join(map(learned_at, side)) for side in (a, b))
-        if gap := order(a, b):
-            found.append(Comparison(_label(versus, where), gap, is_informative=is_told, figures=figures))
-        else:
-            found.append(Comparison(_label(versus, where)))
-    return found
+    if not a or not b or not a.seeds or not b.seeds:
+        return Comparison()
+    sides = [a.values(), b.values()]
+    figures = " v ".join(" / ".join(map(learned_at, side)) for side in sides)
+    return Comparison("", order(*sides), is_informative=min(map(len, sides)) >= FEWEST, figures=figures)
 
 
-_HOW: Mapping[str, Callable[[Inputs, Versus, Sequence[Fields]], list[Comparison]]] = {
+_How = Callable[[Inputs, Versus, Fields, Cell | None, Cell | None], Comparison]
+_HOW: dict[str, _How] = {
     "distortion_at_rate": _distortions,
     "log_perplexity": _perplexities,
     "tokens_to_learn": _orders,
 }
+_BY = {"distortion_at_rate": ("seed", "fit_seed")}  # what tells the figures of a cell apart
+
+
+def _of_both(a: Cell | None, b: Cell | None) -> tuple[Cell, Cell] | tuple[None, None]:
+    """The two by the seeds that both have; None where there is no such seed."""
+    seeds = sorted(a.seeds.keys() & b.seeds.keys()) if a and b else []
+    return (a.of(seeds), b.of(seeds)) if a and b and seeds else (None, None)
 
 
 def _sides(
-    inputs: Inputs, a: Fields | float | str, b: Fields | float | str, settings: Sequence[Fields], **by: Sequence[str]
+    inputs: Inputs, a: Fields | float | str, b: Fields | float | str, settings: Sequence[Fields], by: Sequence[str]
 ) -> tuple[Sequence[Cell | None], Sequence[Cell | None]]:
     """The cells of either side; a bound is the figure of every seed that the other side has."""
     if not isinstance(a, dict):
-        theirs, ours = _sides(inputs, b, a, settings, **by)
+        theirs, ours = _sides(inputs, b, a, settings, by)
         return ours, theirs
-    ours = inputs.cells([{**where, **a} for where in settings], **by)
+    ours = inputs.cells([{**where, **a} for where in settings], by)
     if isinstance(b, dict):
-        return ours, inputs.cells([{**where, **b} for where in settings], **by)
+        return ours, inputs.cells([{**where, **b} for where in settings], by)
     bounds = [inputs.guessing(where["task"], where["length"]) if b == "guessing" else float(b) for where in settings]
     return ours, [
         Cell(dict.fromkeys(cell.seeds, Estimate(bound, bound, bound))) if cell else None
         for cell, bound in zip(ours, bounds, strict=True)
     ]
-
-
-def _values(cell: Cell | None) -> list[float]:
-    return [one.value for one in cell.seeds.values() if one.value is not None] if cell else []
-
-
-def _figures(metric: str, versus: Versus, a: Cell | None, b: Cell | None) -> str:
-    seeds = sorted(a.seeds.keys() & b.seeds.keys()) if a and b else []
-    if not a or not b or not seeds:
-        return ""
-    ours, theirs = ((one and one.value) or 0.0 for one in (a.of(seeds).pooled(), b.of(seeds).pooled()))
-    if metric == "slowdown" and not isinstance(versus.a, dict):
-        return f"{theirs:.3f} v {ours:.3f}"
-    if metric not in _ACCURACIES:
-        return ""
-    both = [percent(ours), percent(theirs)] if isinstance(versus.b, dict) else [percent(ours)]
-    return " v ".join(both) + (f" (seed {seeds[0]})" if len(seeds) == 1 else "")

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
@@ -57,7 +57,8 @@ _DEFAULTS: Mapping[str, Fields] = {
 }
 
 
-class Cell(NamedTuple):
+@dataclass(frozen=True)
+class Cell:
     """One figure, seed by seed; no seed where the model cannot be run."""
 
     seeds: Mapping[Any, Estimate]
@@ -85,6 +86,14 @@ class Cell(NamedTuple):
     def chance(self) -> float | None:
         """What guessing scores, where it was measured with the figure."""
         return next((one.chance for one in self.seeds.values() if one.chance is not None), None)
+
+    def __getitem__(self, seed: Any) -> float:
+        """The value of a seed."""
+        return self.seeds[seed].value or 0.0
+
+    def values(self) -> list[float]:
+        """The value of each seed, in order."""
+        return [self[seed] for seed in self.seeds]
 
     def of(self, seeds: Iterable[Any]) -> "Cell":
         """The cell with those of its seeds alone that are given."""

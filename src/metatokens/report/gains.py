@@ -36,7 +36,7 @@ class Gain:
         else:
             ranked = sorted(self.cells, key=self._value, reverse=True)
             pairs = [(ranked[0], ranked[1])] if len(ranked) > 1 else []
-        return [(a, b, difference(self.place, self.cells[a], self.cells[b])) for a, b in pairs]
+        return [(a, b, difference(self.cells[a], self.cells[b])) for a, b in pairs]
 
     def verdict(self) -> str:
         """What came out, as a clause without figures."""

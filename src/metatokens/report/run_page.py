@@ -206,7 +206,7 @@ def _marker_effects(inputs: Inputs, task: str) -> Iterable[tuple[str, str]]:
         changes = [
             f"{_marked(other)} {_percent(cell)} ({_bounds(gap)} points)"
             for other, cell in zip(others, cells[1:], strict=True)
-            if (gap := difference("", cell, cells[0]).gap)
+            if (gap := difference(cell, cells[0]).gap)
         ]
         if changes:
             yield f"{label} at {place}", f"{_marked(trained)} {_percent(cells[0])}, {', '.join(changes)}."
