@@ -99,6 +99,14 @@ def smaller(command: str) -> str:
     return command
 
 
+def test_the_first_screen_says_what_it_is_for_whom_and_what_came_out() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    first = "\n".join(lines[:25])
+    shown = ("docs/images/meta_tokens.svg", "**For you**", "**Not for you**", "`make demo`", "`make test`", "```python")
+    assert [part for part in (*shown, "| `twin`", "| `meta`") if part not in first] == []
+
+
 def test_blocks_that_are_run_are_found() -> None:
     found = {page.stem: [language for language, _ in blocks(page)] for page in PAGES}
     assert found["README"].count("python") == 2
