@@ -1,21 +1,22 @@
 """The report on a preset's grid: every claim with its verdict, then the paper's tables and figures, then our controls.
 
-The words of its sections are in `sections.md`.
+The words of its sections are in `words.md`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
+from typing import Any
 
 from matplotlib.figure import Figure
 
 from metatokens.report import run_page
 from metatokens.report.blocks import Block, Fold, Picture, Section, picture
 from metatokens.report.claims import claims
-from metatokens.report.derive import TRAINED, recall_curves, select
-from metatokens.report.figures import inside as inside_figures
+from metatokens.report.derive import TRAINED, select
+from metatokens.report.figures import inside as drawings
 from metatokens.report.figures import lines
 from metatokens.report.frame import LONGER, MODELS, TASKS, Inputs
 from metatokens.report.learning import BUDGET, LEARNED_LOSS
@@ -78,13 +79,13 @@ def sections(inputs: Inputs, judged: Sequence[Judged]) -> list[Section]:
     In each: what came out, then what it rests on; the comparisons of its claims are folded in at the end.
     """
     found = []
-    for anchor, blocks in _BLOCKS.items():
-        title, intro, _ = worded()[anchor].of(**_values(inputs))
+    values = _values(inputs)
+    for anchor, makers in _BLOCKS.items():
+        title, intro, _ = worded()[anchor].of(**values)
         own = [one for one in judged if one.claim.section == anchor]
+        blocks = [block for make in makers for block in make(inputs)]
         folded = [Fold("Every comparison behind these verdicts", list(map(evidence, own)))] if own else []
-        found.append(
-            Section(anchor, title, intro, [*map(sentence, own), *(block for block in blocks(inputs) if block), *folded])
-        )
+        found.append(Section(anchor, title, intro, [*map(sentence, own), *blocks, *folded]))
     return [*found, run_page.majority(inputs), run_page.examples(inputs), _cost(inputs)]
 
 
@@ -109,146 +110,142 @@ def _values(inputs: Inputs) -> dict[str, object]:
     }
 
 
-def _lengths(inputs: Inputs) -> Iterator[Block]:
-    alt = "Accuracy by length: ours in colour, the paper's in grey."
-    yield picture("lengths", alt, partial(lines.lengths, inputs))
-    yield accuracy.unlearned(inputs)
-    for task in TASKS:
-        yield accuracy.lengths(inputs, task)
-    for task, (metric, unit) in product(
-        TASKS, {"exact_match": "answers", "token_accuracy": "tokens of answers"}.items()
-    ):
-        tables = [accuracy.every_model(inputs, task, variant=variant, metric=metric) for variant in ("", LONGER)]
-        yield Fold(f"{name(task)}: every model, {unit}", [tables[0], *_filled(tables[1])])
+Blocks = Callable[[Inputs], Sequence[Block]]
 
 
-def _training(inputs: Inputs) -> Iterator[Block]:
-    """How losses fell, and whether each model had time enough."""
+def _tables(table: Callable[..., Table], *each: Sequence[Any]) -> Blocks:
+    """A table for each combination of arguments."""
+    return lambda inputs: [table(inputs, *arguments) for arguments in product(*each)]
+
+
+def _fold(title: str, *tables: Blocks) -> Blocks:
+    """What the tables say, folded; those without rows are left out."""
+
+    def folded(inputs: Inputs) -> list[Block]:
+        shown = [one for table in tables for one in table(inputs) if isinstance(one, Table) and one.rows]
+        return [Fold(title, shown)] if shown else []
+
+    return folded
+
+
+def _drawn(draw: Callable[[Inputs, float], Figure], alt: str, **measured: str) -> Blocks:
+    """A figure, where what it shows was measured."""
+    return lambda inputs: [picture(draw.__name__, alt, partial(draw, inputs))] if len(inputs.select(**measured)) else []
+
+
+def _trained(inputs: Inputs) -> list[Block]:
+    """How losses fell by kind of positions, and whether each model had time enough."""
+    blocks: list[Block] = []
     for position, title in POSITIONS.items():
         curves = select(inputs.curves, position_embedding=position, train_length=TRAINED[0], main=True)
         curves = curves.dropna(subset="loss")
         if len(curves):
             styles = {model: style for model, style in lines.STYLES.items() if model in set(curves["model"])}
-            yield f"{title.capitalize()}. {run_page.budget(curves)}"
-            yield picture(
-                f"training_{position}",
-                f"Loss by step, {title}.",
-                partial(lines.fine_tuning, curves, styles),
-            )
-            yield learning_steps(curves, f", {title}")
+            draw = partial(lines.fine_tuning, curves, styles)
+            blocks += [f"{title.capitalize()}. {run_page.budget(curves)}"]
+            blocks += [picture(f"training_{position}", f"Loss by step, {title}.", draw)]
+            blocks += [learning_steps(curves, f", {title}")]
+    return blocks
 
 
-def _markers(inputs: Inputs) -> Iterator[Block]:
-    yield accuracy.markers(inputs)
-    for task, condition in product(TASKS, ("none", "decoy")):
-        if table := _filled(accuracy.every_model(inputs, task, condition)):
-            yield Fold(f"{name(task)} in condition {condition}", table)
-    for condition in ("none", "paper", "decoy"):
-        if table := _filled(accuracy.every_model(inputs, "list_recall", condition, variant="unmarked")):
-            yield Fold(f"List recall of models trained without markers, tested in condition {condition}", table)
+def _in_metric(inputs: Inputs, task: str, metric: str, variant: str) -> Table:
+    return accuracy.every_model(inputs, task, variant=variant, metric=metric)
 
 
-def _learning(inputs: Inputs) -> Iterator[Block]:
-    if recall_curves(inputs.curves):
-        yield picture("learning", "List recall by text tokens seen.", partial(lines.learning, inputs))
-    yield cost.learning(inputs)
-
-
-def _yarn(inputs: Inputs) -> Iterator[Block]:
-    yield accuracy.yarn(inputs, "list_recall")
-    yield accuracy.yarn(inputs, "segment_counting")
-    yield Fold("The paper's table in full", [accuracy.papers_yarn()])
-
-
-def _ablations(inputs: Inputs) -> Iterator[Block]:
-    yield accuracy.ablations_by_length(inputs, "list_recall", TRAINED[-1])
-    yield accuracy.zeroed_positions(inputs)
-    for task in TASKS:
-        yield accuracy.ablations(inputs, task)
-    others = [one for one in product(TASKS, TRAINED[::-1]) if one != ("list_recall", TRAINED[-1])]
-    tables = (accuracy.ablations_by_length(inputs, task, trained) for task, trained in others)
-    yield Fold("Every model, task and train length, by length", list(chain.from_iterable(map(_filled, tables))))
-
-
-def _noise(inputs: Inputs) -> Iterator[Block]:
-    for task in accuracy.NOISE_TABLES:
-        yield accuracy.noise(inputs, task, 128)
-    tables = (
-        accuracy.noise(inputs, task, length, kind)
-        for task, length, kind in product(accuracy.NOISE_TABLES, (128, 512), accuracy.NOISE_KINDS)
-        if (length, kind) != (128, "")
-    )
-    folded = list(chain.from_iterable(map(_filled, tables)))
-    yield Fold("At other lengths, at the meta-tokens alone, in raw units", folded)
-
-
-def _sharpness(inputs: Inputs) -> Iterator[Block]:
-    yield from _drawn(inputs, "sharpness", "Changes of logits and entropy by head.", "premise_holds")
-    yield inside.sharpness(inputs)
-    yield Fold("Theorem 4.1's premise by layer and head", [inside.premise(inputs)])
-    yield Fold("How the changes of the output are spread", [inside.output_changes(inputs)])
-
-
-def _caching(inputs: Inputs) -> Iterator[Block]:
-    prompt = "Similarity of each state of one prompt of list recall to the final meta-token's, meta."
-    yield from _drawn(inputs, "similarity", "Cosine by distance.", "similarity_centred")
-    yield from _drawn(inputs, "heat_map", prompt, "similarity_centred")
-    yield inside.caching(inputs)
-    yield inside.attention_of_final(inputs)
-
-
-def _rate_distortion(inputs: Inputs) -> Iterator[Block]:
-    yield from _drawn(inputs, "rate_distortion", "Distortion by rate.", "rate")
-    yield inside.rate_distortion(inputs)
-
-
-def _perplexity(inputs: Inputs) -> Iterator[Block]:
+def _perplexity(inputs: Inputs) -> list[Block]:
     variants = sorted(set(inputs.select(metric="perplexity")["variant"]))
+    about = product(variants, (*MODELS, "gpt-neo"), POSITIONS)
     rows = [
         (
             ", ".join(filter(None, [model, POSITIONS[position], variant])),
             {"variant": variant, "model": model, "position_embedding": position},
         )
-        for variant, model, position in product(variants, (*MODELS, "gpt-neo"), POSITIONS)
+        for variant, model, position in about
     ]
-    yield cost.perplexity(inputs, rows)
+    return [cost.perplexity(inputs, rows)]
 
 
-def _random_positions(inputs: Inputs) -> Iterator[Block]:
-    if inputs.values("model", metric="exact_match", variant="random-positions"):
-        alt = "Accuracy by length with random positions."
-        yield picture("random_positions", alt, partial(lines.random_positions, inputs))
-    for task in TASKS:
-        yield accuracy.random_positions(inputs, task)
-
-
-def _drawn(inputs: Inputs, file: str, alt: str, metric: str) -> Iterator[Block]:
-    """A figure of what is inside meta, where it was measured."""
-    draw: Callable[[Inputs, float], Figure] = getattr(inside_figures, file)
-    if len(inputs.select(metric=metric, model="meta")):
-        yield picture(file, alt, partial(draw, inputs))
-
-
-def _filled(table: Table) -> list[Table]:
-    return [table] if table.rows else []
-
-
-_BLOCKS: dict[str, Callable[[Inputs], Iterator[Block]]] = {
-    "lengths": _lengths,
-    "training": _training,
-    "controls": lambda inputs: iter([accuracy.controls(inputs)]),
-    "markers": _markers,
-    "learning": _learning,
-    "yarn": _yarn,
-    "ablations": _ablations,
-    "noise": _noise,
-    "sharpness": _sharpness,
-    "caching": _caching,
-    "rate-distortion": _rate_distortion,
-    "speed": lambda inputs: iter([cost.speed(inputs)]),
-    "perplexity": _perplexity,
-    "placement": lambda inputs: iter([accuracy.placement(inputs)]),
-    "random-positions": _random_positions,
+_OTHER_ABLATIONS = [one for one in product(TASKS, TRAINED[::-1]) if one != ("list_recall", TRAINED[-1])]
+_OTHER_NOISE = [one for one in product(accuracy.NOISE_TABLES, (128, 512), accuracy.NOISE_KINDS) if one[1:] != (128, "")]
+_BLOCKS: dict[str, list[Blocks]] = {
+    "lengths": [
+        _drawn(lines.lengths, "Accuracy by length: ours in colour, the paper's in grey."),
+        lambda inputs: [said] if (said := accuracy.unlearned(inputs)) else [],
+        _tables(accuracy.lengths, TASKS),
+        *(
+            _fold(f"{name(task)}: every model, {unit}", _tables(_in_metric, [task], [metric], ["", LONGER]))
+            for task in TASKS
+            for metric, unit in {"exact_match": "answers", "token_accuracy": "tokens of answers"}.items()
+        ),
+    ],
+    "training": [_trained],
+    "controls": [_tables(accuracy.controls)],
+    "markers": [
+        _tables(accuracy.markers),
+        *(
+            _fold(f"{name(task)} in condition {condition}", _tables(accuracy.every_model, [task], [condition]))
+            for task, condition in product(TASKS, ("none", "decoy"))
+        ),
+        *(
+            _fold(
+                f"List recall of models trained without markers, tested in condition {condition}",
+                _tables(partial(accuracy.every_model, variant="unmarked"), ["list_recall"], [condition]),
+            )
+            for condition in ("none", "paper", "decoy")
+        ),
+    ],
+    "learning": [
+        _drawn(lines.learning, "List recall by text tokens seen.", metric="tokens_to_learn"),
+        _tables(cost.learning),
+    ],
+    "yarn": [
+        _tables(accuracy.yarn, ["list_recall", "segment_counting"]),
+        _fold("The paper's table in full", lambda _: [accuracy.papers_yarn()]),
+    ],
+    "ablations": [
+        _tables(accuracy.ablations_by_length, ["list_recall"], [TRAINED[-1]]),
+        _tables(accuracy.zeroed_positions),
+        _tables(accuracy.ablations, TASKS),
+        _fold(
+            "Every model, task and train length, by length",
+            lambda inputs: [accuracy.ablations_by_length(inputs, *one) for one in _OTHER_ABLATIONS],
+        ),
+    ],
+    "noise": [
+        _tables(accuracy.noise, list(accuracy.NOISE_TABLES), [128]),
+        _fold(
+            "At other lengths, at the meta-tokens alone, in raw units",
+            lambda inputs: [accuracy.noise(inputs, *one) for one in _OTHER_NOISE],
+        ),
+    ],
+    "sharpness": [
+        _drawn(drawings.sharpness, "Changes of logits and entropy by head.", metric="premise_holds", model="meta"),
+        _tables(inside.sharpness),
+        _fold("Theorem 4.1's premise by layer and head", _tables(inside.premise)),
+        _fold("How the changes of the output are spread", _tables(inside.output_changes)),
+    ],
+    "caching": [
+        _drawn(drawings.similarity, "Cosine by distance.", metric="similarity_centred", model="meta"),
+        _drawn(
+            drawings.heat_map,
+            "Similarity of each state of one prompt of list recall to the final meta-token's, meta.",
+            metric="similarity_to_final_centred",
+            model="meta",
+        ),
+        _tables(inside.caching),
+        _tables(inside.attention_of_final),
+    ],
+    "rate-distortion": [
+        _drawn(drawings.rate_distortion, "Distortion by rate.", metric="rate", model="meta"),
+        _tables(inside.rate_distortion),
+    ],
+    "speed": [_tables(cost.speed)],
+    "perplexity": [_perplexity],
+    "placement": [_tables(accuracy.placement)],
+    "random-positions": [
+        _drawn(lines.random_positions, "Accuracy by length with random positions.", variant="random-positions"),
+        _tables(accuracy.random_positions, TASKS),
+    ],
 }
 
 

@@ -3,7 +3,7 @@
 import base64
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -43,8 +43,9 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
     """
     content = _content(load(paths))
     files: dict[Path, bytes] = {
-        out / "index.html": _html().get_template("page.html.j2").render(content).encode(),
-        out / "report.md": _markdown().get_template("page.md.j2").render(content).encode(),
+        out / "index.html": _rendered("page.html.j2", content, autoescape=True),
+        # Every value is escaped where it is printed, but for what a template marks as markup.
+        out / "report.md": _rendered("page.md.j2", content, finalize=_escape_markdown),
     }
     for file in files:
         if file.is_file() and SIGNATURE.encode() not in file.read_bytes():
@@ -92,16 +93,7 @@ def _content(inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def _html() -> Environment:
-    return _environment(autoescape=True)
-
-
-def _markdown() -> Environment:
-    # Every value is escaped where it is printed, but for what a template marks as markup.
-    return _environment(finalize=lambda value: value if isinstance(value, Markup) else _escape_markdown(str(value)))
-
-
-def _environment(**options: Any) -> Environment:
+def _rendered(template: str, content: Mapping[str, Any], **options: Any) -> bytes:
     environment = Environment(
         loader=PackageLoader("metatokens.report", "."),
         undefined=StrictUndefined,
@@ -111,15 +103,9 @@ def _environment(**options: Any) -> Environment:
         **options,
     )
     environment.tests["kind"] = lambda block, kind: type(block).__name__ == kind
-    environment.filters |= {"data_uri": _data_uri, "markup": Markup, "name": name}
-    environment.filters |= {
-        "so_far": so_far,
-        "counts": counts,
-        "quote": quote,
-        "tally": tally,
-        "verdict_class": _verdict_class,
-    }
-    return environment
+    filters = (_data_uri, _verdict_class, name, so_far, counts, quote, tally)
+    environment.filters |= {"markup": Markup} | {one.__name__.removeprefix("_"): one for one in filters}
+    return environment.get_template(template).render(content).encode()
 
 
 def _verdict_class(verdict: str) -> str:
@@ -130,5 +116,8 @@ def _data_uri(png: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
-def _escape_markdown(text: str) -> str:
-    return re.sub(r"([\\`*_\[\]|~])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
+def _escape_markdown(value: object) -> object:
+    if isinstance(value, Markup):
+        return value
+    text = " ".join(str(value).split())
+    return re.sub(r"([\\`*_\[\]|~])", r"\\\1", html.escape(text, quote=False))

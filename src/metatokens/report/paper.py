@@ -39,21 +39,17 @@ class PaperTable(_Strict):
                 raise ValueError(f"table {self.table}, {row.printed}: {len(self.columns)} values are needed")
         return self
 
-    def cells(self, row: PaperRow) -> list[tuple[Fields, float | None]]:
-        """Each cell of a row: the fields of its result, and the printed number, in percent where it is an accuracy."""
-        return [
-            (self.fields | row.fields | column, value) for column, value in zip(self.columns, row.values, strict=True)
-        ]
-
     def value(self, **fields: Any) -> float | None:
-        """The number of the cell whose fields have the given values; None where there is none, or a dash."""
-        found = (
-            value
-            for row in self.rows
-            for cell, value in self.cells(row)
-            if all(name in cell and cell[name] == wanted for name, wanted in fields.items())
-        )
-        return next(found, None)
+        """The number of the cell whose fields have the given values; None where there is none, or a dash.
+
+        An accuracy is in percent.
+        """
+        for row in self.rows:
+            for column, value in zip(self.columns, row.values, strict=True):
+                cell = self.fields | row.fields | column
+                if all(name in cell and cell[name] == wanted for name, wanted in fields.items()):
+                    return value
+        return None
 
 
 class PaperFigure(_Strict):
@@ -81,12 +77,12 @@ def _paper() -> Paper:
 
 def paper_table(number: int) -> PaperTable:
     """The paper's table of that number."""
-    return next(table for table in _paper().tables if table.table == number)
+    return next(one for one in _paper().tables if one.table == number)
 
 
 def paper_figure(number: int) -> PaperFigure:
     """What the paper says of its figure of that number."""
-    return next(figure for figure in _paper().figures if figure.figure == number)
+    return next(one for one in _paper().figures if one.figure == number)
 
 
 def printed(value: Any) -> str:

@@ -9,21 +9,16 @@ from metatokens.report.text import duration
 
 def provenance(inputs: Inputs) -> list[Section]:
     """A section for each run, or one that says that no run was described."""
-    remeasured = f" Of {inputs.remeasured} figures measured again, the later is shown." if inputs.remeasured else ""
     title = "What was run where"
-    if inputs.runs:
-        several = len(inputs.runs) > 1
-        return [
-            Section(
-                f"run-{number}" if several else "run",
-                f"{title}: run {number}" if several else title,
-                f"{inputs.results:,} results in all.{remeasured}",
-                _run(run),
-            )
-            for number, run in enumerate(inputs.runs, start=1)
-        ]
-    intro = f"There is no run.json beside the results: command, settings and times are unknown.{remeasured}"
-    return [Section("run", title, intro, [settings("Versions named in the results", inputs.versions)])]
+    again = f" Of {inputs.remeasured} figures measured again, the later is shown." if inputs.remeasured else ""
+    if not inputs.runs:
+        intro = f"There is no run.json beside the results: command, settings and times are unknown.{again}"
+        return [Section("run", title, intro, [settings("Versions named in the results", inputs.versions)])]
+    intro = f"{inputs.results:,} results in all.{again}"
+    if len(inputs.runs) == 1:
+        return [Section("run", title, intro, _run(inputs.runs[0]))]
+    runs = enumerate(inputs.runs, start=1)
+    return [Section(f"run-{number}", f"{title}: run {number}", intro, _run(run)) for number, run in runs]
 
 
 def _run(run: RunInfo) -> list[Block]:
