@@ -5,9 +5,11 @@ This module brings neither torch nor transformers, so that a report is drawn whe
 
 import gzip
 import importlib.metadata
+import json
 import platform
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -340,6 +342,60 @@ def read_record(path: Path, kind: type[AnyRecord]) -> AnyRecord:
         UserError: if the file cannot be read, or is no such record.
     """
     return _validate(kind, read_text(path), str(path))
+
+
+@dataclass
+class RunLines:
+    """Everything that run folders and files of lines hold, in the order in which it was read."""
+
+    results: list[Result] = field(default_factory=list)
+    measurements: list[Measurement] = field(default_factory=list)
+    points: list[CurvePoint] = field(default_factory=list)
+    timings: list[Timing] = field(default_factory=list)
+    examples: list[ShownExample] = field(default_factory=list)
+    runs: list[RunInfo] = field(default_factory=list)
+
+
+def read_runs(paths: Sequence[Path]) -> RunLines:
+    """Read run folders and files of lines.
+
+    Args:
+        paths: folders that hold `results.jsonl` and may hold `analysis.jsonl`, `curves.jsonl`, `examples.jsonl` and
+            `run.json`, or files of result lines, or of lines that `metatokens benchmark` wrote. Files of lines may
+            be compressed (`results.jsonl.gz`).
+
+    Raises:
+        UserError: if a path is missing or unreadable, a line or file is malformed, or there is no result at all.
+    """
+    lines = RunLines()
+    for path in paths:
+        file = lines_file(path, "results") if path.is_dir() else path
+        if path != file and not file.is_file():
+            raise UserError(f"the folder {path} holds no results.jsonl; give a run folder or a file of result lines.")
+        if _is_of_benchmark(file):
+            lines.timings += read_lines(file, Timing)
+            continue
+        lines.results += read_lines(file, Result)
+        if path.is_dir():
+            lines.measurements += _read_if_there(lines_file(path, "analysis"), Measurement)
+            lines.points += _read_if_there(lines_file(path, "curves"), CurvePoint)
+            lines.examples += _read_if_there(lines_file(path, "examples"), ShownExample)
+            lines.runs += [read_record(path / "run.json", RunInfo)] if (path / "run.json").exists() else []
+    if not lines.results:
+        raise UserError(f"there is no result in {', '.join(map(str, paths)) or 'an empty list of files'}.")
+    return lines
+
+
+def _is_of_benchmark(file: Path) -> bool:
+    """Whether a file's first line is one of `metatokens benchmark`; what cannot be read is left to who reads it."""
+    try:
+        return "benchmark" in json.loads(read_text(file).partition("\n")[0])
+    except (ValueError, TypeError, RecursionError):  # UserError is a ValueError
+        return False
+
+
+def _read_if_there(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:
+    return read_lines(path, kind) if path.exists() else []
 
 
 def read_text(path: Path) -> str:

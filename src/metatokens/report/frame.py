@@ -4,9 +4,8 @@ Columns are the fields of the records. Text that does not apply is empty, a numb
 that does not exist is a `KeyError`, so that a misspelt field never reads as "not run".
 """
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,12 @@ import pandas as pd
 from metatokens.errors import UserError
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.records import (
-    AnyRecord,
     CurvePoint,
     Measurement,
     Record,
     Result,
-    RunInfo,
-    ShownExample,
-    Timing,
-    lines_file,
-    read_lines,
-    read_record,
-    read_text,
+    RunLines,
+    read_runs,
 )
 from metatokens.report import derive
 from metatokens.report.derive import select
@@ -122,21 +115,15 @@ class Inputs:
         figures: what was measured, and what is derived from it; of a grid's preset, its own runs alone.
         curves: points of training curves.
         preset: the preset of a grid; None of another run.
-        results: how many result records there are.
-        remeasured: records left out because a later one holds the same figure.
-        versions, created: of the results, for runs that have no `run.json`.
+        read: the lines themselves.
+        remeasured: figures left out because a later line holds the same.
     """
 
     figures: pd.DataFrame
     curves: pd.DataFrame
-    preset: str | None = None
-    speeds: Sequence[Timing] = ()
-    examples: Sequence[ShownExample] = ()
-    runs: Sequence[RunInfo] = ()
-    results: int = 0
+    preset: str | None
+    read: RunLines
     remeasured: int = 0
-    versions: Mapping[str, str] = field(default_factory=dict)
-    created: str = ""
 
     @property
     def scale(self) -> int:
@@ -200,64 +187,25 @@ class Inputs:
 
 
 def load(paths: Sequence[Path]) -> Inputs:
-    """Read run folders and result files; of a figure that was measured again, the later record counts.
-
-    Args:
-        paths: folders that hold `results.jsonl` and may hold `analysis.jsonl`, `curves.jsonl`, `examples.jsonl` and
-            `run.json`, or files of result lines, or of lines that `metatokens benchmark` wrote. Files of lines may
-            be compressed (`results.jsonl.gz`).
+    """What `read_runs` reads; of a figure that was measured again, the later record counts.
 
     Raises:
-        UserError: if a path is missing or unreadable, a line or file is malformed, if there is no result at all, or
-            there are results of several presets, whose figures are not to be mixed.
+        UserError: as `read_runs` does, or if there are results of several presets, whose figures are not to be mixed.
     """
-    results, measurements, points, speeds, examples, runs = [], [], [], [], [], []
-    for path in paths:
-        file = lines_file(path, "results") if path.is_dir() else path
-        if path != file and not file.is_file():
-            raise UserError(f"the folder {path} holds no results.jsonl; give a run folder or a file of result lines.")
-        if _is_of_benchmark(file):
-            speeds += read_lines(file, Timing)
-            continue
-        results += read_lines(file, Result)
-        if path.is_dir():
-            measurements += _read(lines_file(path, "analysis"), Measurement)
-            points += _read(lines_file(path, "curves"), CurvePoint)
-            examples += _read(lines_file(path, "examples"), ShownExample)
-            runs += [read_record(path / "run.json", RunInfo)] if (path / "run.json").exists() else []
-    if not results:
-        raise UserError(f"there is no result in {', '.join(map(str, paths)) or 'an empty list of files'}.")
-    presets = sorted({(result.recipe or "").partition("/")[0] for result in results} & set(PRESETS))
+    read = read_runs(paths)
+    presets = sorted({(result.recipe or "").partition("/")[0] for result in read.results} & set(PRESETS))
     if len(presets) > 1:
         raise UserError(f"there are results of the presets {' and '.join(presets)}; report one at a time.")
     preset = presets[0] if presets else None
-    found, curves = (
-        _typed(pd.concat([_rows(results, Result), _rows(measurements, Measurement)])),
-        _typed(_rows(points, CurvePoint)),
-    )
-    figures = found.drop_duplicates([name for name in found if name not in _OUTCOMES], keep="last")
-    remeasured = len(found) - len(figures)
+    measured = _typed(pd.concat([_rows(read.results, Result), _rows(read.measurements, Measurement)]))
+    figures = measured.drop_duplicates([name for name in measured if name not in _OUTCOMES], keep="last")
+    remeasured = len(measured) - len(figures)
     longer = set(select(figures, recipe=f"{preset}/{LONGER}").groupby(["task", "position_embedding"]).groups)
-    figures, curves = (_variants(frame, preset, longer) for frame in (figures, curves))
+    figures, curves = (_variants(one, preset, longer) for one in (figures, _typed(_rows(read.points, CurvePoint))))
     figures.loc[(figures["metric"] == "perplexity") & (figures["text"] == ""), "text"] = "held_out"
     figures = _whole_noise(figures[figures["main"] | (figures["analysis"] == "")])
-    figures = _typed(pd.concat([figures, *derive.derived(figures, curves, speeds)]))
-    versions = {package: version for result in results for package, version in result.versions.items()}
-    created = max(result.created or "" for result in results)
-    count = len(results) - remeasured
-    return Inputs(figures, curves, preset, speeds, examples, runs, count, remeasured, versions, created)
-
-
-def _is_of_benchmark(file: Path) -> bool:
-    """Whether a file's first line is one of `metatokens benchmark`; what cannot be read is left to who reads it."""
-    try:
-        return "benchmark" in json.loads(read_text(file).partition("\n")[0])
-    except (ValueError, TypeError, RecursionError):  # UserError is a ValueError
-        return False
-
-
-def _read(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:
-    return read_lines(path, kind) if path.exists() else []
+    figures = _typed(pd.concat([figures, *derive.derived(figures, curves, read.timings)]))
+    return Inputs(figures, curves, preset, read, remeasured)
 
 
 def _rows(records: Sequence[Record], kind: type[Record]) -> pd.DataFrame:

@@ -252,7 +252,7 @@ _BLOCKS: dict[str, list[Blocks]] = {
 def _cost(inputs: Inputs) -> Section:
     """Core time and number of runs, by what they did."""
     times: dict[str, list[float]] = {}
-    for run in inputs.runs:
+    for run in inputs.read.runs:
         for stage in run.stages:
             times.setdefault(_what(stage.name), []).append(stage.cost)
     rows = tuple((what, f"{len(each)}", duration(sum(each))) for what, each in times.items())
@@ -272,7 +272,7 @@ def _what(stage: str) -> str:
 
 def _spent(inputs: Inputs) -> str:
     """Core time, and what for."""
-    stages = [stage for run in inputs.runs for stage in run.stages]
+    stages = [stage for run in inputs.read.runs for stage in run.stages]
     trained = sum(_what(stage.name) in ("pretrain", "extend", "finetune") for stage in stages)
     hours = sum(stage.cost for stage in stages) / 3600
     return f"{hours:.1f} core-hours in {len(stages)} stages, of which {trained} trained a model." if stages else ""
@@ -280,7 +280,7 @@ def _spent(inputs: Inputs) -> str:
 
 def _caution(inputs: Inputs) -> str:
     """Sizes, seeds and cost: what these figures are of, and what they cannot show."""
-    sizes = sorted({info.parameters for run in inputs.runs for info in run.models.values() if info.parameters})
+    sizes = sorted({info.parameters for run in inputs.read.runs for info in run.models.values() if info.parameters})
     millions = [f"{size / 1e6:.2g}" for size in sizes]
     plain = inputs.select(metric="exact_match", variant="")
     seeds = plain.groupby(["model", "position_embedding"])["seed"].nunique()

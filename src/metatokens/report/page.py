@@ -64,11 +64,12 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
 
 def _content(inputs: Inputs) -> dict[str, Any]:
     """What both templates show: of a grid all claims, of another run the comparison of its models."""
-    dates = [inputs.created, *(run.finished or run.created for run in inputs.runs)]
+    dates = [one.created for one in inputs.read.results]
+    dates += [run.finished or run.created for run in inputs.read.runs]
     content: dict[str, Any] = {
         "signature": SIGNATURE,
-        "presets": list(dict.fromkeys(run.preset for run in inputs.runs if run.preset)),
-        "created": max(filter(None, dates)),
+        "presets": list(dict.fromkeys(run.preset for run in inputs.read.runs if run.preset)),
+        "created": max(filter(None, dates), default=""),
         "headline": None,
         "overview": None,
         "marks": MARKS,

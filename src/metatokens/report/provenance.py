@@ -11,13 +11,14 @@ def provenance(inputs: Inputs) -> list[Section]:
     """A section for each run, or one that says that no run was described."""
     title = "What was run where"
     again = f" Of {inputs.remeasured} figures measured again, the later is shown." if inputs.remeasured else ""
-    if not inputs.runs:
+    if not inputs.read.runs:
         intro = f"There is no run.json beside the results: command, settings and times are unknown.{again}"
-        return [Section("run", title, intro, [settings("Versions named in the results", inputs.versions)])]
-    intro = f"{inputs.results:,} results in all.{again}"
-    if len(inputs.runs) == 1:
-        return [Section("run", title, intro, _run(inputs.runs[0]))]
-    runs = enumerate(inputs.runs, start=1)
+        versions = {package: version for one in inputs.read.results for package, version in one.versions.items()}
+        return [Section("run", title, intro, [settings("Versions named in the results", versions)])]
+    intro = f"{len(inputs.read.results) - inputs.remeasured:,} results in all.{again}"
+    if len(inputs.read.runs) == 1:
+        return [Section("run", title, intro, _run(inputs.read.runs[0]))]
+    runs = enumerate(inputs.read.runs, start=1)
     return [Section(f"run-{number}", f"{title}: run {number}", intro, _run(run)) for number, run in runs]
 
 

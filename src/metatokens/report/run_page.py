@@ -53,7 +53,7 @@ class Headline:
 
 def headline(inputs: Inputs) -> Headline:
     """The first task's accuracy at the key lengths; perplexity where no accuracy was measured."""
-    infos = {model: info for run in inputs.runs for model, info in run.models.items()}
+    infos = {model: info for run in inputs.read.runs for model, info in run.models.items()}
     task = next(iter(measured_tasks(inputs)), None)
     if task is None:
         table = cost.perplexity(inputs, rows(inputs, metric="perplexity"))
@@ -104,9 +104,9 @@ def majority(inputs: Inputs) -> Section:
 
 def examples(inputs: Inputs) -> Section:
     """One prompt of each task."""
-    if not inputs.examples:
+    if not inputs.read.examples:
         return Section("examples", "Examples", "No examples: there is no examples.jsonl beside the results.")
-    return Section("examples", *worded()["examples"][:2], inputs.examples)
+    return Section("examples", *worded()["examples"][:2], inputs.read.examples)
 
 
 def budget(curves: pd.DataFrame) -> str:

@@ -76,7 +76,7 @@ def speed(inputs: Inputs) -> Table:
         ("decode", "dense, inserting", "gpt2"): paper.value(metric="slowdown", model="meta"),
         ("prefill", "dense", "gpt2"): first_token_ratio(),
     }
-    lines = sorted(slowdowns(inputs.speeds), key=lambda line: line.benchmark)
+    lines = sorted(slowdowns(inputs.read.timings), key=lambda line: line.benchmark)
     shown = [line for line in lines if line.against in ("gpt2", "meta", "meta, inserting")]
     rows = []
     for line in shown:
