@@ -100,5 +100,6 @@ def test_the_public_names_load_when_asked_for() -> None:
 
 
 def test_what_a_report_reads_needs_no_model() -> None:
-    assert loaded_by("import metatokens.records, metatokens.report.inputs") & HEAVY == set()
+    assert loaded_by("import metatokens.records") & HEAVY == set()
+    assert loaded_by("import metatokens.report.frame") & {"torch", "transformers", "matplotlib"} == set()
     assert "torch" not in loaded_by("import metatokens.report.page")

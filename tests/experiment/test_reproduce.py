@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny_preset
 import torch
+from pandas.testing import assert_frame_equal
 from run_lines import assert_same_run, lines, records, unpack
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
@@ -23,7 +24,7 @@ from metatokens.experiment.plan import Stage
 from metatokens.experiment.stages import Outcome, Workshop
 from metatokens.files import write_whole
 from metatokens.records import Result, lines_file, read_lines
-from metatokens.report.inputs import read_inputs
+from metatokens.report.frame import load
 
 STAGES = [
     "tokenize",
@@ -89,15 +90,12 @@ def test_guessing_is_measured_at_every_length_that_some_model_is_tested_at(
 
 
 def test_curves_examples_and_provenance_are_what_the_report_reads(undisturbed: Path) -> None:
-    inputs = read_inputs([undisturbed])
-    curves = {(point.model, point.task, point.train_length) for point in inputs.curves}
-    assert curves == {
-        (name, task, length) for name in ("gpt2", "meta") for task, length in ((None, None), ("parity", 64))
+    inputs = load([undisturbed])
+    steps = inputs.curves.fillna({"train_length": 0}).groupby(["model", "task", "train_length"])["step"].agg(list)
+    assert steps.to_dict() == {
+        (name, task, length): [1, 2, 3, 4] for name in ("gpt2", "meta") for task, length in (("", 0), ("parity", 64))
     }
-    for key in curves:
-        steps = [point.step for point in inputs.curves if (point.model, point.task, point.train_length) == key]
-        assert steps == [1, 2, 3, 4]
-    assert {(point.seed, point.position_embedding) for point in inputs.curves} == {(0, "rope")}
+    assert set(zip(inputs.curves["seed"], inputs.curves["position_embedding"], strict=True)) == {(0, "rope")}
     assert [example.task for example in inputs.examples] == ["list_recall", "segment_counting", "parity", "copying"]
     (about,) = inputs.runs
     assert (about.preset, about.command) == ("tiny", "metatokens reproduce --preset tiny --out undisturbed")
@@ -151,7 +149,7 @@ def test_stages_that_were_finished_are_not_repeated(
     assert sorted(after) == sorted(STAGES)
     assert len(started) == len(STAGES)
     assert_same_run(tmp_path / "run", undisturbed)
-    (about,) = read_inputs([tmp_path / "run"]).runs
+    (about,) = load([tmp_path / "run"]).runs
     assert (about.wall_seconds is None) == (cut > 0)  # what the first try took is not known
     reproduce(tmp_path / "run")
     assert records(tmp_path / "run") == after
@@ -167,7 +165,7 @@ def test_a_run_cut_off_before_its_provenance_gets_it(
             reproduce(tmp_path / "run")
     assert not (tmp_path / "run" / "run.json").exists()
     reproduce(tmp_path / "run")
-    assert {stage.name for stage in read_inputs([tmp_path / "run"]).runs[0].stages} == set(STAGES)
+    assert {stage.name for stage in load([tmp_path / "run"]).runs[0].stages} == set(STAGES)
     assert_same_run(tmp_path / "run", undisturbed)
 
 
@@ -303,7 +301,7 @@ def test_nothing_is_lost_while_files_are_packed_or_unpacked(
             with pytest.raises(KeyboardInterrupt):
                 act(Ledger(out))
         assert lines(out) == lines(undisturbed)
-        assert read_inputs([out]) == read_inputs([undisturbed])
+        assert_frame_equal(load([out]).figures, load([undisturbed]).figures)
         if act is Ledger.resume:
             Ledger(out).resume()
             assert not [path for path in out.iterdir() if path.suffix == ".gz"]

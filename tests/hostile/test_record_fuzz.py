@@ -17,7 +17,7 @@ from metatokens.errors import UserError
 from metatokens.experiment.ledger import LEDGER, Entry, Ledger
 from metatokens.model.checkpoint import MANIFEST, verify_manifest, write_manifest
 from metatokens.records import Measurement, Result, read_lines
-from metatokens.report.inputs import read_inputs
+from metatokens.report.frame import load
 from metatokens.report.page import write_report
 from metatokens.tasks.example import MARKER, read_examples
 from metatokens.tasks.store import ExampleStore
@@ -113,7 +113,7 @@ def test_run_folders_of_a_report(
         (folder / f"{name}.jsonl").write_bytes(content)
     (folder / "run.json").write_bytes(run)
     with clean():
-        inputs = read_inputs([folder])
+        inputs = load([folder])
         for example in inputs.examples:
             assert MARKER.strip() not in "".join(text for text, is_marker in example.pieces() if is_marker).replace(
                 MARKER.strip(), ""
@@ -126,7 +126,7 @@ def test_files_of_a_benchmark(content: bytes, place: Path, clean: Clean) -> None
     (place / "good.jsonl").write_bytes(lines_of(RESULTS))
     (place / "speeds.jsonl").write_bytes(content)
     with clean():
-        read_inputs([place / "good.jsonl", place / "speeds.jsonl"])
+        load([place / "good.jsonl", place / "speeds.jsonl"])
 
 
 @cases(2)
@@ -148,7 +148,7 @@ def test_whole_reports(
         with (folder / f"{name}.jsonl").open("ab") as file:
             file.write(b"\n" + json.dumps(record).encode())
         try:
-            read_inputs([folder])
+            load([folder])
         except UserError:
             return False
         return True

@@ -77,9 +77,9 @@ def test_columns_stand_under_the_papers_headings(number: int) -> None:
     table, headings = paper_table(number), rows(number)[0]
     headings = headings[2:] if number == 1 else headings[1:]
     meant = {
-        "Full": {"intervention": None}, "No Pos": {"intervention": "no_pos"}, "No Embed": {"intervention": "no_embed"},
+        "Full": {"intervention": ""}, "No Pos": {"intervention": "no_pos"}, "No Embed": {"intervention": "no_embed"},
         "Neither": {"intervention": "neither"}, "No meta/pause tokens": {"model": "gpt2"},
-        "With meta/pause tokens": {"model": "meta"}, "Noise 0.0": {"intervention": None},
+        "With meta/pause tokens": {"model": "meta"}, "Noise 0.0": {"intervention": ""},
     }  # fmt: skip
     for heading, column in zip(headings, table.columns, strict=True):
         if heading.startswith("$\\Delta$"):

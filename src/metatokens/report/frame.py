@@ -233,8 +233,8 @@ def _variants(frame: pd.DataFrame, preset: str | None, longer: Collection[tuple[
     """
     if preset is None:
         return frame.assign(variant="", main=True)
-    recipe = frame["recipe"].str.partition("/")
-    frame = frame.assign(variant=recipe[2])[recipe[0] == preset]
+    recipe = frame["recipe"].str.extract("(?s)([^/]*)/?(.*)")  # two columns of an empty frame too
+    frame = frame.assign(variant=recipe[1])[recipe[0] == preset]
     speaking = [LONGER if one in longer else "" for one in zip(frame["task"], frame["position_embedding"], strict=True)]
     return frame.assign(main=frame["variant"] == speaking)
 

@@ -211,8 +211,9 @@ def _accuracy_panel(inputs: Inputs, styles: Mapping[str, Style], task: str, cond
         for length in {*trained} & {*ends}:
             axes.axvline(length, color=SHADE, linewidth=16, zorder=0)
         guesses = in_percent(inputs.guessing(task, length) for length in ends)
-        reach = [0.93 * ends[0], *ends, 1.07 * ends[-1]]
-        axes.fill_between(reach, [guesses[0], *guesses, guesses[-1]], color=RULE, label="guessing", zorder=0.5)
+        # Results that name no length leave the panel empty.
+        reach = [*(0.93 * end for end in ends[:1]), *ends, *(1.07 * end for end in ends[-1:])]
+        axes.fill_between(reach, guesses[:1] + guesses + guesses[-1:], color=RULE, label="guessing", zorder=0.5)
         for place, (label, fields) in enumerate(named):
             cells = inputs.cells([{**fields, "length": length} for length in ends])
             pooled = [cell and cell.pooled() for cell in cells]
