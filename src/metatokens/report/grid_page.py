@@ -3,20 +3,19 @@
 The words of its sections are in `words.md`.
 """
 
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from metatokens.report import run_page
 from metatokens.report.blocks import Block, Fold, Picture, Section, picture
 from metatokens.report.claims import claims
 from metatokens.report.derive import TRAINED, select
-from metatokens.report.figures import inside as drawings
+from metatokens.report.figures import inside as drawn
 from metatokens.report.figures import lines
 from metatokens.report.frame import LONGER, MODELS, TASKS, Inputs
 from metatokens.report.learning import BUDGET, LEARNED_LOSS
@@ -79,14 +78,48 @@ def sections(inputs: Inputs, judged: Sequence[Judged]) -> list[Section]:
     In each: what came out, then what it rests on; the comparisons of its claims are folded in at the end.
     """
     found = []
-    values = _values(inputs)
-    for anchor, makers in _BLOCKS.items():
-        title, intro, _ = worded()[anchor].of(**values)
+    for anchor, words in worded().items():
         own = [one for one in judged if one.claim.section == anchor]
-        blocks = [block for make in makers for block in make(inputs)]
-        folded = [Fold("Every comparison behind these verdicts", list(map(evidence, own)))] if own else []
-        found.append(Section(anchor, title, intro, [*map(sentence, own), *blocks, *folded]))
+        if words.shows:
+            title, intro, _, shows = words.of(**_values(inputs))
+            blocks = [*map(sentence, own), *(block for show in shows for block in _shown(inputs, show))]
+            blocks += [Fold("Every comparison behind these verdicts", list(map(evidence, own)))] if own else []
+            found.append(Section(anchor, title, intro, blocks))
     return [*found, run_page.majority(inputs), run_page.examples(inputs), _cost(inputs)]
+
+
+def _shown(inputs: Inputs, show: str) -> Iterator[Block]:
+    """What a line of `words.md` places in a section."""
+    head, _, rest = show.partition(" | ")
+    if head.startswith("fold "):
+        folds: dict[str, list[Table]] = {}
+        for call in rest.split("; "):
+            for block, arguments in _called(inputs, call):
+                words = {key: str(value).replace("_", " ") for key, value in arguments.items()}
+                title = head.removeprefix("fold ").format_map(words | {"task": name(arguments.get("task"))})
+                folds.setdefault(title, []).extend([block] if isinstance(block, Table) and block.rows else [])
+        yield from (Fold(title, tables) for title, tables in folds.items() if tables)
+    elif rest:
+        draw = _function(head)
+        if draw(inputs).axes:  # something was measured
+            yield picture(draw.__name__, rest, partial(draw, inputs))
+    else:
+        yield from (block for block, _ in _called(inputs, head) if block)
+
+
+def _called(inputs: Inputs, call: str) -> Iterator[tuple[Block, dict[str, Any]]]:
+    """What a function gives for each combination of its arguments, and the arguments."""
+    function, *given = call.split(" ")
+    values = {key: _EVERY.get(value) or value.split(",") for key, value in (one.split("=") for one in given)}
+    for chosen in product(*values.values()):
+        arguments = {key: int(one) if one.isdigit() else one for key, one in zip(values, chosen, strict=True)}
+        found = _function(function)(inputs, **arguments)
+        yield from ((block, arguments) for block in (found if isinstance(found, list) else [found]))
+
+
+def _function(place: str) -> Callable[..., Any]:
+    module, _, function = place.partition(".")
+    return getattr(_MODULES[module], function)
 
 
 def _values(inputs: Inputs) -> dict[str, object]:
@@ -110,30 +143,7 @@ def _values(inputs: Inputs) -> dict[str, object]:
     }
 
 
-Blocks = Callable[[Inputs], Sequence[Block]]
-
-
-def _tables(table: Callable[..., Table], *each: Sequence[Any]) -> Blocks:
-    """A table for each combination of arguments."""
-    return lambda inputs: [table(inputs, *arguments) for arguments in product(*each)]
-
-
-def _fold(title: str, *tables: Blocks) -> Blocks:
-    """What the tables say, folded; those without rows are left out."""
-
-    def folded(inputs: Inputs) -> list[Block]:
-        shown = [one for table in tables for one in table(inputs) if isinstance(one, Table) and one.rows]
-        return [Fold(title, shown)] if shown else []
-
-    return folded
-
-
-def _drawn(draw: Callable[[Inputs, float], Figure], alt: str, **measured: str) -> Blocks:
-    """A figure, where what it shows was measured."""
-    return lambda inputs: [picture(draw.__name__, alt, partial(draw, inputs))] if len(inputs.select(**measured)) else []
-
-
-def _trained(inputs: Inputs) -> list[Block]:
+def training(inputs: Inputs) -> list[Block]:
     """How losses fell by kind of positions, and whether each model had time enough."""
     blocks: list[Block] = []
     for position, title in POSITIONS.items():
@@ -148,11 +158,8 @@ def _trained(inputs: Inputs) -> list[Block]:
     return blocks
 
 
-def _in_metric(inputs: Inputs, task: str, metric: str, variant: str) -> Table:
-    return accuracy.every_model(inputs, task, variant=variant, metric=metric)
-
-
-def _perplexity(inputs: Inputs) -> list[Block]:
+def perplexity(inputs: Inputs) -> Table:
+    """The perplexity of every model and variant."""
     variants = sorted(set(inputs.select(metric="perplexity")["variant"]))
     about = product(variants, (*MODELS, "gpt-neo"), POSITIONS)
     rows = [
@@ -162,91 +169,12 @@ def _perplexity(inputs: Inputs) -> list[Block]:
         )
         for variant, model, position in about
     ]
-    return [cost.perplexity(inputs, rows)]
+    return cost.perplexity(inputs, rows)
 
 
-_OTHER_ABLATIONS = [one for one in product(TASKS, TRAINED[::-1]) if one != ("list_recall", TRAINED[-1])]
-_OTHER_NOISE = [one for one in product(accuracy.NOISE_TABLES, (128, 512), accuracy.NOISE_KINDS) if one[1:] != (128, "")]
-_BLOCKS: dict[str, list[Blocks]] = {
-    "lengths": [
-        _drawn(lines.lengths, "Accuracy by length: ours in colour, the paper's in grey."),
-        lambda inputs: [said] if (said := accuracy.unlearned(inputs)) else [],
-        _tables(accuracy.lengths, TASKS),
-        *(
-            _fold(f"{name(task)}: every model, {unit}", _tables(_in_metric, [task], [metric], ["", LONGER]))
-            for task in TASKS
-            for metric, unit in {"exact_match": "answers", "token_accuracy": "tokens of answers"}.items()
-        ),
-    ],
-    "training": [_trained],
-    "controls": [_tables(accuracy.controls)],
-    "markers": [
-        _tables(accuracy.markers),
-        *(
-            _fold(f"{name(task)} in condition {condition}", _tables(accuracy.every_model, [task], [condition]))
-            for task, condition in product(TASKS, ("none", "decoy"))
-        ),
-        *(
-            _fold(
-                f"List recall of models trained without markers, tested in condition {condition}",
-                _tables(partial(accuracy.every_model, variant="unmarked"), ["list_recall"], [condition]),
-            )
-            for condition in ("none", "paper", "decoy")
-        ),
-    ],
-    "learning": [
-        _drawn(lines.learning, "List recall by text tokens seen.", metric="tokens_to_learn"),
-        _tables(cost.learning),
-    ],
-    "yarn": [
-        _tables(accuracy.yarn, ["list_recall", "segment_counting"]),
-        _fold("The paper's table in full", lambda _: [accuracy.papers_yarn()]),
-    ],
-    "ablations": [
-        _tables(accuracy.ablations_by_length, ["list_recall"], [TRAINED[-1]]),
-        _tables(accuracy.zeroed_positions),
-        _tables(accuracy.ablations, TASKS),
-        _fold(
-            "Every model, task and train length, by length",
-            lambda inputs: [accuracy.ablations_by_length(inputs, *one) for one in _OTHER_ABLATIONS],
-        ),
-    ],
-    "noise": [
-        _tables(accuracy.noise, list(accuracy.NOISE_TABLES), [128]),
-        _fold(
-            "At other lengths, at the meta-tokens alone, in raw units",
-            lambda inputs: [accuracy.noise(inputs, *one) for one in _OTHER_NOISE],
-        ),
-    ],
-    "sharpness": [
-        _drawn(drawings.sharpness, "Changes of logits and entropy by head.", metric="premise_holds", model="meta"),
-        _tables(inside.sharpness),
-        _fold("Theorem 4.1's premise by layer and head", _tables(inside.premise)),
-        _fold("How the changes of the output are spread", _tables(inside.output_changes)),
-    ],
-    "caching": [
-        _drawn(drawings.similarity, "Cosine by distance.", metric="similarity_centred", model="meta"),
-        _drawn(
-            drawings.heat_map,
-            "Similarity of each state of one prompt of list recall to the final meta-token's, meta.",
-            metric="similarity_to_final_centred",
-            model="meta",
-        ),
-        _tables(inside.caching),
-        _tables(inside.attention_of_final),
-    ],
-    "rate-distortion": [
-        _drawn(drawings.rate_distortion, "Distortion by rate.", metric="rate", model="meta"),
-        _tables(inside.rate_distortion),
-    ],
-    "speed": [_tables(cost.speed)],
-    "perplexity": [_perplexity],
-    "placement": [_tables(accuracy.placement)],
-    "random-positions": [
-        _drawn(lines.random_positions, "Accuracy by length with random positions.", variant="random-positions"),
-        _tables(accuracy.random_positions, TASKS),
-    ],
-}
+_MODULES = {"accuracy": accuracy, "cost": cost, "drawn": drawn, "inside": inside, "lines": lines}
+_MODULES["page"] = sys.modules[__name__]
+_EVERY = {"tasks": TASKS}
 
 
 def _cost(inputs: Inputs) -> Section:

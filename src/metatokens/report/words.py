@@ -1,4 +1,11 @@
-"""The words of `words.md`: the title and the first paragraph of each section, and those of its tables."""
+"""The words of `words.md`, and what stands in each section.
+
+## anchor | title               of a section; then its first paragraph, with {placeholders}
+@ module.function task=a,b      a table, a paragraph or blocks, for each combination of arguments; those of a figure:
+@ module.figure | alt
+@ fold title | call; call       tables that are folded, one fold for each title
+### table | title | corner      of a table, and the header of its first column; then the note below it
+"""
 
 import re
 from collections.abc import Iterator
@@ -14,10 +21,13 @@ class Words(NamedTuple):
     text: str
     corner: str = ""
     """The header of a table's first column."""
+    shows: tuple[str, ...] = ()
+    """What stands in a section below its text."""
 
     def of(self, **values: object) -> "Words":
         """The words with the values in their places."""
-        return Words(*(" ".join(part.format_map(values).split(" ")).strip() for part in self))
+        title, text, corner = (" ".join(part.format_map(values).split(" ")).strip() for part in self[:3])
+        return Words(title, text, corner, self.shows)
 
 
 @cache
@@ -34,7 +44,9 @@ def table_words(key: str) -> Words:
 
 def _parsed(mark: str) -> Iterator[tuple[str, Words]]:
     source = files("metatokens.report").joinpath("words.md").read_text(encoding="utf-8")
-    for level, head, text in re.findall(r"^(#+ )(.*)\n((?:(?!#).*\n)*)", source, flags=re.MULTILINE):
+    for level, head, text in re.findall(r"^(#+ )(.*)\n((?:(?!#|-->).*\n)*)", source, flags=re.MULTILINE):
         if level == mark:
             key, title, *corner = head.split(" | ")
-            yield key, Words(title, re.sub("[ \n]+", " ", text).strip(), *corner)
+            shows = re.findall(r"^@ (.*)$", text, flags=re.MULTILINE)
+            words = re.sub(r"^@.*$", "", text, flags=re.MULTILINE)
+            yield key, Words(title, re.sub("[ \n]+", " ", words).strip(), "".join(corner), tuple(shows))

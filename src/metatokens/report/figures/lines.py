@@ -167,6 +167,7 @@ def random_positions(inputs: Inputs, width: float = PAGE) -> Figure:
     panels = {
         f"{name(task)}, {title.lower()}": panel(task, variant)
         for task, (variant, title) in product(TASKS, RANDOM.items())
+        if inputs.values("task", variant=variant)
     }
     return small_multiples(panels, STYLES, width, across=2)
 

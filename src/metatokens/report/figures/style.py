@@ -96,6 +96,8 @@ def small_multiples(
     panels: Mapping[str, Callable[[Axes], None]], styles: Mapping[str, Style], width: float, across: int
 ) -> Figure:
     """A figure of panels, by title, with one legend for all; on a phone they stand in one column."""
+    if not panels:
+        return Figure()
     across = min(across, len(panels)) if width > PHONE else 1
     down = math.ceil(len(panels) / across)
     figure = Figure((width, down * _PANEL_HEIGHT + _LEGEND_HEIGHT), layout="constrained", facecolor="white")

@@ -82,7 +82,7 @@ def yarn(inputs: Inputs, task: str) -> Table:
     return crosstab(inputs, "yarn", rows, columns, values, below=below)
 
 
-def papers_yarn() -> Table:
+def papers_yarn(_: Inputs) -> Table:
     """The paper's Table 1 as printed."""
     paper = paper_table(1)
     header = ("window / train length", *(f"{(column['length'] or 0) // 1024}k" for column in paper.columns))
