@@ -4,12 +4,12 @@ import math
 from collections.abc import Sequence
 
 import torch
-from dense_oracle import DenseOracle, rotate_by_position
-from tiny_models import META
 from torch import Tensor
 
 from metatokens import MetaGPT2ForCausalLM
 from metatokens.tasks.example import Example
+from tests.model.dense_oracle import DenseOracle, rotate_by_position
+from tests.model.tiny_models import META
 
 
 class RecordingOracle(DenseOracle):

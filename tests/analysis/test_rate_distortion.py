@@ -8,8 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from recording_oracle import bare_example
-from tiny_models import META, QUICK, random_rows, tiny_model
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal, kl_divergence
 
 from metatokens.analysis import rate_distortion as module
@@ -30,6 +28,8 @@ from metatokens.errors import UserError
 from metatokens.model.interventions import Intervention, intervene
 from metatokens.records import Measurement
 from metatokens.tasks.example import Example
+from tests.analysis.recording_oracle import bare_example
+from tests.model.tiny_models import META, QUICK, random_rows, tiny_model
 
 QUICKLY = Schedule(batch=64, epochs=120, learning_rate=2e-2)
 ABOUT: Any = {"model": "x", "seed": 4, "task": "list_recall", "length": 16}

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from recording_oracle import RecordingOracle, bare_example
-from tiny_models import META, tiny_model
 
 from metatokens.analysis.observation import Prompt
 from metatokens.analysis.residual import DISTANCES, key_classes, residual
 from metatokens.records import Measurement
+from tests.analysis.recording_oracle import RecordingOracle, bare_example
+from tests.model.tiny_models import META, tiny_model
 
 LONG = [i % 50 for i in range(37)]
 PROMPTS = [

@@ -8,8 +8,6 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from recording_oracle import RecordingOracle, bare_example
-from tiny_models import META, QUICK, tiny_model
 
 from metatokens.analysis.sharpness import (
     entropy,
@@ -21,6 +19,8 @@ from metatokens.analysis.sharpness import (
 )
 from metatokens.errors import UserError
 from metatokens.records import Measurement
+from tests.analysis.recording_oracle import RecordingOracle, bare_example
+from tests.model.tiny_models import META, QUICK, tiny_model
 
 rows_of_logits = st.lists(st.floats(-6, 6), min_size=2, max_size=7)
 

@@ -4,10 +4,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from command_lines import SMALL, Run
-
 from metatokens.data.store import TokenStore
 from metatokens.records import Measurement, Timing
+from tests.cli.command_lines import SMALL, Run
 
 
 def test_interventions_analyses_and_extension(

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_lines import PRETRAIN, SMALL, Contents, Run
 from transformers import BertConfig
 
 from metatokens.data.sharding import Plan
@@ -19,6 +18,7 @@ from metatokens.data.store import TokenStore
 from metatokens.data.writing import write_token_store
 from metatokens.model.checkpoint import write_manifest
 from metatokens.training.run_folder import open_run
+from tests.cli.command_lines import PRETRAIN, SMALL, Contents, Run
 
 
 @pytest.fixture(scope="module")

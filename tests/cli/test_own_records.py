@@ -4,9 +4,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from command_lines import Run
-
 from metatokens.records import Result, read_lines
+from tests.cli.command_lines import Run
 
 OWN = [
     {"prompt": "the cat _PAUSE_ sat", "markers": [7], "completion": " hills"},

@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from command_lines import PRETRAIN, Run
 
 from metatokens.cli.app import progress_bar
 from metatokens.data.store import TokenStore
+from tests.cli.command_lines import PRETRAIN, Run
 
 
 def test_figures_are_printed_where_no_terminal_is(workplace: Path, small_store: TokenStore, metatokens: Run) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from command_lines import Run
 
 from metatokens import encode_prompt
 from metatokens.data.store import TokenStore
 from metatokens.model.checkpoint import load_model
 from metatokens.tasks.example import read_examples
+from tests.cli.command_lines import Run
 
 
 def test_samples_are_records(workplace: Path, small_store: TokenStore, metatokens: Run) -> None:

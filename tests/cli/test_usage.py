@@ -4,10 +4,10 @@ import importlib.metadata
 from pathlib import Path
 
 import pytest
-from command_lines import Run
 
 from metatokens import cli
 from metatokens.errors import UserError
+from tests.cli.command_lines import Run
 
 
 def test_a_dry_run_prints_the_stages_and_their_cost(metatokens: Run, tmp_path: Path) -> None:

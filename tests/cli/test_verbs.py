@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from command_lines import FINETUNE, PRETRAIN, Contents, Run
 
 from metatokens.records import Result, read_lines
+from tests.cli.command_lines import FINETUNE, PRETRAIN, Contents, Run
 
 
 def test_from_text_to_figures_verb_by_verb(workplace: Path, metatokens: Run) -> None:

@@ -3,11 +3,11 @@
 import shutil
 
 import pytest
-from small_corpora import make_documents, write_corpus
 
 from metatokens.data import sharding, writing
 from metatokens.data.store import TokenStore
 from metatokens.data.writing import write_token_store
+from tests.data.small_corpora import make_documents, write_corpus
 
 
 @pytest.fixture(scope="session")

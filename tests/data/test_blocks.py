@@ -8,11 +8,11 @@ from collections import Counter
 import numpy as np
 import pytest
 from scipy.stats import chi2
-from small_corpora import flip_a_bit, shards_of, text_of
 from torch.utils.data import DataLoader
 
 from metatokens.data.blocks import BlockDataset
 from metatokens.errors import UserError
+from tests.data.small_corpora import flip_a_bit, shards_of, text_of
 
 
 def make_dataset(store, **changes):

@@ -14,7 +14,6 @@ from itertools import chain, count
 
 import psutil
 import pytest
-from small_corpora import documents_of, save_word_level, word_documents, write_corpus
 
 from metatokens.data import corpus as corpus_module
 from metatokens.data import sharding, writing
@@ -24,6 +23,7 @@ from metatokens.data.tokenizer import encode_text
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.files import exclusive
+from tests.data.small_corpora import documents_of, save_word_level, word_documents, write_corpus
 
 
 @pytest.fixture(scope="module")

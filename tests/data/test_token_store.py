@@ -8,11 +8,11 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_corpora import documents_of, flip_a_bit, make_documents, shards_of
 
 from metatokens.data.store import TokenStore
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
+from tests.data.small_corpora import documents_of, flip_a_bit, make_documents, shards_of
 
 
 def test_the_splits_hold_every_document_once_in_order(store):

@@ -7,11 +7,11 @@ import platform
 from collections import Counter
 
 import pytest
-from small_corpora import documents_of, make_documents, save_word_level, write_corpus
 
 from metatokens.data.store import TokenStore
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
+from tests.data.small_corpora import documents_of, make_documents, save_word_level, write_corpus
 
 
 def test_copies_of_a_text_are_on_one_side(tmp_path):

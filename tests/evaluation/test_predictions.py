@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_accuracy import some_answered_right
 
 from metatokens.data.store import TokenStore
 from metatokens.evaluation.accuracy import evaluate
 from metatokens.evaluation.accuracy import test_examples as draw_tests
 from metatokens.evaluation.predictions import FURTHER, predict
 from metatokens.model.checkpoint import load_model
+from tests.evaluation.test_accuracy import some_answered_right
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import Any
 
 import pytest
-import tiny_preset
 
 from metatokens.experiment import pools, presets, run
+from tests.experiment import tiny_preset
 
 
 class InThisProcess:

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_preset
 import torch
 from pandas.testing import assert_frame_equal
-from run_lines import assert_same_run, lines, records, unpack
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from metatokens.data.tokenizer import load_tokenizer, text_vocab_size
@@ -25,6 +23,8 @@ from metatokens.experiment.stages import Outcome, Workshop
 from metatokens.files import write_whole
 from metatokens.records import Result, lines_file, read_lines
 from metatokens.report.frame import load
+from tests.experiment import tiny_preset
+from tests.experiment.run_lines import assert_same_run, lines, records, unpack
 
 STAGES = [
     "tokenize",

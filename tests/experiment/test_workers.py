@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import tiny_preset
 import torch
-from run_lines import assert_same_run, lines, records
 
 from metatokens.errors import UserError
 from metatokens.experiment import pools, presets, run
 from metatokens.experiment.stages import Workshop
+from tests.experiment import tiny_preset
+from tests.experiment.run_lines import assert_same_run, lines, records
 
 PATIENCE = 600  # seconds
 
@@ -51,9 +51,11 @@ def test_jobs_give_the_same_results_and_one_that_is_killed_is_submitted_again(
 ) -> None:
     # A job is a fresh interpreter, which has to be told to stall.
     (tmp_path / "site").mkdir()
-    hook = "import sys\nif any('submitit' in part for part in sys.orig_argv):\n    import tiny_preset\n"
+    hook = (
+        "import sys\nif any('submitit' in part for part in sys.orig_argv):\n    import tests.experiment.tiny_preset\n"
+    )
     (tmp_path / "site" / "sitecustomize.py").write_text(hook)
-    path = os.pathsep.join([str(tmp_path / "site"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(tmp_path / "site"), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = {"STALL": str(tmp_path / "stalled"), "HOME": str(tmp_path), "PYTHONPATH": path}
     options = "--executor local --workers 2 --only perplexity"  # a job takes its interpreter's start
     running = start(small_corpus, tmp_path / "run", options, **environment)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from drawing import JSON, NUMBER, SCALAR, cases, damaged
 from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig
@@ -25,6 +24,7 @@ from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import PretrainRecipe, load_recipe
 from metatokens.training.pretrain import pretrain
+from tests.hostile.drawing import JSON, NUMBER, SCALAR, cases, damaged
 
 Clean = Callable[[], AbstractContextManager[None]]
 

@@ -11,11 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from drawing import JSON, TEXT, cases, damaged
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from metatokens.data.corpus import read_corpus
+from tests.hostile.drawing import JSON, TEXT, cases, damaged
 
 Clean = Callable[[], AbstractContextManager[None]]
 

@@ -1,15 +1,12 @@
 """Insertion and the tasks' prompts, with any arguments: what is documented holds, whatever text there is."""
 
 import json
-import runpy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from decimal import Decimal
-from pathlib import Path
 
 import numpy as np
 import pytest
-from drawing import TEXT, cases
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,10 +17,11 @@ from metatokens.errors import UserError
 from metatokens.tasks.curriculum import TASKS, TaskData
 from metatokens.tasks.encoding import SegmentEncoder
 from metatokens.tasks.example import CONDITIONS, MARKER, encode_example, read_examples
+from tests.hostile.drawing import TEXT, cases
+from tests.tasks.test_task_solvers import SOLVERS
 
 Clean = Callable[[], AbstractContextManager[None]]
 
-SOLVERS = runpy.run_path(str(Path(__file__).parents[1] / "tasks" / "test_task_solvers.py"))["SOLVERS"]
 META = 5_000
 FRACTIONS = st.floats() | st.floats(0, 0.5) | st.sampled_from([0, 0.1, 0.5, 1, -1, 1e-300, 0.29])
 PLACEMENTS = st.sampled_from(["uniform", "periodic", "none"]) | TEXT

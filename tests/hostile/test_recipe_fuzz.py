@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from drawing import JSON, SCALAR, TEXT, cases, damaged
 from hypothesis import given
 from hypothesis import strategies as st
 
 import metatokens
 from metatokens.errors import UserError
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
+from tests.hostile.drawing import JSON, SCALAR, TEXT, cases, damaged
 
 Clean = Callable[[], AbstractContextManager[None]]
 

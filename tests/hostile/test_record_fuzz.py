@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawing import JSON, cases, changed, damaged, json_file
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from metatokens.tasks.example import MARKER, read_examples
 from metatokens.tasks.store import ExampleStore
 from metatokens.training.finetune import training_of
 from metatokens.training.run_folder import open_run
+from tests.hostile.drawing import JSON, cases, changed, damaged, json_file
 
 Clean = Callable[[], AbstractContextManager[None]]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drawing import JSON, cases, damaged
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from metatokens.data.store import TokenStore
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.files import LOCK
+from tests.hostile.drawing import JSON, cases, damaged
 
 Clean = Callable[[], AbstractContextManager[None]]
 

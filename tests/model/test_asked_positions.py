@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tiny_models import FAMILY, META, QUICK, pad, random_rows, shared_model, tiny_model
 from torch import Tensor
 
 from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
 from metatokens.model.interventions import Intervention, intervene
 from metatokens.model.modeling import Index
+from tests.model.tiny_models import FAMILY, META, QUICK, pad, random_rows, shared_model, tiny_model
 
 TOLERANCE = 1e-10
 LENGTHS = (26, 19, 23, 21)

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from dense_oracle import DenseOracle
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tiny_models import FAMILY, META, QUICK, pad, random_rows, tiny_model
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
 from metatokens.model.attention import MetaRows
 from metatokens.model.positions import position_ids_from_mask
+from tests.model.dense_oracle import DenseOracle
+from tests.model.tiny_models import FAMILY, META, QUICK, pad, random_rows, tiny_model
 
 # Rotary tables are float32 in transformers, whatever the model's type, so they bound the agreement with the formula.
 TOLERANCE = {"learned": 1e-11, "none": 1e-11, "rope": 3e-6}

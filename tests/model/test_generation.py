@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from dense_oracle import DenseOracle
-from tiny_models import FAMILY, META, pad, random_rows, shared_model, tiny_model
 from torch import Tensor
 from transformers import DynamicCache
 
 from metatokens import MetaTokenCache
 from metatokens.errors import UserError
 from metatokens.model.generation import SuppressMetaToken
+from tests.model.dense_oracle import DenseOracle
+from tests.model.tiny_models import FAMILY, META, pad, random_rows, shared_model, tiny_model
 
 ONE, EIGHT = random_rows((7,), seed=4), random_rows((11, 8, 3, 1, 9, 6, 11, 5), seed=5)
 MODES: list[dict[str, Any]] = [

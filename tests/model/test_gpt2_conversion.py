@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import pad, random_rows, randomize
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from metatokens import MetaGPT2ForCausalLM
 from metatokens.errors import UserError
+from tests.model.tiny_models import pad, random_rows, randomize
 
 
 def random_gpt2(**options: Any) -> GPT2LMHeadModel:

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_models import META, QUICK, pad, random_rows, randomize, tiny_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -22,6 +21,7 @@ from metatokens.errors import UserError
 from metatokens.model import gpt_neo
 from metatokens.model.checkpoint import fetch_model, load_model, save_model
 from metatokens.model.interventions import zero_positions
+from tests.model.tiny_models import META, QUICK, pad, random_rows, randomize, tiny_config
 
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "max_position_embeddings": 24}

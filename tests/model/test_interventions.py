@@ -6,16 +6,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from dense_oracle import DenseOracle
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import META, pad, random_rows, shared_model, tiny_config, tiny_model
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
 from metatokens.errors import UserError
 from metatokens.model.interventions import Intervention, intervene, zero_positions
+from tests.model.dense_oracle import DenseOracle
+from tests.model.tiny_models import META, pad, random_rows, shared_model, tiny_config, tiny_model
 
 ROWS = random_rows((14, 9, 6, 4))
 NAMES = ["no_pos", "no_embed", "neither", "noise:0.5", "noise:0.5:meta", "noise:0.5:raw", "noise:2:meta:raw"]
@@ -112,7 +112,7 @@ def edited(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
                 elif "raw" not in options:
                     times = times + noise(1)
                 angles = times * frequencies + (noise(HALF) if "raw" in options else 0.0)
-                monkeypatch.setattr("dense_oracle.rotate_by_position", lambda x: turn(x, angles))
+                monkeypatch.setattr("tests.model.dense_oracle.rotate_by_position", lambda x: turn(x, angles))
             if kind in ("no_embed", "neither"):
                 oracle.weights["model.embed_tokens.weight"][META] = 0.0
             return oracle.logits(sequence)[:, :META]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import FAMILY, META, QUICK, pad, random_rows, shared_model
 from torch import Tensor
 
 from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
+from tests.model.tiny_models import FAMILY, META, QUICK, pad, random_rows, shared_model
 
 ROWS = [*random_rows((13, 9, 6)), random_rows((11,), seed=3, meta_rate=0.0)[0]]
 TOLERANCE = 1e-11

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import META, pad, random_rows, tiny_model
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
+
+from tests.model.tiny_models import META, pad, random_rows, tiny_model
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import FAMILY, random_rows, shared_model, tiny_config, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedTokenizerFast
@@ -29,6 +28,7 @@ from metatokens.model.checkpoint import (
     weights_sha256,
     write_manifest,
 )
+from tests.model.tiny_models import FAMILY, random_rows, shared_model, tiny_config, tiny_model
 
 IDS = torch.tensor(random_rows((10, 10)))
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))

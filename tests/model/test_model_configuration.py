@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 from huggingface_hub.errors import StrictDataclassFieldValidationError
-from tiny_models import tiny_config
 
 from metatokens import MetaGPT2Config
 from metatokens.errors import UserError
+from tests.model.tiny_models import tiny_config
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from dense_oracle import rotate_by_position
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import FAMILY, META, QUICK, pad, random_rows, shared_model, tiny_config, tiny_model
 from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -17,6 +15,8 @@ from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM
 from metatokens.errors import UserError
 from metatokens.model.configuration import never_generated
 from metatokens.model.positions import rotate
+from tests.model.dense_oracle import rotate_by_position
+from tests.model.tiny_models import FAMILY, META, QUICK, pad, random_rows, shared_model, tiny_config, tiny_model
 
 
 @pytest.mark.parametrize(

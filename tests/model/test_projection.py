@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_models import random_rows, tiny_model
 from torch import nn
 
 from metatokens.model.attention import FEW_ROWS, linear
+from tests.model.tiny_models import random_rows, tiny_model
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense_oracle import DenseOracle
-from tiny_models import random_rows, tiny_model
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -15,6 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from metatokens import MetaGPT2ForCausalLM
 from metatokens.errors import UserError
 from metatokens.training.extend import apply_yarn
+from tests.model.dense_oracle import DenseOracle
+from tests.model.tiny_models import random_rows, tiny_model
 
 ORIGINAL, HEAD_SIZE = 1024, 64  # the paper's
 FACTORS = pytest.mark.parametrize("factor", [4.0, 8.0])
@@ -109,7 +109,7 @@ def test_both_attentions_use_them(second_attention: str, monkeypatch: pytest.Mon
         turned = torch.complex(first, second) * torch.polar(torch.full_like(angle, 0.1 * math.log(4) + 1), angle)
         return torch.cat([turned.real, turned.imag], dim=-1)
 
-    monkeypatch.setattr("dense_oracle.rotate_by_position", rotate_by_position)
+    monkeypatch.setattr("tests.model.dense_oracle.rotate_by_position", rotate_by_position)
     expected = DenseOracle(model).logits(sequence)
     scale = expected.abs().max()
     assert (model(torch.tensor([sequence])).logits[0] - expected).abs().max() <= 3e-6 * scale

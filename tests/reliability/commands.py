@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-DISTURBED = Path(__file__).parent / "disturbed.py"
+ROOT = Path(__file__).parents[2]
 IS_LONG = os.environ.get("METATOKENS_RELIABILITY") == "long"
 
 TRAINING = [
@@ -35,7 +35,8 @@ class Commands:
         ways = (["unshare", "-rm"], ["unshare", "-m"])
         self._way = next((way for way in ways if succeeds([*way, "sh", "-c", mounting])), [])
         self._process = subprocess.Popen(
-            [*self._way, sys.executable, str(DISTURBED)],
+            [*self._way, sys.executable, "-m", "tests.reliability.disturbed"],
+            cwd=ROOT,
             # The tries end without a clean exit, of which a process of multiprocessing's would complain.
             env=os.environ | {"PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"},
             stdin=subprocess.PIPE,

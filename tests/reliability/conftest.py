@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from commands import Commands
+
+from tests.reliability.commands import Commands
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,7 @@ from metatokens import records
 from metatokens.cli import main
 from metatokens.experiment import pools, presets
 from metatokens.training.trainer import RunCallback
+from tests.experiment import tiny_preset
 
 DAY = 86_400  # seconds
 
@@ -111,10 +112,7 @@ def clock_goes_back() -> None:
 
 def tiny_plan(corpus: str, workers: str) -> None:
     """`reproduce --preset tiny` is a plan of seconds; its workers are `threads`, or processes as ever."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "experiment"))
-    from tiny_preset import tiny
-
-    presets.PRESETS = {"tiny": tiny(corpus)}
+    presets.PRESETS = {"tiny": tiny_preset.tiny(corpus)}
     if workers == "threads":
 
         def in_a_thread(size: int, context: object, start: object, arguments: tuple[Any, ...]) -> ThreadPoolExecutor:

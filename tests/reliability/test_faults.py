@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import IS_LONG, SIZES, TRAINING, Commands, assert_one_sentence, left, settings
 from safetensors import SafetensorError
 
 from metatokens.errors import UserError
 from metatokens.files import append_lines, exclusive, library_writes
 from metatokens.records import Result, append_records, read_lines
+from tests.reliability.commands import IS_LONG, SIZES, TRAINING, Commands, assert_one_sentence, left, settings
 
 DAY = 86_400  # seconds, by which the clock goes back
 QUICK = ("tokenize", "pretrain", "evaluate")  # the verbs that most tests are content with by default

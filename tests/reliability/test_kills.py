@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import IS_LONG, SIZES, TRAINING, Commands, left, settings
+
+from tests.reliability.commands import IS_LONG, SIZES, TRAINING, Commands, left, settings
 
 ROUNDS = range(4 if IS_LONG else 1)  # of three kills each
 

@@ -8,10 +8,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from report_inputs import CHANCE, EXAMPLES, RUN, TASKS, curves
-
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.records import Measurement, Result, append_records
+from tests.report.report_inputs import CHANCE, EXAMPLES, RUN, TASKS, curves
 
 MADE = {"versions": {"metatokens": "0.1.0"}, "created": "2026-01-02T03:04:05+00:00"}
 TRAINED = (128, 256, 512)

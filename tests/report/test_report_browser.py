@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from report_inputs import write_run
 
 from metatokens.report.page import write_report
+from tests.report.report_inputs import write_run
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None

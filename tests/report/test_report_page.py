@@ -6,7 +6,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from report_inputs import (
+
+from metatokens.errors import UserError
+from metatokens.records import append_records
+from metatokens.report.page import write_report
+from tests.report.report_inputs import (
     EXAMPLES,
     accuracies,
     accuracy,
@@ -15,10 +19,6 @@ from report_inputs import (
     other_results,
     write_run,
 )
-
-from metatokens.errors import UserError
-from metatokens.records import append_records
-from metatokens.report.page import write_report
 
 
 class Page(HTMLParser):

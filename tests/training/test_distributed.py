@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import distributed_gradients
 import psutil
 import pytest
 import torch
 
 from metatokens.data.store import TokenStore
 from metatokens.model.checkpoint import load_model, verify_manifest
+from tests.training import distributed_gradients
 
 PATIENCE = 300  # seconds
 SIZES = {
