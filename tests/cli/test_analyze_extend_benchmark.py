@@ -46,7 +46,7 @@ def test_interventions_analyses_and_extension(
 
 
 def test_a_benchmark_prints_timings_and_draws_them(workplace: Path, metatokens: Run) -> None:
-    line = "benchmark train --shape tiny --length 32 --rounds 2 --warmup 1 --threads 1 --no-memory --only meta"
+    line = "benchmark train --shape tiny --lengths 32 --rounds 2 --warmup 1 --threads 1 --no-memory --contestant meta"
     status, output, error = metatokens(f"{line} --figure ratios.png")
     assert status == 0
     timings = [Timing.model_validate_json(line) for line in output.splitlines()]

@@ -20,13 +20,13 @@ def test_own_records_are_trained_on_and_measured(
     for name, records in (("own", OWN[:2]), ("held_out", OWN[1:])):
         Path(f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     tuned = (
-        f"finetune --model {small_model()} --data own.jsonl --train-length 64 --set training.max_steps=60 "
+        f"finetune --model {small_model()} --data own.jsonl --train-lengths 64 --set training.max_steps=60 "
         "--set training.save_steps=60 --set training.learning_rate=0.02 --set training.warmup_steps=1"
     )
     status, output, error = metatokens(f"{tuned} --eval-data held_out.jsonl --out tuned")
     assert (status, error.splitlines()[0], error.splitlines()[-1]) == (
         0,
-        "--train-length is ignored: the records of --data are trained on as they are, whatever their length.",
+        "--train-lengths is ignored: the records of --data are trained on as they are, whatever their length.",
         "models: tuned/data",
     )
     assert "held-out loss" in error.splitlines()[-2]

@@ -18,7 +18,7 @@ def test_from_text_to_figures_verb_by_verb(workplace: Path, metatokens: Run) -> 
     status, output, error = metatokens(f"{PRETRAIN} --set training.seed=5 --out base")
     assert (status, output, error.splitlines()[-1]) == (0, "", "model: base")
     status, output, error = metatokens(
-        f"{FINETUNE} --model base --task parity --train-length 64,128 --set training.seed=3 --out tuned"
+        f"{FINETUNE} --model base --task parity --train-lengths 64,128 --set training.seed=3 --out tuned"
     )
     assert (status, output, error.splitlines()[-1]) == (0, "", "models: tuned/128, tuned/64")
 
@@ -56,7 +56,7 @@ def test_finished_work_is_not_repeated(
     lines = [
         "tokenize --corpus text.txt --tokenizer train:768 --out tokens",
         f"{PRETRAIN} --out base",
-        f"{FINETUNE} --model base --task parity --train-length 64 --out tuned",
+        f"{FINETUNE} --model base --task parity --train-lengths 64 --out tuned",
     ]
     first = [metatokens(line) for line in lines]
     before = contents(workplace)

@@ -82,7 +82,7 @@ def test_pickles_beside_a_model(
         [
             f"pretrain --init {model} --recipe demo {train} --set data.block_size=32 "
             f"--set data.tokens={small_store.path}",
-            f"finetune --model {model} --task parity --train-length 64 {train}",
+            f"finetune --model {model} --task parity --train-lengths 64 {train}",
         ]
     ):
         status, error = run(f"{line} --out {tmp_path / str(number)}")

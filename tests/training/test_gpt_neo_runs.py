@@ -92,7 +92,7 @@ def test_verb_by_verb(small_store: TokenStore, metatokens: Run, tmp_path: Path) 
     settings = " ".join(f"--set {setting}" for setting in (f"data.tokens={small_store.path}", *sizes))
     status, _, said = metatokens(f"pretrain --recipe demo {settings} {STEPS} --out base")
     assert (status, said.splitlines()[-1]) == (0, "model: base")
-    status, _, said = metatokens(f"finetune --model base --task parity --train-length 64 {STEPS} --out tuned")
+    status, _, said = metatokens(f"finetune --model base --task parity --train-lengths 64 {STEPS} --out tuned")
     assert (status, said.splitlines()[-1]) == (0, "models: tuned/64")
     status, output, _ = metatokens("evaluate --model tuned/64 --task parity --lengths 64 -n 4 --name gpt-neo")
     results = [json.loads(line) for line in output.splitlines()]
@@ -110,7 +110,7 @@ def test_verb_by_verb(small_store: TokenStore, metatokens: Run, tmp_path: Path) 
 
 def test_a_published_one_is_fine_tuned_and_evaluated(small_store: TokenStore, metatokens: Run, tmp_path: Path) -> None:
     plain = published(small_store, tmp_path / "neo")
-    status, _, said = metatokens(f"finetune --model neo --task list_recall --train-length 64 {STEPS} --out tuned")
+    status, _, said = metatokens(f"finetune --model neo --task list_recall --train-lengths 64 {STEPS} --out tuned")
     assert (status, said.splitlines()[-1]) == (0, "models: tuned/64")
     tuned = load_model(tmp_path / "tuned" / "64")
     assert tuned.config.meta_token_id == small_store.manifest.meta_token_id == small_store.tokenizer.meta_token_id
@@ -197,7 +197,7 @@ MISTAKES = {
     "evaluate --model neo --task parity --lengths 64,128 -n 2": "a sequence of 128 tokens is longer than the 72",
     "evaluate --model neo --task parity --lengths 64 -n 2 --intervention no_pos": "for this package's own models",
     "analyze residual --model neo --task parity --length 64 -n 2": "for this package's own models",
-    "finetune --model neo --task parity --train-length 128 --out new": "longer than the 72 learned positions",
+    "finetune --model neo --task parity --train-lengths 128 --out new": "longer than the 72 learned positions",
     "finetune --model padded --task parity --out new": "meta_token_id 772, and its tokenizer's meta-token is 768",
     "finetune --model hf:a/b/c --task parity --out new": "the Hugging Face Hub gave no model 'a/b/c'",
     "perplexity --model neo --corpus STORE --block-size 90": "longer than the 72 learned positions",

@@ -4,6 +4,7 @@ Results go to standard output as JSON lines, everything else to standard error. 
 exit status 2. Every verb imports what it needs when it runs, so that `--help` is quick.
 """
 
+import importlib.metadata
 import os
 import sys
 from typing import Annotated
@@ -17,9 +18,18 @@ from metatokens.errors import UserError
 INTERRUPTED = 130  # typer's exit status after Ctrl-C
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"metatokens {importlib.metadata.version('metatokens')}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a mistake.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Options that all verbs share (`main` reads --debug itself)."""
 

@@ -3,10 +3,11 @@
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from metatokens.training.trainer import Progress
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Language models with learned meta-tokens: train, evaluate, report.",
@@ -32,6 +32,28 @@ def _fetched(model: Path) -> Path:
     return fetch_model(model)
 
 
+def named(*names: str, what: str = "{}.") -> dict[str, Any]:
+    """The help and the shell's completion of an option that takes one of these names.
+
+    Args:
+        names: the names.
+        what: the help, with a place for them.
+    """
+    listed = f"{', '.join(names[:-1])} or {names[-1]}"
+    return {"help": what.format(listed), "autocompletion": lambda: list(names)}
+
+
+TASKS = ("list_recall", "segment_counting", "parity", "copying")
+RECIPES = (
+    "demo",
+    "small",
+    "paper",
+    "demo_finetune",
+    "small_finetune",
+    "paper_finetune",
+    "small_extend",
+    "paper_extend",
+)
 Out = Annotated[Path, typer.Option("--out", help="Output folder.")]
 ResultFile = Annotated[Path | None, typer.Option("--out", help="Append JSON lines to this file instead of printing.")]
 Model = Annotated[
@@ -42,6 +64,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what the o
 Corpus = Annotated[
     str, typer.Option("--corpus", help="builtin, a file or glob (.txt, .jsonl, .gz, .parquet), or hf:NAME:CONFIG.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON lines on a terminal too, in place of a table.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")]
 Lengths = Annotated[str, typer.Option(help="Prompt lengths in tokens, separated by commas.")]
 
@@ -68,14 +91,68 @@ def write_lines(lines: Iterable[str], out: Path | None) -> None:
         raise UserError(f"cannot write to {out}: {error.strerror}.") from error
 
 
-def write_records(records: "Iterable[Record]", out: Path | None) -> None:
-    """Write records, measured figures with versions and time, as JSON lines: see `write_lines`."""
+def shows_tables(as_json: bool) -> bool:
+    """Whether somebody reads standard output, and has not asked for JSON."""
+    return sys.stdout.isatty() and not as_json
+
+
+def write_records(records: "Iterable[Record]", out: Path | None, *, as_json: bool = True) -> None:
+    """Write records, measured figures with versions and time, as JSON lines: see `write_lines`; on a terminal a table.
+
+    Args:
+        records: what was measured.
+        out: a file to append to, in place of standard output.
+        as_json: whether a terminal gets JSON lines too.
+    """
     from metatokens.records import append_records, stamped
 
-    if out is None:
-        write_lines((record.line() for record in stamped(records)), None)
-    else:
+    if out is not None:
         append_records(out, stamped(records))
+    elif shows_tables(as_json):
+        print_table([record.model_dump(exclude_defaults=True) for record in records])
+    else:
+        write_lines((record.line() for record in stamped(records)), None)
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows as a table; what all of them say stands above it, once.
+
+    A figure (`value`, with `low` and `high`) stands with its 95 % interval, one of an accuracy in percent.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    hidden = {"value", "low", "high", "quantiles", "versions", "created"}
+    names = [name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in hidden]
+    of_row = {"metric", "n", "chance"} if len(rows) == 1 else set()
+    same = [name for name in names if name not in of_row and len({str(row.get(name)) for row in rows}) == 1]
+    if same:
+        console.print(
+            ", ".join(f"{name.replace('_', ' ')} {rows[0][name]}" for name in same), style="dim", markup=False
+        )
+    shown = [name for name in names if name not in same]
+    figures = ["value"] if any("value" in row for row in rows) else []
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in (*shown, *figures):
+        is_number = name == "value" or all(isinstance(row.get(name, 0), int | float) for row in rows)
+        table.add_column(name.replace("_", " "), justify="right" if is_number else "left", overflow="fold")
+    for row in rows:
+        cells = [Text("" if (value := row.get(name)) is None else str(value)) for name in shown]
+        table.add_row(*cells, *(Text(_figure(row)) for _ in figures))
+    console.print(table)
+
+
+def _figure(row: Mapping[str, Any]) -> str:
+    if row.get("value") is None:
+        return "cannot be run"
+    is_share = row.get("metric") in ("exact_match", "token_accuracy")
+    ends = [
+        f"{100 * row[end]:.1f}" if is_share else f"{row[end]:,.4g}" for end in ("value", "low", "high") if end in row
+    ]
+    interval = f" ({ends[1]} to {ends[2]})" if len(ends) == 3 else ""
+    return f"{ends[0]}{' %' if is_share else ''}{interval}"
 
 
 def check_results_file(out: Path | None) -> None:

@@ -6,28 +6,39 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from metatokens.cli.app import ResultFile, app, check_results_file, parse_lengths, progress_bar, write_records
+from metatokens.cli.app import (
+    AsJson,
+    ResultFile,
+    app,
+    check_results_file,
+    named,
+    parse_lengths,
+    progress_bar,
+    shows_tables,
+    write_records,
+)
 from metatokens.errors import UserError
 
 
-@app.command()
+@app.command(rich_help_panel="Measure")
 def benchmark(
-    kind: Annotated[str, typer.Argument(help="train, answers, prefill, decode, length or data.")],
-    shape: Annotated[str, typer.Option(help="tiny, demo, small, medium or paper.")] = "small",
-    length: Annotated[str, typer.Option(help="Positions; for the benchmark `length` several: 1024,2048.")] = "1024",
+    kind: Annotated[str, typer.Argument(**named("train", "answers", "prefill", "decode", "length", "data"))],
+    shape: Annotated[str, typer.Option(**named("tiny", "demo", "small", "medium", "paper"))] = "small",
+    lengths: Annotated[str, typer.Option(help="Positions; for the benchmark `length` several: 1024,2048.")] = "1024",
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
     warmup: Annotated[int, typer.Option(min=1, help="Untimed rounds before them.")] = 2,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: the cores there are.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(**named("float32", "bfloat16"))] = "float32",
+    device: Annotated[str, typer.Option(**named("cpu", "cuda"))] = "cpu",
     compiled: Annotated[bool, typer.Option("--compile", help="Run the models through torch.compile.")] = False,
-    only: Annotated[list[str] | None, typer.Option(help="A contestant; may be given again; default: all.")] = None,
+    contestant: Annotated[list[str] | None, typer.Option(help="One of them; may be given again; default: all.")] = None,
     memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
     corpus: Annotated[str, typer.Option(help="For the benchmark `data`: see tokenize.")] = "builtin",
     tokenizer: Annotated[str, typer.Option(help="For the benchmark `data`: see tokenize.")] = "train:4096",
     figure: Annotated[Path | None, typer.Option(help="Draw the comparison into this PNG file.")] = None,
     out: ResultFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Time models side by side in one run, each ratio beside the limit that its arithmetic sets."""
     from rich.console import Console
@@ -47,7 +58,7 @@ def benchmark(
                 highlight=False,
             )
             rates.append(rate)
-        write_records(rates, out)
+        write_records(rates, out, as_json=as_json)
         return
 
     from metatokens.benchmark.contestants import Setting
@@ -57,12 +68,12 @@ def benchmark(
 
     if kind not in get_args(Benchmark):
         raise UserError(f"unknown benchmark {kind!r}; choose {', '.join(get_args(Benchmark))} or data.")
-    lengths = parse_lengths(length)
-    if len(lengths) > 1 and kind != "length":
+    positions = parse_lengths(lengths)
+    if len(positions) > 1 and kind != "length":
         raise UserError(f"the benchmark {kind} takes one length; several go with the benchmark length.")
     setting = Setting(
         shape=shape,
-        length=lengths[0],
+        length=positions[0],
         batch=batch,
         rounds=rounds,
         warmup=warmup,
@@ -73,10 +84,11 @@ def benchmark(
     )
     with progress_bar(f"benchmark {kind}") as progress:
         if kind == "length":
-            timings = run_lengths(setting, lengths, models=only, memory=memory, progress=progress)
+            timings = run_lengths(setting, positions, models=contestant, memory=memory, progress=progress)
         else:
-            timings = run(cast(Benchmark, kind), setting, models=only, memory=memory, progress=progress)
+            timings = run(cast(Benchmark, kind), setting, models=contestant, memory=memory, progress=progress)
     console.print(table(timings))
-    write_records(timings, out)
+    if out is not None or not shows_tables(as_json):  # the table says it already
+        write_records(timings, out)
     if figure is not None:
         draw(timings, figure)

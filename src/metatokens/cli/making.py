@@ -8,12 +8,15 @@ from typing import Annotated
 import typer
 
 from metatokens.cli.app import (
+    RECIPES,
+    TASKS,
     Corpus,
     Model,
     Out,
     Overwrite,
     Set,
     app,
+    named,
     parse_lengths,
     progress_bar,
     say,
@@ -23,15 +26,17 @@ from metatokens.errors import UserError
 from metatokens.machine import is_first_process
 
 
-@app.command()
+@app.command(rich_help_panel="Everything in order")
 def reproduce(
-    preset: Annotated[str, typer.Option(help="smoke, demo, small, gpu or paper.")],
+    preset: Annotated[str, typer.Option(**named("smoke", "demo", "small", "gpu", "paper"))],
     out: Out,
     corpus: Annotated[str | None, typer.Option(help="In place of the preset's: see tokenize.")] = None,
     book: Annotated[str | None, typer.Option(help="A corpus spec that perplexity is measured on too.")] = None,
     only: Annotated[str | None, typer.Option(help="Only what answers this table or question, such as table7.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the stages and what they may cost.")] = False,
-    executor: Annotated[str, typer.Option(help="processes, slurm, or local (jobs as of slurm, here).")] = "processes",
+    executor: Annotated[
+        str, typer.Option(**named("processes", "slurm", "local", what="{} (jobs as of slurm, here)."))
+    ] = "processes",
     workers: Annotated[int | None, typer.Option(min=1, help="Stages at a time; default: one a GPU, or a core.")] = None,
     job: Annotated[list[str] | None, typer.Option(help="A cluster job's setting: slurm_partition=gpu.")] = None,
     overwrite: Overwrite = False,
@@ -62,7 +67,7 @@ def reproduce(
         say(f"report: {write_report([out], out / 'report')}")
 
 
-@app.command()
+@app.command(rich_help_panel="Train")
 def tokenize(
     corpus: Corpus,
     tokenizer: Annotated[str, typer.Option(help="gpt2, a folder, or train:N.")],
@@ -90,9 +95,12 @@ def _finished(out: Path, further: str) -> str:
     return f"the run in {out} is finished; to train its model further, start a new one with `{further}`."
 
 
-@app.command()
+@app.command(rich_help_panel="Train")
 def pretrain(
-    recipe: Annotated[str, typer.Option(help="YAML file, or the name of a recipe that comes with the package.")],
+    recipe: Annotated[
+        str,
+        typer.Option(help="YAML file, or the name of a recipe of the package.", autocompletion=lambda: list(RECIPES)),
+    ],
     out: Out,
     overrides: Set = None,
     init: Annotated[Path | None, typer.Option(help="Go on from this checkpoint, a GPT-2 included.")] = None,
@@ -110,12 +118,17 @@ def pretrain(
     say(f"model: {out}")
 
 
-@app.command()
+@app.command(rich_help_panel="Train")
 def extend(
     model: Model,
     factor: Annotated[float, typer.Option(help="How many times longer the context becomes, such as 4.")],
     out: Out,
-    recipe: Annotated[str, typer.Option(help="YAML file, or the name of a recipe, for the further pretraining.")],
+    recipe: Annotated[
+        str,
+        typer.Option(
+            help="YAML file, or the name of a recipe, for more pretraining.", autocompletion=lambda: list(RECIPES)
+        ),
+    ],
     overrides: Set = None,
     original_length: Annotated[
         int | None, typer.Option(min=1, help="Positions that the model was trained on; default: its maximum.")
@@ -142,15 +155,20 @@ def extend(
     say(f"model: {out}")
 
 
-@app.command()
+@app.command(rich_help_panel="Train")
 def finetune(
     model: Model,
     out: Out,
-    task: Annotated[str | None, typer.Option(help="list_recall, segment_counting, parity or copying.")] = None,
+    task: Annotated[str | None, typer.Option(**named(*TASKS))] = None,
     data: Annotated[Path | None, typer.Option(help="Your own records: JSON lines of prompt and completion.")] = None,
-    train_length: Annotated[str | None, typer.Option(help="Prompt lengths of the phases, such as 128,256,512.")] = None,
+    train_lengths: Annotated[
+        str | None, typer.Option(help="Prompt lengths of the phases, such as 128,256,512.")
+    ] = None,
     eval_data: Annotated[Path | None, typer.Option(help="Held-out records, to measure the model on.")] = None,
-    recipe: Annotated[str, typer.Option(help="YAML file, or a name.")] = "demo_finetune",
+    recipe: Annotated[
+        str,
+        typer.Option(help="YAML file, or the name of a recipe of the package.", autocompletion=lambda: list(RECIPES)),
+    ] = "demo_finetune",
     overrides: Set = None,
     corpus: Corpus = "builtin",
     overwrite: Overwrite = False,
@@ -166,9 +184,9 @@ def finetune(
 
     if (task is None) == (data is None):
         raise UserError("give either --task or --data.")
-    if data is not None and train_length:
-        say("--train-length is ignored: the records of --data are trained on as they are, whatever their length.")
-    own = [f"task.train_lengths={parse_lengths(train_length)}"] if train_length else []
+    if data is not None and train_lengths:
+        say("--train-lengths is ignored: the records of --data are trained on as they are, whatever their length.")
+    own = [f"task.train_lengths={parse_lengths(train_lengths)}"] if train_lengths else []
     settings = load_recipe(FinetuneRecipe, recipe, [*own, *(overrides or ())])
     texts = documents_for(task or "", corpus)
     probe: Probing = unprobed
@@ -198,7 +216,7 @@ def finetune(
         write_records(evaluate(load_model(last), {None: records}, **about), None)
 
 
-@app.command()
+@app.command(rich_help_panel="Look")
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or not.")],
     out: Annotated[Path, typer.Option(help="The PNG file.")] = Path("curves.png"),
@@ -218,7 +236,7 @@ def plot(
     say(f"picture: {out}")
 
 
-@app.command()
+@app.command(rich_help_panel="Look")
 def report(
     results: Annotated[list[Path], typer.Argument(help="Run folders or files of result lines.")],
     out: Out,

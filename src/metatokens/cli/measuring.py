@@ -8,35 +8,40 @@ from typing import Annotated, Any, cast
 import typer
 
 from metatokens.cli.app import (
+    TASKS,
+    AsJson,
     Corpus,
     Lengths,
     Model,
     ResultFile,
     app,
     check_results_file,
+    named,
     parse_lengths,
+    print_table,
+    shows_tables,
     write_lines,
     write_records,
 )
 from metatokens.errors import UserError
 
-TaskName = Annotated[str | None, typer.Option("--task", help="list_recall, segment_counting, parity or copying.")]
-Task = Annotated[str, typer.Option(help="list_recall, segment_counting, parity or copying.")]
-Condition = Annotated[str, typer.Option(help="paper, none or decoy.")]
+TaskName = Annotated[str | None, typer.Option("--task", **named(*TASKS))]
+Task = Annotated[str, typer.Option(**named(*TASKS))]
+Condition = Annotated[str, typer.Option(**named("paper", "none", "decoy"))]
 Name = Annotated[str | None, typer.Option(help="What the results are filed under; default: the folder.")]
 InterventionName = Annotated[
     str | None, typer.Option("--intervention", help="no_pos, no_embed, neither, or noise:S[:meta][:raw].")
 ]
 
 
-@app.command()
+@app.command(rich_help_panel="Look")
 def sample(
-    task: Annotated[str, typer.Argument(help="list_recall, segment_counting, parity or copying.")],
+    task: Annotated[str, typer.Argument(**named(*TASKS))],
     phase: Annotated[int, typer.Option(help="1 to 5.")] = 1,
-    condition: Annotated[str, typer.Option(help="paper, none or decoy.")] = "paper",
+    condition: Annotated[str, typer.Option(**named("paper", "none", "decoy"))] = "paper",
     n: Annotated[int, typer.Option("-n", min=1, help="How many.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    split: Annotated[str, typer.Option(help="train or test.")] = "test",
+    split: Annotated[str, typer.Option(**named("train", "test"))] = "test",
     tokenizer: Annotated[str, typer.Option(help="gpt2, a folder, or train:N.")] = "train:4096",
     corpus: Corpus = "builtin",
     out: ResultFile = None,
@@ -55,7 +60,7 @@ def sample(
     )
 
 
-@app.command()
+@app.command(rich_help_panel="Measure")
 def evaluate(
     context: typer.Context,
     model: Model,
@@ -72,6 +77,7 @@ def evaluate(
         Path | None, typer.Option(help="Append every prompt, with the right answer and the model's, to this file.")
     ] = None,
     out: ResultFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure exact match and token accuracy by prompt length, or on your own records."""
     from metatokens.data.tokenizer import load_tokenizer
@@ -126,7 +132,7 @@ def evaluate(
         if predictions is not None:
             reached = (tests[length] for length in dict.fromkeys(r.length for r in results if r.value is not None))
             write_records((each for examples in reached for each in predict(loaded, examples, tokenizer)), predictions)
-    write_records(results, out)
+    write_records(results, out, as_json=as_json)
 
 
 def _is_given(context: typer.Context, option: str) -> bool:
@@ -134,9 +140,9 @@ def _is_given(context: typer.Context, option: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-@app.command()
+@app.command(rich_help_panel="Measure")
 def analyze(
-    kind: Annotated[str, typer.Argument(help="sharpness, residual or rate-distortion.")],
+    kind: Annotated[str, typer.Argument(**named("sharpness", "residual", "rate-distortion"))],
     model: Model,
     task: Task = "list_recall",
     length: Annotated[int, typer.Option(min=1, help="Prompts of more than half and at most so many tokens.")] = 128,
@@ -149,6 +155,7 @@ def analyze(
     name: Name = None,
     corpus: Corpus = "builtin",
     out: ResultFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure what meta-tokens do inside a model: sharper attention, cached context, compression."""
     from metatokens.analysis.rate_distortion import rate_distortion
@@ -178,19 +185,20 @@ def analyze(
         measured = rate_distortion(loaded, examples, about, fits=fits, intervention=changed, held_out=count // 5)
     else:
         measured = {"sharpness": sharpness, "residual": residual}[kind](loaded, examples, about)
-    write_records(measured, out)
+    write_records(measured, out, as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel="Measure")
 def perplexity(
     model: Model,
     corpus: Annotated[str, typer.Option(help="A corpus spec, or a token store, whose held-out split is read.")],
     block_size: Annotated[int, typer.Option(min=2, help="Positions of a block, meta-tokens included.")] = 256,
     fraction: Annotated[float, typer.Option(help="Of the positions that are meta-tokens, in [0, 0.5].")] = 0.1,
-    placement: Annotated[str, typer.Option(help="uniform, periodic or none.")] = "none",
+    placement: Annotated[str, typer.Option(**named("uniform", "periodic", "none"))] = "none",
     tokens: Annotated[int | None, typer.Option(min=1, help="Text tokens to read at most; all where not given.")] = None,
     name: Name = None,
     out: ResultFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure perplexity, counted on text tokens alone, on a corpus or on the held-out split of a token store."""
     from metatokens.data.tokenizer import load_tokenizer
@@ -211,10 +219,10 @@ def perplexity(
         source=corpus,
         seed=training_of(model).get("seed", 0),
     )
-    write_records([result], out)
+    write_records([result], out, as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel="Look")
 def generate(
     model: Model,
     prompt: Annotated[str | None, typer.Argument(help="Text; what looks like a marker in it stays text.")] = None,
@@ -229,6 +237,7 @@ def generate(
     meta_every: Annotated[int | None, typer.Option(min=1, help="Insert a meta-token every so many tokens.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Continue a text, or the prompts of a file."""
     import torch
@@ -272,10 +281,17 @@ def generate(
         records = read_examples(data, tokenizer, needs_completion=False)
         if any(record.markers for record in records):
             check_meta_token(loaded.config, tokenizer, model)
+        rows = []
         for record in records:
             new, whole = continuation(record.input_ids[: record.answer_start])
             shown = {"prompt": record.prompt, "markers": record.markers, "continuation": new}
-            write_lines([json.dumps(shown | ({"with_meta": whole} if show_meta else {}), ensure_ascii=False)], None)
+            shown |= {"with_meta": whole} if show_meta else {}
+            if shows_tables(as_json):
+                rows.append(shown)
+            else:
+                write_lines([json.dumps(shown, ensure_ascii=False)], None)
+        if rows:
+            print_table(rows)
         return
     assert prompt is not None
     ids = encode_prompt(tokenizer, prompt, () if marker is None else marker)
@@ -284,4 +300,8 @@ def generate(
     if marker is not None and loaded.config.meta_token_id not in ids:
         raise UserError(f"the marker {marker!r} is not in the prompt.")
     new, whole = continuation(ids)
-    print(whole if show_meta else f"{prompt}{new}")
+    if as_json:
+        told = {"prompt": prompt, "continuation": new} | ({"with_meta": whole} if show_meta else {})
+        print(json.dumps(told, ensure_ascii=False))
+    else:
+        print(whole if show_meta else f"{prompt}{new}")
