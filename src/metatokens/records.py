@@ -246,9 +246,17 @@ class ShownExample(Record):
 
 
 class Stage(Record):
-    """One stage of a run and the time it took."""
+    """One stage of a run, and the time it took. What does not apply is null, and all but the name in older files."""
 
     name: str
+    kind: str | None = None  # such as pretrain, finetune, evaluate, raw-noise, rate-distortion
+    model: str | None = None  # as results have it, and what follows
+    position_embedding: str | None = None
+    seed: int | None = None
+    recipe: str | None = None
+    task: str | None = None
+    condition: str | None = None
+    train_length: int | None = None  # tokens; null of stages that go through several
     seconds: float  # by the clock
     cpu_seconds: float | None = None
 

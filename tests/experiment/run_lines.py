@@ -9,8 +9,8 @@ from metatokens.records import lines_file
 
 def records(out: Path) -> dict[str, str]:
     """The line of each finished stage, in the order in which they were finished."""
-    ledger = out / "stages.jsonl"
-    return {json.loads(line)["name"]: line for line in ledger.read_text().splitlines()} if ledger.exists() else {}
+    log = out / "stages.jsonl"
+    return {json.loads(line)["name"]: line for line in log.read_text().splitlines()} if log.exists() else {}
 
 
 def lines(out: Path) -> dict[str, list[str]]:

@@ -4,24 +4,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from graphlib import TopologicalSorter
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from metatokens.data.insertion import meta_token_count
 from metatokens.errors import UserError
-from metatokens.experiment.plan import Stage, select, stages
-from metatokens.experiment.presets import DEMO, GPU, PAPER, PRESETS, SMALL, preset
-from metatokens.experiment.stages import Workshop
-from metatokens.experiment.variants import (
+from metatokens.experiment.models import (
     Preset,
-    Variant,
+    TrainedModel,
     counts_of,
     extend_recipe,
     finetune_recipe,
     lengths_tested,
     pretrain_recipe,
 )
+from metatokens.experiment.plan import Stage, select, stages
+from metatokens.experiment.presets import DEMO, GPU, PAPER, PRESETS, SMALL, preset
+from metatokens.experiment.runner import Runner
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.cost import flops, forward_products
 from metatokens.tasks import curriculum, parity
@@ -45,7 +46,7 @@ def test_every_stage_comes_after_what_it_needs(name: str) -> None:
     assert all(before in plan for stage in plan.values() for before in stage.after)
     order = list(TopologicalSorter({name: stage.after for name, stage in plan.items()}).static_order())
     place = {name: order.index(name) for name in plan}
-    for one in sizes.variants:
+    for one in sizes.models:
         pretrained = place[f"{'fetch' if one.published else 'pretrain'}-{one.pretrained_as or one.name}"]
         assert place["tokenize"] < pretrained
         if one.extension is not None:
@@ -69,14 +70,13 @@ def test_a_new_task_is_planned_and_answers_to_its_name(
     monkeypatch.setitem(curriculum._DRAWS, "reversal", parity.draw)
     monkeypatch.setattr(curriculum, "TASKS", (*curriculum._DRAWS, "copying"))
     monkeypatch.setattr(curriculum, "chance", {"reversal": 0.5}.get)
-    variants = tuple(replace(variant, tasks=curriculum.TASKS) for variant in DEMO.variants)  # their default
-    more = replace(DEMO, task_overrides=DEMO.task_overrides | {"reversal": ()}, variants=variants)
-    monkeypatch.setitem(PRESETS, "demo", more)
+    models = tuple(replace(model, tasks=curriculum.TASKS) for model in DEMO.models)  # their default
+    monkeypatch.setitem(PRESETS, "demo", replace(DEMO, models=models))
     for given, is_all in (("", True), ("--only reversal", False)):
         status, output, error = metatokens(f"reproduce --preset demo --dry-run {given} --out {tmp_path}")
         assert (status, error.splitlines()[-1].split(",")[0].endswith("stages")) == (0, True)
         names = {line.split()[-1] for line in output.splitlines()}
-        expected = {f"{verb}-{model}-reversal" for verb in ("finetune", "evaluate") for model in MODELS}
+        expected = {f"{kind}-{model}-reversal" for kind in ("finetune", "evaluate") for model in MODELS}
         assert expected | {"draw_tests-reversal-paper", "tokenize"} <= names
         assert ("finetune-meta-parity" in names) == is_all
 
@@ -90,17 +90,17 @@ def test_stages_stand_after_the_ones_that_they_need(name: str) -> None:
 
 
 @all_presets
-def test_every_verb_is_one_of_the_workshops(name: str) -> None:
+def test_every_stage_gives_its_method_what_it_takes(name: str) -> None:
     for stage in planned(name):
-        assert callable(getattr(Workshop, stage.verb))
+        signature(getattr(Runner, stage.method)).bind("the runner", "progress", **stage.subject, **stage.options)
 
 
 @all_presets
 def test_all_models_read_the_same_text_for_the_same_steps(name: str) -> None:
     sizes = PRESETS[name]
-    plain = [Variant(model=model) for model in MODELS]
-    assert {one.name for one in plain} <= {one.name for one in sizes.variants}
-    recipes = {one.model: pretrain_recipe(sizes, one, Path("tokens")) for one in plain}
+    plain = [TrainedModel(model=model) for model in MODELS]
+    assert {one.name for one in plain} <= {one.name for one in sizes.models}
+    recipes = {one.model: pretrain_recipe(sizes, one) for one in plain}
     blocks = {model: recipe.data for model, recipe in recipes.items()}
     text = {
         model: data.block_size - meta_token_count(data.block_size, data.fraction, data.placement)
@@ -121,24 +121,24 @@ def test_all_models_read_the_same_text_for_the_same_steps(name: str) -> None:
 @all_presets
 def test_fine_tuning_fits_the_tests(name: str) -> None:
     sizes = PRESETS[name]
-    for one in sizes.variants:
+    for one in sizes.models:
         for task in one.tasks:
             recipe = finetune_recipe(sizes, one, task)
             assert set(recipe.task.train_lengths) <= set(counts_of(sizes, one, task)["paper"])
-            assert recipe.task.condition == ("none" if one.note == "unmarked" else "paper")
+            assert recipe.task.condition == ("none" if one.variant == "unmarked" else "paper")
             assert recipe.training.seed == one.seed
 
 
 def test_the_demo_measures_what_it_should() -> None:
-    names = tuple(one.name for one in DEMO.variants)
+    names = tuple(one.name for one in DEMO.models)
     assert names == MODELS
     assert set(DEMO.task_overrides) == set(TASKS)
-    (length,) = finetune_recipe(DEMO, DEMO.variants[0], "parity").task.train_lengths
+    (length,) = finetune_recipe(DEMO, DEMO.models[0], "parity").task.train_lengths
     assert DEMO.test_counts == {length: 500, 2 * length: 200, 4 * length: 200, 8 * length: 200}
     assert set(CONDITIONS) == {"paper", "none", "decoy"}
     assert DEMO.extra_conditions == {"list_recall": ("none", "decoy")}
     assert DEMO.corpus == "builtin"
-    recipes = [pretrain_recipe(DEMO, one, Path("x")) for one in DEMO.variants]
+    recipes = [pretrain_recipe(DEMO, one) for one in DEMO.models]
     assert {(recipe.model.position_embedding, recipe.training.seed) for recipe in recipes} == {("rope", 0)}
 
 
@@ -147,39 +147,40 @@ def test_an_unknown_preset_names_the_known_ones() -> None:
         preset("huge")
 
 
-def test_a_variant_is_named_by_what_sets_it_apart() -> None:
-    assert Variant(model="meta").name == "meta"
-    assert Variant(model="twin", position="learned", seed=2, note="k=0.05").name == "twin-learned-seed2-k=0.05"
+def test_a_model_is_named_by_what_sets_it_apart() -> None:
+    assert TrainedModel(model="meta").name == "meta"
+    apart = TrainedModel(model="twin", position_embedding="learned", seed=2, variant="k=0.05")
+    assert apart.name == "twin-learned-seed2-k=0.05"
 
 
-def test_a_variant_is_described_by_what_it_changes() -> None:
-    names = {one.name: one.description for one in SMALL.variants}
+def test_a_model_is_described_by_what_it_changes() -> None:
+    names = {one.name: one.description for one in SMALL.models}
     assert names["meta"] == "meta-tokens in pretraining, meta-attention: the paper's model"
     assert names["meta-k=0"] == f"{names['meta']}; but data.placement=none, data.block_size=922"
     assert names["meta-yarn8"].endswith(", its context lengthened 8 times with YaRN")
 
 
-def test_a_variant_changes_what_it_says_and_nothing_else() -> None:
-    variant = Variant(
+def test_a_model_changes_what_it_says_and_nothing_else() -> None:
+    changed = TrainedModel(
         model="meta",
-        position="none",
+        position_embedding="none",
         seed=3,
         pretrain_overrides=("data.fraction=0.05",),
         finetune_overrides=("task.condition=none",),
     )
-    plain, own = (pretrain_recipe(DEMO, one, Path("x")).model_dump() for one in (DEMO.variants[-1], variant))
+    plain, own = (pretrain_recipe(DEMO, one).model_dump() for one in (DEMO.models[-1], changed))
     assert own["data"] == plain["data"] | {"fraction": 0.05}
     assert own["model"] == plain["model"] | {"position_embedding": "none"}
     assert own["training"] == plain["training"] | {"seed": 3}
-    plain, own = (finetune_recipe(DEMO, one, "parity").model_dump() for one in (DEMO.variants[-1], variant))
+    plain, own = (finetune_recipe(DEMO, one, "parity").model_dump() for one in (DEMO.models[-1], changed))
     assert own["task"] == plain["task"] | {"condition": "none"}
     assert own["training"] == plain["training"] | {"seed": 3}
 
 
-def test_fine_tuning_another_variants_model_needs_that_one() -> None:
-    base = Variant(model="meta", tasks=("parity",))
-    tuned = Variant(model="meta", note="unmarked", tasks=("parity",), pretrained_as="meta")
-    plan = {stage.name: stage for stage in stages(replace(DEMO, variants=(base, tuned)))}
+def test_fine_tuning_another_models_weights_needs_that_one() -> None:
+    base = TrainedModel(model="meta", tasks=("parity",))
+    tuned = TrainedModel(model="meta", variant="unmarked", tasks=("parity",), pretrained_as="meta")
+    plan = {stage.name: stage for stage in stages(replace(DEMO, models=(base, tuned)))}
     assert "pretrain-meta-unmarked" not in plan
     steps = DEMO.task_overrides["parity"][0].split("=")[1]
     drawn = f"draw_examples-parity-paper-seed0-128x{32 * int(steps)}"
@@ -189,36 +190,39 @@ def test_fine_tuning_another_variants_model_needs_that_one() -> None:
 
 def test_marker_conditions_are_tested_with_rope_up_to_a_length() -> None:
     sizes = replace(DEMO, extra_condition_limit=256)
-    assert counts_of(sizes, Variant(model="meta"), "list_recall") == {
+    assert counts_of(sizes, TrainedModel(model="meta"), "list_recall") == {
         "paper": {128: 500, 256: 200, 512: 200, 1024: 200},
         "none": {128: 500, 256: 200},
         "decoy": {128: 500, 256: 200},
     }
-    for one, task in ((Variant(model="meta"), "parity"), (Variant(model="meta", position="none"), "list_recall")):
+    for one, task in (
+        (TrainedModel(model="meta"), "parity"),
+        (TrainedModel(model="meta", position_embedding="none"), "list_recall"),
+    ):
         assert counts_of(sizes, one, task) == {"paper": {128: 500, 256: 200, 512: 200, 1024: 200}}
 
 
 def test_models_that_read_the_same_examples_share_them() -> None:
-    drawn = [stage for stage in planned("small") if stage.verb == "draw_examples"]
+    drawn = [stage for stage in planned("small") if stage.kind == "draw_examples"]
     assert len({stage.product for stage in drawn}) == len(drawn)
     # By task: three seeds and positions drawn at random; without markers, for longer contexts, and for longer training.
-    of_task = {task: sum(stage.arguments["task"] == task for stage in drawn) for task in TASKS}
+    of_task = {task: sum(stage.subject["task"] == task for stage in drawn) for task in TASKS}
     assert of_task == {"list_recall": 3 + 1 + 1 + 2 + 1, "segment_counting": 3 + 1 + 2, "parity": 4, "copying": 4}
 
 
 def test_the_small_grid_is_whole() -> None:
-    names = {one.name for one in SMALL.variants}
-    assert len(names) == len(SMALL.variants)
+    names = {one.name for one in SMALL.models}
+    assert len(names) == len(SMALL.models)
     for model in MODELS:
         assert {model, f"{model}-learned", f"{model}-none"} <= names
     for model in ("gpt2", "twin", "meta"):
         assert {f"{model}-seed1", f"{model}-seed2", f"{model}-unmarked", f"{model}-random-positions"} <= names
-    assert {f"meta-{note}" for note in ("periodic", "k=0", "k=0.05", "k=0.2", "yarn4", "yarn8")} <= names
-    learned, rope = (Variant(model="meta", position=position) for position in ("learned", "rope"))
+    assert {f"meta-{variant}" for variant in ("periodic", "k=0", "k=0.05", "k=0.2", "yarn4", "yarn8")} <= names
+    learned, rope = (TrainedModel(model="meta", position_embedding=position) for position in ("learned", "rope"))
     assert counts_of(SMALL, learned, "parity") == {"paper": {128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200}}
     assert counts_of(SMALL, rope, "parity")["paper"][4096] == 200
-    for one in SMALL.variants:
-        recipe = pretrain_recipe(SMALL, one, Path("x"))
+    for one in SMALL.models:
+        recipe = pretrain_recipe(SMALL, one)
         # A learned table has a position for each token of the longest prompt of bin 1,024 and of its answer.
         assert recipe.model.max_position_embeddings == (2304 if one.model == "gpt-neo" else 1152)
         limit = recipe.training.random_positions
@@ -227,8 +231,8 @@ def test_the_small_grid_is_whole() -> None:
 
 def test_list_recall_without_rope_is_trained_longer_too() -> None:
     plan = {stage.name: stage for stage in planned("small")}
-    plain = {one.name for one in SMALL.variants if one.position != "rope" and not one.note}
-    assert {f"{name}-longer" for name in plain} == {one.name for one in SMALL.variants if one.note == "longer"}
+    plain = {one.name for one in SMALL.models if one.position_embedding != "rope" and not one.variant}
+    assert {f"{name}-longer" for name in plain} == {one.name for one in SMALL.models if one.variant == "longer"}
     for name in plain:
         own = [plan[f"finetune-{one}-list_recall"] for one in (name, f"{name}-longer")]
         steps = [stage.settings["recipe"]["task"]["train_steps"] for stage in own]
@@ -246,12 +250,12 @@ def test_the_small_grid_costs_a_day_of_one_core_at_most() -> None:
 
 @pytest.mark.parametrize(("sizes", "block"), [(SMALL, 256), (PAPER, 1024)], ids=["small", "paper"])
 def test_contexts_are_extended_as_in_the_papers_first_table(sizes: Preset, block: int) -> None:
-    by_name = {one.name: one for one in sizes.variants}
+    by_name = {one.name: one for one in sizes.models}
     for factor in (4, 8):
         one = by_name[f"meta-yarn{factor}"]
-        short = pretrain_recipe(sizes, one, Path("x"))
+        short = pretrain_recipe(sizes, one)
         base = by_name[one.pretrained_as or ""]
-        assert short.model_dump() == pretrain_recipe(sizes, base, Path("x")).model_dump()
+        assert short.model_dump() == pretrain_recipe(sizes, base).model_dump()
         assert short.data.block_size == block
         longer = extend_recipe(sizes, one, short)
         assert longer.data.block_size == factor * block
@@ -263,7 +267,7 @@ def test_contexts_are_extended_as_in_the_papers_first_table(sizes: Preset, block
 @pytest.mark.parametrize(("sizes", "vocabulary"), [(SMALL, 4160), (PAPER, 50304)], ids=["small", "paper"])
 def test_as_much_compute_is_as_many_steps_as_the_formula_says(sizes: Preset, vocabulary: int) -> None:
     def work(name: str) -> int:
-        recipe = pretrain_recipe(sizes, {one.name: one for one in sizes.variants}[name], Path("x"))
+        recipe = pretrain_recipe(sizes, {one.name: one for one in sizes.models}[name])
         config = MetaGPT2Config(
             **recipe.model.model_dump(exclude={"architecture"}),
             vocab_size=vocabulary,
@@ -282,13 +286,13 @@ def test_as_much_compute_is_as_many_steps_as_the_formula_says(sizes: Preset, voc
 
 
 def test_the_papers_sizes_are_the_papers() -> None:
-    recipe = pretrain_recipe(PAPER, Variant(model="meta"), Path("x"))
+    recipe = pretrain_recipe(PAPER, TrainedModel(model="meta"))
     sizes = recipe.model.hidden_size, recipe.model.num_hidden_layers, recipe.model.num_attention_heads
     assert (*sizes, recipe.data.block_size, recipe.training.max_steps) == (768, 12, 12, 1024, 200_000)
     assert recipe.training.batch == 480
-    only_small = {one.name for one in SMALL.variants} - {one.name for one in PAPER.variants}
+    only_small = {one.name for one in SMALL.models} - {one.name for one in PAPER.models}
     assert {name for name in only_small if not name.endswith("-longer")} == {"meta-short"}
-    (neo,) = (one for one in PAPER.variants if one.model == "gpt-neo")
+    (neo,) = (one for one in PAPER.models if one.model == "gpt-neo")
     plan = {stage.name: stage for stage in planned("paper")}
     assert neo.published == "hf:EleutherAI/gpt-neo-125m"
     assert plan["finetune-gpt-neo-learned-parity"].after[0] == "fetch-gpt-neo-learned"
@@ -297,22 +301,24 @@ def test_the_papers_sizes_are_the_papers() -> None:
 
 @pytest.mark.parametrize("sizes", [SMALL, PAPER])
 def test_learned_tables_hold_the_answers_to_the_longest_prompts_too(sizes: Preset) -> None:
-    learned = [one for one in sizes.variants if one.position == "learned" and one.published is None]
-    tables = {pretrain_recipe(sizes, one, Path("t")).model.max_position_embeddings for one in learned}
+    learned = [one for one in sizes.models if one.position_embedding == "learned" and one.published is None]
+    tables = {pretrain_recipe(sizes, one).model.max_position_embeddings for one in learned}
     assert len(learned) >= 4
     assert min(tables) > 1024 + 64
 
 
 def test_what_a_gpu_does_in_half_an_hour() -> None:
     assert sum(stage.cost for stage in stages(GPU)) <= 1800
-    shape = pretrain_recipe(GPU, Variant(model="meta"), Path("x"))
-    assert shape.model == pretrain_recipe(PAPER, Variant(model="meta"), Path("x")).model
-    assert finetune_recipe(GPU, Variant(model="meta"), "parity").task.train_lengths == (128, 256, 512)
+    shape = pretrain_recipe(GPU, TrainedModel(model="meta"))
+    assert shape.model == pretrain_recipe(PAPER, TrainedModel(model="meta")).model
+    assert finetune_recipe(GPU, TrainedModel(model="meta"), "parity").task.train_lengths == (128, 256, 512)
 
 
 def test_models_trained_without_markers_are_tested_so_at_every_length() -> None:
     plan = {stage.name: stage for stage in planned("small")}
-    own, others = (plan[f"evaluate-meta{note}-list_recall"].settings["counts"]["none"] for note in ("-unmarked", ""))
+    own, others = (
+        plan[f"evaluate-meta{variant}-list_recall"].settings["counts"]["none"] for variant in ("-unmarked", "")
+    )
     assert own == {128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200, 4096: 200}
     assert others == {128: 500, 256: 500, 512: 500}
     assert plan["draw_tests-list_recall-none"].settings["counts"] == own
@@ -321,26 +327,26 @@ def test_models_trained_without_markers_are_tested_so_at_every_length() -> None:
 @pytest.mark.parametrize("sizes", [SMALL, PAPER], ids=["small", "paper"])
 def test_models_read_the_same_text_whatever_their_share_of_meta_tokens(sizes: Preset) -> None:
     shares = {}
-    for one in sizes.variants:
-        if one.note in ("", "periodic", "k=0", "k=0.05", "k=0.2", "random-positions"):
-            data = pretrain_recipe(sizes, one, Path("x")).data
+    for one in sizes.models:
+        if one.variant in ("", "periodic", "k=0", "k=0.05", "k=0.2", "random-positions"):
+            data = pretrain_recipe(sizes, one).data
             inserted = 0 if data.placement == "none" else round(data.fraction * data.block_size)
-            shares[one.note, inserted] = data.block_size - inserted
+            shares[one.variant, inserted] = data.block_size - inserted
     assert {inserted for _, inserted in shares} == {0, 48, 102, 230}
     assert set(shares.values()) == {922}
 
 
 def test_random_positions_have_a_control_of_as_many_steps() -> None:
-    by_note = {one.note: one for one in SMALL.variants if one.model == "meta"}
+    by_variant = {one.variant: one for one in SMALL.models if one.model == "meta"}
     whole, ranges, plain = (
-        finetune_recipe(SMALL, by_note[note], "list_recall")
-        for note in ("random-positions", "random-ranges", "one-length")
+        finetune_recipe(SMALL, by_variant[name], "list_recall")
+        for name in ("random-positions", "random-ranges", "one-length")
     )
     assert plain.training.random_positions is None
     assert (whole.training.random_positions, whole.training.random_positions_from) == (2304, None)
     assert (ranges.training.random_positions, ranges.training.random_positions_from) == (2304, 1)
     assert whole.task == ranges.task == plain.task
-    assert by_note["random-ranges"].start == "meta-random-positions"
+    assert by_variant["random-ranges"].start == "meta-random-positions"
 
 
 def test_noise_of_every_kind_and_analyses_of_every_seed() -> None:
@@ -356,16 +362,16 @@ def test_noise_of_every_kind_and_analyses_of_every_seed() -> None:
 
 
 def test_three_seeds_of_list_recall_come_first() -> None:
-    first = {stage.name for stage in planned("small") if stage.priority == 0 and stage.verb == "finetune"}
+    first = {stage.name for stage in planned("small") if stage.priority == 0 and stage.kind == "finetune"}
     seeded = {
         f"finetune-{model}{seed}-list_recall" for model in ("gpt2", "twin", "meta") for seed in ("", "-seed1", "-seed2")
     }
     assert first == seeded | {"finetune-pause-list_recall"}
-    measured = [stage for stage in planned("small") if stage.verb == "evaluate" and stage.after[0] in first]
+    measured = [stage for stage in planned("small") if stage.kind == "evaluate" and stage.after[0] in first]
     assert {stage.priority for stage in measured} == {-0.5}
-    trained = [stage for stage in planned("small") if stage.verb == "finetune"]
-    recall = [stage.priority for stage in trained if stage.arguments["task"] == "list_recall"]
-    assert max(recall) <= min(stage.priority for stage in trained if stage.arguments["task"] != "list_recall")
+    trained = [stage for stage in planned("small") if stage.kind == "finetune"]
+    recall = [stage.priority for stage in trained if stage.subject["task"] == "list_recall"]
+    assert max(recall) <= min(stage.priority for stage in trained if stage.subject["task"] != "list_recall")
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,14 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from metatokens.data.tokenizer import load_tokenizer, text_vocab_size
 from metatokens.errors import UserError
-from metatokens.experiment import ledger as ledger_module
-from metatokens.experiment import pools, presets, run, variants
-from metatokens.experiment.ledger import Ledger
-from metatokens.experiment.plan import Stage
-from metatokens.experiment.stages import Outcome, Workshop
+from metatokens.experiment import pools, presets, run
+from metatokens.experiment import run_log as run_log_module
+from metatokens.experiment.models import TrainedModel
+from metatokens.experiment.plan import Stage, stages
+from metatokens.experiment.run_log import RunLog
+from metatokens.experiment.runner import Outcome, Runner
 from metatokens.files import write_whole
-from metatokens.records import Result, lines_file, read_lines
+from metatokens.records import Result, RunInfo, lines_file, read_lines, read_record
 from metatokens.report.frame import load
 from tests.experiment import tiny_preset
 from tests.experiment.run_lines import assert_same_run, lines, records, unpack
@@ -34,19 +35,19 @@ STAGES = [
     "draw_examples-parity-paper-seed0-64x16",
 ]
 for model in ("gpt2", "meta"):
-    STAGES += [f"{verb}-{model}" for verb in ("pretrain", "perplexity")]
-    STAGES += [f"{verb}-{model}-parity" for verb in ("finetune", "evaluate")]
+    STAGES += [f"{kind}-{model}" for kind in ("pretrain", "perplexity")]
+    STAGES += [f"{kind}-{model}-parity" for kind in ("finetune", "evaluate")]
 
 NEO = ("model.architecture=gpt_neo", "model.second_attention=none")
 
 
 def noted(started: list[str]) -> Callable[..., Any]:
-    """`carry_out`, which notes the stage's verb and whom it is about."""
-    carry_out = pools.carry_out
+    """`carry_out`, which notes the stage's name."""
+    carry_out = Runner.carry_out
 
-    def note(workshop: Any, verb: str, arguments: dict[str, Any], progress: Any) -> Any:
-        started.append("-".join([verb, *(value for value in arguments.values() if isinstance(value, str))]))
-        return carry_out(workshop, verb, arguments, progress)
+    def note(runner: Runner, stage: Stage, progress: Any) -> Outcome:
+        started.append(stage.name)
+        return carry_out(runner, stage, progress)
 
     return note
 
@@ -85,7 +86,7 @@ def test_guessing_is_measured_at_every_length_that_some_model_is_tested_at(
 ) -> None:
     shutil.copytree(undisturbed / "tokens", tmp_path / "tokens")
     sizes = replace(tiny_preset.tiny(str(small_corpus)), rope_test_counts={192: 2})
-    found = Workshop(tmp_path, "tiny", sizes).describe_tasks(lambda fraction: None).results
+    found = Runner(tmp_path, "tiny", sizes).describe_tasks(lambda fraction: None).results
     assert {(one.task, one.length) for one in found} >= {("segment_counting", 192), ("parity", 192)}
 
 
@@ -106,6 +107,19 @@ def test_curves_examples_and_provenance_are_what_the_report_reads(undisturbed: P
     # 4 x 16^2 and a LayerNorm.
     assert about.models["gpt2"].parameters == 832 * 16 + 12 * 16**2 + 3 * 16
     assert about.models["meta"].parameters == about.models["gpt2"].parameters + 4 * 16**2 + 16
+
+
+def test_a_stage_says_in_fields_what_its_name_says(undisturbed: Path) -> None:
+    about = read_record(undisturbed / "run.json", RunInfo)
+    took = {"name", "seconds", "cpu_seconds"}
+    fields = {stage.name: stage.model_dump(exclude_none=True, exclude=took) for stage in about.stages}
+    meta = {"model": "meta", "position_embedding": "rope", "seed": 0, "recipe": "tiny"}
+    assert fields["tokenize"] == {"kind": "tokenize"}
+    assert fields["draw_tests-parity-decoy"] == {"kind": "draw_tests", "task": "parity", "condition": "decoy"}
+    drawn = {"kind": "draw_examples", "task": "parity", "condition": "paper", "seed": 0}
+    assert fields["draw_examples-parity-paper-seed0-64x16"] == drawn
+    assert fields["pretrain-meta"] == {"kind": "pretrain"} | meta
+    assert fields["evaluate-meta-parity"] == {"kind": "evaluate", "task": "parity"} | meta
 
 
 def test_models_are_trained_on_the_same_text(undisturbed: Path) -> None:
@@ -137,12 +151,12 @@ def test_stages_that_were_finished_are_not_repeated(
         return carry_out(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pools, "carry_out", stop_at_cut)
+        patch.setattr(Runner, "carry_out", stop_at_cut)
         with pytest.raises(KeyboardInterrupt):
             reproduce(tmp_path / "run")
     before = records(tmp_path / "run")
     assert len(before) == len(started) == cut
-    monkeypatch.setattr(pools, "carry_out", carry_out)
+    monkeypatch.setattr(Runner, "carry_out", carry_out)
     reproduce(tmp_path / "run")
     after = records(tmp_path / "run")
     assert {name: after[name] for name in before} == before
@@ -178,18 +192,18 @@ def test_a_run_goes_on_from_its_records_alone(
     last = "evaluate-gpt2-parity"
     kept = [line for name, line in records(tmp_path / "run").items() if name != last]
     assert len(kept) == len(STAGES) - 1
-    ledger = tmp_path / "run" / "stages.jsonl"
+    log = tmp_path / "run" / "stages.jsonl"
     assert list(records(tmp_path / "run"))[-1] == last  # so that its result lines are the last ones too
-    ledger.write_text("".join(line + "\n" for line in kept))
+    log.write_text("".join(line + "\n" for line in kept))
     started: list[str] = []
-    monkeypatch.setattr(pools, "carry_out", noted(started))
+    monkeypatch.setattr(Runner, "carry_out", noted(started))
     reproduce(tmp_path / "run")
     needed = {
         "tokenize",
         "pretrain-gpt2",
         "draw_tests-parity-paper",
         "draw_tests-parity-decoy",
-        "draw_examples-gpt2-parity",
+        "draw_examples-parity-paper-seed0-64x16",
         "finetune-gpt2-parity",
         last,
     }
@@ -203,10 +217,10 @@ def test_a_run_goes_on_from_its_records_alone(
 def moved_without_weights(run: Path) -> Iterator[dict[str, Any]]:
     """A run whose gpt2 is to be trained again for the evaluation that is left: its stages' facts, to be changed."""
     shutil.rmtree(run / "models" / "gpt2")
-    ledger = run / "stages.jsonl"
-    entries = [json.loads(line) for line in ledger.read_text().splitlines() if '"evaluate-gpt2-parity"' not in line]
+    log = run / "stages.jsonl"
+    entries = [json.loads(line) for line in log.read_text().splitlines() if '"evaluate-gpt2-parity"' not in line]
     yield {entry["name"]: entry["facts"] for entry in entries}
-    ledger.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    log.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def test_weights_that_come_out_otherwise_are_noticed(
@@ -293,19 +307,19 @@ def test_nothing_is_lost_while_files_are_packed_or_unpacked(
 
         return step
 
-    for act in (Ledger.resume, Ledger.pack):
+    for act in (RunLog.resume, RunLog.pack):
         steps = iter(range(6))
         with monkeypatch.context() as patch:
             patch.setattr(Path, "unlink", killed(Path.unlink))
-            patch.setattr(ledger_module, "write_whole", killed(write_whole))
+            patch.setattr(run_log_module, "write_whole", killed(write_whole))
             with pytest.raises(KeyboardInterrupt):
-                act(Ledger(out))
+                act(RunLog(out))
         assert lines(out) == lines(undisturbed)
         assert_frame_equal(load([out]).figures, load([undisturbed]).figures)
-        if act is Ledger.resume:
-            Ledger(out).resume()
+        if act is RunLog.resume:
+            RunLog(out).resume()
             assert not [path for path in out.iterdir() if path.suffix == ".gz"]
-    Ledger(out).pack()
+    RunLog(out).pack()
     assert files_of_lines(out) == expected
 
 
@@ -326,7 +340,7 @@ def test_a_finished_stage_with_other_settings_is_refused_and_a_longer_plan_is_no
     ):
         reproduce(tmp_path / "run")
     assert records(tmp_path / "run") == before
-    longer = replace(tiny, variants=(*tiny.variants, replace(tiny.variants[0], model="pause")))
+    longer = replace(tiny, models=(*tiny.models, replace(tiny.models[0], model="pause")))
     monkeypatch.setattr(presets, "PRESETS", {"tiny": longer})
     reproduce(tmp_path / "run")
     after = records(tmp_path / "run")
@@ -343,8 +357,22 @@ def test_the_committed_run_is_the_presets_own() -> None:
     folder = Path(__file__).parents[2] / "results" / "small"
     assert run.unfinished("small", folder) == []
     assert len(read_lines(lines_file(folder, "results"), Result)) == sum(
-        entry.lines.get("results", 0) for entry in Ledger(folder).entries.values()
+        entry.lines.get("results", 0) for entry in RunLog(folder).entries.values()
     )
+
+
+def test_the_committed_run_describes_its_stages_as_a_new_one_would() -> None:
+    about = read_record(Path(__file__).parents[2] / "results" / "small" / "run.json", RunInfo)
+    written = {stage.name: stage for stage in about.stages}
+    for stage in stages(presets.SMALL):
+        expected = {key: one for key, one in stage.fields("small").items() if one is not None}
+        given = written[stage.name].model_dump(exclude_none=True, exclude={"name", "seconds", "cpu_seconds"})
+        assert given == expected, stage.name
+    analysis = written["rate-distortion-meta-seed1-list_recall"]
+    assert (analysis.kind, analysis.model, analysis.seed) == ("rate-distortion", "meta", 1)
+    assert (analysis.task, analysis.train_length) == ("list_recall", 128)
+    longer = written["finetune-gpt2-learned-longer-list_recall"]
+    assert (longer.recipe, longer.position_embedding, longer.train_length) == ("small/longer", "learned", None)
 
 
 def test_result_lines_that_are_lost_are_noticed(
@@ -413,10 +441,14 @@ def test_a_published_model_in_place_of_a_pretrained_one(
     torch.manual_seed(0)
     GPTNeoForCausalLM(config).save_pretrained(tmp_path / "neo")
     tokenizer.save_pretrained(tmp_path / "neo")
-    one = variants.Variant(
-        model="gpt-neo", position="learned", tasks=("parity",), published=str(tmp_path / "neo"), pretrain_overrides=NEO
+    one = TrainedModel(
+        model="gpt-neo",
+        position_embedding="learned",
+        tasks=("parity",),
+        published=str(tmp_path / "neo"),
+        pretrain_overrides=NEO,
     )
-    tiny = replace(tiny_preset.tiny(str(small_corpus)), variants=(one,))
+    tiny = replace(tiny_preset.tiny(str(small_corpus)), models=(one,))
     monkeypatch.setattr(presets, "PRESETS", {"tiny": tiny})
     reproduce(tmp_path / "run")
     assert not (tmp_path / "run" / "models" / one.name / "pretrained").exists()
@@ -490,7 +522,7 @@ def test_a_users_mistake_in_a_stage_is_passed_on(
     def refuse(*_: object) -> None:
         raise UserError("the disk is full.")
 
-    monkeypatch.setattr(pools, "carry_out", refuse)
+    monkeypatch.setattr(Runner, "carry_out", refuse)
     with pytest.raises(UserError, match="the disk is full"):
         reproduce(tmp_path / "run")
     assert records(tmp_path / "run") == {}

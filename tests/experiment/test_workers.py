@@ -13,7 +13,7 @@ import torch
 
 from metatokens.errors import UserError
 from metatokens.experiment import pools, presets, run
-from metatokens.experiment.stages import Workshop
+from metatokens.experiment.runner import Runner
 from tests.experiment import tiny_preset
 from tests.experiment.run_lines import assert_same_run, lines, records
 
@@ -31,15 +31,15 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_worker_a_gpu_by_default(two_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    workshop = Workshop(tmp_path, "tiny", tiny_preset.tiny("builtin"))
-    assert pools.open_pool(workshop, "processes", None, {}).size == 2
+    runner = Runner(tmp_path, "tiny", tiny_preset.tiny("builtin"))
+    assert pools.open_pool(runner, "processes", None, {}).size == 2
     assert pools.gpus() == ["3", "GPU-5"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert pools.gpus() == ["0", "1"]
 
 
 def test_a_worker_sees_one_gpu(two_gpus: None, tmp_path: Path) -> None:
-    with pools.ProcessPool(Workshop(tmp_path, "tiny", tiny_preset.tiny("builtin")), 1) as pool:
+    with pools.ProcessPool(Runner(tmp_path, "tiny", tiny_preset.tiny("builtin")), 1) as pool:
         assert pool._pool.submit(os.getenv, "CUDA_VISIBLE_DEVICES").result() == "3"
 
 

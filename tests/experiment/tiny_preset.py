@@ -11,16 +11,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from metatokens.experiment import presets, variants
+from metatokens.experiment import presets
+from metatokens.experiment.models import Ablation, Analysis, Preset, TrainedModel
 from metatokens.training.trainer import RunCallback
 
 TRAINING = ("training.save_steps=2", "training.logging_steps=1", "training.per_device_train_batch_size=4")
 SIZES = ("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2", "data.block_size=32")
 
 
-def tiny(corpus: str) -> variants.Preset:
+def tiny(corpus: str) -> Preset:
     """Two models and one task."""
-    return variants.Preset(
+    return Preset(
         corpus=corpus,
         tokenizer="train:768",
         pretrain_recipe="demo",
@@ -29,37 +30,36 @@ def tiny(corpus: str) -> variants.Preset:
         finetune_overrides=("task.train_lengths=[64]", *TRAINING),
         task_overrides={"parity": ("training.max_steps=4",)},
         test_counts={64: 4, 128: 3},
-        variants=tuple(variants.Variant(model=model, tasks=("parity",)) for model in ("gpt2", "meta")),
+        models=tuple(TrainedModel(model=model, tasks=("parity",)) for model in ("gpt2", "meta")),
         extra_conditions={"parity": ("decoy",)},
     )
 
 
-def wide(corpus: str) -> variants.Preset:
+def wide(corpus: str) -> Preset:
     """One model, and each kind of stage that a preset can have."""
-    longer = variants.Variant(
+    longer = TrainedModel(
         model="meta",
-        note="yarn",
+        variant="yarn",
         pretrained_as="meta",
         extension=2.0,
         finetune_overrides=("task.train_lengths=[64, 128]",),
         tasks=("parity",),
         tested=(128,),
     )
-    ablation = variants.Ablation(
-        name="ablation",
+    ablation = Ablation(
         tables=("table13",),
-        variants=("meta",),
+        models=("meta",),
         tasks=("parity",),
         interventions=("no_pos", "noise:1"),
         counts={64: 4},
         noise_seeds=2,
     )
     analyses = [
-        variants.Analysis(
+        Analysis(
             kind=kind,
             tables=("figure3",),
-            variants=("meta",),
-            task="parity",
+            models=("meta",),
+            tasks=("parity",),
             train_length=64,
             length=64,
             n=n,
@@ -75,11 +75,10 @@ def wide(corpus: str) -> variants.Preset:
         tiny(corpus),
         book=corpus,
         extend_recipe="small_extend",
-        variants=(variants.Variant(model="meta", tasks=("parity",)), longer),
+        models=(TrainedModel(model="meta", tasks=("parity",)), longer),
         extra_conditions={},
         probe_steps={"parity": 2},
-        ablations=(ablation,),
-        analyses=tuple(analyses),
+        inspections=(ablation, *analyses),
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from metatokens.errors import UserError
-from metatokens.experiment.ledger import FILES, LEDGER, Ledger
+from metatokens.experiment.run_log import FILES, LOG, RunLog
 from metatokens.model import checkpoint
 from metatokens.model.checkpoint import MANIFEST, load_model, verify_manifest, write_manifest
 from metatokens.records import Result, append_records, read_lines
@@ -117,8 +117,8 @@ def test_names_in_records_are_no_paths(name: str, tmp_path: Path) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
     stage = {"name": name, "seconds": 1.0, "settings": {}, "facts": {}, "lines": {}}
-    (inner / LEDGER).write_text(json.dumps(stage) + "\n")
-    Ledger(inner).resume()
+    (inner / LOG).write_text(json.dumps(stage) + "\n")
+    RunLog(inner).resume()
     fields = {"model": name, "task": name, "condition": name, "recipe": name, "intervention": name}
     line = Result(**fields, metric="exact_match", value=0.5, n=4, seed=0, length=128)
     append_records(inner / FILES["results"], [line, line.model_copy(update={"condition": "none"})])

@@ -1,4 +1,4 @@
-"""Result files, analyses, curves, ledgers, run descriptions, run folders, training examples: any lines."""
+"""Result files, analyses, curves, stages, run descriptions, run folders, training examples: any lines."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
-from metatokens.experiment.ledger import LEDGER, Entry, Ledger
+from metatokens.experiment.run_log import LOG, FinishedStage, RunLog
 from metatokens.model.checkpoint import MANIFEST, verify_manifest, write_manifest
 from metatokens.records import Measurement, Result, read_lines
 from metatokens.report.frame import load
@@ -70,7 +70,7 @@ STAGES = [
 ]
 RECORDS = [{"prompt": f"a{MARKER} b", "markers": [1], "completion": " c"}, {"prompt": "a", "completion": "b"}]
 FIELDS = {
-    "results": [*Result.model_fields], "analysis": [*Measurement.model_fields], "stages": [*Entry.model_fields],
+    "results": [*Result.model_fields], "analysis": [*Measurement.model_fields], "stages": [*FinishedStage.model_fields],
     "curves": [*CURVES[0], *CURVES[-1]], "shown": [*SHOWN[0]], "run": [*RUN], "speeds": [*SPEEDS[0]],
     "records": [*RECORDS[0], "task", "phase", "seed", "index", "split", "input_ids"],
 }  # fmt: skip
@@ -165,13 +165,13 @@ def test_whole_reports(
 
 @cases(200)
 @given(stages=json_file(STAGES, FIELDS["stages"]), results=json_file(RESULTS, FIELDS["results"]) | st.just(b""))
-def test_ledgers(stages: bytes, results: bytes, place: Path, clean: Clean) -> None:
-    (place / LEDGER).write_bytes(stages + b"\n")
+def test_stages_of_a_run(stages: bytes, results: bytes, place: Path, clean: Clean) -> None:
+    (place / LOG).write_bytes(stages + b"\n")
     (place / "results.jsonl").write_bytes(results + b"\n")
     with clean():
-        ledger = Ledger(place)
-        ledger.resume()
-        assert Ledger(place).entries == ledger.entries
+        log = RunLog(place)
+        log.resume()
+        assert RunLog(place).entries == log.entries
 
 
 @cases(200)

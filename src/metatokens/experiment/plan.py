@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import product
-from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from metatokens.data.insertion import meta_token_count
 from metatokens.errors import UserError
-from metatokens.experiment.variants import (
+from metatokens.experiment.models import (
     Ablation,
     Analysis,
     Preset,
-    Variant,
+    TrainedModel,
     counts_of,
     drawn_counts,
     extend_recipe,
@@ -24,39 +24,46 @@ from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.cost import flops, forward_products
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe
 
-# What one of the paper's tables, or a question of ours, is answered by; `reproduce --only` takes these names.
+# The paper's tables by task; a variant's `tables` stand in their place. `reproduce --only` takes these names.
 _TASK_TABLES = {"list_recall": "table7", "segment_counting": "table8", "parity": "table9", "copying": "table10"}
-_NOTE_TABLES = {
-    "longer": ("table7", "figure1"),
-    "unmarked": ("markers",),
-    "random-positions": ("lengths",),
-    "random-ranges": ("lengths",),
-    "one-length": ("lengths",),
-    "periodic": ("placement",),
-    "k=0": ("placement",),
-    "k=0.05": ("placement",),
-    "k=0.2": ("placement",),
-    "yarn4": ("table1",),
-    "yarn8": ("table1",),
-    "equal-compute": ("perplexity",),
-}
 
-PRETRAINED = {"pretrain": "pretrained", "extend": "extended"}  # the folder that the verb writes
+PRETRAINED = {"pretrain": "pretrained", "extend": "extended"}  # the folder that the kind of stage writes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One unit of work: `verb` with `arguments`, after the stages named in `after`."""
+    """One unit of work, after the stages named in `after`: a method of `Runner`, given the subject and the options."""
 
     name: str
-    verb: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)  # what its results depend on, beside the stages before
+    kind: str  # what the name begins with
+    method: str
+    subject: dict[str, Any] = field(default_factory=dict)  # whom it is about: `model`, `task`, `condition`
+    options: dict[str, Any] = field(default_factory=dict)  # what its results depend on, beside the stages before
     after: tuple[str, ...] = ()
     product: str | None = None  # the last file that it writes of what later stages need, in the run's folder
     tables: tuple[str, ...] = ()  # that its results stand in
     priority: float = 0  # lower ones first
     cost: float = 1.0  # seconds, estimated: on one core, or, of models trained in bfloat16, on one GPU
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options, recipes without defaults: so a setting that a later version adds leaves finished stages be."""
+        return {
+            name: one.model_dump(mode="json", exclude_defaults=True) if isinstance(one, BaseModel) else one
+            for name, one in self.options.items()
+        }
+
+    def fields(self, preset: str) -> dict[str, Any]:
+        """What it was, as `run.json` says it."""
+        about = {"kind": self.kind, "train_length": self.options.get("train_length")}
+        for key, one in self.subject.items():
+            if isinstance(one, TrainedModel):
+                about |= one.fields(preset)
+            elif isinstance(one, FinetuneRecipe):  # whose examples are drawn, for all models that read the same ones
+                about |= {"seed": one.training.seed, "condition": one.task.condition}
+            else:
+                about[key] = one
+        return about
 
 
 def stages(sizes: Preset) -> list[Stage]:
@@ -65,20 +72,23 @@ def stages(sizes: Preset) -> list[Stage]:
         _stage("tokenize", product="tokens/manifest.json", cost=10),
         _stage("describe_tasks", after=("tokenize",), tables=("table8", "table9"), priority=1, cost=10),
     ]
-    plan += [stage for task in sizes.task_overrides for stage in _test_stages(sizes, task)]
+    plan += [stage for task in sizes.tasks for stage in _test_stages(sizes, task)]
     # Models of one seed and training condition read the same examples, which are made once.
     drawn: dict[str, Stage] = {}
-    for one in sizes.variants:
-        for task in one.tasks:
-            stage = _example_stage(one, finetune_recipe(sizes, one, task), task)
+    for model in sizes.models:
+        for task in model.tasks:
+            stage = _example_stage(model, finetune_recipe(sizes, model, task), task)
             drawn.setdefault(stage.name, stage)
     plan += drawn.values()
-    for variant in sizes.variants:
-        plan += _variant_stages(variant, sizes)
-    for ablation in sizes.ablations:
-        plan += _ablation_stages(ablation, sizes)
-    for analysis in sizes.analyses:
-        plan += _analysis_stages(analysis, sizes)
+    for model in sizes.models:
+        plan += _model_stages(model, sizes)
+    by_name = {model.name: model for model in sizes.models}
+    for inspection in sizes.inspections:
+        plan += [
+            _inspection_stage(inspection, by_name[name], task, sizes)
+            for name in inspection.models
+            for task in inspection.tasks
+        ]
     return plan
 
 
@@ -112,8 +122,9 @@ def _test_stages(sizes: Preset, task: str) -> Iterator[Stage]:
     for condition, counts in drawn_counts(sizes, task).items():
         yield _stage(
             "draw_tests",
-            {"task": task, "condition": condition},
-            settings={"counts": counts},
+            task=task,
+            condition=condition,
+            options={"counts": counts},
             after=("tokenize",),
             product=f"examples/{task}/tests-{condition}",
             priority=_wait(task),
@@ -121,139 +132,108 @@ def _test_stages(sizes: Preset, task: str) -> Iterator[Stage]:
         )
 
 
-def _example_stage(variant: Variant, recipe: FinetuneRecipe, task: str) -> Stage:
+def _example_stage(model: TrainedModel, recipe: FinetuneRecipe, task: str) -> Stage:
     name = examples_name(recipe)
     return Stage(
         name=f"draw_examples-{task}-{name}",
-        verb="draw_examples",
-        arguments={"variant": variant.name, "task": task},
+        kind="draw_examples",
+        method="draw_examples",
+        subject={"task": task, "recipe": recipe},
         after=("tokenize",),
         product=f"examples/{task}/{name}/complete",
-        priority=variant.priority + _wait(task),
+        priority=model.priority + _wait(task),
         cost=5 + _seconds_to_draw(_examples(recipe)),
     )
 
 
-def _variant_stages(variant: Variant, sizes: Preset) -> Iterator[Stage]:
-    own_tables = _NOTE_TABLES.get(variant.note, ())
-    recipe = pretrain_recipe(sizes, variant, Path("tokens"))
-    if variant.published is not None:
-        own = {"published": variant.published}
-        yield _stage("fetch", {"variant": variant.name}, settings=own, after=("tokenize",), priority=variant.priority)
-    elif variant.extension is not None:
-        longer = extend_recipe(sizes, variant, recipe)
-        yield _pretrain_stage("extend", variant, sizes, longer, after=(f"pretrain-{variant.pretrained_as}",))
-    elif variant.pretrained_as is None:
-        yield _pretrain_stage("pretrain", variant, sizes, recipe, after=("tokenize",))
-    start = f"{variant.made_by}-{variant.start}"
-    if variant.start == variant.name:
-        tables = tuple(dict.fromkeys((*own_tables, "perplexity")))
-        about = {"variant": variant.name}
-        yield _stage("perplexity", about, after=(start,), tables=tables, priority=variant.priority, cost=40)
-    for task in variant.tasks:
-        yield from _task_stages(variant, sizes, task, start, own_tables or _tables_of(task))
-
-
-def _tables_of(task: str) -> tuple[str, ...]:
-    """What a task answers: a table of the paper's, or, of a task that the paper has not, one of its own name."""
-    return _TASK_TABLES.get(task, task), "figure1"
+def _model_stages(model: TrainedModel, sizes: Preset) -> Iterator[Stage]:
+    recipe = pretrain_recipe(sizes, model)
+    estimate = _Estimate(recipe, sizes.tokenizer)
+    if model.published is not None:
+        own = {"published": model.published}
+        yield _stage("fetch", model, options=own, after=("tokenize",), priority=model.priority)
+    elif model.extension is not None:
+        after, longer = f"pretrain-{model.pretrained_as}", extend_recipe(sizes, model, recipe)
+        yield _pretrain_stage(model, estimate, after, recipe=longer, factor=model.extension)
+    elif model.pretrained_as is None:
+        yield _pretrain_stage(model, estimate, "tokenize", recipe=recipe)
+    start = f"{model.made_by}-{model.start}"
+    if model.start == model.name:
+        tables = tuple(dict.fromkeys((*model.tables, "perplexity")))
+        yield _stage("perplexity", model, after=(start,), tables=tables, priority=model.priority, cost=40)
+    for task in model.tasks:
+        yield from _task_stages(model, sizes, task, estimate, start)
 
 
 def _pretrain_stage(
-    verb: str, variant: Variant, sizes: Preset, recipe: PretrainRecipe, after: tuple[str, ...]
+    model: TrainedModel, estimate: "_Estimate", after: str, *, recipe: PretrainRecipe, **options: float
 ) -> Stage:
     data, blocks = recipe.data, recipe.training.max_steps * recipe.training.batch
     inserted = meta_token_count(data.block_size, data.fraction, data.placement)
-    estimate = _Estimate(recipe, sizes.tokenizer)
     text = (data.block_size - inserted) / data.block_size
     seconds = estimate.seconds(data.block_size, meta_tokens=inserted, scored=text, training=True)
     return _stage(
-        verb,
-        {"variant": variant.name},
-        settings={"recipe": _settings(recipe), "factor": variant.extension},
-        after=after,
-        product=f"models/{variant.name}/{PRETRAINED[verb]}/manifest.json",
-        priority=variant.priority,
+        model.made_by,
+        model,
+        options={"recipe": recipe, **options},
+        after=(after,),
+        product=f"models/{model.name}/{PRETRAINED[model.made_by]}/manifest.json",
+        priority=model.priority,
         cost=10 + blocks * seconds,
     )
 
 
-def _task_stages(variant: Variant, sizes: Preset, task: str, start: str, tables: tuple[str, ...]) -> Iterator[Stage]:
-    about = {"variant": variant.name, "task": task}
-    estimate = _Estimate(pretrain_recipe(sizes, variant, Path("tokens")), sizes.tokenizer)
-    recipe = finetune_recipe(sizes, variant, task)
-    probe, counts = sizes.probe_steps.get(task), counts_of(sizes, variant, task)
+def _task_stages(model: TrainedModel, sizes: Preset, task: str, estimate: "_Estimate", start: str) -> Iterator[Stage]:
+    tables = model.tables or (_TASK_TABLES.get(task, task), "figure1")  # of a task that the paper has not, its name
+    recipe = finetune_recipe(sizes, model, task)
+    probe, counts = sizes.probe_steps.get(task), counts_of(sizes, model, task)
     trained = sum(n * estimate.seconds(_mean(length), training=True) for length, n in _examples(recipe).items())
     yield _stage(
         "finetune",
-        about,
-        settings={"recipe": _settings(recipe), "probe_steps": probe},
+        model,
+        task,
+        options={"recipe": recipe, "probe_steps": probe},
         after=(
             start,
             f"draw_examples-{task}-{examples_name(recipe)}",
             *(f"draw_tests-{task}-{condition}" for condition in counts),
         ),
-        product=f"models/{variant.name}/{task}/{recipe.task.train_lengths[-1]}/manifest.json",
+        product=f"models/{model.name}/{task}/{recipe.task.train_lengths[-1]}/manifest.json",
         tables=(*tables, "learning") if probe else tables,
-        priority=variant.priority + _wait(task),
+        priority=model.priority + _wait(task),
         cost=10 + trained,
     )
-    lengths = lengths_tested(sizes, variant, task)
+    lengths = lengths_tested(sizes, model, task)
     yield _stage(
         "evaluate",
-        about,
-        settings={"counts": counts, "train_lengths": lengths},
-        after=(f"finetune-{variant.name}-{task}",),
+        model,
+        task,
+        options={"counts": counts, "train_lengths": lengths},
+        after=(f"finetune-{model.name}-{task}",),
         tables=(*tables, "markers") if len(counts) > 1 else tables,
-        priority=variant.priority + _wait(task) - 0.5,  # a model is measured before the next one is made
+        priority=model.priority + _wait(task) - 0.5,  # a model is measured before the next one is made
         cost=10 + len(lengths) * sum(estimate.seconds_to_test(own) for own in counts.values()),
     )
 
 
-def _ablation_stages(ablation: Ablation, sizes: Preset) -> Iterator[Stage]:
-    variants = {variant.name: variant for variant in sizes.variants}
-    for name, task in product(ablation.variants, ablation.tasks):
-        variant = variants[name]
-        settings: dict[str, Any] = {
-            "interventions": ablation.interventions,
-            "counts": dict(ablation.counts),
-            "noise_seeds": ablation.noise_seeds,
-        }
-        estimate = _Estimate(pretrain_recipe(sizes, variant, Path("tokens")), sizes.tokenizer)
-        passes = len(settings["interventions"]) * len(lengths_tested(sizes, variant, task))
-        yield Stage(
-            name=f"{ablation.name}-{name}-{task}",
-            verb="intervene",
-            arguments={"variant": name, "task": task, **settings},
-            settings=settings,
-            after=(f"finetune-{name}-{task}",),
-            tables=ablation.tables,
-            priority=variant.priority + _wait(task),
-            cost=10 + passes * estimate.seconds_to_test(ablation.counts),
-        )
-
-
-def _analysis_stages(analysis: Analysis, sizes: Preset) -> Iterator[Stage]:
-    variants = {variant.name: variant for variant in sizes.variants}
-    settings = {
-        "kind": analysis.kind,
-        "train_length": analysis.train_length,
-        "length": analysis.length,
-        "n": analysis.n,
-        "interventions": analysis.interventions,
-    }
-    for name in analysis.variants:
-        yield Stage(
-            name=f"{analysis.kind}-{name}-{analysis.task}",
-            verb="analyze",
-            arguments={"variant": name, "task": analysis.task, **settings},
-            settings=settings,
-            after=(f"finetune-{name}-{analysis.task}",),
-            tables=analysis.tables,
-            priority=variants[name].priority,
-            # As measured on a core: the head is fitted for each rate, the rest is a few passes.
-            cost=100 * len(analysis.interventions) if analysis.kind == "rate-distortion" else 10,
-        )
+def _inspection_stage(one: Ablation | Analysis, model: TrainedModel, task: str, sizes: Preset) -> Stage:
+    if isinstance(one, Ablation):
+        estimate = _Estimate(pretrain_recipe(sizes, model), sizes.tokenizer)
+        passes = len(one.interventions) * len(lengths_tested(sizes, model, task))
+        cost = 10 + passes * estimate.seconds_to_test(one.counts)
+    else:  # as measured on a core: the head is fitted for each rate, the rest is a few passes
+        cost = 100 * len(one.interventions) if one.kind == "rate-distortion" else 10
+    return _stage(
+        one.kind,
+        model,
+        task,
+        method=one.method,
+        options=one.options,
+        after=(f"finetune-{model.name}-{task}",),
+        tables=one.tables,
+        priority=model.priority + _wait(task),
+        cost=cost,
+    )
 
 
 def _wait(task: str) -> int:
@@ -261,14 +241,19 @@ def _wait(task: str) -> int:
     return 0 if task == "list_recall" else 2
 
 
-def _stage(verb: str, arguments: dict[str, str] | None = None, **fields: Any) -> Stage:
-    arguments = arguments or {}
-    return Stage(name="-".join([verb, *arguments.values()]), verb=verb, arguments=arguments, **fields)
-
-
-def _settings(recipe: PretrainRecipe | FinetuneRecipe) -> dict[str, Any]:
-    # Without defaults, so that a setting that a later version adds leaves finished stages as they are.
-    return recipe.model_dump(mode="json", exclude_defaults=True)
+def _stage(
+    kind: str,
+    model: TrainedModel | None = None,
+    task: str | None = None,
+    condition: str | None = None,
+    *,
+    method: str | None = None,
+    **fields: Any,
+) -> Stage:
+    about = {"model": model, "task": task, "condition": condition}
+    subject = {key: value for key, value in about.items() if value is not None}
+    name = "-".join([kind, *(one.name if isinstance(one, TrainedModel) else one for one in subject.values())])
+    return Stage(name=name, kind=kind, method=method or kind, subject=subject, **fields)
 
 
 def _examples(recipe: FinetuneRecipe) -> dict[int, int]:

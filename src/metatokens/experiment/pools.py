@@ -21,7 +21,7 @@ import yaml
 
 from metatokens.errors import UserError
 from metatokens.experiment.plan import Stage
-from metatokens.experiment.stages import Outcome, Workshop, carry_out
+from metatokens.experiment.runner import Outcome, Runner
 from metatokens.machine import available_cores
 from metatokens.recipe import parse_yaml
 from metatokens.training.trainer import Progress, unwatched
@@ -64,11 +64,11 @@ class Pool(Protocol):
         ...
 
 
-def open_pool(workshop: Workshop, executor: str, workers: int | None, job: Mapping[str, Any]) -> Pool:
+def open_pool(runner: Runner, executor: str, workers: int | None, job: Mapping[str, Any]) -> Pool:
     """The workers of an executor's name: `processes`, `slurm`, or `local`, which makes jobs as `slurm` does, but here.
 
     Args:
-        workshop: carries the stages out.
+        runner: carries the stages out.
         executor: the name.
         workers: stages at a time; default: the GPUs that this process may use, or its cores, for `slurm` 64.
         job: settings of a job, of submitit's `update_parameters`, such as `slurm_partition`.
@@ -79,10 +79,10 @@ def open_pool(workshop: Workshop, executor: str, workers: int | None, job: Mappi
     if executor == "processes":
         if job:
             raise UserError("--job sets what a cluster's job gets; it goes with --executor slurm.")
-        return ProcessPool(workshop, workers or len(gpus()) or available_cores())
+        return ProcessPool(runner, workers or len(gpus()) or available_cores())
     if executor not in ("slurm", "local"):
         raise UserError(f"unknown executor {executor!r}; choose processes, slurm or local.")
-    return JobPool(workshop, executor, workers or (64 if executor == "slurm" else available_cores()), job)
+    return JobPool(runner, executor, workers or (64 if executor == "slurm" else available_cores()), job)
 
 
 def job_settings(settings: Iterable[str]) -> dict[str, Any]:
@@ -112,8 +112,8 @@ def gpus() -> list[str]:
 class ProcessPool:
     """Processes of one thread each, since two of them beat one of two threads for small models, and of one GPU each."""
 
-    def __init__(self, workshop: Workshop, size: int):
-        self.workshop, self.size = workshop, size
+    def __init__(self, runner: Runner, size: int):
+        self.runner, self.size = runner, size
         context = multiprocessing.get_context("spawn")
         self._reports, self._gpus = context.Queue(), context.Queue()
         for gpu in islice(cycle(gpus() or [None]), size):
@@ -134,7 +134,7 @@ class ProcessPool:
 
     def submit(self, stage: Stage) -> None:
         """Begin a stage."""
-        self._running[self._pool.submit(_work_and_report, self.workshop, stage)] = stage.name
+        self._running[self._pool.submit(_work_and_report, self.runner, stage)] = stage.name
 
     def finished(self) -> Iterator[tuple[str, Done]]:
         """Stages that are done, after a second at most."""
@@ -162,12 +162,12 @@ class JobPool:
     write and all nodes must see.
     """
 
-    def __init__(self, workshop: Workshop, cluster: str, size: int, settings: Mapping[str, Any]):
+    def __init__(self, runner: Runner, cluster: str, size: int, settings: Mapping[str, Any]):
         try:
             import submitit
         except ImportError as error:
             raise UserError("--executor slurm needs submitit: pip install 'metatokens[slurm]'.") from error
-        self.workshop, self.size = workshop, size
+        self.runner, self.size = runner, size
         private = Path.home() / ".cache" / "metatokens" / "jobs"
         private.mkdir(parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(dir=private))  # for the user alone
@@ -192,7 +192,7 @@ class JobPool:
 
     def submit(self, stage: Stage, tries: int = 1) -> None:
         """Begin a stage."""
-        self._running[stage.name] = (self._executor.submit(_work_as_job, self.workshop, stage), stage, tries)
+        self._running[stage.name] = (self._executor.submit(_work_as_job, self.runner, stage), stage, tries)
 
     def finished(self) -> Iterator[tuple[str, Done]]:
         """Stages that are done, after half a second."""
@@ -242,18 +242,18 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work_and_report(workshop: Workshop, stage: Stage) -> Done:
-    return _work(workshop, stage, lambda done, total, _: _reports.put((stage.name, done / total)))
+def _work_and_report(runner: Runner, stage: Stage) -> Done:
+    return _work(runner, stage, lambda done, total, _: _reports.put((stage.name, done / total)))
 
 
-def _work_as_job(workshop: Workshop, stage: Stage) -> Done | UserError | OSError:
+def _work_as_job(runner: Runner, stage: Stage) -> Done | UserError | OSError:
     try:
-        return _work(workshop, stage, unwatched)
+        return _work(runner, stage, unwatched)
     except (UserError, OSError) as error:  # which the next try would meet again
         return error
 
 
-def _work(workshop: Workshop, stage: Stage, progress: Progress) -> Done:
+def _work(runner: Runner, stage: Stage, progress: Progress) -> Done:
     began, began_on_cpu = time.monotonic(), time.process_time()
-    outcome = carry_out(workshop, stage.verb, stage.arguments, progress)
+    outcome = runner.carry_out(stage, progress)
     return Done(outcome, time.monotonic() - began, time.process_time() - began_on_cpu)

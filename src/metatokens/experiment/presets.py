@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from metatokens.errors import UserError
-from metatokens.experiment.variants import Ablation, Analysis, Preset, Variant
+from metatokens.experiment.models import Ablation, Analysis, Preset, TrainedModel
 from metatokens.tasks.curriculum import TASKS
 
 
@@ -41,12 +41,13 @@ _SEEDS = (1, 2)
 # Every model with every kind of positions; more seeds, and training without markers, with rope (Tables 7-10). Of
 # GPT-Neo's positions, the 2,304 are for prompts of 2,048 and their answers; the published one has 2,048.
 _GRID = (
-    *(Variant(model=model, priority=0) for model in ("gpt2", "pause", "twin", "meta")),
-    *(Variant(model=model, seed=seed, priority=0) for seed in _SEEDS for model in _SEEDED),
+    *(TrainedModel(model=model, priority=0) for model in ("gpt2", "pause", "twin", "meta")),
+    *(TrainedModel(model=model, seed=seed, priority=0) for seed in _SEEDS for model in _SEEDED),
     *(
-        Variant(
+        TrainedModel(
             model=model,
-            note="unmarked",
+            variant="unmarked",
+            tables=("markers",),
             finetune_overrides=("task.condition=none",),
             pretrained_as=model,
             tasks=("list_recall",),
@@ -54,34 +55,36 @@ _GRID = (
         for model in _SEEDED
     ),
     *(
-        Variant(model=model, position=position)
+        TrainedModel(model=model, position_embedding=position)
         for position in ("learned", "none")
         for model in ("gpt2", "pause", "twin", "meta")
     ),
 )
-_SMALL_NEO = Variant(
+_SMALL_NEO = TrainedModel(
     model="gpt-neo",
-    position="learned",
+    position_embedding="learned",
     pretrain_overrides=("model.architecture=gpt_neo", "model.max_position_embeddings=2304"),
     priority=2,
 )
 # List recall once more where 3,000 steps are too few: with learned positions or none every model is at chance then.
 _LONGER = tuple(
     replace(
-        variant,
-        note="longer",
+        model,
+        variant="longer",
+        tables=("table7", "figure1"),
         finetune_overrides=("task.train_steps=[16000, 500, 300]", "training.logging_steps=50"),
-        pretrained_as=variant.name,
+        pretrained_as=model.name,
         tasks=("list_recall",),
     )
-    for variant in (*(one for one in _GRID if one.position != "rope"), _SMALL_NEO)
+    for model in (*(one for one in _GRID if one.position_embedding != "rope"), _SMALL_NEO)
 )
 _PUBLISHED_NEO = replace(_SMALL_NEO, published="hf:EleutherAI/gpt-neo-125m")
 # Lengths beyond the paper: positions drawn at random from 2,304 in pretraining and in fine-tuning at 128 tokens.
 _RANDOM = tuple(
-    Variant(
+    TrainedModel(
         model=model,
-        note="random-positions",
+        variant="random-positions",
+        tables=("lengths",),
         pretrain_overrides=("training.random_positions=2304",),
         finetune_overrides=(
             "training.random_positions=2304",
@@ -94,18 +97,19 @@ _RANDOM = tuple(
 # The same from ranges of every size: drawn from 2,304 always, positions are hardly ever as dense as they are at test.
 _RANDOM_RANGES = tuple(
     replace(
-        variant,
-        note="random-ranges",
-        finetune_overrides=(*variant.finetune_overrides, "training.random_positions_from=1"),
-        pretrained_as=variant.name,
+        model,
+        variant="random-ranges",
+        finetune_overrides=(*model.finetune_overrides, "training.random_positions_from=1"),
+        pretrained_as=model.name,
     )
-    for variant in _RANDOM
+    for model in _RANDOM
 )
 # What random positions are to be compared with: plain ones, trained as long on the same prompts.
 _ONE_LENGTH = tuple(
-    Variant(
+    TrainedModel(
         model=model,
-        note="one-length",
+        variant="one-length",
+        tables=("lengths",),
         finetune_overrides=("task.train_lengths=[128]", "task.train_steps=[8000]"),
         pretrained_as=model,
         tasks=("list_recall",),
@@ -114,8 +118,14 @@ _ONE_LENGTH = tuple(
 )
 # Where meta-tokens are put in pretraining, and how many: beside the same text, in longer or shorter blocks.
 _PLACEMENT = tuple(
-    Variant(model="meta", note=note, pretrain_overrides=overrides, tasks=("list_recall",))
-    for note, overrides in {
+    TrainedModel(
+        model="meta",
+        variant=variant,
+        tables=("placement",),
+        pretrain_overrides=overrides,
+        tasks=("list_recall",),
+    )
+    for variant, overrides in {
         "periodic": ("data.placement=periodic",),
         "k=0": ("data.placement=none", "data.block_size=922"),
         "k=0.05": ("data.fraction=0.05", "data.block_size=970"),
@@ -123,15 +133,17 @@ _PLACEMENT = tuple(
     }.items()
 )
 # Pretrained on blocks of 256, so that Table 1 has a counterpart at a quarter of its lengths.
-_SHORT = Variant(
+_SHORT = TrainedModel(
     model="meta",
-    note="short",
+    variant="short",
     pretrain_overrides=("data.block_size=256", "training.per_device_train_batch_size=16"),
     tasks=(),
 )
 
 
-def _extended(base: Variant, block: int, steps: Mapping[int, list[int]], *overrides: str) -> tuple[Variant, ...]:
+def _extended(
+    base: TrainedModel, block: int, steps: Mapping[int, list[int]], *overrides: str
+) -> tuple[TrainedModel, ...]:
     """Table 1: `base`, pretrained on blocks of this length, with a longer context, fine-tuned to half of it and to it.
 
     Args:
@@ -141,9 +153,10 @@ def _extended(base: Variant, block: int, steps: Mapping[int, list[int]], *overri
         overrides: of the fine-tuning recipe, further ones.
     """
     return tuple(
-        Variant(
+        TrainedModel(
             model="meta",
-            note=f"yarn{factor}",
+            variant=f"yarn{factor}",
+            tables=("table1",),
             pretrain_overrides=base.pretrain_overrides,
             pretrained_as=base.name,
             extension=float(factor),
@@ -159,10 +172,16 @@ def _extended(base: Variant, block: int, steps: Mapping[int, list[int]], *overri
     )
 
 
-def _equal_compute(**steps: int) -> tuple[Variant, ...]:
+def _equal_compute(**steps: int) -> tuple[TrainedModel, ...]:
     """Models that are given as much compute in pretraining as `meta`, in place of as much text."""
     return tuple(
-        Variant(model=model, note="equal-compute", pretrain_overrides=(f"training.max_steps={count}",), tasks=())
+        TrainedModel(
+            model=model,
+            variant="equal-compute",
+            tables=("perplexity",),
+            pretrain_overrides=(f"training.max_steps={count}",),
+            tasks=(),
+        )
         for model, count in steps.items()
     )
 
@@ -170,13 +189,13 @@ def _equal_compute(**steps: int) -> tuple[Variant, ...]:
 _TAKEN_AWAY = ("no_pos", "no_embed", "neither")
 
 
-def _noise(*variants: str, tasks: tuple[str, ...]) -> tuple[Ablation, ...]:
+def _noise(*models: str, tasks: tuple[str, ...]) -> tuple[Ablation, ...]:
     """Noise on positions, at all tokens and at the meta-tokens alone, in either unit."""
     return tuple(
         Ablation(
-            name=name,
+            kind=kind,
             tables=("table15", "table16"),
-            variants=variants,
+            models=models,
             tasks=tasks,
             interventions=tuple(
                 f"noise:{scale}{place}{unit}" for place in ("", ":meta") for scale in ("0.1", "0.5", "1", "2")
@@ -184,24 +203,21 @@ def _noise(*variants: str, tasks: tuple[str, ...]) -> tuple[Ablation, ...]:
             counts={128: 500, 512: 500},
             noise_seeds=5,
         )
-        for name, unit in {"noise": "", "raw-noise": ":raw"}.items()
+        for kind, unit in {"noise": "", "raw-noise": ":raw"}.items()
     )
 
 
 _ABLATIONS = (
     Ablation(
-        name="ablation",
         tables=("table2", "table11", "table12", "table13", "table14", "table17"),
-        variants=("meta", "meta-learned", *(f"meta-seed{seed}" for seed in _SEEDS)),
+        models=("meta", "meta-learned", *(f"meta-seed{seed}" for seed in _SEEDS)),
         tasks=TASKS,
         interventions=_TAKEN_AWAY,
         counts={128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200},
     ),
     Ablation(
-        name="ablation",
         tables=("table2", "table11"),
-        variants=("gpt2", "pause", "twin"),
-        tasks=("list_recall",),
+        models=("gpt2", "pause", "twin"),
         interventions=_TAKEN_AWAY,
         counts={128: 500, 256: 500, 512: 500, 1024: 500},
     ),
@@ -209,10 +225,8 @@ _ABLATIONS = (
 )
 _LONGER_ABLATIONS = (
     Ablation(
-        name="ablation",
         tables=("table2", "table11", "table17"),
-        variants=("gpt2-learned-longer", "meta-learned-longer"),
-        tasks=("list_recall",),
+        models=("gpt2-learned-longer", "meta-learned-longer"),
         interventions=_TAKEN_AWAY,
         counts={128: 500, 256: 500, 512: 500, 1024: 500},
     ),
@@ -222,14 +236,14 @@ _LONGER_ABLATIONS = (
 
 def _with_seeds(*models: str) -> tuple[str, ...]:
     """The names of the models with rope, of every seed."""
-    return tuple(Variant(model=model, seed=seed).name for model in models for seed in (0, *_SEEDS))
+    return tuple(TrainedModel(model=model, seed=seed).name for model in models for seed in (0, *_SEEDS))
 
 
 _ANALYSES = (
     Analysis(
         kind="sharpness",
         tables=("figure2",),
-        variants=("pause", *_with_seeds("twin", "meta"), "meta-learned"),
+        models=("pause", *_with_seeds("twin", "meta"), "meta-learned"),
         train_length=512,
         length=256,
         n=100,
@@ -237,7 +251,7 @@ _ANALYSES = (
     Analysis(
         kind="residual",
         tables=("figure2", "figure3"),
-        variants=("pause", *_with_seeds("twin", "meta"), "meta-learned"),
+        models=("pause", *_with_seeds("twin", "meta"), "meta-learned"),
         train_length=512,
         length=256,
         n=100,
@@ -245,7 +259,7 @@ _ANALYSES = (
     Analysis(
         kind="rate-distortion",
         tables=("figure3",),
-        variants=_with_seeds(*_SEEDED),
+        models=_with_seeds(*_SEEDED),
         train_length=128,
         length=128,
         n=2500,
@@ -253,9 +267,7 @@ _ANALYSES = (
     ),
 )
 _LONGER_ANALYSES = tuple(
-    replace(analysis, variants=("meta-learned-longer",))
-    for analysis in _ANALYSES
-    if "meta-learned" in analysis.variants
+    replace(analysis, models=("meta-learned-longer",)) for analysis in _ANALYSES if "meta-learned" in analysis.models
 )
 
 SMALL = Preset(
@@ -264,9 +276,8 @@ SMALL = Preset(
     pretrain_recipe="small",
     finetune_recipe="small_finetune",
     extend_recipe="small_extend",
-    task_overrides=dict.fromkeys(TASKS, ()),
     test_counts={128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200},
-    variants=(
+    models=(
         *_GRID,
         _SMALL_NEO,
         *_LONGER,
@@ -282,17 +293,16 @@ SMALL = Preset(
     extra_condition_limit=512,
     rope_test_counts={4096: 200},
     probe_steps={"list_recall": 50},
-    ablations=(*_ABLATIONS, *_LONGER_ABLATIONS),
-    analyses=(*_ANALYSES, *_LONGER_ANALYSES),
+    inspections=(*_ABLATIONS, *_LONGER_ABLATIONS, *_ANALYSES, *_LONGER_ANALYSES),
 )
 
 
-def _with_room(variant: Variant) -> Variant:
+def _with_room(model: TrainedModel) -> TrainedModel:
     """A learned table that holds answers to prompts of 1,024 tokens too, as that of `small` does."""
-    if variant.position != "learned":
-        return variant
+    if model.position_embedding != "learned":
+        return model
     room = "model.max_position_embeddings=1152"
-    return replace(variant, pretrain_overrides=(*variant.pretrain_overrides, room))
+    return replace(model, pretrain_overrides=(*model.pretrain_overrides, room))
 
 
 # The paper's sizes and text: 4 x A100 pretrain one of its models in about two weeks.
@@ -305,18 +315,17 @@ PAPER = replace(
     finetune_recipe="paper_finetune",
     extend_recipe="paper_extend",
     rope_test_counts=dict.fromkeys((4096, 8192, 16384), 200),
-    variants=(
+    models=(
         *map(_with_room, _GRID),
         _PUBLISHED_NEO,
         *_RANDOM,
         *_RANDOM_RANGES,
         *_ONE_LENGTH,
         *_PLACEMENT,
-        *_extended(Variant(model="meta"), 1024, {factor: [2800, 2800, 1000, 1000] for factor in (4, 8)}, *_LONG),
+        *_extended(TrainedModel(model="meta"), 1024, {factor: [2800, 2800, 1000, 1000] for factor in (4, 8)}, *_LONG),
         *_equal_compute(gpt2=221_352, pause=204_530, twin=158_129),
     ),
-    ablations=_ABLATIONS,
-    analyses=_ANALYSES,
+    inspections=(*_ABLATIONS, *_ANALYSES),
 )
 
 # The paper's model and lengths, with as little training as fits into half an hour of one H100.
@@ -331,23 +340,21 @@ GPU = replace(
         "training.logging_steps=10",
     ),
     finetune_overrides=("task.train_steps=[800, 150, 100]", "training.warmup_steps=50", "training.save_steps=400"),
-    task_overrides=dict.fromkeys(("list_recall", "parity"), ()),
     rope_test_counts={},
-    variants=tuple(
-        Variant(model=model, tasks=("list_recall", "parity"), priority=0) for model in ("gpt2", "pause", "twin", "meta")
+    models=tuple(
+        TrainedModel(model=model, tasks=("list_recall", "parity"), priority=0)
+        for model in ("gpt2", "pause", "twin", "meta")
     ),
     extra_conditions={"list_recall": _CONDITIONS},
-    ablations=(
+    inspections=(
         Ablation(
-            name="ablation",
             tables=("table2", "table11", "table13"),
-            variants=("meta",),
+            models=("meta",),
             tasks=("list_recall", "parity"),
             interventions=_TAKEN_AWAY,
             counts={128: 500, 256: 500, 512: 500, 1024: 500},
         ),
     ),
-    analyses=(),
 )
 
 PRESETS: Mapping[str, Preset] = {"smoke": SMOKE, "demo": DEMO, "small": SMALL, "gpu": GPU, "paper": PAPER}

@@ -2,22 +2,21 @@
 
 import platform
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 from metatokens.experiment.display import Display
-from metatokens.experiment.ledger import Ledger
+from metatokens.experiment.models import Preset
 from metatokens.experiment.plan import Stage, select, stages
 from metatokens.experiment.pools import Pool, open_pool
 from metatokens.experiment.presets import preset
-from metatokens.experiment.stages import WEIGHTS, Workshop
-from metatokens.experiment.variants import Preset, extend_recipe, finetune_recipe, pretrain_recipe
+from metatokens.experiment.run_log import RunLog
+from metatokens.experiment.runner import WEIGHTS, Runner
 from metatokens.files import write_whole
 from metatokens.machine import available_cores
-from metatokens.recipe import FinetuneRecipe, PretrainRecipe
 from metatokens.records import ModelInfo, RunInfo, library_versions, now
 from metatokens.training.run_folder import open_run
 
@@ -56,23 +55,23 @@ def reproduce(
     plan = select(stages(sizes), table)
     about = {"preset": name, "corpus": sizes.corpus, "book": sizes.book, "tokenizer": sizes.tokenizer}
     with open_run(out, about, overwrite=overwrite):
-        ledger = Ledger(out)
-        ledger.check(plan)
-        left = _unfinished(ledger, plan)
-        if left or not ledger.is_packed:
-            ledger.resume()
-        created, began, is_first = now(), time.monotonic(), not ledger.entries
+        log = RunLog(out)
+        log.check(plan)
+        left = _unfinished(log, plan)
+        if left or not log.is_packed:
+            log.resume()
+        created, began, is_first = now(), time.monotonic(), not log.entries
         if left or not (out / "run.json").exists():
-            pool = open_pool(Workshop(out.resolve(), name, sizes), executor, workers, job or {})
+            pool = open_pool(Runner(out.resolve(), name, sizes), executor, workers, job or {})
             (out / "run.json").unlink(missing_ok=True)  # which, if this try cannot write it, the next one is to
             try:
-                _carry_out(ledger, plan, left, pool)
+                _carry_out(log, plan, left, pool)
             finally:
                 # Of a run that was cut off, the wall time is not known.
-                is_whole = is_first and len(left) == len(ledger.entries)
+                is_whole = is_first and len(left) == len(log.entries)
                 seconds = round(time.monotonic() - began, 1) if is_whole else None
-                _write_provenance(ledger, name, sizes, workers=pool.size, created=created, wall_seconds=seconds)
-        ledger.pack()
+                _write_provenance(log, name, sizes, workers=pool.size, created=created, wall_seconds=seconds)
+        log.pack()
 
 
 def unfinished(name: str, out: Path, *, table: str | None = None) -> list[Stage]:
@@ -82,29 +81,29 @@ def unfinished(name: str, out: Path, *, table: str | None = None) -> list[Stage]
         UserError: as `reproduce`.
     """
     plan = select(stages(preset(name)), table)
-    ledger = Ledger(out)
-    ledger.check(plan)
-    left = _unfinished(ledger, plan)
+    log = RunLog(out)
+    log.check(plan)
+    left = _unfinished(log, plan)
     return [stage for stage in plan if stage.name in left]
 
 
-def _unfinished(ledger: Ledger, plan: list[Stage]) -> set[str]:
-    """The stages to carry out: those not in the ledger, and those whose product they need and is not there.
+def _unfinished(log: RunLog, plan: list[Stage]) -> set[str]:
+    """The stages to carry out: those not in the log, and those whose product they need and is not there.
 
     So a run goes on from its records alone, where the weights were not kept.
     """
     unfinished: set[str] = set()
     needed: set[str] = set()
     for stage in reversed(plan):  # every stage stands after the ones that it needs
-        product = None if stage.product is None else ledger.out / stage.product
+        product = None if stage.product is None else log.out / stage.product
         is_missing = product is not None and stage.name in needed and not product.exists()
-        if is_missing or stage.name not in ledger.entries:
+        if is_missing or stage.name not in log.entries:
             unfinished.add(stage.name)
             needed.update(stage.after)
     return unfinished
 
 
-def _carry_out(ledger: Ledger, plan: list[Stage], left: set[str], pool: Pool) -> None:
+def _carry_out(log: RunLog, plan: list[Stage], left: set[str], pool: Pool) -> None:
     by_name = {stage.name: stage for stage in plan}
     order = TopologicalSorter({stage.name: stage.after for stage in plan})
     order.prepare()
@@ -127,7 +126,7 @@ def _carry_out(ledger: Ledger, plan: list[Stage], left: set[str], pool: Pool) ->
             if running:
                 finished = []
                 for name, found in pool.finished():  # filed one by one, since the next one may have failed
-                    ledger.enter(by_name[name], found)
+                    log.add(by_name[name], found)
                     finished.append(name)
                 for name, fraction in pool.progress():
                     display.update(name, fraction)
@@ -138,17 +137,22 @@ def _carry_out(ledger: Ledger, plan: list[Stage], left: set[str], pool: Pool) ->
                 display.refresh(running)
 
 
-def _write_provenance(ledger: Ledger, name: str, sizes: Preset, **run: Any) -> None:
+def _write_provenance(log: RunLog, name: str, sizes: Preset, **run: Any) -> None:
     """Say what was run where: settings, versions, machine, data, sizes of the models, seconds of every stage so far."""
-    entries = ledger.entries
+    entries = log.entries
     if "tokenize" not in entries:
         return
+    plan = {stage.name: stage for stage in stages(sizes)}
     given = {"corpus": sizes.corpus, "book": sizes.book}
     options = [f" --{option} '{spec}'" for option, spec in given.items() if spec != getattr(preset(name), option)]
     provenance = {
-        "command": f"metatokens reproduce --preset {name} --out {ledger.out.name}{''.join(options)}",
+        "command": f"metatokens reproduce --preset {name} --out {log.out.name}{''.join(options)}",
         "preset": name,
-        "recipes": _recipes(sizes, entries),
+        "recipes": {  # whole, defaults too
+            stage.name: stage.options["recipe"].model_dump(mode="json")
+            for stage in plan.values()
+            if stage.name in entries and "recipe" in stage.options
+        },
         "corpus": entries["tokenize"].facts["corpus"],
         "models": {
             one.name: ModelInfo(
@@ -156,7 +160,7 @@ def _write_provenance(ledger: Ledger, name: str, sizes: Preset, **run: Any) -> N
                 weights_sha256=entries[stage].facts.get(WEIGHTS),
                 description=one.description,
             )
-            for one in sizes.variants
+            for one in sizes.models
             if (stage := f"{one.made_by}-{one.name}") in entries
         },
         "python": platform.python_version(),
@@ -164,21 +168,14 @@ def _write_provenance(ledger: Ledger, name: str, sizes: Preset, **run: Any) -> N
         "cores": available_cores(),
         "versions": library_versions(),
         "finished": now(),
-        "stages": [entry.model_dump(include={"name", "seconds", "cpu_seconds"}) for entry in entries.values()],
+        "stages": [
+            entry.model_dump(include={"name", "seconds", "cpu_seconds"})
+            | (plan[entry.name].fields(name) if entry.name in plan else {})
+            for entry in entries.values()
+        ],
         **run,
     }
     write_whole(
-        ledger.out / "run.json",
+        log.out / "run.json",
         RunInfo.model_validate(provenance).model_dump_json(indent=1, exclude_defaults=True).encode(),
     )
-
-
-def _recipes(sizes: Preset, finished: Container[str]) -> dict[str, Any]:
-    """The whole settings, defaults too, of what was trained."""
-    recipes: dict[str, PretrainRecipe | FinetuneRecipe] = {}
-    for one in sizes.variants:
-        recipes[f"pretrain-{one.name}"] = pretrained = pretrain_recipe(sizes, one, Path("tokens"))
-        if one.extension is not None:
-            recipes[f"extend-{one.name}"] = extend_recipe(sizes, one, pretrained)
-        recipes |= {f"finetune-{one.name}-{task}": finetune_recipe(sizes, one, task) for task in one.tasks}
-    return {stage: recipe.model_dump(mode="json") for stage, recipe in recipes.items() if stage in finished}

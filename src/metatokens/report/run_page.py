@@ -7,7 +7,7 @@ from functools import partial
 
 import pandas as pd
 
-from metatokens.experiment.variants import MODELS
+from metatokens.experiment.models import MODELS
 from metatokens.records import ModelInfo
 from metatokens.report.blocks import Block, Fold, Section, picture
 from metatokens.report.compare import difference

@@ -1,4 +1,4 @@
-"""What each verb of a plan does, in a worker process. A stage goes on from what an earlier try left."""
+"""What the stages of a plan do, in a worker process. A stage goes on from what an earlier try left."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,19 +21,11 @@ from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.evaluation.accuracy import evaluate, majority_rates, score, test_examples
 from metatokens.evaluation.perplexity import held_out_text, perplexity
-from metatokens.experiment.plan import PRETRAINED, examples_name
-from metatokens.experiment.variants import (
-    Preset,
-    Variant,
-    counts_of,
-    drawn_counts,
-    extend_recipe,
-    finetune_recipe,
-    lengths_tested,
-    pretrain_recipe,
-)
+from metatokens.experiment.models import Preset, TrainedModel, finetune_recipe, lengths_tested, pretrain_recipe
+from metatokens.experiment.plan import PRETRAINED, Stage, examples_name
 from metatokens.model.checkpoint import fetch_model, load_model, weights_sha256
 from metatokens.model.interventions import Intervention, intervene
+from metatokens.recipe import FinetuneRecipe, PretrainRecipe
 from metatokens.records import CurvePoint, Measurement, Result, ShownExample
 from metatokens.tasks.curriculum import TASKS, documents_for, task_texts
 from metatokens.tasks.store import ExampleStore
@@ -68,16 +60,21 @@ class Outcome(BaseModel):
     facts: dict[str, Any] = {}  # for `run.json`
 
 
-class Workshop:
-    """The run folder of a preset. Every public method that takes `progress` is a verb of the plan.
+class Runner:
+    """Carries out a preset's stages in the run's folder. The methods that take `progress` are those that stages name.
 
-    The folder holds `tokens/` (the store), `examples/TASK` (encoded), and of each variant `models/VARIANT/pretrained`,
-    `models/VARIANT/extended` where its context is lengthened, and `models/VARIANT/TASK/LENGTH`.
+    The folder holds `tokens/` (the store), `examples/TASK` (encoded), and of each model `models/NAME/pretrained`,
+    `models/NAME/extended` where its context is lengthened, and `models/NAME/TASK/LENGTH`.
     """
 
     def __init__(self, out: Path, name: str, preset: Preset):
         self.out, self.name, self.preset = out, name, preset
-        self.variants = {variant.name: variant for variant in preset.variants}
+        self.models = {model.name: model for model in preset.models}
+
+    def carry_out(self, stage: Stage, progress: Progress) -> Outcome:
+        """Do what a stage says."""
+        method: Callable[..., Outcome] = getattr(self, stage.method)
+        return method(progress, **stage.subject, **stage.options)
 
     def tokenize(self, progress: Progress) -> Outcome:
         """Write the token store, its tokenizer trained on the tasks' words too."""
@@ -103,10 +100,10 @@ class Workshop:
         rates = (majority_rates(task, counts, tokenizer, recipe=self.name) for task in ("segment_counting", "parity"))
         return Outcome(results=list(chain.from_iterable(rates)))
 
-    def draw_tests(self, progress: Progress, *, task: str, condition: str) -> Outcome:
+    def draw_tests(self, progress: Progress, *, task: str, condition: str, counts: Mapping[int, int]) -> Outcome:
         """Write a task's test examples, encoded, for all models that are tested in the condition."""
         tokenizer, documents = self.tokenizer(), self.documents(task)
-        for length, n in drawn_counts(self.preset, task)[condition].items():
+        for length, n in counts.items():
             file = self.test_file(task, condition, length)
             if not file.exists():
                 tests = test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
@@ -114,55 +111,48 @@ class Workshop:
         (self.out / "examples" / task / f"tests-{condition}").touch()
         return Outcome()
 
-    def draw_examples(self, progress: Progress, *, variant: str, task: str) -> Outcome:
-        """Write the train examples of a variant, and of those that read the same, encoded."""
-        recipe = finetune_recipe(self.preset, self.variants[variant], task)
+    def draw_examples(self, progress: Progress, *, task: str, recipe: FinetuneRecipe) -> Outcome:
+        """Write the train examples of a recipe, and of those that read the same, encoded."""
         source = train_source(recipe, task, self.tokenizer(), self.documents(task))
-        folder = self.examples(variant, task)
+        folder = self.examples(task, recipe)
         for length in recipe.task.train_lengths:
             train_examples(recipe, source, length, folder)
         (folder / "complete").touch()
         return Outcome()
 
-    def pretrain(self, progress: Progress, *, variant: str) -> Outcome:
+    def pretrain(self, progress: Progress, *, model: TrainedModel, recipe: PretrainRecipe) -> Outcome:
         """Pretrain one of the models."""
-        recipe = pretrain_recipe(self.preset, self.variants[variant], self.out / "tokens")
-        folder = self.pretrained(variant)
-        pretrain(recipe, folder, progress=progress)
-        return self._pretrained(variant, folder)
+        folder = self.pretrained(model)
+        pretrain(self._here(recipe), folder, progress=progress)
+        return self._pretrained(model, folder)
 
-    def fetch(self, progress: Progress, *, variant: str) -> Outcome:
+    def fetch(self, progress: Progress, *, model: TrainedModel, published: str) -> Outcome:
         """Have a published model here, whose vocabulary must be that of the token store."""
-        one = self.variants[variant]
-        folder = self.pretrained(variant)
+        folder = self.pretrained(model)
         if load_tokenizer(str(folder)).get_vocab() != self.tokenizer().get_vocab():
-            raise UserError(f"{one.published} and the token store {self.out / 'tokens'} have different vocabularies.")
+            raise UserError(f"{published} and the token store {self.out / 'tokens'} have different vocabularies.")
         return Outcome(facts={"parameters": _parameters(folder / "model.safetensors")})
 
-    def extend(self, progress: Progress, *, variant: str) -> Outcome:
-        """Lengthen the context of another variant's pretrained model, and pretrain it further."""
-        one = self.variants[variant]
-        assert one.pretrained_as is not None
-        assert one.extension is not None
-        short = pretrain_recipe(self.preset, one, self.out / "tokens")
-        folder = self.pretrained(variant)
+    def extend(self, progress: Progress, *, model: TrainedModel, recipe: PretrainRecipe, factor: float) -> Outcome:
+        """Lengthen the context of another pretrained model, and pretrain it further."""
+        assert model.pretrained_as is not None
+        folder = self.pretrained(model)
         extend(
-            self.pretrained(one.pretrained_as),
+            self.pretrained(self.models[model.pretrained_as]),
             folder,
-            factor=one.extension,
-            recipe=extend_recipe(self.preset, one, short),
-            original_length=short.data.block_size,
+            factor=factor,
+            recipe=self._here(recipe),
+            original_length=pretrain_recipe(self.preset, model).data.block_size,
             progress=progress,
         )
-        return self._pretrained(variant, folder)
+        return self._pretrained(model, folder)
 
-    def perplexity(self, progress: Progress, *, variant: str) -> Outcome:
+    def perplexity(self, progress: Progress, *, model: TrainedModel) -> Outcome:
         """Perplexity without inserted meta-tokens and, for models that know them, with: held-out text, and a book."""
-        one = self.variants[variant]
-        own = pretrain_recipe(self.preset, one, self.out / "tokens").data
+        own = pretrain_recipe(self.preset, model).data
         # The same text for all, in the blocks of the plain `meta`.
-        data = pretrain_recipe(self.preset, Variant(model="meta"), self.out / "tokens").data
-        model, tokenizer = load_model(self.pretrained(variant)), self.tokenizer()
+        data = pretrain_recipe(self.preset, TrainedModel(model="meta")).data
+        pretrained, tokenizer = load_model(self.pretrained(model)), self.tokenizer()
         placements = ["none", own.placement] if own.fraction == data.fraction else ["none"]
         texts = {"held_out": str(self.out / "tokens")} | ({"book": self.preset.book} if self.preset.book else {})
         results = []
@@ -171,37 +161,40 @@ class Workshop:
             for placement in dict.fromkeys(placements):
                 results.append(
                     perplexity(
-                        model,
+                        pretrained,
                         text,
                         block_size=data.block_size,
                         fraction=data.fraction,
                         placement=placement,
-                        name=one.model,
                         source=source,
-                        seed=one.seed,
-                        recipe=self.recipe_name(one),
+                        **self.about(model),
                     )
                 )
         return Outcome(results=results)
 
-    def finetune(self, progress: Progress, *, variant: str, task: str) -> Outcome:
+    def finetune(
+        self,
+        progress: Progress,
+        *,
+        model: TrainedModel,
+        task: str,
+        recipe: FinetuneRecipe,
+        probe_steps: int | None,
+    ) -> Outcome:
         """Fine-tune a pretrained model on a task."""
-        one = self.variants[variant]
-        recipe = finetune_recipe(self.preset, one, task)
-        folder, examples = self.out / "models" / variant / task, self.examples(variant, task)
+        folder, examples = self.out / "models" / model.name / task, self.examples(task, recipe)
         first, condition = recipe.task.train_lengths[0], recipe.task.condition
         tests = ExampleStore(self.test_file(task, condition, first))[:PROBED]
-        every = self.preset.probe_steps.get(task)
         finetune(
             recipe,
-            self.pretrained(one.start),
+            self.pretrained(self.models[model.start]),
             folder,
             task=task,
             documents=self.documents(task),
             examples=examples,
             progress=progress,
             probe=lambda _, name, __: (
-                Probe(every, partial(_probe, tests=tests)) if every and name == str(first) else None
+                Probe(probe_steps, partial(_probe, tests=tests)) if probe_steps and name == str(first) else None
             ),
         )
         curves: list[CurvePoint] = []
@@ -209,16 +202,25 @@ class Workshop:
         for length, settings in recipe.phases().items():
             weights[str(length)] = weights_sha256(folder / str(length))
             tokens = settings.batch * self.text_tokens(ExampleStore(examples / f"train-{length}.arrow"))
-            curves += _curve(folder / str(length), tokens, **self.about_curve(one, task=task, train_length=length))
+            about = model.fields(self.name) | {"task": task, "train_length": length}
+            curves += _curve(folder / str(length), tokens, **about)
         return Outcome(curves=curves, facts={WEIGHTS: weights})
 
-    def evaluate(self, progress: Progress, *, variant: str, task: str) -> Outcome:
+    def evaluate(
+        self,
+        progress: Progress,
+        *,
+        model: TrainedModel,
+        task: str,
+        counts: Mapping[str, Mapping[int, int]],
+        train_lengths: Sequence[int],
+    ) -> Outcome:
         """Accuracy of a fine-tuned model at every length, in every condition asked for."""
         results = [
             result
-            for model, about in self._tuned(variant, task)
-            for condition, counts in counts_of(self.preset, self.variants[variant], task).items()
-            for result in evaluate(model, self.tests(task, condition, counts), condition=condition, **about)
+            for tuned, about in self._tuned(model, task, train_lengths)
+            for condition, own in counts.items()
+            for result in evaluate(tuned, self.tests(task, condition, own), condition=condition, **about)
         ]
         return Outcome(results=results)
 
@@ -226,7 +228,7 @@ class Workshop:
         self,
         progress: Progress,
         *,
-        variant: str,
+        model: TrainedModel,
         task: str,
         interventions: Sequence[str],
         counts: Mapping[int, int],
@@ -234,7 +236,7 @@ class Workshop:
     ) -> Outcome:
         """Accuracy of a fine-tuned model whose input is changed; noise of each seed on a part of the prompts."""
         results = []
-        for model, about in self._tuned(variant, task):
+        for tuned, about in self._tuned(model, task, lengths_tested(self.preset, model, task)):
             tests = self.tests(task, "paper", counts)
             for change in map(Intervention.parse, interventions):
                 seeds = range(noise_seeds) if change.kind == "noise" else [None]
@@ -242,15 +244,15 @@ class Workshop:
                     part = (
                         tests if seed is None else {length: each[seed::noise_seeds] for length, each in tests.items()}
                     )
-                    with intervene(model, change, seed=seed or 0):
-                        results += evaluate(model, part, intervention=str(change), noise_seed=seed, **about)
+                    with intervene(tuned, change, seed=seed or 0):
+                        results += evaluate(tuned, part, intervention=str(change), noise_seed=seed, **about)
         return Outcome(results=results)
 
     def analyze(
         self,
         progress: Progress,
         *,
-        variant: str,
+        model: TrainedModel,
         task: str,
         kind: str,
         train_length: int,
@@ -259,42 +261,40 @@ class Workshop:
         interventions: Sequence[str | None],
     ) -> Outcome:
         """Measure what meta-tokens do inside a fine-tuned model, and keep what a report shows."""
-        one = self.variants[variant]
-        model = load_model(self.out / "models" / variant / task / str(train_length))
+        tuned = load_model(self.out / "models" / model.name / task / str(train_length))
         examples = test_examples(task, length, n, self.tokenizer(), condition="paper", documents=self.documents(task))
         about: About = {
-            "model": one.model,
+            "model": model.model,
             "task": task,
             "condition": "paper",
-            "train_condition": finetune_recipe(self.preset, one, task).task.condition,
+            "train_condition": finetune_recipe(self.preset, model, task).task.condition,
             "train_length": train_length,
             "length": length,
-            "seed": one.seed,
-            "recipe": self.recipe_name(one),
+            "seed": model.seed,
+            "recipe": model.recipe(self.name),
         }
         found: list[Measurement] = []
         for name in interventions:
             if kind == "rate-distortion":
                 change = None if name is None else Intervention.parse(name)
-                found += rate_distortion(model, examples, about, fits=3, intervention=change, held_out=n // 5)
+                found += rate_distortion(tuned, examples, about, fits=3, intervention=change, held_out=n // 5)
             else:
                 assert name is None  # these take none
-                found += {"sharpness": sharpness, "residual": residual}[kind](model, examples, about)
+                found += {"sharpness": sharpness, "residual": residual}[kind](tuned, examples, about)
         reported = [one for one in found if one.metric not in UNREPORTED]
         if kind != "sharpness":  # whose changes alone are shown with their spread
             reported = [one.model_copy(update={"quantiles": None}) for one in reported]
         return Outcome(measurements=reported)
 
-    def pretrained(self, variant: str) -> Path:
-        """The folder of the model that a variant's fine-tuning starts from."""
-        one = self.variants[variant]
-        if one.published is not None:
-            return fetch_model(Path(one.published))
-        return self.out / "models" / variant / PRETRAINED[one.made_by]
+    def pretrained(self, model: TrainedModel) -> Path:
+        """The folder of a model as it is before fine-tuning."""
+        if model.published is not None:
+            return fetch_model(Path(model.published))
+        return self.out / "models" / model.name / PRETRAINED[model.made_by]
 
-    def examples(self, variant: str, task: str) -> Path:
-        """The folder of a variant's encoded train examples."""
-        return self.out / "examples" / task / examples_name(finetune_recipe(self.preset, self.variants[variant], task))
+    def examples(self, task: str, recipe: FinetuneRecipe) -> Path:
+        """The folder of a recipe's encoded train examples."""
+        return self.out / "examples" / task / examples_name(recipe)
 
     def test_file(self, task: str, condition: str, length: int) -> Path:
         """The encoded test examples of one bin of prompt length."""
@@ -317,47 +317,26 @@ class Workshop:
         """The texts that a task takes its excerpts from."""
         return documents_for(task, self.preset.corpus)
 
-    def recipe_name(self, variant: Variant) -> str:
-        """What a variant's results are filed under."""
-        return f"{self.name}/{variant.note}" if variant.note else self.name
+    def about(self, model: TrainedModel) -> dict[str, Any]:
+        """The fields of a model's results that its folder does not tell."""
+        return {"name": model.model, "seed": model.seed, "recipe": model.recipe(self.name)}
 
-    def about_curve(self, variant: Variant, **run: Any) -> dict[str, Any]:
-        """The fields of a curve's points that say which run it is of."""
-        return {
-            "model": variant.model,
-            "position_embedding": variant.position,
-            "recipe": self.recipe_name(variant),
-            "seed": variant.seed,
-            **run,
-        }
+    def _here(self, recipe: PretrainRecipe) -> PretrainRecipe:
+        """The recipe, with the tokens of this folder."""
+        return recipe.model_copy(update={"data": recipe.data.model_copy(update={"tokens": self.out / "tokens"})})
 
-    def _pretrained(self, variant: str, folder: Path) -> Outcome:
-        one = self.variants[variant]
+    def _pretrained(self, model: TrainedModel, folder: Path) -> Outcome:
         facts = {"parameters": _parameters(folder / "model.safetensors"), WEIGHTS: weights_sha256(folder)}
-        about = self.about_curve(one, task=None, train_length=None)
-        return Outcome(curves=list(_curve(folder, None, **about)), facts=facts)
+        return Outcome(curves=list(_curve(folder, None, **model.fields(self.name))), facts=facts)
 
-    def _tuned(self, variant: str, task: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """The models of each train length that is tested, and the fields of their results."""
-        one = self.variants[variant]
-        for length in lengths_tested(self.preset, one, task):
-            yield (
-                load_model(self.out / "models" / variant / task / str(length)),
-                {
-                    "task": task,
-                    "name": one.model,
-                    "seed": one.seed,
-                    "train_length": length,
-                    "train_condition": finetune_recipe(self.preset, one, task).task.condition,
-                    "recipe": self.recipe_name(one),
-                },
-            )
-
-
-def carry_out(workshop: Workshop, verb: str, arguments: Mapping[str, Any], progress: Progress) -> Outcome:
-    """Call a verb of the workshop."""
-    method: Callable[..., Outcome] = getattr(workshop, verb)
-    return method(progress, **arguments)
+    def _tuned(
+        self, model: TrainedModel, task: str, train_lengths: Sequence[int]
+    ) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """The models of each train length, and the fields of their results."""
+        condition = finetune_recipe(self.preset, model, task).task.condition
+        for length in train_lengths:
+            about = {"task": task, "train_length": length, "train_condition": condition}
+            yield load_model(self.out / "models" / model.name / task / str(length)), self.about(model) | about
 
 
 def _probe(model: Any, tests: Sequence[Any]) -> dict[str, float]:

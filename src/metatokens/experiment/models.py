@@ -1,8 +1,8 @@
 """What an experiment is made of: models that differ in one thing, the recipes they get, and what is asked of them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 from metatokens.data.insertion import meta_token_count
 from metatokens.recipe import DataSettings, FinetuneRecipe, PretrainRecipe, load_recipe
@@ -42,16 +42,17 @@ MODELS: Mapping[str, dict[str, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class TrainedModel:
     """One model, pretrained and fine-tuned: one of MODELS with the preset's recipes, but for what is said here."""
 
     model: str
-    position: str = "rope"
+    position_embedding: str = "rope"
     seed: int = 0
-    note: str = ""  # names what else sets it apart; filed under the recipe "PRESET/NOTE"
+    variant: str = ""  # names what else sets it apart
+    tables: tuple[str, ...] = ()  # that it stands in, in place of its tasks' own
     pretrain_overrides: tuple[str, ...] = ()
     finetune_overrides: tuple[str, ...] = ()
-    pretrained_as: str | None = None  # starts from the pretrained model of the variant of that name
+    pretrained_as: str | None = None  # starts from the pretrained model of that name
     published: str | None = None  # starts from this model, a folder or `hf:NAME`, in place of one made here
     extension: float | None = None  # the factor by which YaRN lengthens the context before fine-tuning
     tasks: tuple[str, ...] = TASKS
@@ -60,9 +61,9 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The model's name and what differs from rope, seed 0 and the plain recipes."""
-        position = "" if self.position == "rope" else self.position
-        return "-".join(filter(None, [self.model, position, f"seed{self.seed}" if self.seed else "", self.note]))
+        """The model, and what differs from rope, seed 0 and the plain recipes."""
+        position = "" if self.position_embedding == "rope" else self.position_embedding
+        return "-".join(filter(None, [self.model, position, f"seed{self.seed}" if self.seed else "", self.variant]))
 
     @property
     def description(self) -> str:
@@ -76,42 +77,72 @@ class Variant:
 
     @property
     def start(self) -> str:
-        """The variant whose pretrained, or extended, model fine-tuning starts from."""
+        """The model whose pretrained, or extended, weights fine-tuning starts from."""
         return self.name if self.pretrained_as is None or self.extension is not None else self.pretrained_as
 
     @property
     def made_by(self) -> str:
-        """The verb that makes a model of its own for it, if it has one."""
+        """The kind of stage that makes weights of its own for it, if it has any."""
         if self.published is not None:
             return "fetch"
         return "pretrain" if self.extension is None else "extend"
 
+    def fields(self, preset: str) -> dict[str, Any]:
+        """What tells its records from those of other models."""
+        return {
+            "model": self.model,
+            "position_embedding": self.position_embedding,
+            "seed": self.seed,
+            "recipe": self.recipe(preset),
+        }
+
+    def recipe(self, preset: str) -> str:
+        """What its records are filed under."""
+        return f"{preset}/{self.variant}" if self.variant else preset
+
 
 @dataclass(frozen=True, kw_only=True)
-class Ablation:
-    """What fine-tuned models still do when their input is changed at inference."""
+class Inspection:
+    """What is measured of fine-tuned models beside how well they do."""
 
-    name: str
-    tables: tuple[str, ...]  # of the paper
-    variants: tuple[str, ...]
-    tasks: tuple[str, ...]
+    method: ClassVar[str]  # of `Runner`
+    kind: str
+    tables: tuple[str, ...]  # and figures of the paper
+    models: tuple[str, ...]
+    tasks: tuple[str, ...] = ("list_recall",)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is measured, and how."""
+        shared = {field.name for field in fields(Inspection)}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shared}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation(Inspection):
+    """What models still do when their input is changed at inference."""
+
+    method = "intervene"
+    kind: str = "ablation"
     interventions: tuple[str, ...]
     counts: Mapping[int, int]  # test prompts of each length
     noise_seeds: int = 1  # each of them on its own part of the prompts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Analysis:
-    """What is measured inside fine-tuned models."""
+class Analysis(Inspection):
+    """What goes on inside models; of the kinds that `metatokens analyze` names."""
 
-    kind: str  # as `metatokens analyze` names it
-    tables: tuple[str, ...]  # and figures of the paper
-    variants: tuple[str, ...]
-    task: str = "list_recall"
+    method = "analyze"
     train_length: int
     length: int  # of the prompts
     n: int
     interventions: tuple[str | None, ...] = (None,)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is measured, and how."""
+        return {"kind": self.kind, **super().options}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,28 +157,32 @@ class Preset:
     extend_recipe: str = ""
     pretrain_overrides: tuple[str, ...] = ()
     finetune_overrides: tuple[str, ...] = ()
-    task_overrides: Mapping[str, tuple[str, ...]]  # of the fine-tuning recipe, such as the steps of each task
+    task_overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # such as the steps of each task
     test_counts: Mapping[int, int]  # test prompts of each length
-    variants: tuple[Variant, ...] = tuple(Variant(model=model) for model in ("gpt2", "pause", "twin", "meta"))
-    extra_conditions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of the variants with rope
+    models: tuple[TrainedModel, ...] = tuple(TrainedModel(model=model) for model in ("gpt2", "pause", "twin", "meta"))
+    extra_conditions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of the models with rope
     extra_condition_limit: int = 1024  # the longest bin in which they are tested
-    rope_test_counts: Mapping[int, int] = field(default_factory=dict)  # further bins, of the variants with rope
+    rope_test_counts: Mapping[int, int] = field(default_factory=dict)  # further bins, of the models with rope
     probe_steps: Mapping[str, int] = field(default_factory=dict)  # of a task: how often its learning is measured
-    ablations: tuple[Ablation, ...] = ()
-    analyses: tuple[Analysis, ...] = ()
+    inspections: tuple[Ablation | Analysis, ...] = ()
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Those that some model is fine-tuned for."""
+        return tuple(dict.fromkeys(task for one in self.models for task in one.tasks))
 
 
-def pretrain_recipe(sizes: Preset, variant: Variant, tokens: Path) -> PretrainRecipe:
-    """A variant's pretraining recipe, on the same text a block as every other's."""
-    own = MODELS[variant.model]
+def pretrain_recipe(sizes: Preset, model: TrainedModel) -> PretrainRecipe:
+    """A model's pretraining recipe, on the same text a block as every other's; the tokens are in the run's folder."""
+    own = MODELS[model.model]
     overrides = [
         UNMEASURED,
         *sizes.pretrain_overrides,
-        f"data.tokens={tokens}",
+        "data.tokens=tokens",
         f"model.second_attention={own['second_attention']}",
-        f"model.position_embedding={variant.position}",
-        f"training.seed={variant.seed}",
-        *variant.pretrain_overrides,
+        f"model.position_embedding={model.position_embedding}",
+        f"training.seed={model.seed}",
+        *model.pretrain_overrides,
     ]
     recipe = load_recipe(PretrainRecipe, sizes.pretrain_recipe, overrides)
     if own["placement"] == "none":
@@ -155,41 +190,41 @@ def pretrain_recipe(sizes: Preset, variant: Variant, tokens: Path) -> PretrainRe
     return recipe
 
 
-def extend_recipe(sizes: Preset, variant: Variant, pretrained: PretrainRecipe) -> PretrainRecipe:
-    """The recipe of a variant's further pretraining on longer blocks, from that of its pretraining."""
-    assert variant.extension is not None
-    recipe = load_recipe(PretrainRecipe, sizes.extend_recipe, [UNMEASURED, f"training.seed={variant.seed}"])
-    longer = round(variant.extension * pretrained.data.block_size)
+def extend_recipe(sizes: Preset, model: TrainedModel, pretrained: PretrainRecipe) -> PretrainRecipe:
+    """The recipe of a model's further pretraining on longer blocks, from that of its pretraining."""
+    assert model.extension is not None
+    recipe = load_recipe(PretrainRecipe, sizes.extend_recipe, [UNMEASURED, f"training.seed={model.seed}"])
+    longer = round(model.extension * pretrained.data.block_size)
     data = pretrained.data.model_copy(update={"block_size": longer})
     return recipe.model_copy(update={"data": data, "model": pretrained.model})
 
 
-def finetune_recipe(sizes: Preset, variant: Variant, task: str) -> FinetuneRecipe:
-    """A variant's fine-tuning recipe for a task."""
-    overrides = [*sizes.finetune_overrides, *sizes.task_overrides[task], *variant.finetune_overrides]
-    return load_recipe(FinetuneRecipe, sizes.finetune_recipe, [*overrides, f"training.seed={variant.seed}"])
+def finetune_recipe(sizes: Preset, model: TrainedModel, task: str) -> FinetuneRecipe:
+    """A model's fine-tuning recipe for a task."""
+    overrides = [*sizes.finetune_overrides, *sizes.task_overrides.get(task, ()), *model.finetune_overrides]
+    return load_recipe(FinetuneRecipe, sizes.finetune_recipe, [*overrides, f"training.seed={model.seed}"])
 
 
-def lengths_tested(sizes: Preset, variant: Variant, task: str) -> tuple[int, ...]:
+def lengths_tested(sizes: Preset, model: TrainedModel, task: str) -> tuple[int, ...]:
     """The train lengths whose models are tested."""
-    return variant.tested or finetune_recipe(sizes, variant, task).task.train_lengths
+    return model.tested or finetune_recipe(sizes, model, task).task.train_lengths
 
 
-def counts_of(sizes: Preset, variant: Variant, task: str) -> dict[str, dict[int, int]]:
-    """In which conditions a variant is tested on a task, and on how many prompts of each length."""
-    is_rope = variant.position == "rope"
+def counts_of(sizes: Preset, model: TrainedModel, task: str) -> dict[str, dict[int, int]]:
+    """In which conditions a model is tested on a task, and on how many prompts of each length."""
+    is_rope = model.position_embedding == "rope"
     plain = {**sizes.test_counts, **(sizes.rope_test_counts if is_rope else {})}
     short = {length: n for length, n in sizes.test_counts.items() if length <= sizes.extra_condition_limit}
     extra = sizes.extra_conditions.get(task, ()) if is_rope else ()
-    own = finetune_recipe(sizes, variant, task).task.condition  # that it is trained in: at every length
+    own = finetune_recipe(sizes, model, task).task.condition  # that it is trained in: at every length
     return {"paper": plain} | dict.fromkeys(extra, short) | {own: plain}
 
 
 def drawn_counts(sizes: Preset, task: str) -> dict[str, dict[int, int]]:
-    """The prompts of each condition and length that the variants are tested on, between them."""
+    """The prompts of each condition and length that the models are tested on, between them."""
     found: dict[str, dict[int, int]] = {}
-    for variant in sizes.variants:
-        for condition, own in counts_of(sizes, variant, task).items() if task in variant.tasks else ():
+    for model in sizes.models:
+        for condition, own in counts_of(sizes, model, task).items() if task in model.tasks else ():
             found.setdefault(condition, {}).update(own)
     return found
 

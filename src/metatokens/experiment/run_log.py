@@ -1,7 +1,7 @@
 """What a run has done: a line a finished stage, and the lines that it found.
 
 `stages.jsonl` says of each finished stage how many lines it added to `results.jsonl`, `analysis.jsonl` and
-`curves.jsonl`. One process writes all of them, the stage's own line last; so lines beyond those that the ledger counts
+`curves.jsonl`. One process writes all of them, the stage's own line last; so lines beyond those that the log counts
 are of a stage that was cut off, and are dropped when the run goes on. A finished run's files are compressed. Whatever
 moment a process is killed at, a file is there as a whole: plain, compressed, or both with the same lines.
 """
@@ -21,16 +21,16 @@ from pydantic import BaseModel, ValidationError
 from metatokens.errors import UserError
 from metatokens.experiment.plan import Stage
 from metatokens.experiment.pools import Done
-from metatokens.experiment.stages import WEIGHTS
+from metatokens.experiment.runner import WEIGHTS
 from metatokens.files import append_lines, gzipped, write_whole
 from metatokens.records import PACKED, library_versions, now
 
-LEDGER = "stages.jsonl"
+LOG = "stages.jsonl"
 MEASURED_EVERY = "recipe.training.eval_steps"  # says how often a run is looked at, and changes nothing of its result
 FILES = {"results": "results.jsonl", "measurements": "analysis.jsonl", "curves": "curves.jsonl"}
 
 
-class Entry(BaseModel):
+class FinishedStage(BaseModel):
     """A finished stage."""
 
     name: str
@@ -43,23 +43,23 @@ class Entry(BaseModel):
     versions: dict[str, str] = {}  # that its lines were made with
 
 
-class Ledger:
+class RunLog:
     """The finished stages of the run in `out`, in the order in which they were finished.
 
     Raises:
-        UserError: if a line of the ledger is none.
+        UserError: if a line of the log is none.
     """
 
     def __init__(self, out: Path):
         self.out = out
-        self.entries: dict[str, Entry] = {}
-        for number, line in enumerate(_whole_lines(out / LEDGER), start=1):
+        self.entries: dict[str, FinishedStage] = {}
+        for number, line in enumerate(_whole_lines(out / LOG), start=1):
             try:
-                entry = Entry.model_validate_json(line)
+                entry = FinishedStage.model_validate_json(line)
             except ValidationError as error:
-                raise UserError(f"{out / LEDGER}, line {number} is no finished stage.") from error
+                raise UserError(f"{out / LOG}, line {number} is no finished stage.") from error
             if entry.name in self.entries:
-                raise UserError(f"{out / LEDGER}, line {number} names the stage {entry.name!r} once more.")
+                raise UserError(f"{out / LOG}, line {number} names the stage {entry.name!r} once more.")
             self.entries[entry.name] = entry
 
     @property
@@ -79,15 +79,15 @@ class Ledger:
         """Have plain files to append to, without the lines of a stage that was cut off while they were written.
 
         Raises:
-            UserError: if lines that the ledger counts are not there.
+            UserError: if lines that the log counts are not there.
         """
         for file in FILES.values():
             _unpack(self.out / file)
-        _cut(self.out / LEDGER, len(self.entries))
+        _cut(self.out / LOG, len(self.entries))
         for kind, file in FILES.items():
             counted = sum(entry.lines.get(kind, 0) for entry in self.entries.values())
             if len(_whole_lines(self.out / file)) < counted:
-                raise UserError(f"{self.out / file} has fewer lines than {LEDGER} counts: they are not of one run.")
+                raise UserError(f"{self.out / file} has fewer lines than {LOG} counts: they are not of one run.")
             _cut(self.out / file, counted)
 
     def check(self, plan: Iterable[Stage]) -> None:
@@ -106,7 +106,7 @@ class Ledger:
                         f"now {after!r}); give a new folder, or --overwrite to replace the run."
                     )
 
-    def enter(self, stage: Stage, done: Done) -> None:
+    def add(self, stage: Stage, done: Done) -> None:
         """File what a stage found; of one that was carried out again, because its product was gone, nothing.
 
         Training again on another machine gives other weights; a message says so, since stages that were finished
@@ -130,7 +130,7 @@ class Ledger:
         }
         for kind, lines in found.items():
             append_lines(self.out / FILES[kind], lines)
-        entry = Entry(
+        entry = FinishedStage(
             name=stage.name,
             seconds=round(done.seconds, 1),
             cpu_seconds=round(done.cpu_seconds, 1),
@@ -140,7 +140,7 @@ class Ledger:
             finished=now(),
             versions=library_versions(),
         )
-        append_lines(self.out / LEDGER, [entry.model_dump_json()])
+        append_lines(self.out / LOG, [entry.model_dump_json()])
         self.entries[stage.name] = entry
 
 
