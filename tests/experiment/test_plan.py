@@ -67,9 +67,8 @@ def test_a_new_task_is_planned_and_answers_to_its_name(
     metatokens: Callable[[str], tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # What CONTRIBUTING.md says, step by step.
-    monkeypatch.setitem(curriculum._DRAWS, "reversal", parity.draw)
-    monkeypatch.setattr(curriculum, "TASKS", (*curriculum._DRAWS, "copying"))
-    monkeypatch.setattr(curriculum, "chance", {"reversal": 0.5}.get)
+    monkeypatch.setitem(curriculum._TASKS, "reversal", parity)
+    monkeypatch.setattr(curriculum, "TASKS", tuple(curriculum._TASKS))
     models = tuple(replace(model, tasks=curriculum.TASKS) for model in DEMO.models)  # their default
     monkeypatch.setitem(PRESETS, "demo", replace(DEMO, models=models))
     for given, is_all in (("", True), ("--only reversal", False)):

@@ -20,6 +20,8 @@ from metatokens.tasks.example import Content
 
 QUESTION = "Q: Copy the bracketed text."
 DECOY_QUESTION = "Q: Copy the first bracketed text."
+QUESTIONS = [QUESTION, DECOY_QUESTION]
+CHANCE = 0.0
 
 _PIECE = re.compile(r"\s*(?:\w+|[^\w\s]+)")  # a word or a run of punctuation, with the space before it
 _SHORTEST = 3 * 3  # pieces: the smallest m * n of any phase

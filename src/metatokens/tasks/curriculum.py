@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
+from types import ModuleType
 from typing import cast, get_args
 
 import numpy as np
@@ -26,8 +27,13 @@ from metatokens.tasks.encoding import SegmentEncoder
 from metatokens.tasks.example import CONDITIONS, Condition, Content, Example, Split, encode_example
 from metatokens.tasks.inventory import INVENTORY
 
-_DRAWS = {"list_recall": list_recall.draw, "segment_counting": segment_counting.draw, "parity": parity.draw}
-TASKS = (*_DRAWS, "copying")
+_TASKS: dict[str, ModuleType] = {
+    "list_recall": list_recall,
+    "segment_counting": segment_counting,
+    "parity": parity,
+    "copying": copying,
+}
+TASKS = tuple(_TASKS)
 COPIED_DOCUMENTS = 500  # at most
 
 _ATTEMPTS = 10_000  # finds a test prompt (one in ten) of a length that one in a hundred has, but for odds of e^-10
@@ -103,7 +109,7 @@ class TaskData:
             excerpts = copying.Excerpts(documents)
             self._draw, self._longest_context = excerpts.draw, excerpts.longest
         else:
-            self._draw = _DRAWS[task]
+            self._draw = _TASKS[task].draw
 
     def train(self, index: int, train_length: int) -> Example:
         """The index-th training example with a prompt of at most `train_length` tokens.
@@ -196,10 +202,7 @@ def documents_for(task: str, corpus: str) -> list[str]:
 
 def task_texts() -> list[str]:
     """Texts that show every item, category and question, for a tokenizer to be trained on beside a corpus."""
-    questions = [parity.QUESTION, copying.QUESTION, copying.DECOY_QUESTION]
-    for place, (category, items) in enumerate(INVENTORY.items(), start=1):
-        questions.append(list_recall.QUESTION.format(place=place, category=category))
-        questions.append(segment_counting.QUESTION.format(item=items[0], category=category))
+    questions = [question for task in _TASKS.values() for question in task.QUESTIONS]
     return [
         *(f"{category}: {' '.join(items)} |" for category, items in INVENTORY.items()),
         f"Bits: {' '.join(map(str, range(26)))}",  # the places of phases 1 to 3
@@ -210,7 +213,7 @@ def task_texts() -> list[str]:
 
 def chance(task: str) -> float | None:
     """Exact match of blind guessing among the answers a question allows; None where their number varies."""
-    return {"list_recall": 0.1, "segment_counting": None, "parity": 0.5, "copying": 0.0}[task]
+    return _TASKS[task].CHANCE
 
 
 def majority_rate(answers: Iterable[str]) -> tuple[float, str]:

@@ -14,9 +14,11 @@ example: the question is positional, and the meta-token stands right after the i
 import numpy as np
 
 from metatokens.tasks.example import Content
-from metatokens.tasks.inventory import draw_lists, list_pieces
+from metatokens.tasks.inventory import INVENTORY, draw_lists, list_pieces
 
 QUESTION = "Q: What is item {place} of {category}?"
+QUESTIONS = [QUESTION.format(place=place, category=category) for place, category in enumerate(INVENTORY, start=1)]
+CHANCE = 0.1  # a category has ten items
 
 
 def draw(generator: np.random.Generator, m: int, n: int) -> Content:

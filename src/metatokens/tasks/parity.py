@@ -11,6 +11,8 @@ import numpy as np
 from metatokens.tasks.example import Content
 
 QUESTION = "Q: What is the XOR of all bits before this pause?"
+QUESTIONS = [QUESTION]
+CHANCE = 0.5
 
 
 def draw(generator: np.random.Generator, m: int, n: int) -> Content:

@@ -16,6 +16,8 @@ from metatokens.tasks.example import Content
 from metatokens.tasks.inventory import INVENTORY, draw_lists, list_pieces
 
 QUESTION = "Q: How many times does {item} appear between the pauses around {category}?"
+QUESTIONS = [QUESTION.format(item=items[0], category=category) for category, items in INVENTORY.items()]
+CHANCE = None  # the number of possible counts varies
 
 
 def draw(generator: np.random.Generator, m: int, n: int) -> Content:
