@@ -97,8 +97,8 @@ def test_curves_examples_and_provenance_are_what_the_report_reads(undisturbed: P
         (name, task, length): [1, 2, 3, 4] for name in ("gpt2", "meta") for task, length in (("", 0), ("parity", 64))
     }
     assert set(zip(inputs.curves["seed"], inputs.curves["position_embedding"], strict=True)) == {(0, "rope")}
-    assert [example.task for example in inputs.examples] == ["list_recall", "segment_counting", "parity", "copying"]
-    (about,) = inputs.runs
+    assert [example.task for example in inputs.read.examples] == ["list_recall", "segment_counting", "parity", "copying"]
+    (about,) = inputs.read.runs
     assert (about.preset, about.command) == ("tiny", "metatokens reproduce --preset tiny --out undisturbed")
     assert {stage.name for stage in about.stages} == set(STAGES)
     assert about.wall_seconds is not None
@@ -163,7 +163,7 @@ def test_stages_that_were_finished_are_not_repeated(
     assert sorted(after) == sorted(STAGES)
     assert len(started) == len(STAGES)
     assert_same_run(tmp_path / "run", undisturbed)
-    (about,) = load([tmp_path / "run"]).runs
+    (about,) = load([tmp_path / "run"]).read.runs
     assert (about.wall_seconds is None) == (cut > 0)  # what the first try took is not known
     reproduce(tmp_path / "run")
     assert records(tmp_path / "run") == after
@@ -179,7 +179,7 @@ def test_a_run_cut_off_before_its_provenance_gets_it(
             reproduce(tmp_path / "run")
     assert not (tmp_path / "run" / "run.json").exists()
     reproduce(tmp_path / "run")
-    assert {stage.name for stage in load([tmp_path / "run"]).runs[0].stages} == set(STAGES)
+    assert {stage.name for stage in load([tmp_path / "run"]).read.runs[0].stages} == set(STAGES)
     assert_same_run(tmp_path / "run", undisturbed)
 
 
