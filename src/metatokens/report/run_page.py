@@ -1,5 +1,6 @@
 """The report on any run that is no grid: its models side by side, in sentences that are true whatever came out."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,20 +113,15 @@ def examples(inputs: Inputs) -> Section:
 def budget(curves: pd.DataFrame) -> str:
     """Was every model trained long enough to be compared? One sentence for each answer."""
     answers: dict[str, list[str]] = defaultdict(list)
-    least: dict[str, float | None] = {}
-    for run in learning(curves):
-        place = name(run.task) + (f" at {tokens(run.train_length)} tokens" if run.train_length else "")
-        known = least.get(place)
-        least[place] = run.budget if known is None or run.budget is None else min(known, run.budget)
-    for place, ratio in least.items():
-        if ratio is None:
-            answers["Learned by no model in the steps given"].append(place)
-        elif ratio >= BUDGET:
-            answers[f"Every model had {BUDGET} times the slowest learner's steps or more"].append(place)
-        else:
+    for place, ratio in learning(curves).groupby("place", sort=False)["budget"].min().items():
+        if math.isnan(ratio):
+            answers["Learned by no model in the steps given"].append(str(place))
+        elif ratio < BUDGET:
             answers[f"A model had less than {BUDGET} times the slowest learner's steps"].append(
                 f"{place} ({ratio:.2f})"
             )
+        else:
+            answers[f"Every model had {BUDGET} times the slowest learner's steps or more"].append(str(place))
     return " ".join(f"{answer}: {', '.join(places)}." for answer, places in answers.items())
 
 

@@ -1,14 +1,14 @@
 """Tables of any run's results: a row for each model, and for whatever else sets its figures apart."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
 
 import pandas as pd
 
 from metatokens.report.frame import Fields, Inputs
 from metatokens.report.gains import gains, key_lengths
 from metatokens.report.labels import measured_conditions, measured_tasks, rows, tasks_in_order
-from metatokens.report.learning import BUDGET, LEARNED_LOSS, Learning, learning
+from metatokens.report.learning import BUDGET, LEARNED_LOSS, learning
 from metatokens.report.tables.table import Cells, Table, change, crosstab, span
 from metatokens.report.text import DIVIDED, MINUS, NOT_RUN, count, name, percent, points, tokens
 from metatokens.report.words import table_words
@@ -86,38 +86,30 @@ def majority_rates(inputs: Inputs) -> Table:
 def learning_steps(curves: pd.DataFrame, which: str = "") -> Table:
     """Steps until the answer loss stays under the threshold: a row for each model, a column for each task."""
     runs = learning(curves)
-    several = len({run.seed for run in runs}) > 1
-    by_length = len({run.train_length for run in runs}) > 1
-    tasks = {
-        (run.task, run.train_length): name(run.task) + (f" at {tokens(run.train_length)}" if by_length else "")
-        for run in runs
-    }
-    table: dict[str, dict[tuple[str, int | None], Learning]] = {}
-    for run in sorted(runs, key=lambda run: (run.place, run.seed)):
-        label = f"{run.label}, seed {run.seed}" if several else run.label
-        table.setdefault(label, {})[run.task, run.train_length] = run
-    words = table_words("learning-steps").of(loss=LEARNED_LOSS, budget=BUDGET, which=which)
-    by_task = [[row[task] for row in table.values() if task in row] for task in tasks]
-    return Table(
-        words.title,
-        (words.corner, *tasks.values()),
-        tuple((label, *(_steps(row.get(task)) for task in tasks)) for label, row in table.items()),
+    learned = runs.set_index(["place", "label", "seed"])["learned"].to_dict()
+    places = runs.groupby("place", sort=False)
+    models = runs[["label", "seed"]].drop_duplicates().sort_values(["label", "seed"])
+    is_one_seed, is_one_length = (runs[key].nunique(dropna=False) <= 1 for key in ("seed", "train_length"))
+    rows = (
         (
-            ("steps trained", *(_ends((run.steps for run in column), count) for column in by_task)),
-            (
-                f"{DIVIDED} slowest learner",
-                *(_ends((run.budget for run in column), "{:.2f}".format) for column in by_task),
-            ),
-        ),
-        words.text,
+            label if is_one_seed else f"{label}, seed {seed:.0f}",
+            *(_steps(learned.get((place, label, seed))) for place in places.groups),
+        )
+        for label, seed in models.itertuples(index=False)
     )
+    words = table_words("learning-steps").of(loss=LEARNED_LOSS, budget=BUDGET, which=which)
+    header = (name(own["task"].iloc[0]) if is_one_length else str(place) for place, own in places)
+    footer = (
+        ("steps trained", *(_ends(own["steps"], count) for _, own in places)),
+        (f"{DIVIDED} slowest learner", *(_ends(own["budget"], "{:.2f}".format) for _, own in places)),
+    )
+    return Table(words.title, (words.corner, *header), tuple(rows), footer, words.text)
 
 
-def _ends(values: Iterable[Any], form: Callable[[Any], str]) -> str:
+def _ends(values: pd.Series, form: Callable[[float], str]) -> str:
     """The one figure of a column, or the range of those that differ."""
-    known = sorted({value for value in values if value is not None})
-    return span(form(value) for value in dict.fromkeys([known[0], known[-1]])) if known else NOT_RUN
+    return NOT_RUN if values.isna().all() else span(map(form, sorted({values.min(), values.max()})))
 
 
-def _steps(run: Learning | None) -> str:
-    return "" if run is None else "not reached" if run.learned is None else count(run.learned)
+def _steps(learned: float | None) -> str:
+    return "" if learned is None else "not reached" if math.isnan(learned) else count(learned)
