@@ -11,6 +11,7 @@ import pandas as pd
 from metatokens.records import Timing
 from metatokens.report.intervals import Estimate, newcombe
 
+METRICS = ("tokens_to_learn", "training_gain", "distortion_at_rate", "slowdown", "log_perplexity")  # that are derived
 ENDS = ("value", "low", "high")
 LEARNED = 0.9  # of the test prompts: list recall is learned from where accuracy stays there
 RATES = (0.5, 1.0, 2.0, 4.0)  # nats, at which distortions are compared
@@ -21,7 +22,7 @@ Curve = Sequence[tuple[float, float]]
 
 
 def derived(figures: pd.DataFrame, curves: pd.DataFrame, speeds: Sequence[Timing]) -> list[pd.DataFrame]:
-    """The derived figures: `tokens_to_learn`, `training_gain`, `distortion_at_rate`, `slowdown`, `log_perplexity`."""
+    """The derived figures, of METRICS."""
     rows = [*_tokens_to_learn(curves), *_training_gains(figures), *_distortions(figures), *_slowdowns(speeds)]
     perplexities = select(figures, metric="perplexity").dropna(subset="value")
     logs = perplexities.assign(metric="log_perplexity", value=np.log(perplexities["value"]), low=None, high=None)

@@ -8,15 +8,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pandas as pd
 
 from metatokens.errors import UserError
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.records import (
+    AnalysisMetric,
     CurvePoint,
     Measurement,
+    Metric,
     Record,
     Result,
     RunLines,
@@ -38,6 +40,7 @@ _NUMBERS = (
     "train_length", "length", "noise_seed", "layer", "head", "distance", "position", "beta", "fit_seed", "rate",
     "batch", "seed", "value", "low", "high", "n", "chance", "step", "loss", "text_tokens", "exact_match",
 )  # fmt: skip
+METRICS = {*get_args(Metric), *get_args(AnalysisMetric), *derive.METRICS}
 _DERIVED = ("benchmark", "against", "shape", "device")  # text that only derived figures have
 _OUTCOMES = ("value", "low", "high", "n", "chance", "quantiles")  # the other columns say what was measured
 _OBJECTS = ("premise", "boosted", "quantiles", "variant", "main")
@@ -132,7 +135,7 @@ class Inputs:
 
     def select(self, **where: Any) -> pd.DataFrame:
         """The figures whose fields have the given values; see `select`."""
-        figures = self._by_metric.get(where["metric"], self.figures[:0]) if "metric" in where else self.figures
+        figures = self._of_metrics(frozenset([where["metric"]])) if "metric" in where else self.figures
         return select(figures, **where)
 
     def values(self, column: str, **where: Any) -> list[Any]:
@@ -174,6 +177,8 @@ class Inputs:
         return dict(tuple(self.figures.groupby("metric", sort=False)))
 
     def _of_metrics(self, metrics: frozenset[str]) -> pd.DataFrame:
+        if unknown := metrics - METRICS:
+            raise KeyError(f"there is no metric {', '.join(sorted(unknown))}")
         found = [self._by_metric[metric] for metric in metrics if metric in self._by_metric]
         return found[0] if len(found) == 1 else self.figures[self.figures["metric"].isin(metrics)]
 
