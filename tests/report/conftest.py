@@ -1,0 +1,30 @@
+"""Fixtures of the report's tests."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from metatokens.report.blocks import Picture
+from metatokens.report.frame import Inputs, load
+from tests.report.made_lines import Line, write
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[..., Inputs]:
+    """What `load` makes of some result lines, and of lines of a run's other files."""
+
+    def read(results: Sequence[Line], *, speeds: Sequence[Line] = (), **files: Sequence[Line]) -> Inputs:
+        paths = [write(tmp_path / "run", results=results, **files)]
+        return load(paths + ([write(tmp_path, speeds=speeds) / "speeds.jsonl"] if speeds else []))
+
+    return read
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures without anything drawn in them."""
+    for page in ("grid_page", "run_page"):
+        monkeypatch.setattr(
+            f"metatokens.report.{page}.picture", lambda file, alt, draw: Picture(file, alt, b"page", b"phone")
+        )

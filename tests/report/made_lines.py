@@ -1,0 +1,139 @@
+"""Lines of made-up runs, written by hand and never by the code under test: no figure here was measured."""
+
+import json
+from collections.abc import Sequence
+from itertools import product
+from math import exp, sqrt
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+MODELS = ("gpt2", "pause", "twin", "meta")
+TASKS = ("list_recall", "segment_counting", "parity", "copying")
+LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+CHANCE = {"list_recall": 0.1, "segment_counting": 0.2, "parity": 0.5, "copying": 0.0}
+SKILL = {"gpt2": 0.05, "pause": 0.1, "twin": 0.6, "meta": 0.99, "gpt-neo": 0.3}
+
+
+def wilson(value: float, n: int) -> tuple[float, float]:
+    """Wilson's 95 % interval by its formula."""
+    z = 1.959963984540054
+    middle, reach = value + z**2 / (2 * n), z * sqrt(value * (1 - value) / n + (z / (2 * n)) ** 2)
+    return max(0.0, (middle - reach) / (1 + z**2 / n)), min(1.0, (middle + reach) / (1 + z**2 / n))
+
+
+def accuracy(value: float | None, n: int = 500, /, **fields: Any) -> Line:
+    """Exact match of the plain runs of preset `small`, but for the fields given; None cannot be run."""
+    low, high = (None, None) if value is None else wilson(value, n)
+    line = {
+        "model": "meta", "position_embedding": "rope", "task": "list_recall", "condition": "paper",
+        "train_condition": "paper", "train_length": 512, "length": 512, "metric": "exact_match", "value": value,
+        "n": 0 if value is None else n, "low": low, "high": high, "seed": 0, "recipe": "small",
+    } | fields  # fmt: skip
+    return {"chance": CHANCE.get(str(line["task"]))} | line
+
+
+def perplexity(value: float, spread: float | None = None, /, **fields: Any) -> Line:
+    line = accuracy(None, task=None, train_condition=None, train_length=None, condition="none", length=1024, chance=412)
+    ends = {"low": value - spread, "high": value + spread} if spread else {}
+    return line | {"metric": "perplexity", "value": value, "n": 51234} | ends | fields
+
+
+def majority(rate: float, task: str, length: int, **fields: Any) -> Line:
+    line = {"model": "-", "task": task, "length": length, "metric": "majority_rate", "value": rate, "n": 500}
+    return line | {"seed": 2026, "recipe": "small"} | fields
+
+
+def inner(analysis: str, metric: str, value: float, spread: float | None = 0.05, /, **fields: Any) -> Line:
+    """What was measured inside a model of list recall."""
+    line: Line = {"analysis": analysis, "metric": metric, "value": value, "n": 100, "seed": 0, "recipe": "small"}
+    line |= {"model": "meta", "position_embedding": "rope", "task": "list_recall", "condition": "paper"}
+    line |= {"train_condition": "paper", "train_length": 512, "length": 256}
+    return line | ({"low": value - spread, "high": value + spread} if spread else {}) | fields
+
+
+def loss(step: int, value: float, **fields: Any) -> Line:
+    line = {"model": "meta", "position_embedding": "rope", "seed": 0, "step": step, "loss": value, "recipe": "small"}
+    return line | fields
+
+
+def recall(step: int, exact_match: float, **fields: Any) -> Line:
+    """A point of a learning curve, of 3,000 text tokens a step."""
+    line = {"model": "meta", "position_embedding": "rope", "seed": 0, "step": step, "text_tokens": 3000 * step}
+    about = {"task": "list_recall", "train_length": 128, "recipe": "small"}
+    return line | about | {"exact_match": exact_match, "n": 200} | fields
+
+
+def timing(benchmark: str, model: str, ratio: float, /, **fields: Any) -> Line:
+    line = {
+        "benchmark": benchmark, "model": model, "against": "gpt2", "shape": "paper", "length": 512, "batch": 1,
+        "text_tokens": 512 if model == "gpt2" else 461, "n": 5, "rounds": [2.0], "seconds": 2 * ratio, "threads": 2,
+        "ratio": ratio, "ratio_low": ratio - 0.01, "ratio_high": ratio + 0.01, "limit": 1.0, "device": "an A100",
+        "dtype": "float32", "parameters": 9, "repeats": 1, "low": 1.0, "high": 3.0, "ratio_per_text_token": 1.0,
+        "limit_per_text_token": 1.0, "over_products": 1.0, "compiled": False,
+    }  # fmt: skip
+    return line | fields
+
+
+def example(task: str, prompt: str, completion: str, **fields: Any) -> Line:
+    """A shown example; each ` _PAUSE_` of its prompt is a meta-token."""
+    offsets = [place for place in range(len(prompt)) if prompt.startswith(" _PAUSE_", place)]
+    return {"task": task, "prompt": prompt, "completion": completion, "markers": offsets} | fields
+
+
+LITERAL = "A literal _PAUSE_ and <script>alert('x')</script> & more are text, so_is_this | too:"
+EXAMPLES = [
+    example("list_recall", "Fruits: orange peach\nQ: What is item 2 of Fruits? _PAUSE_", " peach", n_tokens=71),
+    example("copying", LITERAL + " _PAUSE_ the span _PAUSE_ ends.\nQ: Copy it. _PAUSE_", " the span", phase=1),
+]
+EXAMPLES[1]["markers"] = EXAMPLES[1]["markers"][1:]  # the first is text
+
+RUN: Line = {
+    "command": "metatokens reproduce --preset demo", "preset": "demo", "python": "3.11.2", "platform": "Linux",
+    "cores": 2, "versions": {"metatokens": "0.1.0", "torch": "2.13.0"}, "corpus": {"spec": "builtin", "tokens": 1234},
+    "recipes": {"pretrain": {"training": {"max_steps": 400, "betas": [0.9, 0.95]}}},
+    "created": "2026-01-02T03:04:05+00:00", "finished": "2026-01-02T03:17:35+00:00", "wall_seconds": 810.4,
+    "stages": [{"name": "tokenize", "seconds": 12.5}, {"name": "pretrain-gpt2", "seconds": 75.0}],
+    "models": {
+        model: {"parameters": 361984 + 32896 * (model in ("twin", "meta")), "description": f"what {model} is"}
+        for model in MODELS
+    },
+}  # fmt: skip
+
+
+def write(folder: Path, run: Line | None = None, **lines: Sequence[Line]) -> Path:
+    """A run's folder of the named files of lines, with what does not apply left out or null, as older runs have it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, own in lines.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in own), encoding="utf-8")
+    if run is not None:
+        (folder / "run.json").write_text(json.dumps(run), encoding="utf-8")
+    return folder
+
+
+def skilled(model: str, task: str, length: int, trained: int = 128) -> float:
+    """Falls beyond the train length; guessing is the floor. Of 500 prompts, so a multiple of 1/500."""
+    value = CHANCE[task] + (1 - CHANCE[task]) * SKILL[model] * min(1.0, (trained / length) ** 0.7)
+    return round(500 * value) / 500
+
+
+def demo(folder: Path) -> Path:
+    """A run that is no grid: four models and tasks at four lengths, list recall in three marker conditions."""
+    plain: Line = {"train_length": 128, "recipe": "demo"}
+    results = [
+        accuracy(skilled(model, task, length) if condition == "paper" else CHANCE[task],
+                 model=model, task=task, condition=condition, length=length, **plain)
+        for task, model, length in product(TASKS, MODELS, LENGTHS[:4])
+        for condition in (("paper", "none", "decoy") if task == "list_recall" else ("paper",))
+    ]  # fmt: skip
+    results += [accuracy(0.9, 9000, metric="token_accuracy", model=one, length=128, **plain) for one in MODELS]
+    results += [perplexity(80 - place, 2, model=one, recipe="demo") for place, one in enumerate(MODELS)]
+    results += [majority(0.52, "parity", length, recipe="demo") for length in LENGTHS[:4]]
+    rates = {"gpt2": 0.0, "pause": 0.006, "twin": 0.01, "meta": 0.02}
+    curves = [
+        loss(step, 2.3 * exp(-rates[model] * step), model=model, task=task, train_length=128, recipe="demo")
+        for task, model, step in product(TASKS, MODELS, range(50, 1001, 50))
+    ]
+    curves += [loss(step, 5 + exp(-step / 100), model=model, recipe="demo") for model in MODELS for step in (100, 200)]
+    return write(folder, RUN, results=results, curves=curves, examples=EXAMPLES)
