@@ -1,6 +1,9 @@
-"""What the machine gives a process: cores, memory, a place among processes that train together."""
+"""What the machine gives a process: cores, memory, workers, a place among processes that train together."""
 
+import multiprocessing
 import os
+import sys
+from multiprocessing.context import BaseContext
 
 
 def available_cores() -> int:
@@ -11,6 +14,19 @@ def available_cores() -> int:
 def physical_memory() -> int | None:
     """Bytes; None where the system does not say."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+
+
+def worker_context(module: str) -> BaseContext:
+    """How workers start: on Linux as forks of a process that has imported a module and computes nothing.
+
+    So the imports, which take seconds, are done once for all workers. Elsewhere each worker begins anew, since
+    libraries of those systems do not survive a fork.
+    """
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    return context
 
 
 def process_count() -> int:

@@ -230,7 +230,9 @@ def wait_for(condition):
 
 
 def workers_of(process):
-    return [child for child in process.children() if "spawn_main" in " ".join(child.cmdline())]
+    """The forks of the process that has imported what they need."""
+    servers = [child for child in process.children() if "forkserver" in " ".join(child.cmdline())]
+    return [worker for server in servers for worker in server.children()]
 
 
 def test_a_worker_killed_by_the_system_is_one_sentence(three_parts, tmp_path):

@@ -4,7 +4,6 @@ A shard depends on the plan and its place in the corpus alone, so neither the nu
 changes a byte of the store.
 """
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -25,6 +24,7 @@ from metatokens.data.corpus import Part, read_part
 from metatokens.data.store import SPLITS, Record, Shard, Split, StoreSettings, is_held_out
 from metatokens.data.tokenizer import encode_text, text_vocab_size
 from metatokens.files import sha256_of, write_whole
+from metatokens.machine import worker_context
 
 BATCH_CHARACTERS = 400_000  # encoded at a time: enough for every core, and few enough for the next batch to overlap
 
@@ -69,7 +69,7 @@ def write_parts(work: Work, workers: int) -> None:
     if processes <= 1:
         _write_parts_here(work, left, in_threads=workers > 1)
         return
-    context = multiprocessing.get_context("spawn")
+    context = worker_context(__name__)
     watched, held = context.Pipe(duplex=False)
     with (
         ProcessPoolExecutor(processes, context, _start_worker, (work, workers // processes, watched)) as pool,

@@ -22,7 +22,7 @@ import yaml
 from metatokens.errors import UserError
 from metatokens.experiment.plan import Stage
 from metatokens.experiment.runner import Outcome, Runner
-from metatokens.machine import available_cores
+from metatokens.machine import available_cores, worker_context
 from metatokens.recipe import parse_yaml
 from metatokens.training.trainer import Progress, unwatched
 
@@ -114,7 +114,7 @@ class ProcessPool:
 
     def __init__(self, runner: Runner, size: int):
         self.runner, self.size = runner, size
-        context = multiprocessing.get_context("spawn")
+        context = worker_context(__name__)
         self._reports, self._gpus = context.Queue(), context.Queue()
         for gpu in islice(cycle(gpus() or [None]), size):
             self._gpus.put(gpu)
