@@ -14,6 +14,7 @@ import typer
 from metatokens.cli import benchmarking, making, measuring  # noqa: F401  (they register their verbs)
 from metatokens.cli.app import app, say
 from metatokens.errors import UserError
+from metatokens.machine import process_count
 
 INTERRUPTED = 130  # typer's exit status after Ctrl-C
 
@@ -49,4 +50,19 @@ def main() -> None:
     except SystemExit as status:
         if status.code == INTERRUPTED:
             say("metatokens: interrupted; the same command goes on from here.")
+        if not status.code:
+            _part()
         raise
+
+
+def _part() -> None:
+    """End what connects this process with others that trained with it: its threads would outlive the interpreter.
+
+    One that then asks for the interpreter's lock ends the process with SIGABRT ("terminate called without an active
+    exception"), after all has been done.
+    """
+    if process_count() > 1:
+        from torch import distributed
+
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
