@@ -1,9 +1,11 @@
 # make install   the package in .venv, from the lock
 # make demo      train, evaluate and report small models (about a quarter of an hour on two cores)
-# make test      every test, with line coverage
+# make test      the tests (about five minutes on two cores)
+# make test-all  the tests with all kills, faults and drawn cases (docs/testing.md; an hour on two cores)
+# make coverage  make test with line coverage
 # make lint      the linter and the type checker
-# make reliability  kills, faults, hostile input and scale in full (docs/reliability.md; half an hour on two cores);
-#                   TOKENIZER=DIR where the Hugging Face Hub cannot be reached
+# make scale     what tokenizing two billion characters takes (docs/reliability.md); TOKENIZER=DIR where the Hugging Face
+#                Hub cannot be reached
 # make benchmark every benchmark at the paper's size, into benchmarks/results (about an hour on two cores)
 # make conformance  transformers' own tests of a model on every member of the family, and programs that take any model
 #                   (a few minutes on two cores; the tests are downloaded)
@@ -19,7 +21,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 TOKENIZER ?= gpt2
 
-.PHONY: install demo smoke test lint reliability benchmark conformance report figures demo-results docs lock audit clean
+.PHONY: install demo smoke test test-all coverage lint scale benchmark conformance report figures demo-results docs lock audit clean
 
 install: $(VENV)/.installed
 
@@ -30,6 +32,12 @@ smoke: install
 	$(BIN)/metatokens reproduce --preset smoke --out runs/smoke
 
 test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n auto
+
+test-all: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n auto --thorough
+
+coverage: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n auto --cov --cov-report=term
 
 lint: $(VENV)/.installed-test
@@ -37,12 +45,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-reliability: $(VENV)/.installed-test
-	METATOKENS_RELIABILITY=long HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n auto tests/reliability tests/hostile \
-		tests/training/test_distributed.py tests/training/test_run_folder.py tests/training/test_trainer.py \
-		tests/data/test_token_resuming.py tests/data/test_token_store.py tests/data/test_rank_data.py \
-		tests/data/test_streaming.py tests/experiment \
-		tests/model/test_model_checkpoints.py tests/training/test_pretrain.py
+scale: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/token_store_scale.py --tokenizer $(TOKENIZER)
 
 benchmark: $(VENV)/.installed-benchmark

@@ -1,27 +1,73 @@
 """Settings of every test process, and fixtures that several test files share."""
 
+import gc
 import os
 import random
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
+from tests.forked import Forked, start_server
+
 # Drawn cases of each test that does not say how many; tests/hostile multiplies its own numbers with theirs.
-settings.register_profile("quick", deadline=None)
-settings.register_profile("long", max_examples=20 * settings.default.max_examples, deadline=None)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+settings.register_profile("quick", max_examples=25, deadline=None)
+settings.register_profile("thorough", max_examples=2000, deadline=None)
 
 # Read when torch and transformers are imported, and handed down to subprocesses: one thread, since the tests run side
-# by side, and no notices, as the command sets it.
+# by side, and no notices, as the command sets it. A process that a test kills leaves semaphores to multiprocessing,
+# which would say so at the end.
 os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+os.environ |= {"PYTHONWARNINGS": "ignore:resource_tracker"}
 
 if TYPE_CHECKING:
     from metatokens.data.store import TokenStore
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="every kill, fault and drawn case (make test-all)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "thorough: left out without --thorough; a quicker test tells the same")
+    settings.load_profile("thorough" if config.getoption("thorough") else "quick")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("thorough"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # Each training collects garbage (accelerate's `free_memory`), and so looked at all that is imported, half its time.
+    gc.freeze()
+    if any("forked" in item.fixturenames for item in session.items if isinstance(item, pytest.Function)):
+        start_server()  # meanwhile other tests run
+
+
+@pytest.fixture(scope="session")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Forked]]:
+    """Starts a call, with its arguments, in a process of its own; keywords are variables of its environment."""
+    begun: list[Forked] = []
+
+    def start(call: Callable[..., None], *arguments: Any, **environment: str) -> Forked:
+        begun.append(Forked(tmp_path_factory.mktemp("printed"), call, arguments, environment))
+        return begun[-1]
+
+    yield start
+    for one in begun:
+        one.end()
+
+
+@pytest.fixture(scope="session")
+def is_thorough(request: pytest.FixtureRequest) -> bool:
+    """Whether this is the run with every case."""
+    return request.config.getoption("thorough")
 
 
 @pytest.fixture

@@ -22,6 +22,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # Python's own, about forking with threads
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # more workers than cores
 ]
+every_split = pytest.mark.parametrize(
+    ("ranks", "workers"),
+    [
+        (ranks, workers) if (ranks, workers) in ((1, 0), (1, 3), (2, 1), (4, 0))
+        else pytest.param(ranks, workers, marks=pytest.mark.thorough)
+        for ranks in (1, 2, 4)
+        for workers in (0, 1, 3)
+    ],
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +59,7 @@ def steps(dataset: BlockDataset, ranks: int, workers: int, skip: int = 0) -> lis
     return [sum(parts, []) for parts in zip(*map(batches, range(ranks)), strict=True)]  # noqa: RUF017
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@every_split
 def test_every_window_is_read_once_an_epoch(
     ranks: int, workers: int, dataset: BlockDataset, small_store: TokenStore
 ) -> None:
@@ -77,8 +85,7 @@ def test_a_step_has_the_same_blocks_however_many_ranks_share_it(workers: int, da
         assert steps(dataset, ranks, workers) == alone
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@every_split
 def test_resuming_goes_on_with_the_next_block(ranks: int, workers: int, dataset: BlockDataset) -> None:
     alone = steps(dataset, 1, 0)
     an_epoch = len(alone) // EPOCHS

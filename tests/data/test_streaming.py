@@ -23,6 +23,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # Python's own, about forking with threads
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # more workers than cores
 ]
+every_split = pytest.mark.parametrize(
+    ("ranks", "workers"),
+    [
+        (ranks, workers) if (ranks, workers) in ((1, 0), (1, 3), (2, 1), (4, 0))
+        else pytest.param(ranks, workers, marks=pytest.mark.thorough)
+        for ranks in (1, 2, 4)
+        for workers in (0, 1, 3)
+    ],
+)  # fmt: skip
 DOCUMENTS = 600
 
 
@@ -76,8 +85,7 @@ def text_of(number: int) -> str:
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("workers", [0, 1, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@every_split
 def test_every_document_is_read_once_an_epoch(
     ranks: int, workers: int, corpus: str, tokenizer_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

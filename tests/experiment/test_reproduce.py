@@ -97,7 +97,12 @@ def test_curves_examples_and_provenance_are_what_the_report_reads(undisturbed: P
         (name, task, length): [1, 2, 3, 4] for name in ("gpt2", "meta") for task, length in (("", 0), ("parity", 64))
     }
     assert set(zip(inputs.curves["seed"], inputs.curves["position_embedding"], strict=True)) == {(0, "rope")}
-    assert [example.task for example in inputs.read.examples] == ["list_recall", "segment_counting", "parity", "copying"]
+    assert [example.task for example in inputs.read.examples] == [
+        "list_recall",
+        "segment_counting",
+        "parity",
+        "copying",
+    ]
     (about,) = inputs.read.runs
     assert (about.preset, about.command) == ("tiny", "metatokens reproduce --preset tiny --out undisturbed")
     assert {stage.name for stage in about.stages} == set(STAGES)

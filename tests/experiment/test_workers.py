@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +15,7 @@ from metatokens.experiment import pools, presets, run
 from metatokens.experiment.runner import Runner
 from tests.experiment import tiny_preset
 from tests.experiment.run_lines import assert_same_run, lines, records
-
-PATIENCE = 600  # seconds
-
+from tests.forked import PATIENCE, Forked
 
 # --- by workers with a GPU each
 
@@ -47,29 +44,24 @@ def test_a_worker_sees_one_gpu(two_gpus: None, tmp_path: Path) -> None:
 
 
 def test_jobs_give_the_same_results_and_one_that_is_killed_is_submitted_again(
-    small_corpus: Path, undisturbed: Path, tmp_path: Path
+    small_corpus: Path, undisturbed: Path, tmp_path: Path, forked: Callable[..., Forked]
 ) -> None:
-    # A job is a fresh interpreter, which has to be told to stall.
-    (tmp_path / "site").mkdir()
-    hook = (
-        "import sys\nif any('submitit' in part for part in sys.orig_argv):\n    import tests.experiment.tiny_preset\n"
-    )
-    (tmp_path / "site" / "sitecustomize.py").write_text(hook)
-    path = os.pathsep.join([str(tmp_path / "site"), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    environment = {"STALL": str(tmp_path / "stalled"), "HOME": str(tmp_path), "PYTHONPATH": path}
-    options = "--executor local --workers 2 --only perplexity"  # a job takes its interpreter's start
-    running = start(small_corpus, tmp_path / "run", options, **environment)
-    assert wait_until(lambda: (tmp_path / "stalled").exists() or running.poll() is not None)
+    environment = {"STALL": str(tmp_path / "stalled"), "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    # Few stages: a job takes its interpreter's start.
+    options = "--executor local --workers 2 --only perplexity"
+    preset = tiny_preset.tiny(str(small_corpus), models=("meta",))
+    running = forked(tiny_preset.reproduce, preset, tmp_path / "run", options, **environment)
+    assert wait_until(lambda: (tmp_path / "stalled").exists() or running.status is not None)
     (folder,) = (tmp_path / ".cache" / "metatokens" / "jobs").iterdir()
     assert folder.stat().st_mode & 0o077 == 0  # nobody else may put a pickle there
     worker = int((tmp_path / "stalled").read_text())
     (tmp_path / "stalled.once").touch()  # the next try does not stall
     os.kill(worker, signal.SIGKILL)
-    output, error = running.communicate(timeout=PATIENCE)
-    assert (running.returncode, output) == (0, ""), error
-    stages = [f"{verb}-{model}" for verb in ("pretrain", "perplexity") for model in ("gpt2", "meta")]
-    assert set(records(tmp_path / "run")) == {"tokenize", *stages}
-    found, expected = lines(tmp_path / "run"), lines(undisturbed)
+    status, output, error = running.wait()
+    assert (status, output) == (0, ""), error
+    assert set(records(tmp_path / "run")) == {"tokenize", "pretrain-meta", "perplexity-meta"}
+    found, whole = lines(tmp_path / "run"), lines(undisturbed)
+    expected = {name: [line for line in whole[name] if '"model":"meta"' in line] for name in whole}
     assert found["results.jsonl"] == [line for line in expected["results.jsonl"] if '"perplexity"' in line]
     assert found["curves.jsonl"] == [line for line in expected["curves.jsonl"] if '"task"' not in line]
     assert not folder.exists()
@@ -128,22 +120,8 @@ def test_settings_of_jobs_are_read_as_yaml() -> None:
 # --- killed, for real
 
 
-def start(corpus: Path, out: Path, options: str, **environment: str) -> subprocess.Popen[str]:
-    """The command in a process group of its own."""
-    return subprocess.Popen(
-        [sys.executable, tiny_preset.__file__, str(corpus), str(out), *options.split()],
-        env=os.environ | environment,
-        start_new_session=True,
-        # A shell starts what runs in its background with Ctrl-C ignored, which is inherited.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def wait_until(condition: Callable[[], bool]) -> bool:
-    """Whether it came true; the patience is for machines with other work."""
+    """Whether it came true."""
     end = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > end:
@@ -152,23 +130,14 @@ def wait_until(condition: Callable[[], bool]) -> bool:
     return True
 
 
-def group_is_gone(leader: int) -> bool:
-    try:
-        os.killpg(leader, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 @pytest.fixture
-def stalled(small_corpus: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def stalled(small_corpus: Path, tmp_path: Path, forked: Callable[..., Forked]) -> Iterator[Forked]:
     """A run whose worker stands still after the first checkpoint of `meta`, ended with the test whatever happens."""
-    process = start(small_corpus, tmp_path / "run", "--workers 1", STALL=str(tmp_path / "stalled"))
-    wait_until(lambda: (tmp_path / "stalled").exists() or process.poll() is not None)
+    preset, stall = tiny_preset.tiny(str(small_corpus)), tmp_path / "stalled"
+    process = forked(tiny_preset.reproduce, preset, tmp_path / "run", "--workers 1", STALL=str(stall))
+    wait_until(lambda: stall.exists() or process.status is not None)
     yield process
-    if not group_is_gone(process.pid):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.end()
 
 
 def assert_cut_off_in_pretraining(out: Path) -> None:
@@ -178,21 +147,20 @@ def assert_cut_off_in_pretraining(out: Path) -> None:
 
 
 def test_ctrl_c_and_going_on_in_worker_processes(
-    stalled: subprocess.Popen[str], small_corpus: Path, undisturbed: Path, tmp_path: Path
+    stalled: Forked, forked: Callable[..., Forked], small_corpus: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     os.killpg(stalled.pid, signal.SIGINT)  # as a terminal does
-    output, error = stalled.communicate(timeout=PATIENCE)
-    assert stalled.returncode == 130
-    assert output == ""
+    status, output, error = stalled.wait()
+    assert (status, output) == (130, "")
     assert error.splitlines()[-1] == "metatokens: interrupted; the same command goes on from here."
     assert "Traceback" not in error
-    assert wait_until(lambda: group_is_gone(stalled.pid))
+    assert wait_until(lambda: stalled.group_is_gone)
     assert_cut_off_in_pretraining(tmp_path / "run")
     before = records(tmp_path / "run")
 
-    again = start(small_corpus, tmp_path / "run", "--workers 2")
-    output, error = again.communicate(timeout=PATIENCE)
-    assert (again.returncode, output) == (0, "")
+    again = forked(tiny_preset.reproduce, tiny_preset.tiny(str(small_corpus)), tmp_path / "run", "--workers 2")
+    status, output, error = again.wait()
+    assert (status, output) == (0, "")
     *progress, last = error.splitlines()
     assert last == f"report: {tmp_path / 'run' / 'report' / 'index.html'}"
     assert len([line for line in progress if " left: " in line or "estimating the time left: " in line]) >= 4
@@ -204,11 +172,11 @@ def test_ctrl_c_and_going_on_in_worker_processes(
 
 
 def test_a_worker_that_the_system_kills_is_one_sentence(
-    stalled: subprocess.Popen[str], reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
+    stalled: Forked, reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
 ) -> None:
     os.kill(int((tmp_path / "stalled").read_text()), signal.SIGKILL)
-    _, error = stalled.communicate(timeout=PATIENCE)
-    assert stalled.returncode == 2
+    status, _, error = stalled.wait()
+    assert status == 2
     assert error.splitlines()[-1].startswith("metatokens: a worker was killed while it did pretrain-meta (")
     assert "Traceback" not in error
     reproduce(tmp_path / "run")
@@ -216,13 +184,13 @@ def test_a_worker_that_the_system_kills_is_one_sentence(
 
 
 def test_no_worker_outlives_a_command_that_was_killed(
-    stalled: subprocess.Popen[str], reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
+    stalled: Forked, reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
 ) -> None:
     worker = int((tmp_path / "stalled").read_text())
     os.kill(worker, 0)  # it runs
     stalled.kill()  # the command alone
-    stalled.wait(timeout=PATIENCE)
-    assert wait_until(lambda: group_is_gone(stalled.pid))
+    stalled.wait()
+    assert wait_until(lambda: stalled.group_is_gone)
     with pytest.raises(ProcessLookupError):
         os.kill(worker, 0)
     assert_cut_off_in_pretraining(tmp_path / "run")

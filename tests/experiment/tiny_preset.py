@@ -1,4 +1,4 @@
-"""A preset of seconds, and a command that carries it out: `python tiny_preset.py CORPUS OUT [OPTION ...]`.
+"""A preset of seconds, and the command that carries it out.
 
 With a path in the environment variable STALL, the worker that pretrains `meta` writes its process id there after the
 first checkpoint, and then does nothing: so a test can cut the run off at a point that is the same on every machine.
@@ -8,9 +8,11 @@ It goes on where there is a file of that name with `.once`.
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from metatokens import cli
 from metatokens.experiment import presets
 from metatokens.experiment.models import Ablation, Analysis, Preset, TrainedModel
 from metatokens.training.trainer import RunCallback
@@ -19,9 +21,13 @@ TRAINING = ("training.save_steps=2", "training.logging_steps=1", "training.per_d
 SIZES = ("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2", "data.block_size=32")
 
 
-def tiny(corpus: str) -> Preset:
+class Tiny(Preset):
+    """A preset that makes a worker, which gets it from the command, import this file, and so stall too."""
+
+
+def tiny(corpus: str, models: Sequence[str] = ("gpt2", "meta")) -> Tiny:
     """Two models and one task."""
-    return Preset(
+    return Tiny(
         corpus=corpus,
         tokenizer="train:768",
         pretrain_recipe="demo",
@@ -30,7 +36,7 @@ def tiny(corpus: str) -> Preset:
         finetune_overrides=("task.train_lengths=[64]", *TRAINING),
         task_overrides={"parity": ("training.max_steps=4",)},
         test_counts={64: 4, 128: 3},
-        models=tuple(TrainedModel(model=model, tasks=("parity",)) for model in ("gpt2", "meta")),
+        models=tuple(TrainedModel(model=model, tasks=("parity",)) for model in models),
         extra_conditions={"parity": ("decoy",)},
     )
 
@@ -82,7 +88,6 @@ def wide(corpus: str) -> Preset:
     )
 
 
-# A spawned worker imports this file again, and so stalls too.
 if stall := os.environ.get("STALL"):
     save = RunCallback.on_save
 
@@ -96,9 +101,8 @@ if stall := os.environ.get("STALL"):
     RunCallback.on_save = save_and_stall
 
 
-if __name__ == "__main__":
-    from metatokens.cli import main
-
-    presets.PRESETS = {"tiny": tiny(sys.argv[1])}
-    sys.argv = ["metatokens", "reproduce", "--preset", "tiny", "--out", *sys.argv[2:]]
-    main()
+def reproduce(preset: Tiny, out: Path, options: str) -> None:
+    """The command."""
+    presets.PRESETS = {"tiny": preset}
+    sys.argv = ["metatokens", "reproduce", "--preset", "tiny", "--out", str(out), *options.split()]
+    cli.main()

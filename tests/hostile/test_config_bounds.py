@@ -173,7 +173,7 @@ def test_headers_that_lie(content: bytes, folders: dict[str, Path], tmp_path: Pa
         load_model(folder)
 
 
-@cases(80)
+@cases(20)
 @given(data=st.data())
 def test_damaged_weights(
     data: st.DataObject, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, clean: Clean
@@ -202,7 +202,7 @@ ROPE = st.dictionaries(
 )
 
 
-@cases(150)
+@cases(40)
 @given(
     kind=st.sampled_from([*HUGE]),
     fields=st.dictionaries(KEYS, SCALAR | JSON | ROPE | st.integers(0, 64), max_size=3)
@@ -222,7 +222,7 @@ def test_any_values(
         load_model(folder)
 
 
-@cases(80)
+@cases(20)
 @given(data=st.data())
 @pytest.mark.filterwarnings("ignore")
 def test_damaged_configurations(

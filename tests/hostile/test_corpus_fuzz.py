@@ -52,7 +52,7 @@ def check(path: Path) -> list[str]:
     return documents
 
 
-@cases(800)
+@cases(200)
 @given(content=BYTES)
 def test_text(content: bytes, place: Path, clean: Clean) -> None:
     (place / "a.txt").write_bytes(content)
@@ -64,7 +64,7 @@ def test_text(content: bytes, place: Path, clean: Clean) -> None:
         assert "".join(documents) == (whole if whole.strip() else "")
 
 
-@cases(600)
+@cases(150)
 @given(content=LINES | LINES.flatmap(damaged))
 def test_json_lines(content: bytes, place: Path, clean: Clean) -> None:
     (place / "a.jsonl").write_bytes(content)
@@ -75,7 +75,7 @@ def test_json_lines(content: bytes, place: Path, clean: Clean) -> None:
         assert documents == [text for text in texts if text.strip()]
 
 
-@cases(400)
+@cases(100)
 @given(data=st.data(), name=st.sampled_from(["a.txt.gz", "a.jsonl.gz", "a.json.gz"]))
 def test_damaged_gzip(data: st.DataObject, name: str, place: Path, clean: Clean) -> None:
     good = b'{"text": "the cat"}\n' * data.draw(st.integers(0, 50))
@@ -109,7 +109,7 @@ def test_parquet_columns_of_any_type(kind: str, name: str, place: Path, clean: C
         assert documents == [text for text in COLUMNS[kind].to_pylist() if text]
 
 
-@cases(300)
+@cases(75)
 @given(
     data=st.data(),
     kind=st.sampled_from(["string", "large", "dictionary"]),
@@ -121,7 +121,7 @@ def test_damaged_parquet(data: st.DataObject, kind: str, compression: str, place
         check(place / "b.parquet")
 
 
-@cases(60)
+@cases(15)
 @example(spec="~0")
 @example(spec="~\0")
 @given(spec=TEXT | st.sampled_from(["hf:", "hf::", "~", "*", "[", "**", "/", ".", "builtin/", "/dev/null", "a.txt\0"]))

@@ -27,7 +27,7 @@ FRACTIONS = st.floats() | st.floats(0, 0.5) | st.sampled_from([0, 0.1, 0.5, 1, -
 PLACEMENTS = st.sampled_from(["uniform", "periodic", "none"]) | TEXT
 
 
-@cases(2500)
+@cases(625)
 @given(
     size=st.integers(1, 60),
     fraction=FRACTIONS,
@@ -66,7 +66,7 @@ def test_insertion(size: int, fraction: float, placement: str, ids: list[int] | 
     assert labels[~is_meta].tolist() == ([-100, *text[1:]] if text else [])
 
 
-@cases(500)
+@cases(125)
 @given(
     task=st.sampled_from(["list_recall", "segment_counting", "parity"]),
     condition=st.sampled_from(CONDITIONS),
@@ -84,7 +84,7 @@ def test_solvers_agree(
     assert list(example.input_ids).count(small_store.manifest.meta_token_id) == len(example.markers)
 
 
-@cases(200)
+@cases(50)
 @given(
     task=st.sampled_from(TASKS) | TEXT,
     condition=st.sampled_from(CONDITIONS) | TEXT,
@@ -111,7 +111,7 @@ def test_any_arguments(
 WORDS = st.lists(TEXT.filter(lambda text: text.isprintable()) | st.sampled_from(["word", "it's", "世界"]), min_size=60)
 
 
-@cases(80)
+@cases(20)
 @given(words=WORDS, index=st.integers(0, 5), condition=st.sampled_from(CONDITIONS))
 def test_copying_from_any_document(
     words: list[str], index: int, condition: str, small_store: TokenStore, clean: Clean
@@ -140,7 +140,7 @@ SEGMENTS = st.lists(
 )
 
 
-@cases(400)
+@cases(100)
 @given(
     segments=SEGMENTS.filter(bool), completion=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6)
 )

@@ -48,7 +48,7 @@ def read(kind: type[PretrainRecipe] | type[FinetuneRecipe], path: Path) -> None:
     assert load_recipe(kind, str(path)) == recipe
 
 
-@cases(600)
+@cases(150)
 @given(kind=KINDS, text=st.lists(st.sampled_from(PIECES) | TEXT, max_size=30).map("".join))
 def test_any_text(
     kind: type[PretrainRecipe], text: str, tmp_path_factory: pytest.TempPathFactory, clean: Clean
@@ -59,7 +59,7 @@ def test_any_text(
         read(kind, path)
 
 
-@cases(300)
+@cases(75)
 @given(kind=KINDS, text=st.sampled_from(GOOD).flatmap(damaged))
 def test_damaged_recipes(
     kind: type[PretrainRecipe], text: bytes, tmp_path_factory: pytest.TempPathFactory, clean: Clean
@@ -82,7 +82,7 @@ def settings_of_any_value(draw: st.DrawFn) -> object:
     return sections
 
 
-@cases(500)
+@cases(125)
 @given(kind=KINDS, settings=settings_of_any_value() | JSON)
 def test_any_values(
     kind: type[PretrainRecipe], settings: object, tmp_path_factory: pytest.TempPathFactory, clean: Clean
@@ -96,7 +96,7 @@ def test_any_values(
 KEY = st.lists(st.sampled_from([*SECTIONS, *SECTIONS["training"], "", "__class__", "model_config"]), max_size=3)
 
 
-@cases(400)
+@cases(100)
 @given(key=KEY.map(".".join), value=st.lists(st.sampled_from(PIECES) | TEXT, max_size=4).map("".join))
 def test_any_override(key: str, value: str, clean: Clean) -> None:
     with clean():

@@ -85,7 +85,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("place")
 
 
-@cases(700)
+@cases(175)
 @given(content=json_file(RESULTS, FIELDS["results"]))
 def test_result_files(content: bytes, place: Path, clean: Clean) -> None:
     path = place / "results.jsonl"
@@ -96,7 +96,7 @@ def test_result_files(content: bytes, place: Path, clean: Clean) -> None:
         assert read_lines(path, Result) == results
 
 
-@cases(400)
+@cases(100)
 @given(
     analysis=json_file(ANALYSES, FIELDS["analysis"]) | st.just(b""),
     curves=json_file(CURVES, FIELDS["curves"]) | st.just(b""),
@@ -120,7 +120,7 @@ def test_run_folders_of_a_report(
             )
 
 
-@cases(200)
+@cases(50)
 @given(content=json_file(SPEEDS, FIELDS["speeds"]))
 def test_files_of_a_benchmark(content: bytes, place: Path, clean: Clean) -> None:
     (place / "good.jsonl").write_bytes(lines_of(RESULTS))
@@ -129,7 +129,7 @@ def test_files_of_a_benchmark(content: bytes, place: Path, clean: Clean) -> None
         load([place / "good.jsonl", place / "speeds.jsonl"])
 
 
-@cases(2)
+@cases(1)
 @given(
     results=st.lists(st.sampled_from(RESULTS).flatmap(lambda good: changed(good, FIELDS["results"])), max_size=3),
     curves=st.lists(st.sampled_from(CURVES).flatmap(lambda good: changed(good, FIELDS["curves"])), max_size=2),
@@ -163,7 +163,7 @@ def test_whole_reports(
         write_report([folder], folder / "report")
 
 
-@cases(200)
+@cases(50)
 @given(stages=json_file(STAGES, FIELDS["stages"]), results=json_file(RESULTS, FIELDS["results"]) | st.just(b""))
 def test_stages_of_a_run(stages: bytes, results: bytes, place: Path, clean: Clean) -> None:
     (place / LOG).write_bytes(stages + b"\n")
@@ -174,7 +174,7 @@ def test_stages_of_a_run(stages: bytes, results: bytes, place: Path, clean: Clea
         assert RunLog(place).entries == log.entries
 
 
-@cases(200)
+@cases(50)
 @given(content=JSON.map(json.dumps).map(str.encode) | st.binary(max_size=30) | st.just(b"[" * 3_000))
 def test_settings_of_a_run(content: bytes, place: Path, clean: Clean) -> None:
     out = place / "taken"
@@ -185,7 +185,7 @@ def test_settings_of_a_run(content: bytes, place: Path, clean: Clean) -> None:
     assert isinstance(training_of(out / "128"), dict)
 
 
-@cases(300)
+@cases(75)
 @given(data=st.data())
 def test_manifests(data: st.DataObject, place: Path, clean: Clean) -> None:
     folder = place / "checkpoint"
@@ -199,7 +199,7 @@ def test_manifests(data: st.DataObject, place: Path, clean: Clean) -> None:
         verify_manifest(folder)
 
 
-@cases(300)
+@cases(75)
 @given(content=json_file(RECORDS, FIELDS["records"]))
 def test_training_records(content: bytes, place: Path, small_store: TokenStore, clean: Clean) -> None:
     path = place / "records.jsonl"
@@ -211,7 +211,7 @@ def test_training_records(content: bytes, place: Path, small_store: TokenStore, 
             assert meta not in example.input_ids[example.answer_start :]
 
 
-@cases(500)
+@cases(125)
 @given(data=st.data())
 def test_stored_examples(data: st.DataObject, place: Path, small_store: TokenStore, clean: Clean) -> None:
     path = place / "examples.arrow"
@@ -225,7 +225,7 @@ def test_stored_examples(data: st.DataObject, place: Path, small_store: TokenSto
             assert 0 <= example.answer_start <= len(example.input_ids)
 
 
-@cases(100)
+@cases(25)
 @given(data=st.data())
 def test_tokenizers(data: st.DataObject, place: Path, small_store: TokenStore, clean: Clean) -> None:
     folder = place / "tokenizer"

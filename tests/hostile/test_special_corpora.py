@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from metatokens.data.corpus import HARD_CUT, read_corpus
 from metatokens.data.tokenizer import load_tokenizer
@@ -17,7 +16,6 @@ from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.tasks.curriculum import task_texts
 
-IS_LONG = settings.get_profile("long") is settings.default
 MIB = 2**20
 
 READER = """
@@ -43,8 +41,8 @@ def read_apart(path: Path) -> dict[str, object]:
     return json.loads(subprocess.run(command, capture_output=True, check=True, text=True, timeout=600).stdout)
 
 
-def test_one_long_line(tmp_path: Path) -> None:
-    size = (200 if IS_LONG else 5) * 10**6
+def test_one_long_line(is_thorough: bool, tmp_path: Path) -> None:
+    size = (200 if is_thorough else 5) * 10**6
     path = tmp_path / "line.txt"
     path.write_bytes(b"abcde fgh " * (size // 10))
     found = read_apart(path)
@@ -56,8 +54,8 @@ def test_one_long_line(tmp_path: Path) -> None:
     assert found["peak"] < 8 * size / MIB + 32
 
 
-def test_many_documents_of_a_word(tmp_path: Path) -> None:
-    count = 10**6 if IS_LONG else 10**4
+def test_many_documents_of_a_word(is_thorough: bool, tmp_path: Path) -> None:
+    count = 10**6 if is_thorough else 10**4
     path = tmp_path / "words.jsonl"
     with path.open("w") as file:
         file.writelines(f'{{"text": "w{number}"}}\n' for number in range(count))
@@ -129,8 +127,8 @@ def write_bomb(path: Path, size: int, piece: bytes) -> None:
             file.write(piece)
 
 
-def test_a_bomb_with_lines_takes_bounded_memory(tmp_path: Path) -> None:
-    size = (2_000 if IS_LONG else 100) * MIB
+def test_a_bomb_with_lines_takes_bounded_memory(is_thorough: bool, tmp_path: Path) -> None:
+    size = (2_000 if is_thorough else 100) * MIB
     write_bomb(tmp_path / "bomb.txt.gz", size, (b"a" * 1023 + b"\n") * 1024)
     assert (tmp_path / "bomb.txt.gz").stat().st_size < size / 200
     found = read_apart(tmp_path / "bomb.txt.gz")
@@ -139,8 +137,8 @@ def test_a_bomb_with_lines_takes_bounded_memory(tmp_path: Path) -> None:
     assert found["peak"] < 16
 
 
-def test_a_bomb_of_one_line_is_as_large_as_its_line(tmp_path: Path) -> None:
-    size = (400 if IS_LONG else 40) * MIB
+def test_a_bomb_of_one_line_is_as_large_as_its_line(is_thorough: bool, tmp_path: Path) -> None:
+    size = (400 if is_thorough else 40) * MIB
     write_bomb(tmp_path / "bomb.txt.gz", size, b"a" * MIB)
     found = read_apart(tmp_path / "bomb.txt.gz")
     assert (found["documents"], found["characters"]) == (1, size)

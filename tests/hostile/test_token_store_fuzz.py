@@ -36,7 +36,7 @@ def copy(small_store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-@cases(250)
+@cases(60)
 @given(data=st.data())
 def test_damaged_files(data: st.DataObject, small_store: TokenStore, copy: Path, clean: Clean) -> None:
     files = sorted(path.relative_to(copy) for path in copy.rglob("*") if path.is_file() and path.name != LOCK)
@@ -55,7 +55,7 @@ def test_damaged_files(data: st.DataObject, small_store: TokenStore, copy: Path,
         (copy / name).write_bytes(good)
 
 
-@cases(150)
+@cases(40)
 @given(content=JSON.map(json.dumps).map(str.encode) | st.binary(max_size=20) | st.just(b"[" * 100_000))
 def test_manifests_of_any_content(content: bytes, tmp_path_factory: pytest.TempPathFactory, clean: Clean) -> None:
     folder = tmp_path_factory.getbasetemp() / "any-store"
@@ -75,7 +75,7 @@ def seal(path: Path, manifest: dict) -> None:
 COUNTS = st.sampled_from([-1, 0, 1, 10**6, 2**31, 2**63, 10**30])
 
 
-@cases(100)
+@cases(25)
 @given(
     field=st.sampled_from(["tokens", "documents", "part", "number", "characters"]),
     split=st.sampled_from(["train", "held_out"]),

@@ -21,7 +21,10 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=variables)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order",
+    ["ours first", pytest.param("ours last", marks=pytest.mark.thorough), "ours last, the Auto classes in use"],
+)
 def test_a_fresh_process_loads_a_checkpoint(folder: Path, order: str) -> None:
     code = f"""{ORDERS[order]}
 import json

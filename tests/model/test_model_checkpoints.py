@@ -79,6 +79,7 @@ def test_importing_the_package_loads_neither_torch_nor_transformers() -> None:
     assert loaded == "\n"
 
 
+@pytest.mark.thorough  # tests/libraries/test_auto_classes.py has such processes
 def test_auto_classes_know_the_model_in_a_fresh_process(unsealed: Path) -> None:
     script = """
 import sys

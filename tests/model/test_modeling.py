@@ -223,14 +223,27 @@ def test_autocast_trains() -> None:
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="torch.compile on a CPU needs a C++ compiler"
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",  # all but the last step, which makes machine code
+        pytest.param(
+            "inductor",
+            marks=[
+                pytest.mark.thorough,
+                pytest.mark.skipif(
+                    not any(map(shutil.which, ("g++", "c++", "clang++"))),
+                    reason="torch.compile on a CPU needs a C++ compiler",
+                ),
+            ],
+        ),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, like the next,
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # while it compiles
-def test_compiled_model_equals_eager() -> None:
+def test_compiled_model_equals_eager(backend: str) -> None:
     model = tiny_model(num_hidden_layers=1, dtype=torch.float32).train()
-    compiled = torch.compile(model)
+    compiled = torch.compile(model, backend=backend)
     for lengths in ((9, 9), (9, 9)):
         ids = torch.tensor(random_rows(lengths))
         expected = model(ids, labels=ids).loss

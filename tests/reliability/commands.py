@@ -1,18 +1,17 @@
 """What the tests of this folder ask of the script that carries commands out."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-IS_LONG = os.environ.get("METATOKENS_RELIABILITY") == "long"
 
 TRAINING = [
     "training.save_steps=2",
@@ -27,6 +26,11 @@ def settings(*overrides: str) -> list[str]:
     return [part for override in overrides for part in ("--set", override)]
 
 
+def quickly(quick: Sequence[str], values: Iterable[str]) -> list[Any]:
+    """Parameters of a test: some for every run, the others for a thorough one."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.thorough) for value in values]
+
+
 class Commands:
     """The script, at work: in a name space of its own where it can, so that it may mount file systems."""
 
@@ -37,8 +41,6 @@ class Commands:
         self._process = subprocess.Popen(
             [*self._way, sys.executable, "-m", "tests.reliability.disturbed"],
             cwd=ROOT,
-            # The tries end without a clean exit, of which a process of multiprocessing's would complain.
-            env=os.environ | {"PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -94,7 +96,7 @@ def assert_one_sentence(status: int, said: str) -> str:
     """A command has ended as with a user's mistake; the sentence."""
     assert status == 2, said
     *notices, sentence = said.splitlines()
-    expected = r"It is dropped|half a line|^ *[0-9]+% in |^pretrain [0-9]+/[0-9]+: "
+    expected = r"It is dropped|half a line|^ *[0-9]+% in |^(pretrain|finetune) [0-9]+/[0-9]+: "
     assert not [line for line in notices if not re.search(expected, line)], said
     assert sentence.startswith("metatokens: ")
     assert sentence.endswith(".")

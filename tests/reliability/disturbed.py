@@ -12,6 +12,7 @@ that a kill hits the work and not the imports.
 """
 
 import ctypes
+import gc
 import importlib
 import itertools
 import json
@@ -171,6 +172,7 @@ def carry_through(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what is imported is no garbage
     for line in sys.stdin:
         plan = json.loads(line)
         if "shell" in plan:

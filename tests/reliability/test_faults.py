@@ -4,7 +4,7 @@ What is written to a full disk is cut short by the system itself: by a limit on 
 any user can set, and on a small file system in memory, where this process may mount one. Then the same command is
 given again, and ends like one that nothing disturbed.
 
-By default a few faults of each kind; `make reliability` sets METATOKENS_RELIABILITY=long for all of them.
+One fault of each kind in the quick run, and the others for some commands; all of them in a thorough one.
 """
 
 import gzip
@@ -22,10 +22,9 @@ from safetensors import SafetensorError
 from metatokens.errors import UserError
 from metatokens.files import append_lines, exclusive, library_writes
 from metatokens.records import Result, append_records, read_lines
-from tests.reliability.commands import IS_LONG, SIZES, TRAINING, Commands, assert_one_sentence, left, settings
+from tests.reliability.commands import SIZES, TRAINING, Commands, assert_one_sentence, left, quickly, settings
 
 DAY = 86_400  # seconds, by which the clock goes back
-QUICK = ("tokenize", "pretrain", "evaluate")  # the verbs that most tests are content with by default
 MEASURED = {"meta": 0.9, "gpt2": 0.5}  # that a report is made of
 
 
@@ -34,7 +33,11 @@ MEASURED = {"meta": 0.9, "gpt2": 0.5}  # that a report is made of
 
 @pytest.fixture(scope="session")
 def verbs(
-    small_corpus: Path, small_store: Any, small_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    small_corpus: Path,
+    small_store: Any,
+    small_model: Callable[..., Path],
+    is_thorough: bool,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, list[str]]:
     """The commands; each is given `--out`."""
     model, results = str(small_model()), tmp_path_factory.mktemp("measured") / "results.jsonl"
@@ -54,7 +57,7 @@ def verbs(
             "tiny",
             "--workers",
             "1",
-            *(() if IS_LONG else ("--only", "perplexity")),
+            *(() if is_thorough else ("--only", "perplexity")),
         ],
         "report": ["report", str(results)],
     }
@@ -145,6 +148,8 @@ FULL = {
         ("report/index.html", 20_000),
     ],
 }
+# The one of them that the quick run is content with.
+MIDDLE = {"tokenize": 3, "pretrain": 3, "finetune": 3, "evaluate": 1, "report": 1, "reproduce": 7}
 
 
 @pytest.mark.parametrize("verb", FULL)
@@ -154,13 +159,11 @@ def test_no_room_for_the_rest_of_a_file(
     commands: Commands,
     plan: dict[str, Any],
     undisturbed: Callable[[str], Path],
+    is_thorough: bool,
     tmp_path: Path,
 ) -> None:
-    if not IS_LONG and verb == "finetune":
-        pytest.skip("make reliability does this")
     out = tmp_path / verb
-    part = slice(None) if IS_LONG else slice(7, 8) if verb == "reproduce" else slice(1, None, 3)
-    for at, room in FULL[verb][part]:
+    for at, room in FULL[verb] if is_thorough else [FULL[verb][MIDDLE[verb]]]:
         print(at, room, commands.fail(verbs[verb], out, no_room=[at, room], **plan))
     commands.succeed(verbs[verb], out, **plan)
     assert kept(out) == kept(undisturbed(verb))
@@ -176,17 +179,16 @@ SIZES_OF_DISK = {
 }
 
 
-@pytest.mark.parametrize("verb", SIZES_OF_DISK)
+@pytest.mark.parametrize("verb", quickly(["tokenize"], SIZES_OF_DISK))
 def test_a_file_system_that_fills(
     verb: str,
     verbs: dict[str, list[str]],
     commands: Commands,
     plan: dict[str, Any],
     undisturbed: Callable[[str], Path],
+    is_thorough: bool,
     tmp_path: Path,
 ) -> None:
-    if not IS_LONG and verb not in QUICK:
-        pytest.skip("make reliability does this")
     size, step = SIZES_OF_DISK[verb]
     disk = tmp_path / "disk"
     commands.mount(disk, f"size={size}k")
@@ -194,9 +196,9 @@ def test_a_file_system_that_fills(
     while (ended := commands.attempt(verbs[verb], disk / "out", **plan))[0] != 0:
         assert_one_sentence(*ended)
         failures += 1
-        size += step if IS_LONG else 20 * step
+        size += step if is_thorough else 20 * step
         commands.mount(disk, f"remount,size={size}k")
-    assert failures >= (6 if IS_LONG else 1)
+    assert failures >= (6 if is_thorough else 1)
     print(f"{verb}: {failures} times full, up to {size} KiB")
     commands.copy(disk / "out", tmp_path / "out")
     assert kept(tmp_path / "out") == kept(undisturbed(verb))
@@ -220,11 +222,10 @@ def test_results_stay_on_a_disk_that_is_full(
     assert left(tmp_path / "more.jsonl")["lines"] == before * (whole + 1)
 
 
+@pytest.mark.thorough
 def test_workers_that_write_to_a_full_disk(
     verbs: dict[str, list[str]], commands: Commands, small_corpus: Path, tmp_path: Path
 ) -> None:
-    if not IS_LONG:
-        pytest.skip("make reliability does this")
     for number in range(3):
         (tmp_path / f"{number}.txt").write_bytes(small_corpus.read_bytes())
     tokenize = [*verbs["tokenize"], "--corpus", str(tmp_path / "*.txt"), "--workers"]
@@ -274,7 +275,7 @@ def test_a_mistake_in_a_program_is_not_taken_for_a_full_disk(ours: Exception, tm
 
 
 @pytest.mark.parametrize("way", ["permissions", "file system"])
-@pytest.mark.parametrize("verb", FULL)
+@pytest.mark.parametrize("verb", quickly(["evaluate", "pretrain"], FULL))
 def test_what_cannot_be_written_is_left_as_it_is(
     verb: str,
     way: str,
@@ -284,8 +285,6 @@ def test_what_cannot_be_written_is_left_as_it_is(
     undisturbed: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
-    if not IS_LONG and verb not in QUICK:
-        pytest.skip("make reliability does this")
     disk = tmp_path / "disk"
     out = disk / verb
     if way == "permissions":
@@ -326,7 +325,7 @@ def test_what_cannot_be_written_is_left_as_it_is(
 # --- a clock that goes backwards
 
 
-@pytest.mark.parametrize("verb", FULL)
+@pytest.mark.parametrize("verb", quickly(["evaluate", "pretrain"], FULL))
 def test_a_clock_that_goes_back_changes_nothing_but_dates(
     verb: str,
     verbs: dict[str, list[str]],
@@ -335,8 +334,6 @@ def test_a_clock_that_goes_back_changes_nothing_but_dates(
     undisturbed: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
-    if not IS_LONG and verb not in QUICK:
-        pytest.skip("make reliability does this")
     out, began = tmp_path / verb, time.monotonic()
     plan |= {"clock_goes_back": []}
     if verb == "pretrain":

@@ -1,6 +1,6 @@
 """A command that is killed at any moment, and given again, ends like one that nothing disturbed.
 
-By default a few kills of each kind; `make reliability` sets METATOKENS_RELIABILITY=long for all of them.
+One kill a command in the quick run; three, four times, in a thorough one.
 """
 
 from collections.abc import Callable
@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.reliability.commands import IS_LONG, SIZES, TRAINING, Commands, left, settings
-
-ROUNDS = range(4 if IS_LONG else 1)  # of three kills each
+from tests.reliability.commands import SIZES, TRAINING, Commands, left, settings
 
 
 @pytest.fixture(scope="session")
@@ -46,36 +44,46 @@ def undisturbed(
     return give
 
 
-@pytest.mark.parametrize("seed", ROUNDS)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 4))])
 @pytest.mark.parametrize("verb", ["tokenize", "pretrain", "finetune", "evaluate"])
 def test_killed_at_random_moments(
     verb: str,
     seed: int,
+    is_thorough: bool,
     verbs: dict[str, list[str]],
     commands: Commands,
     undisturbed: Callable[[str], tuple[Path, float]],
     tmp_path: Path,
 ) -> None:
     expected, seconds = undisturbed(verb)
+    kills = 3 if is_thorough else 1
     # A try that goes on has less to do, and one that is done before its kill is not killed.
-    fate = commands.carry_through(verbs[verb], tmp_path / "out", kills=3, seed=seed, seconds=seconds / 2)
+    fate = commands.carry_through(verbs[verb], tmp_path / "out", kills=kills, seed=seed, seconds=seconds / 2)
     assert fate["status"] == 0, fate["said"]
     assert left(tmp_path / "out") == left(expected)
     print(f"{verb}, seed {seed}: {fate['killed']} kills")
 
 
 @pytest.mark.parametrize(
-    ("inside", "call"),
+    ("verb", "inside", "call"),
     [
-        ("transformers.modeling_utils:safe_save_file", 1),
-        ("transformers.modeling_utils:safe_save_file", 3),
-        ("metatokens.training.trainer:write_manifest", 1),
-        ("metatokens.training.trainer:write_manifest", 2),
-        ("metatokens.training.trainer:save_model", 1),
-        ("metatokens.model.checkpoint:write_manifest", 1),
+        ("pretrain", "transformers.modeling_utils:safe_save_file", 1),
+        ("pretrain", "metatokens.training.trainer:write_manifest", 2),
+        ("finetune", "metatokens.model.checkpoint:write_manifest", 1),
+        *(
+            pytest.param(verb, *moment, marks=pytest.mark.thorough)
+            for verb in ("pretrain", "finetune")
+            for moment in (
+                ("transformers.modeling_utils:safe_save_file", 3),
+                ("metatokens.training.trainer:write_manifest", 1),
+                ("metatokens.training.trainer:save_model", 1),
+            )
+        ),
+        pytest.param("pretrain", "metatokens.model.checkpoint:write_manifest", 1, marks=pytest.mark.thorough),
+        pytest.param("finetune", "transformers.modeling_utils:safe_save_file", 1, marks=pytest.mark.thorough),
+        pytest.param("finetune", "metatokens.training.trainer:write_manifest", 2, marks=pytest.mark.thorough),
     ],
 )
-@pytest.mark.parametrize("verb", ["pretrain", "finetune"])
 def test_killed_while_a_checkpoint_is_written(
     verb: str,
     inside: str,
@@ -85,8 +93,6 @@ def test_killed_while_a_checkpoint_is_written(
     undisturbed: Callable[[str], tuple[Path, float]],
     tmp_path: Path,
 ) -> None:
-    if verb == "finetune" and not IS_LONG:
-        pytest.skip("the quick run does this for pretraining alone; make reliability does it for fine-tuning too")
     expected, _ = undisturbed(verb)
     fate = commands.carry_through(verbs[verb], tmp_path / "out", kills=2, inside=(inside, call))
     assert fate["killed"] == 2

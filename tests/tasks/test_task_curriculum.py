@@ -111,15 +111,16 @@ def test_lengths_between_the_listed_ones_take_the_next_phase():
 
 
 @pytest.mark.parametrize("task", curriculum.TASKS)
-def test_train_and_test_share_no_prompt(task, tokenizer, documents):
+def test_train_and_test_share_no_prompt(task, tokenizer, documents, is_thorough):
+    count = 1000 if is_thorough else 80
     data = TaskData(task, tokenizer=tokenizer, documents=documents)
-    test = {data.test(index, 64).prompt for index in range(300)}
-    train = {data.train(index, 128).prompt for index in range(4000)}
-    train |= {data.train(index, 64).prompt for index in range(1000)}
+    test = {data.test(index, 64).prompt for index in range(count // 4)}
+    train = {data.train(index, 128).prompt for index in range(4 * count)}
+    train |= {data.train(index, 64).prompt for index in range(count)}
     assert not test & train
     others = TaskData(task, tokenizer=tokenizer, condition="none", documents=documents)
-    assert not {others.test(index, 64).prompt for index in range(100)} & {
-        others.train(i, 64).prompt for i in range(1000)
+    assert not {others.test(index, 64).prompt for index in range(count // 8)} & {
+        others.train(i, 64).prompt for i in range(count)
     }
 
 

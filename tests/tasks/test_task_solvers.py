@@ -64,10 +64,10 @@ SOLVERS = {
 @pytest.mark.parametrize("phase", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("condition", ["paper", "none", "decoy"])
 @pytest.mark.parametrize("task", SOLVERS)
-def test_solver_agrees_on_a_thousand_examples(task, condition, phase, tokenizer, documents):
+def test_solver_agrees(task, condition, phase, tokenizer, documents, is_thorough):
     data = curriculum.TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)
-    for index in range(1000):
-        example = data.sample(index, phase, "test" if index % 100 == 0 else "train")
+    for index in range(1000 if is_thorough else 60):
+        example = data.sample(index, phase, "test" if index % 50 == 0 else "train")
         assert SOLVERS[task](example.prompt) == example.completion, (index, example.prompt)
 
 
@@ -112,7 +112,7 @@ def test_prompts_have_the_form_of_the_papers_example(task, tokenizer, documents)
     assert re.fullmatch(FORMATS[task], prompt)
     assert SOLVERS[task](prompt) == completion
     data = curriculum.TaskData(task, tokenizer=tokenizer, documents=documents)
-    for index in range(200):
+    for index in range(60):
         assert re.fullmatch(FORMATS[task], data.sample(index, 1 + index % 3, "train").prompt)
 
 
@@ -123,7 +123,7 @@ def test_conditions_differ_in_their_markers_only(task, tokenizer, documents):
         for condition in ("paper", "none", "decoy")
     )
     compared = 0
-    for index in range(200):
+    for index in range(60):
         examples = [data.sample(index, 1, "train") for data in (paper, none, decoy)]
         if task == "copying" and examples[0].completion != examples[2].completion:
             continue  # without room for a decoy another content is drawn
@@ -137,4 +137,4 @@ def test_conditions_differ_in_their_markers_only(task, tokenizer, documents):
         ]
         assert len(examples[2].markers) > len(examples[0].markers)
         compared += 1
-    assert compared > 150
+    assert compared > 45

@@ -1,10 +1,9 @@
-"""Gradients of a model under `fully_shard`, to be compared with one process's: `torchrun distributed_gradients.py OUT`.
+"""Gradients of a model under `fully_shard`, to be compared with one process's.
 
 Each of two processes gets one half of a batch, halves with very different numbers of labels.
 """
 
-import os
-import sys
+from pathlib import Path
 
 import torch
 from torch import distributed
@@ -35,7 +34,8 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, labels
 
 
-if __name__ == "__main__":
+def compute(out: Path) -> None:
+    """What each process does; the first one writes the gradients, by parameter."""
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
     sharded = model()
@@ -52,6 +52,5 @@ if __name__ == "__main__":
     loss.backward()
     gradients = {name: weight.grad.full_tensor() for name, weight in sharded.named_parameters()}
     if rank == 0:
-        torch.save(gradients, sys.argv[1])
-    distributed.barrier()
-    os._exit(0)  # threads of the backend that are still there would end the interpreter with a signal
+        torch.save(gradients, out)
+    distributed.destroy_process_group()

@@ -2,21 +2,21 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from metatokens.data.store import TokenStore
 from metatokens.model.checkpoint import load_model, verify_manifest
+from tests.forked import PATIENCE, Forked, command
 from tests.training import distributed_gradients
 
-PATIENCE = 300  # seconds
 SIZES = {
     "model.hidden_size": 16,
     "model.num_hidden_layers": 1,
@@ -32,32 +32,43 @@ SIZES = {
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 
 
-def start(processes: int, arguments: Sequence[object]) -> subprocess.Popen[str]:
-    """The command, or under torchrun one process of it for each rank."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    launcher = [*launcher, "--no-python", sys.executable] if processes > 1 else [sys.executable]
-    return subprocess.Popen(
-        [*launcher, *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+Start = Callable[..., list[Forked]]
+Run = Callable[..., str]
 
 
-def run(processes: int, *arguments: object) -> str:
-    with start(processes, arguments) as process:
-        error = process.communicate(timeout=PATIENCE)[1]
-    assert process.returncode == 0, error
-    return error
+@pytest.fixture(scope="session")
+def start(forked: Callable[..., Forked]) -> Start:
+    """Begins a call once for each rank, in the environment that torchrun would give it."""
+
+    def begin(processes: int, call: Callable[..., None], *arguments: object) -> list[Forked]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **together} for rank in range(processes)]
+        return [forked(call, *arguments, **QUIET, **(rank if processes > 1 else {})) for rank in ranks]
+
+    return begin
+
+
+@pytest.fixture(scope="session")
+def run(start: Start) -> Run:
+    """A call to its end; what all ranks say on standard error."""
+
+    def to_end(processes: int, call: Callable[..., None], *arguments: object) -> str:
+        ended = [process.wait() for process in start(processes, call, *arguments)]
+        assert {status for status, *_ in ended} == {0}, ended
+        return "".join(error for *_, error in ended)
+
+    return to_end
 
 
 def pretraining(store: TokenStore, out: Path, *, processes: int) -> list[object]:
     """The arguments of a run whose steps read eight blocks, however many processes share them."""
     settings = SIZES | {"data.tokens": store.path, "training.per_device_train_batch_size": 8 // processes}
     overrides = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    return ["-m", "metatokens", "pretrain", "--recipe", "demo", "--out", out, *overrides]
+    return ["pretrain", "--recipe", "demo", "--out", out, *overrides]
 
 
 def curve(folder: Path) -> dict[str, torch.Tensor]:
@@ -74,18 +85,21 @@ def assert_same_training(ours: Path, theirs: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(small_store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(small_store: TokenStore, tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
     """Pretrained by one process."""
     out = tmp_path_factory.mktemp("alone") / "run"
-    run(1, *pretraining(small_store, out, processes=1))
+    run(1, command, *pretraining(small_store, out, processes=1))
     return out
 
 
 def test_two_processes_follow_the_losses_of_one_and_save_once(
     small_store: TokenStore, alone: Path, tmp_path: Path
 ) -> None:
-    error = run(2, *pretraining(small_store, tmp_path / "run", processes=2))
-    assert error.count("model: ") == 1
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    program = [*launcher, "-m", "metatokens", *map(str, pretraining(small_store, tmp_path / "run", processes=2))]
+    done = subprocess.run(program, env=os.environ | QUIET, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("model: ") == 1
     assert len(curve(tmp_path / "run")["loss"]) == 50
     assert_same_training(tmp_path / "run", alone)
     verify_manifest(tmp_path / "run")
@@ -94,31 +108,38 @@ def test_two_processes_follow_the_losses_of_one_and_save_once(
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_a_checkpoint_is_gone_on_with_by_another_number_of_processes(
-    before: int, after: int, small_store: TokenStore, alone: Path, tmp_path: Path
+    before: int, after: int, small_store: TokenStore, alone: Path, tmp_path: Path, start: Start, run: Run
 ) -> None:
     out = tmp_path / "run"
-    with start(before, pretraining(small_store, out, processes=before)) as process:
-        checkpoint = out / "checkpoints" / "checkpoint-10" / "manifest.json"
-        end = time.monotonic() + PATIENCE
-        while not checkpoint.exists() and process.poll() is None and time.monotonic() < end:
-            time.sleep(0.01)
-        assert checkpoint.exists()
-        for each in (*psutil.Process(process.pid).children(recursive=True), process):
-            each.kill()
-        process.communicate()
+    ranks = start(before, command, *pretraining(small_store, out, processes=before))
+    checkpoint = out / "checkpoints" / "checkpoint-10" / "manifest.json"
+    end = time.monotonic() + PATIENCE
+    while not checkpoint.exists() and ranks[0].status is None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert checkpoint.exists()
+    for rank in ranks:
+        rank.end()
     assert not (out / "manifest.json").exists()
-    run(after, *pretraining(small_store, out, processes=after))
+    run(after, command, *pretraining(small_store, out, processes=after))
     assert_same_training(out, alone)
 
 
-def test_another_whole_batch_is_another_run(small_store: TokenStore, alone: Path) -> None:
-    with start(1, pretraining(small_store, alone, processes=2)) as process:
-        _, error = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 2
+def test_another_whole_batch_is_another_run(small_store: TokenStore, alone: Path, start: Start) -> None:
+    [process] = start(1, command, *pretraining(small_store, alone, processes=2))
+    status, _, error = process.wait()
+    assert status == 2
     assert "batch was 8 and is now 4" in error
 
 
-def test_labels_are_counted_over_all_processes(small_model: Callable[..., Path], tmp_path: Path) -> None:
+def command_that_parts(*arguments: object) -> None:
+    """The command, which leaves no thread of the backend to the interpreter's end."""
+    try:
+        command(*arguments)
+    finally:
+        assert not torch.distributed.is_initialized()
+
+
+def test_labels_are_counted_over_all_processes(small_model: Callable[..., Path], tmp_path: Path, run: Run) -> None:
     words = ["the cat sat on a mat"] * 8
     long, short = ({"prompt": "two dogs", "completion": " ".join(words[:count])} for count in (8, 1))
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (long, short) * 8))
@@ -127,12 +148,12 @@ def test_labels_are_counted_over_all_processes(small_model: Callable[..., Path],
         sizes += ["training.learning_rate=0.01", f"training.per_device_train_batch_size={4 // processes}"]
         overrides = [part for setting in sizes for part in ("--set", setting)]
         tuning = ["finetune", "--model", small_model(), "--data", tmp_path / "records.jsonl", *overrides]
-        run(processes, "-m", "metatokens", *tuning, "--out", tmp_path / str(processes))
+        run(processes, command_that_parts, *tuning, "--out", tmp_path / str(processes))
     assert_same_training(tmp_path / "2" / "data", tmp_path / "1" / "data")
 
 
-def test_sharded_gradients_are_those_of_one_process(tmp_path: Path) -> None:
-    run(2, distributed_gradients.__file__, tmp_path / "gradients.pt")
+def test_sharded_gradients_are_those_of_one_process(tmp_path: Path, run: Run) -> None:
+    run(2, distributed_gradients.compute, tmp_path / "gradients.pt")
     sharded = torch.load(tmp_path / "gradients.pt", weights_only=True)
     model = distributed_gradients.model()
     ids, labels = distributed_gradients.batch()
