@@ -124,10 +124,12 @@ def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
         read_record(tmp_path / "run.json", RunInfo)
 
 
-PACKED = gzip.compress(GOOD.encode() * 9)
+PACKED = gzip.compress(GOOD.encode() * 9, mtime=0)
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", gzip.compress(b"\xff"), PACKED[:-9], PACKED[:20] + b"?" * 20])
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe", gzip.compress(b"\xff", mtime=0), PACKED[:-9], PACKED[:20] + b"?" * 20]
+)
 def test_a_file_that_is_no_text_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(UserError, match=r"cannot read .*a\.jsonl: "):
