@@ -19,6 +19,7 @@
 VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 TOKENIZER ?= gpt2
 
 .PHONY: install demo smoke test test-all coverage lint scale benchmark conformance report figures demo-results docs lock audit clean
@@ -32,13 +33,13 @@ smoke: install
 	$(BIN)/metatokens reproduce --preset smoke --out runs/smoke
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n auto
+	$(PYTEST)
 
 test-all: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n auto --thorough
+	$(PYTEST) --thorough
 
 coverage: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n auto --cov --cov-report=term
+	$(PYTEST) --cov --cov-report=term
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

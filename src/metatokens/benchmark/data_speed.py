@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from metatokens.data.corpus import read_corpus
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id, padded_vocab_size
 from metatokens.data.writing import write_token_store
+from metatokens.machine import worker_context
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import FinetuneRecipe, load_recipe
@@ -75,7 +75,7 @@ def paper_examples(tokenizer: Path, corpus: str, *, processes: int) -> Rate:
         for start in range(0, count, chunk)
     ]
     began = time.monotonic()
-    with ProcessPoolExecutor(processes, get_context("spawn"), _open_sources, (tokenizer, corpus)) as pool:
+    with ProcessPoolExecutor(processes, worker_context(__name__), _open_sources, (tokenizer, corpus)) as pool:
         drawn = sum(pool.map(_draw, jobs))
     assert drawn == len(TASKS) * sum(PAPER_EXAMPLES.values())
     return _rate(f"{drawn:,} examples, {processes} processes", "s", [time.monotonic() - began], "<= 300")

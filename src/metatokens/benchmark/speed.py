@@ -9,7 +9,6 @@ heat's first model and nothing else: what no implementation of those products ca
 import ctypes
 import gc
 import math
-import multiprocessing
 import platform
 import random
 import sys
@@ -26,6 +25,7 @@ import torch
 from metatokens.benchmark.contestants import HEATS, Entry, Setting, Unit, make_unit, products_unit
 from metatokens.benchmark.peers import is_installed
 from metatokens.errors import UserError
+from metatokens.machine import worker_context
 from metatokens.records import Benchmark, Timing
 from metatokens.training.trainer import Progress, unwatched
 
@@ -216,9 +216,7 @@ def peak_memory(benchmark: Benchmark, entry: Entry, setting: Setting) -> int | N
     if setting.device == "cpu":
         if not Path("/proc/self/clear_refs").exists():
             return None
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])  # imported once, in a process that computes nothing
-        with ProcessPoolExecutor(1, mp_context=context) as process:
+        with ProcessPoolExecutor(1, worker_context(__name__)) as process:
             return process.submit(_peak_resident, benchmark, entry, setting).result()
     unit = make_unit(benchmark, entry, setting)
     unit.prepare()
