@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from metatokens import cli
 from tests.forked import Forked, start_server
 
 # Drawn cases of each test that does not say how many; tests/hostile multiplies its own numbers with theirs.
@@ -73,9 +74,9 @@ def is_thorough(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture
 def metatokens(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[[str], tuple[int, str, str]]:
+) -> Iterator[Callable[[str], tuple[int, str, str]]]:
     """Runs the command in this process: exit status, standard output, standard error."""
-    from metatokens import cli
+    import torch
 
     def run(line: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["metatokens", *shlex.split(line)])
@@ -87,7 +88,9 @@ def metatokens(
             status = int(exit_.code or 0)
         return status, *capfd.readouterr()
 
-    return run
+    threads = torch.get_num_threads()
+    yield run
+    torch.set_num_threads(threads)  # which `benchmark` sets; more than one would wait for each other at full speed
 
 
 @pytest.fixture(scope="session")

@@ -56,8 +56,8 @@ def run(
     Raises:
         UserError: if a contestant is unknown.
     """
-    torch.set_num_threads(setting.threads)
     heats = _heats(benchmark, models)
+    torch.set_num_threads(setting.threads)
     rounds_done = 0
 
     def tick() -> None:
@@ -125,7 +125,7 @@ def race(units: Mapping[str, Unit], setting: Setting, tick: Callable[[], None]) 
     order, shuffle = list(units), random.Random(0).shuffle
     seconds: dict[str, list[float]] = {name: [] for name in units}
     repeats = dict.fromkeys(units, 1)
-    collects = gc.isenabled()
+    collects, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
     gc.freeze()  # what is there already need not be searched for garbage
     try:
@@ -139,7 +139,8 @@ def race(units: Mapping[str, Unit], setting: Setting, tick: Callable[[], None]) 
                 repeats = {name: max(1, math.ceil(_SHORTEST / rounds[-1])) for name, rounds in seconds.items()}
             tick()
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         if collects:
             gc.enable()
     return Heat(units, {name: np.array(rounds[setting.warmup :]) for name, rounds in seconds.items()}, repeats)
