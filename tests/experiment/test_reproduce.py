@@ -13,6 +13,7 @@ import torch
 from pandas.testing import assert_frame_equal
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
+from metatokens.analysis import rate_distortion
 from metatokens.data.tokenizer import load_tokenizer, text_vocab_size
 from metatokens.errors import UserError
 from metatokens.experiment import pools, presets, run
@@ -413,6 +414,7 @@ def test_every_kind_of_stage(
     reproduce: Callable[..., None], small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(presets, "PRESETS", {"tiny": tiny_preset.wide(str(small_corpus))})
+    monkeypatch.setattr(rate_distortion, "BETAS", (0.1,))  # a bottleneck is trained for each, and thrice
     reproduce(tmp_path / "run")
     results = read_lines(lines_file(tmp_path / "run", "results"), Result)
     extended = [one for one in results if one.recipe == "tiny/yarn" and one.metric == "exact_match"]
