@@ -114,7 +114,7 @@ def test_run_folders_of_a_report(
     (folder / "run.json").write_bytes(run)
     with clean():
         inputs = load([folder])
-        for example in inputs.examples:
+        for example in inputs.read.examples:
             assert MARKER.strip() not in "".join(text for text, is_marker in example.pieces() if is_marker).replace(
                 MARKER.strip(), ""
             )
