@@ -1,16 +1,27 @@
 """Any run's comparison of its models: does `meta` gain, and does the control explain the gain? By the grid's rules."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from metatokens.report.compare import Comparison, difference
 from metatokens.report.frame import Cell, Inputs
-from metatokens.report.labels import measured_conditions, model_of, rows, variant_of
+from metatokens.report.labels import SEPARATOR, measured_conditions, rows
 
-SUBJECT = "meta"
-CONTROL = "twin"  # a second attention of equal size, over all positions
+SUBJECT, CONTROL = "meta", "twin"  # the control has a second attention of equal size, over all positions
 BASELINES = ("gpt2", "pause")  # one attention
+
+# By the sides of zero on which lie subject - baseline, subject - control and control - baseline, as many as decide.
+_CLAUSES = {
+    (1, 1, 1): "{a} is above {b}, and the control twin explains part of the gain",
+    (1, 1): "{a} is above {b}, and the control twin does not explain the gain",
+    (1, 0): "{a} is above {b}, but not measurably above the control twin",
+    (1, -1): "{a} is above {b}, and the control twin is above {a}",
+    (0, -1): "{a} gains nothing measurable over {b}, and the control twin is above {a}",
+    (1,): "{a} is above {b}",
+    (0,): "{a} gains nothing measurable over {b}",
+    (-1,): "{a} is below {b}",
+}
 
 
 @dataclass(frozen=True)
@@ -21,21 +32,16 @@ class Gain:
     """The length as a reader sees it, and what sets these models apart from other variants, if anything does."""
     cells: Mapping[str, Cell]
     """By model, the figures that have an interval."""
-    not_run: Sequence[str]
-    """Models that cannot be run at this length."""
     guessing: float
-    """What guessing scores: chance, or always giving the commonest answer."""
 
     def pairs(self) -> list[tuple[str, str, Comparison]]:
         """Which models are compared: `meta` with the better baseline and the control; else the two best."""
-        baselines = [model for model in BASELINES if model in self.cells]
-        if SUBJECT in self.cells and baselines:
-            base = max(baselines, key=self._value)
+        ranked = sorted(self.cells, key=lambda model: self.cells[model].value or 0.0, reverse=True)
+        base = next((model for model in ranked if model in BASELINES), None)
+        pairs = [(ranked[0], ranked[1])] if len(ranked) > 1 else []
+        if base and SUBJECT in self.cells:
             pairs = [(SUBJECT, base)]
             pairs += [(SUBJECT, CONTROL), (CONTROL, base)] if CONTROL in self.cells else []
-        else:
-            ranked = sorted(self.cells, key=self._value, reverse=True)
-            pairs = [(ranked[0], ranked[1])] if len(ranked) > 1 else []
         return [(a, b, difference(self.cells[a], self.cells[b])) for a, b in pairs]
 
     def verdict(self) -> str:
@@ -43,54 +49,27 @@ class Gain:
         pairs = self.pairs()
         if not pairs:
             return f"only {', '.join(self.cells)} was measured" if self.cells else "nothing was measured"
-        if not self.above_guessing():
+        pooled = [cell.pooled() for cell in self.cells.values()]
+        if not any(one and one.low is not None and one.low > self.guessing for one in pooled):
             return "no model is above guessing"
-        first, second, _ = pairs[0]
-        match [one.side(0.0) for _, _, one in pairs]:
-            case [1, 1, 1]:
-                return f"{first} is above {second}, and the control {CONTROL} explains part of the gain"
-            case [1, 1, _]:
-                return f"{first} is above {second}, and the control {CONTROL} does not explain the gain"
-            case [1, 0, _]:
-                return f"{first} is above {second}, but not measurably above the control {CONTROL}"
-            case [1, -1, _]:
-                return f"{first} is above {second}, and the control {CONTROL} is above {first}"
-            case [0, -1, _]:
-                return f"{first} gains nothing measurable over {second}, and the control {CONTROL} is above {first}"
-            case [1]:
-                return f"{first} is above {second}"
-            case [-1, *_]:
-                return f"{first} is below {second}"
-            case _:
-                return f"{first} gains nothing measurable over {second}"
-
-    def above_guessing(self) -> list[str]:
-        """The models whose whole interval lies above guessing."""
-        pooled = {model: cell.pooled() for model, cell in self.cells.items()}
-        return [model for model, one in pooled.items() if one and one.low is not None and one.low > self.guessing]
-
-    def _value(self, model: str) -> float:
-        pooled = self.cells[model].pooled()
-        return (pooled and pooled.value) or 0.0
+        sides = tuple(one.side(0.0) for _, _, one in pairs)
+        decisive = next(sides[:n] for n in (3, 2, 1) if sides[:n] in _CLAUSES)
+        return _CLAUSES[decisive].format(a=pairs[0][0], b=pairs[0][1])
 
 
 def gains(inputs: Inputs, task: str) -> Iterator[Gain]:
     """The comparison at each of the key lengths, for each variant of the models."""
-    named = rows(inputs, metric="exact_match", task=task, condition=measured_conditions(inputs, task)[0])
+    named = rows(inputs, metric="exact_match", task=task, condition=measured_conditions(inputs)[task][0])
     for length, place in key_lengths(inputs, task).items():
         variants: dict[str, dict[str, Cell]] = defaultdict(dict)
-        cells = inputs.cells([{**fields, "length": length} for _, fields in named])
+        cells = inputs.cells([fields | {"length": length} for _, fields in named])
         for (label, _), cell in zip(named, cells, strict=True):
+            model, _, variant = label.partition(SEPARATOR)
             if cell:
-                variants[variant_of(label)][model_of(label)] = cell
-        for variant, family in variants.items():
-            pooled = {model: cell.pooled() for model, cell in family.items()}
-            yield Gain(
-                place=f"{place}, {variant}" if variant else place,
-                cells={model: family[model] for model, one in pooled.items() if one and one.low is not None},
-                not_run=[model for model, one in pooled.items() if one is None],
-                guessing=inputs.guessing(task, length),
-            )
+                pooled = cell.pooled()
+                variants[variant] |= {model: cell} if pooled and pooled.low is not None else {}
+        for variant, own in variants.items():
+            yield Gain(", ".join(filter(None, [place, variant])), own, inputs.guessing(task, length))
 
 
 def key_lengths(inputs: Inputs, task: str) -> dict[int | None, str]:
@@ -98,13 +77,10 @@ def key_lengths(inputs: Inputs, task: str) -> dict[int | None, str]:
 
     Where models were trained at several lengths, the shortest that was measured stands for the train length.
     """
-    lengths = inputs.values("length", metric="exact_match", task=task)
-    trained = inputs.values("train_length", metric="exact_match", task=task)
-    if not lengths:
-        return {None: "all lengths"}
+    lengths, trained = (inputs.values(key, metric="exact_match", task=task) for key in ("length", "train_length"))
     if len(trained) != 1 or trained[0] not in lengths:
-        return {length: f"{length:,} tokens" for length in (*lengths[:2], lengths[-1])}
+        return {length: f"{length:,} tokens" for length in lengths[:2] + lengths[-1:]} or {None: "all lengths"}
     [start] = trained
     longer = [length for length in lengths if length > start]
-    names: dict[int | None, str] = {start: f"{start:,} tokens (train)"}
-    return names | {length: f"{length:,} tokens ({length / start:g}\u00d7)" for length in (*longer[:1], *longer[-1:])}
+    names = {start: "train"} | {length: f"{length / start:g}\u00d7" for length in longer[:1] + longer[-1:]}
+    return {length: f"{length:,} tokens ({said})" for length, said in names.items()}

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from metatokens.report.labels import labelled, labels_in_order, tasks_in_order
+from metatokens.report.labels import in_order, labelled
 from metatokens.report.text import name
 
 LEARNED_LOSS = 0.1  # nats: a task is learned when its answer loss stays under this
@@ -24,8 +24,8 @@ def learning(curves: pd.DataFrame) -> pd.DataFrame:
     those that the slowest learner of the task needed, NaN where no model learned it.
     """
     points = fine_tuning_losses(curves)
-    for column, in_order in {"task": tasks_in_order(points["task"]), "label": labels_in_order(points)}.items():
-        points[column] = pd.Categorical(points[column], in_order)
+    for column in ("task", "label"):
+        points[column] = pd.Categorical(points[column], in_order(points[column]))
     backwards = points.assign(is_under=points["loss"] < LEARNED_LOSS)[::-1].groupby(_RUN, observed=True, dropna=False)
     points["learned"] = points["step"].where(backwards["is_under"].cummin())
     runs = points.groupby(_RUN, observed=True, dropna=False, as_index=False)

@@ -18,7 +18,7 @@ from metatokens.report import grid_page, run_page
 from metatokens.report.blocks import Picture
 from metatokens.report.figures.style import palette, swatch
 from metatokens.report.frame import Inputs, load
-from metatokens.report.labels import labelled, labels_in_order
+from metatokens.report.labels import in_order, labelled, of_models
 from metatokens.report.provenance import provenance
 from metatokens.report.tables.claims import MARKS, PLURALS, SIDES, counts, quote, so_far, tally
 from metatokens.report.text import name
@@ -83,8 +83,8 @@ def _content(inputs: Inputs) -> dict[str, Any]:
         shown = [*grid_page.sections(inputs, judged), *provenance(inputs)]
         return content | {"overview": first, "verdict": first.sentences[0], "sections": shown}
     inputs = replace(inputs, figures=labelled(inputs.figures))
-    labels = [*labels_in_order(inputs.figures), *labels_in_order(labelled(inputs.curves))]
-    styles = palette(labels)
+    measured, trained = of_models(inputs.figures)["label"], labelled(inputs.curves)["label"]
+    styles = palette([*in_order(measured), *in_order(trained)])
     headline = run_page.headline(inputs)
     return content | {
         "headline": headline,

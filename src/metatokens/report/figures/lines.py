@@ -27,7 +27,7 @@ from metatokens.report.figures.style import (
     small_multiples,
 )
 from metatokens.report.frame import LENGTHS, MODELS, TASKS, Fields, Inputs
-from metatokens.report.labels import labelled, measured_conditions, measured_tasks, rows, tasks_in_order
+from metatokens.report.labels import in_order, labelled, measured_conditions, rows
 from metatokens.report.learning import LEARNED_LOSS, fine_tuning_losses
 from metatokens.report.paper import paper_table
 from metatokens.report.tables.accuracy import LENGTH_TABLES, RANDOM
@@ -56,8 +56,8 @@ def accuracy(inputs: Inputs, styles: Mapping[str, Style], width: float = PAGE) -
         width: `PAGE` or `PHONE`.
     """
     panels = {
-        name(task): _accuracy_panel(inputs, styles, task, measured_conditions(inputs, task)[0])
-        for task in measured_tasks(inputs)
+        name(task): _accuracy_panel(inputs, styles, task, condition)
+        for task, (condition, *_) in measured_conditions(inputs).items()
     }
     return small_multiples(panels, styles, width, across=2)
 
@@ -66,7 +66,7 @@ def marker_conditions(inputs: Inputs, styles: Mapping[str, Style], task: str, wi
     """One task's accuracy by prompt length, a panel for each marker condition."""
     panels = {
         _CONDITIONS.get(condition, condition): _accuracy_panel(inputs, styles, task, condition)
-        for condition in measured_conditions(inputs, task)
+        for condition in measured_conditions(inputs)[task]
     }
     return small_multiples(panels, styles, width, across=3)
 
@@ -105,9 +105,7 @@ def fine_tuning(curves: pd.DataFrame, styles: Mapping[str, Style], width: float 
 
         return draw
 
-    return small_multiples(
-        {name(task): panel(task) for task in tasks_in_order(losses["task"])}, styles, width, across=2
-    )
+    return small_multiples({name(task): panel(task) for task in in_order(losses["task"])}, styles, width, across=2)
 
 
 def beside_the_paper(inputs: Inputs, width: float = PAGE) -> Figure:

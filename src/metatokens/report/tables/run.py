@@ -7,7 +7,7 @@ import pandas as pd
 
 from metatokens.report.frame import Fields, Inputs
 from metatokens.report.gains import gains, key_lengths
-from metatokens.report.labels import measured_conditions, measured_tasks, rows, tasks_in_order
+from metatokens.report.labels import in_order, measured_conditions, rows
 from metatokens.report.learning import BUDGET, LEARNED_LOSS, learning
 from metatokens.report.tables.table import Cells, Table, change, crosstab, span
 from metatokens.report.text import DIVIDED, MINUS, NOT_RUN, count, name, percent, points, tokens
@@ -36,7 +36,7 @@ def accuracy(
         measured: list[int | None] = [*inputs.values("length", **where)] or [None]
         lengths = {one: f"{tokens(one)} (train)" if one in trained else tokens(one) for one in measured}
     columns: dict[str, Fields] = {text: {"length": length} for length, text in lengths.items()}
-    which = f" in condition {condition}" if len(measured_conditions(inputs, task)) > 1 else ""
+    which = f" in condition {condition}" if len(measured_conditions(inputs)[task]) > 1 else ""
     words = "accuracy" if metric == "exact_match" else "accuracy-by-token"
     return crosstab(
         inputs, words, rows(inputs, **where), columns, {"task": name(task), "which": which}, seed_is_said="nowhere"
@@ -46,7 +46,7 @@ def accuracy(
 def marker_conditions(inputs: Inputs, task: str) -> Table:
     """One task at the train length: a row for each model, its score in each condition and what that changes."""
     length, place = next(iter(key_lengths(inputs, task).items()))
-    trained, *others = measured_conditions(inputs, task)
+    trained, *others = measured_conditions(inputs)[task]
     models = [
         (label, {key: value for key, value in fields.items() if key != "condition"} | {"length": length})
         for label, fields in rows(inputs, metric="exact_match", task=task, condition=trained)
@@ -65,7 +65,7 @@ def differences(inputs: Inputs) -> Table:
     """Every comparison of two models: a row for each task, length and pair."""
     found = [
         (name(task), gain.place, f"{a} {MINUS} {b}", points(one.gap))
-        for task in measured_tasks(inputs)
+        for task in measured_conditions(inputs)
         for gain in gains(inputs, task)
         for a, b, one in gain.pairs()
     ]
@@ -78,7 +78,7 @@ def majority_rates(inputs: Inputs) -> Table:
     found = inputs.select(metric="majority_rate").dropna(subset="value")
     rates = found.groupby(["task", "length"], dropna=False)["value"].last().unstack()
     words = table_words("majority").of()
-    lines = ((name(task), *map(percent, rates.loc[task])) for task in tasks_in_order(rates.index))
+    lines = ((name(task), *map(percent, rates.loc[task])) for task in in_order(rates.index))
     header = (tokens(None if length != length else int(length)) for length in rates)
     return Table(words.title, (words.corner, *header), tuple(lines))
 
