@@ -182,7 +182,7 @@ def _cost(inputs: Inputs) -> Section:
     times: dict[str, list[float]] = {}
     for run in inputs.read.runs:
         for stage in run.stages:
-            times.setdefault(_what(stage.name), []).append(stage.cost)
+            times.setdefault(stage.kind or "not said", []).append(stage.cost)
     rows = tuple((what, f"{len(each)}", duration(sum(each))) for what, each in times.items())
     seconds = list(chain.from_iterable(times.values()))
     words = worded()["cost"].of(spent=_spent(inputs))
@@ -193,15 +193,10 @@ def _cost(inputs: Inputs) -> Section:
     return Section("cost", words.title, words.text, [table])
 
 
-def _what(stage: str) -> str:
-    """What a stage does: the name up to the model's."""
-    return next((what for what in ("rate-distortion", "raw-noise") if stage.startswith(what)), stage.partition("-")[0])
-
-
 def _spent(inputs: Inputs) -> str:
     """Core time, and what for."""
     stages = [stage for run in inputs.read.runs for stage in run.stages]
-    trained = sum(_what(stage.name) in ("pretrain", "extend", "finetune") for stage in stages)
+    trained = sum(stage.kind in ("pretrain", "extend", "finetune") for stage in stages)
     hours = sum(stage.cost for stage in stages) / 3600
     return f"{hours:.1f} core-hours in {len(stages)} stages, of which {trained} trained a model." if stages else ""
 
@@ -209,7 +204,7 @@ def _spent(inputs: Inputs) -> str:
 def _caution(inputs: Inputs) -> str:
     """Sizes, seeds and cost: what these figures are of, and what they cannot show."""
     sizes = sorted({info.parameters for run in inputs.read.runs for info in run.models.values() if info.parameters})
-    millions = [f"{size / 1e6:.2g}" for size in sizes]
+    millions = [f"{size / 1e6:.3g}" for size in sizes]
     plain = inputs.select(metric="exact_match", variant="")
     seeds = plain.groupby(["model", "position_embedding"])["seed"].nunique()
     several = [f"{model} ({position})" for (model, position), number in seeds.items() if number > 1]
