@@ -1,5 +1,7 @@
 """From training curves to the step at which a task was learned."""
 
+import math
+
 import pandas as pd
 
 from metatokens.report.labels import in_order, labelled
@@ -30,6 +32,6 @@ def learning(curves: pd.DataFrame) -> pd.DataFrame:
     points["learned"] = points["step"].where(backwards["is_under"].cummin())
     runs = points.groupby(_RUN, observed=True, dropna=False, as_index=False)
     found = runs.agg(learned=("learned", "min"), steps=("step", "max"))
-    trained = found["train_length"].map(" at {:,.0f} tokens".format, na_action="ignore").fillna("")
+    trained = found["train_length"].map(lambda length: "" if math.isnan(length) else f" at {length:,.0f} tokens")
     found["place"] = found["task"].map(name).astype(object) + trained
     return found.assign(budget=found["steps"] / found.groupby("place")["learned"].transform("max"))
