@@ -91,7 +91,7 @@ def _settings(inputs: Inputs, versus: Versus) -> Iterator[Fields]:
     if measured := over.pop("measured", None):
         fields = versus.a if isinstance(versus.a, dict) else versus.b
         assert isinstance(fields, dict), "what is compared with a bound was measured"
-        found = inputs.select(**{**fields, **over})[measured].drop_duplicates()
+        found = inputs.select(**{**fields, **over})[measured].dropna().drop_duplicates()
         for row in found.to_dict("records"):
             yield {key: int(value) if isinstance(value, float) else value for key, value in row.items()}
         return
