@@ -3,7 +3,9 @@
 import base64
 import json
 import re
-from html.parser import HTMLParser
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 
 from metatokens.report.page import write_report
 from metatokens.tasks.example import MARKER
+from tests.report.made_lines import inner, timing
+from tests.report.pages import Page, undrawn
 
 PAYLOADS = {
     "script": "<script>alert(1)</script>",
@@ -34,43 +38,23 @@ ALLOWED = {
 }  # fmt: skip
 
 
-class Page(HTMLParser):
-    """The elements and texts of a page."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.other: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-    def handle_comment(self, data: str) -> None:
-        self.other.append(data)
-
-    handle_pi = unknown_decl = handle_comment
-
-
-def record(payload: str, **fields: Any) -> dict[str, Any]:
+def record(payload: str, recipe: str, **fields: Any) -> dict[str, Any]:
     return {
         "model": f"m {payload}", "position_embedding": f"rope {payload}", "task": f"t {payload}",
         "condition": f"c {payload}", "train_condition": f"c {payload}", "train_length": 128, "length": 128,
         "intervention": None, "metric": "exact_match", "value": 0.5, "n": 20, "low": 0.3, "high": 0.7, "chance": 0.1,
-        "seed": 0, "recipe": f"r {payload}", "versions": {f"v {payload}": payload},
+        "seed": 0, "recipe": recipe, "versions": {f"v {payload}": payload},
         "created": f"2026-01-01T00:00:00 {payload}",
     } | fields  # fmt: skip
 
 
-def write_inputs(folder: Path, payload: str) -> None:
-    results = [
-        record(payload), record(payload, condition=f"other {payload}"), record(payload, model="meta", length=256),
-        record(payload, metric="token_accuracy"), record(payload, metric="perplexity", value=30.0, task=None),
-        record(payload, metric="majority_rate", model=f"answer {payload}"), record(payload, intervention=payload),
+def write_inputs(folder: Path, payload: str, recipe: str) -> None:
+    changes: list[dict[str, Any]] = [
+        {}, {"condition": f"other {payload}"}, {"model": "meta", "length": 256}, {"metric": "token_accuracy"},
+        {"metric": "perplexity", "value": 30.0, "task": None}, {"intervention": payload},
+        {"metric": "majority_rate", "model": f"answer {payload}"},
     ]  # fmt: skip
+    results = [record(payload, recipe, **one) for one in changes]
     curves = [
         {"model": f"m {payload}", "position_embedding": payload, "task": task, "seed": 0, "step": step, "loss": 1.0}
         for step in (1, 2) for task in (None, f"t {payload}")
@@ -89,71 +73,81 @@ def write_inputs(folder: Path, payload: str) -> None:
         "recipes": {payload: {payload: {payload: payload}}}, "stages": [{"name": payload, "seconds": 5}],
         "models": {f"m {payload}": {"parameters": 5, "description": f"d {payload}"}},
     }  # fmt: skip
-    for name, lines in {"results": results, "curves": curves, "examples": [shown]}.items():
+    curves = [point | {"recipe": recipe} for point in curves]
+    analysis = [
+        inner("residual", "similarity_centred", 0.5, task=payload, marker="context", subject="meta", layer=2,
+              distance=1, recipe=recipe)
+    ]  # fmt: skip
+    speeds = [timing("prefill", "meta", 1.0, device=payload, shape=payload, dtype=payload)]
+    files = {"results": results, "curves": curves, "examples": [shown], "analysis": analysis, "speeds": speeds}
+    for name, lines in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "run.json").write_text(json.dumps(run))
 
 
-@pytest.fixture(scope="module", params=PAYLOADS.values(), ids=PAYLOADS)
-def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A payload, and a report in which it stands wherever a record can hold text."""
-    folder = tmp_path_factory.mktemp("escaping")
-    write_inputs(folder, request.param)
-    write_report([folder], folder / "report")
-    return request.param, folder / "report"
+def write_page(folder: Path, payload: str, recipe: str, *, is_drawn: bool = False) -> Path:
+    write_inputs(folder, payload, recipe)
+    with nullcontext() if is_drawn else undrawn():
+        return write_report([folder, folder / "speeds.jsonl"], folder / "report").parent
 
 
-def test_a_page_has_only_elements_of_its_own(drawn: tuple[str, Path]) -> None:
-    payload, folder = drawn
-    page = Page()
-    page.feed((folder / "index.html").read_text())
-    page.close()
-    assert {tag for tag, _ in page.elements} <= ALLOWED
-    assert page.other == []
-    for tag, attributes in page.elements:
+CASES = {name: (payload, f"r {payload}") for name, payload in PAYLOADS.items()}
+CASES |= {f"grid-{name}": (PAYLOADS[name], "small") for name in ("closing", "markdown")}
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
+    """A payload, the recipe of the lines, and a report in which it stands wherever a record can hold text."""
+    payload, recipe = request.param
+    return payload, recipe, write_page(tmp_path_factory.mktemp("escaping"), payload, recipe)
+
+
+def test_a_page_has_only_elements_of_its_own(page: tuple[str, str, Path]) -> None:
+    payload, _, folder = page
+    found = Page((folder / "index.html").read_text())
+    assert {tag for tag, _ in found.elements} <= ALLOWED
+    assert found.other == []
+    for tag, attributes in found.elements:
         assert not [name for name in attributes if name.startswith("on")]
         for name in {"href", "src", "srcset", "action", "formaction", "xlink:href"} & attributes.keys():
             target = attributes[name] or ""
             assert re.fullmatch(r"#[\w-]+|data:,|data:image/png;base64,[\w+/=]+", target), (tag, name, target[:80])
         if tag in ("meta", "link", "style", "svg", "path", "polygon", "rect", "section", "a", "details", "table", "th"):
             assert payload not in "".join(value or "" for name, value in attributes.items() if name != "aria-label")
-    text = " ".join("".join(page.text).split())
+    text = " ".join(found.texts["html"][0].split())
     assert text.count(" ".join(payload.split())) >= 10  # shown, as it is
-    policies = [a["content"] for tag, a in page.elements if tag == "meta" and "http-equiv" in a]
+    policies = [a["content"] for tag, a in found.elements if tag == "meta" and "http-equiv" in a]
     assert policies == ["default-src 'none'; img-src data:; style-src 'unsafe-inline'"]
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report of the same records without a payload."""
-    folder = tmp_path_factory.mktemp("plain")
-    write_inputs(folder, "plain")
-    write_report([folder], folder / "report")
-    return folder / "report"
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A report of the same records without a payload, of a grid or of another run."""
+
+    @cache
+    def plain(recipe: str) -> Path:
+        return write_page(tmp_path_factory.mktemp("plain"), "plain", recipe)
+
+    return lambda recipe: plain(recipe if recipe == "small" else "other")
 
 
-def test_a_page_is_the_same_but_for_the_text(drawn: tuple[str, Path], plain: Path) -> None:
-    _, folder = drawn
-    tags = []
-    for file in (folder / "index.html", plain / "index.html"):
-        page = Page()
-        page.feed(file.read_text())
-        tags.append([(tag, sorted(attributes)) for tag, attributes in page.elements])
+def test_a_page_is_the_same_but_for_the_text(page: tuple[str, str, Path], plain: Callable[[str], Path]) -> None:
+    _, recipe, folder = page
+    files = (folder / "index.html", plain(recipe) / "index.html")
+    tags = [[(tag, sorted(attributes)) for tag, attributes in Page(file.read_text()).elements] for file in files]
     assert tags[0] == tags[1]
 
 
-def test_markdown_shows_text(drawn: tuple[str, Path]) -> None:
-    _, folder = drawn
-    text = (folder / "report.md").read_text()
-    page = Page()  # of the HTML that a Markdown file may hold
-    page.feed(re.sub(r"\\(.)", "", text))
-    assert {tag for tag, _ in page.elements} <= {"details", "summary", "pre", "kbd", "a"}
-    assert all(set(attributes) <= {"id"} for _, attributes in page.elements)
-    assert [comment.strip() for comment in page.other] == ["metatokens report"]
+def test_markdown_shows_text(page: tuple[str, str, Path]) -> None:
+    text = (page[2] / "report.md").read_text()
+    found = Page(re.sub(r"\\(.)", "", text))  # the HTML that a Markdown file may hold
+    assert {tag for tag, _ in found.elements} <= {"details", "summary", "pre", "kbd", "a"}
+    assert all(set(attributes) <= {"id"} for _, attributes in found.elements)
+    assert [comment.strip() for comment in found.other] == ["metatokens report"]
     outside = re.sub(r"<pre>.*?</pre>", "", text, flags=re.DOTALL)
     unescaped = re.sub(r"\\.", "", outside)
     for target in re.findall(r"\]\(([^)]*)\)", unescaped):
-        assert re.fullmatch(r"figures/\w+\.png", target), target
+        assert re.fullmatch(r"figures/\w+\.png|#[\w-]+", target), target
     assert not re.search(r"^\[[^\]]*\]:", unescaped, flags=re.MULTILINE)
     headings = [line for line in outside.split("\n") if line.startswith("#")]
     assert "# heading" not in headings
@@ -163,12 +157,15 @@ def test_markdown_shows_text(drawn: tuple[str, Path]) -> None:
     assert all(line.endswith("|") for table in tables for line in table.split("\n") if line.startswith("|"))
 
 
-def test_pictures_are_pictures(drawn: tuple[str, Path]) -> None:
-    payload, folder = drawn
-    for picture in (folder / "figures").iterdir():
-        data = picture.read_bytes()
-        assert data.startswith(b"\x89PNG\r\n\x1a\n")
-        assert payload.encode() not in data
-    html = (folder / "index.html").read_text()
-    for encoded in re.findall(r"data:image/png;base64,([\w+/=]+)", html):
-        assert base64.b64decode(encoded, validate=True).startswith(b"\x89PNG\r\n\x1a\n")
+def test_pictures_are_pictures(tmp_path: Path) -> None:
+    payload = PAYLOADS["math"]  # what a figure would read as markup of its own
+    folder = write_page(tmp_path, payload, f"r {payload}", is_drawn=True)
+    pictures = [picture.read_bytes() for picture in (folder / "figures").iterdir()]
+    pictures += [
+        base64.b64decode(encoded, validate=True)
+        for encoded in re.findall(r"data:image/png;base64,([\w+/=]+)", (folder / "index.html").read_text())
+    ]
+    assert len(pictures) >= 6
+    for picture in pictures:
+        assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+        assert payload.encode() not in picture

@@ -1,12 +1,12 @@
 """Fixtures of the report's tests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from metatokens.report.blocks import Picture
 from metatokens.report.frame import Inputs, load
+from tests.report import pages
 from tests.report.made_lines import Line, write
 
 
@@ -22,9 +22,7 @@ def read(tmp_path: Path) -> Callable[..., Inputs]:
 
 
 @pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures without anything drawn in them."""
-    for page in ("grid_page", "run_page"):
-        monkeypatch.setattr(
-            f"metatokens.report.{page}.picture", lambda file, alt, draw: Picture(file, alt, b"page", b"phone")
-        )
+def undrawn() -> Iterator[None]:
+    """Reports without drawn figures."""
+    with pages.undrawn():
+        yield

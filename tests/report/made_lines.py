@@ -137,3 +137,77 @@ def demo(folder: Path) -> Path:
     ]
     curves += [loss(step, 5 + exp(-step / 100), model=model, recipe="demo") for model in MODELS for step in (100, 200)]
     return write(folder, RUN, results=results, curves=curves, examples=EXAMPLES)
+
+
+def grid(folder: Path) -> list[Path]:
+    """A run of the preset `small`, of a few of its stages, and a benchmark's file beside it: what a report reads."""
+    results = []
+    for (model, seeds), length in product({"gpt2": 2, "pause": 1, "twin": 3, "meta": 3}.items(), LENGTHS):
+        for seed, (task, trained) in product(
+            range(seeds), (("list_recall", 512), ("list_recall", 128), ("parity", 512))
+        ):
+            about: Line = {"model": model, "task": task, "train_length": trained, "length": length, "seed": seed}
+            value = skilled(model, task, length, trained) - seed / 50
+            results += [accuracy(value, **about), accuracy(0.9, 1500, **about, metric="token_accuracy", chance=None)]
+    for length, seed in product(LENGTHS[:5], range(2)):
+        results.append(accuracy(0.5 + seed / 10, length=length, seed=seed, intervention="no_pos"))
+    for length in LENGTHS[:5]:
+        beyond = None if length > 1024 else 0.4
+        results.append(accuracy(beyond, length=length, position_embedding="learned", recipe="small/longer"))
+        results.append(accuracy(0.3, length=length, train_length=128, recipe="small/random-positions"))
+        results.append(accuracy(0.9, length=length, train_length=1024, recipe="small/yarn4"))
+    for draw, scale in product(range(2), ("0.1", "1")):
+        results.append(accuracy(0.7, 100, length=128, intervention=f"noise:{scale}", noise_seed=draw))
+    results += [accuracy(0.2, condition=condition, model=one) for condition in ("none", "decoy") for one in MODELS]
+    results += [perplexity(80 - place, 2, model=one) for place, one in enumerate(MODELS)]
+    results += [majority(0.52, "parity", length) for length in LENGTHS]
+    curves = [
+        loss(step, 2.3 * exp(-step / 200), model=model, task="list_recall", train_length=128)
+        for model, step in product(("gpt2", "meta"), range(50, 1001, 50))
+    ]
+    curves += [
+        recall(step, min(1.0, step / needed), model=model, seed=seed)
+        for (model, seed), needed in {("gpt2", 0): 900, ("meta", 0): 300, ("meta", 1): 400}.items()
+        for step in range(100, 1001, 100)
+    ]
+    names = ("tokenize", "pretrain-meta", "finetune-meta-parity")
+    stages = [{"name": name, "kind": name.split("-")[0], "seconds": 3600.0} for name in names]
+    run = RUN | {"preset": "small", "stages": stages}
+    write(folder / "small", run, results=results, analysis=_analysis(), curves=curves, examples=EXAMPLES)
+    speeds = [
+        timing(benchmark, model, ratio, text_tokens=512 if model == "gpt2" else 461)
+        for benchmark in ("decode", "prefill")
+        for model, ratio in (("gpt2", 1.0), ("meta, inserting", 1.05), ("dense, inserting", 1.4), ("dense", 1.6))
+    ]
+    return [folder / "small", write(folder, decode=speeds) / "decode.jsonl"]
+
+
+def _analysis() -> list[Line]:
+    """A little of each analysis, of meta's seeds 0 and 1."""
+    lines: list[Line] = []
+    spread = {"quantiles": [-2.0, -1.5, -0.5, 0.0, 0.5, 1.5, 2.0]}
+    for seed, place in product(range(2), ({}, {"layer": 0, "head": 0}, {"layer": 0, "head": 1})):
+        for metric, module in product(("logit", "log_odds", "entropy"), ("attention", "second_attention")):
+            about = {"module": module, "seed": seed} | spread | place
+            lines.append(inner("sharpness", f"attention_{metric}_change", 1.5 - seed, **about))
+        lines.append(inner("sharpness", "premise_holds", 0.3, module="attention", seed=seed, **place))
+    for seed, marker in product(range(2), ("context", "final")):
+        for metric in ("output_top_logit_change", "output_answer_logit_change", "output_entropy_change"):
+            lines.append(inner("sharpness", metric, 2.0, marker=marker, seed=seed, **spread))
+    for seed, distance, subject in product(range(2), (1, 2, 3, 4, 8, 16, 32), ("meta", "text")):
+        about = {"marker": "context", "subject": subject, "layer": 2, "distance": distance, "seed": seed}
+        lines.append(inner("residual", "similarity_centred", (0.6 - seed / 10) / distance, **about))
+    for keys, layer in product(("itself", "earlier_meta", "near"), (None, 0)):
+        for metric in ("attention_weight", "attention_weight_if_uniform"):
+            lines.append(inner("residual", metric, 0.2, module="attention", keys=keys, layer=layer))
+    for layer, position in product(range(3), range(10)):
+        about = {"layer": layer, "position": position, "subject": "meta" if position in (4, 9) else "text", "n": 1}
+        lines.append(inner("residual", "similarity_to_final_centred", position / 10, None, **about))
+    for split, model in product(("held_out", "fit"), ("gpt2", "meta")):
+        own: Line = {"model": model, "split": split, "train_length": 128, "length": 128, "marker": "final"}
+        lines.append(inner("rate_distortion", "answer_entropy", 2.3, None, **own))
+        for subject, beta, fit in product(("meta", "text"), (0.1, 0.5, 0.8), range(2)):
+            for metric, value in (("rate", 5 * (1 - beta)), ("distortion", 1 + beta + fit / 10)):
+                about = {"subject": subject, "beta": beta, "fit_seed": fit}
+                lines.append(inner("rate_distortion", metric, value, None, **own, **about))
+    return lines

@@ -11,6 +11,7 @@ import pytest
 
 from metatokens.report.page import write_report
 from tests.report.made_lines import Line, wilson
+from tests.report.pages import table
 
 ROOT = Path(__file__).parents[2]
 LINES = ROOT / "results" / "small"
@@ -35,12 +36,10 @@ def found(name: str, **fields: Any) -> dict[int, Line]:
     return {one["seed"]: one for one in lines(name) if all(one.get(key) == value for key, value in fields.items())}
 
 
-def table(title: str) -> dict[str, dict[str, str]]:
-    """The cells of a table of the committed report, by the first words of rows and of columns."""
-    text = (LINES / "report" / "report.md").read_text(encoding="utf-8")
-    body = text.split(f"**{title}")[1].split("\n\n")[1].splitlines()
-    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in body)
-    return {row[0].split(" (")[0]: dict(zip(header[1:], row[1:], strict=True)) for row in rows}
+def shown(title: str) -> dict[str, dict[str, str]]:
+    """The cells of a table of the committed report, by the first words of its rows."""
+    cells = table((LINES / "report" / "report.md").read_text(encoding="utf-8"), title)
+    return {label.split(" (")[0]: row for label, row in cells.items()}
 
 
 @pytest.mark.parametrize(
@@ -50,9 +49,9 @@ def test_accuracies_by_length(number: int, task: str) -> None:
     [paper] = (one for one in NUMBERS["tables"] if one["table"] == number)
     printed = {frozenset(({"train_length": 512} | row["fields"]).items()): row["values"] for row in paper["rows"]}
     name = task.replace("_", " ").capitalize()
-    shown = table(f"{name} (Table {number}): answers exactly right, %")
+    cells_of = shown(f"{name} (Table {number}): answers exactly right, %")
     compared = 0
-    for label, cells in shown.items():
+    for label, cells in cells_of.items():
         if label in ("guessing", "n"):
             continue
         model, position, trained = label.split(", ")
@@ -96,7 +95,7 @@ def test_what_was_measured_inside() -> None:
         ("Cosine with the tokens before", "1 before, meta-token", cosine | {"subject": "meta", "distance": 1}),
         ("Cosine with the tokens before", "32 before, text control", cosine | {"subject": "text", "distance": 32}),
     ):
-        cells = table(title)[row]
+        cells = shown(title)[row]
         assert len(cells) == 4
         for column, cell in cells.items():
             model, position = column.split(" ")[0].strip(","), column.split(" ")[1]

@@ -4,57 +4,67 @@ import json
 import shutil
 import subprocess
 import threading
-from dataclasses import dataclass
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
 from metatokens.report.page import write_report
-from tests.report.report_inputs import write_run
+from tests.report.made_lines import demo, grid
+from tests.report.pages import undrawn
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
 )
 PHONE, DESKTOP = (375, 812), (1280, 800)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium or Chrome on the path")
 
 # Frames stand in for screens: a window has a least width of its own. What is folded is opened before measuring.
 PROBE = """<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,"><body><script>
-const measure = async ([width, height]) => {
+const measure = async (path, [width, height]) => {
   const frame = document.createElement("iframe");
   frame.style = `width:${width}px;height:${height}px;border:0`;
-  frame.src = "index.html";
+  frame.src = path;
   document.body.append(frame);
   await new Promise(loaded => frame.onload = loaded);
-  const page = frame.contentDocument, size = element => parseFloat(getComputedStyle(element).fontSize);
-  const bottom = selector => page.querySelector(selector)?.getBoundingClientRect().bottom;
-  const first = {verdict: bottom(".verdict"), table: bottom("table"), caution: bottom(".caution")};
-  page.querySelectorAll("details").forEach(fold => fold.open = true);
+  const page = frame.contentDocument, view = frame.contentWindow;
+  const size = element => parseFloat(view.getComputedStyle(element).fontSize);
+  const all = selector => [...page.querySelectorAll(selector)];
+  const box = selector => page.querySelector(selector)?.getBoundingClientRect();
+  const first = {};
+  for (const part of [".verdict", "figure", ".counts", ".claim-row", "table", ".caution"])
+    if (box(part)) first[part] = [box(part).top, box(part).bottom];
+  const claim = page.querySelector(".claim-row"), shown = () => claim.querySelector("p").checkVisibility();
+  const opened = claim ? [shown(), (claim.querySelector("summary").click(), shown())] : [];
+  all("details:not(.contents)").forEach(fold => fold.open = true);
   await Promise.all([...page.images].map(image => image.decode().catch(() => null)));
-  const texts = [...page.body.querySelectorAll("*")].filter(element => element.checkVisibility()
+  view.scrollTo({top: page.body.scrollHeight / 2, behavior: "instant"});
+  const contents = box(".contents summary"), scrolled = view.scrollY;
+  page.querySelector(".contents")?.setAttribute("open", "");
+  const texts = all("body *").filter(element => element.checkVisibility()
     && [...element.childNodes].some(node => node.nodeType === 3 && node.data.trim()));
   return {
-    first,
-    innerWidth: frame.contentWindow.innerWidth,
-    scrollWidth: page.documentElement.scrollWidth,
+    first, opened, scrolled, contents: contents && [contents.top, contents.bottom],
+    links: all(".contents a").length,
+    innerWidth: view.innerWidth, scrollWidth: page.documentElement.scrollWidth,
+    wide: all("body *").filter(element => !element.parentElement.closest(".scroll")
+      && element.getBoundingClientRect().right > width + 0.5).map(element => element.outerHTML.slice(0, 90)),
     images: [...page.images].map(image => [image.naturalWidth, image.getBoundingClientRect().width]),
-    base: size(page.body),
-    smallest: Math.min(...texts.map(size)),
+    base: size(page.body), smallest: Math.min(...texts.map(size)),
   };
 };
 (async () => {
   const findings = [];
-  for (const screen of SCREENS) findings.push(await measure(screen));
+  for (const [path, screen] of SIGHTS) findings.push(await measure(path, screen));
   await fetch("findings", {method: "POST", body: JSON.stringify(findings)});
 })();
 </script>"""
 
 
-@dataclass
-class Sight:
-    """What a browser saw: measurements by screen, console lines, requested paths."""
+class Sight(NamedTuple):
+    """What a browser saw: measurements in the order asked for, console lines, requested paths."""
 
     screens: list[dict[str, Any]]
     console: list[str]
@@ -82,10 +92,10 @@ class Handler(SimpleHTTPRequestHandler):
         """Say nothing."""
 
 
-def look(folder: Path, *screens: tuple[int, int]) -> Sight:
-    """Open `index.html` of the folder in a browser, at each size."""
+def look(folder: Path, *sights: tuple[str, tuple[int, int]]) -> Sight:
+    """Open pages of a folder in a browser, each on a screen of some size."""
     assert CHROMIUM is not None
-    (folder / "probe.html").write_text(PROBE.replace("SCREENS", json.dumps(screens)), encoding="utf-8")
+    (folder / "probe.html").write_text(PROBE.replace("SIGHTS", json.dumps(sights)), encoding="utf-8")
     state = {"requested": set(), "findings": [], "done": threading.Event()}
     handler: Any = type("Handler", (Handler,), state)
     flags = (
@@ -110,37 +120,34 @@ def look(folder: Path, *screens: tuple[int, int]) -> Sight:
     return Sight(json.loads(handler.findings[0]), [line for line in lines if "CONSOLE" in line], handler.requested)
 
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium or Chrome on the path")
-
-
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Sight:
+    """The demo's page, and the grid's with white pictures, each on a phone and on a desk."""
     folder = tmp_path_factory.mktemp("report")
-    write_report([write_run(folder / "run")], folder)
-    return look(folder, PHONE, DESKTOP)
+    write_report([demo(folder / "run")], folder / "demo")
+    with undrawn():
+        write_report(grid(folder / "lines"), folder / "grid")
+    return look(folder, *((f"{page}/index.html", screen) for page in ("demo", "grid") for screen in (PHONE, DESKTOP)))
 
 
-def test_every_image_loads_at_both_widths(seen: Sight) -> None:
-    for screen in seen.screens:
-        assert len(screen["images"]) == 4
-        assert all(natural > 0 for natural, _ in screen["images"])
-
-
-def test_a_phone_gets_pictures_of_its_own(seen: Sight) -> None:
-    phone, desktop = (screen["images"] for screen in seen.screens)
-    for (small, _), (large, _) in zip(phone, desktop, strict=True):
-        assert small < large
+def test_every_image_loads_and_a_phone_gets_pictures_of_its_own(seen: Sight) -> None:
+    phone, desktop, *of_grid = (screen["images"] for screen in seen.screens)
+    assert [len(images) for images in (phone, desktop)] == [4, 4]
+    assert min(map(len, of_grid)) > 6
+    assert all(natural > 0 for images in of_grid for natural, _ in images)
+    assert all(0 < small < large for (small, _), (large, _) in zip(phone, desktop, strict=True))
     # Dense enough for a screen with two dots a pixel, so that letters stay sharp.
     assert all(natural >= 1.5 * shown for natural, shown in phone + desktop)
 
 
 def test_nothing_is_logged_and_nothing_else_is_loaded(seen: Sight) -> None:
     assert seen.console == []
-    assert seen.requested == {"/probe.html", "/index.html"}
+    assert seen.requested == {"/probe.html", "/demo/index.html", "/grid/index.html"}
 
 
-def test_nothing_overflows(seen: Sight) -> None:
-    for screen, (width, _) in zip(seen.screens, (PHONE, DESKTOP), strict=True):
+def test_nothing_is_wider_than_the_page(seen: Sight) -> None:
+    for screen, (width, _) in zip(seen.screens, (PHONE, DESKTOP) * 2, strict=True):
+        assert screen["wide"] == []
         assert screen["innerWidth"] == width
         assert screen["scrollWidth"] <= width
 
@@ -152,19 +159,39 @@ def test_text_is_large_enough_to_read(seen: Sight) -> None:
 
 
 def test_the_first_screen_holds_what_came_out(seen: Sight) -> None:
-    phone, desktop = (screen["first"] for screen in seen.screens)
-    assert phone["verdict"] < PHONE[1]
-    assert max(desktop.values()) < DESKTOP[1]
+    phone, desktop, *of_grid = (screen["first"] for screen in seen.screens)
+    assert phone[".verdict"][1] < PHONE[1]
+    assert max(desktop[part][1] for part in (".verdict", "table", ".caution")) < DESKTOP[1]
+    for first in of_grid:
+        tops = [first[part][0] for part in (".verdict", "figure", ".counts", ".claim-row")]
+        assert tops == sorted(tops)
+    assert of_grid[0]["figure"][0] < PHONE[1]
+    assert of_grid[1]["figure"][1] < DESKTOP[1]
+
+
+def test_a_claim_opens_at_a_click(seen: Sight) -> None:
+    assert [screen["opened"] for screen in seen.screens] == [[], [], [False, True], [False, True]]
+
+
+def test_the_contents_stay_within_reach(seen: Sight) -> None:
+    for screen, (_, height) in zip(seen.screens, (PHONE, DESKTOP) * 2, strict=True):
+        top, bottom = screen["contents"]
+        assert screen["scrolled"] > 1000
+        assert 0 <= top < bottom < height / 4
+        assert screen["links"] >= 7
 
 
 def test_the_probe_sees_faults(tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text(
         '<!doctype html><p style="width:600px;font-size:9px">wide</p><img src="absent.png">'
+        '<div class="scroll" style="overflow-x:auto"><p style="width:900px">scrolls</p></div>'
         '<script>console.error("a fault")</script>'
     )
-    sight = look(tmp_path, PHONE)
-    assert sight.screens[0]["images"][0][0] == 0
-    assert sight.screens[0]["scrollWidth"] > PHONE[0]
-    assert sight.screens[0]["smallest"] == 9
+    sight = look(tmp_path, ("index.html", PHONE))
+    [screen] = sight.screens
+    assert screen["images"][0][0] == 0
+    assert screen["scrollWidth"] > PHONE[0]
+    assert screen["smallest"] == 9
+    assert [html[:20] for html in screen["wide"]] == ['<p style="width:600p']
     assert any("a fault" in line for line in sight.console)
     assert "/absent.png" in sight.requested
