@@ -246,15 +246,16 @@ def _variants(frame: pd.DataFrame, preset: str | None, longer: Collection[tuple[
 
 def _whole_noise(figures: pd.DataFrame) -> pd.DataFrame:
     """The figures, those of several draws of noise as one: each is a proportion of a part of the prompts."""
-    drawn = figures["noise_seed"].notna()
+    is_part = figures["noise_seed"].notna() & (figures["n"] > 0) & figures["value"].between(0, 1)
     keys = [*_ACCURACY, "model", "position_embedding", "task", "train_length", "length", "metric", "recipe", "seed"]
-    whole = []
-    for _, parts in figures[drawn].groupby(keys, sort=False, dropna=False):
-        n = parts["n"].sum()
-        hits = (parts["value"] * parts["n"]).round().sum()
-        low, high = wilson_interval(int(hits), int(n))
-        whole.append(parts.iloc[[0]].assign(n=n, value=hits / n, low=low, high=high))
-    return pd.concat([figures[~drawn], *whole])
+    parts = figures[is_part].assign(hits=lambda part: (part["value"] * part["n"]).round())
+    parts[["hits", "n"]] = parts.groupby(keys, dropna=False)[["hits", "n"]].transform("sum")
+    whole = parts.drop_duplicates(keys)
+    ends = [wilson_interval(int(hits), int(n)) for hits, n in zip(whole["hits"], whole["n"], strict=True)]
+    whole = whole.assign(
+        value=whole["hits"] / whole["n"], low=[low for low, _ in ends], high=[high for _, high in ends]
+    )
+    return pd.concat([figures[~is_part], whole.drop(columns="hits")])
 
 
 def _with_defaults(fields: Fields) -> Fields:
