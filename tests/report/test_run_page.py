@@ -10,7 +10,7 @@ import pytest
 
 from metatokens.errors import UserError
 from metatokens.report.page import write_report
-from tests.report.made_lines import RUN, Line, accuracy, demo, loss, perplexity, skilled, wilson, write
+from tests.report.made_lines import EXAMPLES, RUN, Line, accuracy, demo, loss, perplexity, skilled, wilson, write
 from tests.report.pages import Page, table, undrawn
 
 PLAIN: Line = {"recipe": "demo", "train_length": 128, "length": 128}
@@ -178,7 +178,9 @@ def test_several_runs_are_described_one_by_one(tmp_path: Path, undrawn: None) ->
 
 
 def test_the_page_is_whole_and_shows_text_as_text(tmp_path: Path) -> None:
-    folder = demo(tmp_path)
+    results = [accuracy(0.5, condition=condition, **PLAIN) for condition in ("paper", "none")]
+    curves = [loss(step, 2.0, task=task, recipe="demo") for step in (1, 2) for task in (None, "parity")]
+    folder = write(tmp_path, RUN, results=results, curves=curves, examples=EXAMPLES)
     index = write_report([folder], tmp_path / "one")
     page = Page(index.read_text(encoding="utf-8"))
     references = [str(value) for _, attributes in page.elements for name, value in attributes.items()
