@@ -28,7 +28,8 @@ from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import FinetuneRecipe, load_recipe
 from metatokens.records import Measured
-from metatokens.tasks.curriculum import TASKS, TaskData, documents_for, task_texts
+from metatokens.tasks import TASKS
+from metatokens.tasks.curriculum import TaskData, documents_for, task_texts
 from metatokens.tasks.store import ExampleStore
 from metatokens.training.finetune import ByLength, Collator, TaskExamples, train_source
 

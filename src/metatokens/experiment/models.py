@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from metatokens.data.insertion import meta_token_count
 from metatokens.recipe import DataSettings, FinetuneRecipe, PretrainRecipe, load_recipe
-from metatokens.tasks.curriculum import TASKS
+from metatokens.tasks import TASKS
 
 UNMEASURED = "training.eval_steps=0"  # in pretraining, at whose end perplexity is measured
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from metatokens.errors import UserError
 from metatokens.experiment.models import Ablation, Analysis, Preset, TrainedModel
-from metatokens.tasks.curriculum import TASKS
+from metatokens.tasks import TASKS
 
 
 def _steps(**steps: int) -> dict[str, tuple[str, ...]]:

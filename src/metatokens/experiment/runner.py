@@ -27,7 +27,8 @@ from metatokens.model.checkpoint import fetch_model, load_model, weights_sha256
 from metatokens.model.interventions import Intervention, intervene
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe
 from metatokens.records import CurvePoint, Measurement, Result, ShownExample
-from metatokens.tasks.curriculum import TASKS, documents_for, task_texts
+from metatokens.tasks import TASKS
+from metatokens.tasks.curriculum import documents_for, task_texts
 from metatokens.tasks.store import ExampleStore
 from metatokens.training.extend import extend
 from metatokens.training.finetune import finetune, train_examples, train_source

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from importlib import import_module
 from itertools import islice
-from types import ModuleType
 from typing import cast, get_args
 
 import numpy as np
@@ -22,18 +22,12 @@ from metatokens.data.corpus import read_corpus
 from metatokens.data.tokenizer import text_vocab_size
 from metatokens.errors import UserError
 from metatokens.records import MARKER
-from metatokens.tasks import copying, list_recall, parity, segment_counting
+from metatokens.tasks import TASKS, copying
 from metatokens.tasks.encoding import SegmentEncoder
 from metatokens.tasks.example import CONDITIONS, Condition, Content, Example, Split, encode_example
 from metatokens.tasks.inventory import INVENTORY
 
-_TASKS: dict[str, ModuleType] = {
-    "list_recall": list_recall,
-    "segment_counting": segment_counting,
-    "parity": parity,
-    "copying": copying,
-}
-TASKS = tuple(_TASKS)
+_TASKS = {task: import_module(f"metatokens.tasks.{task}") for task in TASKS}
 COPIED_DOCUMENTS = 500  # at most
 
 _ATTEMPTS = 10_000  # finds a test prompt (one in ten) of a length that one in a hundred has, but for odds of e^-10
