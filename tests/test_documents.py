@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from typer.main import get_command
 
 import metatokens
-from metatokens.cli.app import app
+from metatokens.cli import app
 from metatokens.data.store import TokenStore
 
 ROOT = Path(__file__).parents[1]

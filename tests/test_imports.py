@@ -30,7 +30,7 @@ ORDER = [
     "cli",
     "__main__",
 ]
-HEAVY = {"torch", "transformers", "datasets", "pyarrow", "matplotlib", "scipy", "numpy"}
+HEAVY = {"torch", "transformers", "datasets", "pyarrow", "matplotlib", "scipy", "numpy", "pandas"}
 MODULES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py"))
 
 
@@ -79,11 +79,12 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert loaded_by("import metatokens") & HEAVY == set()
 
 
-def test_help_loads_nothing_heavy() -> None:
-    code = """
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_the_first_look_at_the_command_loads_nothing_heavy(option: str) -> None:
+    code = f"""
 import sys
 from metatokens import cli
-sys.argv = ["metatokens", "--help"]
+sys.argv = ["metatokens", "{option}"]
 try:
     cli.main()
 except SystemExit as status:

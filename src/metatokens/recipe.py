@@ -21,6 +21,7 @@ Positive = Annotated[int, Field(gt=0, lt=2**31)]
 AtLeastZero = Annotated[int, Field(ge=0, lt=2**31)]
 
 MAX_BYTES = 2**16  # of a recipe
+_PACKAGED = files("metatokens") / "recipes"
 
 
 class _Settings(BaseModel):
@@ -206,12 +207,15 @@ def load_recipe(kind: type[Recipe], source: str, overrides: Sequence[str] = ()) 
         raise UserError(f"recipe {source}: {_explain(kind, error)}") from error
 
 
+def recipe_names() -> list[str]:
+    """The recipes that come with the package."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in _PACKAGED.iterdir())
+
+
 def _read_yaml(source: str) -> dict[str, Any]:
-    packaged = files("metatokens") / "recipes"
-    path = Path(source) if Path(source).is_file() else packaged / f"{source}.yaml"
+    path = Path(source) if Path(source).is_file() else _PACKAGED / f"{source}.yaml"
     if not path.is_file():
-        names = ", ".join(sorted(entry.name.removesuffix(".yaml") for entry in packaged.iterdir()))
-        raise UserError(f"no recipe at {source}; give a YAML file or one of: {names}.")
+        raise UserError(f"no recipe at {source}; give a YAML file or one of: {', '.join(recipe_names())}.")
     try:
         with path.open("rb") as file:
             settings = parse_yaml(file.read(MAX_BYTES + 1))

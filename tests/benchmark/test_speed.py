@@ -242,7 +242,7 @@ def test_cost_against_length(tmp_path: Path) -> None:
 
 def test_table_and_figure(trained: list[Timing], tmp_path: Path) -> None:
     text = io.StringIO()
-    Console(width=250, file=text).print(table(trained))
+    Console(width=250, file=text).print(table(trained, 250))
     lines = [line for line in text.getvalue().splitlines() if line.split()[:1] == ["dense"]]
     dense = [timing for timing in trained if timing.model == "dense"]
     assert len(lines) == len(dense) == 2
@@ -251,6 +251,12 @@ def test_table_and_figure(trained: list[Timing], tmp_path: Path) -> None:
         assert cells[:3] == ["dense", "/", timing.against]
         assert cells[4] == f"{timing.ratio:.3f}"
         assert cells[7] == f"{timing.limit:.3f}"
+    narrow = io.StringIO()
+    Console(width=80, file=narrow).print(table(trained, 80))
+    for timing in dense:
+        assert f"{timing.ratio:.3f} [{timing.ratio_low:.3f}, {timing.ratio_high:.3f}]" in narrow.getvalue()
+    assert "dense / " in narrow.getvalue()
+    assert "…" not in narrow.getvalue()
     draw(trained, tmp_path / "train.png")
     assert imread(tmp_path / "train.png").std() > 0
     with pytest.raises(UserError, match=r"cannot write the figure to .*nowhere"):

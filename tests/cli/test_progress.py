@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from metatokens.cli.app import progress_bar
+from metatokens.cli.output import progress_bar
 from metatokens.data.store import TokenStore
 from tests.cli.command_lines import PRETRAIN, Run
 
@@ -29,7 +29,7 @@ def test_lines_of_figures_are_half_a_minute_apart(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(sys.modules["metatokens.cli.app"], "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(sys.modules["metatokens.cli.output"], "time", SimpleNamespace(monotonic=lambda: now[0]))
     with progress_bar("finetune") as progress:
         for step in range(1, 1001):
             now[0] += 1.0

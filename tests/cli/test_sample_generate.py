@@ -17,18 +17,20 @@ from tests.cli.command_lines import Run
 def test_samples_are_records(workplace: Path, small_store: TokenStore, metatokens: Run) -> None:
     common = f"-n 3 --tokenizer {small_store.path / 'tokenizer'}"
     for task, corpus in (("parity", ""), ("copying", "--corpus text.txt")):
-        status, output, error = metatokens(f"sample {task} {common} {corpus} --split train --condition decoy --seed 4")
+        status, output, error = metatokens(
+            f"sample --task {task} {common} {corpus} --split train --condition decoy --seed 4"
+        )
         assert (status, error) == (0, "")
         (workplace / f"{task}.jsonl").write_text(output)
         examples = read_examples(workplace / f"{task}.jsonl", small_store.tokenizer)
         assert [(e.task, e.split, e.condition, e.seed, e.index) for e in examples] == [
             (task, "train", "decoy", 4, index) for index in range(3)
         ]
-    assert metatokens(f"sample parity {common} --phase 2 --out own.jsonl") == (0, "", "")
-    assert metatokens(f"sample parity {common} --phase 3 --out own.jsonl") == (0, "", "")
+    assert metatokens(f"sample --task parity {common} --phase 2 --out own.jsonl") == (0, "", "")
+    assert metatokens(f"sample --task parity {common} --phase 3 --out own.jsonl") == (0, "", "")
     phases = [example.phase for example in read_examples(workplace / "own.jsonl", small_store.tokenizer)]
     assert phases == [2, 2, 2, 3, 3, 3]
-    status, output, _ = metatokens("sample parity --tokenizer train:768 --corpus text.txt")
+    status, output, _ = metatokens("sample --task parity --tokenizer train:768 --corpus text.txt")
     assert (status, json.loads(output)["task"]) == (0, "parity")
 
 

@@ -1,92 +1,201 @@
-"""What a person at a terminal gets, and what a pipe gets; the shell's completion; the version."""
+"""What a person at a terminal of 80 columns gets, and what a pipe gets."""
 
+import fcntl
 import json
 import os
 import pty
+import re
+import struct
 import subprocess
 import sys
-from collections.abc import Callable
-from importlib.metadata import version
-from importlib.resources import files
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from metatokens.cli.app import RECIPES, TASKS
-from metatokens.tasks import curriculum
+import pytest
+
+from metatokens.cli.output import print_figures
+from tests.cli.command_lines import Run
 
 
-def at_a_terminal(arguments: list[str], columns: int = 80) -> tuple[int, str]:
-    """The exit status and everything that the command shows on a terminal of this width."""
+@contextmanager
+def terminal() -> Iterator[tuple[int, list[bytes]]]:
+    """A terminal of 80 columns: its file descriptor, and what has been shown on it when the context ends."""
     leader, follower = pty.openpty()
-    environment = os.environ | {"COLUMNS": str(columns), "TERM": "dumb", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "metatokens", *arguments]
-    with subprocess.Popen(command, stdout=follower, stderr=subprocess.PIPE, env=environment) as process:
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    shown: list[bytes] = []
+
+    def read() -> None:
+        with suppress(OSError):  # Linux's way to say that the other end is closed
+            while chunk := os.read(leader, 4096):
+                shown.append(chunk)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        yield follower, shown
+    finally:
         os.close(follower)
-        shown = b""
-        while True:
+        reader.join()
+        os.close(leader)
+        shown[:] = [b"".join(shown).replace(b"\r\n", b"\n")]
+
+
+@pytest.fixture
+def at_a_terminal(metatokens: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Runs the command in this process, its standard output a terminal: what is shown."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+
+    def run(line: str) -> str:
+        with terminal() as (follower, shown), open(os.dup(follower), "w") as stream, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream)
+            saved = os.dup(1)
+            os.dup2(follower, 1)
             try:
-                chunk = os.read(leader, 4096)
-            except OSError:  # Linux's way to say that the other end is closed
-                break
-            if not chunk:
-                break
-            shown += chunk
-        _, error = process.communicate()
-    os.close(leader)
-    assert process.returncode == 0, error.decode()
-    return process.returncode, shown.decode().replace("\r\n", "\n")
+                status, _, error = metatokens(line)
+            finally:
+                stream.flush()
+                os.dup2(saved, 1)
+                os.close(saved)
+        assert (status, error) == (0, "")
+        return shown[0].decode()
+
+    return run
+
+
+def table(printed: str) -> list[str]:
+    """The lines of a table, none of which the terminal breaks."""
+    lines = printed.splitlines()
+    assert max(map(len, lines)) <= 80
+    return [line.rstrip() for line in lines]
+
+
+def records(lines: str) -> list[dict[str, Any]]:
+    """JSON lines, without the time of the measurement."""
+    return [
+        {name: value for name, value in json.loads(line).items() if name != "created"} for line in lines.splitlines()
+    ]
 
 
 def test_a_terminal_gets_a_table_and_a_pipe_json_lines(
-    small_model: Callable[..., Path], workplace: Path, metatokens: Callable[[str], tuple[int, str, str]]
+    small_model: Callable[..., Path], workplace: Path, metatokens: Run, at_a_terminal: Callable[[str], str]
 ) -> None:
-    line = f"evaluate --model {small_model()} --task parity --lengths 64,96 -n 3 --corpus text.txt --name small"
-    status, output, _ = metatokens(line)
-    assert status == 0
-    records = [json.loads(each) for each in output.splitlines()]
-    _, shown = at_a_terminal(line.split())
-    table = shown.splitlines()
-    assert max(map(len, table)) <= 80
-    assert "model small" in table[0]
-    assert "task parity" in table[0]
-    assert len([row for row in table if row.split()[:1] in (["64"], ["96"])]) == len(records)
-    assert all(f"{100 * record['value']:.1f} %" in shown for record in records)
-    _, forced = at_a_terminal([*line.split(), "--json"])
-    without = [{key: value for key, value in record.items() if key != "created"} for record in records]
-    assert [
-        {key: value for key, value in json.loads(each).items() if key != "created"} for each in forced.splitlines()
-    ] == without
+    line = f"evaluate --model {small_model()} --task parity --lengths 64,96 -n 4 --corpus text.txt --name small"
+    status, piped, _ = metatokens(line)
+    measured = records(piped)
+    assert (status, len(measured)) == (0, 4)
+    above, headings, *rows = table(at_a_terminal(f"{line} --out figures.jsonl"))
+    assert above == "model small, position embedding rope, task parity, condition paper, seed 0"
+    assert headings.split() == ["measured", "value", "95", "%", "interval", "n", "chance"]
+    for row, record in zip(rows, measured, strict=True):
+        value, low, high = (f"{100 * record[name]:.1f} %" for name in ("value", "low", "high"))
+        chance = "50.0 %" if record["metric"] == "exact_match" else ""
+        what = f"{record['metric'].replace('_', ' ')}, length {record['length']}"
+        assert row.split() == f"{what} {value} {low} to {high} {record['n']} {chance}".split()
+    assert records(Path("figures.jsonl").read_text()) == measured
+    assert records(at_a_terminal(f"{line} --json")) == measured
 
 
-def test_a_perplexity_is_one_row(small_model: Callable[..., Path], workplace: Path) -> None:
-    _, shown = at_a_terminal(f"perplexity --model {small_model()} --corpus text.txt --block-size 32".split())
-    assert "perplexity" in shown
+@pytest.mark.parametrize(
+    "line",
+    [
+        "perplexity --corpus text.txt --block-size 32",
+        "analyze sharpness --task parity --length 64 -n 4",
+        "generate --data prompts.jsonl --max-new-tokens 8",
+    ],
+)
+def test_every_verb_with_results_shows_a_table_or_json_lines(
+    line: str,
+    small_model: Callable[..., Path],
+    workplace: Path,
+    metatokens: Run,
+    at_a_terminal: Callable[[str], str],
+) -> None:
+    Path("prompts.jsonl").write_text('{"prompt": "the cat sat on a mat"}\n{"prompt": "two _PAUSE_", "markers": [3]}\n')
+    verb, *arguments = line.split()
+    line = " ".join((verb, "--model", str(small_model()), *arguments))
+    shown = at_a_terminal(line)
     assert "{" not in shown
+    assert len(table(shown)) >= 3
+    printed = records(metatokens(line)[1])
+    assert records(at_a_terminal(f"{line} --json")) == printed
+    if verb == "generate":
+        assert [record["prompt"] for record in printed] == ["the cat sat on a mat", "two _PAUSE_"]
+        assert [row.startswith(record["prompt"]) for row, record in zip(table(shown)[1:], printed, strict=True)]
 
 
-def test_the_version_is_the_packages(metatokens: Callable[[str], tuple[int, str, str]]) -> None:
-    assert metatokens("--version") == (0, f"metatokens {version('metatokens')}\n", "")
+def test_a_prompt_is_continued_as_text_or_json(
+    small_model: Callable[..., Path], metatokens: Run, at_a_terminal: Callable[[str], str]
+) -> None:
+    line = f"generate --model {small_model()} the --max-new-tokens 8"
+    status, text, _ = metatokens(line)
+    assert (status, at_a_terminal(line)) == (0, text)
+    (told,) = records(metatokens(f"{line} --json")[1])
+    assert f"{told['prompt']}{told['continuation']}\n" == text
 
 
-def test_the_shell_completes_verbs_options_and_names() -> None:
-    def completed(*words: str) -> set[str]:
-        line = " ".join(("metatokens", *words))
-        told = os.environ | {
-            "_METATOKENS_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words)),
-        }  # fmt: skip
-        code = "import sys; sys.argv[0] = 'metatokens'; from metatokens.cli import app; app(prog_name='metatokens')"
-        run = subprocess.run([sys.executable, "-c", code], env=told, capture_output=True, text=True, check=False)
-        return set(run.stdout.split())
-
-    assert {"pretrain", "perplexity"} <= completed("p")
-    assert "--task" in completed("evaluate", "--ta")
-    assert completed("evaluate", "--task", "p") == {"parity"}
+def test_a_process_of_its_own_finds_the_terminal(small_model: Callable[..., Path], workplace: Path) -> None:
+    line = f"perplexity --model {small_model()} --corpus text.txt --block-size 32 --name small".split()
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    with terminal() as (follower, shown):
+        command = [sys.executable, "-m", "metatokens", *line]
+        subprocess.run(command, stdin=follower, stdout=follower, stderr=follower, env=environment, check=True)
+    plain = re.sub(rb"\x1b\[[\d;]*m", b"", shown[0]).decode()
+    assert plain != shown[0].decode()  # some of it is bold
+    above, _, row = table(plain)[0], *table(plain)[-2:]
+    assert above.startswith("model small, position embedding rope, condition none, length 32,")
+    assert row.startswith("perplexity")
 
 
-def test_what_is_completed_is_what_there_is() -> None:
-    assert set(TASKS) == set(curriculum.TASKS)
-    recipes = {path.name.removesuffix(".yaml") for path in files("metatokens.recipes").iterdir()}
-    assert set(RECIPES) == {name for name in recipes if not name.startswith("_")}
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """The table of rows on a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def show(*rows: dict[str, Any]) -> list[str]:
+        print_figures(rows)
+        return table(capsys.readouterr().out)
+
+    return show
 
 
-def test_the_types_are_for_others_too() -> None:
-    assert files("metatokens").joinpath("py.typed").is_file()
+def test_a_table_of_one_figure_still_says_what_it_is(printed: Callable[..., list[str]]) -> None:
+    above, headings, row = printed(
+        {
+            "model": "m",
+            "metric": "perplexity",
+            "value": 15232.4,
+            "low": 999.96,
+            "high": 1e6,
+            "n": 15232,
+            "chance": 16.04,
+        }
+    )
+    assert above == "model m"
+    assert headings.split() == ["measured", "value", "95", "%", "interval", "n", "chance"]
+    assert row.split() == ["perplexity", "15,232", "1000", "to", "1,000,000", "15,232", "16.04"]
+
+
+def test_what_rows_lack_stands_in_no_row(printed: Callable[..., list[str]]) -> None:
+    about = {"analysis": "residual", "model": "m", "metric": "similarity", "n": 4}
+    above, headings, *rows = printed(
+        about | {"value": -0.25, "low": -0.5, "high": 0.125, "layer": 0},
+        about | {"layer": 1, "premise": False},
+    )
+    assert above == "analysis residual, model m"
+    assert "chance" not in headings
+    assert [row.split() for row in rows] == [
+        ["similarity,", "layer", "0", "-0.25", "-0.5", "to", "0.125", "4"],
+        ["similarity,", "layer", "1,", "premise", "no", "-", "4"],
+    ]
+
+
+def test_long_rows_are_folded_between_words_and_figures_are_not(printed: Callable[..., list[str]]) -> None:
+    row = {"metric": "attention_log_odds_change", "value": 0.04956, "low": -0.0009133, "high": 0.08998, "n": 648}
+    lines = printed(*({**row, "module": module, "layer": 10} for module in ("attention", "second_attention")))
+    assert any("second_attention" in line for line in lines)
+    assert sum("0.04956  -0.0009133 to 0.08998  648" in line for line in lines) == 2

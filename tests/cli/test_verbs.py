@@ -36,7 +36,7 @@ def test_from_text_to_figures_verb_by_verb(workplace: Path, metatokens: Run) -> 
     measure = "perplexity --model base --block-size 32 --name meta --out figures.jsonl"
     assert metatokens(f"{measure} --corpus tokens --placement uniform") == (0, "", "")
     assert metatokens(f"{measure} --corpus text.txt") == (0, "", "")  # appended
-    assert metatokens(f"{measure} --corpus text.txt --tokens 60") == (0, "", "")
+    assert metatokens(f"{measure} --corpus text.txt --max-tokens 60") == (0, "", "")
     figures = read_lines(workplace / "figures.jsonl", Result)
     assert [r.value for r in figures[:4]] == [r.value for r in printed]
     assert [(r.metric, r.condition) for r in figures[4:]] == [

@@ -15,14 +15,24 @@ from metatokens.records import Timing
 _COLOURS = ("#4d4d4d", "#d55e00", "#0072b2", "#00875f", "#a3478a")
 
 
-def table(timings: Sequence[Timing]) -> Table:
-    """One row a comparison: times and ratios with the limits that the ratios have, and time over matrix products'."""
+_WIDE = 100  # characters that all columns of the table need
+_LESS = ("a text\ntoken", "its\nlimit", "over\nproducts")  # are left out where there is less room
+
+
+def table(timings: Sequence[Timing], width: int) -> Table:
+    """One row a comparison: times and ratios with the limits that the ratios have, and time over matrix products'.
+
+    Args:
+        timings: of one benchmark.
+        width: in characters, of the terminal; a narrow one gets fewer columns.
+    """
     first, lengths = timings[0], sorted({timing.length for timing in timings})
     size = f"batch {first.batch}, {' '.join(f'{length:,}' for length in lengths)} positions"
     machine = f"{first.device}, {first.threads} thread{'s' if first.threads > 1 else ''}"
     result = Table(
         title=f"{first.benchmark}: {first.shape}, {size}, {first.dtype}, {machine}, {first.n} rounds",
-        caption="brackets: quartiles of the rounds; limit: what operations (decoding: bytes read) imply",
+        caption="brackets: quartiles of the rounds; limit: what operations (decoding: bytes read) imply"
+        + ("; a wider terminal shows more" if width < _WIDE else ""),
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
@@ -38,8 +48,8 @@ def table(timings: Sequence[Timing]) -> Table:
         "over\nproducts": lambda timing: f"{timing.over_products:.2f}",
         "MB": lambda timing: "-" if timing.memory is None else f"{timing.memory / 1e6:,.1f}",
     }
-    if len(lengths) == 1:
-        del columns["positions"]
+    for heading in (*(("positions",) if len(lengths) == 1 else ()), *(_LESS if width < _WIDE else ())):
+        del columns[heading]
     for heading in columns:
         if heading == "model":
             result.add_column(heading, min_width=18)

@@ -1,7 +1,8 @@
 """The command `metatokens`: one verb a stage, each usable alone on a user's own files.
 
-Results go to standard output as JSON lines, everything else to standard error. A user's mistake is one sentence and
-exit status 2. Every verb imports what it needs when it runs, so that `--help` is quick.
+Results go to standard output, as a table on a terminal and as JSON lines elsewhere; everything else to standard error.
+A user's mistake is one sentence and exit status 2. Every verb imports what it needs when it runs, so that `--help` is
+quick.
 """
 
 import importlib.metadata
@@ -11,12 +12,28 @@ from typing import Annotated
 
 import typer
 
-from metatokens.cli import benchmarking, making, measuring  # noqa: F401  (they register their verbs)
-from metatokens.cli.app import app, say
+from metatokens.cli.benchmarking import benchmark
+from metatokens.cli.making import extend, finetune, plot, pretrain, report, reproduce, tokenize
+from metatokens.cli.measuring import analyze, evaluate, generate, perplexity, sample
+from metatokens.cli.output import say
 from metatokens.errors import UserError
 from metatokens.machine import process_count
 
+# In the order in which they are used, as `--help` lists them.
+PANELS = {
+    "Everything in order": (reproduce,),
+    "Train": (tokenize, pretrain, extend, finetune),
+    "Look": (sample, generate),
+    "Measure": (evaluate, perplexity, analyze, benchmark),
+    "Report": (plot, report),
+}
 INTERRUPTED = 130  # typer's exit status after Ctrl-C
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+for panel, verbs in PANELS.items():
+    for verb in verbs:
+        summary = (verb.__doc__ or "").partition("\n")[0]
+        app.command(rich_help_panel=panel, short_help=summary)(verb)
 
 
 def _print_version(wanted: bool) -> None:
@@ -29,10 +46,10 @@ def _print_version(wanted: bool) -> None:
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a mistake.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options that all verbs share (`main` reads --debug itself)."""
+    """Language models with learned meta-tokens: train, evaluate, report."""
 
 
 def main() -> None:

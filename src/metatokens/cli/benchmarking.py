@@ -6,46 +6,62 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from metatokens.cli.app import (
-    AsJson,
-    ResultFile,
-    app,
-    check_results_file,
-    named,
-    parse_lengths,
-    progress_bar,
-    shows_tables,
-    write_records,
-)
+from metatokens.cli.options import CORPUS, SEVERAL, TOKENIZER, AsJson, ResultFile, choice, parse_lengths
+from metatokens.cli.output import check_results_file, progress_bar, shows_tables, write_records
 from metatokens.errors import UserError
 
+BENCHMARKS = ("train", "answers", "prefill", "decode", "length", "data")
+SHAPES = ("tiny", "demo", "small", "medium", "paper")
+CONTESTANTS = (  # those whose names are one word
+    "gpt2", "pause", "meta", "twin", "dense",
+    "transformers", "gpt2-learned", "transformers-gelu", "gpt2-learned-gelu", "x-transformers",
+)  # fmt: skip
+DTYPES = ("float32", "bfloat16")
+DEVICES = ("cpu", "cuda")
 
-@app.command(rich_help_panel="Measure")
+
 def benchmark(
-    kind: Annotated[str, typer.Argument(**named("train", "answers", "prefill", "decode", "length", "data"))],
-    shape: Annotated[str, typer.Option(**named("tiny", "demo", "small", "medium", "paper"))] = "small",
-    lengths: Annotated[str, typer.Option(help="Positions; for the benchmark `length` several: 1024,2048.")] = "1024",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
-    warmup: Annotated[int, typer.Option(min=1, help="Untimed rounds before them.")] = 2,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: the cores there are.")] = None,
-    dtype: Annotated[str, typer.Option(**named("float32", "bfloat16"))] = "float32",
-    device: Annotated[str, typer.Option(**named("cpu", "cuda"))] = "cpu",
+    kind: Annotated[str, typer.Argument(metavar="KIND", **choice("What to time", *BENCHMARKS))],
+    shape: Annotated[str, typer.Option(metavar="NAME", **choice("Size of the models", *SHAPES))] = "small",
+    lengths: Annotated[
+        str, typer.Option(metavar=SEVERAL, help="Length of a sequence in tokens; several for the benchmark length.")
+    ] = "1024",
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Sequences at a time.")] = 1,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Timed rounds.")] = 10,
+    warmup: Annotated[int, typer.Option(metavar="N", min=1, help="Untimed rounds before them.")] = 2,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Threads of PyTorch; by default one a core.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(metavar="NAME", **choice("Type of numbers", *DTYPES))] = "float32",
+    device: Annotated[str, typer.Option(metavar="NAME", **choice("Where models run", *DEVICES))] = "cpu",
     compiled: Annotated[bool, typer.Option("--compile", help="Run the models through torch.compile.")] = False,
-    contestant: Annotated[list[str] | None, typer.Option(help="One of them; may be given again; default: all.")] = None,
-    memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
-    corpus: Annotated[str, typer.Option(help="For the benchmark `data`: see tokenize.")] = "builtin",
-    tokenizer: Annotated[str, typer.Option(help="For the benchmark `data`: see tokenize.")] = "train:4096",
-    figure: Annotated[Path | None, typer.Option(help="Draw the comparison into this PNG file.")] = None,
+    contestant: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Model that takes part; may be repeated; by default all do.",
+            autocompletion=lambda: list(CONTESTANTS),
+        ),
+    ] = None,
+    memory: Annotated[bool, typer.Option(help="Measure the peak memory too.")] = True,
+    corpus: Annotated[str, typer.Option(metavar="CORPUS", help=f"Text for the benchmark data: {CORPUS}.")] = "builtin",
+    tokenizer: Annotated[
+        str, typer.Option(metavar="TOKENIZER", help=f"For the benchmark data: {TOKENIZER}.")
+    ] = "train:4096",
+    figure: Annotated[Path | None, typer.Option(metavar="FILE", help="PNG file to draw the comparison into.")] = None,
     out: ResultFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time models side by side in one run, each ratio beside the limit that its arithmetic sets."""
+    """Measure the speed and memory of models side by side.
+
+    Each ratio stands beside the limit that arithmetic sets.
+    """
     from rich.console import Console
 
     from metatokens.machine import available_cores
 
     check_results_file(out)
+    writes_lines = out is not None or not shows_tables(as_json)  # the table on standard error says it already
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 130)
     if kind == "data":
         from metatokens.benchmark.data_speed import data_speed
@@ -58,7 +74,8 @@ def benchmark(
                 highlight=False,
             )
             rates.append(rate)
-        write_records(rates, out, as_json=as_json)
+        if writes_lines:
+            write_records(rates, out)
         return
 
     from metatokens.benchmark.contestants import Setting
@@ -74,7 +91,7 @@ def benchmark(
     setting = Setting(
         shape=shape,
         length=positions[0],
-        batch=batch,
+        batch=batch_size,
         rounds=rounds,
         warmup=warmup,
         threads=threads or available_cores(),
@@ -87,8 +104,8 @@ def benchmark(
             timings = run_lengths(setting, positions, models=contestant, memory=memory, progress=progress)
         else:
             timings = run(cast(Benchmark, kind), setting, models=contestant, memory=memory, progress=progress)
-    console.print(table(timings))
-    if out is not None or not shows_tables(as_json):  # the table says it already
+    console.print(table(timings, console.width))
+    if writes_lines:
         write_records(timings, out)
     if figure is not None:
         draw(timings, figure)

@@ -7,41 +7,66 @@ from typing import Annotated
 
 import typer
 
-from metatokens.cli.app import (
-    RECIPES,
-    TASKS,
-    Corpus,
+from metatokens.cli.options import (
+    CORPUS,
+    MODEL,
+    RECORDS,
+    SEVERAL,
+    TOKENIZER,
+    AsJson,
+    FinetuneRecipe,
     Model,
     Out,
     Overwrite,
+    PretrainRecipe,
     Set,
-    app,
-    named,
+    TaskCorpus,
+    TaskOrData,
+    choice,
+    fetched,
     parse_lengths,
-    progress_bar,
-    say,
-    write_records,
 )
+from metatokens.cli.output import progress_bar, say, write_figures
 from metatokens.errors import UserError
 from metatokens.machine import is_first_process
 
+PRESETS = ("smoke", "demo", "small", "gpu", "paper")
+EXECUTORS = ("processes", "slurm", "local")
 
-@app.command(rich_help_panel="Everything in order")
+
 def reproduce(
-    preset: Annotated[str, typer.Option(**named("smoke", "demo", "small", "gpu", "paper"))],
+    preset: Annotated[str, typer.Option(metavar="NAME", **choice("Size of the experiments", *PRESETS))],
     out: Out,
-    corpus: Annotated[str | None, typer.Option(help="In place of the preset's: see tokenize.")] = None,
-    book: Annotated[str | None, typer.Option(help="A corpus spec that perplexity is measured on too.")] = None,
-    only: Annotated[str | None, typer.Option(help="Only what answers this table or question, such as table7.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the stages and what they may cost.")] = False,
+    corpus: Annotated[
+        str | None, typer.Option(metavar="CORPUS", help=f"Text to train on, in place of the preset's: {CORPUS}.")
+    ] = None,
+    book: Annotated[
+        str | None, typer.Option(metavar="CORPUS", help="Text that perplexity is measured on too, named likewise.")
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Run only what this table or task needs, such as table7.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the stages and their estimated cost.")] = False,
     executor: Annotated[
-        str, typer.Option(**named("processes", "slurm", "local", what="{} (jobs as of slurm, here)."))
+        str,
+        typer.Option(metavar="NAME", **choice("Where stages run; local runs Slurm's jobs on this machine", *EXECUTORS)),
     ] = "processes",
-    workers: Annotated[int | None, typer.Option(min=1, help="Stages at a time; default: one a GPU, or a core.")] = None,
-    job: Annotated[list[str] | None, typer.Option(help="A cluster job's setting: slurm_partition=gpu.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Stages at a time; by default one a GPU, or a core.")
+    ] = None,
+    job: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="Setting of a cluster's job, such as slurm_partition=gpu; may be repeated."
+        ),
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Everything in order: tokenize, pretrain, fine-tune, evaluate, report. Resumes what was cut off."""
+    """Run whole experiments, from text to report.
+
+    Tokenize, pretrain, finetune, evaluate, analyze and report, for several models.
+    The same command goes on where it was cut off.
+    """
     from metatokens.experiment.pools import job_settings
     from metatokens.experiment.run import reproduce, unfinished
     from metatokens.report.page import write_report
@@ -67,16 +92,20 @@ def reproduce(
         say(f"report: {write_report([out], out / 'report')}")
 
 
-@app.command(rich_help_panel="Train")
 def tokenize(
-    corpus: Corpus,
-    tokenizer: Annotated[str, typer.Option(help="gpt2, a folder, or train:N.")],
+    corpus: Annotated[str, typer.Option(metavar="CORPUS", help=f"The text: {CORPUS}.")],
+    tokenizer: Annotated[str, typer.Option(metavar="TOKENIZER", help=f"{TOKENIZER}.")],
     out: Out,
-    held_out: Annotated[float, typer.Option(min=0, max=0.5, help="Share of the documents that are held out.")] = 0.05,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: the cores there are.")] = None,
+    held_out: Annotated[
+        float, typer.Option(metavar="SHARE", min=0, max=0.5, help="Documents that no training reads, as a share.")
+    ] = 0.05,
+    workers: Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes; by default one a core.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a corpus as a store of token ids, memory-mapped when read. Resumes what was cut off."""
+    """Turn text into token ids on disk, which pretrain reads.
+
+    The same command goes on where it was cut off.
+    """
     from metatokens.data.writing import write_token_store
     from metatokens.tasks.curriculum import task_texts
 
@@ -95,18 +124,22 @@ def _finished(out: Path, further: str) -> str:
     return f"the run in {out} is finished; to train its model further, start a new one with `{further}`."
 
 
-@app.command(rich_help_panel="Train")
 def pretrain(
-    recipe: Annotated[
-        str,
-        typer.Option(help="YAML file, or the name of a recipe of the package.", autocompletion=lambda: list(RECIPES)),
-    ],
+    recipe: PretrainRecipe,
     out: Out,
     overrides: Set = None,
-    init: Annotated[Path | None, typer.Option(help="Go on from this checkpoint, a GPT-2 included.")] = None,
+    init: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR|hf:NAME", callback=fetched, help=f"Model to start from, which may be a GPT-2: {MODEL}."
+        ),
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Train a language model on a token store. Resumes what was cut off."""
+    """Train a language model on token ids, or straight on text.
+
+    The same command goes on where it was cut off.
+    """
     from metatokens.recipe import PretrainRecipe, load_recipe
     from metatokens.training.pretrain import pretrain
 
@@ -118,24 +151,23 @@ def pretrain(
     say(f"model: {out}")
 
 
-@app.command(rich_help_panel="Train")
 def extend(
     model: Model,
-    factor: Annotated[float, typer.Option(help="How many times longer the context becomes, such as 4.")],
+    factor: Annotated[float, typer.Option(metavar="F", help="How many times longer the context becomes, such as 4.")],
     out: Out,
-    recipe: Annotated[
-        str,
-        typer.Option(
-            help="YAML file, or the name of a recipe, for more pretraining.", autocompletion=lambda: list(RECIPES)
-        ),
-    ],
+    recipe: PretrainRecipe,
     overrides: Set = None,
     original_length: Annotated[
-        int | None, typer.Option(min=1, help="Positions that the model was trained on; default: its maximum.")
+        int | None,
+        typer.Option(metavar="TOKENS", min=1, help="Length that the model was trained at; by default its maximum."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Lengthen a rotary model's context with YaRN, and pretrain it further. Resumes what was cut off."""
+    """Lengthen the context of a model, and pretrain it further.
+
+    The method is YaRN, for models with rotary positions.
+    The same command goes on where it was cut off.
+    """
     from metatokens.recipe import PretrainRecipe, load_recipe
     from metatokens.training.extend import extend
 
@@ -155,25 +187,29 @@ def extend(
     say(f"model: {out}")
 
 
-@app.command(rich_help_panel="Train")
 def finetune(
     model: Model,
     out: Out,
-    task: Annotated[str | None, typer.Option(**named(*TASKS))] = None,
-    data: Annotated[Path | None, typer.Option(help="Your own records: JSON lines of prompt and completion.")] = None,
+    task: TaskOrData = None,
+    data: Annotated[Path | None, typer.Option(metavar="FILE", help=f"Your records to train on: {RECORDS}.")] = None,
     train_lengths: Annotated[
-        str | None, typer.Option(help="Prompt lengths of the phases, such as 128,256,512.")
+        str | None,
+        typer.Option(metavar=SEVERAL, help="Prompt lengths in tokens, one phase each; by default the recipe's."),
     ] = None,
-    eval_data: Annotated[Path | None, typer.Option(help="Held-out records, to measure the model on.")] = None,
-    recipe: Annotated[
-        str,
-        typer.Option(help="YAML file, or the name of a recipe of the package.", autocompletion=lambda: list(RECIPES)),
-    ] = "demo_finetune",
+    eval_data: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Held-out records to measure the model on.")
+    ] = None,
+    recipe: FinetuneRecipe = "demo_finetune",
     overrides: Set = None,
-    corpus: Corpus = "builtin",
+    corpus: TaskCorpus = "builtin",
     overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Fine-tune a model on a task, in phases of growing train length, or on your own records."""
+    """Fine-tune a model on a task or on your own records.
+
+    On a task there is a phase for each train length, which leaves a model.
+    The same command goes on where it was cut off.
+    """
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.accuracy import evaluate, held_out_probe
     from metatokens.model.checkpoint import load_model
@@ -213,15 +249,14 @@ def finetune(
     say(f"models: {', '.join(str(path.parent) for path in sorted(out.glob('*/manifest.json')))}")
     if records and is_first_process():
         about = {"task": None, "condition": None, "name": str(last), **training_of(last)}
-        write_records(evaluate(load_model(last), {None: records}, **about), None)
+        write_figures(evaluate(load_model(last), {None: records}, **about), None, as_json=as_json)
 
 
-@app.command(rich_help_panel="Look")
 def plot(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or not.")],
-    out: Annotated[Path, typer.Option(help="The PNG file.")] = Path("curves.png"),
+    runs: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders of runs.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="PNG file to draw into.")] = Path("curves.png"),
 ) -> None:
-    """Draw the losses of runs, and what was measured in between, against their steps."""
+    """Draw the learning curves of runs, finished or not."""
     from metatokens.files import write_whole
     from metatokens.report.figures.curves import draw_curves, read_curves
     from metatokens.report.figures.style import png
@@ -236,12 +271,13 @@ def plot(
     say(f"picture: {out}")
 
 
-@app.command(rich_help_panel="Look")
 def report(
-    results: Annotated[list[Path], typer.Argument(help="Run folders or files of result lines.")],
+    results: Annotated[
+        list[Path], typer.Argument(metavar="DIR|FILE", help="Folders of experiments, or files of result lines.")
+    ],
     out: Out,
 ) -> None:
-    """Draw tables, figures and the page from result files alone."""
+    """Write a page of tables and figures from result files."""
     from metatokens.report.page import write_report
 
     say(f"report: {write_report(results, out)}")

@@ -1,52 +1,58 @@
 """Verbs that print something: examples, accuracies, perplexities, what is inside a model, text."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
-from metatokens.cli.app import (
-    TASKS,
+from metatokens.cli.options import (
+    CORPUS,
+    RECORDS,
+    SEVERAL,
+    TOKENIZER,
     AsJson,
-    Corpus,
-    Lengths,
+    Condition,
+    Intervention,
     Model,
+    Name,
     ResultFile,
-    app,
-    check_results_file,
-    named,
+    Task,
+    TaskCorpus,
+    TaskOrData,
+    choice,
     parse_lengths,
+)
+from metatokens.cli.output import (
+    check_results_file,
     print_table,
     shows_tables,
+    write_figures,
     write_lines,
     write_records,
 )
 from metatokens.errors import UserError
 
-TaskName = Annotated[str | None, typer.Option("--task", **named(*TASKS))]
-Task = Annotated[str, typer.Option(**named(*TASKS))]
-Condition = Annotated[str, typer.Option(**named("paper", "none", "decoy"))]
-Name = Annotated[str | None, typer.Option(help="What the results are filed under; default: the folder.")]
-InterventionName = Annotated[
-    str | None, typer.Option("--intervention", help="no_pos, no_embed, neither, or noise:S[:meta][:raw].")
-]
+ANALYSES = ("sharpness", "residual", "rate-distortion")
+PLACEMENTS = ("uniform", "periodic", "none")
+SPLITS = ("train", "test")
 
 
-@app.command(rich_help_panel="Look")
 def sample(
-    task: Annotated[str, typer.Argument(**named(*TASKS))],
-    phase: Annotated[int, typer.Option(help="1 to 5.")] = 1,
-    condition: Annotated[str, typer.Option(**named("paper", "none", "decoy"))] = "paper",
-    n: Annotated[int, typer.Option("-n", min=1, help="How many.")] = 1,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    split: Annotated[str, typer.Option(**named("train", "test"))] = "test",
-    tokenizer: Annotated[str, typer.Option(help="gpt2, a folder, or train:N.")] = "train:4096",
-    corpus: Corpus = "builtin",
+    task: Task,
+    phase: Annotated[int, typer.Option(metavar="PHASE", help="How hard they are: 1, the easiest, to 5.")] = 1,
+    condition: Condition = "paper",
+    n: Annotated[int, typer.Option("-n", metavar="N", min=1, help="How many.")] = 1,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the random draws.")] = 0,
+    split: Annotated[str, typer.Option(metavar="NAME", **choice("What they are for", *SPLITS))] = "test",
+    tokenizer: Annotated[str, typer.Option(metavar="TOKENIZER", help=f"{TOKENIZER}.")] = "train:4096",
+    corpus: Annotated[
+        str, typer.Option(metavar="CORPUS", help=f"Text for the task copying and for train:N: {CORPUS}.")
+    ] = "builtin",
     out: ResultFile = None,
 ) -> None:
-    """Print examples of a task as JSON lines."""
+    """Print examples of a task, each with its answer, as JSON lines."""
     from metatokens.data.corpus import read_corpus
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.tasks.curriculum import TaskData, documents_for, task_texts
@@ -60,26 +66,33 @@ def sample(
     )
 
 
-@app.command(rich_help_panel="Measure")
 def evaluate(
     context: typer.Context,
     model: Model,
-    task: TaskName = None,
-    data: Annotated[Path | None, typer.Option(help="Your own records in place of a task's: see finetune.")] = None,
-    lengths: Lengths = "128,256,512,1024",
+    task: TaskOrData = None,
+    data: Annotated[Path | None, typer.Option(metavar="FILE", help=f"Your records to measure on: {RECORDS}.")] = None,
+    lengths: Annotated[
+        str, typer.Option(metavar=SEVERAL, help="Longest prompts in tokens, each down to half as many.")
+    ] = "128,256,512,1024",
     condition: Condition = "paper",
-    n: Annotated[int, typer.Option("-n", min=1, help="Test prompts of each length.")] = 2_500,
-    intervention: InterventionName = None,
-    noise_seed: Annotated[int, typer.Option(min=0, help="Of the noise on positions.")] = 0,
+    n: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Test prompts of each length.")] = 2_500,
+    intervention: Intervention = None,
+    noise_seed: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Seed of the noise that --intervention noise:S draws.")
+    ] = 0,
     name: Name = None,
-    corpus: Corpus = "builtin",
+    corpus: TaskCorpus = "builtin",
     predictions: Annotated[
-        Path | None, typer.Option(help="Append every prompt, with the right answer and the model's, to this file.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Append every prompt, with its answer and the model's, to this file."),
     ] = None,
     out: ResultFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure exact match and token accuracy by prompt length, or on your own records."""
+    """Measure how often a model's answers are right.
+
+    Exact match and token accuracy, by prompt length of a task or on your own records.
+    """
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.accuracy import evaluate, test_examples
     from metatokens.evaluation.predictions import predict
@@ -132,7 +145,7 @@ def evaluate(
         if predictions is not None:
             reached = (tests[length] for length in dict.fromkeys(r.length for r in results if r.value is not None))
             write_records((each for examples in reached for each in predict(loaded, examples, tokenizer)), predictions)
-    write_records(results, out, as_json=as_json)
+    write_figures(results, out, as_json=as_json)
 
 
 def _is_given(context: typer.Context, option: str) -> bool:
@@ -140,24 +153,32 @@ def _is_given(context: typer.Context, option: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-@app.command(rich_help_panel="Measure")
 def analyze(
-    kind: Annotated[str, typer.Argument(**named("sharpness", "residual", "rate-distortion"))],
+    kind: Annotated[str, typer.Argument(metavar="KIND", **choice("What to measure", *ANALYSES))],
     model: Model,
     task: Task = "list_recall",
-    length: Annotated[int, typer.Option(min=1, help="Prompts of more than half and at most so many tokens.")] = 128,
+    length: Annotated[
+        int, typer.Option(metavar="LENGTH", min=1, help="Longest prompts in tokens, down to half as many.")
+    ] = 128,
     condition: Condition = "paper",
     n: Annotated[
-        int | None, typer.Option("-n", min=1, help="Prompts; default: 100, for rate-distortion 2,500.")
+        int | None,
+        typer.Option("-n", metavar="N", min=1, help="Test prompts; by default 100, for rate-distortion 2,500."),
     ] = None,
-    intervention: InterventionName = None,
-    fits: Annotated[int, typer.Option(min=1, help="Seeds of the bottleneck's fit (rate-distortion).")] = 3,
+    intervention: Intervention = None,
+    fits: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How often rate-distortion fits its bottleneck, each from a seed.")
+    ] = 3,
     name: Name = None,
-    corpus: Corpus = "builtin",
+    corpus: TaskCorpus = "builtin",
     out: ResultFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what meta-tokens do inside a model: sharper attention, cached context, compression."""
+    """Measure what meta-tokens do inside a model.
+
+    Whether they sharpen attention, what context their residual states hold,
+    and how far these can be compressed.
+    """
     from metatokens.analysis.rate_distortion import rate_distortion
     from metatokens.analysis.residual import residual
     from metatokens.analysis.sharpness import sharpness
@@ -168,8 +189,8 @@ def analyze(
     from metatokens.tasks.curriculum import documents_for
     from metatokens.training.finetune import check_meta_token, training_of
 
-    if kind not in ("sharpness", "residual", "rate-distortion"):
-        raise UserError(f"unknown analysis {kind!r}; choose sharpness, residual or rate-distortion.")
+    if kind not in ANALYSES:
+        raise UserError(f"unknown analysis {kind!r}; choose {', '.join(ANALYSES)}.")
     if intervention is not None and kind != "rate-distortion":
         raise UserError("--intervention goes with rate-distortion alone.")
     check_results_file(out)
@@ -185,22 +206,37 @@ def analyze(
         measured = rate_distortion(loaded, examples, about, fits=fits, intervention=changed, held_out=count // 5)
     else:
         measured = {"sharpness": sharpness, "residual": residual}[kind](loaded, examples, about)
-    write_records(measured, out, as_json=as_json)
+    write_figures(measured, out, as_json=as_json)
 
 
-@app.command(rich_help_panel="Measure")
 def perplexity(
     model: Model,
-    corpus: Annotated[str, typer.Option(help="A corpus spec, or a token store, whose held-out split is read.")],
-    block_size: Annotated[int, typer.Option(min=2, help="Positions of a block, meta-tokens included.")] = 256,
-    fraction: Annotated[float, typer.Option(help="Of the positions that are meta-tokens, in [0, 0.5].")] = 0.1,
-    placement: Annotated[str, typer.Option(**named("uniform", "periodic", "none"))] = "none",
-    tokens: Annotated[int | None, typer.Option(min=1, help="Text tokens to read at most; all where not given.")] = None,
+    corpus: Annotated[
+        str,
+        typer.Option(
+            metavar="CORPUS|DIR", help=f"Text: {CORPUS}; or the held-out part of what tokenize wrote into a folder."
+        ),
+    ],
+    block_size: Annotated[
+        int, typer.Option(metavar="TOKENS", min=2, help="Length of a block, meta-tokens included.")
+    ] = 256,
+    fraction: Annotated[
+        float, typer.Option(metavar="SHARE", help="Meta-tokens in a block, as a share of at most 0.5.")
+    ] = 0.1,
+    placement: Annotated[
+        str, typer.Option(metavar="NAME", **choice("Where meta-tokens are put into a block", *PLACEMENTS))
+    ] = "none",
+    max_tokens: Annotated[
+        int | None, typer.Option(metavar="TOKENS", min=1, help="Text to read at most; by default all.")
+    ] = None,
     name: Name = None,
     out: ResultFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure perplexity, counted on text tokens alone, on a corpus or on the held-out split of a token store."""
+    """Measure how well a model predicts text.
+
+    Its perplexity counts the text's tokens alone, not the meta-tokens among them.
+    """
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.perplexity import held_out_text, perplexity
     from metatokens.model.checkpoint import load_model
@@ -208,7 +244,7 @@ def perplexity(
 
     check_results_file(out)
     loaded = load_model(model)
-    text = held_out_text(corpus, load_tokenizer(str(model)), tokens)
+    text = held_out_text(corpus, load_tokenizer(str(model)), max_tokens)
     result = perplexity(
         loaded,
         text,
@@ -219,25 +255,37 @@ def perplexity(
         source=corpus,
         seed=training_of(model).get("seed", 0),
     )
-    write_records([result], out, as_json=as_json)
+    write_figures([result], out, as_json=as_json)
 
 
-@app.command(rich_help_panel="Look")
 def generate(
     model: Model,
-    prompt: Annotated[str | None, typer.Argument(help="Text; what looks like a marker in it stays text.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="Text to continue, unless --data is given.")
+    ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="JSON lines with a prompt and its markers, continued as JSON lines.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Records whose prompts to continue: JSON lines of prompt and markers."),
     ] = None,
     marker: Annotated[
-        str | None, typer.Option(help="What stands for a meta-token in the prompt, such as _PAUSE_.")
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="What stands for a meta-token in PROMPT, such as _PAUSE_; by default all is text."
+        ),
     ] = None,
-    show_meta: Annotated[bool, typer.Option("--show-meta", help="Show the meta-tokens, inserted ones too.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Text tokens to generate.")] = 64,
-    meta_every: Annotated[int | None, typer.Option(min=1, help="Insert a meta-token every so many tokens.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    as_json: AsJson = False,
+    show_meta: Annotated[
+        bool, typer.Option("--show-meta", help="Show meta-tokens in the output, as <|meta|>.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Text to generate at most.")] = 64,
+    meta_every: Annotated[
+        int | None,
+        typer.Option(metavar="TOKENS", min=1, help="Insert a meta-token each time that so much text is generated."),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", min=0.0, help="Of sampling; 0 always takes the likeliest token.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the random draws.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines in place of text or a table.")] = False,
 ) -> None:
     """Continue a text, or the prompts of a file."""
     import torch
@@ -281,17 +329,21 @@ def generate(
         records = read_examples(data, tokenizer, needs_completion=False)
         if any(record.markers for record in records):
             check_meta_token(loaded.config, tokenizer, model)
-        rows = []
-        for record in records:
-            new, whole = continuation(record.input_ids[: record.answer_start])
-            shown = {"prompt": record.prompt, "markers": record.markers, "continuation": new}
-            shown |= {"with_meta": whole} if show_meta else {}
-            if shows_tables(as_json):
-                rows.append(shown)
-            else:
-                write_lines([json.dumps(shown, ensure_ascii=False)], None)
-        if rows:
-            print_table(rows)
+
+        def continued() -> Iterator[dict[str, Any]]:
+            for record in records:
+                new, whole = continuation(record.input_ids[: record.answer_start])
+                told = {"prompt": record.prompt, "markers": record.markers, "continuation": new}
+                yield told | ({"with_meta": whole} if show_meta else {})
+
+        if shows_tables(as_json):
+            rows = list(continued())
+            shown = (
+                {"with meta-tokens": "with_meta"} if show_meta else {name: name for name in ("prompt", "continuation")}
+            )
+            print_table({heading: [row[name] for row in rows] for heading, name in shown.items()})
+        else:
+            write_lines((json.dumps(row, ensure_ascii=False) for row in continued()), None)
         return
     assert prompt is not None
     ids = encode_prompt(tokenizer, prompt, () if marker is None else marker)

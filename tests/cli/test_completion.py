@@ -1,0 +1,100 @@
+"""The shell's completion: through bash as its users have it, and that it is quick and complete."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from metatokens.benchmark.contestants import DTYPES, HEATS
+from metatokens.benchmark.peers import SHAPES
+from metatokens.cli import benchmarking, making, measuring, options
+from metatokens.data.insertion import Placement
+from metatokens.experiment.presets import PRESETS
+from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe, recipe_names
+from metatokens.records import Analysis, Benchmark
+from metatokens.tasks.example import CONDITIONS, Split
+from tests.test_imports import HEAVY
+
+needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+
+
+def completed(*words: str) -> list[str]:
+    """What bash offers for the last word, asked as its completion script asks."""
+    script = """
+eval "$(_METATOKENS_COMPLETE=source_bash metatokens)"
+COMP_WORDS=("$@")
+COMP_CWORD=$(($# - 1))
+_metatokens_completion metatokens
+printf '%s\n' "${COMPREPLY[@]}"
+"""
+    beside = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    line = ["bash", "-c", script, "bash", "metatokens", *words]
+    done = subprocess.run(line, env=beside, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@needs_bash
+def test_bash_completes_verbs_options_and_names() -> None:
+    assert completed("p") == ["pretrain", "perplexity", "plot"]
+    assert completed("evaluate", "--ta") == ["--task"]
+    assert completed("evaluate", "--model", "hf:nobody/nothing", "--task", "p") == ["parity"]  # which is not fetched
+    assert completed("reproduce", "--preset", "sm") == ["smoke", "small"]
+    assert completed("benchmark", "decode", "--contestant", "meta") == ["meta"]
+    assert completed("analyze", "r") == ["residual", "rate-distortion"]
+
+
+@needs_bash
+def test_bash_completes_recipes_of_the_verbs_kind() -> None:
+    offered = {verb: set(completed(verb, "--recipe", "")) for verb in ("pretrain", "extend", "finetune")}
+    assert offered["pretrain"] == offered["extend"]
+    assert offered["pretrain"] | offered["finetune"] == set(recipe_names())
+    for name in offered["pretrain"]:
+        load_recipe(PretrainRecipe, name)
+    for name in offered["finetune"]:
+        load_recipe(FinetuneRecipe, name)
+
+
+@needs_bash
+def test_completion_is_installed_for_bash(tmp_path: Path) -> None:
+    home = os.environ | {
+        "HOME": str(tmp_path),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    subprocess.run(["bash", "-c", "metatokens --install-completion; true"], env=home, check=True, capture_output=True)
+    shell = ["bash", "-c", "source ~/.bashrc; complete -p metatokens"]
+    done = subprocess.run(shell, env=home, check=True, capture_output=True, text=True)
+    assert done.stdout.endswith(" metatokens\n")
+
+
+def test_a_line_with_a_model_is_completed_without_loading_anything() -> None:
+    code = """
+import json, sys
+from metatokens.cli import app
+try:
+    app(prog_name="metatokens")
+except SystemExit:
+    print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
+"""
+    line = {"COMP_WORDS": "metatokens evaluate --model hf:nobody/nothing --task p", "COMP_CWORD": "5"}
+    told = os.environ | line | {"_METATOKENS_COMPLETE": "complete_bash"}
+    done = subprocess.run([sys.executable, "-c", code], env=told, capture_output=True, text=True, check=True)
+    offered, loaded = done.stdout.splitlines()
+    assert offered == "parity"
+    assert HEAVY.isdisjoint(json.loads(loaded))
+
+
+def test_names_that_are_offered_are_those_that_there_are() -> None:
+    contestants = {entry.name for heats in HEATS.values() for heat in heats for entry in heat}
+    assert set(benchmarking.CONTESTANTS) == {name for name in contestants if " " not in name}
+    assert (*get_args(Benchmark), "data") == benchmarking.BENCHMARKS
+    assert (tuple(SHAPES), tuple(DTYPES)) == (benchmarking.SHAPES, benchmarking.DTYPES)
+    assert tuple(PRESETS) == making.PRESETS
+    assert tuple(name.replace("_", "-") for name in get_args(Analysis)) == measuring.ANALYSES
+    assert (get_args(Placement), get_args(Split)) == (measuring.PLACEMENTS, measuring.SPLITS)
+    assert options.CONDITIONS == CONDITIONS

@@ -1,0 +1,56 @@
+"""What the commands' help says: their order, their options, and the page of the documentation made from it."""
+
+import html
+import subprocess
+import sys
+from collections import defaultdict
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from metatokens.cli import PANELS, app
+from tests.cli.command_lines import Run
+
+COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+OPTIONS = [(verb, option) for verb, command in COMMANDS.items() for option in command.params if option.name != "help"]
+
+
+def test_the_version_is_the_packages(metatokens: Run) -> None:
+    assert metatokens("--version") == (0, f"metatokens {version('metatokens')}\n", "")
+
+
+def test_help_lists_the_verbs_in_the_order_of_their_use(metatokens: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [line.strip("│╭╮─ ") for line in metatokens("--help")[1].splitlines()]
+    listed = [line for line in lines if line in PANELS or line.split(" ")[0] in COMMANDS]
+    expected = []
+    for panel, verbs in PANELS.items():
+        expected += [panel, *(f"{verb.__name__:<10}  {verb.__doc__.splitlines()[0]}" for verb in verbs if verb.__doc__)]
+    assert listed == expected  # one line each
+    assert all(command.short_help.endswith(".") for command in COMMANDS.values())
+
+
+def test_every_option_says_what_it_is_and_takes() -> None:
+    for verb, option in OPTIONS:
+        assert option.help, (verb, option.name)
+        assert option.help.endswith("."), (verb, option.name)
+        assert option.metavar or getattr(option, "is_flag", False), (verb, option.name)
+
+
+def test_an_option_takes_the_same_in_every_verb() -> None:
+    takes = defaultdict(set)
+    for _, option in OPTIONS:
+        takes[option.opts[0]].add(option.metavar)
+    several = {name: metavars for name, metavars in takes.items() if len(metavars) > 1}
+    assert several == {"--out": {"DIR", "FILE"}, "--corpus": {"CORPUS", "CORPUS|DIR"}}
+
+
+def test_the_documentation_has_a_page_of_the_commands() -> None:
+    line = [sys.executable, "-m", "typer", "metatokens.cli", "utils", "docs", "--name", "metatokens"]
+    page = html.unescape(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
+    headings = [part.splitlines()[0] for part in page.split("\n## ")[1:]]
+    assert headings == [f"`metatokens {verb}`" for verb in COMMANDS]
+    for command in COMMANDS.values():
+        assert f"`: {command.short_help}\n" in page  # whole
