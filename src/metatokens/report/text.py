@@ -1,6 +1,7 @@
 """How names and figures read in the report."""
 
 import math
+from collections.abc import Callable
 
 from metatokens.report.intervals import Difference, Estimate
 
@@ -24,13 +25,10 @@ def percent(value: float | None) -> str:
     return NOT_RUN if value is None else f"{100 * value:.1f}"
 
 
-def with_interval(estimate: Estimate | None) -> str:
-    """A proportion and its interval in percent: `97.4 (95.6-98.5)`; `-` where the model cannot be run."""
-    if estimate is None:
-        return ""
-    if estimate.low is None or estimate.high is None:
-        return percent(estimate.value)
-    return f"{percent(estimate.value)} ({percent(estimate.low)}{EN_DASH}{percent(estimate.high)})"
+def with_interval(estimate: Estimate, form: Callable[[float | None], str] = percent, to: str = EN_DASH) -> str:
+    """A figure, by default a proportion in percent, and its interval where it is known: `97.4 (95.6–98.5)`."""
+    is_known = estimate.low is not None and estimate.high is not None
+    return form(estimate.value) + (f" ({form(estimate.low)}{to}{form(estimate.high)})" if is_known else "")
 
 
 def signed(value: float) -> str:

@@ -11,16 +11,17 @@ from metatokens.report.compare import reaches
 from metatokens.report.derive import TRAINED
 from metatokens.report.frame import LENGTHS, LONGER, MODELS, TASKS, Fields, Inputs
 from metatokens.report.paper import PaperTable, paper_table, printed
-from metatokens.report.tables.table import POSITIONS, Cells, Table, change, crosstab, label
+from metatokens.report.tables.table import POSITIONS, Table, crosstab, label
 from metatokens.report.text import MINUS, name, percent, signed, tokens
+from metatokens.report.words import table_words
 
 FAMILY = (*MODELS, "gpt-neo")
 LENGTH_TABLES = dict(zip(TASKS, (7, 8, 9, 10), strict=True))
 ABLATION_TABLES = dict(zip(TASKS, (11, 12, 13, 14), strict=True))
 NOISE_TABLES = {"list_recall": 15, "copying": 16}
 INTERVENTIONS = {"": "full", "no_pos": "no position", "no_embed": "no embedding", "neither": "neither"}
-NOISE_KINDS = {"": "", ":meta": "at the meta-tokens alone", ":raw": "in raw units"}
-NOISE_KINDS[":meta:raw"] = f"{NOISE_KINDS[':meta']}, {NOISE_KINDS[':raw']}"
+NOISE_KINDS = {":meta": "at the meta-tokens alone", ":raw": "in raw units"}
+NOISE_KINDS[":meta:raw"] = ", ".join(NOISE_KINDS.values())
 PLACEMENTS = {"": "uniform, k = 0.1 (paper)", "periodic": "periodic, k = 0.1", "k=0": "none"}
 PLACEMENTS |= {f"k={k}": f"uniform, k = {k}" for k in ("0.05", "0.2")}
 # By variant: positions drawn from all of 0 to 2,303, and, each sequence, from a range of its own within that.
@@ -37,9 +38,9 @@ def lengths(inputs: Inputs, task: str) -> Table:
     paper = paper_table(LENGTH_TABLES[task])
     rows = [{"train_length": TRAINED[-1], "task": task, **row.fields} for row in paper.rows]
     columns = _by_length(column["length"] for column in paper.columns)
-    values = {"task": name(task), "table": paper.table, "paper_notes": _notes(paper), "untrained": _UNTRAINED}
-    below = [list(map(_papers, row.values)) for row in paper.rows]
-    return crosstab(inputs, "lengths", [(label(one), one) for one in rows], columns, values, below=below)
+    notes = {"paper_notes": _notes(paper), "untrained": _UNTRAINED}
+    words = table_words("lengths").of(task=name(task), table=paper.table, **notes)
+    return crosstab(inputs, words, _labelled(rows), columns, below=[_papers(row.values) for row in paper.rows])
 
 
 def every_model(
@@ -55,13 +56,12 @@ def every_model(
     ]
     which = f", condition {condition}" if condition != "paper" else ""
     which += ", trained longer" if variant == LONGER else ""
-    has_learned = any(row["position_embedding"] == "learned" for row in rows)
-    values = {"task": name(task), "which": which, "untrained": _UNTRAINED if has_learned else ""}
-    words = "every-model" if metric == "exact_match" else "every-model-by-token"
-    columns = _by_length(inputs.values("length", **where))
-    table = crosstab(inputs, words, [(label(one), one) for one in rows], columns, values)
-    by_token = replace(table, footer=(("n (tokens a seed)", *table.footer[1][1:]),))
-    return table if metric == "exact_match" else by_token
+    untrained = _UNTRAINED if any(row["position_embedding"] == "learned" for row in rows) else ""
+    words = table_words("every-model" if metric == "exact_match" else "every-model-by-token")
+    words = words.of(task=name(task), which=which, untrained=untrained)
+    table = crosstab(inputs, words, _labelled(rows), _by_length(inputs.values("length", **where)))
+    by_token = ("n (tokens a seed)", *table.footer[1][1:])
+    return table if metric == "exact_match" else replace(table, footer=(by_token,))
 
 
 def yarn(inputs: Inputs, task: str) -> Table:
@@ -76,10 +76,9 @@ def yarn(inputs: Inputs, task: str) -> Table:
         cells = inputs.cells([fields | column | {"metric": "token_accuracy"} for column in columns.values()])
         right = [f"tokens {percent(cell.value)}" if cell else "" for cell in cells]
         theirs = (paper.value(task=task, window=window, train_length=trained, length=one) for one in YARN_LENGTHS[1:])
-        printed_below = ["", *map(_papers, theirs)]
-        below.append([", ".join(filter(None, both)) for both in zip(right, printed_below, strict=True)])
-    values = {"task": name(task), "paper_notes": _notes(paper)}
-    return crosstab(inputs, "yarn", rows, columns, values, below=below)
+        below.append([", ".join(filter(None, both)) for both in zip(right, ["", *_papers(theirs)], strict=True)])
+    words = table_words("yarn").of(task=name(task), paper_notes=_notes(paper))
+    return crosstab(inputs, words, rows, columns, below=below)
 
 
 def papers_yarn(_: Inputs) -> Table:
@@ -95,11 +94,10 @@ def ablations(inputs: Inputs, task: str) -> Table:
     paper = paper_table(ABLATION_TABLES[task])
     theirs = sorted(paper.rows, key=lambda row: str(row.fields["position_embedding"]), reverse=True)
     rows = [{"model": "meta", "task": task, "length": row.fields["train_length"], **row.fields} for row in theirs]
-    values = {"task": name(task), "table": paper.table, "paper_notes": _notes(paper)}
-    below = [list(map(_papers, row.values)) for row in theirs]
     columns = _by_intervention(INTERVENTIONS)
-    named = [(label(one), one) for one in rows]
-    return crosstab(inputs, "ablations", named, columns, values, below=below, shared_by=1, is_measured_by_row=True)
+    words = table_words("ablations").of(task=name(task), table=paper.table, paper_notes=_notes(paper))
+    below = [_papers(row.values) for row in theirs]
+    return crosstab(inputs, words, _labelled(rows), columns, below=below, shared_by=1)
 
 
 def ablations_by_length(inputs: Inputs, task: str, trained: int) -> Table:
@@ -113,35 +111,23 @@ def ablations_by_length(inputs: Inputs, task: str, trained: int) -> Table:
         for what, text in INTERVENTIONS.items()
     ]
     columns = _by_length(inputs.values("length", **zeroed, variant=""))
-    values = {"task": name(task), "trained": tokens(trained)}
-    return crosstab(inputs, "ablations-by-length", rows, columns, values, shared_by=len(INTERVENTIONS))
+    words = table_words("ablations-by-length").of(task=name(task), trained=tokens(trained))
+    return crosstab(inputs, words, rows, columns, shared_by=len(INTERVENTIONS))
 
 
 def zeroed_positions(inputs: Inputs) -> Table:
     """Tables 2 and 17: list recall by length, full and without positions at the meta-tokens."""
-    papers, rows, theirs = [paper_table(17), paper_table(2)], [], []
+    papers, rows, below = [paper_table(17), paper_table(2)], [], []
     for position, trained, length in product(("rope", "learned"), TRAINED, LENGTHS[:5]):
         if reaches(position, length):
             where = {"position_embedding": position, "train_length": trained, "length": length}
             rows.append((f"{position}, {tokens(trained)} \u2192 {tokens(length)}", _RECALL | where))
-            values = ([paper.value(**column, **where) for paper in papers] for column in papers[1].columns)
-            theirs.append([next((one for one in both if one is not None), None) for both in values])
-
-    def gap(number: int, cells: Cells) -> str:
-        paper = theirs[number][2]
-        return f"{change(cells[1], cells[0])}\npaper {printed(None) if paper is None else signed(paper / 100)}"
-
-    return crosstab(
-        inputs,
-        "zeroed-positions",
-        rows,
-        _by_intervention(("", "no_pos")),
-        {"paper_notes": " ".join(note for paper in papers for note in paper.notes)},
-        below=[list(map(_papers, values[:2])) for values in theirs],
-        shared_by=1,
-        extra={"difference, points": gap},
-        is_measured_by_row=True,
-    )
+            cells = [[paper.value(**column, **where) for paper in papers] for column in papers[0].columns]
+            *figures, gap = (next((one for one in both if one is not None), None) for both in cells)
+            below.append([*_papers(figures), f"paper {printed(None) if gap is None else signed(gap / 100)}"])
+    words = table_words("zeroed-positions").of(paper_notes=" ".join(papers[0].notes + papers[1].notes))
+    gaps = {"difference, points": (INTERVENTIONS["no_pos"], INTERVENTIONS[""])}
+    return crosstab(inputs, words, rows, _by_intervention(("", "no_pos")), below=below, gaps=gaps, shared_by=1)
 
 
 def noise(inputs: Inputs, task: str, length: int, kind: str = "") -> Table:
@@ -158,11 +144,10 @@ def noise(inputs: Inputs, task: str, length: int, kind: str = "") -> Table:
     ]
     noises = [column["intervention"] for column in columns.values()][1:]
     rows = [one for one in rows if not kind or inputs.values("task", **one, main=True, intervention=noises)]
-    below = [list(map(_papers, row.values)) for row in theirs]
-    below += [[""] * len(columns)] * (len(rows) - len(theirs))
-    values = {"task": name(task), "kind": NOISE_KINDS[kind] or f"(Table {paper.table})", "length": tokens(length)}
-    values["paper_notes"] = "" if kind else _notes(paper)
-    return crosstab(inputs, "noise", [(label(one), one) for one in rows], columns, values, below=below, shared_by=1)
+    below = [_papers(row.values) for row in theirs] + [[""] * len(columns)] * (len(rows) - len(theirs))
+    which = {"kind": NOISE_KINDS.get(kind, f"(Table {paper.table})"), "paper_notes": "" if kind else _notes(paper)}
+    words = table_words("noise").of(task=name(task), length=tokens(length), **which)
+    return crosstab(inputs, words, _labelled(rows), columns, below=below, shared_by=1)
 
 
 def controls(inputs: Inputs) -> Table:
@@ -174,9 +159,9 @@ def controls(inputs: Inputs) -> Table:
         )
         for task, trained, ratio in product(TASKS, TRAINED, (1, 2, 4))
     ]
-    gap = {f"meta {MINUS} twin": lambda _, cells: change(cells[MODELS.index("meta")], cells[MODELS.index("twin")])}
     columns = {model: {"model": model} for model in MODELS}
-    return crosstab(inputs, "controls", rows, columns, extra=gap, is_measured_by_row=True, seed_is_said="by column")
+    gaps = {f"meta {MINUS} twin": ("meta", "twin")}
+    return crosstab(inputs, table_words("controls").of(), rows, columns, gaps=gaps)
 
 
 def markers(inputs: Inputs) -> Table:
@@ -184,8 +169,7 @@ def markers(inputs: Inputs) -> Table:
     ends = {"position_embedding": "rope", "train_length": TRAINED[-1], "length": TRAINED[-1]}
     rows = [(f"{name(task)}, {model}", {"model": model, "task": task} | ends) for task, model in product(TASKS, MODELS)]
     columns = {condition: {"condition": condition} for condition in ("paper", "none", "decoy")}
-    values = {"length": tokens(TRAINED[-1])}
-    return crosstab(inputs, "markers", rows, columns, values, shared_by=1, is_measured_by_row=True)
+    return crosstab(inputs, table_words("markers").of(length=tokens(TRAINED[-1])), rows, columns, shared_by=1)
 
 
 def placement(inputs: Inputs) -> Table:
@@ -194,7 +178,8 @@ def placement(inputs: Inputs) -> Table:
         (f"{text}, trained to {tokens(trained)}", _RECALL | {"train_length": trained, "variant": variant})
         for trained, (variant, text) in product(TRAINED, PLACEMENTS.items())
     ]
-    return crosstab(inputs, "placement", rows, _by_length(LENGTHS[:5]), shared_by=len(PLACEMENTS))
+    words = table_words("placement").of()
+    return crosstab(inputs, words, rows, _by_length(LENGTHS[:5]), shared_by=len(PLACEMENTS))
 
 
 def random_positions(inputs: Inputs, task: str) -> Table:
@@ -209,25 +194,29 @@ def random_positions(inputs: Inputs, task: str) -> Table:
         for model, (variant, text) in product(("gpt2", "twin", "meta"), variants.items())
     ]
     columns = {f"{tokens(one)} ({one // 128}\u00d7)": {"length": one} for one in LENGTHS}
-    return crosstab(inputs, "random-positions", rows, columns, {"task": name(task)}, shared_by=len(variants))
+    words = table_words("random-positions").of(task=name(task))
+    return crosstab(inputs, words, rows, columns, shared_by=len(variants))
 
 
 def unlearned(inputs: Inputs) -> str:
     """Which models have not learned list recall at their own train length; the extended ones too."""
     plain: list[Fields] = [
-        {"model": model, "position_embedding": position, "train_length": trained, "variant": variant}
-        for position, model, trained in product(POSITIONS, FAMILY, TRAINED)
-        for variant in [LONGER if inputs.values("task", variant=LONGER, position_embedding=position) else ""]
+        {"model": model, "position_embedding": position, "task": "list_recall", "train_length": end, "length": end}
+        for position, model, end in product(POSITIONS, FAMILY, TRAINED)
     ]
-    extended = [_RECALL | {"variant": name, "train_length": end // inputs.scale} for name, _, end in _yarn_models()]
-    models = [one | {"task": "list_recall", "length": one["train_length"]} for one in plain + extended]
+    ends = [(variant, trained // inputs.scale) for variant, _, trained in _yarn_models()]
+    extended = [_RECALL | {"variant": variant, "train_length": end, "length": end} for variant, end in ends]
     below = [
-        f"{label(one)}{', ' + one['variant'] if one['variant'] in YARN else ''} ({percent(cell.value)})"
-        for one, cell in zip(models, inputs.cells(models), strict=True)
+        f"{', '.join(filter(None, [label(one), one.get('variant')]))} ({percent(cell.value)})"
+        for one, cell in zip(plain + extended, inputs.cells(plain) + inputs.cells(extended), strict=True)
         if cell and cell.value is not None and cell.value < STRONG
     ]
     said = f"Below {100 * STRONG:g}\u00a0% of list recall at their own train length, so that what they lose beyond it"
     return f"{said} tells little: {'; '.join(below)}." if below else ""
+
+
+def _labelled(rows: Iterable[Fields]) -> list[tuple[str, Fields]]:
+    return [(label(row), row) for row in rows]
 
 
 def _by_length(ends: Iterable[int]) -> dict[str, Fields]:
@@ -238,12 +227,12 @@ def _by_intervention(chosen: Iterable[str]) -> dict[str, Fields]:
     return {INTERVENTIONS[what]: {"intervention": what} for what in chosen}
 
 
-def _papers(value: float | None) -> str:
-    return f"paper {printed(value)}"
+def _papers(values: Iterable[float | None]) -> list[str]:
+    return [f"paper {printed(value)}" for value in values]
 
 
 def _notes(paper: PaperTable) -> str:
-    return "The paper's numbers: " + " ".join(paper.notes) if paper.notes else ""
+    return "The paper's numbers: " + " ".join(paper.notes)
 
 
 def _yarn_models() -> list[tuple[str, int, int]]:

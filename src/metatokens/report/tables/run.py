@@ -9,7 +9,7 @@ from metatokens.report.frame import Fields, Inputs
 from metatokens.report.gains import gains, key_lengths
 from metatokens.report.labels import in_order, measured_conditions, rows
 from metatokens.report.learning import BUDGET, LEARNED_LOSS, learning
-from metatokens.report.tables.table import Cells, Table, change, crosstab, span
+from metatokens.report.tables.table import Table, crosstab, span, worded
 from metatokens.report.text import DIVIDED, MINUS, NOT_RUN, count, name, percent, points, tokens
 from metatokens.report.words import table_words
 
@@ -37,28 +37,19 @@ def accuracy(
         lengths = {one: f"{tokens(one)} (train)" if one in trained else tokens(one) for one in measured}
     columns: dict[str, Fields] = {text: {"length": length} for length, text in lengths.items()}
     which = f" in condition {condition}" if len(measured_conditions(inputs)[task]) > 1 else ""
-    words = "accuracy" if metric == "exact_match" else "accuracy-by-token"
-    return crosstab(
-        inputs, words, rows(inputs, **where), columns, {"task": name(task), "which": which}, seed_is_said="nowhere"
-    )
+    words = table_words("accuracy" if metric == "exact_match" else "accuracy-by-token")
+    return crosstab(inputs, words.of(task=name(task), which=which), rows(inputs, **where), columns)
 
 
 def marker_conditions(inputs: Inputs, task: str) -> Table:
     """One task at the train length: a row for each model, its score in each condition and what that changes."""
     length, place = next(iter(key_lengths(inputs, task).items()))
     trained, *others = measured_conditions(inputs)[task]
-    models = [
-        (label, {key: value for key, value in fields.items() if key != "condition"} | {"length": length})
-        for label, fields in rows(inputs, metric="exact_match", task=task, condition=trained)
-    ]
-
-    def less(place: int) -> Callable[[int, Cells], str]:
-        return lambda _, cells: change(cells[place], cells[0])
-
-    extra = {f"{other} {MINUS} {trained}": less(place) for place, other in enumerate(others, start=1)}
+    found = rows(inputs, metric="exact_match", task=task, condition=trained)
+    models = [(label, fields | {"length": length}) for label, fields in found]
     columns = {condition: {"condition": condition} for condition in (trained, *others)}
-    values = {"task": name(task), "place": place}
-    return crosstab(inputs, "by-condition", models, columns, values, extra=extra, seed_is_said="nowhere")
+    gaps = {f"{other} {MINUS} {trained}": (other, trained) for other in others}
+    return crosstab(inputs, table_words("by-condition").of(task=name(task), place=place), models, columns, gaps=gaps)
 
 
 def differences(inputs: Inputs) -> Table:
@@ -77,10 +68,9 @@ def majority_rates(inputs: Inputs) -> Table:
     """The rate of the commonest answer: a row for each task, a column for each length."""
     found = inputs.select(metric="majority_rate").dropna(subset="value")
     rates = found.groupby(["task", "length"], dropna=False)["value"].last().unstack()
-    words = table_words("majority").of()
     lines = ((name(task), *map(percent, rates.loc[task])) for task in in_order(rates.index))
     header = (tokens(None if length != length else int(length)) for length in rates)
-    return Table(words.title, (words.corner, *header), tuple(lines))
+    return worded(table_words("majority").of(), header, lines)
 
 
 def learning_steps(curves: pd.DataFrame, which: str = "") -> Table:
@@ -103,7 +93,7 @@ def learning_steps(curves: pd.DataFrame, which: str = "") -> Table:
         ("steps trained", *(_ends(own["steps"], count) for _, own in places)),
         (f"{DIVIDED} slowest learner", *(_ends(own["budget"], "{:.2f}".format) for _, own in places)),
     )
-    return Table(words.title, (words.corner, *header), tuple(rows), footer, words.text)
+    return worded(words, header, rows, footer)
 
 
 def _ends(values: pd.Series, form: Callable[[float], str]) -> str:

@@ -1,20 +1,19 @@
 """A table, and how figures stand in it: the seeds they are of, the paper's beside them, guessing and n."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from types import MappingProxyType
 
 from metatokens.report.frame import Cell, Fields, Inputs, one_seed, shared
 from metatokens.report.intervals import Estimate, newcombe
 from metatokens.report.text import EN_DASH, NOT_RUN, NOT_YET, count, percent, points, tokens, with_interval
-from metatokens.report.words import table_words
+from metatokens.report.words import Words
 
 POSITIONS = {"rope": "rope", "learned": "learned", "none": "no positions"}
-MEASURE = ("guessing", "n (prompts a seed)")
+_MEASURED = ("guessing", "n (prompts a seed)")
 
 Row = tuple[str, ...]
-Cells = Sequence[Cell | None]
 
 
 @dataclass(frozen=True)
@@ -33,58 +32,63 @@ class Table:
     """The estimates behind the figure columns of `rows`, where they are to be drawn too."""
 
 
+def worded(words: Words, header: Iterable[str], rows: Iterable[Row], footer: Iterable[Row] = ()) -> Table:
+    """A table with its words in `words.md`; the header is that of the second column and the further ones."""
+    return Table(words.title, (words.corner, *header), tuple(rows), tuple(footer), words.text)
+
+
 def crosstab(
     inputs: Inputs,
-    key: str,
+    words: Words,
     rows: Sequence[tuple[str, Fields]],
     columns: Mapping[str, Fields],
-    values: Mapping[str, object] | None = None,
     *,
     below: Sequence[Sequence[str]] = (),
+    gaps: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     shared_by: int = 0,
-    extra: Mapping[str, Callable[[int, Cells], str]] | None = None,
-    is_measured_by_row: bool = False,
-    seed_is_said: Literal["by row", "by column", "nowhere"] = "by row",
 ) -> Table:
     """A table of accuracies: the fields of a cell are those of its row and of its column.
 
+    Guessing and n are columns where rows differ in task or length, and rows below otherwise. In a grid, where seeds
+    are few, each model says with its row, or its column, that its figures are of one alone.
+
     Args:
         inputs: what was read.
-        key: of its words in `words.md`, which `values` complete.
+        words: its title, the header of its first column, and the note below it.
         rows: the label and the fields of each.
         columns: their headers and fields.
-        values: see `key`.
-        below: what stands under each figure, such as the paper's.
+        below: what stands under each figure and difference, such as the paper's.
+        gaps: headers of further columns, each with the two columns whose difference it shows.
         shared_by: how many rows each are shown by the seeds that all their cells have; 0 for all seeds of each cell.
-        extra: headers of further columns, each with what it shows of the row of that number and its cells.
-        is_measured_by_row: whether guessing and n are columns, of each row, and not rows below.
-        seed_is_said: where it stands that all figures are of one seed.
     """
     settings = [[{**row, **column} for column in columns.values()] for _, row in rows]
-    found = iter(inputs.cells(list(chain.from_iterable(settings))))
-    cells: list[Cells] = [list(islice(found, len(columns))) for _ in rows]
-    for start in range(0, len(rows), shared_by) if shared_by else ():
-        block = iter(shared(list(chain.from_iterable(cells[start : start + shared_by]))))
-        cells[start : start + shared_by] = [list(islice(block, len(columns))) for _ in cells[start : start + shared_by]]
+    found = inputs.cells(list(chain.from_iterable(settings)))
+    if shared_by:
+        found = [cell for block in _batches(found, shared_by * len(columns)) for cell in shared(block)]
+    cells = _batches(found, len(columns)) or [[] for _ in rows]
+    by_column = list(zip(*cells, strict=True)) or [()] * len(columns)
+    is_measured_by_row = len({(fields.get("task"), fields.get("length")) for _, fields in rows}) > 1
+    is_model_by_column = any("model" in fields for fields in columns.values())
     lines = []
-    for number, ((text, _), own) in enumerate(zip(rows, cells, strict=True)):
-        first, *under = text.split("\n")
-        first += one_seed(own) if seed_is_said == "by row" else ""
-        line = ["\n".join([first, *under]), *map(shown, own, below[number] if below else [""] * len(own))]
-        line += [show(number, own) for show in (extra or {}).values()]
-        lines.append((*line, *(measure(inputs, settings[number][0], own) if is_measured_by_row else ())))
-    by_column: list[Cells] = list(zip(*cells, strict=True)) if rows else [()] * len(columns)
-    seeds = [one_seed(own) if seed_is_said == "by column" else "" for own in by_column]
-    words = table_words(key).of(**values or {})
-    headers = [text + seed for text, seed in zip(columns, seeds, strict=True)]
-    header = (words.corner, *headers, *(extra or ()), *(MEASURE if is_measured_by_row else ()))
-    footer: tuple[Row, ...] = ()
-    if not is_measured_by_row:
-        first_row = settings[0] if rows else [{} for _ in columns]
-        measures = [measure(inputs, where, own) for where, own in zip(first_row, by_column, strict=True)]
-        footer = tuple((text, *(one[place] for one in measures)) for place, text in enumerate(MEASURE))
+    for number, ((label, fields), own) in enumerate(zip(rows, cells, strict=True)):
+        model, *under = label.split("\n")
+        model += one_seed(own) if inputs.preset and not is_model_by_column else ""
+        theirs = below[number] if below else [""] * (len(columns) + len(gaps))
+        line = ["\n".join([model, *under]), *map(shown, own, theirs)]
+        cell = dict(zip(columns, own, strict=True))
+        for (a, b), text in zip(gaps.values(), theirs[len(columns) :], strict=True):
+            line.append("\n".join(filter(None, [change(cell[a], cell[b]), text])))
+        lines.append((*line, *(_measured(inputs, fields, own) if is_measured_by_row else ())))
+    seeds = [one_seed(own) if inputs.preset and is_model_by_column else "" for own in by_column]
+    header, footer = [*map("".join, zip(columns, seeds, strict=True)), *gaps], []
+    if is_measured_by_row:
+        header += _MEASURED
+    else:
+        first = settings[0] if rows else [{}] * len(columns)
+        measured = [_measured(inputs, where, own) for where, own in zip(first, by_column, strict=True)]
+        footer = [(text, *(one[place] for one in measured)) for place, text in enumerate(_MEASURED)]
     estimates = tuple(tuple(cell.pooled() if cell else None for cell in own) for own in cells)
-    return Table(words.title, header, tuple(lines), footer, words.text, estimates=estimates)
+    return replace(worded(words, header, lines, footer), estimates=estimates)
 
 
 def label(fields: Fields) -> str:
@@ -99,7 +103,7 @@ def shown(cell: Cell | None, below: str = "") -> str:
     pooled = cell.pooled() if cell else None
     lines = [NOT_YET if cell is None else NOT_RUN if pooled is None else with_interval(pooled), below]
     if cell and len(cell.seeds) > 1:
-        lines.append("seeds " + " ".join(f"{100 * (one.value or 0.0):.0f}" for one in cell.seeds.values()))
+        lines.append("seeds " + " ".join(f"{100 * value:.0f}" for value in cell.values()))
     return "\n".join(filter(None, lines))
 
 
@@ -121,7 +125,11 @@ def span(ends: Iterable[str]) -> str:
     return EN_DASH.join(ends)
 
 
-def measure(inputs: Inputs, where: Fields, cells: Iterable[Cell | None]) -> Row:
-    """What guessing scores, and the prompts of each seed's figure: see `MEASURE`."""
+def _measured(inputs: Inputs, where: Fields, cells: Iterable[Cell | None]) -> Row:
+    """What guessing scores, and the prompts of each seed's figure: see `_MEASURED`."""
     n = counts(cells)
     return NOT_YET if n == NOT_YET else percent(inputs.guessing(where["task"], where["length"])), n
+
+
+def _batches(cells: Sequence[Cell | None], size: int) -> list[Sequence[Cell | None]]:
+    return [cells[start : start + size] for start in range(0, len(cells), size or 1)]
