@@ -1,17 +1,28 @@
 """The curves of runs, side by side in one picture: of finished runs, and of those that are still going."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from metatokens.errors import UserError
-from metatokens.report.figures.style import PAGE, Style, line, run_styles, small_multiples
+from metatokens.report.figures.style import (
+    FURTHER,
+    PAGE,
+    STYLES,
+    Panel,
+    Style,
+    by_step,
+    in_percent,
+    line,
+    small_multiples,
+)
 
 _CURVE, _STATE = "curve.jsonl", "trainer_state.json"
 
@@ -51,16 +62,11 @@ def read_curves(runs: Sequence[Path]) -> Curves:
 
 def draw_curves(curves: Curves) -> Figure:
     """Loss, held-out loss (with markers) and, where a curve has it, exact match by training step."""
-    styles = run_styles(curves)
-    panels: dict[str, Callable[[Axes], None]] = {"Loss": lambda axes: _draw_losses(axes, curves, styles)}
+    styles = dict(zip(curves, cycle([*reversed(STYLES.values()), *FURTHER])))
+    panels: dict[str, Panel] = {"Loss": partial(_draw_losses, curves, styles)}
     if any(_values(points, "exact_match", "eval_exact_match") for points in curves.values()):
-        panels["Exact match"] = lambda axes: _draw_exact_match(axes, curves, styles)
-    in_order = {label: style for name, style in styles.items() for label in (name, _held_out(name))}
-    return small_multiples(panels, in_order, PAGE, across=2)
-
-
-def _held_out(name: str) -> str:
-    return f"{name}, held out"
+        panels["Exact match"] = partial(_draw_exact_match, curves, styles)
+    return small_multiples(panels, [label for name in curves for label in (name, f"{name}, held out")], PAGE)
 
 
 def _phases(run: Path) -> list[Path]:
@@ -92,33 +98,24 @@ def _values(points: Sequence[Point], *names: str) -> dict[int, float]:
     return dict(sorted((step, value) for step, value in found if value is not None))
 
 
-def _draw_losses(axes: Axes, curves: Curves, styles: Mapping[str, Style]) -> None:
+def _draw_losses(curves: Curves, styles: Mapping[str, Style], axes: Axes) -> None:
     for name, points in curves.items():
         trained, held_out = _values(points, "loss"), _values(points, "eval_loss")
-        plain: dict[str, Any] = {"color": styles[name].colour, "linewidth": 1.6, "alpha": 0.55 if held_out else 1.0}
-        axes.plot(list(trained), list(trained.values()), label=name, **plain)
+        alpha = 0.55 if held_out else 1.0
+        axes.plot(list(trained), list(trained.values()), color=styles[name].colour, lw=1.6, alpha=alpha, label=name)
         if held_out:
             marked = _marked(styles[name], held_out)
-            axes.plot(list(held_out), list(held_out.values()), label=_held_out(name), **marked)
-    _label(axes, "loss, nats a token")
+            axes.plot(list(held_out), list(held_out.values()), label=f"{name}, held out", **marked)
+    by_step(axes, "loss, nats a token")
 
 
-def _draw_exact_match(axes: Axes, curves: Curves, styles: Mapping[str, Style]) -> None:
+def _draw_exact_match(curves: Curves, styles: Mapping[str, Style], axes: Axes) -> None:
     for name, points in curves.items():
         if exact := _values(points, "exact_match", "eval_exact_match"):
-            axes.plot(list(exact), [100 * value for value in exact.values()], **_marked(styles[name], exact))
-    axes.set_ylim(-4, 104)
-    axes.set_yticks(range(0, 101, 25))
-    _label(axes, "exactly right, %")
+            axes.plot(list(exact), in_percent(exact.values()), **_marked(styles[name], exact))
+    by_step(axes, "exactly right, %")
+    axes.set(ylim=(-4, 104), yticks=range(0, 101, 25))
 
 
 def _marked(style: Style, values: Mapping[int, float]) -> dict[str, Any]:
-    return line(style) | {"markevery": max(1, len(values) // 12), "markersize": 0.75 * style.size}
-
-
-def _label(axes: Axes, what: str) -> None:
-    axes.set_xlabel("training step")
-    axes.set_ylabel(what)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.margins(x=0.02)
+    return line(style, markevery=max(1, len(values) // 12), markersize=0.75 * style.size)

@@ -16,6 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.markers import MarkerStyle
+from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from metatokens.report.labels import model_of
@@ -25,6 +26,8 @@ _PANEL_HEIGHT, _LEGEND_HEIGHT = 2.5, 0.5
 INK, GREY, RULE, SHADE = "#22211f", "#66635e", "#e2e0db", "#f4f2ed"
 SIZE = 9.0  # points
 _LETTERS = 120.0  # of a point's size, in an inch
+
+Panel = Callable[[Axes], None]
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ STYLES = {
     "twin": Style("#0072b2", (4, 1.8), "D", 5.2),
     "meta": Style("#d55e00", (), "o", 6.0),
 }
-_FURTHER = (
+FURTHER = (
     Style("#a3478a", (7, 2), "v", 6.5),
     Style("#a07000", (2, 1), "P", 6.5),
     Style("#2f97d0", (6, 1, 1, 1, 1, 1), "X", 6.5),
@@ -54,7 +57,7 @@ _FILLS = ("full", "none", "left", "bottom")  # the variants of one model, such a
 
 def palette(labels: Iterable[str]) -> dict[str, Style]:
     """A style for each label; the four models of the project always look the same."""
-    further = cycle(_FURTHER)
+    further = cycle(FURTHER)
     of_model = dict(STYLES)
     variants: dict[str, int] = {}
     styles = {}
@@ -65,11 +68,6 @@ def palette(labels: Iterable[str]) -> dict[str, Style]:
         variant = variants[model] = variants.get(model, -1) + 1
         styles[label] = replace(of_model[model], fill=_FILLS[variant % len(_FILLS)])
     return styles
-
-
-def run_styles(labels: Iterable[str]) -> dict[str, Style]:
-    """A style for each of some runs, whatever their names."""
-    return dict(zip(labels, cycle([*reversed(STYLES.values()), *_FURTHER])))
 
 
 def swatch(style: Style) -> dict[str, str]:
@@ -92,10 +90,8 @@ def png(figure: Figure) -> bytes:
     return packed.getvalue()
 
 
-def small_multiples(
-    panels: Mapping[str, Callable[[Axes], None]], styles: Mapping[str, Style], width: float, across: int
-) -> Figure:
-    """A figure of panels, by title, with one legend for all; on a phone they stand in one column."""
+def small_multiples(panels: Mapping[str, Panel], order: Iterable[str], width: float, across: int = 2) -> Figure:
+    """A figure of panels, by title, with one legend in that order for all; on a phone they stand in one column."""
     if not panels:
         return Figure()
     across = min(across, len(panels)) if width > PHONE else 1
@@ -124,7 +120,7 @@ def small_multiples(
         axes.set_ylabel("" if is_said else beside[place], fontsize=SIZE, color=INK)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    labels = sorted(drawn, key=lambda label: [*styles, label].index(label))
+    labels = sorted(drawn, key=lambda label: [*order, label].index(label))
     names = list(map(_on_a_line, labels))
     ncols = _legend_columns(names, width)
     figure.set_figheight(down * _PANEL_HEIGHT + max(_LEGEND_HEIGHT, 0.2 * math.ceil(len(labels) / ncols) + 0.1))
@@ -156,8 +152,16 @@ def in_percent(proportions: Iterable[float | None]) -> list[float]:
     return [math.nan if value is None else 100 * value for value in proportions]
 
 
-def line(style: Style) -> dict[str, Any]:
-    """A style as matplotlib's line properties."""
+def by_step(axes: Axes, what: str) -> None:
+    """Training steps to the right, and what is shown of each."""
+    axes.set(xlabel="training step", ylabel=what)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.margins(x=0.02)
+
+
+def line(style: Style, **changes: Any) -> dict[str, Any]:
+    """A style as matplotlib's line properties, with some changes."""
     return {
         "color": style.colour,
         "linestyle": (0, style.dashes) if style.dashes else "solid",
@@ -166,4 +170,9 @@ def line(style: Style) -> dict[str, Any]:
         "markersize": style.size,
         "fillstyle": style.fill,
         "markerfacecoloralt": "white",
-    }
+    } | changes
+
+
+def band(axes: Axes, x: Any, low: Any, high: Any, style: Style, **place: Any) -> None:
+    """Intervals, behind the line of a style."""
+    axes.fill_between(x, low, high, color=style.colour, alpha=0.13, linewidth=0, **place)
