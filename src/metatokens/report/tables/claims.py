@@ -11,8 +11,6 @@ from metatokens.report.verdict import Judged
 
 MARKS = {"holds": "\u2713", "does not hold": "\u2717", "cannot be told at this scale": "?"}
 _UNITS = {"points": " points", "percent": "\u00a0%", "nats": " nats", "times": " times", "plain": ""}
-
-
 PLURALS = {"holds": "hold", "does not hold": "do not hold", "cannot be told at this scale": "cannot be told"}
 SIDES = ("for", "short", "open", "against")
 
@@ -66,11 +64,9 @@ def headline(judged: Judged) -> str:
     """The claim's verdict and counts as a sentence."""
     said, verdict = judged.claim.text.rpartition(": ")[2], judged.verdict.removesuffix(" at this scale")
     is_told = "Whether" if judged.why else "That"
-    counted = (
-        f"{judged.count('for')} of {len(judged.informative)} comparisons are for it, {judged.count('against')} against"
-    )
+    counted = f"{judged.count('for')} of {len(judged.informative)} comparisons are for it"
     quoted = f" ({one})" if (one := quote(judged)) else ""
-    return f"{is_told} {said} {verdict}{so_far(judged)}: {counted}{quoted}."
+    return f"{is_told} {said} {verdict}{so_far(judged)}: {counted}, {judged.count('against')} against{quoted}."
 
 
 def evidence(judged: Judged) -> Table:

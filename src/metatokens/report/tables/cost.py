@@ -1,6 +1,7 @@
 """Tables of what is no accuracy: learning, perplexity, speed, and the runs themselves."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -9,8 +10,8 @@ from metatokens.report.compare import TEXTS
 from metatokens.report.derive import recall_curves, slowdowns
 from metatokens.report.frame import Cell, Fields, Inputs, one_seed
 from metatokens.report.paper import first_token_ratio, paper_table
-from metatokens.report.tables.table import POSITIONS, Row, Table, counts
-from metatokens.report.text import EN_DASH, NOT_RUN, compact, count, duration, learned_at
+from metatokens.report.tables.table import POSITIONS, Row, Table, counts, worded
+from metatokens.report.text import NOT_RUN, compact, count, duration, learned_at, with_interval
 from metatokens.report.words import table_words
 
 
@@ -26,47 +27,41 @@ def learning(inputs: Inputs) -> Table:
         seen = max(points["text_tokens"].iloc[-1] for points in own)
         ns = sorted({int(n) for points in own for n in points["n"].dropna()})
         rows.append((f"{model}, {POSITIONS[position]}", each, compact(seen), " / ".join(map(str, ns))))
-    words = table_words("learning").of()
-    header = (words.corner, "text tokens to 90 %, by seed", "text tokens in all", "n (prompts)")
-    return Table(words.title, header, tuple(rows))
+    header = ("text tokens to 90 %, by seed", "text tokens in all", "n (prompts)")
+    return worded(table_words("learning").of(), header, rows)
 
 
 def perplexity(inputs: Inputs, rows: Sequence[tuple[str, Fields]]) -> Table:
-    """A column for each text and placement of meta-tokens that was measured.
-
-    Args:
-        inputs: what was read.
-        rows: the label and the fields of each.
-    """
+    """By the label and the fields of each row; a column for each text and placement that was measured."""
     places = [
         {"metric": "perplexity", "text": text, "condition": placement}
         for text, placement in product(TEXTS, ("none", "uniform", "periodic"))
         if inputs.values("model", metric="perplexity", text=text, condition=placement)
     ]
-    cells = [inputs.cells([{**fields, **place} for place in places]) for _, fields in rows]
+    header = [f"{TEXTS[at['text']]}, {'alone' if at['condition'] == 'none' else at['condition']}" for at in places]
+    found = [(label, inputs.cells([fields | place for place in places])) for label, fields in rows]
     lines = [
-        (label + one_seed(own), *(_perplexity(cell) if cell else "" for cell in own))
-        for (label, _), own in zip(rows, cells, strict=True)
-        if any(own)
+        (label + one_seed(cells), *(_perplexity(cell) if cell else "" for cell in cells))
+        for label, cells in found
+        if any(cells)
     ]
-    columns = list(zip(*cells, strict=True)) if cells else [()] * len(places)
-    unigrams = ((cell.chance for cell in column if cell and cell.chance) for column in columns)
+    columns = [[cells[number] for _, cells in found] for number in range(len(places))]
+    unigrams = (next((cell.chance for cell in column if cell and cell.chance), None) for column in columns)
     footer = (
-        ("unigram", *(f"{one:,.1f}" if (one := next(found, None)) else NOT_RUN for found in unigrams)),
+        ("unigram", *(NOT_RUN if one is None else f"{one:,.1f}" for one in unigrams)),
         ("n (text tokens)", *map(counts, columns)),
     )
-    words = table_words("perplexity").of()
-    header = [f"{TEXTS[at['text']]}, {'alone' if at['condition'] == 'none' else at['condition']}" for at in places]
-    return Table(words.title, (words.corner, *header), tuple(lines), footer, words.text)
+    return worded(table_words("perplexity").of(), header, lines, footer)
 
 
 def _perplexity(cell: Cell) -> str:
     pooled = cell.pooled()
-    values = [f"{one.value:,.2f}" for one in cell.seeds.values()]
-    if pooled is None:
-        return NOT_RUN
-    ends = "" if pooled.low is None or pooled.high is None else f" ({pooled.low:,.2f}{EN_DASH}{pooled.high:,.2f})"
-    return f"{pooled.value:,.2f}{ends}" + (f"\n{' / '.join(values)}" if len(values) > 1 else "")
+    seeds = "\n" + " / ".join(map(_two_digits, cell.values())) if len(cell.seeds) > 1 else ""
+    return with_interval(pooled, _two_digits) + seeds if pooled else NOT_RUN
+
+
+def _two_digits(value: float | None) -> str:
+    return f"{value or 0.0:,.2f}"
 
 
 def speed(inputs: Inputs) -> Table:
@@ -77,9 +72,9 @@ def speed(inputs: Inputs) -> Table:
         ("prefill", "dense", "gpt2"): first_token_ratio(),
     }
     lines = sorted(slowdowns(inputs.read.timings), key=lambda line: line.benchmark)
-    shown = [line for line in lines if line.against in ("gpt2", "meta", "meta, inserting")]
+    lines = [line for line in lines if line.against in ("gpt2", "meta", "meta, inserting")]
     rows = []
-    for line in shown:
+    for line in lines:
         reads, alone = line.benchmark == "prefill", line.model == line.against
         what = f"first token after {count(line.text_tokens / line.batch)} of text" if reads else "decoding"
         theirs = papers.get((line.benchmark, line.model, line.against))
@@ -95,26 +90,24 @@ def speed(inputs: Inputs) -> Table:
                 count(line.n),
             )
         )
-    about = {f"{line.device}, {line.threads} threads, {line.dtype}, size \u201c{line.shape}\u201d" for line in shown}
+    about = {f"{line.device}, {line.threads} threads, {line.dtype}, size \u201c{line.shape}\u201d" for line in lines}
     rates, waits = (
         " and ".join(f"{paper.value(metric=metric, model=model)}" for model in ("gpt2", "meta"))
         for metric in ("tokens_per_second", "first_token_ms")
     )
     words = table_words("speed").of(rates=rates, waits=waits, here="; ".join(sorted(about)))
     header = (
-        words.corner, "model / compared with", "text tokens a second", "ms to the first token",
+        "model / compared with", "text tokens a second", "ms to the first token",
         "times as long", "paper", "by operations", "n (rounds)",
     )  # fmt: skip
-    return Table(words.title, header, tuple(rows), text_columns=2, note=words.text)
+    return replace(worded(words, header, rows), text_columns=2)
 
 
 def models(infos: Mapping[str, ModelInfo]) -> Table:
     """The models of a run: parameters and description."""
-    rows = tuple(
-        (model, info.description, NOT_RUN if info.parameters is None else count(info.parameters))
-        for model, info in infos.items()
-    )
-    return Table("Models", ("model", "what it is", "parameters"), rows, text_columns=2)
+    sizes = {model: NOT_RUN if one.parameters is None else count(one.parameters) for model, one in infos.items()}
+    rows = ((model, info.description, sizes[model]) for model, info in infos.items())
+    return Table("Models", ("model", "what it is", "parameters"), tuple(rows), text_columns=2)
 
 
 def settings(title: str, values: Mapping[str, Any]) -> Table:
