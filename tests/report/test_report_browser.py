@@ -51,6 +51,8 @@ const measure = async (path, [width, height]) => {
     innerWidth: view.innerWidth, scrollWidth: page.documentElement.scrollWidth,
     wide: all("body *").filter(element => !element.parentElement.closest(".scroll")
       && element.getBoundingClientRect().right > width + 0.5).map(element => element.outerHTML.slice(0, 90)),
+    cut: all("body *").filter(element => element.scrollWidth > element.clientWidth + 1 && element.clientWidth
+      && view.getComputedStyle(element).overflowX === "hidden").length,
     images: [...page.images].map(image => [image.naturalWidth, image.getBoundingClientRect().width]),
     base: size(page.body), smallest: Math.min(...texts.map(size)),
   };
@@ -148,6 +150,7 @@ def test_nothing_is_logged_and_nothing_else_is_loaded(seen: Sight) -> None:
 def test_nothing_is_wider_than_the_page(seen: Sight) -> None:
     for screen, (width, _) in zip(seen.screens, (PHONE, DESKTOP) * 2, strict=True):
         assert screen["wide"] == []
+        assert screen["cut"] == 0
         assert screen["innerWidth"] == width
         assert screen["scrollWidth"] <= width
 
