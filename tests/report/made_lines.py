@@ -160,7 +160,7 @@ def grid(folder: Path) -> list[Path]:
         results.append(accuracy(0.7, 100, length=128, intervention=f"noise:{scale}", noise_seed=draw))
     results += [accuracy(0.2, condition=condition, model=one) for condition in ("none", "decoy") for one in MODELS]
     results += [perplexity(80 - place, 2, model=one) for place, one in enumerate(MODELS)]
-    results += [majority(0.52, "parity", length) for length in LENGTHS]
+    results += [perplexity(79, 3, seed=1)] + [majority(0.52, "parity", length) for length in LENGTHS]
     curves = [
         loss(step, 2.3 * exp(-step / 200), model=model, task="list_recall", train_length=128)
         for model, step in product(("gpt2", "meta"), range(50, 1001, 50))

@@ -86,6 +86,8 @@ def test_the_first_screen_of_the_demo(text: str) -> None:
         assert shown["meta"][place] == f"{100 * value:.1f} ({100 * low:.1f}\u2013{100 * high:.1f})"
     assert set(shown["guessing"].values()) == {"10.0"}
     assert "- twin: what twin is\n" in text
+    by_token = table(text, "List recall: answer tokens right in condition paper")
+    assert [*by_token] == ["gpt2", "pause", "twin", "meta", "n (tokens a seed)"]
     assert "One training seed (0): intervals cover the draw of test prompts, not the luck of training." in text
     assert "0.362\u20130.395 million parameters; the paper's has 152 million." in text
 

@@ -4,7 +4,6 @@ A cell has lines: our figure with its 95 % interval, the paper's, and each seed'
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import product
 
 from metatokens.report.compare import reaches
@@ -59,9 +58,7 @@ def every_model(
     untrained = _UNTRAINED if any(row["position_embedding"] == "learned" for row in rows) else ""
     words = table_words("every-model" if metric == "exact_match" else "every-model-by-token")
     words = words.of(task=name(task), which=which, untrained=untrained)
-    table = crosstab(inputs, words, _labelled(rows), _by_length(inputs.values("length", **where)))
-    by_token = ("n (tokens a seed)", *table.footer[1][1:])
-    return table if metric == "exact_match" else replace(table, footer=(by_token,))
+    return crosstab(inputs, words, _labelled(rows), _by_length(inputs.values("length", **where)))
 
 
 def yarn(inputs: Inputs, task: str) -> Table:

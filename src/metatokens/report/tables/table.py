@@ -87,6 +87,8 @@ def crosstab(
         first = settings[0] if rows else [{}] * len(columns)
         measured = [_measured(inputs, where, own) for where, own in zip(first, by_column, strict=True)]
         footer = [(text, *(one[place] for one in measured)) for place, text in enumerate(_MEASURED)]
+        if any(fields.get("metric") == "token_accuracy" for _, fields in rows):  # guessing is known of answers alone
+            footer = [("n (tokens a seed)", *footer[1][1:])]
     estimates = tuple(tuple(cell.pooled() if cell else None for cell in own) for own in cells)
     return replace(worded(words, header, lines, footer), estimates=estimates)
 
