@@ -28,17 +28,6 @@ def with_interval(*values: float) -> str:
     return f"{100 * fmean(values):.1f} ({low:.1f}\u2013{high:.1f})"
 
 
-def test_a_cell_is_ours_then_the_papers_then_each_seeds(text: str) -> None:
-    rows = table(text, "List recall (Table 7)")
-    at_1024 = skilled("meta", "list_recall", 1024, 512)
-    seeds = [at_1024 - seed / 50 for seed in range(3)]
-    rounded = " ".join(f"{100 * value:.0f}" for value in seeds)
-    assert rows["meta, rope, 512"]["1,024"] == f"{with_interval(*seeds)} paper 58.9 seeds {rounded}"
-    learned = rows["meta, learned, 512 (seed 0)"]
-    assert (learned["1,024"], learned["2,048"]) == (f"{with_interval(0.4)} paper 11.1", "- paper \u2014")
-    assert rows["meta, rope, 256"]["128"] == "\u2026 paper 100.0"
-
-
 def test_guessing_and_n_are_below_or_beside(text: str) -> None:
     rows = table(text, "Parity (Table 9)")
     assert rows["guessing"] | rows["n (prompts a seed)"] == dict.fromkeys(rows["guessing"], "500")
