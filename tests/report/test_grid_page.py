@@ -7,14 +7,15 @@ from statistics import fmean
 import pytest
 
 from metatokens.report.page import write_report
-from tests.report.made_lines import grid, skilled, wilson
-from tests.report.pages import Page, table, undrawn
+from tests.report import pages
+from tests.report.made_lines import accuracy, grid, inner, skilled, wilson, write
+from tests.report.pages import Page, table
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("grid")
-    with undrawn():
+    with pages.undrawn():
         return write_report(grid(made), made / "report").parent
 
 
@@ -73,6 +74,15 @@ def test_tables_of_what_is_no_accuracy(text: str) -> None:
     assert list(distortion.values())[1] == "1.850 1.800 to 1.900"
     weights = table(text, "What the final meta-token attends to")
     assert weights["attention: itself"] == {"meta, rope list recall, 512 \u2192 256": "20.0 (15.0 to 25.0) evenly 20.0"}
+
+
+def test_a_model_of_the_users_own_stands_beside_the_others(tmp_path: Path, undrawn: None) -> None:
+    changes = [inner("sharpness", "output_entropy_change", 1.0, model=one, marker="final", quantiles=[0.0] * 7)
+               for one in ("mine", "meta")]  # fmt: skip
+    folder = write(tmp_path, results=[accuracy(0.5)], analysis=changes)
+    text = (write_report([folder], tmp_path / "out").parent / "report.md").read_text(encoding="utf-8")
+    columns = table(text, "What the meta-tokens' embeddings change")["output entropy at the end"]
+    assert [column.split(",")[0] for column in columns] == ["meta", "mine"]
 
 
 def test_the_first_screen_counts_the_verdicts_of_the_papers_claims(text: str) -> None:

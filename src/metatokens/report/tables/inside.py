@@ -7,6 +7,7 @@ from statistics import fmean
 from metatokens.records import QUANTILES
 from metatokens.report.derive import RATES
 from metatokens.report.frame import MODELS, Cell, Fields, Inputs
+from metatokens.report.labels import in_order
 from metatokens.report.tables.table import Table, span, worded
 from metatokens.report.text import NOT_RUN, count, name, nats, percent, with_interval
 from metatokens.report.words import table_words
@@ -156,7 +157,8 @@ def _models(inputs: Inputs, of_every: Fields) -> dict[str, Fields]:
     """The models that an analysis was made of, with the fields that select them."""
     columns = ["model", "position_embedding", "task", "train_length", "length"]
     found = inputs.select(**of_every)[columns].drop_duplicates().to_dict("records")
-    found.sort(key=lambda one: (MODELS.index(one["model"]), one["position_embedding"]))
+    models = in_order(one["model"] for one in found)
+    found.sort(key=lambda one: (models.index(one["model"]), one["position_embedding"]))
     form = "{model}, {position_embedding}\n{what}, {train_length:g} \u2192 {length:g}"
     return {form.format(what=name(one["task"]).lower(), **one): one for one in found}
 
