@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from metatokens.cli.output import print_figures
-from tests.cli.command_lines import Run
+from tests.cli.command_lines import FINETUNE, Run
 
 
 @contextmanager
@@ -56,12 +56,12 @@ def at_a_terminal(metatokens: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[
             saved = os.dup(1)
             os.dup2(follower, 1)
             try:
-                status, _, error = metatokens(line)
+                status, _, _ = metatokens(line)
             finally:
                 stream.flush()
                 os.dup2(saved, 1)
                 os.close(saved)
-        assert (status, error) == (0, "")
+        assert status == 0
         return shown[0].decode()
 
     return run
@@ -106,6 +106,7 @@ def test_a_terminal_gets_a_table_and_a_pipe_json_lines(
         "perplexity --corpus text.txt --block-size 32",
         "analyze sharpness --task parity --length 64 -n 4",
         "generate --data prompts.jsonl --max-new-tokens 8",
+        f"{FINETUNE} --data own.jsonl --eval-data own.jsonl --out tuned",
     ],
 )
 def test_every_verb_with_results_shows_a_table_or_json_lines(
@@ -116,6 +117,7 @@ def test_every_verb_with_results_shows_a_table_or_json_lines(
     at_a_terminal: Callable[[str], str],
 ) -> None:
     Path("prompts.jsonl").write_text('{"prompt": "the cat sat on a mat"}\n{"prompt": "two _PAUSE_", "markers": [3]}\n')
+    Path("own.jsonl").write_text('{"prompt": "the cat", "completion": " sat"}\n')
     verb, *arguments = line.split()
     line = " ".join((verb, "--model", str(small_model()), *arguments))
     shown = at_a_terminal(line)
@@ -194,8 +196,17 @@ def test_what_rows_lack_stands_in_no_row(printed: Callable[..., list[str]]) -> N
     ]
 
 
-def test_long_rows_are_folded_between_words_and_figures_are_not(printed: Callable[..., list[str]]) -> None:
+def test_long_rows_are_folded_between_words_and_figures_are_not(
+    printed: Callable[..., list[str]],
+) -> None:
     row = {"metric": "attention_log_odds_change", "value": 0.04956, "low": -0.0009133, "high": 0.08998, "n": 648}
-    lines = printed(*({**row, "module": module, "layer": 10} for module in ("attention", "second_attention")))
-    assert any("second_attention" in line for line in lines)
-    assert sum("0.04956  -0.0009133 to 0.08998  648" in line for line in lines) == 2
+    places = (
+        {"module": "attention", "layer": 10, "marker": "context", "keys": "near"},
+        {"module": "second_attention", "layer": 11, "marker": "final", "keys": "earlier_meta"},
+    )
+    lines = printed(*(row | place for place in places))
+    assert sum("  0.04956  -0.0009133 to 0.08998  648" in line for line in lines) == 2
+    assert " ".join(line.split("  ")[0] for line in lines[1:]) == (
+        "attention log odds change, module attention, layer 10, marker context, keys near "
+        "attention log odds change, module second_attention, layer 11, marker final, keys earlier_meta"
+    )

@@ -1,10 +1,12 @@
 """The verbs one after the other, from text to figures, and once more."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from metatokens.data.store import TokenStore
 from metatokens.records import Result, read_lines
 from tests.cli.command_lines import FINETUNE, PRETRAIN, Contents, Run
 
@@ -80,3 +82,19 @@ def test_finished_work_is_not_repeated(
             "new folder, with --init (of finetune --model) to train its model further, or --overwrite to replace it."
         ],
     )
+
+
+def test_pretraining_starts_from_a_model_of_the_hub(
+    workplace: Path,
+    small_model: Callable[..., Path],
+    small_store: TokenStore,
+    metatokens: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    models = {"someone/small": small_model()}
+    monkeypatch.setattr("metatokens.model.checkpoint.snapshot_download", lambda name, **_: str(models[name]))
+    line = f"{PRETRAIN} --set data.tokens={small_store.path} --init"
+    assert metatokens(f"{line} hf:someone/small --out fetched")[0] == 0
+    assert metatokens(f"{line} {models['someone/small']} --out local")[0] == 0
+    fetched, local = (Path(out, "model.safetensors").read_bytes() for out in ("fetched", "local"))
+    assert fetched == local

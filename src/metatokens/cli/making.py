@@ -9,7 +9,6 @@ import typer
 
 from metatokens.cli.options import (
     CORPUS,
-    MODEL,
     RECORDS,
     SEVERAL,
     TOKENIZER,
@@ -131,7 +130,9 @@ def pretrain(
     init: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR|hf:NAME", callback=fetched, help=f"Model to start from, which may be a GPT-2: {MODEL}."
+            metavar="DIR|hf:NAME",
+            callback=fetched,
+            help="Model to start from, which may be a GPT-2: a folder, or hf:NAME from the Hub.",
         ),
     ] = None,
     overwrite: Overwrite = False,

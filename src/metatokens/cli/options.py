@@ -34,7 +34,6 @@ def _recipe(settings: str, *, of_finetuning: bool) -> Any:
     return typer.Option("--recipe", metavar="FILE|NAME", help=help, autocompletion=names)
 
 
-MODEL = "a folder with its tokenizer, or hf:NAME from the Hub"
 CORPUS = "builtin, a file or glob (.txt, .jsonl, .gz, .parquet), or hf:NAME:CONFIG"
 TOKENIZER = "gpt2, a folder, or train:N, which trains one of N tokens on the corpus"
 RECORDS = "JSON lines of prompt, markers and completion"
@@ -48,7 +47,15 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting of the recipe; may be repeated."),
 ]
-Model = Annotated[Path, typer.Option("--model", metavar="DIR|hf:NAME", callback=fetched, help=f"The model: {MODEL}.")]
+Model = Annotated[
+    Path,
+    typer.Option(
+        "--model",
+        metavar="DIR|hf:NAME",
+        callback=fetched,
+        help="The model: a folder with its tokenizer, or hf:NAME from the Hub.",
+    ),
+]
 Name = Annotated[
     str | None, typer.Option(metavar="NAME", help="The model's name in the results; by default its folder.")
 ]

@@ -131,7 +131,7 @@ def print_table(columns: Mapping[str, Sequence[str]], *, above: str = "", number
     Args:
         columns: the cells of each column, by its heading.
         above: a line above the table.
-        numbers: headings of the columns that are aligned on the right and keep to one line.
+        numbers: headings of the columns that are aligned on the right.
     """
     from rich.console import Console
     from rich.table import Table
@@ -140,8 +140,7 @@ def print_table(columns: Mapping[str, Sequence[str]], *, above: str = "", number
     shown = {heading: cells for heading, cells in columns.items() if any(cells)}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in shown:
-        is_number = heading in numbers
-        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+        table.add_column(heading, justify="right" if heading in numbers else "left", overflow="fold")
     for row in zip(*shown.values(), strict=True):
         table.add_row(*map(Text, row))
     console = Console()
