@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import submitit
 import torch
 
 from metatokens.errors import UserError
@@ -100,6 +101,7 @@ def test_a_job_that_is_ended_again_and_again_is_one_sentence(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(pools, "TRIES", 2)
     monkeypatch.setattr(pools, "_work_as_job", kill_this_process)
+    monkeypatch.setattr(submitit.Job, "_results_timeout_s", 1)  # seconds for the answer of a job that was killed
     monkeypatch.setattr(presets, "PRESETS", {"tiny": tiny_preset.tiny(str(small_corpus))})
     with pytest.raises(UserError, match="the job of tokenize was ended 2 times; what it printed is in ") as caught:
         run.reproduce("tiny", tmp_path / "run", executor="local", workers=1)

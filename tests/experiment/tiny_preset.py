@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import submitit
+
 from metatokens import cli
 from metatokens.experiment import presets
 from metatokens.experiment.models import Ablation, Analysis, Preset, TrainedModel
@@ -103,6 +105,7 @@ if stall := os.environ.get("STALL"):
 
 def reproduce(preset: Tiny, out: Path, options: str) -> None:
     """The command."""
+    submitit.Job._results_timeout_s = 1  # not a quarter of a minute for the answer of a job that was killed
     presets.PRESETS = {"tiny": preset}
     sys.argv = ["metatokens", "reproduce", "--preset", "tiny", "--out", str(out), *options.split()]
     cli.main()

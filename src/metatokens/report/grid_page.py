@@ -17,6 +17,7 @@ from metatokens.report.claims import claims
 from metatokens.report.derive import TRAINED, select
 from metatokens.report.figures import inside as drawn
 from metatokens.report.figures import lines
+from metatokens.report.figures.style import PHONE, png
 from metatokens.report.frame import LONGER, MODELS, TASKS, Inputs
 from metatokens.report.learning import BUDGET, LEARNED_LOSS
 from metatokens.report.paper import paper_figure
@@ -101,8 +102,9 @@ def _shown(inputs: Inputs, show: str) -> Iterator[Block]:
         yield from (Fold(title, tables) for title, tables in folds.items() if tables)
     elif rest:
         draw = _function(head)
-        if draw(inputs).axes:  # something was measured
-            yield picture(draw.__name__, rest, partial(draw, inputs))
+        drawn = draw(inputs)
+        if drawn.axes:  # something was measured
+            yield Picture(draw.__name__, rest, png(drawn), png(draw(inputs, PHONE)))
     else:
         yield from (block for block, _ in _called(inputs, head) if block)
 
