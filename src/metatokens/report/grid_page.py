@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain, product
 from typing import Any
 
@@ -17,7 +17,7 @@ from metatokens.report.claims import claims
 from metatokens.report.derive import TRAINED, select
 from metatokens.report.figures import inside as drawn
 from metatokens.report.figures import lines
-from metatokens.report.figures.style import PHONE, png
+from metatokens.report.figures.style import PAGE
 from metatokens.report.frame import LONGER, MODELS, TASKS, Inputs
 from metatokens.report.learning import BUDGET, LEARNED_LOSS
 from metatokens.report.paper import paper_figure
@@ -101,10 +101,10 @@ def _shown(inputs: Inputs, show: str) -> Iterator[Block]:
                 folds.setdefault(title, []).extend([block] if isinstance(block, Table) and block.rows else [])
         yield from (Fold(title, tables) for title, tables in folds.items() if tables)
     elif rest:
-        draw = _function(head)
-        drawn = draw(inputs)
-        if drawn.axes:  # something was measured
-            yield Picture(draw.__name__, rest, png(drawn), png(draw(inputs, PHONE)))
+        function = _function(head)
+        draw = cache(partial(function, inputs))
+        if draw(PAGE).axes:  # something was measured
+            yield picture(function.__name__, rest, draw)
     else:
         yield from (block for block, _ in _called(inputs, head) if block)
 
