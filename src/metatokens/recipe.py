@@ -139,7 +139,7 @@ class TaskSettings(_Settings):
     # Tokens; one phase of training and one checkpoint each.
     train_lengths: Annotated[tuple[Positive, ...], Field(min_length=1)] = (128, 256, 512)
     train_steps: tuple[Positive, ...] | None = None  # of each train length; training.max_steps each where not given
-    condition: Literal["paper", "none", "decoy"] = "paper"
+    condition: Literal["paper", "landmark", "none", "decoy"] = "paper"
     examples: Positive = 90_000
     loss_on: Literal["answer", "sequence"] = "answer"
 

@@ -24,7 +24,8 @@ QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # that a measurement give
 PACKED = ".gz"  # what a compressed file has at its name's end
 _GZIP = b"\x1f\x8b"  # begins what is compressed, and no text
 
-Metric = Literal["exact_match", "token_accuracy", "perplexity", "majority_rate"]
+# "shortcut" is what a rule that does not do the task scores; "majority_rate", of earlier versions, the commonest answer.
+Metric = Literal["exact_match", "token_accuracy", "perplexity", "shortcut", "majority_rate"]
 Analysis = Literal["sharpness", "residual", "rate_distortion"]
 AnalysisMetric = Literal[
     "attention_logit_change",
@@ -77,9 +78,9 @@ class Measured(Record):
 
 
 class Result(Measured):
-    """An accuracy, a perplexity, or how often the commonest answer is right."""
+    """An accuracy, a perplexity, or how often a short cut is right."""
 
-    model: str  # gpt2, pause, twin, meta, gpt-neo, or a folder's name
+    model: str  # gpt2, pause, twin, meta, gpt-neo, a folder's name; or the short cut's
     position_embedding: str | None = None  # learned, rope, none
     task: str | None = None
     condition: str | None = None  # the tasks' marker condition; for perplexity the placement of meta-tokens

@@ -6,51 +6,86 @@ import pytest
 
 from metatokens.tasks import curriculum
 
-MARKER = r" (?:_PAUSE_|\|)"
+MARKER = " _PAUSE_"
 
 
-def solve_list_recall(prompt: str) -> str:
+def solve_list_recall(prompt: str, condition: str) -> str:
     context, place, category = re.fullmatch(
         r"(.*)\nQ: What is item (\d+) of (\w+)\? _PAUSE_", prompt, re.DOTALL
     ).groups()
-    *lists, repeated = context.split("\n")
-    items = {name: rest.split() for name, rest in (re.sub(MARKER, "", line).split(":") for line in lists)}
-    assert not any(re.search(rf"{category}:.*{MARKER}", line) for line in lists), "decoys are in other lists"
-    heading, *words = repeated.split()
-    assert heading == f"{category}:"
-    marker = next(i for i, word in enumerate(words) if word in ("_PAUSE_", "|"))
-    assert marker == int(place), "the marker stands right after the item asked for"
-    assert [word for word in words if word not in ("_PAUSE_", "|")] == items[category]
+    lists = context.split("\n")
+    if condition in ("paper", "decoy"):
+        *lists, repeated = lists
+        heading, *words = repeated.split()
+        assert heading == f"{category}:"
+        ends = [words[:at].count("_PAUSE_") for at, word in enumerate(words) if word == "_PAUSE_"]
+        after = [
+            at - before for before, at in zip(ends, (i for i, w in enumerate(words) if w == "_PAUSE_"), strict=True)
+        ]
+        assert int(place) in after, "a marker stands right after the item asked for"
+    items = {name: rest.split() for name, rest in (line.replace(MARKER, "").split(":") for line in lists)}
+    assert len(items) == len(lists), "nothing is repeated"
+    if condition in ("paper", "decoy"):
+        assert [word for word in words if word != "_PAUSE_"] == items[category]
+        assert words.count("_PAUSE_") == (1 if condition == "paper" else 2)
+        assert not any(line.startswith(f"{category}:") and MARKER in line for line in lists)
+    if condition == "landmark":
+        assert all(line.endswith(MARKER) and line.count(MARKER) == 1 for line in lists)
     return " " + items[category][int(place) - 1]
 
 
-def solve_segment_counting(prompt: str) -> str:
-    context, item, category = re.fullmatch(
-        r"(.*)\nQ: How many times does (\w+) appear between the (?:pauses|bars) around (\w+)\? _PAUSE_",
-        prompt,
-        re.DOTALL,
-    ).groups()
-    (line,) = [line for line in context.split("\n") if line.startswith(f"{category}:")]
-    _, bracketed, _ = re.split(MARKER, line)
+def solve_segment_counting(prompt: str, condition: str) -> str:
+    if condition in ("landmark", "none"):
+        context, item, first, last, category = re.fullmatch(
+            r"(.*)\nQ: How many times does (\w+) appear in items (\d+) to (\d+) of (\w+)\? _PAUSE_", prompt, re.DOTALL
+        ).groups()
+        (line,) = [line.replace(MARKER, "") for line in context.split("\n") if line.startswith(f"{category}:")]
+        bracketed = " ".join(line.split()[int(first) : int(last) + 1])
+    else:
+        context, item, category = re.fullmatch(
+            r"(.*)\nQ: How many times does (\w+) appear between the pauses around (\w+)\? _PAUSE_", prompt, re.DOTALL
+        ).groups()
+        (line,) = [line for line in context.split("\n") if line.startswith(f"{category}:")]
+        _, bracketed, _ = line.split(MARKER)
+    assert len(bracketed.split()) < len(line.replace(MARKER, "").split()) - 1, "the whole list is never asked about"
     return f" {bracketed.split().count(item)}"
 
 
-def solve_parity(prompt: str) -> str:
-    bits = re.fullmatch(
-        rf"Bits:([ 01]+?){MARKER}.*\nQ: What is the XOR of all bits before this (?:pause|bar)\? _PAUSE_",
-        prompt,
-    ).group(1)
+def solve_parity(prompt: str, condition: str) -> str:
+    if condition in ("landmark", "none"):
+        bits, marked = re.fullmatch(r"Bits:(.*)\nQ: What is the XOR of the first (\d+) bits\? _PAUSE_", prompt).groups()
+        bits = bits.replace(MARKER, "").split()[: int(marked)]
+    else:
+        form = r"Bits:([ 01]+?) _PAUSE_.*\nQ: What is the XOR of all bits before this pause\? _PAUSE_"
+        bits = re.fullmatch(form, prompt).group(1).split()
     result = 0
-    for bit in bits.split():
+    for bit in bits:
         result ^= int(bit)
     return f" {result}"
 
 
-def solve_copying(prompt: str) -> str:
-    context, first = re.fullmatch(r"(.*)\nQ: Copy the (first )?bracketed text\. _PAUSE_", prompt, re.DOTALL).groups()
-    parts = re.split(MARKER, context)
-    assert len(parts) > 3 if first else len(parts) == 3
-    return parts[1]
+def solve_copying(prompt: str, condition: str) -> str:
+    context, question = re.fullmatch(r"(.*)\nQ: Copy the (.*)\. _PAUSE_", prompt, re.DOTALL).groups()
+    if condition in ("paper", "decoy"):
+        parts = context.split(MARKER)
+        assert question == ("first bracketed text" if condition == "decoy" else "bracketed text")
+        assert len(parts) > 3 if condition == "decoy" else len(parts) == 3
+        return parts[1]
+    if condition == "landmark":
+        pieces = [len(re.findall(r"\w+|[^\w\s]+", part)) for part in context.split(MARKER)[:-1]]
+        assert len(set(pieces)) == 1, "a marker after each line of as many words"
+    words = re.findall(r"\s*(?:\w+|[^\w\s]+)", context.replace(MARKER, ""))
+    if first := re.fullmatch(r"first (\d+) words", question):
+        return "".join(words[: int(first[1])])
+    n, before = re.fullmatch(r"(\d+) words after (.*)", question, re.DOTALL).groups()
+    wanted = re.findall(r"\w+|[^\w\s]+", before)
+    (start,) = [
+        place + len(wanted)
+        for place in range(len(words))
+        if [word.strip() for word in words[place : place + len(wanted)]] == wanted
+        and "".join(words[place : place + len(wanted)]).split() == before.split()
+    ]
+    return "".join(words[start : start + int(n)])
 
 
 SOLVERS = {
@@ -59,16 +94,28 @@ SOLVERS = {
     "parity": solve_parity,
     "copying": solve_copying,
 }
+CONDITIONS = ("paper", "landmark", "none", "decoy")
 
 
 @pytest.mark.parametrize("phase", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("condition", ["paper", "none", "decoy"])
+@pytest.mark.parametrize("condition", CONDITIONS)
 @pytest.mark.parametrize("task", SOLVERS)
 def test_solver_agrees(task, condition, phase, tokenizer, documents, is_thorough):
     data = curriculum.TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)
     for index in range(1000 if is_thorough else 60):
         example = data.sample(index, phase, "test" if index % 50 == 0 else "train")
-        assert SOLVERS[task](example.prompt) == example.completion, (index, example.prompt)
+        assert SOLVERS[task](example.prompt, condition) == example.completion, (index, example.prompt)
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("task", ["list_recall", "segment_counting", "parity"])
+def test_one_list_is_enough(task, condition, tokenizer):
+    if (task, condition) == ("segment_counting", "decoy"):
+        pytest.skip("a decoy needs a second list")
+    data = curriculum.TaskData(task, tokenizer=tokenizer, condition=condition)
+    for index in range(40):
+        example = data.train(index, 128, curriculum.Phase((1, 1), ((3, 6),)))
+        assert SOLVERS[task](example.prompt, condition) == example.completion, (index, example.prompt)
 
 
 PAPER_EXAMPLES = {  # the prompts of the paper's appendix, the text to copy shortened
@@ -110,31 +157,30 @@ FORMATS = {
 def test_prompts_have_the_form_of_the_papers_example(task, tokenizer, documents):
     prompt, completion = PAPER_EXAMPLES[task]
     assert re.fullmatch(FORMATS[task], prompt)
-    assert SOLVERS[task](prompt) == completion
+    assert task == "segment_counting" or SOLVERS[task](prompt, "paper") == completion  # whose example is a whole list
     data = curriculum.TaskData(task, tokenizer=tokenizer, documents=documents)
     for index in range(60):
         assert re.fullmatch(FORMATS[task], data.sample(index, 1 + index % 3, "train").prompt)
 
 
 @pytest.mark.parametrize("task", SOLVERS)
-def test_conditions_differ_in_their_markers_only(task, tokenizer, documents):
-    paper, none, decoy = (
-        curriculum.TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)
-        for condition in ("paper", "none", "decoy")
-    )
+def test_conditions_show_the_same_content(task, tokenizer, documents):
+    shown = {
+        condition: curriculum.TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)
+        for condition in CONDITIONS
+    }
     compared = 0
     for index in range(60):
-        examples = [data.sample(index, 1, "train") for data in (paper, none, decoy)]
-        if task == "copying" and examples[0].completion != examples[2].completion:
-            continue  # without room for a decoy another content is drawn
-        texts = [re.sub(MARKER, "", example.prompt) for example in examples]
-        assert "pause" not in texts[1]
-        assert texts[1].replace("this bar?", "this pause?").replace("the bars", "the pauses") == texts[0]
-        assert texts[2].replace("the first bracketed", "the bracketed") == texts[0]
-        assert [len(example.markers) for example in examples[:2]] == [
-            2 if task in ("list_recall", "parity") else 3,
-            1,
-        ]
-        assert len(examples[2].markers) > len(examples[0].markers)
+        paper, landmark, none, decoy = (data.sample(index, 1, "train") for data in shown.values())
+        if len({one.completion for one in (paper, landmark, none, decoy)}) > 1:
+            continue  # without room for a decoy, or a way to ask, another content is drawn
+        contexts = [one.prompt.replace(MARKER, "").rpartition("\nQ: ")[0] for one in (paper, landmark, none, decoy)]
+        assert contexts[3] == contexts[0]
+        assert contexts[2] == contexts[1] == (contexts[0].rpartition("\n")[0] if task == "list_recall" else contexts[0])
+        assert landmark.prompt.replace(MARKER, "") == none.prompt.replace(MARKER, "")
+        assert len(none.markers) == 1
+        assert "pause" not in none.prompt
+        assert len(paper.markers) == (2 if task in ("list_recall", "parity") else 3)
+        assert len(decoy.markers) > len(paper.markers)
         compared += 1
-    assert compared > 45
+    assert compared > 25

@@ -37,7 +37,7 @@ def _recipe(settings: str, *, of_finetuning: bool) -> Any:
 CORPUS = "builtin, a file or glob (.txt, .jsonl, .gz, .parquet), or hf:NAME:CONFIG"
 TOKENIZER = "gpt2, a folder, or train:N, which trains one of N tokens on the corpus"
 RECORDS = "JSON lines of prompt, markers and completion"
-CONDITIONS = ("paper", "none", "decoy")
+CONDITIONS = ("paper", "landmark", "none", "decoy")
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")]
 ResultFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Append the JSON lines to this file.")]

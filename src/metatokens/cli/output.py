@@ -77,7 +77,7 @@ def check_results_file(out: Path | None) -> None:
             out.unlink()
 
 
-_SHARES = ("exact_match", "token_accuracy", "majority_rate")  # are shown in percent
+_SHARES = ("exact_match", "token_accuracy", "shortcut", "majority_rate")  # are shown in percent
 _FIGURE = ("metric", "value", "low", "high", "n", "chance", "quantiles")
 
 

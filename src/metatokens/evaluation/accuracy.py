@@ -14,13 +14,15 @@ from metatokens.model.configuration import never_generated
 from metatokens.model.positions import check_length, reaches
 from metatokens.recipe import TrainingSettings
 from metatokens.records import Metric, Result
-from metatokens.tasks.curriculum import TaskData, chance, majority_rate
+from metatokens.tasks.curriculum import TaskData, chance
 from metatokens.tasks.example import Example
+from metatokens.tasks.shortcuts import answers
 from metatokens.tasks.store import Encoded
 from metatokens.training.finetune import Collator
 from metatokens.training.trainer import Probe, held_out_loss
 
 METRICS: tuple[Metric, ...] = ("exact_match", "token_accuracy")
+SHORTCUT_PROMPTS = 5_000  # train prompts that a short cut's table is made from
 TEST_SEED = 2026  # of the test examples: one fixed set for all models
 
 
@@ -176,28 +178,42 @@ def evaluate(
     return results
 
 
-def majority_rates(
-    task: str, counts: Mapping[int, int], tokenizer: PreTrainedTokenizerBase, recipe: str | None = None
+def shortcut_rates(
+    task: str,
+    condition: str,
+    counts: Mapping[int, int],
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[str],
+    recipe: str | None = None,
 ) -> list[Result]:
-    """The rate of the commonest answer in the test set of each length: what always giving it would score."""
+    """What each short cut scores on the test set of each length; see `metatokens.tasks.shortcuts`.
+
+    Args:
+        task, condition: which prompts.
+        counts: how many of each length.
+        tokenizer, documents: as for `test_examples`.
+        recipe: what the results are filed under.
+    """
+    source = TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)
+    train = [source.train(index, min(counts)) for index in range(SHORTCUT_PROMPTS)]
     results = []
     for length, count in counts.items():
-        examples = test_examples(task, length, count, tokenizer, condition="paper", documents=())
-        rate, _ = majority_rate([example.completion for example in examples])
-        low, high = wilson_interval(round(rate * count), count)
-        results.append(
-            Result(
-                model="-",
-                task=task,
-                condition="paper",
-                length=length,
-                metric="majority_rate",
-                value=rate,
-                n=count,
-                low=low,
-                high=high,
-                seed=TEST_SEED,
-                recipe=recipe,
+        tests = test_examples(task, length, count, tokenizer, condition=condition, documents=documents)
+        for name, right in answers(task, condition, train, tests).items():
+            low, high = wilson_interval(sum(right), count)
+            results.append(
+                Result(
+                    model=name,
+                    task=task,
+                    condition=condition,
+                    length=length,
+                    metric="shortcut",
+                    value=sum(right) / count,
+                    n=count,
+                    low=low,
+                    high=high,
+                    seed=TEST_SEED,
+                    recipe=recipe,
+                )
             )
-        )
     return results

@@ -19,9 +19,16 @@ from metatokens.analysis.sharpness import sharpness
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
-from metatokens.evaluation.accuracy import evaluate, majority_rates, score, test_examples
+from metatokens.evaluation.accuracy import evaluate, score, shortcut_rates, test_examples
 from metatokens.evaluation.perplexity import held_out_text, perplexity
-from metatokens.experiment.models import Preset, TrainedModel, finetune_recipe, lengths_tested, pretrain_recipe
+from metatokens.experiment.models import (
+    Preset,
+    TrainedModel,
+    drawn_counts,
+    finetune_recipe,
+    lengths_tested,
+    pretrain_recipe,
+)
 from metatokens.experiment.plan import PRETRAINED, Stage, examples_name
 from metatokens.model.checkpoint import fetch_model, load_model, weights_sha256
 from metatokens.model.interventions import Intervention, intervene
@@ -88,7 +95,7 @@ class Runner:
         return Outcome(facts={"corpus": corpus})
 
     def describe_tasks(self, progress: Progress) -> Outcome:
-        """Write an example of each task to `examples.jsonl`, and measure the majority rates."""
+        """Write an example of each task to `examples.jsonl`, and measure what short cuts score."""
         tokenizer = self.tokenizer()
         shortest = min(self.preset.test_counts)
         with (self.out / "examples.jsonl").open("w", encoding="utf-8") as file:
@@ -97,8 +104,11 @@ class Runner:
                     task, shortest, 1, tokenizer, condition="paper", documents=self.documents(task)
                 )[0]
                 file.write(ShownExample.model_validate(example.to_record()).line() + "\n")
-        counts = {**self.preset.test_counts, **self.preset.rope_test_counts}
-        rates = (majority_rates(task, counts, tokenizer, recipe=self.name) for task in ("segment_counting", "parity"))
+        rates = [
+            shortcut_rates(task, condition, counts, tokenizer, self.documents(task), recipe=self.name)
+            for task in self.preset.tasks
+            for condition, counts in drawn_counts(self.preset, task).items()
+        ]
         return Outcome(results=list(chain.from_iterable(rates)))
 
     def draw_tests(self, progress: Progress, *, task: str, condition: str, counts: Mapping[int, int]) -> Outcome:

@@ -150,7 +150,7 @@ def _proportions(inputs: Inputs, versus: Versus, where: Fields, a: Cell | None, 
     one, is_accuracy, guessing = difference(a, b), versus.metric in ("exact_match", "training_gain"), None
     rooms = [a, b]
     if is_accuracy and isinstance(versus.a, dict) and isinstance(versus.b, dict):
-        guessing = inputs.guessing(where["task"], where["length"])
+        guessing = inputs.floor(where["task"], where["length"], where.get("condition", "paper"))
         if versus.room:
             rooms = inputs.cells([{**where, **side, **versus.room} for side in (versus.a, versus.b)])
     is_informative = difference(rooms[0], rooms[1], guessing, is_match=versus.is_match).is_informative
@@ -228,7 +228,10 @@ def _sides(
     ours = inputs.cells([{**where, **a} for where in settings], by)
     if isinstance(b, dict):
         return ours, inputs.cells([{**where, **b} for where in settings], by)
-    bounds = [inputs.guessing(where["task"], where["length"]) if b == "guessing" else float(b) for where in settings]
+    bounds = [
+        inputs.floor(where["task"], where["length"], where.get("condition", "paper")) if b == "guessing" else float(b)
+        for where in settings
+    ]
     return ours, [
         Cell(dict.fromkeys(cell.seeds, Estimate(bound, bound, bound))) if cell else None
         for cell, bound in zip(ours, bounds, strict=True)

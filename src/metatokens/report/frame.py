@@ -168,9 +168,10 @@ class Inputs:
             rows[setting].setdefault(seed, []).append(Estimate.of((value, low, high), int(n), chance))
         return [_cell(seeds) if seeds else None for seeds in rows]
 
-    def guessing(self, task: str, length: int | None) -> float:
-        """What guessing scores: chance, or the rate of the commonest answer where that is higher."""
-        return max(self._chances.get(task, 0.0), self._commonest.get((task, length), 0.0))
+    def floor(self, task: str, length: int | None, condition: str = "paper") -> float:
+        """What is scored without doing the task: by chance, or by the best of the short cuts that were measured."""
+        shortcut = max(self._shortcuts.get((task, length, one), 0.0) for one in (condition, ""))
+        return max(self._chances.get(task, 0.0), shortcut)
 
     @cached_property
     def _by_metric(self) -> dict[str, pd.DataFrame]:
@@ -187,8 +188,12 @@ class Inputs:
         return dict(self.select(metric="exact_match").dropna(subset="chance").groupby("task")["chance"].last())
 
     @cached_property
-    def _commonest(self) -> dict[tuple[str, float | None], float]:
-        return dict(self.select(metric="majority_rate", variant="").groupby(["task", "length"])["value"].last())
+    def _shortcuts(self) -> dict[tuple[str, float | None, str], float]:
+        """The best by task, length and condition; the commonest answer of earlier versions is for every condition."""
+        old = self.select(metric="majority_rate", variant="").assign(condition="")
+        found = pd.concat([self.select(metric="shortcut", variant=""), old])
+        last = found.drop_duplicates(["model", "task", "length", "condition"], keep="last")
+        return dict(last.groupby(["task", "length", "condition"])["value"].max())
 
 
 def load(paths: Sequence[Path]) -> Inputs:

@@ -6,6 +6,9 @@ The paper's example is an excerpt of a novel (appendix "Example Prompts"); a sho
     There _PAUSE_ was hardly a clue _PAUSE_ to be found.
     Q: Copy the bracketed text. _PAUSE_
 
+Without markers that know the answer the question is "Copy the 5 words after There"; a run of punctuation counts as a
+word.
+
 The completion is the bracketed text and nothing else; the paper's adds a full stop.
 """
 
@@ -20,10 +23,18 @@ from metatokens.tasks.example import Content
 
 QUESTION = "Q: Copy the bracketed text."
 DECOY_QUESTION = "Q: Copy the first bracketed text."
-QUESTIONS = [QUESTION, DECOY_QUESTION]
+FIRST_QUESTION = "Q: Copy the first {n} words."
+LANDMARK_QUESTION = "Q: Copy the {n} words after {before}"
+QUESTIONS = [
+    QUESTION,
+    DECOY_QUESTION,
+    *(FIRST_QUESTION.format(n=n) for n in range(3, 26)),
+    "Q: Copy the 3 words after it",
+]
 CHANCE = 0.0
 
 _PIECE = re.compile(r"\s*(?:\w+|[^\w\s]+)")  # a word or a run of punctuation, with the space before it
+_BEFORE = 2  # pieces that say after which place to copy
 _SHORTEST = 3 * 3  # pieces: the smallest m * n of any phase
 
 
@@ -31,18 +42,16 @@ class Excerpts:
     """Excerpts of documents for the task to ask about.
 
     Args:
-        documents: texts; those too short for an excerpt are passed over. They are cut at bars, since a bar
-            stands for a marker in condition `none`.
+        documents: texts; those too short for an excerpt are passed over.
 
     Raises:
         UserError: if no document is long enough for the shortest excerpt.
     """
 
     def __init__(self, documents: Sequence[str]):
-        texts = [text for document in documents for text in document.split("|")]
-        ends = [np.array([match.end() for match in _PIECE.finditer(text)], dtype=np.int32) for text in texts]
-        longest_first = sorted(range(len(texts)), key=lambda i: -len(ends[i]))
-        self._texts = [texts[i] for i in longest_first]
+        ends = [np.array([match.end() for match in _PIECE.finditer(text)], dtype=np.int32) for text in documents]
+        longest_first = sorted(range(len(documents)), key=lambda i: -len(ends[i]))
+        self._texts = [documents[i] for i in longest_first]
         self._ends = [ends[i] for i in longest_first]  # where each piece ends, as character offsets
         lengths = np.array([len(ends[i]) for i in longest_first], dtype=np.int64)  # in pieces
         self._negative_lengths = -lengths  # ascending, as searchsorted wants it
@@ -51,7 +60,7 @@ class Excerpts:
         """Pieces of the longest excerpt there is."""
         if self.longest < _SHORTEST:
             raise UserError(
-                f"copying needs a document of at least {_SHORTEST} words and punctuation marks free of bars; "
+                f"copying needs a document of at least {_SHORTEST} words and punctuation marks; "
                 f"the longest of the {len(documents)} given has {self.longest}."
             )
 
@@ -67,14 +76,21 @@ class Excerpts:
         following = m * n - end
         pairs = min(int(generator.integers(1, 4)), following // 2)
         decoys = (generator.permutation(following)[: 2 * pairs] + end + 1).tolist()
-        gaps = sorted({0, start, end, *decoys, m * n})
+        landmarks = range(n, m * n + 1, n)
+        gaps = sorted({0, start, end, *decoys, *landmarks})
+        before = text[offsets[max(0, start - _BEFORE)] : offsets[start]]
+        is_unique = start == 0 or text[offsets[0] : offsets[-1]].count(before) == 1
+        after = LANDMARK_QUESTION.format(n=n, before=" ".join(before.split())) if start else FIRST_QUESTION.format(n=n)
         return Content(
             pieces=[text[offsets[one] : offsets[next_one]] for one, next_one in pairwise(gaps)],
             markers=(gaps.index(start), gaps.index(end)),
             decoys=tuple(map(gaps.index, decoys)),
+            landmarks=tuple(map(gaps.index, landmarks)),
             question=QUESTION,
             decoy_question=DECOY_QUESTION,
+            landmark_question=after if is_unique else None,
             answer=text[offsets[start] : offsets[end]],
+            key=text,
         )
 
     def _draw_excerpt(self, generator: np.random.Generator, length: int) -> tuple[str, list[int]]:

@@ -1,19 +1,18 @@
-"""Which examples there are: phases, lengths, conditions, and the split into train and test (paper, Table 6).
+"""Which examples there are: phases, lengths, conditions, and the split (paper, Table 6).
 
 An example is a function of its task, condition, seed, index, purpose (train or test, and the length or phase
 asked for), the tokenizer, and for copying the documents; nothing else, so any process can make any of them at
-any time. The conditions of one index show the same content, unless it fits the length in the one and not in
-the other.
+any time. The conditions of one index show the same content, unless it fits the length, or the condition, in the one
+and not in the other.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib import import_module
 from itertools import islice
-from typing import cast, get_args
+from typing import Literal, cast, get_args
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 from metatokens.data.corpus import read_corpus
 from metatokens.data.tokenizer import text_vocab_size
 from metatokens.errors import UserError
-from metatokens.records import MARKER
 from metatokens.tasks import TASKS, copying
 from metatokens.tasks.encoding import SegmentEncoder
 from metatokens.tasks.example import CONDITIONS, Condition, Content, Example, Split, encode_example
@@ -56,6 +54,8 @@ PHASES = {
     4: Phase((15, 20), ((40, 60),)),
     5: Phase((15, 20), ((90, 110),)),
 }
+# Of parity, whose marked bits decide the split: with 10 at most, as in the paper, few would be left to test.
+_PARITY_PHASES = PHASES | {1: Phase((3, 8), ((3, 16),))}
 
 _PHASE_OF_LENGTH = {128: 1, 256: 2, 512: 3, 1024: 4, 2048: 5}
 
@@ -96,6 +96,7 @@ class TaskData:
             raise UserError(f"the seed is {seed}; it must be 0 or more.")
         self._task, self._condition, self._seed = task, cast(Condition, condition), seed
         self._encoder = SegmentEncoder(tokenizer)
+        self._phases = _PARITY_PHASES if task == "parity" else PHASES
         self._vocabulary_size = text_vocab_size(tokenizer)
         self._draw: Callable[[np.random.Generator, int, int], Content]
         self._longest_context = math.inf
@@ -105,17 +106,23 @@ class TaskData:
         else:
             self._draw = _TASKS[task].draw
 
-    def train(self, index: int, train_length: int) -> Example:
+    def train(
+        self, index: int, train_length: int, sizes: Phase | None = None, split: Literal["train", "validation"] = "train"
+    ) -> Example:
         """The index-th training example with a prompt of at most `train_length` tokens.
 
-        Its phase is drawn uniformly from those up to the length's.
+        Args:
+            index: 0 or more.
+            train_length: tokens.
+            sizes: how many lists and items; by default a phase drawn uniformly from those up to the length's.
+            split: `validation` for prompts that are neither trained on nor tested.
 
         Raises:
             UserError: if no such prompt was found.
         """
-        generator = self._generator(index, f"train {train_length}")
-        phase = int(generator.integers(1, phase_of_length(train_length) + 1))
-        return self._find(generator, index, phase, "train", 0, train_length)
+        generator = self._generator(index, f"{split} {train_length}")
+        phase = None if sizes else int(generator.integers(1, phase_of_length(train_length) + 1))
+        return self._find(generator, index, phase, split, 0, train_length, sizes)
 
     def test(self, index: int, length: int) -> Example:
         """The index-th test example of bin `length`: its prompt has (length / 2, length] tokens.
@@ -146,18 +153,19 @@ class TaskData:
         self,
         generator: np.random.Generator,
         index: int,
-        phase: int,
+        phase: int | None,
         split: Split,
         above: int = 0,
         up_to: float = math.inf,
+        sizes: Phase | None = None,
     ) -> Example:
         """Draw contents until one is in the split and its prompt has (above, up_to] tokens."""
         for _ in range(_ATTEMPTS):
-            m, n = PHASES[phase].draw(generator)
+            m, n = (sizes or self._phases[phase or 1]).draw(generator)
             if m * n > min(up_to, self._longest_context):  # a word is one token or more
                 continue
             content = self._draw(generator, m, n)
-            if _split_of(content) != split or (self._condition == "decoy" and not content.decoys):
+            if _split_of(content.key) != split or not content.is_for(self._condition):
                 continue
             example = encode_example(
                 self._encoder,
@@ -172,17 +180,19 @@ class TaskData:
             )
             if above < example.n_tokens <= up_to:
                 return example
+        what = f"of phase {phase}" if sizes is None else f"of {sizes.lists} lists and {sizes.lengths} items"
         length = f" and {above + 1:,} to {up_to:,} tokens" if up_to < math.inf else ""
         documents = f", documents of {self._longest_context:,} words" if self._task == "copying" else ""
         raise UserError(
-            f"no {self._task} prompt of phase {phase}{length} was found in {_ATTEMPTS:,} attempts "
+            f"no {self._task} prompt {what}{length} was found in {_ATTEMPTS:,} attempts "
             f"(vocabulary of {self._vocabulary_size:,} entries{documents}); try another length or tokenizer."
         )
 
 
-def _split_of(content: Content) -> Split:
-    """A tenth of all contents is for testing, whatever the condition shown."""
-    return "train" if _stable_hash(MARKER.join(content.segments("paper"))) % 10 else "test"
+def _split_of(key: str) -> Split:
+    """A tenth of all keys is for testing, a tenth for validation, whatever the condition shown."""
+    splits: dict[int, Split] = {0: "test", 1: "validation"} if key else {}
+    return splits.get(_stable_hash(key) % 10, "train")
 
 
 def _stable_hash(text: str) -> int:
@@ -208,10 +218,3 @@ def task_texts() -> list[str]:
 def chance(task: str) -> float | None:
     """Exact match of blind guessing among the answers a question allows; None where their number varies."""
     return _TASKS[task].CHANCE
-
-
-def majority_rate(answers: Iterable[str]) -> tuple[float, str]:
-    """The exact match of always giving the most frequent answer, and that answer."""
-    counts = Counter(answers)
-    answer = min(counts, key=lambda a: (-counts[a], a))
-    return counts[answer] / counts.total(), answer

@@ -20,42 +20,58 @@ from metatokens.errors import UserError
 from metatokens.records import MARKER
 from metatokens.tasks.encoding import SegmentEncoder
 
-Condition = Literal["paper", "none", "decoy"]
+Condition = Literal["paper", "landmark", "none", "decoy"]
 CONDITIONS: tuple[Condition, ...] = get_args(Condition)
-Split = Literal["train", "test"]
+Split = Literal["train", "validation", "test"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What a task asks, before a condition decides which markers are shown.
+    """What a task asks, before a condition decides what is shown of it, and with which markers.
 
     A gap g is the place before piece g; gap len(pieces) is the end of the context.
     """
 
     pieces: Sequence[str]
     """The context's text, cut wherever a marker could stand."""
+    repeated: Sequence[str] = ()
+    """What follows where markers know the answer: in list recall, the list that is asked about once more."""
     markers: tuple[int, ...]
-    """The gaps of the meta-tokens that the question is about, ascending."""
+    """The gaps, of pieces and repeated ones, of the meta-tokens that the question is about, ascending."""
     decoys: tuple[int, ...]
-    """The gaps of further meta-tokens that leave the answer unchanged, in any order."""
+    """The gaps, of the same, of further meta-tokens that leave the answer unchanged, in any order."""
+    landmarks: tuple[int, ...]
+    """The gaps of the meta-tokens that know nothing of the question: one after each line."""
     question: str
     decoy_question: str | None = None
     """The question in condition `decoy`, where it differs."""
+    landmark_question: str | None
+    """The question that needs no marker, where there is one."""
     answer: str
+    key: str
+    """What decides the answer: contents with the same key are in the same split, and those without one in train."""
+
+    def is_for(self, condition: Condition) -> bool:
+        """Whether it can be shown in that condition."""
+        if condition == "decoy":
+            return bool(self.decoys)
+        return condition == "paper" or self.landmark_question is not None
 
     def segments(self, condition: Condition) -> tuple[str, ...]:
         """The prompt's text segments. There is a meta-token at each join; the last one ends the prompt."""
-        if condition == "none":
-            context, question = [" |".join(self._cut(self.markers))], self.question.replace("pause", "bar")
+        if condition in ("landmark", "none"):
+            context = self._cut(self.pieces, self.landmarks if condition == "landmark" else ())
+            question = self.landmark_question
         elif condition == "decoy":
-            context = self._cut(sorted(self.markers + self.decoys))
+            context = self._cut([*self.pieces, *self.repeated], sorted({*self.markers, *self.decoys}))
             question = self.decoy_question or self.question
         else:
-            context, question = self._cut(self.markers), self.question
+            context, question = self._cut([*self.pieces, *self.repeated], self.markers), self.question
         return (*context[:-1], f"{context[-1]}\n{question}", "")
 
-    def _cut(self, gaps: Sequence[int]) -> list[str]:
-        return ["".join(self.pieces[start:end]) for start, end in pairwise((0, *gaps, len(self.pieces)))]
+    @staticmethod
+    def _cut(pieces: Sequence[str], gaps: Sequence[int]) -> list[str]:
+        return ["".join(pieces[start:end]) for start, end in pairwise((0, *gaps, len(pieces)))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,3 +55,8 @@ def list_pieces(names: list[str], lists: list[list[str]]) -> list[str]:
         pieces.append(f"\n{name}:" if pieces else f"{name}:")
         pieces += items
     return pieces
+
+
+def line_ends(m: int, n: int) -> tuple[int, ...]:
+    """The gaps after each line of `list_pieces`."""
+    return tuple((line + 1) * (n + 1) for line in range(m))

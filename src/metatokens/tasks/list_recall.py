@@ -14,7 +14,7 @@ example: the question is positional, and the meta-token stands right after the i
 import numpy as np
 
 from metatokens.tasks.example import Content
-from metatokens.tasks.inventory import INVENTORY, draw_lists, list_pieces
+from metatokens.tasks.inventory import INVENTORY, draw_lists, line_ends, list_pieces
 
 QUESTION = "Q: What is item {place} of {category}?"
 QUESTIONS = [QUESTION.format(place=place, category=category) for place, category in enumerate(INVENTORY, start=1)]
@@ -24,20 +24,26 @@ CHANCE = 0.1  # a category has ten items
 def draw(generator: np.random.Generator, m: int, n: int) -> Content:
     """Draw m lists of n items, then the target list once more with the meta-token after the item asked for.
 
-    Decoys: one meta-token at a random place in each of some lines of other categories.
+    Decoys: one meta-token at a random place in each of some lines of other categories, and one more in the repeated
+    line. Without markers that know the answer nothing is repeated.
     """
     names, lists = draw_lists(generator, m, n)
     target = int(generator.integers(m))
     asked = int(generator.integers(n))
-    others = [line for line in generator.permutation(m).tolist() if line != target]
-    decoyed = others[: generator.integers(1, m)]
-    places = generator.integers(n, size=len(decoyed)).tolist()
+    decoyed = [line for line in generator.permutation(m).tolist() if line != target][: generator.integers(1, m + 1)]
+    places = [*zip(decoyed, generator.integers(n, size=len(decoyed)).tolist(), strict=True)]
+    if n > 1:
+        places.append((m, (asked + int(generator.integers(1, n))) % n))
     return Content(
-        pieces=list_pieces([*names, names[target]], [*lists, lists[target]]),
+        pieces=list_pieces(names, lists),
+        repeated=[f"\n{names[target]}:", *lists[target]],
         markers=(_gap_after(m, asked, n),),
-        decoys=tuple(_gap_after(line, item, n) for line, item in zip(decoyed, places, strict=True)),
+        decoys=tuple(_gap_after(line, item, n) for line, item in places),
+        landmarks=line_ends(m, n),
         question=QUESTION.format(place=asked + 1, category=names[target]),
+        landmark_question=QUESTION.format(place=asked + 1, category=names[target]),
         answer=lists[target][asked],
+        key=" ".join([*names, *(item for row in lists for item in row), str(target), str(asked)]),
     )
 
 

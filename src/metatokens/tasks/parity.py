@@ -11,23 +11,30 @@ import numpy as np
 from metatokens.tasks.example import Content
 
 QUESTION = "Q: What is the XOR of all bits before this pause?"
-QUESTIONS = [QUESTION]
+LANDMARK_QUESTION = "Q: What is the XOR of the first {marked} bits?"
+QUESTIONS = [QUESTION, *(LANDMARK_QUESTION.format(marked=marked) for marked in range(1, 26))]
 CHANCE = 0.5
+_FEWEST = 6  # bits: there are so few shorter sequences that all of them are trained on
 
 
 def draw(generator: np.random.Generator, m: int, n: int) -> Content:
     """Draw m * n bits, with the meta-token after the first 1 to n of them.
 
     The paper draws the marked length "phase-dependently" and refers to the list tasks' schedule, so m lists
-    of n items become m * n bits. Decoys: one to three meta-tokens further on.
+    of n items become m * n bits. Decoys: one to three meta-tokens further on. The key leaves out the first and the last
+    of the marked bits: the few sequences of a split that are short would give the answer away to whoever reads one bit.
     """
     bits = generator.integers(2, size=m * n).tolist()
     marked = int(generator.integers(1, n + 1))
     later = generator.permutation(m * n - marked)[: generator.integers(1, 4)]
+    words = [f" {bit}" for bit in bits]
     return Content(
-        pieces=["Bits:", *(" 1" if bit else " 0" for bit in bits)],
+        pieces=["Bits:", *words],
         markers=(marked + 1,),
         decoys=tuple((later + marked + 2).tolist()),
+        landmarks=tuple(range(n + 1, m * n + 2, n)),
         question=QUESTION,
+        landmark_question=LANDMARK_QUESTION.format(marked=marked),
         answer=f" {sum(bits[:marked]) % 2}",
+        key="".join(words[1 : marked - 1]) if marked >= _FEWEST else "",
     )

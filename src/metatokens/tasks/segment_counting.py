@@ -8,49 +8,60 @@ One example of phase 1 (paper, appendix "Example Prompts"); the completion is " 
     Q: How many times does wrench appear between the pauses around Tools? _PAUSE_
 """
 
-from collections import defaultdict
-
 import numpy as np
 
 from metatokens.tasks.example import Content
-from metatokens.tasks.inventory import INVENTORY, draw_lists, list_pieces
+from metatokens.tasks.inventory import INVENTORY, draw_lists, line_ends, list_pieces
 
 QUESTION = "Q: How many times does {item} appear between the pauses around {category}?"
-QUESTIONS = [QUESTION.format(item=items[0], category=category) for category, items in INVENTORY.items()]
+LANDMARK_QUESTION = "Q: How many times does {item} appear in items {first} to {last} of {category}?"
+QUESTIONS = [
+    form.format(item=items[0], category=category, first=place, last=place + 1)
+    for form in (QUESTION, LANDMARK_QUESTION)
+    for place, (category, items) in enumerate(INVENTORY.items(), start=1)
+]
 CHANCE = None  # the number of possible counts varies
+_MOST = 5  # occurrences in the segment, and as many outside it
 
 
 def draw(generator: np.random.Generator, m: int, n: int) -> Content:
     """Draw m lists of n items, a segment of one of them, and an item of its category, which may occur or not.
 
-    The counts that the category's items have are equally likely, so that a frequent one cannot stand in for
-    counting. Decoys: a bracketed segment in each of some of the other lists.
+    How often it occurs is uniform in the segment, and in the rest of the list too, so that neither the commonest
+    count nor the whole list's is often right. Segments of all lengths but the list's own are equally likely. Decoys:
+    a bracketed segment in each of some of the other lists.
     """
     names, lists = draw_lists(generator, m, n)
     target = int(generator.integers(m))
     start, end = _draw_segment(generator, n)
-    segment = lists[target][start:end]
-    items_by_count: dict[int, list[str]] = defaultdict(list)
-    for item in INVENTORY[names[target]]:
-        items_by_count[segment.count(f" {item}")].append(item)
-    count = sorted(items_by_count)[generator.integers(len(items_by_count))]
-    items = items_by_count[count]
-    item = items[generator.integers(len(items))]
-    others = [line for line in generator.permutation(m).tolist() if line != target]
-    decoyed = others[: generator.integers(1, m)]
+    segment, rest = range(start, end), [*range(start), *range(end, n)]
+    items = [f" {item}" for item in INVENTORY[names[target]]]
+    item = items.pop(generator.integers(len(items)))
+    count, outside = (int(generator.integers(min(_MOST, len(places)) + 1)) for places in (segment, rest))
+    row = [items[i] for i in generator.integers(len(items), size=n)]
+    for places, times in ((segment, count), (rest, outside)):
+        for place in generator.permutation(places)[:times].tolist():
+            row[place] = item
+    lists[target] = row
+    decoyed = [line for line in generator.permutation(m).tolist() if line != target][: generator.integers(1, m + 1)]
+    about = {"item": item.strip(), "category": names[target], "first": start + 1, "last": end}
     return Content(
         pieces=list_pieces(names, lists),
         markers=_gaps(target, (start, end), n),
         decoys=tuple(gap for line in decoyed for gap in _gaps(line, _draw_segment(generator, n), n)),
-        question=QUESTION.format(item=item, category=names[target]),
+        landmarks=line_ends(m, n),
+        question=QUESTION.format(**about),
+        landmark_question=LANDMARK_QUESTION.format(**about),
         answer=f" {count}",
+        key=" ".join([*names, *(item for row in lists for item in row), *map(str, about.values())]),
     )
 
 
 def _draw_segment(generator: np.random.Generator, n: int) -> tuple[int, int]:
-    """Any of the n * (n + 1) / 2 segments of a list, as (first item, one past the last)."""
-    start, end = sorted(generator.permutation(n + 1)[:2].tolist())
-    return start, end
+    """A segment of a list, shorter than it, as (first item, one past the last)."""
+    length = int(generator.integers(1, max(n, 2)))
+    start = int(generator.integers(n - length + 1))
+    return start, start + length
 
 
 def _gaps(line: int, segment: tuple[int, int], n: int) -> tuple[int, int]:

@@ -130,7 +130,9 @@ def span(ends: Iterable[str]) -> str:
 def _measured(inputs: Inputs, where: Fields, cells: Iterable[Cell | None]) -> Row:
     """What guessing scores, and the prompts of each seed's figure: see `_MEASURED`."""
     n = counts(cells)
-    return NOT_YET if n == NOT_YET else percent(inputs.guessing(where["task"], where["length"])), n
+    return NOT_YET if n == NOT_YET else percent(
+        inputs.floor(where["task"], where["length"], where.get("condition", "paper"))
+    ), n
 
 
 def _batches(cells: Sequence[Cell | None], size: int) -> list[Sequence[Cell | None]]:

@@ -1,0 +1,217 @@
+"""Short cuts: rules that answer prompts without doing what the task asks. A model has learned a task above them.
+
+They read the prompt's text, as a model does. A rule is a function of it; a table gives each of its keys the answer that
+is commonest among train prompts, and to a key that it has not seen the commonest answer of all.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from metatokens.data.prompts import split_at
+from metatokens.tasks.example import Example
+
+_MARK = "\x00"  # stands for a meta-token in a prompt that is cut into words
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, cut up for rules to read."""
+
+    segments: tuple[str, ...]
+    """The text between the meta-tokens."""
+
+    @cached_property
+    def text(self) -> str:
+        """The context, with marks where meta-tokens stand."""
+        return f" {_MARK}".join(self.segments[:-1]).rpartition("\nQ: ")[0]
+
+    @cached_property
+    def question(self) -> str:
+        """What is asked."""
+        return self.segments[-2].rpartition("\nQ: ")[2]
+
+    @cached_property
+    def lines(self) -> list[list[str]]:
+        """The words of each line of the context, marks left out."""
+        return [line.replace(_MARK, "").split() for line in self.text.split("\n")]
+
+    def line_of(self, category: str) -> list[str]:
+        """The items of a category's list."""
+        return next((line[1:] for line in self.lines if line and line[0] == f"{category}:"), [])
+
+    def before_mark(self, number: int) -> list[str]:
+        """The words of the context before a meta-token, counted as list indices are."""
+        parts = self.text.split(_MARK)[:-1]
+        end = len(parts) + number if number < 0 else number
+        return "".join(parts[: end + 1]).split() if 0 <= end < len(parts) else []
+
+    @cached_property
+    def between_marks(self) -> str:
+        """The text between the first two meta-tokens of the context."""
+        parts = self.text.split(_MARK)
+        return parts[1].removesuffix(" ") if len(parts) > 2 else ""
+
+
+Rule = Callable[[Prompt], str | None]
+Table = Callable[[Prompt], Hashable]
+
+
+def _constant(prompt: Prompt) -> Hashable:
+    return None
+
+
+# --- list recall
+
+
+def _asked_place(prompt: Prompt) -> tuple[int, str]:
+    found = re.match(r"What is item (\d+) of (\w+)", prompt.question)
+    assert found
+    return int(found[1]), found[2]
+
+
+def _word_before_last_mark(prompt: Prompt) -> str | None:
+    words = prompt.before_mark(-1)
+    return words[-1] if words else None
+
+
+def _word_of_last_line(prompt: Prompt) -> str | None:
+    place, _ = _asked_place(prompt)
+    return (prompt.lines[-1] + [""] * place)[place]
+
+
+def _word_of_first_line(prompt: Prompt) -> str | None:
+    place, _ = _asked_place(prompt)
+    return (prompt.lines[0] + [""] * place)[place]
+
+
+def _commonest_of_list(prompt: Prompt) -> str | None:
+    counts = Counter(prompt.line_of(_asked_place(prompt)[1]))
+    return counts.most_common(1)[0][0] if counts else None
+
+
+# --- segment counting
+
+
+def _asked_item(prompt: Prompt) -> tuple[str, str]:
+    found = re.match(r"How many times does (\w+) appear .* (\w+)\?", prompt.question)
+    assert found
+    return found[1], found[2]
+
+
+def _segment(prompt: Prompt) -> list[str]:
+    """The items that are asked about."""
+    _, category = _asked_item(prompt)
+    if found := re.search(r"in items (\d+) to (\d+) of", prompt.question):
+        return prompt.line_of(category)[int(found[1]) - 1 : int(found[2])]
+    line = next(line for line in prompt.text.split("\n") if line.startswith(f"{category}:"))
+    return line.split(_MARK)[1].split()
+
+
+def _presence(prompt: Prompt) -> str:
+    return str(int(_asked_item(prompt)[0] in _segment(prompt)))
+
+
+def _in_whole_list(prompt: Prompt) -> int:
+    item, category = _asked_item(prompt)
+    return prompt.line_of(category).count(item)
+
+
+def _whole_list_and_segments_length(prompt: Prompt) -> Hashable:
+    return _in_whole_list(prompt), len(_segment(prompt))
+
+
+# --- parity
+
+
+def _bits(prompt: Prompt) -> list[str]:
+    return prompt.lines[0][1:]
+
+
+def _xor(bits: Sequence[str]) -> str:
+    return str(bits.count("1") % 2)
+
+
+def _bits_before_first_mark(prompt: Prompt) -> tuple[str, ...]:
+    return tuple(prompt.before_mark(0)[1:])
+
+
+def _marked_bits(prompt: Prompt) -> tuple[str, ...]:
+    found = re.search(r"the first (\d+) bits", prompt.question)
+    return tuple(_bits(prompt)[: int(found[1])]) if found else _bits_before_first_mark(prompt)
+
+
+_RULES: Mapping[str, Mapping[str, Rule]] = {
+    "list_recall": {
+        "the word before the last marker": _word_before_last_mark,
+        "the word of that number in the last line": _word_of_last_line,
+        "the word of that number in the first line": _word_of_first_line,
+        "the commonest word of the list asked for": _commonest_of_list,
+    },
+    "segment_counting": {
+        "1 if the item is in the segment, else 0": _presence,
+        "the count in the whole list": lambda prompt: str(_in_whole_list(prompt)),
+        "the count in the whole list, less one": lambda prompt: str(_in_whole_list(prompt) - 1),
+    },
+    "parity": {
+        "the last bit that is asked about": lambda prompt: _marked_bits(prompt)[-1],
+        "the opposite of the last bit that is asked about": lambda prompt: _xor([_marked_bits(prompt)[-1], "1"]),
+        "the XOR of all bits": lambda prompt: _xor(_bits(prompt)),
+    },
+    "copying": {},
+}
+_TABLES: Mapping[str, Mapping[str, Table]] = {
+    "list_recall": {"the commonest answer": _constant},
+    "segment_counting": {
+        "the commonest answer": _constant,
+        "a table of the whole list's count and the segment's length": _whole_list_and_segments_length,
+    },
+    "parity": {"the commonest answer": _constant, "a table of the bits that are asked about": _marked_bits},
+    "copying": {"the commonest answer": _constant},
+}
+# Rules that are short cuts where no marker knows the answer, and the task itself elsewhere.
+_LANDMARK_RULES: Mapping[str, Mapping[str, Rule]] = {
+    "parity": {"the XOR of the bits before the first marker": lambda prompt: _xor(_bits_before_first_mark(prompt))},
+    "copying": {"the text between the first two markers": lambda prompt: prompt.between_marks},
+}
+
+
+def answers(task: str, condition: str, train: Sequence[Example], test: Sequence[Example]) -> dict[str, list[bool]]:
+    """Of each short cut, which test prompts it answers.
+
+    Args:
+        task: one of the four tasks.
+        condition: in which the prompts are shown.
+        train: prompts that tables are made from.
+        test: prompts that are answered.
+    """
+    prompts, asked = [_prompt(one) for one in train], [_prompt(one) for one in test]
+    truth = [one.completion.strip() for one in test]
+    found: dict[str, list[bool]] = {}
+    for name, rule in _rules(task, condition).items():
+        found[name] = [rule(prompt) == answer for prompt, answer in zip(asked, truth, strict=True)]
+    known = [one.completion.strip() for one in train]
+    for name, key in _TABLES[task].items():
+        counts: dict[Hashable, Counter[str]] = defaultdict(Counter)
+        for prompt, answer in zip(prompts, known, strict=True):
+            counts[key(prompt)][answer] += 1
+        commonest = Counter(known)
+        best = {one: _commonest(own) for one, own in counts.items()}
+        guess = _commonest(commonest)
+        found[name] = [best.get(key(prompt), guess) == answer for prompt, answer in zip(asked, truth, strict=True)]
+    return found
+
+
+def _rules(task: str, condition: str) -> dict[str, Rule]:
+    further = _LANDMARK_RULES.get(task, {}) if condition == "landmark" else {}
+    return {**_RULES[task], **further}
+
+
+def _commonest(counts: Counter[str]) -> str:
+    return min(counts, key=lambda answer: (-counts[answer], answer))
+
+
+def _prompt(example: Example) -> Prompt:
+    return Prompt(split_at(example.prompt, example.markers))
