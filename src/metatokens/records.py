@@ -24,7 +24,7 @@ QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # that a measurement give
 PACKED = ".gz"  # what a compressed file has at its name's end
 _GZIP = b"\x1f\x8b"  # begins what is compressed, and no text
 
-# "shortcut" is what a rule that does not do the task scores; "majority_rate", of earlier versions, the commonest answer.
+# A "shortcut" is a rule that does not do the task; of earlier versions the "majority_rate", of the commonest answer.
 Metric = Literal["exact_match", "token_accuracy", "perplexity", "shortcut", "majority_rate"]
 Analysis = Literal["sharpness", "residual", "rate_distortion"]
 AnalysisMetric = Literal[

@@ -1,8 +1,7 @@
 """Accuracy against greedy generation, token by token, and the fixed test set."""
 
 import dataclasses
-import math
-from collections import Counter
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
-from metatokens.evaluation.accuracy import TEST_SEED, evaluate, majority_rates, score, test_examples
+from metatokens.evaluation.accuracy import TEST_SEED, evaluate, score, shortcut_rates, test_examples
 from metatokens.model.checkpoint import load_model
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.tasks.curriculum import TASKS
@@ -28,7 +27,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def documents(small_corpus: Path) -> list[str]:
-    return [small_corpus.read_text()]
+    return [small_corpus.read_text(), *small_corpus.read_text().split("\n\n")]
 
 
 def greedy(model: MetaGPT2ForCausalLM, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -225,17 +224,23 @@ def test_a_prompt_is_never_cut(small_model: Callable[..., Path], small_store: To
         score(model, examples)
 
 
-def test_majority_rates(small_store: TokenStore) -> None:
-    results = majority_rates("segment_counting", {64: 30, 128: 20}, small_store.tokenizer, recipe="demo")
-    assert [(r.length, r.n, r.metric, r.model) for r in results] == [
-        (64, 30, "majority_rate", "-"),
-        (128, 20, "majority_rate", "-"),
-    ]
-    for result in results:
-        examples = test_examples(
-            "segment_counting", result.length, result.n, small_store.tokenizer, condition="paper", documents=()
+def test_shortcut_rates(small_store: TokenStore) -> None:
+    asked = ("segment_counting", "paper", {64: 30, 128: 20}, small_store.tokenizer, ())
+    results = shortcut_rates(*asked, recipe="demo")
+    assert {(one.length, one.n, one.metric, one.condition) for one in results} == {
+        (64, 30, "shortcut", "paper"),
+        (128, 20, "shortcut", "paper"),
+    }
+    for one in (one for one in results if one.model == "the count in the whole list"):
+        assert one.length is not None
+        tests = test_examples(
+            "segment_counting", one.length, one.n, small_store.tokenizer, condition="paper", documents=()
         )
-        commonest = max(Counter(example.completion for example in examples).values())
-        assert result.value == pytest.approx(commonest / result.n)
-        assert result.low < result.value < result.high
-        assert not math.isclose(result.value, 1)
+        right = 0
+        for example in tests:
+            item, category = re.findall(r"does (\w+) .* (\w+)\?", example.prompt)[0]
+            line = example.prompt.split(f"{category}:")[1].split("\n")[0]
+            right += line.split().count(item) == int(example.completion)
+        assert one.value == pytest.approx(right / one.n)
+        assert one.low is not None
+        assert one.low < right / one.n + 1e-9

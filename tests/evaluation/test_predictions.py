@@ -27,7 +27,9 @@ def test_predictions_are_those_of_greedy_generation(
 ) -> None:
     monkeypatch.setattr("metatokens.evaluation.predictions.TOKENS_A_BATCH", 200)
     tokenizer, model = small_store.tokenizer, load_model(small_model(**changes)).eval()
-    examples = draw_tests("copying", 48, 12, tokenizer, condition="paper", documents=[small_corpus.read_text()])
+    examples = draw_tests(
+        "copying", 48, 12, tokenizer, condition="paper", documents=small_corpus.read_text().split("\n\n")
+    )
     examples = some_answered_right(model, examples)
     predictions = list(predict(model, examples, tokenizer))
     (exact, _) = evaluate(model, {64: examples}, task="copying", name="it")

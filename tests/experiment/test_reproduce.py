@@ -72,23 +72,22 @@ def test_the_result_lines(undisturbed: Path) -> None:
     perplexities = [(result.n, result.chance) for result in found(metric="perplexity")]
     assert len(perplexities) == 3
     assert len(set(perplexities)) == 1  # the same text tokens for all
-    assert [(result.task, result.length) for result in found(metric="majority_rate")] == [
-        ("segment_counting", 64),
-        ("segment_counting", 128),
-        ("parity", 64),
-        ("parity", 128),
-    ]
-    assert len(results) == 3 + 2 * 2 * 2 * 2 + 4
+    shortcuts = found(metric="shortcut")
+    assert {(one.task, one.condition, one.length, one.n) for one in shortcuts} == {
+        ("parity", condition, length, n) for condition in ("paper", "decoy") for length, n in ((64, 4), (128, 3))
+    }
+    assert "the XOR of all bits" in {one.model for one in shortcuts}
+    assert len(results) == 3 + 2 * 2 * 2 * 2 + len(shortcuts)
     assert {result.recipe for result in results} == {"tiny"}
 
 
-def test_guessing_is_measured_at_every_length_that_some_model_is_tested_at(
+def test_shortcuts_are_measured_at_every_length_that_some_model_is_tested_at(
     undisturbed: Path, small_corpus: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(undisturbed / "tokens", tmp_path / "tokens")
     sizes = replace(tiny_preset.tiny(str(small_corpus)), rope_test_counts={192: 2})
     found = Runner(tmp_path, "tiny", sizes).describe_tasks(lambda fraction: None).results
-    assert {(one.task, one.length) for one in found} >= {("segment_counting", 192), ("parity", 192)}
+    assert ("parity", 192) in {(one.task, one.length) for one in found}
 
 
 def test_curves_examples_and_provenance_are_what_the_report_reads(undisturbed: Path) -> None:

@@ -80,7 +80,7 @@ def test_solvers_agree(
 ) -> None:
     data = TaskData(task, tokenizer=small_store.tokenizer, condition=condition, seed=seed)
     example = data.sample(index, phase, split)
-    assert SOLVERS[task](example.prompt) == example.completion
+    assert SOLVERS[task](example.prompt, condition) == example.completion
     assert list(example.input_ids).count(small_store.manifest.meta_token_id) == len(example.markers)
 
 
@@ -91,7 +91,7 @@ def test_solvers_agree(
     seed=st.integers(-2, 2**70),
     phase=st.integers(-1, 7),
     split=st.sampled_from(["train", "test"]) | TEXT,
-    documents=st.lists(TEXT, max_size=2),
+    documents=st.lists(TEXT, max_size=4),
 )
 def test_any_arguments(
     task: str,
@@ -118,7 +118,8 @@ def test_copying_from_any_document(
 ) -> None:
     tokenizer, meta = small_store.tokenizer, small_store.manifest.meta_token_id
     with clean():
-        data = TaskData("copying", tokenizer=tokenizer, condition=condition, documents=[" ".join(words * 3)])
+        documents = [" ".join(words * times) for times in (3, 2, 1)]
+        data = TaskData("copying", tokenizer=tokenizer, condition=condition, documents=documents)
         example = data.sample(index, 1, "train")
         prompt = example.input_ids[: example.answer_start]
         assert list(prompt).count(meta) == len(example.markers)

@@ -63,7 +63,7 @@ def test_what_stands_in_a_block_is_so_of_each_of_its_claims() -> None:
 def test_lengths_are_the_papers_at_a_presets_scale() -> None:
     for scale in (1, 4):
         found = {one.text: one.versus for one in chain.from_iterable(claims(scale).values())}
-        assert {one.scale for one in found["YaRN: exact match above guessing at twice the window"]} == {scale}
+        assert {one.scale for one in found["YaRN: exact match above the floor at twice the window"]} == {scale}
         assert {one.scale for one in found["meta beats gpt2 up to 512 tokens"]} == {1}
 
 

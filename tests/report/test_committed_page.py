@@ -52,7 +52,7 @@ def test_accuracies_by_length(number: int, task: str) -> None:
     cells_of = shown(f"{name} (Table {number}): answers exactly right, %")
     compared = 0
     for label, cells in cells_of.items():
-        if label in ("guessing", "n"):
+        if label in ("floor", "n"):
             continue
         model, position, trained = label.split(", ")
         own: Line = {"model": model, "position_embedding": position, "train_length": int(trained)}

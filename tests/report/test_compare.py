@@ -75,7 +75,7 @@ def test_what_was_not_run_has_no_difference(read: Read, lines: list[Line]) -> No
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "guessing", "is_match", "is_informative"),
+    ("a", "b", "floor", "is_match", "is_informative"),
     [
         (0.12, 0.10, 0.0, False, False),  # both at chance, which is 0.1
         (0.12, 0.10, 0.0, True, False),
@@ -89,15 +89,15 @@ def test_what_was_not_run_has_no_difference(read: Read, lines: list[Line]) -> No
         (1.00, 0.976, 0.0, False, True),
     ],
 )
-def test_figures_at_guessing_or_at_the_top_tell_nothing(
-    read: Read, a: float, b: float, guessing: float, is_match: bool, is_informative: bool
+def test_figures_at_floor_or_at_the_top_tell_nothing(
+    read: Read, a: float, b: float, floor: float, is_match: bool, is_informative: bool
 ) -> None:
-    rates = [majority(guessing, "list_recall", 512), majority(1.0, "list_recall", 128)]
+    rates = [majority(floor, "list_recall", 512), majority(1.0, "list_recall", 128)]
     inputs = read([*of_seeds("meta", a), *of_seeds("gpt2", b), *rates])
     assert only(inputs, "meta", "gpt2", is_match=is_match).is_informative == is_informative
 
 
-def test_within_two_points_of_guessing_is_at_guessing(read: Read) -> None:
+def test_within_two_points_of_floor_is_at_floor(read: Read) -> None:
     low = wilson(0.15, 500)[0]
     for rate, is_informative in ((low - 0.021, True), (low - 0.019, False)):
         inputs = read([*of_seeds("meta", 0.15), *of_seeds("gpt2", 0.1), majority(rate, "list_recall", 512)])
@@ -107,7 +107,7 @@ def test_within_two_points_of_guessing_is_at_guessing(read: Read) -> None:
 def test_a_bound_is_compared_with_every_seed(read: Read) -> None:
     inputs = read([*of_seeds("meta", 0.9, 0.7), majority(0.3, "list_recall", 512)])
     low, high = ends(0.9, 0.7)
-    for bound, value in {0.75: 0.75, "guessing": 0.3}.items():
+    for bound, value in {0.75: 0.75, "floor": 0.3}.items():
         one = only(inputs, "meta", bound)
         assert one.gap == pytest.approx((0.8 - value, low - value, high - value))
         assert one.by_seed == pytest.approx((0.9 - value, 0.7 - value))

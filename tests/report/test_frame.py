@@ -160,9 +160,9 @@ def test_seeds_that_all_cells_have(read: Read) -> None:
     assert [one_seed(cells), one_seed(shared(cells))] == ["", " (seed 0)"]
 
 
-def test_guessing_is_chance_or_the_commonest_answer(read: Read) -> None:
+def test_the_floor_is_chance_or_the_best_short_cut(read: Read) -> None:
     inputs = read([accuracy(0.5), majority(0.25, "list_recall", 512), majority(0.05, "list_recall", 128)])
-    guesses = [inputs.guessing("list_recall", length) for length in (512, 128, 64)] + [inputs.guessing("copying", 128)]
+    guesses = [inputs.floor("list_recall", length) for length in (512, 128, 64)] + [inputs.floor("copying", 128)]
     assert guesses == [0.25, 0.1, 0.1, 0.0]
 
 

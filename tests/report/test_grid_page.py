@@ -29,15 +29,15 @@ def with_interval(*values: float) -> str:
     return f"{100 * fmean(values):.1f} ({low:.1f}\u2013{high:.1f})"
 
 
-def test_guessing_and_n_are_below_or_beside(text: str) -> None:
+def test_floor_and_n_are_below_or_beside(text: str) -> None:
     rows = table(text, "Parity (Table 9)")
-    assert rows["guessing"] | rows["n (prompts a seed)"] == dict.fromkeys(rows["guessing"], "500")
-    assert set(rows["guessing"].values()) == {"52.0"}  # the commonest answer, above chance
+    assert rows["floor"] | rows["n (prompts a seed)"] == dict.fromkeys(rows["floor"], "500")
+    assert set(rows["floor"].values()) == {"52.0"}  # the commonest answer, above chance
     row = table(text, "What each addition brings")["Parity, 512 \u2192 512"]
-    assert (row["guessing"], row["n (prompts a seed)"]) == ("52.0", "500")
+    assert (row["floor"], row["n (prompts a seed)"]) == ("52.0", "500")
     tokens = table(text, "List recall: answer tokens right")
     assert list(tokens)[-1] == "n (tokens a seed)"
-    assert "guessing" not in tokens
+    assert "floor" not in tokens
 
 
 def test_differences_are_of_the_seeds_that_both_have(text: str) -> None:

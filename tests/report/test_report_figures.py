@@ -66,9 +66,9 @@ def test_accuracies_and_the_papers_stand_at_their_heights(inputs: Inputs) -> Non
     assert shown["meta"] == pytest.approx(means)
     assert shown["paper's meta"][:5] == [100.0, 100.0, 99.3, 58.9, 5.6]
     assert isnan(shown["paper's meta"][5])
-    assert shown["guessing"] == [10.0] * 6
+    assert shown["floor"] == [10.0] * 6
     parity = drawn(figure["Parity, rope, 512"])
-    assert parity["guessing"] == pytest.approx([52.0] * 6)
+    assert parity["floor"] == pytest.approx([52.0] * 6)
     learned = drawn(figure["List recall, learned, 512"])
     assert learned["meta"] == pytest.approx([40.0] * 4)  # nothing where it cannot be run
     assert "paper's gpt-neo" in learned

@@ -53,7 +53,7 @@ def verdict(text: str) -> str:
         ((0.3, None, None, 0.9), "meta is above gpt2"),
         ((0.6, 0.2, 0.3, 0.4), "meta is below gpt2"),
         ((0.5, 0.5, 0.5, 0.5), "meta gains nothing measurable over gpt2"),
-        ((0.11, 0.1, 0.12, 0.12), "no model is above guessing"),
+        ((0.11, 0.1, 0.12, 0.12), "no model is above the floor"),
         ((None, None, None, 0.9), "only meta was measured"),
         ((0.9, 0.3, None, None), "gpt2 is above pause"),
     ],
@@ -84,7 +84,7 @@ def test_the_first_screen_of_the_demo(text: str) -> None:
         value = skilled("meta", "list_recall", length)
         low, high = wilson(value, 500)
         assert shown["meta"][place] == f"{100 * value:.1f} ({100 * low:.1f}\u2013{100 * high:.1f})"
-    assert set(shown["guessing"].values()) == {"10.0"}
+    assert set(shown["floor"].values()) == {"10.0"}
     assert "- twin: what twin is\n" in text
     by_token = table(text, "List recall: answer tokens right in condition paper")
     assert [*by_token] == ["gpt2", "pause", "twin", "meta", "n (tokens a seed)"]
@@ -156,7 +156,7 @@ def test_what_is_absent_is_said(report: Text) -> None:
     text = report([accuracy(0.5, **PLAIN)])
     for said in ("curves.jsonl", "examples.jsonl", "run.json"):
         assert re.search(rf"here is no {said} beside the results", text)
-    for said in ("perplexity was measured", "majority rate was measured"):
+    for said in ("perplexity was measured", "short cut was measured"):
         assert f"No {said}." in text
     assert "Only one marker condition was measured." in text
     assert verdict(report([perplexity(40, 1, recipe="demo")])) == "No accuracy was measured."

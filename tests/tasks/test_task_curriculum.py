@@ -235,7 +235,9 @@ def test_what_cannot_be_had_is_refused(tokenizer, documents):
         data.sample(0, 1, "dev")
     with pytest.raises(UserError, match=r"no parity prompt of phase 1 and 5 to 8 tokens .*vocabulary of 1,400"):
         data.test(0, 8)
-    with pytest.raises(UserError, match=r"at least 9 words .*the longest of the 2 given has 5"):
+    with pytest.raises(UserError, match=r"3 documents of at least 9 words .*of the 2 given 0 have"):
         TaskData("copying", tokenizer=tokenizer, documents=["too short to be used", "a b"])
     with pytest.raises(UserError, match=r"no copying prompt of phase 4 was found .*documents of \d+ words"):
-        TaskData("copying", tokenizer=tokenizer, documents=documents[4:]).sample(0, 4, "train")
+        TaskData("copying", tokenizer=tokenizer, documents=[documents[4] + str(i) for i in range(3)]).sample(
+            0, 4, "train"
+        )

@@ -15,20 +15,21 @@ def solve_list_recall(prompt: str, condition: str) -> str:
     ).groups()
     lists = context.split("\n")
     if condition in ("paper", "decoy"):
-        *lists, repeated = lists
-        heading, *words = repeated.split()
-        assert heading == f"{category}:"
-        ends = [words[:at].count("_PAUSE_") for at, word in enumerate(words) if word == "_PAUSE_"]
-        after = [
-            at - before for before, at in zip(ends, (i for i, w in enumerate(words) if w == "_PAUSE_"), strict=True)
-        ]
-        assert int(place) in after, "a marker stands right after the item asked for"
+        first_of = [line.split(":")[0] for line in lists]
+        again = [line for line, name in enumerate(first_of) if name in first_of[:line]]
+        lists, repeated = lists[: again[0]], lists[again[0] :]
+        assert len(repeated) == (1 if condition == "paper" else min(2, len(lists)))
+        (asked,) = [line for line in repeated if line.startswith(f"{category}:")]
+        words = asked.split()[1:]
+        marked = [at - words[:at].count("_PAUSE_") for at, word in enumerate(words) if word == "_PAUSE_"]
+        assert int(place) in marked, "a marker stands right after the item asked for"
     items = {name: rest.split() for name, rest in (line.replace(MARKER, "").split(":") for line in lists)}
-    assert len(items) == len(lists), "nothing is repeated"
+    assert len(items) == len(lists), "nothing else is repeated"
     if condition in ("paper", "decoy"):
         assert [word for word in words if word != "_PAUSE_"] == items[category]
-        assert words.count("_PAUSE_") == (1 if condition == "paper" else 2)
         assert not any(line.startswith(f"{category}:") and MARKER in line for line in lists)
+        if condition == "paper":
+            assert words.count("_PAUSE_") == context.count(MARKER) == 1
     if condition == "landmark":
         assert all(line.endswith(MARKER) and line.count(MARKER) == 1 for line in lists)
     return " " + items[category][int(place) - 1]
@@ -65,17 +66,17 @@ def solve_parity(prompt: str, condition: str) -> str:
 
 
 def solve_copying(prompt: str, condition: str) -> str:
-    context, question = re.fullmatch(r"(.*)\nQ: Copy the (.*)\. _PAUSE_", prompt, re.DOTALL).groups()
+    context, question = re.fullmatch(r"(.*)\nQ: Copy the (.*) _PAUSE_", prompt, re.DOTALL).groups()
     if condition in ("paper", "decoy"):
         parts = context.split(MARKER)
-        assert question == ("first bracketed text" if condition == "decoy" else "bracketed text")
+        assert question == ("first bracketed text." if condition == "decoy" else "bracketed text.")
         assert len(parts) > 3 if condition == "decoy" else len(parts) == 3
         return parts[1]
     if condition == "landmark":
         pieces = [len(re.findall(r"\w+|[^\w\s]+", part)) for part in context.split(MARKER)[:-1]]
         assert len(set(pieces)) == 1, "a marker after each line of as many words"
     words = re.findall(r"\s*(?:\w+|[^\w\s]+)", context.replace(MARKER, ""))
-    if first := re.fullmatch(r"first (\d+) words", question):
+    if first := re.fullmatch(r"first (\d+) words\.", question):
         return "".join(words[: int(first[1])])
     n, before = re.fullmatch(r"(\d+) words after (.*)", question, re.DOTALL).groups()
     wanted = re.findall(r"\w+|[^\w\s]+", before)
@@ -175,8 +176,9 @@ def test_conditions_show_the_same_content(task, tokenizer, documents):
         if len({one.completion for one in (paper, landmark, none, decoy)}) > 1:
             continue  # without room for a decoy, or a way to ask, another content is drawn
         contexts = [one.prompt.replace(MARKER, "").rpartition("\nQ: ")[0] for one in (paper, landmark, none, decoy)]
-        assert contexts[3] == contexts[0]
-        assert contexts[2] == contexts[1] == (contexts[0].rpartition("\n")[0] if task == "list_recall" else contexts[0])
+        lists = contexts[0].rpartition("\n")[0] if task == "list_recall" else contexts[0]
+        assert contexts[2] == contexts[1] == lists
+        assert set(contexts[3].split("\n")) == set(lists.split("\n"))
         assert landmark.prompt.replace(MARKER, "") == none.prompt.replace(MARKER, "")
         assert len(none.markers) == 1
         assert "pause" not in none.prompt

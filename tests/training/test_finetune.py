@@ -206,7 +206,9 @@ def test_the_loss_is_the_mean_over_all_answer_tokens_of_a_step(
     collate = Collator.__call__
     monkeypatch.setattr(Collator, "__call__", lambda self, rows: read.extend(rows) or collate(self, rows))
     sizes = (f"training.per_device_train_batch_size={batch}", f"training.gradient_accumulation_steps={pieces}")
-    finetune(finetuning(*sizes), model, tmp_path / "run", task="copying", documents=[small_corpus.read_text()])
+    finetune(
+        finetuning(*sizes), model, tmp_path / "run", task="copying", documents=small_corpus.read_text().split("\n\n")
+    )
     exact, losses = load_model(model).double(), []
     for ids, start in ((list(row.input_ids), row.answer_start) for row in read[:4]):
         with torch.no_grad():

@@ -36,7 +36,7 @@ from metatokens.errors import UserError
 
 ANALYSES = ("sharpness", "residual", "rate-distortion")
 PLACEMENTS = ("uniform", "periodic", "none")
-SPLITS = ("train", "test")
+SPLITS = ("train", "validation", "test")
 
 
 def sample(

@@ -22,7 +22,7 @@ from metatokens.training.finetune import Collator
 from metatokens.training.trainer import Probe, held_out_loss
 
 METRICS: tuple[Metric, ...] = ("exact_match", "token_accuracy")
-SHORTCUT_PROMPTS = 5_000  # train prompts that a short cut's table is made from
+SHORTCUT_PROMPTS = 2_000  # train prompts that a short cut's table is made from
 TEST_SEED = 2026  # of the test examples: one fixed set for all models
 
 

@@ -12,7 +12,7 @@ from metatokens.report.frame import Cell, Fields, Inputs, one_seed
 from metatokens.report.intervals import Difference, Estimate, newcombe, order, student, student_pooled
 from metatokens.report.text import learned_at, name, percent, tokens
 
-HAIR = 0.02  # of a proportion: as close to guessing, or to 1, as this, a figure tells nothing apart
+HAIR = 0.02  # of a proportion: as close to the floor, or to 1, as this, a figure tells nothing apart
 FEWEST = 3  # informative comparisons that a verdict asks for, and seeds on each side of an order
 LONGEST = 4096  # tokens, of the bins
 LEARNED_END = 1024  # the longest bin that a learned table reaches
@@ -29,7 +29,7 @@ class Comparison:
     by_seed: tuple[float, ...] = ()
     """The difference of each seed that both sides have; one alone has no sign to agree with."""
     is_informative: bool = True
-    """Whether the figures can tell: not both at guessing, nor both at 1, nor against a bound of another machine."""
+    """Whether the figures can tell: not both at the floor, nor both at 1, nor against a bound of another machine."""
     figures: str = ""
     """The two figures as a reader sees them."""
 
@@ -49,7 +49,7 @@ class Versus(BaseModel):
 
     a: Fields | float
     """The fields that select the first figure in a setting, or a bound."""
-    b: Fields | float | Literal["guessing"]
+    b: Fields | float | Literal["floor"]
     """Those of the second, a bound, or what needs no model."""
     over: dict[str, Any]
     """The settings, as claims.yaml writes them."""
@@ -66,7 +66,7 @@ class Versus(BaseModel):
     @field_validator("a", "b", mode="before")
     @classmethod
     def _name_is_of_model(cls, side: Any) -> Any:
-        return {"model": side} if isinstance(side, str) and side != "guessing" else side
+        return {"model": side} if isinstance(side, str) and side != "floor" else side
 
     @property
     def metric(self) -> str:
@@ -124,12 +124,12 @@ def _label(versus: Versus, where: Fields) -> str:
     return versus.label.format(place=place, setting=setting, **words)
 
 
-def difference(a: Cell | None, b: Cell | None, guessing: float | None = None, *, is_match: bool = False) -> Comparison:
+def difference(a: Cell | None, b: Cell | None, floor: float | None = None, *, is_match: bool = False) -> Comparison:
     """a - b by the seeds that both have, with Newcombe's interval.
 
     Args:
         a, b: the figures; None where one was not run.
-        guessing: what guessing scores, of an accuracy; None where every figure leaves room for a difference.
+        floor: what an accuracy has without doing the task; None where every figure leaves room for a difference.
         is_match: see `Versus`.
     """
     a, b = _of_both(a, b)
@@ -137,23 +137,27 @@ def difference(a: Cell | None, b: Cell | None, guessing: float | None = None, *,
         return Comparison()
     gaps = tuple(a[seed] - b[seed] for seed in a.seeds)
     is_low = is_high = False
-    if guessing is not None:
+    if floor is not None:
         both = [one for one in (a.pooled(), b.pooled()) if one]
-        is_low = all(one.low is not None and one.low <= guessing + HAIR for one in both)
+        is_low = all(one.low is not None and one.low <= floor + HAIR for one in both)
         is_high = not is_match and all(one.value is not None and one.value >= 1 - HAIR for one in both)
     by_seed = gaps if len(gaps) > 1 else ()
     return Comparison("", newcombe(a.pooled(), b.pooled()), by_seed, not is_low and not is_high)
 
 
+def _floor(inputs: Inputs, where: Fields) -> float:
+    return inputs.floor(where["task"], where["length"], where.get("condition", "paper"))
+
+
 def _proportions(inputs: Inputs, versus: Versus, where: Fields, a: Cell | None, b: Cell | None) -> Comparison:
     """By Newcombe's interval: accuracies, gains, shares, times, and means with an interval of their own."""
-    one, is_accuracy, guessing = difference(a, b), versus.metric in ("exact_match", "training_gain"), None
+    one, is_accuracy, floor = difference(a, b), versus.metric in ("exact_match", "training_gain"), None
     rooms = [a, b]
     if is_accuracy and isinstance(versus.a, dict) and isinstance(versus.b, dict):
-        guessing = inputs.floor(where["task"], where["length"], where.get("condition", "paper"))
+        floor = _floor(inputs, {**where, **versus.a})
         if versus.room:
             rooms = inputs.cells([{**where, **side, **versus.room} for side in (versus.a, versus.b)])
-    is_informative = difference(rooms[0], rooms[1], guessing, is_match=versus.is_match).is_informative
+    is_informative = difference(rooms[0], rooms[1], floor, is_match=versus.is_match).is_informative
     if versus.device and isinstance(versus.b, dict):
         is_informative = any(versus.device in one for one in inputs.values("device", **{**where, **versus.b}))
     ours, theirs = _of_both(a, b)
@@ -228,10 +232,7 @@ def _sides(
     ours = inputs.cells([{**where, **a} for where in settings], by)
     if isinstance(b, dict):
         return ours, inputs.cells([{**where, **b} for where in settings], by)
-    bounds = [
-        inputs.floor(where["task"], where["length"], where.get("condition", "paper")) if b == "guessing" else float(b)
-        for where in settings
-    ]
+    bounds = [_floor(inputs, {**where, **a}) if b == "floor" else float(b) for where in settings]
     return ours, [
         Cell(dict.fromkeys(cell.seeds, Estimate(bound, bound, bound))) if cell else None
         for cell, bound in zip(ours, bounds, strict=True)

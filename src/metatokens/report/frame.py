@@ -80,7 +80,7 @@ class Cell:
 
     @property
     def chance(self) -> float | None:
-        """What guessing scores, where it was measured with the figure."""
+        """What blind guessing scores, where it was measured with the figure."""
         return next((one.chance for one in self.seeds.values() if one.chance is not None), None)
 
     def __getitem__(self, seed: Any) -> float:

@@ -32,7 +32,7 @@ class Gain:
     """The length as a reader sees it, and what sets these models apart from other variants, if anything does."""
     cells: Mapping[str, Cell]
     """By model, the figures that have an interval."""
-    guessing: float
+    floor: float
 
     def pairs(self) -> list[tuple[str, str, Comparison]]:
         """Which models are compared: `meta` with the better baseline and the control; else the two best."""
@@ -50,8 +50,8 @@ class Gain:
         if not pairs:
             return f"only {', '.join(self.cells)} was measured" if self.cells else "nothing was measured"
         pooled = [cell.pooled() for cell in self.cells.values()]
-        if not any(one and one.low is not None and one.low > self.guessing for one in pooled):
-            return "no model is above guessing"
+        if not any(one and one.low is not None and one.low > self.floor for one in pooled):
+            return "no model is above the floor"
         sides = tuple(one.side(0.0) for _, _, one in pairs)
         decisive = next(sides[:n] for n in (3, 2, 1) if sides[:n] in _CLAUSES)
         return _CLAUSES[decisive].format(a=pairs[0][0], b=pairs[0][1])
@@ -59,7 +59,8 @@ class Gain:
 
 def gains(inputs: Inputs, task: str) -> Iterator[Gain]:
     """The comparison at each of the key lengths, for each variant of the models."""
-    named = rows(inputs, metric="exact_match", task=task, condition=measured_conditions(inputs)[task][0])
+    condition, *_ = measured_conditions(inputs)[task]
+    named = rows(inputs, metric="exact_match", task=task, condition=condition)
     for length, place in key_lengths(inputs, task).items():
         variants: dict[str, dict[str, Cell]] = defaultdict(dict)
         cells = inputs.cells([fields | {"length": length} for _, fields in named])
@@ -69,7 +70,7 @@ def gains(inputs: Inputs, task: str) -> Iterator[Gain]:
                 pooled = cell.pooled()
                 variants[variant] |= {model: cell} if pooled and pooled.low is not None else {}
         for variant, own in variants.items():
-            yield Gain(", ".join(filter(None, [place, variant])), own, inputs.guessing(task, length))
+            yield Gain(", ".join(filter(None, [place, variant])), own, inputs.floor(task, length, condition))
 
 
 def key_lengths(inputs: Inputs, task: str) -> dict[int | None, str]:

@@ -86,7 +86,7 @@ def sections(inputs: Inputs, judged: Sequence[Judged]) -> list[Section]:
             blocks = [*map(sentence, own), *(block for show in shows for block in _shown(inputs, show))]
             blocks += [Fold("Every comparison behind these verdicts", list(map(evidence, own)))] if own else []
             found.append(Section(anchor, title, intro, blocks))
-    return [*found, run_page.majority(inputs), run_page.examples(inputs), _cost(inputs)]
+    return [*found, run_page.shortcuts(inputs), run_page.examples(inputs), _cost(inputs)]
 
 
 def _shown(inputs: Inputs, show: str) -> Iterator[Block]:

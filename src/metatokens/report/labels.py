@@ -8,7 +8,7 @@ import pandas as pd
 from metatokens.report.frame import MODELS, TASKS, Fields, Inputs
 
 SEPARATOR = " · "
-_FIRST = (*MODELS, *TASKS, "paper", "none", "decoy")  # of all names, in the order in which they are shown
+_FIRST = (*MODELS, *TASKS, "paper", "landmark", "none", "decoy")  # of all names, in the order in which they are shown
 
 # What can set two figures of one model apart, and how a label says it.
 _VARIANTS = {
@@ -33,8 +33,8 @@ def labelled(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_models(frame: pd.DataFrame) -> pd.DataFrame:
-    """Without the rates of the commonest answers, which are of no model."""
-    return frame[frame["metric"] != "majority_rate"] if "metric" in frame else frame
+    """Without what short cuts score, which are no models."""
+    return frame[~frame["metric"].isin(["shortcut", "majority_rate"])] if "metric" in frame else frame
 
 
 def in_order(names: Iterable[str]) -> list[str]:

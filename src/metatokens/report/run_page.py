@@ -75,14 +75,14 @@ def sections(inputs: Inputs, styles: Mapping[str, Style]) -> list[Section]:
         _section("markers", _markers(inputs, styles), "Only one marker condition was measured."),
         _section("curves", _curves(inputs, styles), "No training curves: there is no curves.jsonl beside the results."),
         _section("held-out", perplexity, "No perplexity was measured."),
-        majority(inputs),
+        shortcuts(inputs),
         examples(inputs),
     ]
 
 
-def majority(inputs: Inputs) -> Section:
+def shortcuts(inputs: Inputs) -> Section:
     """What always giving the commonest answer would score."""
-    return _section("majority", [tables.majority_rates(inputs)], "No majority rate was measured.")
+    return _section("shortcuts", [tables.shortcuts(inputs)], "No short cut was measured.")
 
 
 def examples(inputs: Inputs) -> Section:

@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from metatokens.errors import UserError
-from metatokens.tasks.example import Content
+from metatokens.tasks.example import Content, Split
 
 QUESTION = "Q: Copy the bracketed text."
 DECOY_QUESTION = "Q: Copy the first bracketed text."
@@ -34,6 +34,7 @@ QUESTIONS = [
 CHANCE = 0.0
 
 _PIECE = re.compile(r"\s*(?:\w+|[^\w\s]+)")  # a word or a run of punctuation, with the space before it
+_SPLITS: dict[int, Split] = {0: "train", 1: "test", 2: "validation"}  # of ten documents; the others as the first
 _BEFORE = 2  # pieces that say after which place to copy
 _SHORTEST = 3 * 3  # pieces: the smallest m * n of any phase
 
@@ -41,14 +42,17 @@ _SHORTEST = 3 * 3  # pieces: the smallest m * n of any phase
 class Excerpts:
     """Excerpts of documents for the task to ask about.
 
+    Each document is in one split: of ten of similar length one is for testing, and one for validation.
+
     Args:
         documents: texts; those too short for an excerpt are passed over.
 
     Raises:
-        UserError: if no document is long enough for the shortest excerpt.
+        UserError: if fewer than three documents are long enough for the shortest excerpt.
     """
 
     def __init__(self, documents: Sequence[str]):
+        documents = list(dict.fromkeys(documents))
         ends = [np.array([match.end() for match in _PIECE.finditer(text)], dtype=np.int32) for text in documents]
         longest_first = sorted(range(len(documents)), key=lambda i: -len(ends[i]))
         self._texts = [documents[i] for i in longest_first]
@@ -58,10 +62,11 @@ class Excerpts:
         self._total_lengths = np.cumsum(lengths)
         self.longest = int(lengths.max(initial=0))
         """Pieces of the longest excerpt there is."""
-        if self.longest < _SHORTEST:
+        long_enough = int((lengths >= _SHORTEST).sum())
+        if long_enough < len(_SPLITS):
             raise UserError(
-                f"copying needs a document of at least {_SHORTEST} words and punctuation marks; "
-                f"the longest of the {len(documents)} given has {self.longest}."
+                f"copying needs {len(_SPLITS)} documents of at least {_SHORTEST} words and punctuation marks, to "
+                f"train, validate and test on; of the {len(documents)} given {long_enough} have as many."
             )
 
     def draw(self, generator: np.random.Generator, m: int, n: int) -> Content:
@@ -70,7 +75,7 @@ class Excerpts:
         m * n is at most `longest`. Decoys: one to three bracketed parts further on, but none where fewer than
         two pieces follow.
         """
-        text, offsets = self._draw_excerpt(generator, m * n)
+        document, text, offsets = self._draw_excerpt(generator, m * n)
         start = int(generator.integers((m - 1) * n + 1))
         end = start + n
         following = m * n - end
@@ -78,24 +83,24 @@ class Excerpts:
         decoys = (generator.permutation(following)[: 2 * pairs] + end + 1).tolist()
         landmarks = range(n, m * n + 1, n)
         gaps = sorted({0, start, end, *decoys, *landmarks})
-        before = text[offsets[max(0, start - _BEFORE)] : offsets[start]]
-        is_unique = start == 0 or text[offsets[0] : offsets[-1]].count(before) == 1
-        after = LANDMARK_QUESTION.format(n=n, before=" ".join(before.split())) if start else FIRST_QUESTION.format(n=n)
+        before = " ".join(text[offsets[max(0, start - _BEFORE)] : offsets[start]].split())
+        is_unique = start == 0 or " ".join(text[offsets[0] : offsets[-1]].split()).count(before) == 1
+        asked = LANDMARK_QUESTION.format(n=n, before=before) if start else FIRST_QUESTION.format(n=n)
         return Content(
             pieces=[text[offsets[one] : offsets[next_one]] for one, next_one in pairwise(gaps)],
             markers=(gaps.index(start), gaps.index(end)),
-            decoys=tuple(map(gaps.index, decoys)),
+            decoyed=tuple(map(gaps.index, sorted([start, end, *decoys]))) if decoys else (),
             landmarks=tuple(map(gaps.index, landmarks)),
             question=QUESTION,
             decoy_question=DECOY_QUESTION,
-            landmark_question=after if is_unique else None,
+            landmark_question=asked if is_unique else None,
             answer=text[offsets[start] : offsets[end]],
-            key=text,
+            split=_SPLITS.get(document % 10, _SPLITS[0]),
         )
 
-    def _draw_excerpt(self, generator: np.random.Generator, length: int) -> tuple[str, list[int]]:
-        """A document drawn in proportion to its length, and the offsets that a run of `length` pieces in it starts,
-        is cut and ends at; the space before the run is left out."""
+    def _draw_excerpt(self, generator: np.random.Generator, length: int) -> tuple[int, str, list[int]]:
+        """A document drawn in proportion to its length, its text, and the offsets that a run of `length` pieces in it
+        starts, is cut and ends at; the space before the run is left out."""
         long_enough = int(np.searchsorted(self._negative_lengths, -length, side="right"))
         drawn = generator.integers(self._total_lengths[long_enough - 1])
         document = int(np.searchsorted(self._total_lengths, drawn, side="right"))
@@ -104,4 +109,4 @@ class Excerpts:
         start = int(ends[first - 1]) if first else 0
         while text[start].isspace():
             start += 1
-        return text, [start, *ends[first : first + length].tolist()]
+        return document, text, [start, *ends[first : first + length].tolist()]

@@ -9,7 +9,6 @@ and not in the other.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from importlib import import_module
 from itertools import islice
 from typing import Literal, cast, get_args
@@ -22,7 +21,7 @@ from metatokens.data.tokenizer import text_vocab_size
 from metatokens.errors import UserError
 from metatokens.tasks import TASKS, copying
 from metatokens.tasks.encoding import SegmentEncoder
-from metatokens.tasks.example import CONDITIONS, Condition, Content, Example, Split, encode_example
+from metatokens.tasks.example import CONDITIONS, Condition, Content, Example, Split, encode_example, stable_hash
 from metatokens.tasks.inventory import INVENTORY
 
 _TASKS = {task: import_module(f"metatokens.tasks.{task}") for task in TASKS}
@@ -147,7 +146,7 @@ class TaskData:
 
     def _generator(self, index: int, purpose: str) -> np.random.Generator:
         # The condition is left out, so that all conditions draw the same contents.
-        return np.random.default_rng([self._seed, index, _stable_hash(f"{self._task} {purpose}")])
+        return np.random.default_rng([self._seed, index, stable_hash(f"{self._task} {purpose}")])
 
     def _find(
         self,
@@ -165,7 +164,7 @@ class TaskData:
             if m * n > min(up_to, self._longest_context):  # a word is one token or more
                 continue
             content = self._draw(generator, m, n)
-            if _split_of(content.key) != split or not content.is_for(self._condition):
+            if content.split != split or not content.is_for(self._condition):
                 continue
             example = encode_example(
                 self._encoder,
@@ -187,16 +186,6 @@ class TaskData:
             f"no {self._task} prompt {what}{length} was found in {_ATTEMPTS:,} attempts "
             f"(vocabulary of {self._vocabulary_size:,} entries{documents}); try another length or tokenizer."
         )
-
-
-def _split_of(key: str) -> Split:
-    """A tenth of all keys is for testing, a tenth for validation, whatever the condition shown."""
-    splits: dict[int, Split] = {0: "test", 1: "validation"} if key else {}
-    return splits.get(_stable_hash(key) % 10, "train")
-
-
-def _stable_hash(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def documents_for(task: str, corpus: str) -> list[str]:

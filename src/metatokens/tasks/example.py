@@ -8,6 +8,7 @@ stays text.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -25,6 +26,17 @@ CONDITIONS: tuple[Condition, ...] = get_args(Condition)
 Split = Literal["train", "validation", "test"]
 
 
+def stable_hash(text: str) -> int:
+    """64 bits, the same in every process."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def split_of(key: str) -> Split:
+    """A tenth of all keys is for testing, a tenth for validation."""
+    splits: dict[int, Split] = {0: "test", 1: "validation"}
+    return splits.get(stable_hash(key) % 10, "train")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
     """What a task asks, before a condition decides what is shown of it, and with which markers.
@@ -38,8 +50,10 @@ class Content:
     """What follows where markers know the answer: in list recall, the list that is asked about once more."""
     markers: tuple[int, ...]
     """The gaps, of pieces and repeated ones, of the meta-tokens that the question is about, ascending."""
-    decoys: tuple[int, ...]
-    """The gaps, of the same, of further meta-tokens that leave the answer unchanged, in any order."""
+    decoyed: tuple[int, ...]
+    """The gaps of all meta-tokens among decoys, which leave the answer unchanged, ascending; empty without any."""
+    decoy_repeated: Sequence[str] | None = None
+    """What is repeated among decoys, where that differs; the gaps are those of pieces and of this."""
     landmarks: tuple[int, ...]
     """The gaps of the meta-tokens that know nothing of the question: one after each line."""
     question: str
@@ -48,13 +62,13 @@ class Content:
     landmark_question: str | None
     """The question that needs no marker, where there is one."""
     answer: str
-    key: str
-    """What decides the answer: contents with the same key are in the same split, and those without one in train."""
+    split: Split
+    """By what decides the answer, so that no answer to a test prompt stands in a train prompt."""
 
     def is_for(self, condition: Condition) -> bool:
         """Whether it can be shown in that condition."""
         if condition == "decoy":
-            return bool(self.decoys)
+            return bool(self.decoyed)
         return condition == "paper" or self.landmark_question is not None
 
     def segments(self, condition: Condition) -> tuple[str, ...]:
@@ -63,7 +77,8 @@ class Content:
             context = self._cut(self.pieces, self.landmarks if condition == "landmark" else ())
             question = self.landmark_question
         elif condition == "decoy":
-            context = self._cut([*self.pieces, *self.repeated], sorted({*self.markers, *self.decoys}))
+            repeated = self.repeated if self.decoy_repeated is None else self.decoy_repeated
+            context = self._cut([*self.pieces, *repeated], self.decoyed)
             question = self.decoy_question or self.question
         else:
             context, question = self._cut([*self.pieces, *self.repeated], self.markers), self.question

@@ -13,7 +13,7 @@ example: the question is positional, and the meta-token stands right after the i
 
 import numpy as np
 
-from metatokens.tasks.example import Content
+from metatokens.tasks.example import Content, split_of
 from metatokens.tasks.inventory import INVENTORY, draw_lists, line_ends, list_pieces
 
 QUESTION = "Q: What is item {place} of {category}?"
@@ -24,27 +24,34 @@ CHANCE = 0.1  # a category has ten items
 def draw(generator: np.random.Generator, m: int, n: int) -> Content:
     """Draw m lists of n items, then the target list once more with the meta-token after the item asked for.
 
-    Decoys: one meta-token at a random place in each of some lines of other categories, and one more in the repeated
-    line. Without markers that know the answer nothing is repeated.
+    Among decoys another list is repeated too, before it or after it; there is a meta-token at a random place in each of
+    some lines of other categories, in that list, and one more in the target list. Without markers that know the answer
+    nothing is repeated.
     """
     names, lists = draw_lists(generator, m, n)
     target = int(generator.integers(m))
     asked = int(generator.integers(n))
-    decoyed = [line for line in generator.permutation(m).tolist() if line != target][: generator.integers(1, m + 1)]
-    places = [*zip(decoyed, generator.integers(n, size=len(decoyed)).tolist(), strict=True)]
-    if n > 1:
-        places.append((m, (asked + int(generator.integers(1, n))) % n))
+    others = [line for line in generator.permutation(m).tolist() if line != target]
+    again = generator.permutation([target, *others[:1]]).tolist()
+    at = m + again.index(target)  # the line of the target list's repetition among decoys
+    decoyed = [*others[: generator.integers(1, m + 1)], *(m + line for line in range(len(again)))]
+    places = [*zip(decoyed, generator.integers(n, size=len(decoyed)).tolist(), strict=True), (at, asked)]
     return Content(
         pieces=list_pieces(names, lists),
-        repeated=[f"\n{names[target]}:", *lists[target]],
+        repeated=_repeated(names, lists, [target]),
         markers=(_gap_after(m, asked, n),),
-        decoys=tuple(_gap_after(line, item, n) for line, item in places),
+        decoyed=tuple(sorted({_gap_after(line, item, n) for line, item in places})),
+        decoy_repeated=_repeated(names, lists, again),
         landmarks=line_ends(m, n),
         question=QUESTION.format(place=asked + 1, category=names[target]),
         landmark_question=QUESTION.format(place=asked + 1, category=names[target]),
         answer=lists[target][asked],
-        key=" ".join([*names, *(item for row in lists for item in row), str(target), str(asked)]),
+        split=split_of(" ".join([*names, *(item for row in lists for item in row), str(target), str(asked)])),
     )
+
+
+def _repeated(names: list[str], lists: list[list[str]], lines: list[int]) -> list[str]:
+    return [piece for line in lines for piece in (f"\n{names[line]}:", *lists[line])]
 
 
 def _gap_after(line: int, item: int, n: int) -> int:

@@ -8,7 +8,7 @@ One example of phase 1 (paper, appendix "Example Prompts"); the completion is " 
 
 import numpy as np
 
-from metatokens.tasks.example import Content
+from metatokens.tasks.example import Content, split_of
 
 QUESTION = "Q: What is the XOR of all bits before this pause?"
 LANDMARK_QUESTION = "Q: What is the XOR of the first {marked} bits?"
@@ -21,8 +21,8 @@ def draw(generator: np.random.Generator, m: int, n: int) -> Content:
     """Draw m * n bits, with the meta-token after the first 1 to n of them.
 
     The paper draws the marked length "phase-dependently" and refers to the list tasks' schedule, so m lists
-    of n items become m * n bits. Decoys: one to three meta-tokens further on. The key leaves out the first and the last
-    of the marked bits: the few sequences of a split that are short would give the answer away to whoever reads one bit.
+    of n items become m * n bits. Decoys: one to three meta-tokens further on. The split leaves out the first and the
+    last of the marked bits: its few short sequences would give the answer away to whoever reads one bit.
     """
     bits = generator.integers(2, size=m * n).tolist()
     marked = int(generator.integers(1, n + 1))
@@ -31,10 +31,10 @@ def draw(generator: np.random.Generator, m: int, n: int) -> Content:
     return Content(
         pieces=["Bits:", *words],
         markers=(marked + 1,),
-        decoys=tuple((later + marked + 2).tolist()),
+        decoyed=(marked + 1, *sorted((later + marked + 2).tolist())) if len(later) else (),
         landmarks=tuple(range(n + 1, m * n + 2, n)),
         question=QUESTION,
         landmark_question=LANDMARK_QUESTION.format(marked=marked),
         answer=f" {sum(bits[:marked]) % 2}",
-        key="".join(words[1 : marked - 1]) if marked >= _FEWEST else "",
+        split=split_of("".join(words[1 : marked - 1])) if marked >= _FEWEST else "train",
     )

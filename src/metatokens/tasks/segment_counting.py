@@ -10,7 +10,7 @@ One example of phase 1 (paper, appendix "Example Prompts"); the completion is " 
 
 import numpy as np
 
-from metatokens.tasks.example import Content
+from metatokens.tasks.example import Content, split_of
 from metatokens.tasks.inventory import INVENTORY, draw_lists, line_ends, list_pieces
 
 QUESTION = "Q: How many times does {item} appear between the pauses around {category}?"
@@ -43,17 +43,18 @@ def draw(generator: np.random.Generator, m: int, n: int) -> Content:
         for place in generator.permutation(places)[:times].tolist():
             row[place] = item
     lists[target] = row
-    decoyed = [line for line in generator.permutation(m).tolist() if line != target][: generator.integers(1, m + 1)]
+    others = [line for line in generator.permutation(m).tolist() if line != target][: generator.integers(1, m + 1)]
+    decoys = [gap for line in others for gap in _gaps(line, _draw_segment(generator, n), n)]
     about = {"item": item.strip(), "category": names[target], "first": start + 1, "last": end}
     return Content(
         pieces=list_pieces(names, lists),
         markers=_gaps(target, (start, end), n),
-        decoys=tuple(gap for line in decoyed for gap in _gaps(line, _draw_segment(generator, n), n)),
+        decoyed=tuple(sorted([*_gaps(target, (start, end), n), *decoys])) if decoys else (),
         landmarks=line_ends(m, n),
         question=QUESTION.format(**about),
         landmark_question=LANDMARK_QUESTION.format(**about),
         answer=f" {count}",
-        key=" ".join([*names, *(item for row in lists for item in row), *map(str, about.values())]),
+        split=split_of(" ".join([*names, *(item for row in lists for item in row), *map(str, about.values())])),
     )
 
 

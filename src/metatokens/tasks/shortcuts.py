@@ -8,7 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from metatokens.data.prompts import split_at
 from metatokens.tasks.example import Example
@@ -52,7 +52,7 @@ class Prompt:
     def between_marks(self) -> str:
         """The text between the first two meta-tokens of the context."""
         parts = self.text.split(_MARK)
-        return parts[1].removesuffix(" ") if len(parts) > 2 else ""
+        return parts[1].strip() if len(parts) > 2 else ""
 
 
 Rule = Callable[[Prompt], str | None]
@@ -72,8 +72,8 @@ def _asked_place(prompt: Prompt) -> tuple[int, str]:
     return int(found[1]), found[2]
 
 
-def _word_before_last_mark(prompt: Prompt) -> str | None:
-    words = prompt.before_mark(-1)
+def _word_before_mark(number: int, prompt: Prompt) -> str | None:
+    words = prompt.before_mark(number)
     return words[-1] if words else None
 
 
@@ -101,17 +101,29 @@ def _asked_item(prompt: Prompt) -> tuple[str, str]:
     return found[1], found[2]
 
 
-def _segment(prompt: Prompt) -> list[str]:
-    """The items that are asked about."""
+def _segment(prompt: Prompt) -> tuple[list[str], list[str], list[str]]:
+    """The items that are asked about, and those of the list before and after them."""
     _, category = _asked_item(prompt)
     if found := re.search(r"in items (\d+) to (\d+) of", prompt.question):
-        return prompt.line_of(category)[int(found[1]) - 1 : int(found[2])]
+        first, last, items = int(found[1]) - 1, int(found[2]), prompt.line_of(category)
+        return items[first:last], items[:first], items[last:]
     line = next(line for line in prompt.text.split("\n") if line.startswith(f"{category}:"))
-    return line.split(_MARK)[1].split()
+    before, within, after = (part.split() for part in line.split(_MARK))
+    return within, before[1:], after
 
 
 def _presence(prompt: Prompt) -> str:
-    return str(int(_asked_item(prompt)[0] in _segment(prompt)))
+    return str(int(_asked_item(prompt)[0] in _segment(prompt)[0]))
+
+
+def _up_to_segment(prompt: Prompt) -> str:
+    within, before, _ = _segment(prompt)
+    return str((before + within).count(_asked_item(prompt)[0]))
+
+
+def _from_segment_on(prompt: Prompt) -> str:
+    within, _, after = _segment(prompt)
+    return str((within + after).count(_asked_item(prompt)[0]))
 
 
 def _in_whole_list(prompt: Prompt) -> int:
@@ -120,7 +132,7 @@ def _in_whole_list(prompt: Prompt) -> int:
 
 
 def _whole_list_and_segments_length(prompt: Prompt) -> Hashable:
-    return _in_whole_list(prompt), len(_segment(prompt))
+    return _in_whole_list(prompt), len(_segment(prompt)[0])
 
 
 # --- parity
@@ -145,13 +157,16 @@ def _marked_bits(prompt: Prompt) -> tuple[str, ...]:
 
 _RULES: Mapping[str, Mapping[str, Rule]] = {
     "list_recall": {
-        "the word before the last marker": _word_before_last_mark,
+        "the word before the last marker": partial(_word_before_mark, -1),
+        "the word before the last marker but one": partial(_word_before_mark, -2),
         "the word of that number in the last line": _word_of_last_line,
         "the word of that number in the first line": _word_of_first_line,
         "the commonest word of the list asked for": _commonest_of_list,
     },
     "segment_counting": {
         "1 if the item is in the segment, else 0": _presence,
+        "the count in the list up to the segment's end": _up_to_segment,
+        "the count in the list from the segment's start on": _from_segment_on,
         "the count in the whole list": lambda prompt: str(_in_whole_list(prompt)),
         "the count in the whole list, less one": lambda prompt: str(_in_whole_list(prompt) - 1),
     },
@@ -214,4 +229,4 @@ def _commonest(counts: Counter[str]) -> str:
 
 
 def _prompt(example: Example) -> Prompt:
-    return Prompt(split_at(example.prompt, example.markers))
+    return Prompt(tuple(split_at(example.prompt, example.markers)))

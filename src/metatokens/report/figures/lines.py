@@ -41,7 +41,12 @@ from metatokens.report.text import compact, name, tokens
 STYLES = palette((*MODELS, "gpt-neo"))
 PAPER = Style("#7d7a73", (1.5, 1.5), "x", 5.0)
 _PAPERS = {"meta": PAPER, "gpt2": Style("#a39f97", (), "+", 6.0), "gpt-neo": Style("#a39f97", (5, 1.5), "1", 6.0)}
-_CONDITIONS = {"paper": "paper: marked", "none": "none: no markers", "decoy": "decoy: idle markers too"}
+_CONDITIONS = {
+    "paper": "paper: the answer is marked",
+    "landmark": "landmark: each line is marked",
+    "none": "none: no markers",
+    "decoy": "decoy: idle markers too",
+}
 _BOUND: dict[str, Any] = {"color": GREY, "linestyle": (0, (2, 2)), "linewidth": 1}
 _ASIDE = 4.0  # points
 
@@ -165,8 +170,8 @@ def _draw_beside_papers(inputs: Inputs, task: str, position: str, trained: int, 
         if any(value is not None for value in values):
             axes.plot(LENGTHS, np.array(values, float), label=f"paper's {model}", **line(style))
     if inputs.values("task", metric="exact_match", task=task):
-        guesses = in_percent(inputs.guessing(task, length) for length in LENGTHS)
-        axes.plot(LENGTHS, guesses, label="guessing", color=INK, linewidth=0.8, linestyle=(0, (1, 3)))
+        floors = in_percent(inputs.floor(task, length) for length in LENGTHS)
+        axes.plot(LENGTHS, floors, label="floor", color=INK, linewidth=0.8, linestyle=(0, (1, 3)))
     _length_axis(axes, trained)
 
 
@@ -197,10 +202,10 @@ def _draw_accuracies(inputs: Inputs, styles: Mapping[str, Style], task: str, con
     trained = inputs.values("train_length", metric="exact_match")
     for length in {*trained} & {*ends}:
         axes.axvline(length, color=SHADE, linewidth=16, zorder=0)
-    guesses = in_percent(inputs.guessing(task, length) for length in ends)
+    floors = in_percent(inputs.floor(task, length, condition) for length in ends)
     # Results that name no length leave the panel empty.
     reach = [*(0.93 * end for end in ends[:1]), *ends, *(1.07 * end for end in ends[-1:])]
-    axes.fill_between(reach, guesses[:1] + guesses + guesses[-1:], color=RULE, label="guessing", zorder=0.5)
+    axes.fill_between(reach, floors[:1] + floors + floors[-1:], color=RULE, label="floor", zorder=0.5)
     for place, (label, fields) in enumerate(named):
         cells = inputs.cells([{**fields, "length": length} for length in ends])
         pooled = [cell and cell.pooled() for cell in cells]

@@ -9,6 +9,7 @@ from itertools import product
 from metatokens.report.compare import reaches
 from metatokens.report.derive import TRAINED
 from metatokens.report.frame import LENGTHS, LONGER, MODELS, TASKS, Fields, Inputs
+from metatokens.report.labels import in_order
 from metatokens.report.paper import PaperTable, paper_table, printed
 from metatokens.report.tables.table import POSITIONS, Table, crosstab, label
 from metatokens.report.text import MINUS, name, percent, signed, tokens
@@ -161,12 +162,14 @@ def controls(inputs: Inputs) -> Table:
     return crosstab(inputs, table_words("controls").of(), rows, columns, gaps=gaps)
 
 
-def markers(inputs: Inputs) -> Table:
-    """Each model and task with the markers that it was trained with, without them, and among decoys."""
-    ends = {"position_embedding": "rope", "train_length": TRAINED[-1], "length": TRAINED[-1]}
-    rows = [(f"{name(task)}, {model}", {"model": model, "task": task} | ends) for task, model in product(TASKS, MODELS)]
-    columns = {condition: {"condition": condition} for condition in ("paper", "none", "decoy")}
-    return crosstab(inputs, table_words("markers").of(length=tokens(TRAINED[-1])), rows, columns, shared_by=1)
+def markers(inputs: Inputs, task: str) -> Table:
+    """Each model with the markers that it was trained with, with those of lines, without any, and among decoys."""
+    where = {"position_embedding": "rope", "task": task, "train_length": TRAINED[-1], "length": TRAINED[-1]}
+    measured = in_order(inputs.values("condition", metric="exact_match", variant="", **where))
+    columns = {condition: {"condition": condition} for condition in measured}
+    rows = [(model, where | {"model": model}) for model in MODELS]
+    words = table_words("markers").of(task=name(task), length=tokens(TRAINED[-1]))
+    return crosstab(inputs, words, rows, columns, shared_by=1)
 
 
 def placement(inputs: Inputs) -> Table:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pandas as pd
 
@@ -22,7 +23,7 @@ def accuracy(
     metric: str = "exact_match",
     lengths: Mapping[int | None, str] | None = None,
 ) -> Table:
-    """One task's accuracy: a row for each model, a column for each length; guessing and n below.
+    """One task's accuracy: a row for each model, a column for each length; floor and n below.
 
     Args:
         inputs: whose figures have labels.
@@ -64,13 +65,17 @@ def differences(inputs: Inputs) -> Table:
     return Table("Differences between models", header, tuple(found), text_columns=3)
 
 
-def majority_rates(inputs: Inputs) -> Table:
-    """The rate of the commonest answer: a row for each task, a column for each length."""
-    found = inputs.select(metric="majority_rate").dropna(subset="value")
-    rates = found.groupby(["task", "length"], dropna=False)["value"].last().unstack()
-    lines = ((name(task), *map(percent, rates.loc[task])) for task in in_order(rates.index))
+def shortcuts(inputs: Inputs) -> Table:
+    """What each short cut scores: a row for each task, condition and short cut, a column for each length."""
+    old = inputs.select(metric="majority_rate").assign(model="the commonest answer", condition="")
+    found = pd.concat([inputs.select(metric="shortcut"), old]).dropna(subset="value")
+    keys = ["task", "condition", "model"]
+    rates = found.groupby([*keys, "length"], dropna=False, sort=False)["value"].last().unstack()
+    tasks = in_order(found["task"])
+    rows = sorted(rates.index, key=lambda row: tasks.index(row[0]))
+    lines = ((name(row[0]), *row[1:], *map(percent, rates.loc[row])) for row in rows)
     header = (tokens(None if length != length else int(length)) for length in rates)
-    return worded(table_words("majority").of(), header, lines)
+    return replace(worded(table_words("shortcuts").of(), ("condition", "short cut", *header), lines), text_columns=3)
 
 
 def learning_steps(curves: pd.DataFrame, which: str = "") -> Table:

@@ -1,4 +1,4 @@
-"""A table, and how figures stand in it: the seeds they are of, the paper's beside them, guessing and n."""
+"""A table, and how figures stand in it: the seeds they are of, the paper's beside them, floor and n."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from metatokens.report.text import EN_DASH, NOT_RUN, NOT_YET, count, percent, po
 from metatokens.report.words import Words
 
 POSITIONS = {"rope": "rope", "learned": "learned", "none": "no positions"}
-_MEASURED = ("guessing", "n (prompts a seed)")
+_MEASURED = ("floor", "n (prompts a seed)")
 
 Row = tuple[str, ...]
 
@@ -49,7 +49,7 @@ def crosstab(
 ) -> Table:
     """A table of accuracies: the fields of a cell are those of its row and of its column.
 
-    Guessing and n are columns where rows differ in task or length, and rows below otherwise. In a grid, where seeds
+    Floor and n are columns where rows differ in task or length, and rows below otherwise. In a grid, where seeds
     are few, each model says with its row, or its column, that its figures are of one alone.
 
     Args:
@@ -87,7 +87,7 @@ def crosstab(
         first = settings[0] if rows else [{}] * len(columns)
         measured = [_measured(inputs, where, own) for where, own in zip(first, by_column, strict=True)]
         footer = [(text, *(one[place] for one in measured)) for place, text in enumerate(_MEASURED)]
-        if any(fields.get("metric") == "token_accuracy" for _, fields in rows):  # guessing is known of answers alone
+        if any(fields.get("metric") == "token_accuracy" for _, fields in rows):  # the floor is known of answers alone
             footer = [("n (tokens a seed)", *footer[1][1:])]
     estimates = tuple(tuple(cell.pooled() if cell else None for cell in own) for own in cells)
     return replace(worded(words, header, lines, footer), estimates=estimates)
@@ -128,7 +128,7 @@ def span(ends: Iterable[str]) -> str:
 
 
 def _measured(inputs: Inputs, where: Fields, cells: Iterable[Cell | None]) -> Row:
-    """What guessing scores, and the prompts of each seed's figure: see `_MEASURED`."""
+    """What is scored without doing the task, and the prompts of each seed's figure: see `_MEASURED`."""
     n = counts(cells)
     return NOT_YET if n == NOT_YET else percent(
         inputs.floor(where["task"], where["length"], where.get("condition", "paper"))
