@@ -20,7 +20,9 @@ def ticking(step: float) -> Iterator[float]:
 def test_examples_a_second(small_store: TokenStore, small_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ticking(0.5)
     monkeypatch.setattr(data_speed.time, "process_time", lambda: next(clock))
-    rates = list(example_rates(small_store.tokenizer, [small_corpus.read_text() * times for times in (40, 39, 38)], rounds=2))
+    rates = list(
+        example_rates(small_store.tokenizer, [small_corpus.read_text() * times for times in (40, 39, 38)], rounds=2)
+    )
     assert [rate.measured.split(",")[0] for rate in rates] == ["list_recall", "segment_counting", "parity", "copying"]
     assert {(rate.value, rate.low, rate.high, rate.n) for rate in rates} == {(2000.0, 2000.0, 2000.0, 2)}
 
