@@ -58,7 +58,7 @@ def test_offsets_and_string_agree(tokenizer, segments):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_tasks_own_prompt_gives_its_own_ids(task, tokenizer):
-    documents = [" ".join(f"word{number}" for number in range(300))]
+    documents = [" ".join(f"word{number + 300 * part}" for number in range(300)) for part in range(3)]
     example = TaskData(task, tokenizer=tokenizer, documents=documents).sample(0, 1, "test")
     assert tuple(encode_prompt(tokenizer, example.prompt, "_PAUSE_")) == example.input_ids[: example.answer_start]
     assert encode_prompt(tokenizer, example.prompt, "_PAUSE_") == encode_prompt(

@@ -135,7 +135,7 @@ def test_the_demo_measures_what_it_should() -> None:
     (length,) = finetune_recipe(DEMO, DEMO.models[0], "parity").task.train_lengths
     assert DEMO.test_counts == {length: 500, 2 * length: 200, 4 * length: 200, 8 * length: 200}
     assert set(CONDITIONS) == {"paper", "landmark", "none", "decoy"}
-    assert DEMO.extra_conditions == {"list_recall": ("none", "decoy")}
+    assert DEMO.extra_conditions == dict.fromkeys(("list_recall", "parity"), ("landmark", "decoy"))
     assert DEMO.corpus == "builtin"
     recipes = [pretrain_recipe(DEMO, one) for one in DEMO.models]
     assert {(recipe.model.position_embedding, recipe.training.seed) for recipe in recipes} == {("rope", 0)}

@@ -19,7 +19,7 @@ DEMO = Preset(
     finetune_recipe="demo_finetune",
     task_overrides=_steps(list_recall=3300, segment_counting=500, parity=2500, copying=500),
     test_counts={128: 500, 256: 200, 512: 200, 1024: 200},
-    extra_conditions={"list_recall": ("none", "decoy")},
+    extra_conditions=dict.fromkeys(("list_recall", "parity"), ("landmark", "decoy")),
 )
 
 SMOKE = Preset(
@@ -31,10 +31,10 @@ SMOKE = Preset(
     finetune_overrides=("training.save_steps=4", "training.logging_steps=2"),
     task_overrides=_steps(**dict.fromkeys(TASKS, 4)),
     test_counts={128: 16, 256: 8},
-    extra_conditions={"list_recall": ("none", "decoy")},
+    extra_conditions={"list_recall": ("landmark", "decoy")},
 )
 
-_CONDITIONS = ("none", "decoy")
+_CONDITIONS = ("landmark", "none", "decoy")
 _SEEDED = ("gpt2", "twin", "meta")  # three seeds with rope
 _SEEDS = (1, 2)
 
