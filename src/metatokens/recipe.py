@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from metatokens.errors import UserError
 from metatokens.machine import process_count
@@ -21,7 +21,14 @@ Positive = Annotated[int, Field(gt=0, lt=2**31)]
 AtLeastZero = Annotated[int, Field(ge=0, lt=2**31)]
 
 MAX_BYTES = 2**16  # of a recipe
+_NEVER = 2**30  # steps over which a rate decays that is to stay as it is
 _PACKAGED = files("metatokens") / "recipes"
+
+
+def _ascending(ends: tuple[int, int]) -> tuple[int, int]:
+    if ends[0] > ends[1]:
+        raise ValueError(f"{ends[0]} to {ends[1]} is no range: the least comes first")
+    return ends
 
 
 class _Settings(BaseModel):
@@ -133,11 +140,27 @@ WITHOUT_EFFECT = {
 }
 
 
+Range = Annotated[tuple[Positive, Positive], AfterValidator(_ascending)]
+
+
+class StageSettings(_Settings):
+    """Training before the first train length, on prompts of some sizes: short ones first, say. The rate is constant."""
+
+    lists: Range  # how many a prompt has: the least and the most
+    items: Range  # of a list
+    max_steps: Positive
+    # The stage ends sooner when so large a share of prompts of these sizes is answered that it was not trained on.
+    until: Annotated[float, Field(gt=0, le=1)] | None = None
+    per_device_train_batch_size: Positive | None = None  # training's where not given, like
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+
+
 class TaskSettings(_Settings):
     """What a fine-tuning run trains on (paper, section 4.2 and Appendix D)."""
 
     # Tokens; one phase of training and one checkpoint each.
     train_lengths: Annotated[tuple[Positive, ...], Field(min_length=1)] = (128, 256, 512)
+    stages: tuple[StageSettings, ...] = ()  # before them, with prompts of at most the first of these lengths
     train_steps: tuple[Positive, ...] | None = None  # of each train length; training.max_steps each where not given
     condition: Literal["paper", "landmark", "none", "decoy"] = "paper"
     examples: Positive = 90_000
@@ -164,6 +187,14 @@ class FinetuneRecipe(_Settings):
         if steps is not None and len(steps) != len(lengths):
             raise ValueError(f"{len(steps)} task.train_steps for {len(lengths)} task.train_lengths")
         return self
+
+    def stages(self) -> dict[str, TrainingSettings]:
+        """The settings of each stage, by the name of its folder."""
+        found = {}
+        for number, stage in enumerate(self.task.stages, start=1):
+            own = stage.model_dump(exclude={"lists", "items", "until"}, exclude_none=True)
+            found[f"stage-{number}"] = self.training.model_copy(update=own | {"decay_steps": _NEVER})
+        return found
 
     def phases(self) -> dict[int, TrainingSettings]:
         """The settings with which each train length is trained on."""
@@ -268,5 +299,5 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> str:
         return f"{key} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}."
     allowed: Any = kind
     for section in first["loc"][:-1]:
-        allowed = allowed.model_fields[section].annotation
+        allowed = get_args(allowed)[0] if isinstance(section, int) else allowed.model_fields[section].annotation
     return f"{key} is not a setting; allowed are {', '.join(allowed.model_fields)}."

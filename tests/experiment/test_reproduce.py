@@ -25,6 +25,7 @@ from metatokens.experiment.runner import Outcome, Runner
 from metatokens.files import write_whole
 from metatokens.records import Result, RunInfo, lines_file, read_lines, read_record
 from metatokens.report.frame import load
+from metatokens.tasks.store import ExampleStore
 from tests.experiment import tiny_preset
 from tests.experiment.run_lines import assert_same_run, lines, records, unpack
 
@@ -125,6 +126,30 @@ def test_a_stage_says_in_fields_what_its_name_says(undisturbed: Path) -> None:
     assert fields["draw_examples-parity-paper-seed0-64x16"] == drawn
     assert fields["pretrain-meta"] == {"kind": "pretrain"} | meta
     assert fields["evaluate-meta-parity"] == {"kind": "evaluate", "task": "parity"} | meta
+
+
+def test_the_curve_of_a_task_begins_with_its_stages(
+    reproduce: Callable[..., None], small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = tiny_preset.tiny(str(small_corpus), models=("meta",))
+    own = "task.stages=[{lists: [3, 3], items: [6, 6], max_steps: 3}, {lists: [3, 4], items: [6, 7], max_steps: 2}]"
+    sizes = replace(tiny, finetune_overrides=(*tiny.finetune_overrides, own), probe_steps={"parity": 1})
+    monkeypatch.setattr(presets, "PRESETS", {"tiny": sizes})
+    reproduce(tmp_path / "run")
+    points = [one for one in load([tmp_path / "run"]).read.points if one.task == "parity"]
+    assert [one.step for one in points if one.loss is not None] == [*range(1, 10)]  # 3 and 2 of stages, and 4
+    assert [one.step for one in points if one.exact_match is not None] == [*range(1, 10)]
+    assert {one.train_length for one in points} == {64}
+    seen = [one.text_tokens for one in points if one.loss is not None]
+    markers = {}
+    for name in ("stage-1", "stage-2", "train-64"):
+        (file,) = (tmp_path / "run" / "examples").rglob(f"{name}.arrow")
+        tokenizer = load_tokenizer(str(tmp_path / "run" / "tokens" / "tokenizer"))
+        drawn = [[token for token in one.input_ids if token != tokenizer.meta_token_id] for one in ExampleStore(file)]
+        markers[name] = 4 * sum(map(len, drawn)) / len(drawn)  # text tokens of a step
+    assert seen[2] == pytest.approx(3 * markers["stage-1"], abs=1)
+    assert seen[4] == pytest.approx(3 * markers["stage-1"] + 2 * markers["stage-2"], abs=1)
+    assert seen[8] == pytest.approx(seen[4] + 4 * markers["train-64"], abs=2)
 
 
 def test_models_are_trained_on_the_same_text(undisturbed: Path) -> None:

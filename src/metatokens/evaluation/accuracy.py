@@ -1,21 +1,18 @@
 """Exact match and token accuracy on a task's fixed test set, by length (paper, Tables 7-10)."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.evaluation.intervals import wilson_interval
-from metatokens.model.attention import linear
 from metatokens.model.checkpoint import LanguageModel
-from metatokens.model.configuration import never_generated
 from metatokens.model.positions import check_length, reaches
 from metatokens.recipe import TrainingSettings
 from metatokens.records import Metric, Result
 from metatokens.tasks.curriculum import TaskData, chance
 from metatokens.tasks.example import Example
+from metatokens.tasks.scoring import score
 from metatokens.tasks.shortcuts import answers
 from metatokens.tasks.store import Encoded
 from metatokens.training.finetune import Collator
@@ -38,58 +35,6 @@ def test_examples(
     """The first n examples of the fixed test set with prompts of (length / 2, length] tokens."""
     source = TaskData(task, tokenizer=tokenizer, condition=condition, seed=TEST_SEED, documents=documents)
     return [source.test(index, length) for index in range(n)]
-
-
-def score(
-    model: LanguageModel, examples: Sequence[Encoded], *, tokens_per_batch: int | None = None
-) -> tuple[list[bool], list[int]]:
-    """Which of each example's answer tokens greedy decoding gets right.
-
-    Greedy decoding gives the whole answer, its end of text included, exactly if each of its tokens is the likeliest
-    one after the prompt and the answer's tokens before it, those left out that `generate()` never gives. So one
-    forward pass over prompt and answer tells.
-
-    Args:
-        model: in any mode; it is put into evaluation mode.
-        examples: are never cut; those of similar length share a batch.
-        tokens_per_batch: padded tokens of a batch; where not given, 16,384 on a GPU, and 4,096 on a CPU, whose cache
-            larger ones leave (a tenth slower; GPT-Neo, which holds all attention scores, up to 1.6 times).
-
-    Returns:
-        For each example, whether the whole answer is right, and how many of its tokens are.
-
-    Raises:
-        UserError: if a sequence is longer than the model's learned positions.
-    """
-    model.eval()
-    order = sorted(range(len(examples)), key=lambda i: len(examples[i].input_ids))
-    exact, tokens = [False] * len(examples), [0] * len(examples)
-    longest = max(len(example.input_ids) for example in examples)
-    batch = max(1, (tokens_per_batch or (16_384 if model.device.type == "cuda" else 4_096)) // longest)
-    for start in range(0, len(order), batch):
-        rows = order[start : start + batch]
-        for row, hits in zip(rows, _hits(model, [examples[row] for row in rows]), strict=True):
-            exact[row], tokens[row] = bool(hits.all()), int(hits.sum())
-    return exact, tokens
-
-
-@torch.inference_mode()
-def _hits(model: LanguageModel, examples: Sequence[Encoded]) -> Iterator[torch.Tensor]:
-    """For each example, a bool for each token of its answer."""
-    longest = max(len(example.input_ids) for example in examples)
-    ids = torch.zeros(len(examples), longest, dtype=torch.long)
-    answer = torch.zeros_like(ids, dtype=torch.bool)
-    for row, example in enumerate(examples):
-        size = len(example.input_ids)
-        ids[row, :size] = torch.tensor(example.input_ids)
-        answer[row, example.answer_start : size] = True
-    ids, answer = ids.to(model.device), answer.to(model.device)
-    # Padding is on the right, where causal attention never looks, so no mask is needed.
-    states = model.model(ids[:, :-1], use_cache=False, keep=answer[:, 1:]).last_hidden_state
-    logits = linear(model.lm_head, states)
-    logits[:, never_generated(model.config)] = -math.inf
-    hit = logits.argmax(-1) == ids[answer]
-    return iter(hit.cpu().split(answer.sum(dim=1).tolist()))
 
 
 def held_out_probe(

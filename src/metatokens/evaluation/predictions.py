@@ -6,11 +6,11 @@ from itertools import groupby
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from metatokens.evaluation.accuracy import score
 from metatokens.model.checkpoint import LanguageModel
 from metatokens.model.positions import reaches
 from metatokens.records import Record
 from metatokens.tasks.example import Example
+from metatokens.tasks.scoring import score
 
 FURTHER = 8  # tokens that a wrong answer may have beyond the right one's
 TOKENS_A_BATCH = 4_096  # padded

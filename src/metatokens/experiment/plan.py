@@ -1,5 +1,6 @@
 """Which runs answer which table: the stages that a preset expands to, each after the ones that it needs."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from metatokens.experiment.models import (
 )
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.cost import flops, forward_products
-from metatokens.recipe import FinetuneRecipe, PretrainRecipe
+from metatokens.recipe import FinetuneRecipe, PretrainRecipe, StageSettings
 
 # The paper's tables by task; a variant's `tables` stand in their place. `reproduce --only` takes these names.
 _TASK_TABLES = {"list_recall": "table7", "segment_counting": "table8", "parity": "table9", "copying": "table10"}
@@ -114,8 +115,10 @@ def select(plan: list[Stage], table: str | None) -> list[Stage]:
 
 def examples_name(recipe: FinetuneRecipe) -> str:
     """What the encoded train examples of a recipe are called: recipes with the same name draw the same ones."""
-    sizes = "-".join(f"{length}x{count}" for length, count in _examples(recipe).items())
-    return f"{recipe.task.condition}-seed{recipe.training.seed}-{sizes}"
+    sizes = [f"{one.lists}x{one.items}x{count}" for one, count in _stage_examples(recipe)]
+    sizes += [f"{length}x{count}" for length, count in _examples(recipe).items()]
+    names = [recipe.task.condition, f"seed{recipe.training.seed}", *sizes]
+    return re.sub("[(), ]+", "_", "-".join(names))
 
 
 def _test_stages(sizes: Preset, task: str) -> Iterator[Stage]:
@@ -187,7 +190,9 @@ def _task_stages(model: TrainedModel, sizes: Preset, task: str, estimate: "_Esti
     tables = model.tables or (_TASK_TABLES.get(task, task), "figure1")  # of a task that the paper has not, its name
     recipe = finetune_recipe(sizes, model, task)
     probe, counts = sizes.probe_steps.get(task), counts_of(sizes, model, task)
-    trained = sum(n * estimate.seconds(_mean(length), training=True) for length, n in _examples(recipe).items())
+    first, *_ = recipe.task.train_lengths
+    read = [*_examples(recipe).items(), *((first, n) for _, n in _stage_examples(recipe))]
+    trained = sum(n * estimate.seconds(_mean(length), training=True) for length, n in read)
     yield _stage(
         "finetune",
         model,
@@ -254,6 +259,11 @@ def _stage(
     subject = {key: value for key, value in about.items() if value is not None}
     name = "-".join([kind, *(one.name if isinstance(one, TrainedModel) else one for one in subject.values())])
     return Stage(name=name, kind=kind, method=method or kind, subject=subject, **fields)
+
+
+def _stage_examples(recipe: FinetuneRecipe) -> list[tuple[StageSettings, int]]:
+    counts = (settings.max_steps * settings.batch for settings in recipe.stages().values())
+    return list(zip(recipe.task.stages, counts, strict=True))
 
 
 def _examples(recipe: FinetuneRecipe) -> dict[int, int]:

@@ -34,7 +34,7 @@ SMOKE = Preset(
     extra_conditions={"list_recall": ("landmark", "decoy")},
 )
 
-_CONDITIONS = ("landmark", "none", "decoy")
+_CONDITIONS = ("none", "decoy")
 _SEEDED = ("gpt2", "twin", "meta")  # three seeds with rope
 _SEEDS = (1, 2)
 

@@ -19,7 +19,7 @@ from metatokens.analysis.sharpness import sharpness
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
-from metatokens.evaluation.accuracy import evaluate, score, shortcut_rates, test_examples
+from metatokens.evaluation.accuracy import evaluate, shortcut_rates, test_examples
 from metatokens.evaluation.perplexity import held_out_text, perplexity
 from metatokens.experiment.models import (
     Preset,
@@ -36,9 +36,10 @@ from metatokens.recipe import FinetuneRecipe, PretrainRecipe
 from metatokens.records import CurvePoint, Measurement, Result, ShownExample
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import documents_for, task_texts
+from metatokens.tasks.scoring import score
 from metatokens.tasks.store import ExampleStore
 from metatokens.training.extend import extend
-from metatokens.training.finetune import finetune, train_examples, train_source
+from metatokens.training.finetune import finetune, stage_examples, train_examples, train_source
 from metatokens.training.pretrain import pretrain
 from metatokens.training.trainer import Probe, Progress
 
@@ -126,6 +127,8 @@ class Runner:
         """Write the train examples of a recipe, and of those that read the same, encoded."""
         source = train_source(recipe, task, self.tokenizer(), self.documents(task))
         folder = self.examples(task, recipe)
+        for number in range(1, len(recipe.task.stages) + 1):
+            stage_examples(recipe, source, number, folder)
         for length in recipe.task.train_lengths:
             train_examples(recipe, source, length, folder)
         (folder / "complete").touch()
@@ -205,16 +208,25 @@ class Runner:
             examples=examples,
             progress=progress,
             probe=lambda _, name, __: (
-                Probe(probe_steps, partial(_probe, tests=tests)) if probe_steps and name == str(first) else None
+                Probe(probe_steps, partial(_probe, tests=tests))
+                if probe_steps and name in (*recipe.stages(), str(first))
+                else None
             ),
         )
         curves: list[CurvePoint] = []
         weights: dict[str, str] = {}
+        steps, seen = 0, 0.0  # before the first train length, whose curve the stages begin
+        for name, settings in recipe.stages().items():
+            tokens = settings.batch * self.text_tokens(ExampleStore(examples / f"{name}.arrow"))
+            about = model.fields(self.name) | {"task": task, "train_length": first}
+            curves += _curve(folder / name, tokens, steps, seen, **about)
+            done = _logged(folder / name)[-1]["step"]
+            steps, seen = steps + done, seen + done * tokens
         for length, settings in recipe.phases().items():
             weights[str(length)] = weights_sha256(folder / str(length))
             tokens = settings.batch * self.text_tokens(ExampleStore(examples / f"train-{length}.arrow"))
             about = model.fields(self.name) | {"task": task, "train_length": length}
-            curves += _curve(folder / str(length), tokens, **about)
+            curves += _curve(folder / str(length), tokens, *((steps, seen) if length == first else ()), **about)
         return Outcome(curves=curves, facts={WEIGHTS: weights})
 
     def evaluate(
@@ -355,14 +367,22 @@ def _probe(model: Any, tests: Sequence[Any]) -> dict[str, float]:
     return {"exact_match": sum(exact) / len(exact), "n": len(exact)}
 
 
-def _curve(folder: Path, tokens_a_step: float | None, **about: Any) -> Iterator[CurvePoint]:
-    """What a run of training says of loss and accuracy; the learning rate and the like stay in its folder."""
-    for line in (folder / "curve.jsonl").read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
+def _curve(
+    folder: Path, tokens_a_step: float | None, steps: int = 0, seen: float = 0.0, **about: Any
+) -> Iterator[CurvePoint]:
+    """What a run of training says of loss and accuracy, after so many steps and text tokens of stages before it.
+
+    The learning rate and the like stay in its folder.
+    """
+    for entry in _logged(folder):
         figures = {name: entry[name] for name in ("loss", "exact_match", "n") if name in entry}
         if figures:
-            tokens = None if tokens_a_step is None else round(entry["step"] * tokens_a_step)
-            yield CurvePoint(step=entry["step"], text_tokens=tokens, **figures, **about)
+            tokens = None if tokens_a_step is None else round(seen + entry["step"] * tokens_a_step)
+            yield CurvePoint(step=steps + entry["step"], text_tokens=tokens, **figures, **about)
+
+
+def _logged(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "curve.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def _parameters(weights: Path) -> int:

@@ -20,11 +20,14 @@ from metatokens.model.checkpoint import MANIFEST, LanguageModel, load_model, wei
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, TrainingSettings
-from metatokens.tasks.curriculum import TaskData
+from metatokens.tasks.curriculum import Phase, TaskData
 from metatokens.tasks.example import read_examples
+from metatokens.tasks.scoring import score
 from metatokens.tasks.store import Encoded, ExampleStore
 from metatokens.training.run_folder import open_run
-from metatokens.training.trainer import Probe, Progress, SizedDataset, check_trackers, train, unwatched
+from metatokens.training.trainer import Goal, Probe, Progress, SizedDataset, check_trackers, train, unwatched
+
+VALIDATED = 200  # prompts that tell whether a stage has reached its goal
 
 
 class TaskExamples:
@@ -125,6 +128,34 @@ def train_examples(recipe: FinetuneRecipe, source: TaskData, length: int, folder
     return ExampleStore.write(path, (source.train(index, length) for index in range(count)))
 
 
+def stage_examples(recipe: FinetuneRecipe, source: TaskData, number: int, folder: Path) -> ExampleStore:
+    """The examples of a stage, counted from 1, as those of a train length."""
+    stage, settings = recipe.task.stages[number - 1], recipe.stages()[f"stage-{number}"]
+    path, count = folder / f"stage-{number}.arrow", min(recipe.task.examples, _examples_seen(settings))
+    if path.exists():
+        return ExampleStore(path)
+    sizes, longest = Phase(stage.lists, (stage.items,)), recipe.task.train_lengths[0]
+    return ExampleStore.write(path, (source.train(index, longest, sizes) for index in range(count)))
+
+
+def _stage_phase(
+    recipe: FinetuneRecipe, source: TaskData, number: int, settings: TrainingSettings, folder: Path
+) -> "_Phase":
+    stage, longest = recipe.task.stages[number - 1], recipe.task.train_lengths[0]
+    sizes = Phase(stage.lists, (stage.items,))
+    source.train(0, longest, sizes)  # whether there is such a prompt at all is said before any training
+
+    def is_learned(model: LanguageModel) -> bool:
+        asked = [source.train(index, longest, sizes, "validation") for index in range(VALIDATED)]
+        exact, _ = score(model, asked)
+        return sum(exact) >= (stage.until or 1) * VALIDATED
+
+    def opened() -> TaskExamples:
+        return TaskExamples(stage_examples(recipe, source, number, folder), length=_examples_seen(settings))
+
+    return _Phase(f"stage-{number}", settings, opened, is_learned if stage.until else None)
+
+
 def _task_examples(recipe: FinetuneRecipe, source: TaskData, length: int, folder: Path) -> TaskExamples:
     seen = _examples_seen(recipe.phases()[length])
     return TaskExamples(train_examples(recipe, source, length, folder), length=seen)
@@ -147,6 +178,7 @@ class _Phase(NamedTuple):
     name: str
     settings: TrainingSettings
     open_examples: Callable[[], SizedDataset]
+    goal: Goal | None = None
 
 
 def finetune(
@@ -204,6 +236,9 @@ def finetune(
         run |= {"data_sha256": sha256_of(data.read_bytes())}
     elif task is not None:
         source = train_source(recipe, task, tokenizer, documents)
+        for number, own in enumerate(recipe.stages().values(), start=1):
+            check_length(model.config, recipe.task.train_lengths[0])
+            phases.append(_stage_phase(recipe, source, number, own, examples or out / "examples"))
         for length, own in recipe.phases().items():
             check_length(model.config, length)
             source.train(0, length)  # whether there is such a prompt at all is said before any training
@@ -217,7 +252,7 @@ def finetune(
     )
     before, trained, total = 0, False, sum(phase.settings.max_steps for phase in phases)
     with open_run(out, run, overwrite=overwrite):
-        for name, own, open_examples in phases:
+        for name, own, open_examples, goal in phases:
             folder, report = out / name, partial(_report_phase, progress, before, total)
             before += own.max_steps
             if (folder / MANIFEST).exists():
@@ -227,7 +262,7 @@ def finetune(
             set_seed(own.seed)
             dataset = ByLength(open_examples(), batch=own.batch, seed=own.seed)
             watched = probe(model, name, own)
-            train(model, dataset, tokenizer, own, folder, collator=collator, progress=report, probe=watched)
+            train(model, dataset, tokenizer, own, folder, collator=collator, progress=report, probe=watched, goal=goal)
             trained = True
     return trained
 

@@ -68,6 +68,10 @@ class Probe:
     measure: Callable[[Any], dict[str, float]]
 
 
+Goal = Callable[[Any], bool]  # whether a model in evaluation mode has learned enough
+GOAL_STEPS = 50  # between two looks
+
+
 class MetaTokenTrainer(Trainer):
     """Trainer that stops at a loss that is no number.
 
@@ -122,8 +126,10 @@ class MetaTokenTrainer(Trainer):
 class RunCallback(TrainerCallback):
     """Marks saved checkpoints as complete, keeps the last few, probes the model, and says how far the run is."""
 
-    def __init__(self, trainer: MetaTokenTrainer, progress: Progress, kept: int, probe: Probe | None):
-        self.trainer, self.progress, self.kept, self.probe = trainer, progress, kept, probe
+    def __init__(
+        self, trainer: MetaTokenTrainer, progress: Progress, kept: int, probe: Probe | None, goal: Goal | None
+    ):
+        self.trainer, self.progress, self.kept, self.probe, self.goal = trainer, progress, kept, probe, goal
         self.last_report = 0.0
         self.last_log = (0.0, 0)  # when, and the tokens read until then
         self.figures: dict[str, float] = {}  # the latest
@@ -150,6 +156,10 @@ class RunCallback(TrainerCallback):
             self.trainer.log(self.probe.measure(model))  # to trackers too
             model.train()
             control.should_log = is_due  # the loss, which that call would have taken for logged
+        if self.goal is not None and state.global_step % GOAL_STEPS == 0:
+            if self.goal(kwargs["model"].eval()):
+                control.should_training_stop = control.should_log = True
+            kwargs["model"].train()
         if not control.should_log:
             self._report(state)
 
@@ -195,8 +205,9 @@ def train(
     collator: Callable[[list[Any]], dict[str, torch.Tensor]],
     progress: Progress,
     probe: Probe | None = None,
+    goal: Goal | None = None,
 ) -> None:
-    """Train until `settings.max_steps`, resuming from the last good checkpoint, and write the model to `out`.
+    """Train until `settings.max_steps` or a goal, resuming from the last good checkpoint, and write the model to `out`.
 
     `out` then holds the model, `curve.jsonl` (a line a logged step: step, loss, learning_rate; and a line a step that
     was probed) and `checkpoints/`.
@@ -210,6 +221,7 @@ def train(
         collator: makes a batch of items.
         progress: called about once a second.
         probe: what is measured in between, if anything is.
+        goal: says, every `GOAL_STEPS`, whether to end before `settings.max_steps`.
     """
     checkpoints = out / "checkpoints"
     done_here = {
@@ -251,7 +263,7 @@ def train(
         items_a_step=settings.batch,
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(RunCallback(trainer, progress, settings.save_total_limit, probe))
+    trainer.add_callback(RunCallback(trainer, progress, settings.save_total_limit, probe, goal))
     checkpoint = last_good_checkpoint(checkpoints)
     try:
         if checkpoint is not None and checkpoint.endswith(f"checkpoint-{settings.max_steps}"):

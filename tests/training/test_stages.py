@@ -1,0 +1,133 @@
+"""Stages of fine-tuning: which prompts they are trained on, when they end, and going on in the middle."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from metatokens.data.store import TokenStore
+from metatokens.errors import UserError
+from metatokens.recipe import FinetuneRecipe, load_recipe
+from metatokens.tasks.curriculum import TaskData
+from metatokens.tasks.store import ExampleStore
+from metatokens.training import finetune as finetuning_module
+from metatokens.training import trainer
+from metatokens.training.finetune import finetune
+
+STAGES = "task.stages=[{lists: [2, 3], items: [3, 4], max_steps: 4}, {lists: [1, 1], items: [5, 5], max_steps: 6}]"
+
+
+@pytest.fixture(scope="module")
+def model(small_model: Callable[..., Path]) -> Path:
+    return small_model()
+
+
+def curve(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
+
+
+def test_a_stages_prompts_have_its_lists_and_items(
+    model: Path, finetuning: Callable[..., FinetuneRecipe], small_store: TokenStore, tmp_path: Path
+) -> None:
+    finetune(finetuning(STAGES), model, tmp_path / "run", task="list_recall")
+    for name, lists, items in (("stage-1", {2, 3}, {3, 4}), ("stage-2", {1}, {5})):
+        sizes = set()
+        for example in ExampleStore(tmp_path / "run" / "examples" / f"{name}.arrow"):
+            prompt = small_store.tokenizer.decode(example.input_ids[: example.answer_start])
+            *lines, _, _ = prompt.split("\n")
+            sizes.add((len(lines), len(lines[0].split()) - 1))
+            assert example.answer_start <= 64
+        assert {m for m, _ in sizes} == lists
+        assert {n for _, n in sizes} == items
+
+
+def test_the_rate_of_a_stage_does_not_decay(
+    model: Path, finetuning: Callable[..., FinetuneRecipe], tmp_path: Path
+) -> None:
+    own = "lists: [2, 3], items: [3, 4], max_steps: 4, learning_rate: 0.01, per_device_train_batch_size: 2"
+    recipe = finetuning(f"task.stages=[{{{own}}}]", "training.warmup_steps=1")
+    finetune(recipe, model, tmp_path / "run", task="list_recall")
+    rates = [point["learning_rate"] for point in curve(tmp_path / "run" / "stage-1")]
+    assert rates[1:] == pytest.approx([0.01] * (len(rates) - 1))
+    assert curve(tmp_path / "run" / "64")[-1]["learning_rate"] < 0.002
+    assert len(ExampleStore(tmp_path / "run" / "examples" / "stage-1.arrow")) == 8
+
+
+@pytest.mark.parametrize("cuts", [(3,), (6,), (3, 7, 12)])
+def test_stages_that_were_cut_off_end_like_ones_that_were_not(
+    cuts: tuple[int, ...],
+    model: Path,
+    finetuning: Callable[..., FinetuneRecipe],
+    steps: type,
+    contents: Callable[[Path], dict[str, bytes]],
+    tmp_path: Path,
+) -> None:
+    recipe = finetuning(STAGES)
+    finetune(recipe, model, tmp_path / "undisturbed", task="list_recall")
+    for cut in cuts:
+        with pytest.raises(KeyboardInterrupt):
+            finetune(recipe, model, tmp_path / "run", task="list_recall", progress=steps(stop_at=cut))
+    finetune(recipe, model, tmp_path / "run", task="list_recall")
+    ours, theirs = contents(tmp_path / "run"), contents(tmp_path / "undisturbed")
+    kept = {path for path in theirs if "checkpoints" not in path}
+    assert {path: ours[path] for path in kept} == {path: theirs[path] for path in kept}
+
+
+def test_a_stage_ends_when_prompts_that_are_neither_trained_on_nor_tested_are_answered(
+    model: Path, finetuning: Callable[..., FinetuneRecipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "GOAL_STEPS", 2)
+    monkeypatch.setattr(finetuning_module, "VALIDATED", 10)
+    asked = []
+    rates = iter([6, 8])
+
+    def score(model: object, examples: list) -> tuple[list[bool], list[int]]:
+        assert not model.training  # type: ignore[attr-defined]
+        asked.append(examples)
+        right = next(rates)
+        return [True] * right + [False] * (10 - right), []
+
+    monkeypatch.setattr(finetuning_module, "score", score)
+    recipe = finetuning("task.stages=[{lists: [2, 3], items: [6, 8], max_steps: 60, until: 0.8}]")
+    finetune(recipe, model, tmp_path / "run", task="parity")
+    assert curve(tmp_path / "run" / "stage-1")[-1]["step"] == 4
+    assert curve(tmp_path / "run" / "64")[-1]["step"] == 4
+    assert asked[0] == asked[1]
+    assert {example.split for example in asked[0]} == {"validation"}
+    assert len(asked[0]) == 10
+
+
+def test_a_stage_without_prompts_is_refused_before_any_training(
+    model: Path, finetuning: Callable[..., FinetuneRecipe], tmp_path: Path
+) -> None:
+    recipe = finetuning("task.stages=[{lists: [15, 15], items: [20, 20], max_steps: 4}]")
+    with pytest.raises(UserError, match=r"no list_recall prompt of \(15, 15\) lists and \(\(20, 20\),\) items"):
+        finetune(recipe, model, tmp_path / "run", task="list_recall")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("stage", "sentence"),
+    [
+        ("{lists: [3, 2], items: [3, 4], max_steps: 4}", "3 to 2 is no range: the least comes first"),
+        ("{lists: [2, 3], items: [3, 4], max_steps: 4, until: 1.5}", r"task.stages.0.until is 1.5"),
+        ("{lists: [2, 3], max_steps: 4}", r"task.stages.0.items is missing"),
+    ],
+)
+def test_a_stage_that_makes_no_sense_is_refused(stage: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        load_recipe(FinetuneRecipe, "demo_finetune", [f"task.stages=[{stage}]"])
+
+
+def test_an_unknown_setting_of_a_stage_is_named() -> None:
+    with pytest.raises(UserError, match=r"task.stages.0.wide is not a setting; allowed are lists, items"):
+        load_recipe(
+            FinetuneRecipe, "demo_finetune", ["task.stages=[{lists: [2, 3], items: [3, 4], max_steps: 4, wide: 1}]"]
+        )
+
+
+def test_validation_prompts_are_not_those_of_training(small_store: TokenStore) -> None:
+    data = TaskData("parity", tokenizer=small_store.tokenizer)
+    splits = {data.train(index, 64, None, "validation").split for index in range(10)}
+    assert splits == {"validation"}
