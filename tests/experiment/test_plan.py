@@ -183,7 +183,8 @@ def test_fine_tuning_another_models_weights_needs_that_one() -> None:
     assert "pretrain-meta-unmarked" not in plan
     steps = DEMO.task_overrides["parity"][0].split("=")[1]
     drawn = f"draw_examples-parity-paper-seed0-128x{32 * int(steps)}"
-    assert plan["finetune-meta-unmarked-parity"].after == ("pretrain-meta", drawn, "draw_tests-parity-paper")
+    tests = [f"draw_tests-parity-{condition}" for condition in ("paper", "landmark", "decoy")]
+    assert plan["finetune-meta-unmarked-parity"].after == ("pretrain-meta", drawn, *tests)
     assert drawn in plan  # once for both
 
 
@@ -191,11 +192,11 @@ def test_marker_conditions_are_tested_with_rope_up_to_a_length() -> None:
     sizes = replace(DEMO, extra_condition_limit=256)
     assert counts_of(sizes, TrainedModel(model="meta"), "list_recall") == {
         "paper": {128: 500, 256: 200, 512: 200, 1024: 200},
-        "none": {128: 500, 256: 200},
+        "landmark": {128: 500, 256: 200},
         "decoy": {128: 500, 256: 200},
     }
     for one, task in (
-        (TrainedModel(model="meta"), "parity"),
+        (TrainedModel(model="meta"), "copying"),
         (TrainedModel(model="meta", position_embedding="none"), "list_recall"),
     ):
         assert counts_of(sizes, one, task) == {"paper": {128: 500, 256: 200, 512: 200, 1024: 200}}
