@@ -1,7 +1,9 @@
 """Recipes of seconds, and runs that can be cut off at any step."""
 
 import itertools
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +28,17 @@ def finetuning() -> Callable[..., FinetuneRecipe]:
     """A fine-tuning recipe of 4 steps a train length with checkpoints after every second one, and overrides."""
     sizes = ("task.train_lengths=[64]", "training.max_steps=4", "training.per_device_train_batch_size=4")
     return lambda *overrides: load_recipe(FinetuneRecipe, "demo_finetune", [*sizes, *TRAINING, *overrides])
+
+
+@pytest.fixture(scope="session")
+def model(small_model: Callable[..., Path]) -> Path:
+    """A model to fine-tune."""
+    return small_model()
+
+
+def curve(folder: Path) -> list[dict[str, float]]:
+    """What a run logged, by step."""
+    return [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
 
 
 class Steps(list[int]):

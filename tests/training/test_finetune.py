@@ -29,6 +29,7 @@ from metatokens.training.finetune import (
     training_of,
 )
 from metatokens.training.trainer import Probe
+from tests.training.conftest import curve
 
 META, END = 9, 0
 
@@ -104,15 +105,6 @@ def test_batches_hold_every_example_once_and_similar_lengths_together(count: int
 
 
 # --- phases
-
-
-@pytest.fixture(scope="module")
-def model(small_model: Callable[..., Path]) -> Path:
-    return small_model()
-
-
-def curve(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
 
 
 def test_each_train_length_goes_on_from_the_last_ones_model(

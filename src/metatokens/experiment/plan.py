@@ -1,6 +1,5 @@
 """Which runs answer which table: the stages that a preset expands to, each after the ones that it needs."""
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,10 +114,9 @@ def select(plan: list[Stage], table: str | None) -> list[Stage]:
 
 def examples_name(recipe: FinetuneRecipe) -> str:
     """What the encoded train examples of a recipe are called: recipes with the same name draw the same ones."""
-    sizes = [f"{one.lists}x{one.items}x{count}" for one, count in _stage_examples(recipe)]
-    sizes += [f"{length}x{count}" for length, count in _examples(recipe).items()]
-    names = [recipe.task.condition, f"seed{recipe.training.seed}", *sizes]
-    return re.sub("[(), ]+", "_", "-".join(names))
+    stages = (("_".join(map(str, (*one.lists, *one.items))), count) for one, count in _stage_examples(recipe))
+    sizes = (f"{which}x{count}" for which, count in (*stages, *_examples(recipe).items()))
+    return "-".join([recipe.task.condition, f"seed{recipe.training.seed}", *sizes])
 
 
 def _test_stages(sizes: Preset, task: str) -> Iterator[Stage]:

@@ -27,6 +27,7 @@ from metatokens.tasks.inventory import INVENTORY
 _TASKS = {task: import_module(f"metatokens.tasks.{task}") for task in TASKS}
 COPIED_DOCUMENTS = 500  # at most
 
+Drawn = Literal["train", "validation"]  # the splits that are for training
 _ATTEMPTS = 10_000  # finds a test prompt (one in ten) of a length that one in a hundred has, but for odds of e^-10
 
 
@@ -38,6 +39,10 @@ class Phase:
     """The range of m, both ends included."""
     lengths: tuple[tuple[int, int], ...]
     """Ranges of n, equally likely, both ends included."""
+
+    def __str__(self) -> str:
+        lists, *lengths = (" to ".join(map(str, dict.fromkeys(ends))) for ends in (self.lists, *self.lengths))
+        return f"{lists} lists of {' or '.join(lengths)} items"
 
     def draw(self, generator: np.random.Generator) -> tuple[int, int]:
         """Draw m and n."""
@@ -105,9 +110,7 @@ class TaskData:
         else:
             self._draw = _TASKS[task].draw
 
-    def train(
-        self, index: int, train_length: int, sizes: Phase | None = None, split: Literal["train", "validation"] = "train"
-    ) -> Example:
+    def train(self, index: int, train_length: int, sizes: Phase | None = None, split: Drawn = "train") -> Example:
         """The index-th training example with a prompt of at most `train_length` tokens.
 
         Args:
@@ -120,8 +123,10 @@ class TaskData:
             UserError: if no such prompt was found.
         """
         generator = self._generator(index, f"{split} {train_length}")
-        phase = None if sizes else int(generator.integers(1, phase_of_length(train_length) + 1))
-        return self._find(generator, index, phase, split, 0, train_length, sizes)
+        if sizes is not None:
+            return self._find(generator, index, None, sizes, split, 0, train_length)
+        phase = int(generator.integers(1, phase_of_length(train_length) + 1))
+        return self._find(generator, index, phase, self._phases[phase], split, 0, train_length)
 
     def test(self, index: int, length: int) -> Example:
         """The index-th test example of bin `length`: its prompt has (length / 2, length] tokens.
@@ -130,7 +135,8 @@ class TaskData:
             UserError: if no such prompt was found.
         """
         generator = self._generator(index, f"test {length}")
-        return self._find(generator, index, phase_of_length(length), "test", length // 2, length)
+        phase = phase_of_length(length)
+        return self._find(generator, index, phase, self._phases[phase], "test", length // 2, length)
 
     def sample(self, index: int, phase: int, split: Split) -> Example:
         """The index-th example of a phase and split, of whatever length.
@@ -142,7 +148,7 @@ class TaskData:
             raise UserError(f"unknown phase {phase}; the phases are 1 to {max(PHASES)}.")
         if split not in get_args(Split):
             raise UserError(f"unknown split {split!r}; the splits are {', '.join(get_args(Split))}.")
-        return self._find(self._generator(index, f"phase {phase} {split}"), index, phase, split)
+        return self._find(self._generator(index, f"phase {phase} {split}"), index, phase, self._phases[phase], split)
 
     def _generator(self, index: int, purpose: str) -> np.random.Generator:
         # The condition is left out, so that all conditions draw the same contents.
@@ -153,14 +159,14 @@ class TaskData:
         generator: np.random.Generator,
         index: int,
         phase: int | None,
+        sizes: Phase,
         split: Split,
         above: int = 0,
         up_to: float = math.inf,
-        sizes: Phase | None = None,
     ) -> Example:
         """Draw contents until one is in the split and its prompt has (above, up_to] tokens."""
         for _ in range(_ATTEMPTS):
-            m, n = (sizes or self._phases[phase or 1]).draw(generator)
+            m, n = sizes.draw(generator)
             if m * n > min(up_to, self._longest_context):  # a word is one token or more
                 continue
             content = self._draw(generator, m, n)
@@ -179,7 +185,7 @@ class TaskData:
             )
             if above < example.n_tokens <= up_to:
                 return example
-        what = f"of phase {phase}" if sizes is None else f"of {sizes.lists} lists and {sizes.lengths} items"
+        what = f"of phase {phase}" if phase else f"of {sizes}"
         length = f" and {above + 1:,} to {up_to:,} tokens" if up_to < math.inf else ""
         documents = f", documents of {self._longest_context:,} words" if self._task == "copying" else ""
         raise UserError(

@@ -77,14 +77,9 @@ def _word_before_mark(number: int, prompt: Prompt) -> str | None:
     return words[-1] if words else None
 
 
-def _word_of_last_line(prompt: Prompt) -> str | None:
+def _word_of_line(line: int, prompt: Prompt) -> str:
     place, _ = _asked_place(prompt)
-    return (prompt.lines[-1] + [""] * place)[place]
-
-
-def _word_of_first_line(prompt: Prompt) -> str | None:
-    place, _ = _asked_place(prompt)
-    return (prompt.lines[0] + [""] * place)[place]
+    return prompt.lines[line][place]  # all lists have as many items
 
 
 def _commonest_of_list(prompt: Prompt) -> str | None:
@@ -159,8 +154,8 @@ _RULES: Mapping[str, Mapping[str, Rule]] = {
     "list_recall": {
         "the word before the last marker": partial(_word_before_mark, -1),
         "the word before the last marker but one": partial(_word_before_mark, -2),
-        "the word of that number in the last line": _word_of_last_line,
-        "the word of that number in the first line": _word_of_first_line,
+        "the word of that number in the last line": partial(_word_of_line, -1),
+        "the word of that number in the first line": partial(_word_of_line, 0),
         "the commonest word of the list asked for": _commonest_of_list,
     },
     "segment_counting": {
@@ -212,9 +207,7 @@ def answers(task: str, condition: str, train: Sequence[Example], test: Sequence[
         counts: dict[Hashable, Counter[str]] = defaultdict(Counter)
         for prompt, answer in zip(prompts, known, strict=True):
             counts[key(prompt)][answer] += 1
-        commonest = Counter(known)
-        best = {one: _commonest(own) for one, own in counts.items()}
-        guess = _commonest(commonest)
+        best, guess = {one: _commonest(own) for one, own in counts.items()}, _commonest(Counter(known))
         found[name] = [best.get(key(prompt), guess) == answer for prompt, answer in zip(asked, truth, strict=True)]
     return found
 

@@ -20,8 +20,8 @@ from metatokens.model.checkpoint import MANIFEST, LanguageModel, load_model, wei
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, TrainingSettings
-from metatokens.tasks.curriculum import Phase, TaskData
-from metatokens.tasks.example import read_examples
+from metatokens.tasks.curriculum import Drawn, Phase, TaskData
+from metatokens.tasks.example import Example, read_examples
 from metatokens.tasks.scoring import score
 from metatokens.tasks.store import Encoded, ExampleStore
 from metatokens.training.run_folder import open_run
@@ -122,38 +122,45 @@ def train_source(
 
 def train_examples(recipe: FinetuneRecipe, source: TaskData, length: int, folder: Path) -> ExampleStore:
     """The examples of one train length: those that `folder` has from an earlier run of the recipe, or new ones."""
-    path, count = folder / f"train-{length}.arrow", min(recipe.task.examples, _examples_seen(recipe.phases()[length]))
-    if path.exists():
-        return ExampleStore(path)
-    return ExampleStore.write(path, (source.train(index, length) for index in range(count)))
+    count = min(recipe.task.examples, _examples_seen(recipe.phases()[length]))
+    return _examples(folder / f"train-{length}.arrow", count, partial(source.train, train_length=length))
 
 
 def stage_examples(recipe: FinetuneRecipe, source: TaskData, number: int, folder: Path) -> ExampleStore:
     """The examples of a stage, counted from 1, as those of a train length."""
-    stage, settings = recipe.task.stages[number - 1], recipe.stages()[f"stage-{number}"]
-    path, count = folder / f"stage-{number}.arrow", min(recipe.task.examples, _examples_seen(settings))
-    if path.exists():
-        return ExampleStore(path)
-    sizes, longest = Phase(stage.lists, (stage.items,)), recipe.task.train_lengths[0]
-    return ExampleStore.write(path, (source.train(index, longest, sizes) for index in range(count)))
+    count = min(recipe.task.examples, _examples_seen(recipe.stages()[f"stage-{number}"]))
+    return _examples(folder / f"stage-{number}.arrow", count, _of_stage(recipe, source, number))
+
+
+def _examples(path: Path, count: int, draw: Callable[[int], Encoded]) -> ExampleStore:
+    return ExampleStore(path) if path.exists() else ExampleStore.write(path, map(draw, range(count)))
+
+
+def _of_stage(
+    recipe: FinetuneRecipe, source: TaskData, number: int, split: Drawn = "train"
+) -> Callable[[int], Example]:
+    """The example of an index, of a stage's sizes."""
+    stage = recipe.task.stages[number - 1]
+    sizes = Phase(stage.lists, (stage.items,))
+    return partial(source.train, train_length=recipe.task.train_lengths[0], sizes=sizes, split=split)
 
 
 def _stage_phase(
     recipe: FinetuneRecipe, source: TaskData, number: int, settings: TrainingSettings, folder: Path
 ) -> "_Phase":
-    stage, longest = recipe.task.stages[number - 1], recipe.task.train_lengths[0]
-    sizes = Phase(stage.lists, (stage.items,))
-    source.train(0, longest, sizes)  # whether there is such a prompt at all is said before any training
+    until = recipe.task.stages[number - 1].until
+    _of_stage(recipe, source, number)(0)  # whether there is such a prompt at all is said before any training
+    validation = _of_stage(recipe, source, number, "validation")
+    asked = [validation(index) for index in range(VALIDATED if until else 0)]
 
     def is_learned(model: LanguageModel) -> bool:
-        asked = [source.train(index, longest, sizes, "validation") for index in range(VALIDATED)]
         exact, _ = score(model, asked)
-        return sum(exact) >= (stage.until or 1) * VALIDATED
+        return sum(exact) >= (until or 1) * VALIDATED
 
     def opened() -> TaskExamples:
         return TaskExamples(stage_examples(recipe, source, number, folder), length=_examples_seen(settings))
 
-    return _Phase(f"stage-{number}", settings, opened, is_learned if stage.until else None)
+    return _Phase(f"stage-{number}", settings, opened, is_learned if until else None)
 
 
 def _task_examples(recipe: FinetuneRecipe, source: TaskData, length: int, folder: Path) -> TaskExamples:
