@@ -63,13 +63,17 @@ class ModelSettings(_Settings):
 
 
 class TrainingSettings(_Settings):
-    """Names, meanings and units of transformers' `TrainingArguments`, but for `decay_steps`."""
+    """Names, meanings and units of transformers' `TrainingArguments`, where it has them."""
 
     max_steps: Positive
     decay_steps: Positive | None = None  # horizon of the learning rate's cosine; max_steps where not given
     per_device_train_batch_size: Positive = 12
     gradient_accumulation_steps: Positive = 1
-    learning_rate: Annotated[float, Field(gt=0)] = 6e-4
+    # adamw; or muon (Jordan et al., 2024) for the matrices inside the blocks, and adamw for all else.
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    learning_rate: Annotated[float, Field(gt=0)] = 6e-4  # of adamw
+    # Of muon, warmed up and decayed by the same factors; its momentum is 0.95, and it has no weight decay.
+    muon_learning_rate: Annotated[float, Field(gt=0)] = 0.02
     min_learning_rate: Annotated[float, Field(ge=0)] = 6e-5  # `min_lr` of the schedule "cosine_with_min_lr"
     warmup_steps: AtLeastZero = 0
     weight_decay: Annotated[float, Field(ge=0)] = 0.1  # on matrices only
@@ -100,6 +104,12 @@ class TrainingSettings(_Settings):
                 f"training.random_positions_from is {self.random_positions_from}, and training.random_positions "
                 f"{self.random_positions}; the latter must be as much at least"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _muon_sees_whole_matrices(self) -> "TrainingSettings":
+        if self.optimizer == "muon" and self.fsdp:
+            raise ValueError("training.optimizer is muon, which needs whole matrices, and training.fsdp cuts them up")
         return self
 
     @model_validator(mode="after")

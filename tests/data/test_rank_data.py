@@ -14,6 +14,7 @@ from transformers import TrainingArguments, default_data_collator
 from metatokens.data.blocks import BlockDataset
 from metatokens.data.store import TokenStore
 from metatokens.model.checkpoint import load_model
+from metatokens.recipe import TrainingSettings
 from metatokens.training.trainer import MetaTokenTrainer
 
 GLOBAL_BATCH, EPOCHS = 12, 3
@@ -111,8 +112,7 @@ def test_trainer_cuts_its_data_like_this(
         args=arguments,
         train_dataset=dataset,
         data_collator=default_data_collator,
-        decay_steps=None,
-        items_a_step=GLOBAL_BATCH,
+        settings=TrainingSettings(max_steps=1, per_device_train_batch_size=GLOBAL_BATCH),
     )
     own, like = trainer.get_train_dataloader(), loader(dataset, 0, 1, 0)
     assert type(own) is type(like)

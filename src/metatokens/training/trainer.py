@@ -33,6 +33,7 @@ from metatokens.machine import is_first_process, process_count
 from metatokens.model.checkpoint import load_model, save_model, verify_manifest, write_manifest
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import TrainingSettings
+from metatokens.training.muon import MuonWithAdamW, block_matrices
 from metatokens.training.positions import randomized_positions
 
 # FSDP2, in the layers that the model names; the weights of a checkpoint are saved whole.
@@ -75,17 +76,26 @@ GOAL_STEPS = 50  # between two looks
 class MetaTokenTrainer(Trainer):
     """Trainer that stops at a loss that is no number.
 
-    Its learning rate may decay over a longer horizon than the run (paper: 600k against 200k steps).
+    Its learning rate may decay over a longer horizon than the run (paper: 600k against 200k steps), and its optimizer
+    may be Muon.
     """
 
-    def __init__(self, *args: Any, decay_steps: int | None, items_a_step: int, **kwargs: Any):
+    def __init__(self, *args: Any, settings: TrainingSettings, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.decay_steps, self.items_a_step = decay_steps, items_a_step
+        self.settings = settings
         self.tokens_read = 0
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """AdamW; or Muon with what is left of it."""
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
+        if self.settings.optimizer == "muon":
+            optimizer = MuonWithAdamW(block_matrices(self.model), optimizer, self.settings.muon_learning_rate)
+        self.optimizer = optimizer
+        return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule over `decay_steps`, where given."""
-        return super().create_scheduler(self.decay_steps or num_training_steps, optimizer)
+        return super().create_scheduler(self.settings.decay_steps or num_training_steps, optimizer)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """A stream's readers divide it among themselves; accelerate would have each process read all of it."""
@@ -113,7 +123,7 @@ class MetaTokenTrainer(Trainer):
         # The last look before the update: a loss or a gradient that is no number would spoil the weights for good.
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if not math.isfinite(norm):
-            step, size = self.state.global_step, self.items_a_step
+            step, size = self.state.global_step, self.settings.batch
             raise UserError(
                 f"training stopped before step {step + 1}: the loss is {float(self._loss):g} and the gradient's norm "
                 f"{float(norm):g}, at learning rate {self._get_learning_rate():g}, on the items {step * size} to "
@@ -226,7 +236,7 @@ def train(
     checkpoints = out / "checkpoints"
     done_here = {
         "decay_steps", "eval_steps", "min_learning_rate", "report_to", "random_positions", "random_positions_from",
-        "save_total_limit",
+        "save_total_limit", "optimizer", "muon_learning_rate",
     }  # fmt: skip
     own = settings.model_dump(exclude=done_here)
     arguments = TrainingArguments(
@@ -259,8 +269,7 @@ def train(
         train_dataset=dataset,
         processing_class=tokenizer,
         data_collator=collator,
-        decay_steps=settings.decay_steps,
-        items_a_step=settings.batch,
+        settings=settings,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(RunCallback(trainer, progress, settings.save_total_limit, probe, goal))

@@ -1,0 +1,113 @@
+"""Muon on the matrices inside the blocks, AdamW on the rest, in one optimizer."""
+
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from metatokens.model.checkpoint import load_model
+from metatokens.recipe import FinetuneRecipe
+from metatokens.training.finetune import finetune
+from metatokens.training.muon import MuonWithAdamW, block_matrices
+from metatokens.training.trainer import MetaTokenTrainer
+
+
+def orthogonalized(gradient: np.ndarray) -> np.ndarray:
+    """Newton-Schulz as Jordan et al. (2024) print it: X <- aX + b(XX')X + c(XX')(XX')X, five times, in float64.
+
+    An odd polynomial of a matrix is that polynomial of its singular values, which is how it is computed here.
+    """
+    left, values, right = np.linalg.svd(gradient / np.linalg.norm(gradient), full_matrices=False)
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return np.asarray(left @ np.diag(values) @ right)
+
+
+@pytest.mark.parametrize("shape", [(12, 4), (6, 6), (4, 12)])
+def test_two_steps_of_a_matrix_are_those_of_the_paper(shape: tuple[int, int]) -> None:
+    draw = np.random.default_rng(0)
+    start, gradients = draw.normal(size=shape), draw.normal(size=(2, *shape))
+    matrix, vector = (torch.nn.Parameter(torch.tensor(one)) for one in (start, start[0]))
+    alone = torch.nn.Parameter(vector.detach().clone())
+    adamw = torch.optim.AdamW([matrix, vector], lr=0.004, weight_decay=0.1)
+    optimizer, other = MuonWithAdamW([matrix], adamw, 0.02), torch.optim.AdamW([alone], lr=0.004, weight_decay=0.1)
+    momentum, expected = np.zeros(shape), start
+    for gradient in gradients:
+        matrix.grad, vector.grad, alone.grad = (torch.tensor(one) for one in (gradient, gradient[0], gradient[0]))
+        optimizer.step()
+        other.step()
+        momentum = 0.95 * momentum + 0.05 * gradient
+        nesterov = 0.05 * gradient + 0.95 * momentum
+        expected = expected - 0.02 * math.sqrt(max(1, shape[0] / shape[1])) * orthogonalized(nesterov)
+    change, like = matrix.detach().numpy() - start, expected - start
+    assert np.abs(like).max() > 0.01
+    assert np.abs(change - like).max() < 0.03 * np.abs(like).max()  # torch's products are in bfloat16
+    assert torch.equal(vector, alone)
+
+
+@pytest.fixture
+def trainer(
+    small_model: Callable[..., Path],
+    finetuning: Callable[..., FinetuneRecipe],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> MetaTokenTrainer:
+    """The trainer of a run with Muon, about to start."""
+    made: list[MetaTokenTrainer] = []
+    monkeypatch.setattr(MetaTokenTrainer, "train", lambda self, **_: made.append(self))
+    settings = ("optimizer=muon", "learning_rate=0.004", "min_learning_rate=0.001", "weight_decay=0.1")
+    model = small_model(bias=True, position_embedding="learned", max_position_embeddings=64)
+    finetune(finetuning(*(f"training.{one}" for one in settings)), model, tmp_path, task="parity")
+    (trainer,) = made
+    trainer.create_optimizer_and_scheduler(4)
+    return trainer
+
+
+def test_embeddings_biases_and_norms_are_adamws(trainer: MetaTokenTrainer) -> None:
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    decayed, plain, muon = trainer.optimizer.param_groups
+    assert {names[one] for one in muon["params"]} == {
+        name for one, name in names.items() if one.ndim == 2 and ".layers." in name
+    }
+    assert len(muon["params"]) == 2 * 6  # of each block: two attentions' two projections and the feed-forward's two
+    assert {names[one] for one in decayed["params"]} == {"model.embed_tokens.weight", "model.learned_positions.weight"}
+    assert {one.ndim for one in plain["params"]} == {1}
+    assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == len(names)
+    assert (decayed["weight_decay"], plain["weight_decay"], muon["weight_decay"]) == (0.1, 0.0, 0.0)
+    assert (decayed["betas"], muon["momentum"]) == ((0.9, 0.95), 0.95)
+
+
+def test_the_schedule_scales_both_rates(trainer: MetaTokenTrainer) -> None:
+    rates = []
+    for _ in range(5):
+        rates.append([group["lr"] for group in trainer.optimizer.param_groups])
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+    factors = [0, 1, *(0.25 + 0.75 * (1 + math.cos(math.pi * step / 3)) / 2 for step in (1, 2, 3))]
+    np.testing.assert_allclose(rates, [[0.004 * one, 0.004 * one, 0.02 * one] for one in factors], atol=1e-12)
+
+
+def test_loaded_state_goes_on_as_if_never_saved(small_model: Callable[..., Path]) -> None:
+    models = [load_model(small_model()) for _ in range(2)]
+    optimizers = [
+        MuonWithAdamW(block_matrices(model), torch.optim.AdamW(model.parameters(), lr=0.004), 0.02) for model in models
+    ]
+    ids = torch.arange(1, 33).reshape(2, 16)
+
+    def step(place: int) -> None:
+        optimizers[place].zero_grad()
+        models[place](ids, labels=ids).loss.backward()
+        optimizers[place].step()
+
+    step(0)
+    step(0)
+    models[1].load_state_dict(deepcopy(models[0].state_dict()))
+    optimizers[1].load_state_dict(deepcopy(optimizers[0].state_dict()))
+    for place in (0, 1):
+        step(place)
+    ours, theirs = (model.state_dict() for model in models)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
