@@ -23,6 +23,7 @@ from metatokens.tasks import TASKS, copying
 from metatokens.tasks.encoding import SegmentEncoder
 from metatokens.tasks.example import CONDITIONS, Condition, Content, Example, Split, encode_example, stable_hash
 from metatokens.tasks.inventory import INVENTORY
+from metatokens.tasks.store import StoredExample
 
 _TASKS = {task: import_module(f"metatokens.tasks.{task}") for task in TASKS}
 COPIED_DOCUMENTS = 500  # at most
@@ -102,6 +103,7 @@ class TaskData:
         self._encoder = SegmentEncoder(tokenizer)
         self._phases = _PARITY_PHASES if task == "parity" else PHASES
         self._vocabulary_size = text_vocab_size(tokenizer)
+        self._special = [*tokenizer.all_special_ids, self._encoder.meta_token_id]
         self._draw: Callable[[np.random.Generator, int, int], Content]
         self._longest_context = math.inf
         if task == "copying":
@@ -127,6 +129,35 @@ class TaskData:
             return self._find(generator, index, None, sizes, split, 0, train_length)
         phase = int(generator.integers(1, phase_of_length(train_length) + 1))
         return self._find(generator, index, phase, self._phases[phase], split, 0, train_length)
+
+    def drill(
+        self, index: int, train_length: int, sizes: Phase, split: Literal["train", "validation"] = "train"
+    ) -> StoredExample:
+        """The index-th example of copying with random entries of the vocabulary in place of the text.
+
+        Question and markers are those of the condition `paper`. Arguments and errors are those of `train`.
+
+        Raises:
+            UserError: if the task is not copying, or no prompt is so short.
+        """
+        if self._task != "copying":
+            raise UserError(f"a drill is for copying, where it stands in for the text; {self._task} has none.")
+        generator = self._generator(index, f"drill {split} {train_length}")
+        entries = np.setdiff1d(np.arange(self._vocabulary_size), self._special)
+        question, marker = self._encoder.encode_text(f"\n{copying.QUESTION}"), [self._encoder.meta_token_id]
+        most = train_length - len(question) - 3 * len(marker)
+        for _ in range(_ATTEMPTS):
+            m, n = sizes.draw(generator)
+            if m * n <= most:
+                ids, start = copying.draw_drill(generator, entries, m, n)
+                bracketed = ids[start : start + n]
+                prompt = [*ids[:start], *marker, *bracketed, *marker, *ids[start + n :], *question, *marker]
+                whole = np.array([*prompt, *bracketed, self._encoder.eos_token_id], dtype=np.int32)
+                return StoredExample(whole, len(prompt))
+        raise UserError(
+            f"no drill of {sizes.lists} times {sizes.lengths} entries has at most {train_length} tokens; try another "
+            "length."
+        )
 
     def test(self, index: int, length: int) -> Example:
         """The index-th test example of bin `length`: its prompt has (length / 2, length] tokens.
