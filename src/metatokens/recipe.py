@@ -163,6 +163,11 @@ class StageSettings(_Settings):
     until: Annotated[float, Field(gt=0, le=1)] | None = None
     per_device_train_batch_size: Positive | None = None  # training's where not given, like
     learning_rate: Annotated[float, Field(gt=0)] | None = None
+    # Of copying: random entries of the tokenizer's vocabulary in place of the text.
+    drill: bool = False
+    # Of segment counting: the weight of an auxiliary loss, of telling after each block but the last which tokens stand
+    # between the first two meta-tokens.
+    inside_loss: Annotated[float, Field(gt=0)] | None = None
 
 
 class TaskSettings(_Settings):
@@ -198,11 +203,26 @@ class FinetuneRecipe(_Settings):
             raise ValueError(f"{len(steps)} task.train_steps for {len(lengths)} task.train_lengths")
         return self
 
+    @model_validator(mode="after")
+    def _a_stage_has_what_its_loss_needs(self) -> "FinetuneRecipe":
+        if self.task.condition != "paper" and any(stage.drill or stage.inside_loss for stage in self.task.stages):
+            raise ValueError(
+                "a stage's drill or inside_loss is for task.condition paper, whose markers bracket the answer, and "
+                f"task.condition is {self.task.condition}"
+            )
+        hiding = [one for one in ("fsdp", "activation_checkpointing", "torch_compile") if getattr(self.training, one)]
+        if hiding and any(stage.inside_loss for stage in self.task.stages):
+            raise ValueError(
+                f"a stage's inside_loss reads the states after each block, which training.{hiding[0]} hides"
+            )
+        return self
+
     def stages(self) -> dict[str, TrainingSettings]:
         """The settings of each stage, by the name of its folder."""
         found = {}
         for number, stage in enumerate(self.task.stages, start=1):
-            own = stage.model_dump(exclude={"lists", "items", "until"}, exclude_none=True)
+            shared = stage.model_fields_set & TrainingSettings.model_fields.keys()
+            own = stage.model_dump(include=shared, exclude_none=True)
             found[f"stage-{number}"] = self.training.model_copy(update=own | {"decay_steps": _NEVER})
         return found
 

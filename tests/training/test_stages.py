@@ -1,14 +1,16 @@
 """Stages of fine-tuning: which prompts they are trained on, when they end, and going on in the middle."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from metatokens.data.store import TokenStore
+from metatokens.data.tokenizer import meta_token_id
 from metatokens.errors import UserError
 from metatokens.recipe import FinetuneRecipe, load_recipe
-from metatokens.tasks.curriculum import TaskData
+from metatokens.tasks.curriculum import Phase, TaskData
 from metatokens.tasks.store import ExampleStore
 from metatokens.training import finetune as finetuning_module
 from metatokens.training import trainer
@@ -122,3 +124,75 @@ def test_validation_prompts_are_not_those_of_training(small_store: TokenStore) -
     data = TaskData("parity", tokenizer=small_store.tokenizer)
     splits = {data.train(index, 64, None, "validation").split for index in range(10)}
     assert splits == {"validation"}
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_drill_asks_for_what_stands_in_its_bracket(split: str, small_store: TokenStore) -> None:
+    tokenizer, meta = small_store.tokenizer, meta_token_id(small_store.tokenizer)
+    source = TaskData("copying", tokenizer=tokenizer, documents=["a b c d e f g h i j " + one for one in "xyz"])
+    distinct, sizes = 0, set()
+    for index in range(300):
+        drill = source.drill(index, 64, Phase((2, 3), ((3, 10),)), split)
+        ids = drill.input_ids.tolist()
+        first, second, last = (place for place, one in enumerate(ids) if one == meta)
+        assert last == drill.answer_start - 1 < 64
+        bracketed, answer = ids[first + 1 : second], ids[last + 1 :]
+        assert answer == [*bracketed, tokenizer.eos_token_id]
+        question = tokenizer.encode("\nQ: Copy the bracketed text.", add_special_tokens=False)
+        rest = ids[second + 1 : last]
+        assert rest[-len(question) :] == question
+        context = [*ids[:first], *bracketed, *rest[: -len(question)]]
+        assert not {*context} & {meta, tokenizer.eos_token_id}
+        assert len(context) // len(bracketed) in (2, 3)
+        sizes.add(len(bracketed))
+        distinct += len({*context}) == len(context)
+    assert sizes == set(range(3, 11))
+    assert 60 < distinct < 200
+    same = source.drill(7, 64, Phase((2, 3), ((3, 10),)), split)
+    assert same.input_ids.tolist() == source.drill(7, 64, Phase((2, 3), ((3, 10),)), split).input_ids.tolist()
+
+
+def test_a_run_may_begin_with_a_drill(
+    model: Path, finetuning: Callable[..., FinetuneRecipe], small_corpus: Path, small_store: TokenStore, tmp_path: Path
+) -> None:
+    short = "lists: [2, 3], items: [3, 4], max_steps: 4"
+    recipe = finetuning(f"task.stages=[{{{short}, until: 0.9, drill: true}}, {{{short}}}]")
+    finetune(recipe, model, tmp_path, task="copying", documents=small_corpus.read_text().split("\n\n"))
+    examples = {name: ExampleStore(tmp_path / "examples" / f"{name}.arrow") for name in ("stage-1", "stage-2")}
+    meta = small_store.manifest.meta_token_id
+    prompts = {
+        name: [one for example in each for one in [*example.input_ids[: example.answer_start], 0] if one != meta]
+        for name, each in examples.items()
+    }
+    words = {name: set(re.findall(r"\w+", small_store.tokenizer.decode(ids))) for name, ids in prompts.items()}
+    known = set(re.findall(r"\w+", small_corpus.read_text())) | {"Q", "Copy", "the", "bracketed", "text", "endoftext"}
+    assert words["stage-2"] <= known
+    assert len(words["stage-1"] - known) > 20
+    with pytest.raises(UserError, match=r"no drill of .* has at most 64 tokens"):
+        TaskData("copying", tokenizer=small_store.tokenizer, documents=["a b c d e f g h i " + a for a in "xyz"]).drill(
+            0, 64, Phase((8, 8), ((9, 9),))
+        )
+
+
+@pytest.mark.parametrize(
+    ("stage", "task", "sentence"),
+    [
+        ("drill: true", "parity", "a drill is for copying, where it stands in for the text; parity has none"),
+        ("inside_loss: 1.0", "copying", "inside_loss is for segment_counting, .* not for copying"),
+        ("until: 0.9", "parity", "no parity prompt of 1 lists of 1 to 2 items"),  # all are trained on
+    ],
+)
+def test_a_stage_that_the_task_does_not_know(
+    stage: str, task: str, sentence: str, model: Path, finetuning: Callable[..., FinetuneRecipe], tmp_path: Path
+) -> None:
+    recipe = finetuning(f"task.stages=[{{lists: [1, 1], items: [1, 2], max_steps: 4, {stage}}}]")
+    with pytest.raises(UserError, match=sentence):
+        finetune(recipe, model, tmp_path / "run", task=task, documents=["a b c d e f g h i " + one for one in "xyz"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_own_records_have_no_stages(model: Path, finetuning: Callable[..., FinetuneRecipe], tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").write_text('{"prompt": "the cat", "completion": " sat"}\n')
+    with pytest.raises(UserError, match=r"task\.stages are for the tasks"):
+        finetune(finetuning(STAGES), model, tmp_path / "run", data=tmp_path / "records.jsonl")
+    assert not (tmp_path / "run").exists()

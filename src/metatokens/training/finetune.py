@@ -21,9 +21,10 @@ from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, TrainingSettings
 from metatokens.tasks.curriculum import Drawn, Phase, TaskData
-from metatokens.tasks.example import Example, read_examples
+from metatokens.tasks.example import read_examples
 from metatokens.tasks.scoring import score
 from metatokens.tasks.store import Encoded, ExampleStore
+from metatokens.training.inside import check_inside
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Goal, Probe, Progress, SizedDataset, check_trackers, train, unwatched
 
@@ -114,7 +115,13 @@ class Collator:
 def train_source(
     recipe: FinetuneRecipe, task: str, tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]
 ) -> TaskData:
-    """The examples that a recipe trains on."""
+    """The examples that a recipe trains on.
+
+    Raises:
+        UserError: if there are none, or a stage of the recipe is for another task.
+    """
+    if task != "segment_counting" and any(stage.inside_loss for stage in recipe.task.stages):
+        raise UserError(f"a stage's inside_loss is for segment_counting, whose bracket is counted in, not for {task}.")
     return TaskData(
         task, tokenizer=tokenizer, condition=recipe.task.condition, seed=recipe.training.seed, documents=documents
     )
@@ -138,29 +145,30 @@ def _examples(path: Path, count: int, draw: Callable[[int], Encoded]) -> Example
 
 def _of_stage(
     recipe: FinetuneRecipe, source: TaskData, number: int, split: Drawn = "train"
-) -> Callable[[int], Example]:
-    """The example of an index, of a stage's sizes."""
+) -> Callable[[int], Encoded]:
+    """The example of an index, of a stage's sizes; stages of the same sizes have others."""
     stage = recipe.task.stages[number - 1]
-    sizes = Phase(stage.lists, (stage.items,))
-    return partial(source.train, train_length=recipe.task.train_lengths[0], sizes=sizes, split=split)
+    draw, first = source.drill if stage.drill else source.train, number * recipe.task.examples
+    length, sizes = recipe.task.train_lengths[0], Phase(stage.lists, (stage.items,))
+    return lambda index: draw(first + index, length, sizes, split)
 
 
 def _stage_phase(
     recipe: FinetuneRecipe, source: TaskData, number: int, settings: TrainingSettings, folder: Path
 ) -> "_Phase":
-    until = recipe.task.stages[number - 1].until
+    stage = recipe.task.stages[number - 1]
     _of_stage(recipe, source, number)(0)  # whether there is such a prompt at all is said before any training
     validation = _of_stage(recipe, source, number, "validation")
-    asked = [validation(index) for index in range(VALIDATED if until else 0)]
+    asked = [validation(index) for index in range(VALIDATED if stage.until else 0)]
 
     def is_learned(model: LanguageModel) -> bool:
         exact, _ = score(model, asked)
-        return sum(exact) >= (until or 1) * VALIDATED
+        return sum(exact) >= (stage.until or 1) * VALIDATED
 
     def opened() -> TaskExamples:
         return TaskExamples(stage_examples(recipe, source, number, folder), length=_examples_seen(settings))
 
-    return _Phase(f"stage-{number}", settings, opened, is_learned if until else None)
+    return _Phase(f"stage-{number}", settings, opened, is_learned if stage.until else None, stage.inside_loss)
 
 
 def _task_examples(recipe: FinetuneRecipe, source: TaskData, length: int, folder: Path) -> TaskExamples:
@@ -186,6 +194,7 @@ class _Phase(NamedTuple):
     settings: TrainingSettings
     open_examples: Callable[[], SizedDataset]
     goal: Goal | None = None
+    inside_weight: float | None = None
 
 
 def finetune(
@@ -238,11 +247,15 @@ def finetune(
     if data is not None:
         records = read_examples(data, tokenizer)
         check_length(model.config, max(len(record.input_ids) for record in records))
+        if recipe.task.stages:
+            raise UserError("task.stages are for the tasks; with records, give a recipe without them.")
         opened = partial(RecordExamples, records, seed=settings.seed, length=_examples_seen(settings))
         phases.append(_Phase("data", settings, opened))
         run |= {"data_sha256": sha256_of(data.read_bytes())}
     elif task is not None:
         source = train_source(recipe, task, tokenizer, documents)
+        if any(stage.inside_loss for stage in recipe.task.stages):
+            check_inside(model)
         for number, own in enumerate(recipe.stages().values(), start=1):
             check_length(model.config, recipe.task.train_lengths[0])
             phases.append(_stage_phase(recipe, source, number, own, examples or out / "examples"))
@@ -259,7 +272,7 @@ def finetune(
     )
     before, trained, total = 0, False, sum(phase.settings.max_steps for phase in phases)
     with open_run(out, run, overwrite=overwrite):
-        for name, own, open_examples, goal in phases:
+        for name, own, open_examples, goal, inside_weight in phases:
             folder, report = out / name, partial(_report_phase, progress, before, total)
             before += own.max_steps
             if (folder / MANIFEST).exists():
@@ -269,7 +282,18 @@ def finetune(
             set_seed(own.seed)
             dataset = ByLength(open_examples(), batch=own.batch, seed=own.seed)
             watched = probe(model, name, own)
-            train(model, dataset, tokenizer, own, folder, collator=collator, progress=report, probe=watched, goal=goal)
+            train(
+                model,
+                dataset,
+                tokenizer,
+                own,
+                folder,
+                collator=collator,
+                progress=report,
+                probe=watched,
+                goal=goal,
+                inside_weight=inside_weight,
+            )
             trained = True
     return trained
 

@@ -33,6 +33,7 @@ from metatokens.machine import is_first_process, process_count
 from metatokens.model.checkpoint import load_model, save_model, verify_manifest, write_manifest
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import TrainingSettings
+from metatokens.training.inside import inside_loss
 from metatokens.training.muon import MuonWithAdamW, block_matrices
 from metatokens.training.positions import randomized_positions
 
@@ -216,6 +217,7 @@ def train(
     progress: Progress,
     probe: Probe | None = None,
     goal: Goal | None = None,
+    inside_weight: float | None = None,
 ) -> None:
     """Train until `settings.max_steps` or a goal, resuming from the last good checkpoint, and write the model to `out`.
 
@@ -232,6 +234,8 @@ def train(
         progress: called about once a second.
         probe: what is measured in between, if anything is.
         goal: says, every `GOAL_STEPS`, whether to end before `settings.max_steps`.
+        inside_weight: of the auxiliary loss `inside_loss`, if it is added. Its heads are in no checkpoint:
+            such a training, when it was cut off, begins again, and ends the same.
     """
     checkpoints = out / "checkpoints"
     done_here = {
@@ -245,6 +249,7 @@ def train(
         lr_scheduler_kwargs={"min_lr": settings.min_learning_rate},
         train_sampling_strategy="sequential",  # the datasets shuffle by (seed, epoch), so that resuming is exact
         remove_unused_columns=False,
+        save_strategy="steps" if inside_weight is None else "no",
         dataloader_pin_memory=torch.cuda.is_available(),
         use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
@@ -280,7 +285,11 @@ def train(
             model.load_state_dict(load_model(Path(checkpoint)).state_dict())
             trainer.state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
         else:
-            with randomized_positions(model, settings.random_positions, settings.random_positions_from):
+            pieces = settings.batch // settings.per_device_train_batch_size
+            with (
+                randomized_positions(model, settings.random_positions, settings.random_positions_from),
+                inside_loss(model, inside_weight, pieces),
+            ):
                 trainer.train(resume_from_checkpoint=checkpoint)
     except UnpicklingError as error:  # Trainer takes tensors and numbers from a pickle, and runs nothing of it
         raise UserError(f"the checkpoint {checkpoint} cannot be loaded: it has more than tensors in it.") from error
