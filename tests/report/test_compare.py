@@ -75,7 +75,7 @@ def test_what_was_not_run_has_no_difference(read: Read, lines: list[Line]) -> No
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "floor", "is_match", "is_informative"),
+    ("a", "b", "floor", "is_match", "tells"),
     [
         (0.12, 0.10, 0.0, False, False),  # both at chance, which is 0.1
         (0.12, 0.10, 0.0, True, False),
@@ -90,18 +90,26 @@ def test_what_was_not_run_has_no_difference(read: Read, lines: list[Line]) -> No
     ],
 )
 def test_figures_at_floor_or_at_the_top_tell_nothing(
-    read: Read, a: float, b: float, floor: float, is_match: bool, is_informative: bool
+    read: Read, a: float, b: float, floor: float, is_match: bool, tells: bool
 ) -> None:
     rates = [majority(floor, "list_recall", 512), majority(1.0, "list_recall", 128)]
     inputs = read([*of_seeds("meta", a), *of_seeds("gpt2", b), *rates])
-    assert only(inputs, "meta", "gpt2", is_match=is_match).is_informative == is_informative
+    one = only(inputs, "meta", "gpt2", is_match=is_match)
+    assert (one.is_informative and not one.is_low) == tells
 
 
 def test_within_two_points_of_floor_is_at_floor(read: Read) -> None:
     low = wilson(0.15, 500)[0]
-    for rate, is_informative in ((low - 0.021, True), (low - 0.019, False)):
+    for rate, is_low in ((low - 0.021, False), (low - 0.019, True)):
         inputs = read([*of_seeds("meta", 0.15), *of_seeds("gpt2", 0.1), majority(rate, "list_recall", 512)])
-        assert only(inputs, "meta", "gpt2").is_informative == is_informative
+        assert only(inputs, "meta", "gpt2").is_low == is_low
+
+
+def test_a_seed_agrees_by_two_points_of_accuracy_and_by_any_other_difference(read: Read) -> None:
+    few = only(read([*of_seeds("meta", 0.95, 0.515), *of_seeds("gpt2", 0.5, 0.5)]), "meta", "gpt2")
+    assert (few.gap and few.gap.low > 0, few.agreement, few.seeds, few.side(0.0)) == (True, 0.02, 2, 0)
+    more = only(read([*of_seeds("meta", 0.95, 0.525), *of_seeds("gpt2", 0.5, 0.5)]), "meta", "gpt2")
+    assert (more.side(0.0), more.task) == (1, "list_recall")
 
 
 def test_a_bound_is_compared_with_every_seed(read: Read) -> None:

@@ -13,7 +13,10 @@ from metatokens.report.intervals import Difference, Estimate, newcombe, order, s
 from metatokens.report.text import learned_at, name, percent, tokens
 
 HAIR = 0.02  # of a proportion: as close to the floor, or to 1, as this, a figure tells nothing apart
-FEWEST = 3  # informative comparisons that a verdict asks for, and seeds on each side of an order
+AGREES = 0.02  # of a proportion: a seed agrees with a difference of accuracies only by more than this
+FEWEST = (
+    3  # informative comparisons that a verdict asks for, seeds that it rests on, and those on each side of an order
+)
 LONGEST = 4096  # tokens, of the bins
 LEARNED_END = 1024  # the longest bin that a learned table reaches
 TEXTS = {"held_out": "held-out text", "book": "a book"}
@@ -29,17 +32,26 @@ class Comparison:
     by_seed: tuple[float, ...] = ()
     """The difference of each seed that both sides have; one alone has no sign to agree with."""
     is_informative: bool = True
-    """Whether the figures can tell: not both at the floor, nor both at 1, nor against a bound of another machine."""
+    """Whether the figures can tell: not both at 1, nor against a bound of another machine."""
+    is_low: bool = False
+    """Whether both are at the floor or below it, where a loss is a loss, and nothing else tells anything."""
     figures: str = ""
     """The two figures as a reader sees them."""
+    task: str = ""
+    """Of a setting that has one."""
+    seeds: int | None = None
+    """How many trainings of each side it rests on; None where the luck of training has no part in it."""
+    agreement: float = 0.0
+    """By more than so much a seed's own difference is to lie on a side."""
 
     def side(self, margin: float) -> int:
         """1 where it lies above the margin, with every seed; -1 where below; 0 where that cannot be told."""
         if self.gap is None:
             return 0
-        if self.gap.low > margin and all(gap > margin for gap in self.by_seed):
+        if self.gap.low > margin and all(gap > margin + self.agreement for gap in self.by_seed):
             return 1
-        return -1 if self.gap.high < margin and all(gap < margin for gap in self.by_seed) else 0
+        is_below = self.gap.high < margin and all(gap < margin - self.agreement for gap in self.by_seed)
+        return -1 if is_below else 0
 
 
 class Versus(BaseModel):
@@ -83,7 +95,10 @@ def compare(inputs: Inputs, versus: Versus) -> list[Comparison]:
     how = _HOW.get(versus.metric, _proportions)
     ours, theirs = _sides(inputs, versus.a, versus.b, settings, _BY.get(versus.metric, ("seed",)))
     found = (how(inputs, versus, where, a, b) for where, a, b in zip(settings, ours, theirs, strict=True))
-    return [replace(one, label=_label(versus, where)) for one, where in zip(found, settings, strict=True)]
+    return [
+        replace(one, label=_label(versus, where), task=where.get("task", ""))
+        for one, where in zip(found, settings, strict=True)
+    ]
 
 
 def _settings(inputs: Inputs, versus: Versus) -> Iterator[Fields]:
@@ -142,7 +157,7 @@ def difference(a: Cell | None, b: Cell | None, floor: float | None = None, *, is
         is_low = all(one.low is not None and one.low <= floor + HAIR for one in both)
         is_high = not is_match and all(one.value is not None and one.value >= 1 - HAIR for one in both)
     by_seed = gaps if len(gaps) > 1 else ()
-    return Comparison("", newcombe(a.pooled(), b.pooled()), by_seed, not is_low and not is_high)
+    return Comparison("", newcombe(a.pooled(), b.pooled()), by_seed, not is_high, is_low, seeds=len(gaps))
 
 
 def _floor(inputs: Inputs, where: Fields) -> float:
@@ -157,9 +172,12 @@ def _proportions(inputs: Inputs, versus: Versus, where: Fields, a: Cell | None, 
         floor = _floor(inputs, {**where, **versus.a})
         if versus.room:
             rooms = inputs.cells([{**where, **side, **versus.room} for side in (versus.a, versus.b)])
-    is_informative = difference(rooms[0], rooms[1], floor, is_match=versus.is_match).is_informative
+    room = difference(rooms[0], rooms[1], floor, is_match=versus.is_match)
+    is_informative, seeds = room.is_informative, one.seeds
     if versus.device and isinstance(versus.b, dict):
         is_informative = any(versus.device in one for one in inputs.values("device", **{**where, **versus.b}))
+    if versus.metric == "slowdown":
+        seeds = None
     ours, theirs = _of_both(a, b)
     figures = ""
     if ours and theirs and is_accuracy:
@@ -167,7 +185,9 @@ def _proportions(inputs: Inputs, versus: Versus, where: Fields, a: Cell | None, 
         figures += one_seed([ours])
     elif ours and theirs and not isinstance(versus.a, dict) and versus.metric == "slowdown":
         figures = f"{theirs.value:.3f} v {ours.value:.3f}"
-    return replace(one, is_informative=is_informative, figures=figures)
+    agreement = AGREES if is_accuracy else 0.0
+    told = replace(one, is_informative=is_informative, is_low=room.is_low, figures=figures)
+    return replace(told, seeds=seeds, agreement=agreement)
 
 
 def _distortions(inputs: Inputs, versus: Versus, where: Fields, a: Cell | None, b: Cell | None) -> Comparison:
@@ -183,9 +203,9 @@ def _distortions(inputs: Inputs, versus: Versus, where: Fields, a: Cell | None, 
         gaps.setdefault(seed, []).append(a[seed, fit] - b[seed, fit])
     means = tuple(map(fmean, gaps.values()))
     if len(means) > 1:
-        return Comparison("", student(means), means, figures=f"{len(means)} seeds")
+        return Comparison("", student(means), means, figures=f"{len(means)} seeds", seeds=len(means))
     [fits] = gaps.values()
-    return Comparison("", student(fits), figures=f"1 seed, {len(fits)} fits")
+    return Comparison("", student(fits), figures=f"1 seed, {len(fits)} fits", seeds=1)
 
 
 def _perplexities(inputs: Inputs, versus: Versus, where: Fields, a: Cell | None, b: Cell | None) -> Comparison:
@@ -195,7 +215,7 @@ def _perplexities(inputs: Inputs, versus: Versus, where: Fields, a: Cell | None,
     models = inputs.cells([{**where, "metric": versus.metric, "model": model} for model in ("gpt2", "twin", "meta")])
     gap = student_pooled(a.values(), b.values(), [one.values() for one in models if one])
     alone = Difference(*[fmean(a.values()) - fmean(b.values())] * 3)
-    return Comparison("", gap or alone, is_informative=gap is not None)
+    return Comparison("", gap or alone, is_informative=gap is not None, seeds=min(len(a.seeds), len(b.seeds)))
 
 
 def _orders(inputs: Inputs, versus: Versus, where: Fields, a: Cell | None, b: Cell | None) -> Comparison:
@@ -204,7 +224,8 @@ def _orders(inputs: Inputs, versus: Versus, where: Fields, a: Cell | None, b: Ce
         return Comparison()
     sides = [a.values(), b.values()]
     figures = " v ".join(" / ".join(map(learned_at, side)) for side in sides)
-    return Comparison("", order(*sides), is_informative=min(map(len, sides)) >= FEWEST, figures=figures)
+    seeds = min(map(len, sides))
+    return Comparison("", order(*sides), is_informative=seeds >= FEWEST, figures=figures, seeds=seeds)
 
 
 _How = Callable[[Inputs, Versus, Fields, Cell | None, Cell | None], Comparison]

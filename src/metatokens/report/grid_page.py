@@ -51,9 +51,10 @@ def overview(inputs: Inputs) -> Overview:
     judged = list(chain.from_iterable(questions.values()))
     papers = [one for one in judged if one.claim.is_the_papers]
     counts = {verdict: Counter(one.why for one in papers if one.verdict == verdict) for verdict in MARKS}
-    holds, fails, open_ = (number.total() for number in counts.values())
+    holds, fails, divided, open_ = (number.total() for number in counts.values())
     sentences = [
-        f"Of {len(papers)} claims of the paper {holds} hold at this scale, {fails} do not, and {open_} cannot be told.",
+        f"Of {len(papers)} claims of the paper {holds} hold at this scale, {fails} do not, {divided} hold in part, and "
+        f"{open_} cannot be told.",
         *map(headline, sorted((one for one in judged if one.claim.headline), key=lambda one: one.claim.headline)),
     ]
     ran = [one.gap is not None for own in judged for one in own.comparisons]

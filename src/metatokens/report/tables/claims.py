@@ -6,21 +6,39 @@ from statistics import median
 from metatokens.report.compare import Comparison
 from metatokens.report.intervals import Difference
 from metatokens.report.tables.table import Table
-from metatokens.report.text import MINUS, NOT_YET, signed
+from metatokens.report.text import MINUS, NOT_YET, name, signed
 from metatokens.report.verdict import Judged
 
-MARKS = {"holds": "\u2713", "does not hold": "\u2717", "cannot be told at this scale": "?"}
+MARKS = {"holds": "\u2713", "does not hold": "\u2717", "holds in part": "\u25d0", "cannot be told at this scale": "?"}
 _UNITS = {"points": " points", "percent": "\u00a0%", "nats": " nats", "times": " times", "plain": ""}
-PLURALS = {"holds": "hold", "does not hold": "do not hold", "cannot be told at this scale": "cannot be told"}
+PLURALS = {
+    "holds": "hold",
+    "does not hold": "do not hold",
+    "holds in part": "hold in part",
+    "cannot be told at this scale": "cannot be told",
+}
+_SEEDS = {1: "one seed", 2: "two seeds"}
 SIDES = ("for", "short", "open", "against")
 
 
 def so_far(judged: Judged) -> str:
-    """After a verdict: whether what is still to be run may turn it."""
+    """After a verdict: on how few trainings it rests, and whether what is still to be run may turn it."""
     if not judged.run:
         return " (not run)"
+    few, total = judged.few_seeds, len(judged.informative)
+    told = [_SEEDS[seeds] if n == total else f"{n} of {total} on {_SEEDS[seeds]}" for seeds, n in few.items()]
     is_settled = judged.claim.universal and judged.verdict == "does not hold"
-    return " (so far)" if 2 * len(judged.run) < len(judged.comparisons) and not is_settled else ""
+    if 2 * len(judged.run) < len(judged.comparisons) and not is_settled:
+        told.append("so far")
+    return f" ({', '.join(told)})" if told else ""
+
+
+def parts(judged: Judged) -> str:
+    """Of a claim on several tasks, in which it holds, does not, and cannot be told; empty of others."""
+    by_verdict: dict[str, list[str]] = {}
+    for task, verdict in judged.by_task.items():
+        by_verdict.setdefault(verdict.removesuffix(" at this scale"), []).append(name(task).lower())
+    return "; ".join(f"{verdict} in {', '.join(tasks)}" for verdict, tasks in by_verdict.items())
 
 
 def counts(judged: Judged) -> str:
@@ -30,10 +48,6 @@ def counts(judged: Judged) -> str:
     further = {"short": judged.count("short"), "not run": len(judged.comparisons) - len(judged.run)}
     told = [f"{judged.count('for')} : {judged.count('against')} of {len(judged.informative)}"]
     told += [f"{number} {what}" for what, number in further.items() if number]
-    if judged.claim.unit == "points" and not any(one.by_seed for one in judged.run):
-        told.append("one seed")
-    elif judged.claim.unit == "points" and (single := sum(not one.by_seed for one in judged.informative)):
-        told.append(f"{single} of one seed")
     return ", ".join(told)
 
 
@@ -51,7 +65,7 @@ def tally(judged: Judged) -> str:
     gaps = [one.gap.value for one in judged.informative if one.gap and len(judged.comparisons) > 1]
     spread = f"median {_amount(judged, median(gaps))}" if gaps else ""
     told = counts(judged).replace(" : ", " for, ").replace(" of ", " against of ", 1)
-    return "; ".join(filter(None, [quote(judged), told, spread]))
+    return "; ".join(filter(None, [quote(judged), told, spread, parts(judged)]))
 
 
 def sentence(judged: Judged) -> str:
@@ -90,7 +104,7 @@ def evidence(judged: Judged) -> Table:
 def _says(judged: Judged, one: Comparison) -> str:
     if one.gap is None:
         return NOT_YET
-    return judged.says(one) if one.is_informative else "uninformative"
+    return judged.says(one) if judged.is_informative(one) else "uninformative"
 
 
 def _order(gap: Difference | None) -> str:
