@@ -10,7 +10,20 @@ import pytest
 
 from metatokens.errors import UserError
 from metatokens.report.page import write_report
-from tests.report.made_lines import EXAMPLES, RUN, Line, accuracy, demo, loss, perplexity, skilled, wilson, write
+from tests.report.made_lines import (
+    EXAMPLES,
+    RUN,
+    Line,
+    accuracy,
+    demo,
+    loss,
+    majority,
+    perplexity,
+    recall,
+    skilled,
+    wilson,
+    write,
+)
 from tests.report.pages import Page, table, undrawn
 
 PLAIN: Line = {"recipe": "demo", "train_length": 128, "length": 128}
@@ -36,8 +49,16 @@ def report(tmp_path: Path, undrawn: None) -> Text:
     return report
 
 
-def verdict(text: str) -> str:
+def learners(text: str) -> str:
+    """Which models have learned what."""
     found = re.search(r"^\*\*(.*)\*\*$", text, flags=re.MULTILINE)
+    assert found
+    return found[1]
+
+
+def verdict(text: str, task: str = "List recall") -> str:
+    """What came out on a task."""
+    found = re.search(rf"^- \*\*{task}:\*\* (.*)$", text, flags=re.MULTILINE)
     assert found
     return found[1]
 
@@ -61,7 +82,33 @@ def verdict(text: str) -> str:
 def test_the_verdict(values: tuple[float | None, ...], said: str, report: Text) -> None:
     models = zip(("gpt2", "pause", "twin", "meta"), values, strict=True)
     text = report([accuracy(value, model=model, **PLAIN) for model, value in models if value is not None])
-    assert verdict(text) == f"List recall: at 128 tokens (train), {said}."
+    assert verdict(text) == f"at 128 tokens (train), {said}."
+
+
+def test_who_has_learned_a_task(report: Text) -> None:
+    of = {"gpt2": 0.62, "twin": 0.55, "meta": 0.9}
+    lines = [accuracy(value, model=model, task="parity", **PLAIN) for model, value in of.items()]
+    lines += [accuracy(0.9, model=model, **PLAIN) for model in of]
+    lines += [accuracy(0.2, model=model, task="segment_counting", **PLAIN) for model in of]
+    floors = {"parity": 0.56, "list_recall": 1.0, "segment_counting": 0.3}
+    text = report([*lines, *(majority(rate, task, 128, recipe="demo") for task, rate in floors.items())])
+    assert learners(text) == (
+        "List recall: a short cut answers it as well. Segment counting: learned by no model. "
+        "Parity: learned by gpt2 and meta, not by twin."
+    )
+
+
+def test_how_soon_it_was_learned(report: Text) -> None:
+    def points(model: str, seed: int, *rates: float) -> list[Line]:
+        return [recall(50 * place, rate, model=model, seed=seed, recipe="demo") for place, rate in enumerate(rates, 1)]
+
+    curves = [*points("meta", 0, 0.2, 0.96, 0.9, 0.95, 0.97), *points("meta", 1, 0.95, 1.0)]
+    curves += points("gpt2", 0, 0.2, 0.949)
+    text = report([accuracy(0.5, model=model, seed=seed, **PLAIN) for model in ("gpt2", "meta") for seed in (0, 1)],
+                  curves=curves)  # fmt: skip
+    rows = dict(re.findall(r"^\| List recall \| (gpt2|meta) \| (.*) \|$", text, flags=re.MULTILINE)[:2])
+    assert rows["meta"].split(" | ") == ["50.0", "200 / 50", "600 k / 150 k"]
+    assert rows["gpt2"].split(" | ") == ["50.0", "not reached", ""]
 
 
 def test_one_seed_against_is_no_difference(report: Text) -> None:
@@ -69,22 +116,25 @@ def test_one_seed_against_is_no_difference(report: Text) -> None:
                    {"gpt2": (0.5, 0.2, 0.2), "meta": (0.4, 0.9, 0.9)}.items()
                    for seed, value in enumerate(values)])  # fmt: skip
     assert verdict(text).endswith("meta gains nothing measurable over gpt2.")
-    assert "- **128 tokens (train):** meta \u2212 gpt2: +43.3 (+" in text
+    assert "| List recall | 128 tokens (train) | meta \u2212 gpt2 | +43.3 (+" in text
     assert "3 seeds (0, 1, 2): their figures and the ends of their intervals are averaged." in text
 
 
 def test_the_first_screen_of_the_demo(text: str) -> None:
     assert verdict(text) == (
-        "List recall: at 128 tokens (train), 256 tokens (2\u00d7) and 1,024 tokens (8\u00d7), meta is above pause, "
+        "at 128 tokens (train), 256 tokens (2\u00d7) and 1,024 tokens (8\u00d7), meta is above pause, "
         "and the control twin explains part of the gain."
     )
-    lengths = {"128 tokens (train)": 128, "256 tokens (2\u00d7)": 256, "1,024 tokens (8\u00d7)": 1024}
-    shown = table(text, "List recall: answers exactly right in condition paper")
-    for place, length in lengths.items():
-        value = skilled("meta", "list_recall", length)
-        low, high = wilson(value, 500)
-        assert shown["meta"][place] == f"{100 * value:.1f} ({100 * low:.1f}\u2013{100 * high:.1f})"
-    assert set(shown["floor"].values()) == {"10.0"}
+    assert learners(text).startswith("List recall: learned by gpt2, pause, twin and meta. ")
+    lines = re.findall(r"^\| List recall \| (\S+|best short cut) \| (.*) \|$", text, flags=re.MULTILINE)[:5]
+    rows = {label: figures.split(" | ") for label, figures in lines}
+    for place, length in enumerate((128, 256, 1024)):
+        assert rows["meta"][place] == f"{100 * skilled('meta', 'list_recall', length):.1f}"
+    assert rows["best short cut"][0] == "10.0"
+    shown = table(text, "List recall: answers exactly right in condition paper")["meta"]
+    value = skilled("meta", "list_recall", 256)
+    low, high = wilson(value, 500)
+    assert shown["256"] == f"{100 * value:.1f} ({100 * low:.1f}\u2013{100 * high:.1f})"
     assert "- twin: what twin is\n" in text
     by_token = table(text, "List recall: answer tokens right in condition paper")
     assert [*by_token] == ["gpt2", "pause", "twin", "meta", "n (tokens a seed)"]
@@ -100,11 +150,10 @@ def test_differences_are_those_by_hand(text: str) -> None:
         return f"{value} ({down} to {up})"
 
     meta, twin, pause = (skilled(model, "list_recall", 1024) for model in ("meta", "twin", "pause"))
-    said = f"meta \u2212 pause: {points(meta, pause)}; meta \u2212 twin: {points(meta, twin)}; "
-    said += f"twin \u2212 pause: {points(twin, pause)}, in points."
-    assert f"- **1,024 tokens (8\u00d7):** {said}" in text
-    row = f"| List recall | 1,024 tokens (8\u00d7) | meta \u2212 twin | {points(meta, twin)} |"
-    assert row in text.split("**Differences between models**")[1]
+    pairs = {"meta \u2212 pause": (meta, pause), "meta \u2212 twin": (meta, twin), "twin \u2212 pause": (twin, pause)}
+    for pair, sides in pairs.items():
+        row = f"| List recall | 1,024 tokens (8\u00d7) | {pair} | {points(*sides)} |"
+        assert row in text.split("**Differences between models**")[1]
     effects = table(text, "List recall at 128 tokens (train), by condition")["meta"]
     assert effects["decoy \u2212 paper"] == points(0.1, skilled("meta", "list_recall", 128))
 
@@ -115,7 +164,7 @@ def test_a_model_that_cannot_be_run_has_a_dash(report: Text) -> None:
     )]  # fmt: skip
     text = report(lines)
     assert "at 256 tokens (2\u00d7), only meta was measured" in verdict(text)
-    assert table(text, "List recall: answers exactly right")["gpt2"]["256 tokens (2\u00d7)"] == "-"
+    assert table(text, "List recall: answers exactly right")["gpt2"]["256"] == "-"
 
 
 def test_the_budget_is_asked_of_every_task(report: Text) -> None:
@@ -149,7 +198,7 @@ def test_variants_of_a_model_are_told_apart(report: Text) -> None:
 )
 def test_results_that_say_less(blank: dict[str, Any], report: Text) -> None:
     text = report([accuracy(0.5, model=model, **PLAIN | blank) for model in ("mine", "yours")])
-    assert "gains nothing measurable over" in verdict(text)
+    assert "gains nothing measurable over" in text
 
 
 def test_what_is_absent_is_said(report: Text) -> None:
@@ -159,7 +208,7 @@ def test_what_is_absent_is_said(report: Text) -> None:
     for said in ("perplexity was measured", "short cut was measured"):
         assert f"No {said}." in text
     assert "Only one marker condition was measured." in text
-    assert verdict(report([perplexity(40, 1, recipe="demo")])) == "No accuracy was measured."
+    assert learners(report([perplexity(40, 1, recipe="demo")])) == "No accuracy was measured."
 
 
 def test_several_runs_are_described_one_by_one(tmp_path: Path, undrawn: None) -> None:

@@ -44,15 +44,18 @@ def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
     return frame
 
 
-def tokens_to_learn(points: pd.DataFrame) -> float:
-    """Text tokens seen until the first point from which accuracy stays at 90 % or more; infinite where there is none.
+def learned_from(points: pd.DataFrame, rate: float) -> tuple[float, float]:
+    """Steps and text tokens until the first point from which accuracy stays at a rate; infinite where there is none.
 
     Args:
         points: of one run's learning curve, steps ascending.
+        rate: at least so large a share of the prompts is answered right.
     """
-    below = points["exact_match"].to_numpy() < LEARNED
+    below = points["exact_match"].to_numpy() < rate
     after = int(np.flatnonzero(below)[-1]) + 1 if below.any() else 0
-    return math.inf if after == len(points) else float(points["text_tokens"].iloc[after])
+    if after == len(points):
+        return math.inf, math.inf
+    return float(points["step"].iloc[after]), float(points["text_tokens"].iloc[after])
 
 
 def recall_curves(curves: pd.DataFrame) -> dict[tuple[str, str, int], pd.DataFrame]:
@@ -66,7 +69,7 @@ def recall_curves(curves: pd.DataFrame) -> dict[tuple[str, str, int], pd.DataFra
 def _tokens_to_learn(curves: pd.DataFrame) -> Iterable[Mapping[str, Any]]:
     for (model, position, seed), points in recall_curves(curves).items():
         about = {"model": model, "position_embedding": position, "seed": seed, "n": points["n"].max()}
-        yield about | {"metric": "tokens_to_learn", "value": tokens_to_learn(points)}
+        yield about | {"metric": "tokens_to_learn", "value": learned_from(points, LEARNED)[1]}
 
 
 def _training_gains(figures: pd.DataFrame) -> Iterable[Mapping[str, Any]]:

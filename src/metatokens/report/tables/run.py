@@ -6,13 +6,51 @@ from dataclasses import replace
 
 import pandas as pd
 
+from metatokens.report.derive import learned_from, select
 from metatokens.report.frame import Fields, Inputs
 from metatokens.report.gains import gains, key_lengths
-from metatokens.report.labels import in_order, measured_conditions, rows
+from metatokens.report.labels import in_order, labelled, measured_conditions, rows
 from metatokens.report.learning import BUDGET, LEARNED_LOSS, learning
 from metatokens.report.tables.table import Table, crosstab, span, worded
-from metatokens.report.text import DIVIDED, MINUS, NOT_RUN, count, name, percent, points, tokens
+from metatokens.report.text import DIVIDED, MINUS, NOT_RUN, count, learned_at, name, percent, points, tokens
 from metatokens.report.words import table_words
+
+LEARNED = 0.95  # of the test prompts: what is learned is answered as often from then on
+_RATE = f"{100 * LEARNED:.0f}\u00a0%"
+
+
+def learned(inputs: Inputs) -> Table:
+    """Each task's first lengths, other conditions, and how soon it was learned: a row for each task and model.
+
+    The last row of a task is what the best short cut scores. The figures are of the train length where no length is
+    named, and have their intervals in the tables of each task.
+    """
+    conditions = measured_conditions(inputs)
+    lengths = dict.fromkeys(length for task in conditions for length in key_lengths(inputs, task))
+    others = in_order({one for _, *rest in conditions.values() for one in rest})
+    curves = inputs.curves.dropna(subset="exact_match") if len(inputs.curves) else inputs.curves
+    header = [tokens(length) for length in lengths] + others
+    header += [f"steps to {_RATE}", "text tokens"] if len(curves) else []
+    lines: list[tuple[str, ...]] = []
+    for task, (trained, *_) in conditions.items():
+        start, *_ = key_lengths(inputs, task)
+        asked = [(length, trained) for length in lengths] + [(start, one) for one in others]
+        for label, fields in rows(inputs, metric="exact_match", task=task, condition=trained):
+            cells = inputs.cells([fields | {"length": length, "condition": one} for length, one in asked])
+            values = (percent(cell.value) if cell else "" for cell in cells)
+            lines.append((name(task), label, *values, *(_sooner(curves, task, label) if len(curves) else ())))
+        is_asked = [one in conditions[task] for _, one in asked]
+        floors = [percent(inputs.floor(task, *one)) if own else "" for one, own in zip(asked, is_asked, strict=True)]
+        lines.append((name(task), "best short cut", *floors, *(("", "") if len(curves) else ())))
+    return replace(worded(table_words("learned").of(rate=_RATE), ("model", *header), lines), text_columns=2)
+
+
+def _sooner(curves: pd.DataFrame, task: str, label: str) -> tuple[str, str]:
+    """Steps and text tokens until a model had learned a task, by seed."""
+    own = select(labelled(curves), task=task, label=label).sort_values("step")
+    runs = [learned_from(points.drop_duplicates("step", keep="last"), LEARNED) for _, points in own.groupby("seed")]
+    steps = " / ".join("not reached" if math.isinf(one) else count(one) for one, _ in runs)
+    return steps, " / ".join("" if math.isinf(one) else learned_at(one) for _, one in runs)
 
 
 def accuracy(

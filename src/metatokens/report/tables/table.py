@@ -1,12 +1,12 @@
 """A table, and how figures stand in it: the seeds they are of, the paper's beside them, floor and n."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
 
 from metatokens.report.frame import Cell, Fields, Inputs, one_seed, shared
-from metatokens.report.intervals import Estimate, newcombe
+from metatokens.report.intervals import newcombe
 from metatokens.report.text import EN_DASH, NOT_RUN, NOT_YET, count, percent, points, tokens, with_interval
 from metatokens.report.words import Words
 
@@ -28,8 +28,6 @@ class Table:
     note: str = ""
     text_columns: int = 1
     """How many columns, from the left, hold words; the others hold figures."""
-    estimates: tuple[tuple[Estimate | None, ...], ...] = ()
-    """The estimates behind the figure columns of `rows`, where they are to be drawn too."""
 
 
 def worded(words: Words, header: Iterable[str], rows: Iterable[Row], footer: Iterable[Row] = ()) -> Table:
@@ -89,8 +87,7 @@ def crosstab(
         footer = [(text, *(one[place] for one in measured)) for place, text in enumerate(_MEASURED)]
         if any(fields.get("metric") == "token_accuracy" for _, fields in rows):  # the floor is known of answers alone
             footer = [("n (tokens a seed)", *footer[1][1:])]
-    estimates = tuple(tuple(cell.pooled() if cell else None for cell in own) for own in cells)
-    return replace(worded(words, header, lines, footer), estimates=estimates)
+    return worded(words, header, lines, footer)
 
 
 def label(fields: Fields) -> str:
