@@ -96,6 +96,8 @@ class TrainingSettings(_Settings):
     # a range of its own: log-uniform from so many (its length, if that is more) to random_positions.
     random_positions: Annotated[int, Field(gt=0, le=2**20)] | None = None
     random_positions_from: Positive | None = None
+    # Or: in half of the sequences one jump, of any size that keeps positions below so many; stages have none.
+    position_jumps: Annotated[int, Field(gt=0, le=2**20)] | None = None
 
     @model_validator(mode="after")
     def _a_range_has_two_ends(self) -> "TrainingSettings":
@@ -110,6 +112,8 @@ class TrainingSettings(_Settings):
     def _muon_sees_whole_matrices(self) -> "TrainingSettings":
         if self.optimizer == "muon" and self.fsdp:
             raise ValueError("training.optimizer is muon, which needs whole matrices, and training.fsdp cuts them up")
+        if self.random_positions is not None and self.position_jumps is not None:
+            raise ValueError("training.random_positions and training.position_jumps both say which positions are drawn")
         return self
 
     @model_validator(mode="after")
@@ -223,7 +227,9 @@ class FinetuneRecipe(_Settings):
         for number, stage in enumerate(self.task.stages, start=1):
             shared = stage.model_fields_set & TrainingSettings.model_fields.keys()
             own = stage.model_dump(include=shared, exclude_none=True)
-            found[f"stage-{number}"] = self.training.model_copy(update=own | {"decay_steps": _NEVER})
+            found[f"stage-{number}"] = self.training.model_copy(
+                update=own | {"decay_steps": _NEVER, "position_jumps": None}
+            )
         return found
 
     def phases(self) -> dict[int, TrainingSettings]:

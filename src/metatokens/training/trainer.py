@@ -35,7 +35,7 @@ from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import TrainingSettings
 from metatokens.training.inside import inside_loss
 from metatokens.training.muon import MuonWithAdamW, block_matrices
-from metatokens.training.positions import randomized_positions
+from metatokens.training.positions import drawn_positions
 
 # FSDP2, in the layers that the model names; the weights of a checkpoint are saved whole.
 FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
@@ -240,7 +240,7 @@ def train(
     checkpoints = out / "checkpoints"
     done_here = {
         "decay_steps", "eval_steps", "min_learning_rate", "report_to", "random_positions", "random_positions_from",
-        "save_total_limit", "optimizer", "muon_learning_rate",
+        "position_jumps", "save_total_limit", "optimizer", "muon_learning_rate",
     }  # fmt: skip
     own = settings.model_dump(exclude=done_here)
     arguments = TrainingArguments(
@@ -287,7 +287,7 @@ def train(
         else:
             pieces = settings.batch // settings.per_device_train_batch_size
             with (
-                randomized_positions(model, settings.random_positions, settings.random_positions_from),
+                drawn_positions(model, settings),
                 inside_loss(model, inside_weight, pieces),
             ):
                 trainer.train(resume_from_checkpoint=checkpoint)
