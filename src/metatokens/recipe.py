@@ -167,7 +167,7 @@ class StageSettings(_Settings):
     until: Annotated[float, Field(gt=0, le=1)] | None = None
     per_device_train_batch_size: Positive | None = None  # training's where not given, like
     learning_rate: Annotated[float, Field(gt=0)] | None = None
-    # Of copying: random entries of the tokenizer's vocabulary in place of the text.
+    # Copying of random entries of the tokenizer's vocabulary, whichever the task: it teaches to find bracket and token.
     drill: bool = False
     # Of segment counting: the weight of an auxiliary loss, of telling after each block but the last which tokens stand
     # between the first two meta-tokens.

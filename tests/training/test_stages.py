@@ -126,10 +126,10 @@ def test_validation_prompts_are_not_those_of_training(small_store: TokenStore) -
     assert splits == {"validation"}
 
 
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_a_drill_asks_for_what_stands_in_its_bracket(split: str, small_store: TokenStore) -> None:
+@pytest.mark.parametrize(("task", "split"), [("copying", "train"), ("copying", "validation"), ("parity", "train")])
+def test_a_drill_asks_for_what_stands_in_its_bracket(task: str, split: str, small_store: TokenStore) -> None:
     tokenizer, meta = small_store.tokenizer, meta_token_id(small_store.tokenizer)
-    source = TaskData("copying", tokenizer=tokenizer, documents=["a b c d e f g h i j " + one for one in "xyz"])
+    source = TaskData(task, tokenizer=tokenizer, documents=["a b c d e f g h i j " + one for one in "xyz"])
     distinct, sizes = 0, set()
     for index in range(300):
         drill = source.drill(index, 64, Phase((2, 3), ((3, 10),)), split)
@@ -177,7 +177,6 @@ def test_a_run_may_begin_with_a_drill(
 @pytest.mark.parametrize(
     ("stage", "task", "sentence"),
     [
-        ("drill: true", "parity", "a drill is for copying, where it stands in for the text; parity has none"),
         ("inside_loss: 1.0", "copying", "inside_loss is for segment_counting, .* not for copying"),
         ("until: 0.9", "parity", "no parity prompt of 1 lists of 1 to 2 items"),  # all are trained on
     ],

@@ -133,15 +133,14 @@ class TaskData:
     def drill(
         self, index: int, train_length: int, sizes: Phase, split: Literal["train", "validation"] = "train"
     ) -> StoredExample:
-        """The index-th example of copying with random entries of the vocabulary in place of the text.
+        """The index-th drill: a prompt of copying with random entries of the vocabulary in place of the text.
 
-        Question and markers are those of the condition `paper`. Arguments and errors are those of `train`.
+        Question and markers are those of the condition `paper`, and whichever the task, it is copying that is asked
+        for: every task needs to find a bracket, or a token that stood there before. Arguments are those of `train`.
 
         Raises:
-            UserError: if the task is not copying, or no prompt is so short.
+            UserError: if no prompt is so short.
         """
-        if self._task != "copying":
-            raise UserError(f"a drill is for copying, where it stands in for the text; {self._task} has none.")
         generator = self._generator(index, f"drill {split} {train_length}")
         entries = np.setdiff1d(np.arange(self._vocabulary_size), self._special)
         question, marker = self._encoder.encode_text(f"\n{copying.QUESTION}"), [self._encoder.meta_token_id]
