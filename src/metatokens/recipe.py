@@ -112,6 +112,10 @@ class TrainingSettings(_Settings):
     def _muon_sees_whole_matrices(self) -> "TrainingSettings":
         if self.optimizer == "muon" and self.fsdp:
             raise ValueError("training.optimizer is muon, which needs whole matrices, and training.fsdp cuts them up")
+        return self
+
+    @model_validator(mode="after")
+    def _positions_are_drawn_in_one_way(self) -> "TrainingSettings":
         if self.random_positions is not None and self.position_jumps is not None:
             raise ValueError("training.random_positions and training.position_jumps both say which positions are drawn")
         return self

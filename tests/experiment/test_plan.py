@@ -20,11 +20,12 @@ from metatokens.experiment.models import (
     lengths_tested,
     pretrain_recipe,
 )
-from metatokens.experiment.plan import Stage, select, stages
+from metatokens.experiment.plan import Stage, examples_name, select, stages
 from metatokens.experiment.presets import DEMO, GPU, PAPER, PRESETS, SMALL, preset
 from metatokens.experiment.runner import Runner
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.cost import flops, forward_products
+from metatokens.recipe import FinetuneRecipe, load_recipe
 from metatokens.tasks import curriculum, parity
 from metatokens.tasks.curriculum import CONDITIONS, TASKS
 
@@ -403,3 +404,14 @@ def test_a_table_that_nothing_answers() -> None:
     assert select(stages(DEMO), None) == stages(DEMO)
     with pytest.raises(UserError, match=r"answers 'table3', which is measured by `metatokens benchmark decode`"):
         select(planned("small"), "table3")
+
+
+def test_recipes_whose_stages_draw_other_prompts_do_not_share_them() -> None:
+    stage = "{lists: [2, 3], items: [3, 6], max_steps: 600}"
+    others = [("600", "601"), ("[2", "[1"), ("6]", "7]"), ("}", ", drill: true}")]
+    asked = ["", stage, *(stage.replace(*change) for change in others), f"{stage}, {stage}"]
+    recipes = [load_recipe(FinetuneRecipe, "demo_finetune", [f"task.stages=[{own}]"]) for own in asked]
+    assert len({examples_name(recipe) for recipe in recipes}) == len(recipes)
+    sooner = stage.replace("}", ", until: 0.9, learning_rate: 0.1}")  # which draws the same
+    same = load_recipe(FinetuneRecipe, "demo_finetune", [f"task.stages=[{sooner}]"])
+    assert examples_name(same) == examples_name(recipes[1])

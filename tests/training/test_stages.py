@@ -91,6 +91,32 @@ def test_a_stage_ends_when_prompts_that_are_neither_trained_on_nor_tested_are_an
     assert len(asked[0]) == 10
 
 
+def test_a_stage_that_was_cut_off_after_its_last_checkpoint_is_over(
+    model: Path,
+    finetuning: Callable[..., FinetuneRecipe],
+    steps: type,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trainer, "GOAL_STEPS", 2)
+    stage = "{lists: [2, 2], items: [5, 6], max_steps: 200, until: 0.2, learning_rate: 0.005}"
+    recipe = finetuning(f"task.stages=[{stage}]")
+    finetune(recipe, model, tmp_path / "undisturbed", task="parity")
+    last = int(curve(tmp_path / "undisturbed" / "stage-1")[-1]["step"])
+    assert 2 < last < 200
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "save_model", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            finetune(recipe, model, tmp_path / "run", task="parity")
+    assert (tmp_path / "run" / "stage-1" / "checkpoints" / f"checkpoint-{last}").is_dir()
+    rest = steps()
+    finetune(recipe, model, tmp_path / "run", task="parity", progress=rest)
+    assert len(rest) == 4  # of the train length alone
+    for name in ("stage-1", "64"):
+        ours, theirs = (tmp_path / run / name / "model.safetensors" for run in ("run", "undisturbed"))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
 def test_a_stage_without_prompts_is_refused_before_any_training(
     model: Path, finetuning: Callable[..., FinetuneRecipe], tmp_path: Path
 ) -> None:
@@ -168,7 +194,7 @@ def test_a_run_may_begin_with_a_drill(
     known = set(re.findall(r"\w+", small_corpus.read_text())) | {"Q", "Copy", "the", "bracketed", "text", "endoftext"}
     assert words["stage-2"] <= known
     assert len(words["stage-1"] - known) > 20
-    with pytest.raises(UserError, match=r"no drill of .* has at most 64 tokens"):
+    with pytest.raises(UserError, match=r"no drill of 8 lists of 9 items has at most 64 tokens"):
         TaskData("copying", tokenizer=small_store.tokenizer, documents=["a b c d e f g h i " + a for a in "xyz"]).drill(
             0, 64, Phase((8, 8), ((9, 9),))
         )

@@ -114,7 +114,10 @@ def select(plan: list[Stage], table: str | None) -> list[Stage]:
 
 def examples_name(recipe: FinetuneRecipe) -> str:
     """What the encoded train examples of a recipe are called: recipes with the same name draw the same ones."""
-    stages = (("_".join(map(str, (*one.lists, *one.items))), count) for one, count in _stage_examples(recipe))
+    stages = (
+        ("drill" * one.drill + "_".join(map(str, (*one.lists, *one.items))), count)
+        for one, count in _stage_examples(recipe)
+    )
     sizes = (f"{which}x{count}" for which, count in (*stages, *_examples(recipe).items()))
     return "-".join([recipe.task.condition, f"seed{recipe.training.seed}", *sizes])
 

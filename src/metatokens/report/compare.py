@@ -14,9 +14,7 @@ from metatokens.report.text import learned_at, name, percent, tokens
 
 HAIR = 0.02  # of a proportion: as close to the floor, or to 1, as this, a figure tells nothing apart
 AGREES = 0.02  # of a proportion: a seed agrees with a difference of accuracies only by more than this
-FEWEST = (
-    3  # informative comparisons that a verdict asks for, seeds that it rests on, and those on each side of an order
-)
+FEWEST = 3  # informative comparisons that a verdict asks for, and seeds on each side
 LONGEST = 4096  # tokens, of the bins
 LEARNED_END = 1024  # the longest bin that a learned table reaches
 TEXTS = {"held_out": "held-out text", "book": "a book"}
@@ -173,11 +171,9 @@ def _proportions(inputs: Inputs, versus: Versus, where: Fields, a: Cell | None, 
         if versus.room:
             rooms = inputs.cells([{**where, **side, **versus.room} for side in (versus.a, versus.b)])
     room = difference(rooms[0], rooms[1], floor, is_match=versus.is_match)
-    is_informative, seeds = room.is_informative, one.seeds
+    is_informative = room.is_informative
     if versus.device and isinstance(versus.b, dict):
         is_informative = any(versus.device in one for one in inputs.values("device", **{**where, **versus.b}))
-    if versus.metric == "slowdown":
-        seeds = None
     ours, theirs = _of_both(a, b)
     figures = ""
     if ours and theirs and is_accuracy:
@@ -185,9 +181,14 @@ def _proportions(inputs: Inputs, versus: Versus, where: Fields, a: Cell | None, 
         figures += one_seed([ours])
     elif ours and theirs and not isinstance(versus.a, dict) and versus.metric == "slowdown":
         figures = f"{theirs.value:.3f} v {ours.value:.3f}"
-    agreement = AGREES if is_accuracy else 0.0
-    told = replace(one, is_informative=is_informative, is_low=room.is_low, figures=figures)
-    return replace(told, seeds=seeds, agreement=agreement)
+    return replace(
+        one,
+        is_informative=is_informative,
+        is_low=room.is_low,
+        figures=figures,
+        seeds=None if versus.metric == "slowdown" else one.seeds,
+        agreement=AGREES if is_accuracy else 0.0,
+    )
 
 
 def _distortions(inputs: Inputs, versus: Versus, where: Fields, a: Cell | None, b: Cell | None) -> Comparison:

@@ -184,10 +184,7 @@ def _last_losses(losses: pd.DataFrame) -> str:
 
 
 def _verdict(inputs: Inputs, task: str) -> str:
-    """What came out on one task, without figures: each verdict once, with the lengths where it holds.
-
-    As `at 128 tokens (train) and 256 tokens (2\u00d7), meta is above gpt2.`
-    """
+    """What came out on one task, without figures: each verdict once, with the lengths where it holds."""
     places: dict[str, list[str]] = defaultdict(list)
     for gain in gains(inputs, task):
         places[gain.verdict()].append(gain.place)

@@ -9,6 +9,7 @@ and not in the other.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from itertools import islice
 from typing import Literal, cast, get_args
@@ -103,7 +104,7 @@ class TaskData:
         self._encoder = SegmentEncoder(tokenizer)
         self._phases = _PARITY_PHASES if task == "parity" else PHASES
         self._vocabulary_size = text_vocab_size(tokenizer)
-        self._special = [*tokenizer.all_special_ids, self._encoder.meta_token_id]
+        self._special = {*tokenizer.all_special_ids, self._encoder.meta_token_id}
         self._draw: Callable[[np.random.Generator, int, int], Content]
         self._longest_context = math.inf
         if task == "copying":
@@ -130,9 +131,12 @@ class TaskData:
         phase = int(generator.integers(1, phase_of_length(train_length) + 1))
         return self._find(generator, index, phase, self._phases[phase], split, 0, train_length)
 
-    def drill(
-        self, index: int, train_length: int, sizes: Phase, split: Literal["train", "validation"] = "train"
-    ) -> StoredExample:
+    @cached_property
+    def _entries(self) -> np.ndarray:
+        """Of the vocabulary, those that stand for text."""
+        return np.setdiff1d(np.arange(self._vocabulary_size), [*self._special])
+
+    def drill(self, index: int, train_length: int, sizes: Phase, split: Drawn = "train") -> StoredExample:
         """The index-th drill: a prompt of copying with random entries of the vocabulary in place of the text.
 
         Question and markers are those of the condition `paper`, and whichever the task, it is copying that is asked
@@ -142,21 +146,17 @@ class TaskData:
             UserError: if no prompt is so short.
         """
         generator = self._generator(index, f"drill {split} {train_length}")
-        entries = np.setdiff1d(np.arange(self._vocabulary_size), self._special)
-        question, marker = self._encoder.encode_text(f"\n{copying.QUESTION}"), [self._encoder.meta_token_id]
-        most = train_length - len(question) - 3 * len(marker)
+        question, marker = self._encoder.encode_text(f"\n{copying.QUESTION}"), self._encoder.meta_token_id
+        most = train_length - len(question) - 3  # markers
         for _ in range(_ATTEMPTS):
             m, n = sizes.draw(generator)
             if m * n <= most:
-                ids, start = copying.draw_drill(generator, entries, m, n)
+                ids, start = copying.draw_drill(generator, self._entries, m, n)
                 bracketed = ids[start : start + n]
-                prompt = [*ids[:start], *marker, *bracketed, *marker, *ids[start + n :], *question, *marker]
+                prompt = [*ids[:start], marker, *bracketed, marker, *ids[start + n :], *question, marker]
                 whole = np.array([*prompt, *bracketed, self._encoder.eos_token_id], dtype=np.int32)
                 return StoredExample(whole, len(prompt))
-        raise UserError(
-            f"no drill of {sizes.lists} times {sizes.lengths} entries has at most {train_length} tokens; try another "
-            "length."
-        )
+        raise UserError(f"no drill of {sizes} has at most {train_length} tokens; try another length.")
 
     def test(self, index: int, length: int) -> Example:
         """The index-th test example of bin `length`: its prompt has (length / 2, length] tokens.

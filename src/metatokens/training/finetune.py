@@ -29,6 +29,7 @@ from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Goal, Probe, Progress, SizedDataset, check_trackers, train, unwatched
 
 VALIDATED = 200  # prompts that tell whether a stage has reached its goal
+_APART = 2**32  # the indices of two stages: more than one has examples
 
 
 class TaskExamples:
@@ -148,7 +149,7 @@ def _of_stage(
 ) -> Callable[[int], Encoded]:
     """The example of an index, of a stage's sizes; stages of the same sizes have others."""
     stage = recipe.task.stages[number - 1]
-    draw, first = source.drill if stage.drill else source.train, number * recipe.task.examples
+    draw, first = source.drill if stage.drill else source.train, number * _APART
     length, sizes = recipe.task.train_lengths[0], Phase(stage.lists, (stage.items,))
     return lambda index: draw(first + index, length, sizes, split)
 

@@ -280,16 +280,13 @@ def train(
     trainer.add_callback(RunCallback(trainer, progress, settings.save_total_limit, probe, goal))
     checkpoint = last_good_checkpoint(checkpoints)
     try:
-        if checkpoint is not None and checkpoint.endswith(f"checkpoint-{settings.max_steps}"):
+        if checkpoint is not None and _is_last(Path(checkpoint), settings.max_steps, goal):
             # Cut off between its last checkpoint and its end. The Trainer would do a step more.
             model.load_state_dict(load_model(Path(checkpoint)).state_dict())
             trainer.state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
         else:
             pieces = settings.batch // settings.per_device_train_batch_size
-            with (
-                drawn_positions(model, settings),
-                inside_loss(model, inside_weight, pieces),
-            ):
+            with drawn_positions(model, settings), inside_loss(model, inside_weight, pieces):
                 trainer.train(resume_from_checkpoint=checkpoint)
     except UnpicklingError as error:  # Trainer takes tensors and numbers from a pickle, and runs nothing of it
         raise UserError(f"the checkpoint {checkpoint} cannot be loaded: it has more than tensors in it.") from error
@@ -301,6 +298,13 @@ def train(
                     point = {"step": entry["step"]} | {key: entry[key] for key in sorted(entry.keys() - {"epoch"})}
                     file.write(json.dumps(point) + "\n")
         save_model(model, tokenizer, out, weights)
+
+
+def _is_last(checkpoint: Path, max_steps: int, goal: Goal | None) -> bool:
+    """Whether the training that wrote a checkpoint was over with it."""
+    step = int(checkpoint.name.removeprefix("checkpoint-"))
+    is_due = goal is not None and step % GOAL_STEPS == 0
+    return step == max_steps or (is_due and goal is not None and goal(load_model(checkpoint).eval()))
 
 
 def check_trackers(settings: TrainingSettings) -> None:
