@@ -59,6 +59,10 @@ class DenseOracle:
         q, k, v = (part.reshape(length, heads, width // heads).transpose(0, 1) for part in (q, k, v))
         if self.config.position_embedding == "rope":
             q, k = rotate_by_position(q), rotate_by_position(k)
+        if self.config.attention_scale == "log_length":  # each query times s_h ln(keys)
+            for t, keys in enumerate(allowed.sum(dim=1).tolist()):
+                q = q.clone()
+                q[:, t] *= self.weights[name + ".length_scale"][:, None] * math.log(max(keys, 1))
         self.seen[name] = masked_weights(q, k, allowed)
         joined = (self.seen[name] @ v).transpose(0, 1).reshape(length, width)
         return self._affine(joined, name + ".out_proj")

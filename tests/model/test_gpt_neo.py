@@ -175,7 +175,7 @@ def test_a_new_one_has_the_sizes_asked_for_and_every_second_layer_local(layers: 
     ],
 )
 def test_what_it_lacks_is_refused(changes: dict[str, str]) -> None:
-    with pytest.raises(UserError, match=r"set model\.position_embedding=learned and model.second_attention=none"):
+    with pytest.raises(UserError, match=r"set model\.position_embedding=learned, model.second_attention=none"):
         gpt_neo.GPTNeoForCausalLM.like(tiny_config(**changes))
 
 

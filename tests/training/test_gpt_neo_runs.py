@@ -205,7 +205,7 @@ MISTAKES = {
     "generate --model neo the --meta-every 2": "a gpt_neo generates without meta-tokens",
     "extend --model neo --factor 2 --recipe demo --set data.tokens=STORE --out new": "position_embedding 'learned'",
     "pretrain --recipe demo --set data.tokens=STORE --set model.architecture=gpt_neo --out new": (
-        "set model.position_embedding=learned and model.second_attention=none"
+        "set model.position_embedding=learned, model.second_attention=none and model.attention_scale=constant"
     ),
     "pretrain --recipe demo --set data.tokens=STORE --set model.architecture=gpt_neox --out new": (
         "model.architecture is 'gpt_neox': input should be 'gpt_neo'"

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.model.checkpoint import load_model
+from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.recipe import FinetuneRecipe
 from metatokens.tasks.curriculum import TaskData
 from metatokens.training.finetune import finetune
@@ -46,10 +48,14 @@ def test_inside_is_between_the_first_two_meta_tokens_of_the_prompt(small_store: 
     assert words.count(asked_item.group(1)) == int(counted.completion)
 
 
+@pytest.mark.parametrize("architecture", ["meta_gpt2", "gpt_neo"])
 def test_the_auxiliary_loss_is_that_of_a_linear_head_after_each_block_but_the_last(
-    small_model: Callable[..., Path], small_store: TokenStore
+    architecture: str, small_model: Callable[..., Path], small_store: TokenStore
 ) -> None:
-    model, meta = load_model(small_model(num_hidden_layers=3)).double(), small_store.manifest.meta_token_id
+    changes = {"position_embedding": "learned", "second_attention": "none"} if architecture == "gpt_neo" else {}
+    model: Any = load_model(small_model(num_hidden_layers=3, **changes))
+    model = (GPTNeoForCausalLM.like(model.config) if changes else model).double()
+    meta = small_store.manifest.meta_token_id
     source = TaskData("segment_counting", tokenizer=small_store.tokenizer)
     examples = [source.train(index, 64) for index in range(3)]
     ids = torch.zeros(3, 70, dtype=torch.long)

@@ -109,7 +109,7 @@ def observe(model: MetaGPT2ForCausalLM, ids: Tensor) -> Observation:
         states.append(args[0][0].double())
 
     def note_attention(module: Attention, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-        q, k, _ = module.project(args[0], kwargs["rotary"])
+        q, k, _ = module.project(args[0], kwargs["rotary"], log_keys=kwargs["log_keys"])
         rows = kwargs.get("rows")
         positions = torch.arange(len(ids), device=q.device) if rows is None else rows.index[0]
         name = "attention" if module is model.model.layers[module.layer_index].attention else "second_attention"

@@ -64,10 +64,11 @@ class DenseMetaAttention(CausalAttention):
         mask: Tensor | None,
         attend: AttentionFunction,
         cache: MetaTokenCache | None,
+        log_keys: Tensor | None = None,
         queries: QueryRows | None = None,
     ) -> tuple[Tensor, None]:
         """Attend, as `CausalAttention.forward`; `mask` and `attend` are not used, and `queries` are never given."""
-        q, k, v = self.project(x, rotary)
+        q, k, v = self.project(x, rotary, log_keys=log_keys)
         if cache is not None:
             k, v, _ = cache.layers[self.layer_index].update_second(k, v, self.slots)
         out = scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=self.scaling)

@@ -6,6 +6,7 @@ without a key. Here the meta-tokens' rows are gathered, attend causally among th
 the same function, with exactly nothing added to any other row.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Self, TypeGuard
@@ -134,6 +135,7 @@ def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Projections that causal attention and meta-attention share."""
 
+    usual_keys = 64  # as many as leave logits what they are, before training
     is_causal = True  # read by the attention functions of transformers, like the next two
     num_key_value_groups = 1
 
@@ -143,19 +145,31 @@ class Attention(nn.Module):
         self.layer_index = layer_index
         self.scaling = config.head_size**-0.5
         self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.bias)
+        # Scalable softmax (Nakanishi, 2025): logits grow with the logarithm of how many keys there are.
+        self.length_scale: nn.Parameter | None = None
+        if config.attention_scale == "log_length":
+            self.length_scale = nn.Parameter(torch.full((config.num_attention_heads,), self.first_length_scale))
         self.out_proj = residual_linear(config.hidden_size, config.hidden_size, bias=config.bias)
 
+    @property
+    def first_length_scale(self) -> float:
+        """What `length_scale` is before training."""
+        return 1 / math.log(self.usual_keys)
+
     def project(
-        self, x: Tensor, rotary: Rotary | None, queries: QueryRows | None = None
+        self, x: Tensor, rotary: Rotary | None, queries: QueryRows | None = None, log_keys: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of x (batch, length, width), each (batch, heads, length, head size).
 
         With `queries`, the first of them has those rows alone. They are taken behind the projection of all rows: a
         product with a part of its weights would gain 2 % of a small model's step, and pass by what wraps the layer.
+        `log_keys` is described in `forward`.
         """
         batch, length, _ = x.shape
         qkv = linear(self.qkv_proj, x).view(batch, length, 3, self.config.num_attention_heads, self.config.head_size)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        if self.length_scale is not None and log_keys is not None:
+            q = q * (self.length_scale[:, None, None] * log_keys[:, None])
         q = q if queries is None else queries.gather(q)
         if rotary is None:
             return q, k, v
@@ -182,6 +196,7 @@ class CausalAttention(Attention):
         mask: Tensor | None,
         attend: AttentionFunction,
         cache: MetaTokenCache | None,
+        log_keys: Tensor | None = None,
         queries: QueryRows | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
@@ -192,12 +207,13 @@ class CausalAttention(Attention):
             mask: what transformers' `create_causal_mask` gave for the attention function.
             attend: the attention function, of transformers.
             cache: where earlier keys and values are, and where the new ones go.
+            log_keys: (batch or 1, length, 1), the logarithm of how many keys each position sees; None: not needed.
             queries: the positions to answer for; keys and values are those of all. Only for "sdpa".
 
         Returns:
             The output, (batch, length or most, width), and the attention weights where the attention function has them.
         """
-        q, k, v = self.project(x, rotary, queries)
+        q, k, v = self.project(x, rotary, queries, log_keys)
         if cache is not None and self.second:
             layer = cache.layers[self.layer_index]
             first_slot = layer.get_seq_length() - k.shape[2]  # the first module has stored these tokens already
@@ -290,6 +306,8 @@ class MetaRows(_Rows):
 class MetaAttention(Attention):
     """Causal attention among the meta-tokens alone, over rows already gathered."""
 
+    usual_keys = 3
+
     def forward(
         self,
         x: Tensor,
@@ -299,6 +317,7 @@ class MetaAttention(Attention):
         mask: Tensor | None,
         attend: AttentionFunction,
         cache: MetaTokenCache | None,
+        log_keys: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
@@ -310,12 +329,13 @@ class MetaAttention(Attention):
                 dimensions, or the attention function is transformers' eager one; None: the rows' own order.
             attend: the attention function of the model; of all but the eager one, sdpa stands in.
             cache: where earlier meta-tokens' keys and values are, and where the new ones go.
+            log_keys: (batch, most, 1), the logarithm of how many meta-tokens each one sees; None: not needed.
 
         Returns:
             The output, (batch, most, width); what stands in padded rows means nothing. And of the eager function the
             weights, (batch, heads, length, total).
         """
-        q, k, v = self.project(x, rotary)
+        q, k, v = self.project(x, rotary, log_keys=log_keys)
         key_slots, is_first = rows.slots, True
         if cache is not None:
             layer: MetaTokenCacheLayer = cache.layers[self.layer_index]

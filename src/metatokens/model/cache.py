@@ -147,6 +147,13 @@ class MetaTokenCache(DynamicCache):
         self.inserted = [ids for number, ids in enumerate(self.inserted) if ids + number < self.get_seq_length()]
 
 
+def entries_in_second_store(cache: Cache | None) -> Tensor | int:
+    """How many tokens of each row the second modules have keys of, (batch, 1); 0 before the first ones."""
+    layer = cache.layers[0] if cache is not None and cache.layers else None
+    slots = getattr(layer, "second_slots", None)
+    return 0 if slots is None else (slots >= 0).sum(dim=1, keepdim=True)
+
+
 def give_second_stores(cache: Cache, config: MetaGPT2Config) -> None:
     """Make a cache of transformers, in place, one that a second attention module can use.
 

@@ -15,6 +15,7 @@ from metatokens.machine import physical_memory
 
 PositionEmbedding = Literal["learned", "rope", "none"]
 SecondAttention = Literal["meta", "causal", "none"]
+AttentionScale = Literal["constant", "log_length"]
 
 MAX_LAYERS = 10_000  # a layer takes some 50 kB of Python objects, however narrow it is
 
@@ -44,6 +45,9 @@ class MetaGPT2Config(PreTrainedConfig):
         position_embedding: `learned` (a table added to the embeddings), `rope` (queries and keys rotated), `none`.
         second_attention: the module between causal attention and the feed-forward layer: `meta` (meta-tokens attend
             causally to meta-tokens), `causal` (all positions: the parameter-matched control), `none` (GPT-2).
+        attention_scale: what multiplies attention logits beside 1 / sqrt(head size): `constant` (nothing), or
+            `log_length`, a learned number of each head times the logarithm of how many keys the query sees (scalable
+            softmax), so that attention stays as sharp in longer sequences.
         meta_token_id: the vocabulary entry of the meta-token; `None` for a model that has none.
         unpadded_vocab_size: entries in use; the rows behind them pad the table, and are never generated. `None`: all.
         bias: whether linear layers and LayerNorms have biases.
@@ -67,6 +71,7 @@ class MetaGPT2Config(PreTrainedConfig):
     max_position_embeddings: int = 1024
     position_embedding: PositionEmbedding = "rope"
     second_attention: SecondAttention = "meta"
+    attention_scale: AttentionScale = "constant"
     meta_token_id: int | None = 50257
     unpadded_vocab_size: int | None = None
     bias: bool = False

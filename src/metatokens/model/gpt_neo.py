@@ -50,10 +50,11 @@ class GPTNeoForCausalLM(modeling_gpt_neo.GPTNeoForCausalLM):
         Raises:
             UserError: if the configuration asks for what GPT-Neo lacks.
         """
-        if config.position_embedding != "learned" or config.second_attention != "none":
+        asked = (config.position_embedding, config.second_attention, config.attention_scale)
+        if asked != ("learned", "none", "constant"):
             raise UserError(
-                "a gpt_neo has learned positions and no second attention: set model.position_embedding=learned and "
-                "model.second_attention=none."
+                "a gpt_neo has learned positions, no second attention and constant scales: set "
+                "model.position_embedding=learned, model.second_attention=none and model.attention_scale=constant."
             )
         pairs, rest = divmod(config.num_hidden_layers, 2)
         return cls(

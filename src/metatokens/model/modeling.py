@@ -35,7 +35,7 @@ from metatokens.model.attention import (
     linear,
     residual_linear,
 )
-from metatokens.model.cache import MetaTokenCache, give_second_stores
+from metatokens.model.cache import MetaTokenCache, entries_in_second_store, give_second_stores
 from metatokens.model.configuration import MetaGPT2Config, SecondAttention
 from metatokens.model.generation import MetaTokenGenerationMixin
 from metatokens.model.gpt2 import configuration_of, weights_of
@@ -95,6 +95,8 @@ class MetaGPT2Block(GradientCheckpointingLayer):
         meta_rows: MetaRows | None,
         meta_rotary: Rotary | None,
         meta_mask: Tensor | None,
+        log_keys: Tensor | None,
+        meta_log_keys: Tensor | None,
         attend: AttentionFunction,
         past_key_values: MetaTokenCache | None,
         keep: Index | None = None,
@@ -106,7 +108,7 @@ class MetaGPT2Block(GradientCheckpointingLayer):
         them, the meta-tokens. A second causal attention sees the first one's output everywhere, so that alone skips.
         """
         second = self.second_attention
-        whole = {"rotary": rotary, "mask": mask, "attend": attend, "cache": past_key_values}
+        whole = {"rotary": rotary, "mask": mask, "attend": attend, "cache": past_key_values, "log_keys": log_keys}
         if queries is None or isinstance(second, CausalAttention):
             x = x + self.attention(self.attention_norm(x), **whole)[0]
         else:
@@ -121,7 +123,7 @@ class MetaGPT2Block(GradientCheckpointingLayer):
         elif second is not None and meta_rows is not None:
             meta = self.second_norm(meta_rows.gather(x))
             own = {"rotary": meta_rotary, "mask": meta_mask, "attend": attend, "cache": past_key_values}
-            meta, _ = second(meta, rows=meta_rows, **own)
+            meta, _ = second(meta, rows=meta_rows, **own, log_keys=meta_log_keys)
             x = meta_rows.scatter_add(x, meta)
         if keep is not None:  # the feed-forward layer sees each position by itself
             x = x[keep] if queries is None else queries.take(x, keep)
@@ -155,6 +157,8 @@ class MetaGPT2PreTrainedModel(PreTrainedModel):
         if getattr(module, "writes_to_residual", False):
             std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
             init.normal_(module.weight, std=std)
+        if isinstance(module, Attention) and module.length_scale is not None:
+            init.constant_(module.length_scale, module.first_length_scale)
 
 
 class MetaGPT2Model(MetaGPT2PreTrainedModel):
@@ -230,6 +234,16 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         meta_rotary = meta_mask = None
         if meta_rows is not None and rotary is not None:
             meta_rotary = (meta_rows.gather(rotary[0]), meta_rows.gather(rotary[1]))
+        log_keys = meta_log_keys = None
+        if self.config.attention_scale == "log_length":
+            if attention_mask is not None and padding_mask is None:
+                raise UserError("attention_scale log_length counts keys, which a mask of four dimensions does not say.")
+            ones = torch.ones_like(position_ids) if padding_mask is None else padding_mask
+            before = cached if padding_mask is None else 0
+            log_keys = _log_counts(ones, x.dtype, before)[:, -length:]
+            if meta_rows is not None and is_meta is not None:
+                counts = _log_counts(is_meta, x.dtype, entries_in_second_store(past_key_values))
+                meta_log_keys = meta_rows.gather(counts)
 
         config = self.config
         is_eager = config._attn_implementation == "eager"
@@ -256,6 +270,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
                 meta_rows=meta_rows,
                 meta_rotary=meta_rotary,
                 meta_mask=meta_mask,
+                log_keys=log_keys,
+                meta_log_keys=meta_log_keys,
                 attend=attend,
                 past_key_values=past_key_values,
                 keep=keep if layer is last else None,
@@ -269,6 +285,12 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         if input_ids is not None:
             return input_ids == meta
         return (embeddings == self.embed_tokens(torch.tensor(meta, device=embeddings.device))).all(dim=-1)
+
+
+def _log_counts(mask: Tensor, dtype: torch.dtype, before: Tensor | int) -> Tensor:
+    """The logarithm of how many are marked up to each position, and `before`; (batch, length, 1)."""
+    counts = mask.long().cumsum(dim=1) + before
+    return counts.clamp(min=1).to(torch.promote_types(dtype, torch.float32)).log().to(dtype)[..., None]
 
 
 @dataclass

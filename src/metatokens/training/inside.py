@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from metatokens.errors import UserError
 from metatokens.model.checkpoint import LanguageModel
-from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.model.gpt_neo import GPTNeoForCausalLM
 
 POSITIVE_WEIGHT = 3.0  # of tokens inside, which are fewer
 
@@ -23,11 +23,9 @@ def check_inside(model: LanguageModel) -> None:
     """Refuse a model that has no states to tell it from.
 
     Raises:
-        UserError: if it is a GPT-Neo, or has one block alone.
+        UserError: if it has one block alone.
     """
-    if not isinstance(model, MetaGPT2ForCausalLM):
-        raise UserError("a stage's inside_loss is for this package's own models, and this is a gpt_neo.")
-    if len(model.model.layers) == 1:
+    if len(_blocks(model)) == 1:
         raise UserError("a stage's inside_loss reads the states after each block but the last, and the model has one.")
 
 
@@ -62,12 +60,12 @@ def inside_loss(model: Any, weight: float | None, pieces: int) -> Iterator[None]
     if weight is None:
         yield
         return
-    blocks, states = model.model.layers[:-1], []
+    blocks, states = _blocks(model)[:-1], []
     heads = nn.ModuleList(nn.Linear(model.config.hidden_size, 1) for _ in blocks).to(model.device)
 
-    def keep(block: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def keep(block: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor | None]) -> None:
         if block.training:
-            states.append(output)
+            states.append(output[0] if isinstance(output, tuple) else output)  # GPT-Neo's has weights beside it
 
     def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         if module.training:
@@ -85,6 +83,10 @@ def inside_loss(model: Any, weight: float | None, pieces: int) -> Iterator[None]
         for hook in hooks:
             hook.remove()
         del model.inside_heads
+
+
+def _blocks(model: Any) -> nn.ModuleList:
+    return model.transformer.h if isinstance(model, GPTNeoForCausalLM) else model.model.layers
 
 
 def _loss(heads: nn.ModuleList, states: list[Tensor], input_ids: Tensor, meta_token_id: int) -> Tensor:

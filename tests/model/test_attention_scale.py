@@ -1,0 +1,93 @@
+"""Attention logits that grow with the logarithm of the number of keys, against the formula; with a cache too."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
+from metatokens.analysis.observation import observe
+from metatokens.errors import UserError
+from tests.model.dense_oracle import DenseOracle
+from tests.model.tiny_models import META, pad, random_rows, tiny_model
+
+ROWS = [*random_rows((13, 8, 1), meta_rate=0.4), [META] * 6, random_rows([10], seed=1, meta_rate=0.0)[0]]
+SECOND = pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+SIDES = pytest.mark.parametrize("side", ["left", "right"])
+
+
+def scaled_model(**overrides: object) -> MetaGPT2ForCausalLM:
+    return tiny_model(attention_scale="log_length", **overrides)
+
+
+@SIDES
+@SECOND
+def test_the_model_is_the_formulas_forward_and_backward(second_attention: str, side: str) -> None:
+    model = scaled_model(second_attention=second_attention, position_embedding="none")
+    oracle = DenseOracle(model)
+    ids, mask = pad(ROWS, side)
+    actual = model(ids, attention_mask=mask).logits[mask.bool()]
+    expected = torch.cat([oracle.logits(row) for row in ROWS])
+    assert (actual - expected).abs().max() < 1e-11
+    weigh = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    (actual * weigh).sum().backward()
+    (expected * weigh).sum().backward()
+    scales = {name: own.grad for name, own in model.named_parameters() if name.endswith("length_scale")}
+    assert len(scales) == (2 if second_attention == "none" else 4)
+    for name, gradient in scales.items():
+        assert gradient.abs().max() > 1e-6
+        assert torch.allclose(gradient, oracle.weights[name].grad, rtol=1e-9, atol=1e-9)
+    plain = tiny_model(second_attention=second_attention, position_embedding="none")
+    plain.load_state_dict({name: own for name, own in model.state_dict().items() if name not in scales})
+    assert (plain(ids, attention_mask=mask).logits[mask.bool()] - actual).abs().max() > 0.1
+
+
+@SECOND
+def test_a_cache_counts_the_keys_of_the_whole_sequence(second_attention: str) -> None:
+    model = scaled_model(second_attention=second_attention)
+    ids, mask = pad(ROWS)
+    whole, cache, found = model(ids, attention_mask=mask).logits, MetaTokenCache(model.config), []
+    for start, end in ((0, 3), (3, 4), (4, 9), (9, 13)):
+        step = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
+        found.append(step.logits)
+    assert (torch.cat(found, dim=1) - whole)[mask.bool()].abs().max() < 1e-11
+    row = torch.tensor(ROWS[:1])
+    begun = model(row[:, :5])
+    rest = model(row[:, 5:], past_key_values=begun.past_key_values)  # without a mask
+    assert (rest.logits - whole[:1, 5:]).abs().max() < 1e-11
+
+
+@SECOND
+def test_what_is_asked_for_alone_is_scaled_as_in_all(second_attention: str) -> None:
+    model = scaled_model(second_attention=second_attention)
+    ids, mask = pad(ROWS, "right")
+    whole = model.model(ids, attention_mask=mask).last_hidden_state
+    asked = torch.zeros_like(mask, dtype=torch.bool)
+    asked[:, 5], asked[0, 12] = mask[:, 5].bool(), True
+    kept = model.model(ids, attention_mask=mask, keep=asked).last_hidden_state
+    assert (kept - whole[asked]).abs().max() < 1e-11
+
+
+def test_the_logits_that_an_analysis_reads_are_scaled() -> None:
+    model = scaled_model()
+    row = ROWS[0]
+    oracle = DenseOracle(model)
+    oracle.logits(row)
+    inputs = observe(model, torch.tensor(row)).attention["attention", 1]
+    weights = inputs.logits(torch.arange(len(row))).softmax(dim=-1)
+    assert (weights - oracle.seen["model.layers.1.attention"]).abs().max() < 1e-5
+
+
+def test_a_plain_checkpoint_begins_with_scales_of_one_at_the_usual_number_of_keys(tmp_path: Path) -> None:
+    tiny_model(dtype=torch.float32).save_pretrained(tmp_path)
+    model = MetaGPT2ForCausalLM.from_pretrained(tmp_path, attention_scale="log_length")
+    for block in model.model.layers:
+        for module, keys in ((block.attention, 64), (block.second_attention, 3)):
+            assert module.length_scale.tolist() == pytest.approx([1 / math.log(keys)] * 4)
+
+
+def test_a_mask_of_four_dimensions_is_refused() -> None:
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
+    with pytest.raises(UserError, match="counts keys, which a mask of four dimensions does not say"):
+        scaled_model()(torch.tensor([[1, 2, 3]]), attention_mask=mask)
