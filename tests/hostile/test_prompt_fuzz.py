@@ -18,7 +18,7 @@ from metatokens.tasks.curriculum import TASKS, TaskData
 from metatokens.tasks.encoding import SegmentEncoder
 from metatokens.tasks.example import CONDITIONS, MARKER, encode_example, read_examples
 from tests.hostile.drawing import TEXT, cases
-from tests.tasks.test_task_solvers import SOLVERS
+from tests.tasks.test_task_solvers import solve
 
 Clean = Callable[[], AbstractContextManager[None]]
 
@@ -80,7 +80,7 @@ def test_solvers_agree(
 ) -> None:
     data = TaskData(task, tokenizer=small_store.tokenizer, condition=condition, seed=seed)
     example = data.sample(index, phase, split)
-    assert SOLVERS[task](example.prompt, condition) == example.completion
+    assert solve(task, example.prompt, condition) == example.completion
     assert list(example.input_ids).count(small_store.manifest.meta_token_id) == len(example.markers)
 
 

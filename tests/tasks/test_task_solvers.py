@@ -2,10 +2,12 @@
 
 import re
 from itertools import product
+from typing import get_args
 
 import pytest
 
 from metatokens.tasks import curriculum
+from metatokens.tasks.example import Condition
 
 MARKER = " _PAUSE_"
 
@@ -96,23 +98,27 @@ SOLVERS = {
     "parity": solve_parity,
     "copying": solve_copying,
 }
-CONDITIONS = ("paper", "landmark", "none", "decoy")
+
+
+def solve(task: str, prompt: str, condition: str) -> str:
+    """The completion, by what the prompt says; prompts of `long_prompt` read as those of `paper` do."""
+    return SOLVERS[task](prompt, "paper" if condition == "long_prompt" else condition)
 
 
 @pytest.mark.parametrize("phase", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("condition", get_args(Condition))
 @pytest.mark.parametrize("task", SOLVERS)
 def test_solver_agrees(task, condition, phase, tokenizer, documents, is_thorough):
     data = curriculum.TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)
     for index in range(1000 if is_thorough else 60):
         example = data.sample(index, phase, "test" if index % 50 == 0 else "train")
-        assert SOLVERS[task](example.prompt, condition) == example.completion, (index, example.prompt)
+        assert solve(task, example.prompt, condition) == example.completion, (index, example.prompt)
 
 
 @pytest.mark.parametrize(
     ("task", "condition"),
     [
-        *product(("list_recall", "parity"), CONDITIONS),
+        *product(("list_recall", "parity"), get_args(Condition)),
         *product(("segment_counting",), ("paper", "landmark", "none")),  # whose decoys are in other lists
     ],
 )
@@ -120,7 +126,7 @@ def test_one_list_is_enough(task, condition, tokenizer):
     data = curriculum.TaskData(task, tokenizer=tokenizer, condition=condition)
     for index in range(40):
         example = data.train(index, 128, curriculum.Phase((1, 1), ((3, 6),)))
-        assert SOLVERS[task](example.prompt, condition) == example.completion, (index, example.prompt)
+        assert solve(task, example.prompt, condition) == example.completion, (index, example.prompt)
 
 
 PAPER_EXAMPLES = {  # the prompts of the paper's appendix, the text to copy shortened
@@ -162,7 +168,7 @@ FORMATS = {
 def test_prompts_have_the_form_of_the_papers_example(task, tokenizer, documents):
     prompt, completion = PAPER_EXAMPLES[task]
     assert re.fullmatch(FORMATS[task], prompt)
-    assert task == "segment_counting" or SOLVERS[task](prompt, "paper") == completion  # whose example is a whole list
+    assert task == "segment_counting" or solve(task, prompt, "paper") == completion  # whose example is a whole list
     data = curriculum.TaskData(task, tokenizer=tokenizer, documents=documents)
     for index in range(60):
         assert re.fullmatch(FORMATS[task], data.sample(index, 1 + index % 3, "train").prompt)
@@ -172,7 +178,7 @@ def test_prompts_have_the_form_of_the_papers_example(task, tokenizer, documents)
 def test_conditions_show_the_same_content(task, tokenizer, documents):
     shown = {
         condition: curriculum.TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)
-        for condition in CONDITIONS
+        for condition in ("paper", "landmark", "none", "decoy")
     }
     compared = 0
     for index in range(60):

@@ -28,7 +28,8 @@ def _recipe(settings: str, *, of_finetuning: bool) -> Any:
     def names() -> list[str]:
         from metatokens.recipe import recipe_names
 
-        return [name for name in recipe_names() if name.endswith("_finetune") == of_finetuning]
+        tuning = ("_finetune", *(f"_{task}" for task in TASKS))
+        return [name for name in recipe_names() if name.endswith(tuning) == of_finetuning]
 
     help = f"{settings}: a YAML file, or the name of a recipe that comes with the package."
     return typer.Option("--recipe", metavar="FILE|NAME", help=help, autocompletion=names)
@@ -37,7 +38,7 @@ def _recipe(settings: str, *, of_finetuning: bool) -> Any:
 CORPUS = "builtin, a file or glob (.txt, .jsonl, .gz, .parquet), or hf:NAME:CONFIG"
 TOKENIZER = "gpt2, a folder, or train:N, which trains one of N tokens on the corpus"
 RECORDS = "JSON lines of prompt, markers and completion"
-CONDITIONS = ("paper", "landmark", "none", "decoy")
+CONDITIONS = ("paper", "landmark", "none", "decoy", "long_prompt")
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")]
 ResultFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Append the JSON lines to this file.")]

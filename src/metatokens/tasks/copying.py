@@ -84,15 +84,15 @@ class Excerpts:
                 f"train, validate and test on; of the {len(documents)} given {long_enough} have as many."
             )
 
-    def draw(self, generator: np.random.Generator, m: int, n: int) -> Content:
-        """Draw an excerpt of m * n pieces with n of them bracketed, at any distance from its end.
+    def draw(self, generator: np.random.Generator, m: int, n: int, asked: int) -> Content:
+        """Draw an excerpt of m * n pieces with `asked` of them bracketed, at any distance from its end.
 
         m * n is at most `longest`. Decoys: one to three bracketed parts further on, but none where fewer than
         two pieces follow.
         """
         document, text, offsets = self._draw_excerpt(generator, m * n)
-        start = int(generator.integers((m - 1) * n + 1))
-        end = start + n
+        start = int(generator.integers(m * n - asked + 1))
+        end = start + asked
         following = m * n - end
         pairs = min(int(generator.integers(1, 4)), following // 2)
         decoys = (generator.permutation(following)[: 2 * pairs] + end + 1).tolist()
@@ -100,7 +100,7 @@ class Excerpts:
         gaps = sorted({0, start, end, *decoys, *landmarks})
         before = " ".join(text[offsets[max(0, start - _BEFORE)] : offsets[start]].split())
         is_unique = start == 0 or " ".join(text[offsets[0] : offsets[-1]].split()).count(before) == 1
-        asked = LANDMARK_QUESTION.format(n=n, before=before) if start else FIRST_QUESTION.format(n=n)
+        form = LANDMARK_QUESTION if start else FIRST_QUESTION
         return Content(
             pieces=[text[offsets[one] : offsets[next_one]] for one, next_one in pairwise(gaps)],
             markers=(gaps.index(start), gaps.index(end)),
@@ -108,7 +108,7 @@ class Excerpts:
             landmarks=tuple(map(gaps.index, landmarks)),
             question=QUESTION,
             decoy_question=DECOY_QUESTION,
-            landmark_question=asked if is_unique else None,
+            landmark_question=form.format(n=asked, before=before) if is_unique else None,
             answer=text[offsets[start] : offsets[end]],
             split=_SPLITS.get(document % 10, _SPLITS[0]),
         )

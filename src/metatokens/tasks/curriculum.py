@@ -8,7 +8,7 @@ and not in the other.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from itertools import islice
@@ -41,16 +41,19 @@ class Phase:
     """The range of m, both ends included."""
     lengths: tuple[tuple[int, int], ...]
     """Ranges of n, equally likely, both ends included."""
+    asked: tuple[int, int] | None = None
+    """The range of how much is asked about, at most n: a list's items, the bits or words up to a marker; default: n."""
 
     def __str__(self) -> str:
         lists, *lengths = (" to ".join(map(str, dict.fromkeys(ends))) for ends in (self.lists, *self.lengths))
         return f"{lists} lists of {' or '.join(lengths)} items"
 
-    def draw(self, generator: np.random.Generator) -> tuple[int, int]:
-        """Draw m and n."""
+    def draw(self, generator: np.random.Generator) -> tuple[int, int, int]:
+        """Draw m, n, and how much of n is asked about."""
         low, high = self.lengths[generator.integers(len(self.lengths))]
         m_low, m_high = self.lists
-        return int(generator.integers(m_low, m_high + 1)), int(generator.integers(low, high + 1))
+        m, n = int(generator.integers(m_low, m_high + 1)), int(generator.integers(low, high + 1))
+        return m, n, n if self.asked is None else min(n, int(generator.integers(self.asked[0], self.asked[1] + 1)))
 
 
 PHASES = {
@@ -105,7 +108,7 @@ class TaskData:
         self._phases = _PARITY_PHASES if task == "parity" else PHASES
         self._vocabulary_size = text_vocab_size(tokenizer)
         self._special = {*tokenizer.all_special_ids, self._encoder.meta_token_id}
-        self._draw: Callable[[np.random.Generator, int, int], Content]
+        self._draw: Callable[[np.random.Generator, int, int, int], Content]
         self._longest_context = math.inf
         if task == "copying":
             excerpts = copying.Excerpts(documents)
@@ -149,7 +152,7 @@ class TaskData:
         question, marker = self._encoder.encode_text(f"\n{copying.QUESTION}"), self._encoder.meta_token_id
         most = train_length - len(question) - 3  # markers
         for _ in range(_ATTEMPTS):
-            m, n = sizes.draw(generator)
+            m, n, _ = sizes.draw(generator)
             if m * n <= most:
                 ids, start = copying.draw_drill(generator, self._entries, m, n)
                 bracketed = ids[start : start + n]
@@ -166,7 +169,17 @@ class TaskData:
         """
         generator = self._generator(index, f"test {length}")
         phase = phase_of_length(length)
-        return self._find(generator, index, phase, self._phases[phase], "test", length // 2, length)
+        return self._find(generator, index, phase, self._sizes(phase, length), "test", length // 2, length)
+
+    def _sizes(self, phase: int, length: int) -> Phase:
+        """Of the test prompts of a bin: its phase's, and for bins beyond the last one, longer lists."""
+        sizes, times = self._phases[phase], max(1, length // max(_PHASE_OF_LENGTH))
+        if times > 1:
+            sizes = replace(sizes, lengths=tuple((low * times, high * times) for low, high in sizes.lengths))
+        if self._condition == "long_prompt":
+            [asked] = self._phases[1].lengths
+            sizes = replace(sizes, asked=asked)
+        return sizes
 
     def sample(self, index: int, phase: int, split: Split) -> Example:
         """The index-th example of a phase and split, of whatever length.
@@ -196,10 +209,10 @@ class TaskData:
     ) -> Example:
         """Draw contents until one is in the split and its prompt has (above, up_to] tokens."""
         for _ in range(_ATTEMPTS):
-            m, n = sizes.draw(generator)
+            m, n, asked = sizes.draw(generator)
             if m * n > min(up_to, self._longest_context):  # a word is one token or more
                 continue
-            content = self._draw(generator, m, n)
+            content = self._draw(generator, m, n, asked)
             if content.split != split or not content.is_for(self._condition):
                 continue
             example = encode_example(
@@ -231,12 +244,10 @@ def documents_for(task: str, corpus: str) -> list[str]:
 
 def task_texts() -> list[str]:
     """Texts that show every item, category and question, for a tokenizer to be trained on beside a corpus."""
-    questions = [question for task in _TASKS.values() for question in task.QUESTIONS]
     return [
-        *(f"{category}: {' '.join(items)} |" for category, items in INVENTORY.items()),
+        *(f"{category}: {' '.join(items)}" for category, items in INVENTORY.items()),
         f"Bits: {' '.join(map(str, range(26)))}",  # the places of phases 1 to 3
-        *questions,
-        *(question.replace("pause", "bar") for question in questions),
+        *(question for task in _TASKS.values() for question in task.QUESTIONS),
     ]
 
 

@@ -21,7 +21,7 @@ from metatokens.errors import UserError
 from metatokens.records import MARKER
 from metatokens.tasks.encoding import SegmentEncoder
 
-Condition = Literal["paper", "landmark", "none", "decoy"]
+Condition = Literal["paper", "landmark", "none", "decoy", "long_prompt"]
 CONDITIONS: tuple[Condition, ...] = get_args(Condition)
 Split = Literal["train", "validation", "test"]
 
@@ -69,7 +69,7 @@ class Content:
         """Whether it can be shown in that condition."""
         if condition == "decoy":
             return bool(self.decoyed)
-        return condition == "paper" or self.landmark_question is not None
+        return condition in ("paper", "long_prompt") or self.landmark_question is not None
 
     def segments(self, condition: Condition) -> tuple[str, ...]:
         """The prompt's text segments. There is a meta-token at each join; the last one ends the prompt."""

@@ -4,6 +4,8 @@ The paper prints eight categories and some of their items; those are kept and th
 common words, most of them one token of the GPT-2 vocabulary. An item belongs to one category only.
 """
 
+from itertools import accumulate
+
 import numpy as np
 
 INVENTORY: dict[str, tuple[str, ...]] = {
@@ -36,20 +38,23 @@ _NAMES = tuple(INVENTORY)
 _WORDS = tuple(tuple(f" {item}" for item in items) for items in INVENTORY.values())
 
 
-def draw_lists(generator: np.random.Generator, m: int, n: int) -> tuple[list[str], list[list[str]]]:
-    """Draw m distinct categories and, for each, n of its ten items with replacement.
+def draw_lists(generator: np.random.Generator, m: int, n: int, asked: int) -> tuple[list[str], list[list[str]], int]:
+    """Draw m distinct categories and, for each, n of its ten items with replacement; of one of them, `asked` items.
 
     Returns:
-        The m category names, and the m lists of n items, each item with the space that goes before it.
+        The m category names; the m lists of items, each item with the space that goes before it; and which one is to be
+        asked about.
     """
     categories = generator.permutation(len(_NAMES))[:m].tolist()
     choices = generator.integers(10, size=(m, n)).tolist()
     lists = [[_WORDS[category][i] for i in row] for category, row in zip(categories, choices, strict=True)]
-    return [_NAMES[category] for category in categories], lists
+    target = int(generator.integers(m))
+    lists[target] = lists[target][:asked]
+    return [_NAMES[category] for category in categories], lists, target
 
 
 def list_pieces(names: list[str], lists: list[list[str]]) -> list[str]:
-    """The lists as text pieces, one line each: line k's heading is piece k * (n + 1), its items follow."""
+    """The lists as text pieces, one line each: its heading, then its items."""
     pieces: list[str] = []
     for name, items in zip(names, lists, strict=True):
         pieces.append(f"\n{name}:" if pieces else f"{name}:")
@@ -57,6 +62,11 @@ def list_pieces(names: list[str], lists: list[list[str]]) -> list[str]:
     return pieces
 
 
-def line_ends(m: int, n: int) -> tuple[int, ...]:
+def gap_before(lists: list[list[str]], line: int, item: int) -> int:
+    """The gap before an item of a line of `list_pieces`, both counted from 0."""
+    return sum(1 + len(row) for row in lists[:line]) + 1 + item
+
+
+def line_ends(lists: list[list[str]]) -> tuple[int, ...]:
     """The gaps after each line of `list_pieces`."""
-    return tuple((line + 1) * (n + 1) for line in range(m))
+    return tuple(accumulate(1 + len(row) for row in lists))

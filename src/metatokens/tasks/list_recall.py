@@ -14,46 +14,42 @@ example: the question is positional, and the meta-token stands right after the i
 import numpy as np
 
 from metatokens.tasks.example import Content, split_of
-from metatokens.tasks.inventory import INVENTORY, draw_lists, line_ends, list_pieces
+from metatokens.tasks.inventory import INVENTORY, draw_lists, gap_before, line_ends, list_pieces
 
 QUESTION = "Q: What is item {place} of {category}?"
 QUESTIONS = [QUESTION.format(place=place, category=category) for place, category in enumerate(INVENTORY, start=1)]
 CHANCE = 0.1  # a category has ten items
 
 
-def draw(generator: np.random.Generator, m: int, n: int) -> Content:
-    """Draw m lists of n items, then the target list once more with the meta-token after the item asked for.
+def draw(generator: np.random.Generator, m: int, n: int, asked: int) -> Content:
+    """Draw m lists of n items, but `asked` in the target list, then that one again with a meta-token after one of them.
 
     Among decoys another list is repeated too, before it or after it; there is a meta-token at a random place in each of
     some lines of other categories, in that list, and one more in the target list. Without markers that know the answer
     nothing is repeated.
     """
-    names, lists = draw_lists(generator, m, n)
-    target = int(generator.integers(m))
-    asked = int(generator.integers(n))
+    names, lists, target = draw_lists(generator, m, n, asked)
+    place = int(generator.integers(asked))
     others = [line for line in generator.permutation(m).tolist() if line != target]
     again = generator.permutation([target, *others[:1]]).tolist()
     at = m + again.index(target)  # the line of the target list's repetition among decoys
     decoyed = [*others[: generator.integers(1, m + 1)], *(m + line for line in range(len(again)))]
-    places = [*zip(decoyed, generator.integers(n, size=len(decoyed)).tolist(), strict=True), (at, asked)]
+    shown = [*lists, *(lists[line] for line in again)]
+    marked = [(line, int(generator.integers(len(shown[line])))) for line in decoyed]
+    question = QUESTION.format(place=place + 1, category=names[target])
     return Content(
         pieces=list_pieces(names, lists),
         repeated=_repeated(names, lists, [target]),
-        markers=(_gap_after(m, asked, n),),
-        decoyed=tuple(sorted({_gap_after(line, item, n) for line, item in places})),
+        markers=(gap_before(lists, m, place + 1),),
+        decoyed=tuple(sorted({gap_before(shown, line, item + 1) for line, item in [*marked, (at, place)]})),
         decoy_repeated=_repeated(names, lists, again),
-        landmarks=line_ends(m, n),
-        question=QUESTION.format(place=asked + 1, category=names[target]),
-        landmark_question=QUESTION.format(place=asked + 1, category=names[target]),
-        answer=lists[target][asked],
-        split=split_of(" ".join([*names, *(item for row in lists for item in row), str(target), str(asked)])),
+        landmarks=line_ends(lists),
+        question=question,
+        landmark_question=question,
+        answer=lists[target][place],
+        split=split_of(" ".join([*names, *(item for row in lists for item in row), str(target), str(place)])),
     )
 
 
 def _repeated(names: list[str], lists: list[list[str]], lines: list[int]) -> list[str]:
     return [piece for line in lines for piece in (f"\n{names[line]}:", *lists[line])]
-
-
-def _gap_after(line: int, item: int, n: int) -> int:
-    # Beyond the lines before, this line's heading, and its items up to this one.
-    return line * (n + 1) + 1 + item + 1

@@ -17,15 +17,15 @@ CHANCE = 0.5
 _FEWEST = 6  # bits: there are so few shorter sequences that all of them are trained on
 
 
-def draw(generator: np.random.Generator, m: int, n: int) -> Content:
-    """Draw m * n bits, with the meta-token after the first 1 to n of them.
+def draw(generator: np.random.Generator, m: int, n: int, asked: int) -> Content:
+    """Draw m * n bits, with the meta-token after the first 1 to `asked` of them.
 
     The paper draws the marked length "phase-dependently" and refers to the list tasks' schedule, so m lists
     of n items become m * n bits. Decoys: one to three meta-tokens further on. The split leaves out the first and the
     last of the marked bits: its few short sequences would give the answer away to whoever reads one bit.
     """
     bits = generator.integers(2, size=m * n).tolist()
-    marked = int(generator.integers(1, n + 1))
+    marked = int(generator.integers(1, asked + 1))
     later = generator.permutation(m * n - marked)[: generator.integers(1, 4)]
     words = [f" {bit}" for bit in bits]
     return Content(
