@@ -16,7 +16,10 @@ PACKAGED = {
     "paper_extend": PretrainRecipe,
     "paper_finetune": FinetuneRecipe,
     "small": PretrainRecipe,
-    "small_finetune": FinetuneRecipe,
+    "small_copying": FinetuneRecipe,
+    "small_list_recall": FinetuneRecipe,
+    "small_parity": FinetuneRecipe,
+    "small_segment_counting": FinetuneRecipe,
 }
 
 

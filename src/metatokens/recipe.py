@@ -57,6 +57,7 @@ class ModelSettings(_Settings):
     max_position_embeddings: Positive = 1024
     position_embedding: Literal["learned", "rope", "none"] = "rope"
     second_attention: Literal["meta", "causal", "none"] = "meta"
+    attention_scale: Literal["constant", "log_length"] = "constant"
     bias: bool = False
     activation: str = "gelu"
     initializer_range: Annotated[float, Field(gt=0)] = 0.02

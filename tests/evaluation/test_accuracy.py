@@ -225,19 +225,20 @@ def test_a_prompt_is_never_cut(small_model: Callable[..., Path], small_store: To
 
 
 def test_shortcut_rates(small_store: TokenStore) -> None:
-    asked = ("segment_counting", "paper", {64: 30, 128: 20}, small_store.tokenizer, ())
-    results = shortcut_rates(*asked, recipe="demo")
+    tokenizer, task = small_store.tokenizer, "segment_counting"
+    drawn = {
+        length: test_examples(task, length, n, tokenizer, condition="paper", documents=())
+        for length, n in {64: 30, 128: 20}.items()
+    }
+    results = shortcut_rates(task, "paper", drawn, tokenizer, (), recipe="demo")
     assert {(one.length, one.n, one.metric, one.condition) for one in results} == {
         (64, 30, "shortcut", "paper"),
         (128, 20, "shortcut", "paper"),
     }
     for one in (one for one in results if one.model == "the count in the whole list"):
         assert one.length is not None
-        tests = test_examples(
-            "segment_counting", one.length, one.n, small_store.tokenizer, condition="paper", documents=()
-        )
         right = 0
-        for example in tests:
+        for example in drawn[one.length]:
             item, category = re.findall(r"does (\w+) .* (\w+)\?", example.prompt)[0]
             line = example.prompt.split(f"{category}:")[1].split("\n")[0]
             right += line.split().count(item) == int(example.completion)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 from graphlib import TopologicalSorter
 from inspect import signature
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -71,12 +72,13 @@ def test_a_new_task_is_planned_and_answers_to_its_name(
     monkeypatch.setitem(curriculum._TASKS, "reversal", parity)
     monkeypatch.setattr(curriculum, "TASKS", tuple(curriculum._TASKS))
     models = tuple(replace(model, tasks=curriculum.TASKS) for model in DEMO.models)  # their default
-    monkeypatch.setitem(PRESETS, "demo", replace(DEMO, models=models))
+    recipes = {**DEMO.finetune_recipes, "reversal": "small_parity"}
+    monkeypatch.setitem(PRESETS, "demo", replace(DEMO, models=models, finetune_recipes=recipes))
     for given, is_all in (("", True), ("--only reversal", False)):
         status, output, error = metatokens(f"reproduce --preset demo --dry-run {given} --out {tmp_path}")
         assert (status, error.splitlines()[-1].split(",")[0].endswith("stages")) == (0, True)
         names = {line.split()[-1] for line in output.splitlines()}
-        expected = {f"{kind}-{model}-reversal" for kind in ("finetune", "evaluate") for model in MODELS}
+        expected = {f"{kind}-{model}-reversal" for kind in ("finetune", "evaluate") for model in ("gpt2", "meta")}
         assert expected | {"draw_tests-reversal-paper", "tokenize"} <= names
         assert ("finetune-meta-parity" in names) == is_all
 
@@ -99,7 +101,7 @@ def test_every_stage_gives_its_method_what_it_takes(name: str) -> None:
 def test_all_models_read_the_same_text_for_the_same_steps(name: str) -> None:
     sizes = PRESETS[name]
     plain = [TrainedModel(model=model) for model in MODELS]
-    assert {one.name for one in plain} <= {one.name for one in sizes.models}
+    assert {one.name for one in sizes.models} >= ({"gpt2", "meta"} if name == "demo" else {*MODELS})
     recipes = {one.model: pretrain_recipe(sizes, one) for one in plain}
     blocks = {model: recipe.data for model, recipe in recipes.items()}
     text = {
@@ -125,17 +127,16 @@ def test_fine_tuning_fits_the_tests(name: str) -> None:
         for task in one.tasks:
             recipe = finetune_recipe(sizes, one, task)
             assert set(recipe.task.train_lengths) <= set(counts_of(sizes, one, task)["paper"])
-            assert recipe.task.condition == ("none" if one.variant == "unmarked" else "paper")
+            assert recipe.task.condition == ("landmark" if one.variant == "landmark" else "paper")
             assert recipe.training.seed == one.seed
 
 
 def test_the_demo_measures_what_it_should() -> None:
     names = tuple(one.name for one in DEMO.models)
-    assert names == MODELS
-    assert set(DEMO.task_overrides) == set(TASKS)
+    assert names == ("gpt2", "meta")
     (length,) = finetune_recipe(DEMO, DEMO.models[0], "parity").task.train_lengths
     assert DEMO.test_counts == {length: 500, 2 * length: 200, 4 * length: 200, 8 * length: 200}
-    assert set(CONDITIONS) == {"paper", "landmark", "none", "decoy"}
+    assert set(CONDITIONS) == {"paper", "landmark", "none", "decoy", "long_prompt"}
     assert DEMO.extra_conditions == dict.fromkeys(("list_recall", "parity"), ("landmark", "decoy"))
     assert DEMO.corpus == "builtin"
     recipes = [pretrain_recipe(DEMO, one) for one in DEMO.models]
@@ -179,14 +180,12 @@ def test_a_model_changes_what_it_says_and_nothing_else() -> None:
 
 def test_fine_tuning_another_models_weights_needs_that_one() -> None:
     base = TrainedModel(model="meta", tasks=("parity",))
-    tuned = TrainedModel(model="meta", variant="unmarked", tasks=("parity",), pretrained_as="meta")
+    tuned = TrainedModel(model="meta", variant="again", tasks=("parity",), pretrained_as="meta")
     plan = {stage.name: stage for stage in stages(replace(DEMO, models=(base, tuned)))}
-    assert "pretrain-meta-unmarked" not in plan
-    steps = DEMO.task_overrides["parity"][0].split("=")[1]
-    drawn = f"draw_examples-parity-paper-seed0-128x{32 * int(steps)}"
+    assert "pretrain-meta-again" not in plan
+    [drawn] = [name for name in plan if name.startswith("draw_examples")]
     tests = [f"draw_tests-parity-{condition}" for condition in ("paper", "landmark", "decoy")]
-    assert plan["finetune-meta-unmarked-parity"].after == ("pretrain-meta", drawn, *tests)
-    assert drawn in plan  # once for both
+    assert plan["finetune-meta-again-parity"].after == ("pretrain-meta", drawn, *tests)
 
 
 def test_marker_conditions_are_tested_with_rope_up_to_a_length() -> None:
@@ -206,9 +205,9 @@ def test_marker_conditions_are_tested_with_rope_up_to_a_length() -> None:
 def test_models_that_read_the_same_examples_share_them() -> None:
     drawn = [stage for stage in planned("small") if stage.kind == "draw_examples"]
     assert len({stage.product for stage in drawn}) == len(drawn)
-    # By task: three seeds and positions drawn at random; without markers, for longer contexts, and for longer training.
+    # By task: three seeds, and one of 128 tokens alone; on landmark; and for two longer contexts.
     of_task = {task: sum(stage.subject["task"] == task for stage in drawn) for task in TASKS}
-    assert of_task == {"list_recall": 3 + 1 + 1 + 2 + 1, "segment_counting": 3 + 1 + 2, "parity": 4, "copying": 4}
+    assert of_task == {"list_recall": 4 + 1 + 2, "segment_counting": 4 + 2, "parity": 4, "copying": 4}
 
 
 def test_the_small_grid_is_whole() -> None:
@@ -216,32 +215,30 @@ def test_the_small_grid_is_whole() -> None:
     assert len(names) == len(SMALL.models)
     for model in MODELS:
         assert {model, f"{model}-learned", f"{model}-none"} <= names
+        assert {f"{model}-seed1", f"{model}-seed2", f"{model}-learned-seed1", f"{model}-none-seed1"} <= names
     for model in ("gpt2", "twin", "meta"):
-        assert {f"{model}-seed1", f"{model}-seed2", f"{model}-unmarked", f"{model}-random-positions"} <= names
+        assert {f"{model}-landmark", f"{model}-jumps"} <= names
     assert {f"meta-{variant}" for variant in ("periodic", "k=0", "k=0.05", "k=0.2", "yarn4", "yarn8")} <= names
     learned, rope = (TrainedModel(model="meta", position_embedding=position) for position in ("learned", "rope"))
-    assert counts_of(SMALL, learned, "parity") == {"paper": {128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200}}
-    assert counts_of(SMALL, rope, "parity")["paper"][4096] == 200
+    plain = {128: 500, 256: 500, 512: 500, 1024: 200, 2048: 100}
+    marked = {condition: {128: 500, 256: 500, 512: 500} for condition in ("landmark", "decoy")}
+    assert counts_of(SMALL, learned, "parity") == {"paper": plain}
+    assert counts_of(SMALL, rope, "parity") == {"paper": plain} | marked
     for one in SMALL.models:
         recipe = pretrain_recipe(SMALL, one)
         # A learned table has a position for each token of the longest prompt of bin 1,024 and of its answer.
         assert recipe.model.max_position_embeddings == (2304 if one.model == "gpt-neo" else 1152)
-        limit = recipe.training.random_positions
-        assert limit is None or limit >= 16 * 128
 
 
-def test_list_recall_without_rope_is_trained_longer_too() -> None:
-    plan = {stage.name: stage for stage in planned("small")}
-    plain = {one.name for one in SMALL.models if one.position_embedding != "rope" and not one.variant}
-    assert {f"{name}-longer" for name in plain} == {one.name for one in SMALL.models if one.variant == "longer"}
-    for name in plain:
-        own = [plan[f"finetune-{one}-list_recall"] for one in (name, f"{name}-longer")]
-        steps = [stage.settings["recipe"]["task"]["train_steps"] for stage in own]
-        assert steps[1] == [16000, *steps[0][1:]]
-        assert own[1].after[0] == f"pretrain-{name}"
-        assert f"finetune-{name}-longer-parity" not in plan
-    for kind in ("ablation", "noise", "raw-noise", "sharpness", "residual"):
-        assert f"{kind}-meta-learned-longer-list_recall" in plan
+def test_one_recipe_a_task_for_all_models_of_demo_and_grid() -> None:
+    for task in TASKS:
+        plain = [one for one in SMALL.models if not one.variant and one.seed == 0 and task in one.tasks]
+        assert len(plain) == 13
+        assert len({finetune_recipe(SMALL, one, task).model_dump_json() for one in plain}) == 1
+        demo, small = (finetune_recipe(sizes, plain[0], task) for sizes in (DEMO, SMALL))
+        assert demo.task.stages == small.task.stages
+        assert demo.training == small.training
+        assert demo.task.train_lengths == small.task.train_lengths[:1]
 
 
 def test_the_small_grid_costs_a_day_of_one_core_at_most() -> None:
@@ -292,7 +289,7 @@ def test_the_papers_sizes_are_the_papers() -> None:
     assert (*sizes, recipe.data.block_size, recipe.training.max_steps) == (768, 12, 12, 1024, 200_000)
     assert recipe.training.batch == 480
     only_small = {one.name for one in SMALL.models} - {one.name for one in PAPER.models}
-    assert {name for name in only_small if not name.endswith("-longer")} == {"meta-short"}
+    assert only_small == {"meta-short"}
     (neo,) = (one for one in PAPER.models if one.model == "gpt-neo")
     plan = {stage.name: stage for stage in planned("paper")}
     assert neo.published == "hf:EleutherAI/gpt-neo-125m"
@@ -315,21 +312,21 @@ def test_what_a_gpu_does_in_half_an_hour() -> None:
     assert finetune_recipe(GPU, TrainedModel(model="meta"), "parity").task.train_lengths == (128, 256, 512)
 
 
-def test_models_trained_without_markers_are_tested_so_at_every_length() -> None:
+def test_models_trained_on_landmark_are_tested_so_at_every_length() -> None:
     plan = {stage.name: stage for stage in planned("small")}
     own, others = (
-        plan[f"evaluate-meta{variant}-list_recall"].settings["counts"]["none"] for variant in ("-unmarked", "")
+        plan[f"evaluate-meta{variant}-list_recall"].settings["counts"]["landmark"] for variant in ("-landmark", "")
     )
-    assert own == {128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200, 4096: 200}
+    assert own == {128: 500, 256: 500, 512: 500, 1024: 200, 2048: 100}
     assert others == {128: 500, 256: 500, 512: 500}
-    assert plan["draw_tests-list_recall-none"].settings["counts"] == own
+    assert plan["draw_tests-list_recall-landmark"].settings["counts"] == own
 
 
 @pytest.mark.parametrize("sizes", [SMALL, PAPER], ids=["small", "paper"])
 def test_models_read_the_same_text_whatever_their_share_of_meta_tokens(sizes: Preset) -> None:
     shares = {}
     for one in sizes.models:
-        if one.variant in ("", "periodic", "k=0", "k=0.05", "k=0.2", "random-positions"):
+        if one.variant in ("", "periodic", "k=0", "k=0.05", "k=0.2"):
             data = pretrain_recipe(sizes, one).data
             inserted = 0 if data.placement == "none" else round(data.fraction * data.block_size)
             shares[one.variant, inserted] = data.block_size - inserted
@@ -337,17 +334,15 @@ def test_models_read_the_same_text_whatever_their_share_of_meta_tokens(sizes: Pr
     assert set(shares.values()) == {922}
 
 
-def test_random_positions_have_a_control_of_as_many_steps() -> None:
-    by_variant = {one.variant: one for one in SMALL.models if one.model == "meta"}
-    whole, ranges, plain = (
-        finetune_recipe(SMALL, by_variant[name], "list_recall")
-        for name in ("random-positions", "random-ranges", "one-length")
-    )
-    assert plain.training.random_positions is None
-    assert (whole.training.random_positions, whole.training.random_positions_from) == (2304, None)
-    assert (ranges.training.random_positions, ranges.training.random_positions_from) == (2304, 1)
-    assert whole.task == ranges.task == plain.task
-    assert by_variant["random-ranges"].start == "meta-random-positions"
+def test_jumps_have_a_control_of_as_many_steps() -> None:
+    by_variant = {one.variant: one for one in SMALL.models if one.name == "meta" or one.name == "meta-jumps"}
+    for task in TASKS:
+        jumps, plain = (finetune_recipe(SMALL, by_variant[name], task) for name in ("jumps", ""))
+        assert (jumps.training.position_jumps, plain.training.position_jumps) == (2304, None)
+        assert jumps.task.stages == plain.task.stages
+        assert jumps.phases()[128] == plain.phases()[128].model_copy(update={"position_jumps": 2304})
+    changed = pretrain_recipe(SMALL, by_variant["jumps"]).model
+    assert changed == pretrain_recipe(SMALL, by_variant[""]).model.model_copy(update={"attention_scale": "log_length"})
 
 
 def test_noise_of_every_kind_and_analyses_of_every_seed() -> None:
@@ -362,17 +357,18 @@ def test_noise_of_every_kind_and_analyses_of_every_seed() -> None:
         assert {f"{kind}-{one}{seed}-list_recall" for one in models for seed in ("", "-seed1", "-seed2")} <= set(plan)
 
 
-def test_three_seeds_of_list_recall_come_first() -> None:
-    first = {stage.name for stage in planned("small") if stage.priority == 0 and stage.kind == "finetune"}
-    seeded = {
-        f"finetune-{model}{seed}-list_recall" for model in ("gpt2", "twin", "meta") for seed in ("", "-seed1", "-seed2")
-    }
-    assert first == seeded | {"finetune-pause-list_recall"}
-    measured = [stage for stage in planned("small") if stage.kind == "evaluate" and stage.after[0] in first]
-    assert {stage.priority for stage in measured} == {-0.5}
+def test_three_seeds_with_rope_come_first_and_list_recall_before_the_other_tasks() -> None:
     trained = [stage for stage in planned("small") if stage.kind == "finetune"]
-    recall = [stage.priority for stage in trained if stage.subject["task"] == "list_recall"]
-    assert max(recall) <= min(stage.priority for stage in trained if stage.subject["task"] != "list_recall")
+    by_seed = (("", 0), ("-seed1", 1), ("-seed2", 2))
+    for (seed, priority), (wait, tasks) in product(by_seed, ((0, ["list_recall"]), (0.5, {*TASKS} - {"list_recall"}))):
+        own = {stage.name for stage in trained if stage.priority == priority + wait}
+        assert own >= {f"finetune-{model}{seed}-{task}" for model, task in product(MODELS, tasks)}
+        measured = [stage for stage in planned("small") if stage.kind == "evaluate" and stage.after[0] in own]
+        assert {stage.priority for stage in measured} == {priority + wait - 0.25}
+    rope = [stage.priority for stage in trained if stage.subject["model"] in SMALL.models[:12]]
+    others = [stage.priority for stage in trained if stage.subject["model"].position_embedding != "rope"]
+    assert max(rope) < min(others)
+    assert {one.position_embedding for one in SMALL.models[:12]} == {"rope"}
 
 
 @pytest.mark.parametrize(
@@ -384,7 +380,7 @@ def test_three_seeds_of_list_recall_come_first() -> None:
         ("table15", "noise-gpt2-list_recall", "evaluate-gpt2-list_recall"),
         ("figure3", "rate-distortion-twin-list_recall", "evaluate-twin-list_recall"),
         ("placement", "evaluate-meta-k=0.2-list_recall", "evaluate-meta-list_recall"),
-        ("lengths", "evaluate-twin-random-positions-copying", "evaluate-twin-copying"),
+        ("lengths", "evaluate-twin-jumps-copying", "evaluate-twin-copying"),
         ("perplexity", "perplexity-gpt2-equal-compute", "finetune-gpt2-parity"),
     ],
 )

@@ -143,7 +143,7 @@ def stalled(small_corpus: Path, tmp_path: Path, forked: Callable[..., Forked]) -
 
 
 def assert_cut_off_in_pretraining(out: Path) -> None:
-    assert list(records(out)) == ["tokenize"]  # what takes longest is done first
+    assert {"tokenize", "pretrain-meta"} & set(records(out)) == {"tokenize"}
     checkpoints = out / "models" / "meta" / "pretrained" / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["checkpoint-2"]
 

@@ -36,7 +36,7 @@ def tiny(corpus: str, models: Sequence[str] = ("gpt2", "meta")) -> Tiny:
         corpus=corpus,
         tokenizer="train:768",
         pretrain_recipe="demo",
-        finetune_recipe="demo_finetune",
+        finetune_recipes={"parity": "demo_finetune"},
         pretrain_overrides=("training.max_steps=4", *TRAINING, *SIZES),
         finetune_overrides=("task.train_lengths=[64]", *TRAINING),
         task_overrides={"parity": ("training.max_steps=4",)},

@@ -383,7 +383,7 @@ def test_the_settings_state_the_model_that_is_trained(
 ) -> None:
     recipe = pretraining("model.hidden_size=64", "model.num_attention_heads=8", "model.second_attention=causal")
     of_recipe = {name: getattr(recipe.model, name) for name in ("hidden_size", "second_attention", "bias")}
-    assert of_recipe == {"hidden_size": 64, "second_attention": "causal", "bias": False}
+    assert of_recipe == {"hidden_size": 64, "second_attention": "causal", "bias": True}
     stated = {}
     for name, init in {"own": undisturbed, "gpt2": gpt2}.items():
         pretrain(recipe, tmp_path / name, init=init)

@@ -126,7 +126,7 @@ def evaluate(
 def shortcut_rates(
     task: str,
     condition: str,
-    counts: Mapping[int, int],
+    tests: Mapping[int, Sequence[Example]],
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[str],
     recipe: str | None = None,
@@ -135,17 +135,16 @@ def shortcut_rates(
 
     Args:
         task, condition: which prompts.
-        counts: how many of each length.
+        tests: the examples of each length, as `test_examples` draws them.
         tokenizer, documents: as for `test_examples`.
         recipe: what the results are filed under.
     """
     source = TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)
-    train = [source.train(index, min(counts)) for index in range(SHORTCUT_PROMPTS)]
+    train = [source.train(index, min(tests)) for index in range(SHORTCUT_PROMPTS)]
     results = []
-    for length, count in counts.items():
-        tests = test_examples(task, length, count, tokenizer, condition=condition, documents=documents)
-        for name, right in answers(task, condition, train, tests).items():
-            low, high = wilson_interval(sum(right), count)
+    for length, asked in tests.items():
+        for name, right in answers(task, condition, train, asked).items():
+            low, high = wilson_interval(sum(right), len(asked))
             results.append(
                 Result(
                     model=name,
@@ -153,8 +152,8 @@ def shortcut_rates(
                     condition=condition,
                     length=length,
                     metric="shortcut",
-                    value=sum(right) / count,
-                    n=count,
+                    value=sum(right) / len(asked),
+                    n=len(asked),
                     low=low,
                     high=high,
                     seed=TEST_SEED,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Any, ClassVar
 
 from metatokens.data.insertion import meta_token_count
@@ -57,6 +58,7 @@ class TrainedModel:
     extension: float | None = None  # the factor by which YaRN lengthens the context before fine-tuning
     tasks: tuple[str, ...] = TASKS
     tested: tuple[int, ...] | None = None  # train lengths whose models are tested; all where not given
+    longer_tests: Mapping[int, int] = field(default_factory=dict, hash=False)  # further test prompts of each length
     priority: int = 1  # lower ones are carried out first; the other tasks wait for list recall
 
     @property
@@ -119,6 +121,15 @@ class Inspection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FurtherTest(Inspection):
+    """Accuracy in conditions that models of some train lengths alone are tested in."""
+
+    method = "evaluate"
+    counts: Mapping[str, Mapping[int, int]]  # test prompts of each condition and length
+    train_lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ablation(Inspection):
     """What models still do when their input is changed at inference."""
 
@@ -153,7 +164,7 @@ class Preset:
     book: str | None = None  # a second corpus that perplexity is measured on, read whole
     tokenizer: str
     pretrain_recipe: str
-    finetune_recipe: str
+    finetune_recipes: Mapping[str, str]  # by task
     extend_recipe: str = ""
     pretrain_overrides: tuple[str, ...] = ()
     finetune_overrides: tuple[str, ...] = ()
@@ -162,9 +173,8 @@ class Preset:
     models: tuple[TrainedModel, ...] = tuple(TrainedModel(model=model) for model in ("gpt2", "pause", "twin", "meta"))
     extra_conditions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of the models with rope
     extra_condition_limit: int = 1024  # the longest bin in which they are tested
-    rope_test_counts: Mapping[int, int] = field(default_factory=dict)  # further bins, of the models with rope
     probe_steps: Mapping[str, int] = field(default_factory=dict)  # of a task: how often its learning is measured
-    inspections: tuple[Ablation | Analysis, ...] = ()
+    inspections: tuple[FurtherTest | Ablation | Analysis, ...] = ()
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -202,7 +212,7 @@ def extend_recipe(sizes: Preset, model: TrainedModel, pretrained: PretrainRecipe
 def finetune_recipe(sizes: Preset, model: TrainedModel, task: str) -> FinetuneRecipe:
     """A model's fine-tuning recipe for a task."""
     overrides = [*sizes.finetune_overrides, *sizes.task_overrides.get(task, ()), *model.finetune_overrides]
-    return load_recipe(FinetuneRecipe, sizes.finetune_recipe, [*overrides, f"training.seed={model.seed}"])
+    return load_recipe(FinetuneRecipe, sizes.finetune_recipes[task], [*overrides, f"training.seed={model.seed}"])
 
 
 def lengths_tested(sizes: Preset, model: TrainedModel, task: str) -> tuple[int, ...]:
@@ -213,7 +223,7 @@ def lengths_tested(sizes: Preset, model: TrainedModel, task: str) -> tuple[int, 
 def counts_of(sizes: Preset, model: TrainedModel, task: str) -> dict[str, dict[int, int]]:
     """In which conditions a model is tested on a task, and on how many prompts of each length."""
     is_rope = model.position_embedding == "rope"
-    plain = {**sizes.test_counts, **(sizes.rope_test_counts if is_rope else {})}
+    plain = {**sizes.test_counts, **model.longer_tests}
     short = {length: n for length, n in sizes.test_counts.items() if length <= sizes.extra_condition_limit}
     extra = sizes.extra_conditions.get(task, ()) if is_rope else ()
     own = finetune_recipe(sizes, model, task).task.condition  # that it is trained in: at every length
@@ -223,9 +233,11 @@ def counts_of(sizes: Preset, model: TrainedModel, task: str) -> dict[str, dict[i
 def drawn_counts(sizes: Preset, task: str) -> dict[str, dict[int, int]]:
     """The prompts of each condition and length that the models are tested on, between them."""
     found: dict[str, dict[int, int]] = {}
-    for model in sizes.models:
-        for condition, own in counts_of(sizes, model, task).items() if task in model.tasks else ():
-            found.setdefault(condition, {}).update(own)
+    asked: list[Mapping[str, Mapping[int, int]]]
+    asked = [counts_of(sizes, model, task) for model in sizes.models if task in model.tasks]
+    asked += [one.counts for one in sizes.inspections if isinstance(one, FurtherTest) and task in one.tasks]
+    for condition, own in chain.from_iterable(counts.items() for counts in asked):
+        found.setdefault(condition, {}).update(own)
     return found
 
 

@@ -11,6 +11,7 @@ from metatokens.errors import UserError
 from metatokens.experiment.models import (
     Ablation,
     Analysis,
+    FurtherTest,
     Preset,
     TrainedModel,
     counts_of,
@@ -70,7 +71,7 @@ def stages(sizes: Preset) -> list[Stage]:
     """The stages of a preset, each after the ones that it needs."""
     plan = [
         _stage("tokenize", product="tokens/manifest.json", cost=10),
-        _stage("describe_tasks", after=("tokenize",), tables=("table8", "table9"), priority=1, cost=10),
+        _stage("describe_tasks", after=("tokenize",), priority=1),
     ]
     plan += [stage for task in sizes.tasks for stage in _test_stages(sizes, task)]
     # Models of one seed and training condition read the same examples, which are made once.
@@ -217,14 +218,18 @@ def _task_stages(model: TrainedModel, sizes: Preset, task: str, estimate: "_Esti
         options={"counts": counts, "train_lengths": lengths},
         after=(f"finetune-{model.name}-{task}",),
         tables=(*tables, "markers") if len(counts) > 1 else tables,
-        priority=model.priority + _wait(task) - 0.5,  # a model is measured before the next one is made
+        priority=model.priority + _wait(task) - 0.25,  # a model is measured before the next one is made
         cost=10 + len(lengths) * sum(estimate.seconds_to_test(own) for own in counts.values()),
     )
 
 
-def _inspection_stage(one: Ablation | Analysis, model: TrainedModel, task: str, sizes: Preset) -> Stage:
-    if isinstance(one, Ablation):
-        estimate = _Estimate(pretrain_recipe(sizes, model), sizes.tokenizer)
+def _inspection_stage(one: FurtherTest | Ablation | Analysis, model: TrainedModel, task: str, sizes: Preset) -> Stage:
+    after = [f"finetune-{model.name}-{task}"]
+    estimate = _Estimate(pretrain_recipe(sizes, model), sizes.tokenizer)
+    if isinstance(one, FurtherTest):
+        after += [f"draw_tests-{task}-{condition}" for condition in one.counts]
+        cost = 10 + len(one.train_lengths) * sum(map(estimate.seconds_to_test, one.counts.values()))
+    elif isinstance(one, Ablation):
         passes = len(one.interventions) * len(lengths_tested(sizes, model, task))
         cost = 10 + passes * estimate.seconds_to_test(one.counts)
     else:  # as measured on a core: the head is fitted for each rate, the rest is a few passes
@@ -235,16 +240,16 @@ def _inspection_stage(one: Ablation | Analysis, model: TrainedModel, task: str, 
         task,
         method=one.method,
         options=one.options,
-        after=(f"finetune-{model.name}-{task}",),
+        after=tuple(after),
         tables=one.tables,
         priority=model.priority + _wait(task),
         cost=cost,
     )
 
 
-def _wait(task: str) -> int:
-    # Other tasks come after list recall of any model, so that a run that is cut short has compared all of them on one.
-    return 0 if task == "list_recall" else 2
+def _wait(task: str) -> float:
+    # Of equal priority, other tasks come after list recall: a run that is cut short has compared all models on one.
+    return 0 if task == "list_recall" else 0.5
 
 
 def _stage(
@@ -284,7 +289,7 @@ class _Estimate:
 
     # Floating-point operations a second: of a core, what the models of `small` reach on an AMD EPYC; of a GPU, a fifth
     # of what an H100 is sold with.
-    CORE, GPU = 4e10, 2e14
+    CORE, GPU = 5.2e10, 2e14
 
     def __init__(self, recipe: PretrainRecipe, tokenizer: str):
         trained = tokenizer.removeprefix("train:")

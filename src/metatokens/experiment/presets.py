@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from metatokens.errors import UserError
-from metatokens.experiment.models import Ablation, Analysis, Preset, TrainedModel
+from metatokens.experiment.models import Ablation, Analysis, FurtherTest, Preset, TrainedModel
 from metatokens.tasks import TASKS
 
 
@@ -12,21 +12,29 @@ def _steps(**steps: int) -> dict[str, tuple[str, ...]]:
     return {task: (f"training.max_steps={count}",) for task, count in steps.items()}
 
 
+# One recipe a task for all models of the demo and of `small`: the demo stops at the first train length.
+_SMALL_RECIPES = {task: f"small_{task}" for task in TASKS}
+
 DEMO = Preset(
     corpus="builtin",
     tokenizer="train:2048",
     pretrain_recipe="demo",
-    finetune_recipe="demo_finetune",
-    task_overrides=_steps(list_recall=3300, segment_counting=500, parity=2500, copying=500),
+    finetune_recipes=_SMALL_RECIPES,
+    task_overrides={
+        task: ("task.train_lengths=[128]", f"task.train_steps=[{steps}]")
+        for task, steps in {"list_recall": 500, "parity": 1000, "copying": 1200, "segment_counting": 1200}.items()
+    },
     test_counts={128: 500, 256: 200, 512: 200, 1024: 200},
+    models=tuple(TrainedModel(model=model) for model in ("gpt2", "meta")),
     extra_conditions=dict.fromkeys(("list_recall", "parity"), ("landmark", "decoy")),
+    probe_steps=dict.fromkeys(TASKS, 250) | {"list_recall": 100},
 )
 
 SMOKE = Preset(
     corpus="builtin",
     tokenizer="train:1024",
     pretrain_recipe="demo",
-    finetune_recipe="demo_finetune",
+    finetune_recipes=dict.fromkeys(TASKS, "demo_finetune"),
     pretrain_overrides=("training.max_steps=4", "training.save_steps=4", "training.logging_steps=2"),
     finetune_overrides=("training.save_steps=4", "training.logging_steps=2"),
     task_overrides=_steps(**dict.fromkeys(TASKS, 4)),
@@ -34,88 +42,43 @@ SMOKE = Preset(
     extra_conditions={"list_recall": ("landmark", "decoy")},
 )
 
-_CONDITIONS = ("none", "decoy")
-_SEEDED = ("gpt2", "twin", "meta")  # three seeds with rope
-_SEEDS = (1, 2)
+_COUNTS = {128: 500, 256: 500, 512: 500, 1024: 200, 2048: 100}  # test prompts of each length
+_CONDITIONS = ("landmark", "decoy")
+_MODELS = ("gpt2", "pause", "twin", "meta")
+_SEEDED = ("gpt2", "twin", "meta")  # compared in the controls too
+_SEEDS = (1, 2)  # beside 0, with rope
+_SOONER_LEARNED = tuple(task for task in TASKS if task != "segment_counting")
 
-# Every model with every kind of positions; more seeds, and training without markers, with rope (Tables 7-10). Of
-# GPT-Neo's positions, the 2,304 are for prompts of 2,048 and their answers; the published one has 2,048.
+# Every model with rope in three seeds, and then with the other kinds of positions in two (Tables 7-10). Between them
+# list recall is trained where no marker tells the answer.
 _GRID = (
-    *(TrainedModel(model=model, priority=0) for model in ("gpt2", "pause", "twin", "meta")),
-    *(TrainedModel(model=model, seed=seed, priority=0) for seed in _SEEDS for model in _SEEDED),
+    *(TrainedModel(model=model, seed=seed, priority=seed) for seed in (0, *_SEEDS) for model in _MODELS),
     *(
         TrainedModel(
             model=model,
-            variant="unmarked",
+            variant="landmark",
             tables=("markers",),
-            finetune_overrides=("task.condition=none",),
+            finetune_overrides=("task.condition=landmark",),
             pretrained_as=model,
             tasks=("list_recall",),
         )
         for model in _SEEDED
     ),
     *(
-        TrainedModel(model=model, position_embedding=position)
+        TrainedModel(model=model, position_embedding=position, seed=seed, tasks=tasks, priority=priority)
+        for seed, tasks, priority in ((0, TASKS, 3), (1, _SOONER_LEARNED, 6))
         for position in ("learned", "none")
-        for model in ("gpt2", "pause", "twin", "meta")
+        for model in _MODELS
     ),
 )
+# Of GPT-Neo's positions, the 2,304 are for prompts of 2,048 and their answers; the published one has 2,048.
 _SMALL_NEO = TrainedModel(
     model="gpt-neo",
     position_embedding="learned",
     pretrain_overrides=("model.architecture=gpt_neo", "model.max_position_embeddings=2304"),
-    priority=2,
-)
-# List recall once more where 3,000 steps are too few: with learned positions or none every model is at chance then.
-_LONGER = tuple(
-    replace(
-        model,
-        variant="longer",
-        tables=("table7", "figure1"),
-        finetune_overrides=("task.train_steps=[16000, 500, 300]", "training.logging_steps=50"),
-        pretrained_as=model.name,
-        tasks=("list_recall",),
-    )
-    for model in (*(one for one in _GRID if one.position_embedding != "rope"), _SMALL_NEO)
+    priority=3,
 )
 _PUBLISHED_NEO = replace(_SMALL_NEO, published="hf:EleutherAI/gpt-neo-125m")
-# Lengths beyond the paper: positions drawn at random from 2,304 in pretraining and in fine-tuning at 128 tokens.
-_RANDOM = tuple(
-    TrainedModel(
-        model=model,
-        variant="random-positions",
-        tables=("lengths",),
-        pretrain_overrides=("training.random_positions=2304",),
-        finetune_overrides=(
-            "training.random_positions=2304",
-            "task.train_lengths=[128]",
-            "task.train_steps=[8000]",
-        ),
-    )
-    for model in _SEEDED
-)
-# The same from ranges of every size: drawn from 2,304 always, positions are hardly ever as dense as they are at test.
-_RANDOM_RANGES = tuple(
-    replace(
-        model,
-        variant="random-ranges",
-        finetune_overrides=(*model.finetune_overrides, "training.random_positions_from=1"),
-        pretrained_as=model.name,
-    )
-    for model in _RANDOM
-)
-# What random positions are to be compared with: plain ones, trained as long on the same prompts.
-_ONE_LENGTH = tuple(
-    TrainedModel(
-        model=model,
-        variant="one-length",
-        tables=("lengths",),
-        finetune_overrides=("task.train_lengths=[128]", "task.train_steps=[8000]"),
-        pretrained_as=model,
-        tasks=("list_recall",),
-    )
-    for model in _SEEDED
-)
 # Where meta-tokens are put in pretraining, and how many: beside the same text, in longer or shorter blocks.
 _PLACEMENT = tuple(
     TrainedModel(
@@ -124,6 +87,7 @@ _PLACEMENT = tuple(
         tables=("placement",),
         pretrain_overrides=overrides,
         tasks=("list_recall",),
+        priority=3,
     )
     for variant, overrides in {
         "periodic": ("data.placement=periodic",),
@@ -138,7 +102,29 @@ _SHORT = TrainedModel(
     variant="short",
     pretrain_overrides=("data.block_size=256", "training.per_device_train_batch_size=16"),
     tasks=(),
+    priority=3,
 )
+
+
+def _jumps(*overrides: str) -> tuple[TrainedModel, ...]:
+    """Lengths beyond the paper: trained to 128 tokens, half of the sequences with one jump in their positions.
+
+    Attention logits grow with the logarithm of the number of keys. To be compared with the models of the grid before
+    they are trained on longer prompts, which have had the same steps.
+
+    Args:
+        overrides: of the fine-tuning recipe, further ones.
+    """
+    return tuple(
+        TrainedModel(
+            model=model,
+            variant="jumps",
+            tables=("lengths",),
+            pretrain_overrides=("model.attention_scale=log_length",),
+            finetune_overrides=("training.position_jumps=2304", "task.train_lengths=[128]", *overrides),
+        )
+        for model in _SEEDED
+    )
 
 
 def _extended(
@@ -166,7 +152,11 @@ def _extended(
                 *overrides,
             ),
             tasks=("list_recall", "segment_counting"),
+            priority=3,
             tested=(factor * block // 2, factor * block),
+            longer_tests={
+                own: 50 for own in (factor * block // 2 * times for times in (1, 2, 4)) if own not in _COUNTS
+            },
         )
         for factor, own in steps.items()
     )
@@ -181,6 +171,7 @@ def _equal_compute(**steps: int) -> tuple[TrainedModel, ...]:
             tables=("perplexity",),
             pretrain_overrides=(f"training.max_steps={count}",),
             tasks=(),
+            priority=3,
         )
         for model, count in steps.items()
     )
@@ -213,24 +204,15 @@ _ABLATIONS = (
         models=("meta", "meta-learned", *(f"meta-seed{seed}" for seed in _SEEDS)),
         tasks=TASKS,
         interventions=_TAKEN_AWAY,
-        counts={128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200},
+        counts=_COUNTS,
     ),
     Ablation(
         tables=("table2", "table11"),
         models=("gpt2", "pause", "twin"),
         interventions=_TAKEN_AWAY,
-        counts={128: 500, 256: 500, 512: 500, 1024: 500},
+        counts={length: n for length, n in _COUNTS.items() if length <= 1024},
     ),
     *_noise("gpt2", "gpt2-learned", "meta", "meta-learned", tasks=("list_recall", "copying")),
-)
-_LONGER_ABLATIONS = (
-    Ablation(
-        tables=("table2", "table11", "table17"),
-        models=("gpt2-learned-longer", "meta-learned-longer"),
-        interventions=_TAKEN_AWAY,
-        counts={128: 500, 256: 500, 512: 500, 1024: 500},
-    ),
-    *_noise("gpt2-learned-longer", "meta-learned-longer", tasks=("list_recall",)),
 )
 
 
@@ -239,11 +221,28 @@ def _with_seeds(*models: str) -> tuple[str, ...]:
     return tuple(TrainedModel(model=model, seed=seed).name for model in models for seed in (0, *_SEEDS))
 
 
+# Longer prompts whose question stays as it was in training at 128 tokens.
+_LONG_PROMPTS = tuple(
+    FurtherTest(
+        kind=kind,
+        tables=("lengths",),
+        models=(*models, *(f"{model}-jumps" for model in _SEEDED)),
+        tasks=tasks,
+        counts={"long_prompt": counts},
+        train_lengths=(128,),
+    )
+    for kind, models, tasks, counts in (
+        ("long-prompts", _with_seeds(*_SEEDED), TASKS, {128: 500, 256: 200, 512: 200, 1024: 200, 2048: 100}),
+        # Few documents are so long that copying could be asked for.
+        ("longest-prompts", _SEEDED, tuple(task for task in TASKS if task != "copying"), {8192: 50}),
+    )
+)
+
 _ANALYSES = (
     Analysis(
         kind="sharpness",
         tables=("figure2",),
-        models=("pause", *_with_seeds("twin", "meta"), "meta-learned"),
+        models=(*_with_seeds("pause", "twin", "meta"), "meta-learned"),
         train_length=512,
         length=256,
         n=100,
@@ -251,7 +250,7 @@ _ANALYSES = (
     Analysis(
         kind="residual",
         tables=("figure2", "figure3"),
-        models=("pause", *_with_seeds("twin", "meta"), "meta-learned"),
+        models=(*_with_seeds("pause", "twin", "meta"), "meta-learned"),
         train_length=512,
         length=256,
         n=100,
@@ -266,34 +265,26 @@ _ANALYSES = (
         interventions=(None, "no_pos"),
     ),
 )
-_LONGER_ANALYSES = tuple(
-    replace(analysis, models=("meta-learned-longer",)) for analysis in _ANALYSES if "meta-learned" in analysis.models
-)
-
 SMALL = Preset(
     corpus="builtin",
     tokenizer="train:4096",
     pretrain_recipe="small",
-    finetune_recipe="small_finetune",
+    finetune_recipes=_SMALL_RECIPES,
     extend_recipe="small_extend",
-    test_counts={128: 500, 256: 500, 512: 500, 1024: 500, 2048: 200},
+    test_counts=_COUNTS,
     models=(
         *_GRID,
         _SMALL_NEO,
-        *_LONGER,
-        *_RANDOM,
-        *_RANDOM_RANGES,
-        *_ONE_LENGTH,
+        *_jumps("task.train_steps=[1500]"),
         *_PLACEMENT,
         _SHORT,
-        *_extended(_SHORT, 256, {4: [3000, 500, 300, 200], 8: [3000, 500, 200, 150]}),
-        *_equal_compute(gpt2=672, pause=608, twin=413),
+        *_extended(_SHORT, 256, {4: [1500, 150, 60, 40], 8: [1500, 150, 60, 40]}),
+        *_equal_compute(gpt2=358, pause=324, twin=220),
     ),
     extra_conditions=dict.fromkeys(TASKS, _CONDITIONS),
     extra_condition_limit=512,
-    rope_test_counts={4096: 200},
-    probe_steps={"list_recall": 50},
-    inspections=(*_ABLATIONS, *_LONGER_ABLATIONS, *_ANALYSES, *_LONGER_ANALYSES),
+    probe_steps=dict.fromkeys(TASKS, 100),
+    inspections=(*_LONG_PROMPTS, *_ABLATIONS, *_ANALYSES),
 )
 
 
@@ -312,20 +303,17 @@ PAPER = replace(
     corpus="hf:allenai/c4:en",
     tokenizer="gpt2",
     pretrain_recipe="paper",
-    finetune_recipe="paper_finetune",
+    finetune_recipes=dict.fromkeys(TASKS, "paper_finetune"),
     extend_recipe="paper_extend",
-    rope_test_counts=dict.fromkeys((4096, 8192, 16384), 200),
     models=(
         *map(_with_room, _GRID),
         _PUBLISHED_NEO,
-        *_RANDOM,
-        *_RANDOM_RANGES,
-        *_ONE_LENGTH,
+        *_jumps(),
         *_PLACEMENT,
         *_extended(TrainedModel(model="meta"), 1024, {factor: [2800, 2800, 1000, 1000] for factor in (4, 8)}, *_LONG),
         *_equal_compute(gpt2=221_352, pause=204_530, twin=158_129),
     ),
-    inspections=(*_ABLATIONS, *_ANALYSES),
+    probe_steps={"list_recall": 50},
 )
 
 # The paper's model and lengths, with as little training as fits into half an hour of one H100.
@@ -340,7 +328,6 @@ GPU = replace(
         "training.logging_steps=10",
     ),
     finetune_overrides=("task.train_steps=[800, 150, 100]", "training.warmup_steps=50", "training.save_steps=400"),
-    rope_test_counts={},
     models=tuple(
         TrainedModel(model=model, tasks=("list_recall", "parity"), priority=0)
         for model in ("gpt2", "pause", "twin", "meta")

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from metatokens.evaluation.perplexity import held_out_text, perplexity
 from metatokens.experiment.models import (
     Preset,
     TrainedModel,
-    drawn_counts,
     finetune_recipe,
     lengths_tested,
     pretrain_recipe,
@@ -96,32 +94,30 @@ class Runner:
         return Outcome(facts={"corpus": corpus})
 
     def describe_tasks(self, progress: Progress) -> Outcome:
-        """Write an example of each task to `examples.jsonl`, and measure what short cuts score."""
-        tokenizer = self.tokenizer()
-        shortest = min(self.preset.test_counts)
+        """Write an example of each task to `examples.jsonl`."""
+        tokenizer, shortest = self.tokenizer(), min(self.preset.test_counts)
         with (self.out / "examples.jsonl").open("w", encoding="utf-8") as file:
             for task in TASKS:
-                example = test_examples(
+                [example] = test_examples(
                     task, shortest, 1, tokenizer, condition="paper", documents=self.documents(task)
-                )[0]
+                )
                 file.write(ShownExample.model_validate(example.to_record()).line() + "\n")
-        rates = [
-            shortcut_rates(task, condition, counts, tokenizer, self.documents(task), recipe=self.name)
-            for task in self.preset.tasks
-            for condition, counts in drawn_counts(self.preset, task).items()
-        ]
-        return Outcome(results=list(chain.from_iterable(rates)))
+        return Outcome()
 
     def draw_tests(self, progress: Progress, *, task: str, condition: str, counts: Mapping[int, int]) -> Outcome:
-        """Write a task's test examples, encoded, for all models that are tested in the condition."""
+        """Write a task's test examples, encoded, for all models that are tested in the condition.
+
+        What short cuts score on them is measured too.
+        """
         tokenizer, documents = self.tokenizer(), self.documents(task)
-        for length, n in counts.items():
-            file = self.test_file(task, condition, length)
-            if not file.exists():
-                tests = test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
-                ExampleStore.write(file, tests)
+        tests = {
+            length: test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
+            for length, n in counts.items()
+        }
+        for length, examples in tests.items():
+            ExampleStore.write(self.test_file(task, condition, length), examples)
         (self.out / "examples" / task / f"tests-{condition}").touch()
-        return Outcome()
+        return Outcome(results=shortcut_rates(task, condition, tests, tokenizer, documents, recipe=self.name))
 
     def draw_examples(self, progress: Progress, *, task: str, recipe: FinetuneRecipe) -> Outcome:
         """Write the train examples of a recipe, and of those that read the same, encoded."""
