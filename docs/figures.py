@@ -29,6 +29,7 @@ MODELS = {
     "`twin`, second ordinary attention": "twin",
     "`meta`, meta-attention": "meta",
 }
+DEMO_MODELS = {label: model for label, model in MODELS.items() if model in ("gpt2", "meta")}
 TASKS = ("list_recall", "parity", "copying", "segment_counting")
 PLAIN: Where = {"condition": "paper", "train_condition": "paper", "metric": "exact_match", "intervention": None}
 SMALL: Where = PLAIN | {"recipe": "small", "position_embedding": "rope"}
@@ -215,7 +216,8 @@ def perplexity() -> str:
 
 def _perplexities(folder: str, where: Where) -> str:
     found = select(results(folder), metric="perplexity", condition="none", text="held_out", **where)
-    cells = {label: [cell(select(found, model=name), "{:.1f}".format)] for label, name in MODELS.items()}
+    measured = {label: select(found, model=name) for label, name in MODELS.items()}
+    cells = {label: [cell(lines, "{:.1f}".format)] for label, lines in measured.items() if len(lines)}
     note = f"On {found.n.max():,} tokens of text; the tokens' frequencies alone give {found.chance.iloc[0]:.1f}."
     return f"{table('perplexity', cells, ['held-out text'])}\n{note}\n"
 
@@ -256,7 +258,7 @@ def cost() -> str:
 def demo_tasks() -> str:
     """The demo's models on the four tasks."""
     columns = {task.replace("_", " "): {"task": task, "length": 128} for task in TASKS}
-    whole = grid("exactly right, %", models(PLAIN | {"recipe": "demo"}), columns, "results/demo")
+    whole = grid("exactly right, %", models(PLAIN | {"recipe": "demo"}, DEMO_MODELS), columns, "results/demo")
     return _with_shortcuts(whole, list(columns.values()))
 
 
@@ -268,7 +270,7 @@ def demo_recall() -> str:
     }
     columns = {label: {"condition": "paper", **column} for label, column in columns.items()}
     where = {name: value for name, value in PLAIN.items() if name != "condition"} | {"task": "list_recall"}
-    whole = grid("list recall, prompt tokens", models(where), columns, "results/demo")
+    whole = grid("list recall, prompt tokens", models(where, DEMO_MODELS), columns, "results/demo")
     return _with_shortcuts(whole, [{"task": "list_recall", **column} for column in columns.values()])
 
 

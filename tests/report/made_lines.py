@@ -153,12 +153,14 @@ def grid(folder: Path) -> list[Path]:
         results.append(accuracy(0.5 + seed / 10, length=length, seed=seed, intervention="no_pos"))
     for length in LENGTHS[:5]:
         beyond = None if length > 1024 else 0.4
-        results.append(accuracy(beyond, length=length, position_embedding="learned", recipe="small/longer"))
-        results.append(accuracy(0.3, length=length, train_length=128, recipe="small/random-positions"))
+        results.append(accuracy(beyond, length=length, position_embedding="learned"))
+        for value, recipe in ((0.2, "small"), (0.3, "small/jumps")):
+            about = {"length": length, "train_length": 128, "condition": "long_prompt", "recipe": recipe}
+            results.append(accuracy(value, **about))
         results.append(accuracy(0.9, length=length, train_length=1024, recipe="small/yarn4"))
     for draw, scale in product(range(2), ("0.1", "1")):
         results.append(accuracy(0.7, 100, length=128, intervention=f"noise:{scale}", noise_seed=draw))
-    results += [accuracy(0.2, condition=condition, model=one) for condition in ("none", "decoy") for one in MODELS]
+    results += [accuracy(0.2, condition=condition, model=one) for condition in ("landmark", "decoy") for one in MODELS]
     results += [perplexity(80 - place, 2, model=one) for place, one in enumerate(MODELS)]
     results += [perplexity(79, 3, seed=1)] + [majority(0.52, "parity", length) for length in LENGTHS]
     curves = [

@@ -57,8 +57,7 @@ def test_accuracies_by_length(number: int, task: str) -> None:
         model, position, trained = label.split(", ")
         own: Line = {"model": model, "position_embedding": position, "train_length": int(trained)}
         values = dict(zip(cells, printed[frozenset(own.items())], strict=True))
-        about = {"task": task, "condition": "paper", "train_condition": "paper"} | own
-        about |= {"recipe": "small/longer" if (task, position) == ("list_recall", "learned") else "small"}
+        about = {"task": task, "condition": "paper", "train_condition": "paper", "recipe": "small"} | own
         for column, cell in cells.items():
             length = int(column.replace(",", ""))
             seeds = found("results", metric="exact_match", intervention=None, length=length, **about)
@@ -99,6 +98,5 @@ def test_what_was_measured_inside() -> None:
         assert len(cells) == 4
         for column, cell in cells.items():
             model, position = column.split(" ")[0].strip(","), column.split(" ")[1]
-            recipe = "small/longer" if position == "learned" else "small"
-            own = {"model": model, "position_embedding": position, "recipe": recipe} | fields
+            own = {"model": model, "position_embedding": position, "recipe": "small"} | fields
             assert cell == inner_figure(own), (row, column)

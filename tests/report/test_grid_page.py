@@ -100,7 +100,11 @@ def test_the_first_screen_counts_the_verdicts_of_the_papers_claims(text: str) ->
     assert sum(map(int, counted.groups())) == open_
     found = {claim: (verdict, tally, quoted) for claim, _, verdict, tally, quoted, _ in rows}
     assert found["Meta-attention helps: meta beats pause"][:2] == ("holds (one seed, so far)", "9 : 0 of 9, 27 not run")
-    assert found["Trained without markers, meta beats twin"] == ("cannot be told at this scale (not run)", "\u2026", "")
+    assert found["Trained where no marker tells the answer, meta beats twin"] == (
+        "cannot be told at this scale (not run)",
+        "\u2026",
+        "",
+    )
     sentence = (
         "\u2713 Holds (one seed, so far): Meta-attention helps: meta beats pause (list recall, rope, 512 \u2192 1,024: "
     )

@@ -34,7 +34,7 @@ def panels(figure: Figure) -> dict[str, Axes]:
     [
         (lines.beside_the_paper, 4),
         (lines.lengths, 4 * 2 * 3),
-        (lines.random_positions, 4),
+        (lines.jumps, 2),
         (lines.learning, 1),
         (inside.sharpness, 4 + 2),
         (inside.similarity, 1),

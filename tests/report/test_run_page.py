@@ -142,6 +142,12 @@ def test_the_first_screen_of_the_demo(text: str) -> None:
     assert "0.362\u20130.395 million parameters; the paper's has 152 million." in text
 
 
+def test_the_demo_says_which_models_it_leaves_out(report: Text) -> None:
+    lines = [accuracy(0.5, model=model, **PLAIN) for model in ("gpt2", "meta")]
+    assert "pause and twin are left to the preset small." in report(lines, RUN)
+    assert "are left to" not in report(lines, RUN | {"preset": None})
+
+
 def test_differences_are_those_by_hand(text: str) -> None:
     def points(a: float, b: float) -> str:
         (low, high), (base_low, base_high) = wilson(a, 500), wilson(b, 500)

@@ -4,7 +4,7 @@ Columns are the fields of the records. Text that does not apply is empty, a numb
 that does not exist is a `KeyError`, so that a misspelt field never reads as "not run".
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,6 @@ from metatokens.report.derive import select
 from metatokens.report.intervals import Estimate, mean
 
 PRESETS = ("small", "gpu", "paper")  # whose figures are set beside the paper's
-LONGER = "longer"  # the variant of runs that were trained longer than the plain ones
 MODELS = ("gpt2", "pause", "twin", "meta")  # each differs in one thing from the one before it
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)  # tokens, of the bins
 TASKS = ("list_recall", "segment_counting", "parity", "copying")
@@ -210,8 +209,7 @@ def load(paths: Sequence[Path]) -> Inputs:
     measured = _typed(pd.concat([_rows(read.results, Result), _rows(read.measurements, Measurement)]))
     figures = measured.drop_duplicates([name for name in measured if name not in _OUTCOMES], keep="last")
     remeasured = len(measured) - len(figures)
-    longer = set(select(figures, recipe=f"{preset}/{LONGER}").groupby(["task", "position_embedding"]).groups)
-    figures, curves = (_variants(one, preset, longer) for one in (figures, _typed(_rows(read.points, CurvePoint))))
+    figures, curves = (_variants(one, preset) for one in (figures, _typed(_rows(read.points, CurvePoint))))
     figures.loc[(figures["metric"] == "perplexity") & (figures["text"] == ""), "text"] = "held_out"
     figures = _whole_noise(figures[figures["main"] | (figures["analysis"] == "")])
     figures = _typed(pd.concat([figures, *derive.derived(figures, curves, read.timings)]))
@@ -236,17 +234,13 @@ def _typed(frame: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _variants(frame: pd.DataFrame, preset: str | None, longer: Collection[tuple[str, str]]) -> pd.DataFrame:
-    """Of a preset its own rows: in which variant of it, and whether they speak for their model.
-
-    Where models with some positions were trained longer on a task, those do, and the plain ones stand aside.
-    """
+def _variants(frame: pd.DataFrame, preset: str | None) -> pd.DataFrame:
+    """Of a preset its own rows: in which variant of it, and whether they speak for their model: the plain ones."""
     if preset is None:
         return frame.assign(variant="", main=True)
     recipe = frame["recipe"].str.extract("(?s)([^/]*)/?(.*)")  # two columns of an empty frame too
     frame = frame.assign(variant=recipe[1])[recipe[0] == preset]
-    speaking = [LONGER if one in longer else "" for one in zip(frame["task"], frame["position_embedding"], strict=True)]
-    return frame.assign(main=frame["variant"] == speaking)
+    return frame.assign(main=frame["variant"] == "")
 
 
 def _whole_noise(figures: pd.DataFrame) -> pd.DataFrame:

@@ -18,7 +18,7 @@ from metatokens.report.derive import TRAINED, select
 from metatokens.report.figures import inside as drawn
 from metatokens.report.figures import lines
 from metatokens.report.figures.style import PAGE
-from metatokens.report.frame import LONGER, MODELS, TASKS, Inputs
+from metatokens.report.frame import MODELS, TASKS, Inputs
 from metatokens.report.learning import BUDGET, LEARNED_LOSS
 from metatokens.report.paper import paper_figure
 from metatokens.report.tables import accuracy, cost, inside
@@ -130,14 +130,12 @@ def _values(inputs: Inputs) -> dict[str, object]:
     figures = {number: paper_figure(number) for number in (1, 2, 3)}
     published = "the published model of 125 million parameters, fine-tuned"
     from_scratch = "transformers' model at this size from random weights, on the same text"
-    longer = inputs.values("task", metric="exact_match", task="list_recall", variant=LONGER)
     return {
         "figure_1": figures[1].statement,
         "figure_1_note": figures[1].notes[0],
         "figure_2": figures[2].statement,
         "figure_3_note": figures[3].notes[0],
         "gpt_neo": f"GPT-Neo is {published if inputs.preset == 'paper' else from_scratch}.",
-        "longer": worded()["longer"].text if longer else "",
         "shortest": TRAINED[0],
         "learned_loss": LEARNED_LOSS,
         "budget": BUDGET,

@@ -203,6 +203,9 @@ def _caution(inputs: Inputs) -> str:
     if sizes:
         ends = span(dict.fromkeys(f"{size / 1e6:.3g}" for size in (sizes[0], sizes[-1])))
         caution += f" Models of {ends} million parameters; the paper's has 152 million."
+    left = [one for one in MODELS if one != "gpt-neo" and one not in set(inputs.figures["model"])]
+    if left and any(run.preset == "demo" for run in inputs.read.runs):
+        caution += f" {_and(left)} are left to the preset small."
     return caution
 
 

@@ -34,7 +34,7 @@ from metatokens.report.frame import LENGTHS, MODELS, TASKS, Fields, Inputs
 from metatokens.report.labels import in_order, labelled, measured_conditions, rows
 from metatokens.report.learning import LEARNED_LOSS, fine_tuning_losses
 from metatokens.report.paper import paper_table
-from metatokens.report.tables.accuracy import LENGTH_TABLES, RANDOM
+from metatokens.report.tables.accuracy import JUMPS, LENGTH_TABLES
 from metatokens.report.tables.table import POSITIONS
 from metatokens.report.text import compact, name, tokens
 
@@ -118,22 +118,20 @@ def lengths(inputs: Inputs, width: float = PAGE) -> Figure:
     return small_multiples(panels, STYLES, width, across=3)
 
 
-def random_positions(inputs: Inputs, width: float = PAGE) -> Figure:
-    """Accuracy by length of models trained to 128 tokens: positions drawn at random, and plain ones, of meta."""
+def jumps(inputs: Inputs, width: float = PAGE) -> Figure:
+    """Accuracy by prompt length, the question as at 128 tokens, of models trained there: with jumps, and plain."""
 
     def draw(task: str, variant: str, axes: Axes) -> None:
-        about = {"task": task, "train_length": 128, "position_embedding": "rope"}
+        about = {"task": task, "train_length": 128, "position_embedding": "rope", "condition": "long_prompt"}
         for model in ("gpt2", "twin", "meta"):
             _draw_ours(axes, inputs, model, STYLES[model], about | {"model": model, "variant": variant})
-        control = "one-length" if task == "list_recall" else ""  # of as many steps, where there is one
-        _draw_ours(axes, inputs, "meta, plain positions", PAPER, about | {"model": "meta", "variant": control})
         axes.axhline(95, color=PAPER.colour, linewidth=0.8, label="95 %")
         _length_axis(axes, 128)
 
     panels = {
-        f"{name(task)}, {title.lower()}": partial(draw, task, variant)
-        for task, (variant, title) in product(TASKS, RANDOM.items())
-        if inputs.values("task", variant=variant)
+        f"{name(task)}, {text}": partial(draw, task, variant)
+        for task, (variant, text) in product(TASKS, JUMPS.items())
+        if inputs.values("task", variant=variant, task=task, condition="long_prompt")
     }
     return small_multiples(panels, STYLES, width)
 

@@ -8,7 +8,7 @@ from itertools import product
 
 from metatokens.report.compare import reaches
 from metatokens.report.derive import TRAINED
-from metatokens.report.frame import LENGTHS, LONGER, MODELS, TASKS, Fields, Inputs
+from metatokens.report.frame import LENGTHS, MODELS, TASKS, Fields, Inputs
 from metatokens.report.labels import in_order
 from metatokens.report.paper import PaperTable, paper_table, printed
 from metatokens.report.tables.table import POSITIONS, Table, crosstab, label
@@ -24,8 +24,7 @@ NOISE_KINDS = {":meta": "at the meta-tokens alone", ":raw": "in raw units"}
 NOISE_KINDS[":meta:raw"] = ", ".join(NOISE_KINDS.values())
 PLACEMENTS = {"": "uniform, k = 0.1 (paper)", "periodic": "periodic, k = 0.1", "k=0": "none"}
 PLACEMENTS |= {f"k={k}": f"uniform, k = {k}" for k in ("0.05", "0.2")}
-# By variant: positions drawn from all of 0 to 2,303, and, each sequence, from a range of its own within that.
-RANDOM = {"random-positions": "Random positions", "random-ranges": "Random ranges"}
+JUMPS = {"": "plain", "jumps": "one jump"}  # by variant: of the positions in training
 YARN = {"yarn4": (2048, 4096), "yarn8": (4096, 8192)}  # the paper's train lengths: half of the window, and all of it
 YARN_LENGTHS = (1024, 2048, 4096, 8192, 16384)  # the block of its pretraining, and where its Table 1 tests
 STRONG = 0.8  # below it at its own train length, a model has not learned
@@ -48,14 +47,13 @@ def every_model(
 ) -> Table:
     """Every model, kind of positions and train length that was measured on a task."""
     where = {"metric": metric, "task": task, "condition": condition, "intervention": "", "variant": variant}
-    where["train_condition"] = "none" if variant == "unmarked" else "paper"
+    where["train_condition"] = "landmark" if variant == "landmark" else "paper"
     rows = [
         where | {"model": model, "position_embedding": position, "train_length": trained}
         for position, model in product(POSITIONS, FAMILY)
         for trained in inputs.values("train_length", **where, model=model, position_embedding=position)
     ]
     which = f", condition {condition}" if condition != "paper" else ""
-    which += ", trained longer" if variant == LONGER else ""
     untrained = _UNTRAINED if any(row["position_embedding"] == "learned" for row in rows) else ""
     words = table_words("every-model" if metric == "exact_match" else "every-model-by-token")
     words = words.of(task=name(task), which=which, untrained=untrained)
@@ -182,20 +180,18 @@ def placement(inputs: Inputs) -> Table:
     return crosstab(inputs, words, rows, _by_length(LENGTHS[:5]), shared_by=len(PLACEMENTS))
 
 
-def random_positions(inputs: Inputs, task: str) -> Table:
-    """Trained to 128 tokens with positions drawn at random, and with plain ones: as long, and as in the grid."""
-    variants = {variant: title.lower() for variant, title in RANDOM.items()}
-    if task == "list_recall" or inputs.values("task", metric="exact_match", task=task, variant="one-length"):
-        variants["one-length"] = "plain, at 128 alone"
-    variants[""] = "plain, first phase"
-    about = {"position_embedding": "rope", "task": task, "train_length": 128}
+def jumps(inputs: Inputs, task: str, condition: str) -> Table:
+    """Trained to 128 tokens with plain positions and with jumps in them, by length."""
+    about = {"position_embedding": "rope", "task": task, "train_length": 128, "condition": condition}
     rows = [
         (f"{model}, {text}", about | {"model": model, "variant": variant})
-        for model, (variant, text) in product(("gpt2", "twin", "meta"), variants.items())
+        for model, (variant, text) in product(("gpt2", "twin", "meta"), JUMPS.items())
     ]
-    columns = {f"{tokens(one)} ({one // 128}\u00d7)": {"length": one} for one in LENGTHS}
-    words = table_words("random-positions").of(task=name(task))
-    return crosstab(inputs, words, rows, columns, shared_by=len(variants))
+    measured = sorted({*inputs.values("length", metric="exact_match", variant="jumps", **about)})
+    columns = {f"{tokens(one)} ({one // 128}\u00d7)": {"length": one} for one in measured}
+    which = "the question as long as at 128 tokens" if condition == "long_prompt" else "the question grows too"
+    words = table_words("jumps").of(task=name(task), which=which)
+    return crosstab(inputs, words, rows, columns, shared_by=len(JUMPS))
 
 
 def unlearned(inputs: Inputs) -> str:
