@@ -241,3 +241,12 @@ def test_what_cannot_be_had_is_refused(tokenizer, documents):
         TaskData("copying", tokenizer=tokenizer, documents=[documents[4] + str(i) for i in range(3)]).sample(
             0, 4, "train"
         )
+
+
+def test_a_long_prompts_question_stays_as_in_phase_1(tokenizer):
+    asked = {}
+    for condition in ("paper", "long_prompt"):
+        data = curriculum.TaskData("list_recall", tokenizer=tokenizer, condition=condition)
+        prompts = [data.sample(index, 4, "test").prompt for index in range(20)]
+        asked[condition] = max(int(prompt.split("What is item ")[1].split()[0]) for prompt in prompts)
+    assert asked["long_prompt"] <= 10 < asked["paper"]

@@ -2,12 +2,11 @@
 
 import re
 from itertools import product
-from typing import get_args
 
 import pytest
 
 from metatokens.tasks import curriculum
-from metatokens.tasks.example import Condition
+from metatokens.tasks.example import CONDITIONS
 
 MARKER = " _PAUSE_"
 
@@ -106,7 +105,7 @@ def solve(task: str, prompt: str, condition: str) -> str:
 
 
 @pytest.mark.parametrize("phase", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("condition", get_args(Condition))
+@pytest.mark.parametrize("condition", CONDITIONS)
 @pytest.mark.parametrize("task", SOLVERS)
 def test_solver_agrees(task, condition, phase, tokenizer, documents, is_thorough):
     data = curriculum.TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)
@@ -118,7 +117,7 @@ def test_solver_agrees(task, condition, phase, tokenizer, documents, is_thorough
 @pytest.mark.parametrize(
     ("task", "condition"),
     [
-        *product(("list_recall", "parity"), get_args(Condition)),
+        *product(("list_recall", "parity"), CONDITIONS),
         *product(("segment_counting",), ("paper", "landmark", "none")),  # whose decoys are in other lists
     ],
 )

@@ -43,6 +43,7 @@ SMOKE = Preset(
 )
 
 _COUNTS = {128: 500, 256: 500, 512: 500, 1024: 200, 2048: 100}  # test prompts of each length
+_SHORT_COUNTS = {length: n for length, n in _COUNTS.items() if length <= 1024}
 _CONDITIONS = ("landmark", "decoy")
 _MODELS = ("gpt2", "pause", "twin", "meta")
 _SEEDED = ("gpt2", "twin", "meta")  # compared in the controls too
@@ -210,7 +211,7 @@ _ABLATIONS = (
         tables=("table2", "table11"),
         models=("gpt2", "pause", "twin"),
         interventions=_TAKEN_AWAY,
-        counts={length: n for length, n in _COUNTS.items() if length <= 1024},
+        counts=_SHORT_COUNTS,
     ),
     *_noise("gpt2", "gpt2-learned", "meta", "meta-learned", tasks=("list_recall", "copying")),
 )
@@ -339,7 +340,7 @@ GPU = replace(
             models=("meta",),
             tasks=("list_recall", "parity"),
             interventions=_TAKEN_AWAY,
-            counts={128: 500, 256: 500, 512: 500, 1024: 500},
+            counts=_SHORT_COUNTS,
         ),
     ),
 )

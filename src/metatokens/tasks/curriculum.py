@@ -171,8 +171,8 @@ class TaskData:
         phase = phase_of_length(length)
         return self._find(generator, index, phase, self._sizes(phase, length), "test", length // 2, length)
 
-    def _sizes(self, phase: int, length: int) -> Phase:
-        """Of the test prompts of a bin: its phase's, and for bins beyond the last one, longer lists."""
+    def _sizes(self, phase: int, length: int = 0) -> Phase:
+        """A phase's, and of a bin beyond the last one, longer lists; in `long_prompt`, the question as in phase 1."""
         sizes, times = self._phases[phase], max(1, length // max(_PHASE_OF_LENGTH))
         if times > 1:
             sizes = replace(sizes, lengths=tuple((low * times, high * times) for low, high in sizes.lengths))
@@ -191,7 +191,7 @@ class TaskData:
             raise UserError(f"unknown phase {phase}; the phases are 1 to {max(PHASES)}.")
         if split not in get_args(Split):
             raise UserError(f"unknown split {split!r}; the splits are {', '.join(get_args(Split))}.")
-        return self._find(self._generator(index, f"phase {phase} {split}"), index, phase, self._phases[phase], split)
+        return self._find(self._generator(index, f"phase {phase} {split}"), index, phase, self._sizes(phase), split)
 
     def _generator(self, index: int, purpose: str) -> np.random.Generator:
         # The condition is left out, so that all conditions draw the same contents.

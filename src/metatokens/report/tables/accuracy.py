@@ -24,7 +24,7 @@ NOISE_KINDS = {":meta": "at the meta-tokens alone", ":raw": "in raw units"}
 NOISE_KINDS[":meta:raw"] = ", ".join(NOISE_KINDS.values())
 PLACEMENTS = {"": "uniform, k = 0.1 (paper)", "periodic": "periodic, k = 0.1", "k=0": "none"}
 PLACEMENTS |= {f"k={k}": f"uniform, k = {k}" for k in ("0.05", "0.2")}
-JUMPS = {"": "plain", "jumps": "one jump"}  # by variant: of the positions in training
+JUMPS = {"": "plain", "jumps": "one jump, scalable softmax"}  # by variant
 YARN = {"yarn4": (2048, 4096), "yarn8": (4096, 8192)}  # the paper's train lengths: half of the window, and all of it
 YARN_LENGTHS = (1024, 2048, 4096, 8192, 16384)  # the block of its pretraining, and where its Table 1 tests
 STRONG = 0.8  # below it at its own train length, a model has not learned
