@@ -1,4 +1,4 @@
-"""What MkDocs does besides: a page that is made from the code, and the pages that stand outside this folder."""
+"""What MkDocs does besides: a page that is made from the code, and the files that stand outside this folder."""
 
 import posixpath
 import re
@@ -15,7 +15,15 @@ ROOT = Path(__file__).parents[1]
 # In the site at their place in the repository, so that a link to one of them holds in both but for docs/.
 REPORT = "results/small/report/report.md"
 PICTURES = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / REPORT).parent.glob("figures/*.png")))
-OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/LOG.md", REPORT, *PICTURES)
+OUTSIDE = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "benchmarks/LOG.md",
+    "examples/any_decoder.py",
+    REPORT,
+    *PICTURES,
+)
 FROM_ELSEWHERE = re.compile(
     r"""<(script|img|iframe|source)\b[^>]*\bsrc=["']?(https?:)?//|<link\b[^>]*\bhref=["']?(https?:)?//"""
     r"""|@import\s|\burl\(["']?(https?:)?//"""
@@ -23,7 +31,7 @@ FROM_ELSEWHERE = re.compile(
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the command's page, and the pages from outside docs/."""
+    """Add the command's page, and the files from outside docs/."""
     command = [sys.executable, "-m", "typer", "metatokens.cli", "utils", "docs", "--name", "metatokens"]
     commands = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     # `[:meta][:raw]`, what may be left out, would be a link.
