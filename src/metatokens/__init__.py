@@ -13,19 +13,28 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 
 if TYPE_CHECKING:
+    from metatokens.data.collating import MetaTokenCollator
     from metatokens.data.insertion import insert_meta_tokens
     from metatokens.data.prompts import encode_prompt
     from metatokens.model.cache import MetaTokenCache
     from metatokens.model.configuration import MetaGPT2Config
     from metatokens.model.modeling import MetaGPT2ForCausalLM, MetaGPT2Model
+    from metatokens.model.retrofit.classes import MetaTokensConfig
+    from metatokens.model.retrofit.saving import load_meta, save_meta
+    from metatokens.model.retrofit.surgery import add_meta_attention
 
 _HOMES = {
     "MetaGPT2Config": "metatokens.model.modeling",  # which makes the model's class known too
     "MetaGPT2ForCausalLM": "metatokens.model.modeling",
     "MetaGPT2Model": "metatokens.model.modeling",
     "MetaTokenCache": "metatokens.model.cache",
+    "MetaTokenCollator": "metatokens.data.collating",
+    "MetaTokensConfig": "metatokens.model.retrofit.classes",
+    "add_meta_attention": "metatokens.model.retrofit.surgery",
     "encode_prompt": "metatokens.data.prompts",
     "insert_meta_tokens": "metatokens.data.insertion",
+    "load_meta": "metatokens.model.retrofit.saving",
+    "save_meta": "metatokens.model.retrofit.saving",
 }
 
 __all__ = [
@@ -33,8 +42,13 @@ __all__ = [
     "MetaGPT2ForCausalLM",
     "MetaGPT2Model",
     "MetaTokenCache",
+    "MetaTokenCollator",
+    "MetaTokensConfig",
+    "add_meta_attention",
     "encode_prompt",
     "insert_meta_tokens",
+    "load_meta",
+    "save_meta",
 ]
 
 
@@ -46,5 +60,6 @@ def __getattr__(name: str) -> Any:
 
 @wrapt.when_imported("transformers.models.auto.configuration_auto")
 def _register(auto: ModuleType) -> None:
-    auto.CONFIG_MAPPING_NAMES["meta_gpt2"] = "MetaGPT2Config"
-    sys.modules["transformers.models.meta_gpt2"] = sys.modules[__name__]
+    for model_type, name in (("meta_gpt2", "MetaGPT2Config"), ("meta_tokens", "MetaTokensConfig")):
+        auto.CONFIG_MAPPING_NAMES[model_type] = name
+        sys.modules[f"transformers.models.{model_type}"] = sys.modules[__name__]

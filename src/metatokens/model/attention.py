@@ -9,15 +9,15 @@ the same function, with exactly nothing added to any other row.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Self, TypeGuard
+from typing import Protocol, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import Cache
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from metatokens.model.cache import MetaTokenCache, MetaTokenCacheLayer
-from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.cache import MetaTokenCache, SecondStore
 from metatokens.model.positions import Rotary, rotate
 
 FEW_ROWS = 128
@@ -132,6 +132,16 @@ def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
     return x.expand(batch, *x.shape[1:]).gather(-2, index)
 
 
+class Sizes(Protocol):
+    """What attention asks of a configuration, `MetaGPT2Config` or another model's."""
+
+    hidden_size: int
+    num_attention_heads: int
+    head_size: int
+    bias: bool
+    attention_scale: str
+
+
 class Attention(nn.Module):
     """Projections that causal attention and meta-attention share."""
 
@@ -139,17 +149,18 @@ class Attention(nn.Module):
     is_causal = True  # read by the attention functions of transformers, like the next two
     num_key_value_groups = 1
 
-    def __init__(self, config: MetaGPT2Config, layer_index: int):
+    def __init__(self, config: Sizes, layer_index: int):
         super().__init__()
         self.config = config
         self.layer_index = layer_index
         self.scaling = config.head_size**-0.5
-        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.bias)
+        inner = config.num_attention_heads * config.head_size
+        self.qkv_proj = nn.Linear(config.hidden_size, 3 * inner, bias=config.bias)
         # Scalable softmax (Nakanishi, 2025): logits grow with the logarithm of how many keys there are.
         self.length_scale: nn.Parameter | None = None
         if config.attention_scale == "log_length":
             self.length_scale = nn.Parameter(torch.full((config.num_attention_heads,), self.first_length_scale))
-        self.out_proj = residual_linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        self.out_proj = residual_linear(inner, config.hidden_size, bias=config.bias)
 
     @property
     def first_length_scale(self) -> float:
@@ -184,7 +195,7 @@ class CausalAttention(Attention):
     values go into the cache's second store.
     """
 
-    def __init__(self, config: MetaGPT2Config, layer_index: int, *, second: bool = False):
+    def __init__(self, config: Sizes, layer_index: int, *, second: bool = False):
         super().__init__(config, layer_index)
         self.second = second
 
@@ -228,7 +239,7 @@ class CausalAttention(Attention):
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling)
             return linear(self.out_proj, out.transpose(1, 2).flatten(2)), None
         out, weights = attend(self, q, k, v, mask, scaling=self.scaling, dropout=0.0)
-        return linear(self.out_proj, out.reshape(x.shape)), weights
+        return linear(self.out_proj, out.flatten(2)), weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,10 +259,13 @@ class MetaRows(_Rows):
 
     @classmethod
     @torch.compiler.disable  # how many there are only the data tells
-    def find(cls, is_meta: Tensor, cached: int = 0) -> "MetaRows | None":
-        """The meta-tokens' rows of a (batch, length) mask that follows `cached` tokens; None if there is not one."""
+    def find(cls, is_meta: Tensor, cached: int = 0, *, least: int = 0) -> "MetaRows | None":
+        """The meta-tokens' rows of a (batch, length) mask that follows `cached` tokens; None if there are none.
+
+        With `least`, so many rows are gathered if there are fewer; they are padding.
+        """
         counts = is_meta.sum(dim=1)
-        most = int(counts.max())
+        most = max(int(counts.max()), least)
         if most == 0:
             return None
         # The meta-tokens are moved to the front in their order, and padding behind them, so that plain causal
@@ -303,6 +317,14 @@ class MetaRows(_Rows):
         return x.scatter_add(1, self.index[:, :, None].expand_as(rows), rows)
 
 
+def least_rows(module: nn.Module) -> int:
+    """How many rows `MetaRows.find` is to gather at least: in training by several processes one, even of padding.
+
+    Each of them has to use every parameter, or they would wait for one another's gradients.
+    """
+    return int(module.training and torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
 class MetaAttention(Attention):
     """Causal attention among the meta-tokens alone, over rows already gathered."""
 
@@ -314,9 +336,9 @@ class MetaAttention(Attention):
         *,
         rows: MetaRows,
         rotary: Rotary | None,
-        mask: Tensor | None,
-        attend: AttentionFunction,
-        cache: MetaTokenCache | None,
+        cache: Cache | None,
+        mask: Tensor | None = None,
+        attend: AttentionFunction | None = None,
         log_keys: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
@@ -325,10 +347,10 @@ class MetaAttention(Attention):
             x: the meta-tokens' rows, (batch, most, width).
             rows: where they stand in the input.
             rotary: tables for their positions, or None.
+            cache: where earlier meta-tokens' keys and values are, and where the new ones go.
             mask: of all positions, (batch, heads or 1, length, total), where the model was given one of four
                 dimensions, or the attention function is transformers' eager one; None: the rows' own order.
             attend: the attention function of the model; of all but the eager one, sdpa stands in.
-            cache: where earlier meta-tokens' keys and values are, and where the new ones go.
             log_keys: (batch, most, 1), the logarithm of how many meta-tokens each one sees; None: not needed.
 
         Returns:
@@ -338,7 +360,7 @@ class MetaAttention(Attention):
         q, k, v = self.project(x, rotary, log_keys=log_keys)
         key_slots, is_first = rows.slots, True
         if cache is not None:
-            layer: MetaTokenCacheLayer = cache.layers[self.layer_index]
+            layer: SecondStore = cache.layers[self.layer_index]
             is_first = layer.second_keys is None
             k, v, key_slots = layer.update_second(k, v, rows.slots)
         seen = None
@@ -350,6 +372,6 @@ class MetaAttention(Attention):
         if mask is not None and attend is eager_attention_forward:
             out, weights = attend(self, q, k, v, seen, scaling=self.scaling)
             assert weights is not None
-            return linear(self.out_proj, out.reshape(x.shape)), rows.spread(weights, key_slots, mask.shape)
+            return linear(self.out_proj, out.flatten(2)), rows.spread(weights, key_slots, mask.shape)
         out = scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=self.scaling)
-        return linear(self.out_proj, out.transpose(1, 2).reshape(x.shape)), None
+        return linear(self.out_proj, out.transpose(1, 2).flatten(2)), None

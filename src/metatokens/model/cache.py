@@ -1,4 +1,4 @@
-"""The key-value cache of a model with a second attention module.
+"""Key-value caches with a second store.
 
 Each layer keeps two stores. Causal attention's grows by one entry a token, as in any decoder. The second module's
 store grows by one entry a *meta-token* (`second_attention="meta"`) or a token (`"causal"`). Rows of a batch hold
@@ -6,8 +6,10 @@ different numbers of meta-tokens, so an entry carries the slot of its token in t
 none to add; slots decide what a query may see and what a crop removes.
 """
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from abc import ABC
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,28 +19,90 @@ from transformers.cache_utils import DynamicLayer
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
 
+if TYPE_CHECKING:  # what the mixins are put ahead of; not their base, since there are several kinds
+    from transformers import Cache as AnyCache
+    from transformers.cache_utils import CacheLayerMixin as AnyCacheLayer
+else:
+    AnyCache, AnyCacheLayer = object, ABC  # what theirs begin with, or Python would not put a mixin ahead of them
 
-class MetaTokenCacheLayer(DynamicLayer):
-    """Keys and values of one block: causal attention's (inherited) and the second module's."""
+
+@functools.cache  # one class for all of them
+def derived(mixin: Any, base: Any) -> Any:
+    """`base` with a mixin ahead of it, under the base's name, by which transformers looks up much of what it knows."""
+    named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base)(base.__name__, (mixin, base), named)
+
+
+def give(thing: object, mixin: type) -> None:
+    """Put a mixin ahead of the class of one object, in place, unless it is there."""
+    if not isinstance(thing, mixin):
+        thing.__class__ = derived(mixin, type(thing))  # type: ignore[arg-type]  # a class is hashable
+
+
+class SecondStore(AnyCacheLayer):
+    """Mixin for a cache's layer: keys and values of a second attention module, beside those that the layer is for."""
+
+    second_keys: Tensor | None = None  # (batch, heads, entries, head size)
+    second_values: Tensor | None = None
+    second_slots: Tensor | None = None  # (batch, entries) int64, -1 where a row has no entry
+
+    def update_second(self, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Append the second module's new entries and return all of them.
+
+        Args:
+            keys, values: (batch, heads, new, head size).
+            slots: (batch, new), the index of each entry's token in the sequence, -1 for padding.
+        """
+        if self.second_keys is not None and self.second_values is not None and self.second_slots is not None:
+            keys = torch.cat([self.second_keys, keys], dim=-2)
+            values = torch.cat([self.second_values, values], dim=-2)
+            slots = torch.cat([self.second_slots, slots], dim=-1)
+        self.second_keys, self.second_values, self.second_slots = keys, values, slots
+        return keys, values, slots
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.second_keys = self.second_values = self.second_slots = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens (transformers' convention: a negative number)."""
+        super().crop(tokens_to_remove)
+        if self.second_slots is not None and tokens_to_remove:
+            gone = self.second_slots >= self.get_seq_length()
+            kept = ~(gone | (self.second_slots < 0)).all(dim=0)
+            self.second_slots = self.second_slots.masked_fill(gone, -1)
+            self._change_second(lambda entries: entries[..., kept] if entries.ndim == 2 else entries[:, :, kept])
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes a copy of row `beam_idx[i]` (beam search)."""
+        super().reorder_cache(beam_idx)
+        self._change_second(lambda entries: entries.index_select(0, beam_idx.to(entries.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows, in the given order."""
+        super().batch_select_indices(indices)
+        self._change_second(lambda entries: entries[indices])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        super().batch_repeat_interleave(repeats)
+        self._change_second(lambda entries: entries.repeat_interleave(repeats, dim=0))
+
+    def _change_second(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.second_keys is not None and self.second_values is not None and self.second_slots is not None:
+            self.second_keys = change(self.second_keys)
+            self.second_values = change(self.second_values)
+            self.second_slots = change(self.second_slots)
+
+
+class MetaTokenCacheLayer(SecondStore, DynamicLayer):
+    """Keys and values of one block: causal attention's, with room to grow, and the second module's."""
 
     keys: Tensor  # (batch, heads, tokens, head size)
     values: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._room: tuple[Tensor, Tensor] | None = None  # of keys and values, as long as they may grow
-        self.second_keys: Tensor | None = None  # (batch, heads, entries, head size)
-        self.second_values: Tensor | None = None
-        self.second_slots: Tensor | None = None  # (batch, entries) int64, -1 where a row has no entry
-
-    @classmethod
-    def behind(cls, other: DynamicLayer) -> "MetaTokenCacheLayer":
-        """A layer with another's keys and values, and an empty second store."""
-        layer = cls()
-        if other.is_initialized:
-            layer.lazy_initialization(other.keys, other.values)
-            layer.keys, layer.values = other.keys, other.values
-        return layer
+    _room: tuple[Tensor, Tensor] | None = None  # of keys and values, as long as they may grow
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append causal attention's new entries, (batch, heads, new, head size), and return all of them.
@@ -74,77 +138,35 @@ class MetaTokenCacheLayer(DynamicLayer):
             room = self._room = (self.keys.new_empty(shape), self.values.new_empty(shape))
         return room
 
-    def update_second(self, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Append the second module's new entries and return all of them.
 
-        Args:
-            keys, values: (batch, heads, new, head size).
-            slots: (batch, new), the index of each entry's token in the sequence, -1 for padding.
-        """
-        if self.second_keys is not None and self.second_values is not None and self.second_slots is not None:
-            keys = torch.cat([self.second_keys, keys], dim=-2)
-            values = torch.cat([self.second_values, values], dim=-2)
-            slots = torch.cat([self.second_slots, slots], dim=-1)
-        self.second_keys, self.second_values, self.second_slots = keys, values, slots
-        return keys, values, slots
-
-    def reset(self) -> None:
-        """Forget everything."""
-        super().reset()
-        self.second_keys = self.second_values = self.second_slots = None
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens (transformers' convention: a negative number)."""
-        super().crop(tokens_to_remove)
-        if self.second_slots is not None and tokens_to_remove:
-            gone = self.second_slots >= self.get_seq_length()
-            kept = ~(gone | (self.second_slots < 0)).all(dim=0)
-            self.second_slots = self.second_slots.masked_fill(gone, -1)
-            self._change_second(lambda entries: entries[..., kept] if entries.ndim == 2 else entries[:, :, kept])
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes a copy of row `beam_idx[i]` (beam search)."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given rows, in the given order."""
-        super().batch_select_indices(indices)
-        self._change_second(lambda entries: entries[indices])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times."""
-        super().batch_repeat_interleave(repeats)
-        self._change_second(lambda entries: entries.repeat_interleave(repeats, dim=0))
-
-    def _change_second(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.second_keys is not None and self.second_values is not None and self.second_slots is not None:
-            self.second_keys = change(self.second_keys)
-            self.second_values = change(self.second_values)
-            self.second_slots = change(self.second_slots)
-
-
-class MetaTokenCache(DynamicCache):
-    """The cache that `MetaGPT2ForCausalLM` fills; `generate()` makes one by itself.
+class InsertedTokens(AnyCache):
+    """Mixin for a cache that `generate()` inserts meta-tokens into.
 
     Attributes:
-        inserted: where `generate()` inserted meta-tokens, which it leaves out of the ids that it returns: before each
-            of them, so many ids had been read. A later call puts them back.
+        inserted: where it inserted them, which it leaves out of the ids that it returns: before each of them, so many
+            ids had been read. A later call puts them back.
     """
 
-    def __init__(self, config: MetaGPT2Config):
-        super().__init__()
-        give_second_stores(self, config)
-        self.inserted: list[int] = []
+    inserted: Sequence[int] = ()
 
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self.inserted = []
+        self.inserted = ()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, inserted meta-tokens counted."""
         super().crop(tokens_to_remove)
-        self.inserted = [ids for number, ids in enumerate(self.inserted) if ids + number < self.get_seq_length()]
+        length = self.get_seq_length()
+        self.inserted = [ids for number, ids in enumerate(self.inserted) if ids + number < length]
+
+
+class MetaTokenCache(InsertedTokens, DynamicCache):
+    """The cache that `MetaGPT2ForCausalLM` fills; `generate()` makes one by itself."""
+
+    def __init__(self, config: MetaGPT2Config):
+        super().__init__()
+        give_second_stores(self, config)
 
 
 def entries_in_second_store(cache: Cache | None) -> Tensor | int:
@@ -166,6 +188,8 @@ def give_second_stores(cache: Cache, config: MetaGPT2Config) -> None:
     if isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers):
         missing = config.num_hidden_layers - len(cache.layers)
         layers = [*cache.layers, *(DynamicLayer() for _ in range(missing))]
-        cache.layers, cache.layer_class_to_replicate = [MetaTokenCacheLayer.behind(layer) for layer in layers], None
+        for layer in layers:
+            layer.__class__ = MetaTokenCacheLayer
+        cache.layers, cache.layer_class_to_replicate = layers, None
     if not (isinstance(cache, Cache) and all(isinstance(layer, MetaTokenCacheLayer) for layer in cache.layers)):
         raise UserError(f"past_key_values is a {type(cache).__name__}; give a MetaTokenCache or a DynamicCache.")

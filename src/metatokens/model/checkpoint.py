@@ -6,14 +6,29 @@ Whatever a folder holds, no code of it is run, and its sizes are looked at befor
 """
 
 import json
+from collections.abc import Set
 from dataclasses import fields
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from metatokens.errors import UserError
 from metatokens.files import LOCK, PARTIAL, file_sha256, library_writes, sha256_of, write_whole
@@ -28,19 +43,25 @@ from metatokens.model.configuration import (
 )
 from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.model.retrofit.classes import MODEL_TYPE, MetaModel, MetaTokensConfig, position_embedding_of
+from metatokens.model.retrofit.saving import DELTA, DELTA_WEIGHTS, base_of, load_meta, save_meta
 
-LanguageModel = MetaGPT2ForCausalLM | GPTNeoForCausalLM
+LanguageModel: TypeAlias = MetaGPT2ForCausalLM | GPTNeoForCausalLM | PreTrainedModel
 
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
+ADAPTER = "adapter_config.json"  # of an adapter that PEFT saved
 SHARDS = "model.safetensors.index.json"  # which of several files of weights holds which tensor
 
 _CLASSES = {MetaGPT2Config: MetaGPT2ForCausalLM, GPT2Config: GPT2LMHeadModel, GPTNeoConfig: GPTNeoForCausalLM}
+# Models that see what comes later, unless they are told not to, are in both.
+_DECODERS = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
 _KINDS = {config_class.model_type: config_class for config_class in _CLASSES}
 _MAX_CONFIG_BYTES, _MAX_INDEX_BYTES = 2**20, 2**24
 # Read beside what the configuration's own class declares. Whatever else transformers would take from a config.json is
 # left out: names of code to run or to download, tables of any size.
 _FURTHER_FIELDS = {"dtype", "torch_dtype", "meta_token_id", "unpadded_vocab_size", "attention_layers"}
+_RETROFITTED = {"base_model_type", "architectures", "meta_attention", "position_embedding"}
 _WRONG_VALUES = (TypeError, LookupError, AttributeError, ArithmeticError)  # what transformers makes of some
 
 
@@ -83,7 +104,10 @@ def save_model(
     """
     (folder / MANIFEST).unlink(missing_ok=True)
     with library_writes(folder):
-        model.save_pretrained(folder, state_dict=weights)
+        if getattr(model, "base_is_elsewhere", False):
+            save_meta(model, folder)
+        else:
+            model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
     write_manifest(folder)
 
@@ -108,6 +132,8 @@ def _weight_files(folder: Path) -> list[Path]:
     Raises:
         UserError: if the index is damaged, or a shard is missing.
     """
+    if (folder / DELTA_WEIGHTS).exists() and not (folder / WEIGHTS).exists():
+        return [folder / DELTA_WEIGHTS, *_weight_files(base_of(folder))]
     if (folder / WEIGHTS).exists() or not (folder / SHARDS).exists():
         return [folder / WEIGHTS]
     try:
@@ -141,27 +167,95 @@ def fetch_model(spec: Path) -> Path:
 
 
 def load_model(folder: Path, second_attention: SecondAttention | None = None) -> LanguageModel:
-    """Load a checkpoint of this package or of transformers' GPT-2 or GPT-Neo; onto the GPU if there is one.
+    """Load a checkpoint of this package or of any causal language model of transformers; onto the GPU if there is one.
 
-    A GPT-2 is converted; a GPT-Neo is given a meta-token if it has none (`GPTNeoForCausalLM.add_meta_token`).
+    A GPT-2 is converted; a GPT-Neo is given a meta-token if it has none (`GPTNeoForCausalLM.add_meta_token`). Another
+    one stays as it is, and has none: its configuration's `meta_token_id` is None.
 
     Args:
-        folder: holds `config.json` and `model.safetensors`, or the shards and the index that transformers writes.
+        folder: holds `config.json` and `model.safetensors`, or the shards and the index that transformers writes; or
+            what `save_meta` wrote, whose base is where it was.
         second_attention: what a GPT-2 is to be given (`MetaGPT2ForCausalLM.from_gpt2`); other checkpoints have theirs.
 
     Raises:
         UserError: if there is no model, it is of another kind, cut short or damaged.
     """
-    if not (folder / "config.json").is_file():
-        raise UserError(f"there is no model in {folder}: it has no config.json{_models_below(folder)}.")
+    is_whole = (folder / "config.json").is_file()
+    if (folder / DELTA).is_file() and not is_whole:
+        _verify(folder)
+        model: Any = load_meta(load_base(base_of(folder)), folder)
+        model.base_is_elsewhere = True
+        return _placed(model)
+    if (folder / ADAPTER).is_file() and not is_whole:
+        return _with_adapter(folder)
+    model = _load(folder, {*_KINDS, MODEL_TYPE, *_DECODERS})
+    if isinstance(model, MetaModel | MetaGPT2ForCausalLM):
+        return _placed(model)
+    if isinstance(model, GPT2LMHeadModel):
+        model = MetaGPT2ForCausalLM.from_gpt2(model, second_attention or "none")
+    elif not isinstance(model, GPTNeoForCausalLM):
+        model.config.meta_token_id, model.config.position_embedding = None, position_embedding_of(model)
+    elif model.config.meta_token_id is None:
+        model.add_meta_token()
+    return _placed(model)
+
+
+def load_base(folder: Path) -> PreTrainedModel:
+    """Load a causal language model of transformers, for `add_meta_attention`.
+
+    Raises:
+        UserError: if there is none, or it is damaged.
+    """
+    return _load(folder, _DECODERS, is_base=True)
+
+
+def _with_adapter(folder: Path) -> Any:
+    """The model that PEFT saved an adapter of, with the adapter.
+
+    Raises:
+        UserError: if the adapter is damaged, its base is not there, or PEFT is not.
+    """
+    _verify(folder)
+    try:
+        if (folder / ADAPTER).stat().st_size > _MAX_CONFIG_BYTES:
+            raise ValueError(f"it has more than {_MAX_CONFIG_BYTES:,} bytes")
+        base = Path(json.loads((folder / ADAPTER).read_bytes())["base_model_name_or_path"])
+    except (OSError, ValueError, RecursionError, *_WRONG_VALUES) as error:
+        raise UserError(f"{folder / ADAPTER} does not say what the adapter belongs to.") from error
+    if not (folder / "adapter_model.safetensors").is_file():  # nor is a pickle taken
+        raise UserError(f"there is no adapter in {folder}: it has no adapter_model.safetensors.")
+    if (base / ADAPTER).is_file():  # which might be this one
+        raise UserError(f"the adapter in {folder} belongs to another adapter, {base}.")
+    model = load_model(base)
+    try:
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(model, folder, is_trainable=True)
+    except (ImportError, SafetensorError, OSError, RuntimeError, ValueError, *_WRONG_VALUES) as error:
+        raise UserError(f"the adapter in {folder} cannot be read: {_one_line(error)}") from error
+
+
+def _verify(folder: Path) -> None:
     if (folder / MANIFEST).exists():
         verify_manifest(folder)
-    config, files = _load_config(folder), _weight_files(folder)
+
+
+def _placed(model: Any) -> Any:
+    gpus = torch.cuda.device_count()
+    return model.to(f"cuda:{local_rank() % gpus}") if gpus else model  # a process may be shown its own GPU alone
+
+
+def _load(folder: Path, kinds: Set[str], *, is_base: bool = False) -> Any:
+    if not (folder / "config.json").is_file():
+        raise UserError(f"there is no model in {folder}: it has no config.json{_models_below(folder)}.")
+    _verify(folder)
+    config, files = _load_config(folder, kinds), _weight_files(folder)
+    loader = AutoModelForCausalLM if is_base else _CLASSES.get(type(config), AutoModelForCausalLM)
     try:
         size, parameters = sum(file.stat().st_size for file in files), parameters_at_least(config)
         if parameters > size:
             raise ValueError(f"config.json asks for {parameters:,} parameters, and the weights have {size:,} bytes")
-        model, report = _CLASSES[type(config)].from_pretrained(
+        model, report = loader.from_pretrained(
             folder, config=config, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
     except (SafetensorError, OSError, RuntimeError, ValueError, *_WRONG_VALUES) as error:
@@ -169,12 +263,7 @@ def load_model(folder: Path, second_attention: SecondAttention | None = None) ->
     if report["missing_keys"] or report["unexpected_keys"]:
         first = sorted([*report["missing_keys"], *report["unexpected_keys"]])[0]
         raise UserError(f"the weights in {folder} do not fit its configuration: see {first}.")
-    if isinstance(model, GPT2LMHeadModel):
-        model = MetaGPT2ForCausalLM.from_gpt2(model, second_attention or "none")
-    elif isinstance(model, GPTNeoForCausalLM) and model.config.meta_token_id is None:
-        model.add_meta_token()
-    gpus = torch.cuda.device_count()
-    return model.to(f"cuda:{local_rank() % gpus}") if gpus else model  # a process may be shown its own GPU alone
+    return model
 
 
 def _models_below(folder: Path) -> str:
@@ -184,23 +273,28 @@ def _models_below(folder: Path) -> str:
     return f"; there are models in {', '.join(str(path.parent) for path in nearest)}" if nearest else ""
 
 
-def _load_config(folder: Path) -> PreTrainedConfig:
+def _load_config(folder: Path, kinds: Set[str]) -> PreTrainedConfig:
     path = folder / "config.json"
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise ValueError(f"it has more than {_MAX_CONFIG_BYTES:,} bytes")
         given = json.loads(path.read_bytes())
         kind = given.get("model_type")
-        if kind not in _KINDS:
-            raise ValueError(f"{folder} holds a {kind} model; allowed are meta_gpt2, gpt2 and gpt_neo")
+        if kind not in kinds:
+            if kind == MODEL_TYPE:
+                raise ValueError(f"the model in {folder} has meta-tokens already")
+            raise ValueError(f"{folder} holds a {kind} model, which is no decoder that is known here")
         # Written out, item by item, when the configuration is made.
         if sum(len(kinds) * abs(count) for kinds, count in given.get("attention_types") or ()) > MAX_LAYERS:
             raise ValueError(f"attention_types has more than {MAX_LAYERS:,} layers")
-        known = {field.name for field in fields(_KINDS[kind])} - {field.name for field in fields(PreTrainedConfig)}
-        other_names = _KINDS[kind].attribute_map
-        given = {other_names.get(key, key): value for key, value in given.items()}
-        config = _KINDS[kind].from_dict({key: given[key] for key in given.keys() & (known | _FURTHER_FIELDS)})
-        check_memory(config, has_masks=kind == "gpt_neo")
+        base = given.get("base_model_type") if kind == MODEL_TYPE else kind
+        declared = _KINDS.get(base) or CONFIG_MAPPING[base]
+        known = {field.name for field in fields(declared)} - {field.name for field in fields(PreTrainedConfig)}
+        known |= _FURTHER_FIELDS | (_RETROFITTED if kind == MODEL_TYPE else set())
+        given = {declared.attribute_map.get(key, key): value for key, value in given.items()}
+        maker = MetaTokensConfig if kind == MODEL_TYPE else declared
+        config = maker.from_dict({key: given[key] for key in given.keys() & known})
+        check_memory(config, has_masks=base == "gpt_neo")
     except (OSError, ValueError, RecursionError, StrictDataclassError, *_WRONG_VALUES) as error:
         raise UserError(f"{path} is not a model configuration: {_one_line(error)}") from error
     return config

@@ -22,7 +22,6 @@ MAX_LAYERS = 10_000  # a layer takes some 50 kB of Python objects, however narro
 # What a saved configuration says to a program that has not imported this package: the file beside it, which needs the
 # package installed and `trust_remote_code=True`, has the classes.
 REMOTE_CODE_FILE = "metatokens_classes.py"
-_REMOTE_CODE = "from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM, MetaGPT2Model  # pip install metatokens\n"
 _AUTO_MAP = {
     "AutoConfig": "metatokens_classes.MetaGPT2Config",
     "AutoModel": "metatokens_classes.MetaGPT2Model",
@@ -136,8 +135,7 @@ class MetaGPT2Config(PreTrainedConfig):
 
     def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
         """As transformers', with the file that `auto_map` names beside `config.json`."""
-        Path(save_directory).mkdir(parents=True, exist_ok=True)
-        (Path(save_directory) / REMOTE_CODE_FILE).write_text(_REMOTE_CODE, encoding="utf-8")
+        write_remote_code(save_directory, _AUTO_MAP)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @property
@@ -150,6 +148,14 @@ class MetaGPT2Config(PreTrainedConfig):
         """The paper's 152M model: 12 layers, 12 heads, width 768, RoPE, meta-attention (Appendix B)."""
         padding = {} if "vocab_size" in overrides else {"unpadded_vocab_size": 50258}
         return cls(**padding | overrides)
+
+
+def write_remote_code(folder: str | PathLike, auto_map: dict[str, str]) -> None:
+    """Write the file that the `auto_map` of a configuration in `folder` names."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    classes = ", ".join(sorted(name.partition(".")[2] for name in auto_map.values()))
+    line = f"from metatokens import {classes}  # pip install metatokens\n"
+    (Path(folder) / REMOTE_CODE_FILE).write_text(line, encoding="utf-8")
 
 
 def _tensor_parallel_plan(second_attention: SecondAttention) -> dict[str, str]:
@@ -176,20 +182,26 @@ def never_generated(config: PreTrainedConfig) -> list[int]:
     Args:
         config: of one of this package's models.
     """
-    meta, used = config.meta_token_id, getattr(config, "unpadded_vocab_size", None) or config.vocab_size
-    return [*([] if meta is None else [meta]), *range(used, config.vocab_size)]
+    rows = config.get_text_config().vocab_size
+    meta, used = config.meta_token_id, getattr(config, "unpadded_vocab_size", None) or rows
+    return [*([] if meta is None else [meta]), *range(used, rows)]
 
 
 def parameters_at_least(config: PreTrainedConfig) -> int:
     """The parameters of a model's tables, causal attention and feed-forward layers, which are most of it.
 
+    Of a base of another architecture, whose layers are of other shapes, only what any has: queries and outputs.
+
     Args:
-        config: of one of this package's models, or of transformers' GPT-2 or GPT-Neo.
+        config: of any causal language model.
     """
-    width, inner = config.hidden_size, getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None)
+    width, layers = config.hidden_size, config.num_hidden_layers
+    if config.model_type not in ("meta_gpt2", "gpt2", "gpt_neo"):
+        return config.vocab_size * width + layers * width * width
+    inner = getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None)
     has_table = getattr(config, "position_embedding", "learned") == "learned"
     rows = config.vocab_size + has_table * config.max_position_embeddings
-    return rows * width + config.num_hidden_layers * 2 * width * (2 * width + (inner or 4 * width))
+    return rows * width + layers * 2 * width * (2 * width + (inner or 4 * width))
 
 
 def check_memory(config: PreTrainedConfig, *, has_masks: bool = False) -> None:
@@ -203,7 +215,7 @@ def check_memory(config: PreTrainedConfig, *, has_masks: bool = False) -> None:
         UserError: if a size is not positive, there are too many layers, or the model, with parameters of two bytes,
             is larger than the machine's memory.
     """
-    layers, positions = config.num_hidden_layers, config.max_position_embeddings
+    layers, positions = config.num_hidden_layers, getattr(config, "max_position_embeddings", 1)
     inner = getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None) or 1
     if min(config.vocab_size, config.hidden_size, layers, config.num_attention_heads, positions, inner) < 1:
         raise UserError("sizes in a model configuration must be positive.")

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, SuppressTokensLogitsProcessor
+from transformers import Cache, GenerationConfig, GenerationMixin, LogitsProcessorList, SuppressTokensLogitsProcessor
 from transformers.generation import GenerationMode
 
 from metatokens.errors import UserError
-from metatokens.model.cache import MetaTokenCache
+from metatokens.model.cache import InsertedTokens, give
 from metatokens.model.configuration import never_generated
+from metatokens.model.positions import position_ids_from_mask
 
 
 class SuppressMetaToken(SuppressTokensLogitsProcessor):
@@ -47,7 +48,10 @@ class MetaTokenGenerationMixin(GenerationMixin):
                 meta-tokens that are inserted.
         """
         if suppressed := never_generated(self.config):
-            suppress = SuppressMetaToken(suppressed, device=self.device)
+            given = (one.device for one in (inputs, *kwargs.values()) if isinstance(one, Tensor))
+            suppress = SuppressMetaToken(
+                suppressed, device=next(given, self.device)
+            )  # where weights are offloaded: meta
             kwargs["logits_processor"] = LogitsProcessorList([*(kwargs.get("logits_processor") or ()), suppress])
         if meta_every is not None and self.config.meta_token_id is None:
             raise UserError("meta_every needs a model with a meta_token_id, and this one has none.")
@@ -62,8 +66,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
                     "input_ids, what is cached included, and an attention_mask, if any, of the same shape."
                 )
             cache = kwargs.get("past_key_values")
-            if not isinstance(cache, MetaTokenCache | None):
-                raise UserError(f"past_key_values is a {type(cache).__name__}; meta_every needs a MetaTokenCache.")
+            if not isinstance(cache, Cache | None):
+                raise UserError(f"past_key_values is a {type(cache).__name__}; meta_every needs a cache.")
             kwargs |= {"meta_every": meta_every, "prompt_length": prompt.shape[1]}
         return super().generate(inputs, *args, **kwargs)
 
@@ -73,7 +77,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         *,
         meta_every: int | None = None,
         prompt_length: int | None = None,
-        past_key_values: MetaTokenCache | None = None,
+        past_key_values: Cache | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         meta_token_mask: Tensor | None = None,
@@ -90,7 +94,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         text = input_ids.shape[1]
-        inserted = [ids for ids in getattr(past_key_values, "inserted", []) if ids <= prompt_length]
+        inserted = [ids for ids in getattr(past_key_values, "inserted", ()) if ids <= prompt_length]
         if meta_every is not None:
             inserted += range(prompt_length + meta_every, text + 1, meta_every)
         length = text + len(inserted)
@@ -101,19 +105,20 @@ class MetaTokenGenerationMixin(GenerationMixin):
         ids[:, is_text], mask[:, is_text] = input_ids, attention_mask
         cached = 0
         if past_key_values is not None:
-            cached, past_key_values.inserted = past_key_values.get_seq_length(), inserted
+            cached = int(past_key_values.get_seq_length())
+            give(past_key_values, InsertedTokens)
+            past_key_values.inserted = inserted
         if cached >= length:
             raise UserError(
                 f"the cache holds {cached} tokens and the sequence has {length}: give the whole of it as input_ids. "
                 "Meta-tokens cannot be inserted behind learned prompts, which have no ids."
             )
-        return {
-            "input_ids": ids[:, cached:].to(self.device),
-            "attention_mask": mask.to(self.device),
-            "past_key_values": past_key_values,
-            "use_cache": kwargs.get("use_cache"),
-            "logits_to_keep": kwargs.get("logits_to_keep", 1),
+        own = {
+            "attention_mask": mask,
+            "position_ids": position_ids_from_mask(mask)[:, cached:],
+            "next_sequence_length": length - cached,
         }
+        return super().prepare_inputs_for_generation(ids, past_key_values=past_key_values, **kwargs | own)
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         # PEFT puts a function without names in the place of `prepare_inputs_for_generation`, where they are looked up.
@@ -137,13 +142,11 @@ class MetaTokenGenerationMixin(GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise UserError(
-                f"cache_implementation {generation_config.cache_implementation!r} is not available for this model, "
-                "whose cache grows; leave it out."
-            )
         assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
         if "prompt_length" in model_kwargs and (assisted or generation_config.prefill_chunk_size):
             raise UserError("inserted meta-tokens do not go with assisted generation or prefill_chunk_size.")
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache:
-            model_kwargs["past_key_values"] = MetaTokenCache(self.config)
+        if every := model_kwargs.get("meta_every"):  # for which a static cache needs room too
+            max_cache_length += (max_cache_length - model_kwargs["prompt_length"]) // every + 1
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import Rotary
 
@@ -104,6 +105,7 @@ def intervene(model: MetaGPT2ForCausalLM, intervention: Intervention | None, *, 
     if intervention is None:
         yield
         return
+    check_own(model)
     _check(intervention, model.config)
     hooks, base = _Hooks(intervention, model.config, seed), model.model
     handles = [base.embed_tokens.register_forward_hook(hooks.on_embedding)]
@@ -116,6 +118,18 @@ def intervene(model: MetaGPT2ForCausalLM, intervention: Intervention | None, *, 
     finally:
         for handle in handles:
             handle.remove()
+
+
+def check_own(model: object) -> None:
+    """Refuse a model whose insides are not known here, as those of a retrofitted one.
+
+    Raises:
+        UserError: if it is one.
+    """
+    if not isinstance(model, MetaGPT2ForCausalLM | GPTNeoForCausalLM):
+        raise UserError(
+            f"interventions and analyses are for this package's own models; this is a {type(model).__name__}."
+        )
 
 
 def zero_positions(model: MetaGPT2ForCausalLM) -> AbstractContextManager[None]:

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig, GPT2LMHeadModel, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_causal_mask
@@ -32,6 +32,7 @@ from metatokens.model.attention import (
     MetaAttention,
     MetaRows,
     QueryRows,
+    least_rows,
     linear,
     residual_linear,
 )
@@ -39,6 +40,7 @@ from metatokens.model.cache import MetaTokenCache, entries_in_second_store, give
 from metatokens.model.configuration import MetaGPT2Config, SecondAttention
 from metatokens.model.generation import MetaTokenGenerationMixin
 from metatokens.model.gpt2 import configuration_of, weights_of
+from metatokens.model.labels import without_meta_tokens
 from metatokens.model.positions import Rotary, check_positions, position_ids_from_mask
 
 
@@ -230,7 +232,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             check_positions(self.config, cached + length, position_ids)
             x = x + self.learned_positions(position_ids)
         rotary = None if self.rotary_emb is None else self.rotary_emb(x, position_ids)
-        meta_rows = None if is_meta is None else MetaRows.find(is_meta, cached)
+        meta_rows = None if is_meta is None else MetaRows.find(is_meta, cached, least=least_rows(self))
         meta_rotary = meta_mask = None
         if meta_rows is not None and rotary is not None:
             meta_rotary = (meta_rows.gather(rotary[0]), meta_rows.gather(rotary[1]))
@@ -363,7 +365,7 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
         """
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         if labels is not None:
-            labels, kwargs = self._without_meta_tokens(labels, kwargs)
+            labels, kwargs = without_meta_tokens(labels, self.config.meta_token_id, kwargs)
         keep: Index
         targets = loss = None
         if labels is not None and self.training:
@@ -403,19 +405,17 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
             meta_attentions=meta_attentions,
         )
 
-    def _without_meta_tokens(self, labels: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Labels without meta-tokens, and how many there are in the whole batch without them.
-
-        Of the other parts of a batch whose gradients are accumulated the share of meta-tokens is taken to be the same.
-        """
-        if self.config.meta_token_id is None:
-            return labels, kwargs
-        is_meta = labels == self.config.meta_token_id
-        if kwargs.get("num_items_in_batch") is not None:
-            share = 1 - is_meta[:, 1:].sum() / (labels[:, 1:] != -100).sum().clamp(min=1)
-            share = share.clamp(min=1e-6)  # of meta-tokens alone the loss is 0
-            kwargs = kwargs | {"num_items_in_batch": kwargs["num_items_in_batch"] * share}
-        return labels.masked_fill(is_meta, -100), kwargs
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
+    ) -> None:
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise UserError(
+                f"cache_implementation {generation_config.cache_implementation!r} is not available for this model, "
+                "whose cache grows; leave it out."
+            )
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache:
+            model_kwargs["past_key_values"] = MetaTokenCache(self.config)
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True

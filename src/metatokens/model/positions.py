@@ -54,6 +54,14 @@ def check_positions(config: MetaGPT2Config, length: int, position_ids: Tensor) -
         check_length(config, int(position_ids.max()) + 1)
 
 
+def rotary_tables(positions: Tensor, head_size: int, theta: float) -> Rotary:
+    """Cosines and sines of positions (batch, length) at the frequencies theta^(-2i / head size), in float32."""
+    pairs = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
+    angles = positions[..., None].float() * theta ** (-pairs / head_size)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotate each half-split pair of features by the angle of its position (Su et al., 2021).
 

@@ -1,0 +1,52 @@
+"""Meta-tokens for trainers that know nothing of them: put in as a batch is made."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from metatokens.data.insertion import IGNORED_LABEL
+from metatokens.errors import UserError
+
+_POSITIONS = ("position_ids", "seq_lengths")  # of sequences that are packed into one
+
+
+class MetaTokenCollator:
+    """A collator that puts a meta-token behind every so many tokens of each sequence, then calls another collator.
+
+    For `transformers.Trainer`, TRL's `SFTTrainer` and their like:
+    `trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer.meta_token_id, every=8)`.
+
+    Args:
+        collator: makes a batch of examples.
+        meta_token_id: of the tokenizer.
+        every: tokens of text between two meta-tokens, as `meta_every` of `generate()`.
+
+    Raises:
+        UserError: if `every` is below 1 or, on a call, if several sequences are packed into one.
+    """
+
+    def __init__(self, collator: Callable[[list[dict[str, Any]]], Any], meta_token_id: int, every: int):
+        if every < 1:
+            raise UserError(f"every is {every}; it must be at least 1.")
+        self.collator, self.meta_token_id, self.every = collator, meta_token_id, every
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> Any:
+        """The batch of examples with `input_ids` and other fields of the same length.
+
+        At a meta-token `labels` are -100, `attention_mask` is 1, and all other such fields are 0, as `completion_mask`.
+        """
+        return self.collator([self._with_meta_tokens(example) for example in examples])
+
+    def _with_meta_tokens(self, example: Mapping[str, Any]) -> dict[str, Any]:
+        if packed := [name for name in _POSITIONS if name in example]:
+            raise UserError(f"sequences that are packed into one ({packed[0]}) see one another; train them apart.")
+        length = len(example["input_ids"])
+        filled = {"input_ids": self.meta_token_id, "labels": IGNORED_LABEL, "attention_mask": 1}
+        own = dict(example)
+        for name, values in example.items():
+            if not isinstance(values, str) and hasattr(values, "__len__") and len(values) == length:
+                own[name] = self._insert([int(value) for value in values], filled.get(name, 0))
+        return own
+
+    def _insert(self, values: list[int], value: int) -> list[int]:
+        parts = [values[start : start + self.every] for start in range(0, len(values), self.every)]
+        return [one for part in parts for one in (*part, *[value] * (len(part) == self.every))]

@@ -1,0 +1,1 @@
+"""Meta-tokens and meta-attention in any decoder of transformers, whose text logits stay what they are."""

@@ -1,0 +1,207 @@
+"""The classes of a retrofitted model and its configuration: the base's own, with a mixin ahead.
+
+They have the base's names, since transformers and PEFT look up by name what they know of a model. On disk alone the
+model type is `meta_tokens`, so that a program without this package refuses the folder instead of leaving weights out.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from metatokens.errors import UserError
+from metatokens.model.cache import derived, give
+from metatokens.model.configuration import write_remote_code
+from metatokens.model.generation import MetaTokenGenerationMixin
+from metatokens.model.labels import without_meta_tokens
+from metatokens.model.retrofit.card import model_card
+from metatokens.model.retrofit.layers import (
+    MetaBlock,
+    MetaEmbedding,
+    MetaModule,
+    MetaRow,
+    add_at_site,
+    find_rows,
+    forget_rows,
+    leave_out,
+)
+from metatokens.model.retrofit.settings import MetaSettings
+from metatokens.records import Result
+
+MODEL_TYPE = "meta_tokens"
+_AUTO_MAP = {"AutoConfig": "metatokens_classes.MetaTokensConfig"}
+
+
+class MetaConfig(PreTrainedConfig):
+    """Mixin for a base's configuration, which beside its own has four attributes.
+
+    Attributes:
+        meta_token_id: the meta-token's row of the vocabulary.
+        unpadded_vocab_size: entries in use; the rows behind them are never generated.
+        position_embedding: the base's, `learned`, `rope` or `none`, as in `MetaGPT2Config`.
+        meta_attention: a `MetaSettings` as a dictionary.
+    """
+
+    def to_json_string(self, *args: Any, **kwargs: Any) -> str:
+        """As the base's, under this package's model type."""
+        given = json.loads(super().to_json_string(*args, **kwargs))
+        own = {"model_type": MODEL_TYPE, "base_model_type": type(self).model_type}
+        return json.dumps(given | own | {"auto_map": _AUTO_MAP}, indent=2, sort_keys=True) + "\n"
+
+    def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
+        """As transformers', with the file that `auto_map` names beside `config.json`."""
+        write_remote_code(save_directory, _AUTO_MAP)
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+
+class MetaTokensConfig(PreTrainedConfig):
+    """What transformers finds under the model type on disk; what it loads is the base's configuration."""
+
+    model_type = MODEL_TYPE
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> PreTrainedConfig:
+        """The configuration of a retrofitted model.
+
+        Raises:
+            UserError: if it names no language model of transformers.
+        """
+        given = {key: value for key, value in config_dict.items() if key not in ("model_type", "auto_map")}
+        base = given.pop("base_model_type", None)
+        model = getattr(transformers, next(iter(given.get("architectures") or ()), ""), None)
+        if base not in CONFIG_MAPPING or not (isinstance(model, type) and issubclass(model, PreTrainedModel)):
+            raise UserError(f"a retrofitted {base} with architectures {given.get('architectures')} is not known here.")
+        return classes_of(model, CONFIG_MAPPING[base])[1].from_dict(given, **kwargs)
+
+
+class MetaModel(MetaTokenGenerationMixin):
+    """Mixin for a language model: it has meta-attention, never predicts a meta-token, and inserts them by policy.
+
+    Attributes:
+        base_is_elsewhere: whether this package saves what was added alone, since the base is kept by somebody else.
+    """
+
+    base_is_elsewhere = False
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        install(self)
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        """As the base's, but a meta-token among the labels counts as -100."""
+        if labels is not None:
+            labels, kwargs = without_meta_tokens(labels, self.config.meta_token_id, kwargs)
+        return super().forward(*args, labels=labels, **kwargs)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *args: Any,
+        trained: str = "",
+        results: Sequence[Result] = (),
+        licence: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As transformers', with a model card, unless the repository has one.
+
+        Args:
+            repo_id: the repository.
+            *args: as transformers'.
+            trained: how the model was trained, in words, for the card.
+            results: what was measured, such as `metatokens.records.read_lines` reads of `metatokens evaluate --out`.
+            licence: as the Hub abbreviates it; by default that of the base's card, where it can be read.
+            **kwargs: as transformers'.
+        """
+        self._card = str(model_card(self, repo_id, trained=trained, results=results, licence=licence))
+        return super().push_to_hub(repo_id, *args, **kwargs)
+
+    def _upload_modified_files(self, working_dir: str | PathLike, *args: Any, **kwargs: Any) -> Any:
+        readme = Path(working_dir) / "README.md"
+        if "has been automatically generated" in readme.read_text(encoding="utf-8"):  # by transformers, a moment ago
+            readme.write_text(self._card, encoding="utf-8")
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
+
+
+@functools.cache
+def classes_of(model: Any, config: Any) -> tuple[Any, Any]:
+    """A base's classes with the mixins, known to `AutoModelForCausalLM`."""
+    meta_model, meta_config = derived(MetaModel, model), derived(MetaConfig, config)
+
+    @functools.wraps(model.forward)  # transformers reads the names of its arguments
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return MetaModel.forward(self, *args, **kwargs)
+
+    meta_model.forward, meta_model.config_class = forward, meta_config
+    AutoModelForCausalLM.register(meta_config, meta_model, exist_ok=True)
+    return meta_model, meta_config
+
+
+def decoder_of(model: PreTrainedModel) -> tuple[Any, Any]:
+    """The module that runs a language model's blocks, and the blocks.
+
+    Raises:
+        UserError: if there is none.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    for root in (model.get_decoder(), model.base_model):  # the first is a head in some models
+        for module in root.modules():
+            for child in module.children():
+                if isinstance(child, nn.ModuleList) and len(child) >= count:
+                    return module, child
+    raise UserError(f"meta-attention cannot be added to a {type(model).__name__}: it has no list of {count} blocks.")
+
+
+def position_embedding_of(model: PreTrainedModel) -> str:
+    """`learned` if a decoder has a table of them, beside which a sequence has no place; otherwise `rope` or `none`."""
+    tokens = model.get_input_embeddings()
+    if any(isinstance(one, nn.Embedding) and one is not tokens for one in decoder_of(model)[0].children()):
+        return "learned"
+    has_angles = getattr(model.config.get_text_config(), "rope_parameters", None) or hasattr(model.config, "rotary_dim")
+    return "rope" if has_angles else "none"
+
+
+def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What `install` put into a model, by name."""
+    own = {"meta_attention", "meta_token"}
+    return {name: one for name, one in model.named_parameters() if own & set(name.split("."))}
+
+
+def freeze_base(model: nn.Module, *, trained: bool = False) -> None:
+    """Train what was added to a base alone; or the base too, if it is to be `trained`."""
+    model.requires_grad_(trained)
+    for parameter in own_parameters(model).values():
+        parameter.requires_grad_(True)
+
+
+def install(model: Any) -> None:
+    """Put the modules that the configuration names into a model, with weights that mean nothing yet."""
+    settings = MetaSettings(**model.config.meta_attention)
+    decoder, blocks = decoder_of(model)
+    decoder.meta_settings = settings
+    decoder.register_forward_pre_hook(find_rows, with_kwargs=True)
+    decoder.register_forward_hook(forget_rows)
+    table = model.get_input_embeddings()
+    _give(table, MetaEmbedding)
+    table.meta_token, table.meta_token_id = MetaRow(settings.hidden_size), model.config.meta_token_id
+    head = model.get_output_embeddings()
+    head.meta_token_id, head.used_rows = model.config.meta_token_id, model.config.unpadded_vocab_size
+    head.register_forward_hook(leave_out)
+    for index, site in zip(settings.layers, settings.sites, strict=True):
+        block = blocks[index]
+        _give(block, MetaBlock)
+        block.meta_attention = MetaModule(settings, index)
+        block.meta_site_has_residual = settings.site_has_residual
+        block.get_submodule(site).register_forward_hook(add_at_site)
+
+
+def _give(module: Any, mixin: type) -> None:
+    give(module, mixin)
+    if "_old_forward" in vars(module):  # accelerate keeps the class's own forward on the object
+        module._old_forward = functools.partial(type(module).forward, module)

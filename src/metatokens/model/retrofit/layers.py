@@ -1,0 +1,164 @@
+"""What is put into a decoder: the meta-token's embedding, meta-attention in each block, and hooks that connect them.
+
+A forward pass of the decoder finds the meta-tokens' rows once. Each block takes them as an argument, so that a block
+whose gradients are checkpointed sees the same ones when it is run again. What a hook needs to know stands in
+variables of the thread that runs the model, so that several threads may run it at once.
+"""
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from metatokens.model.attention import MetaAttention, MetaRows, least_rows
+from metatokens.model.cache import SecondStore, give
+from metatokens.model.positions import Rotary, rotary_tables
+from metatokens.model.retrofit.settings import MetaSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Where the meta-tokens of one forward pass stand, and the rotary tables of these places."""
+
+    rows: MetaRows
+    rotary: Rotary
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Pass":
+        """The same on another device, which accelerate asks for where layers are on several."""
+        if self.rows.index.device == torch.device(device):
+            return self
+        cos, sin = (table.to(device, non_blocking=non_blocking) for table in self.rotary)
+        return Pass(self.rows.to(device, non_blocking=non_blocking), (cos, sin))
+
+
+class _Thread(threading.local):
+    """What this thread is at: the pass of a decoder, and the block of it with its input and the cache."""
+
+    step: Pass | None = None
+    block: "tuple[MetaBlock, Tensor, Pass, Cache | None] | None" = None
+
+
+_thread = _Thread()
+
+
+class MetaRow(nn.Module):
+    """The meta-token's embedding, a parameter apart from the table, so that the table can stay frozen."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, embeddings: Tensor, is_meta: Tensor) -> Tensor:
+        """`embeddings` (batch, length, width) with the row where `is_meta` (batch, length)."""
+        return torch.where(is_meta[..., None], self.weight.to(embeddings), embeddings)
+
+
+class MetaEmbedding(nn.Module):
+    """Mixin for a table of embeddings: the meta-token's is a parameter of its own."""
+
+    meta_token: MetaRow
+    meta_token_id: int
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Embeddings (batch, length, width) of ids (batch, length)."""
+        return self.meta_token(super().forward(input, *args, **kwargs), input == self.meta_token_id)
+
+
+class MetaModule(nn.Module):
+    """LayerNorm and meta-attention of one block, over the meta-tokens' rows alone."""
+
+    def __init__(self, settings: MetaSettings, layer_index: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(settings.hidden_size, eps=settings.layer_norm_epsilon, bias=False)
+        self.attention = MetaAttention(settings, layer_index)
+
+    def start(self) -> None:
+        """Initial weights with which the module adds exactly nothing."""
+        nn.init.normal_(self.attention.qkv_proj.weight, std=0.02)
+        nn.init.zeros_(self.attention.out_proj.weight)
+
+    def forward(self, x: Tensor, step: Pass, cache: Cache | None) -> Tensor:
+        """What is added to the rows x, (batch, most, width)."""
+        if cache is not None:
+            give(cache.layers[self.attention.layer_index], SecondStore)
+        if not torch.is_autocast_enabled(x.device.type):  # a quantised base's states may be wider than the weights
+            x = x.to(self.norm.weight.dtype)
+        rotary = step.rotary[0].to(x.dtype), step.rotary[1].to(x.dtype)
+        return self.attention(self.norm(x), rows=step.rows, rotary=rotary, cache=cache)[0]
+
+
+class MetaBlock(nn.Module):
+    """Mixin for a block of a decoder: meta-attention between its attention and its feed-forward layer."""
+
+    meta_attention: MetaModule
+    meta_site_has_residual: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block's own, with the rows of the pass that is going on."""
+        # Taken here and not in `forward`, which is run again, later, where gradients are checkpointed.
+        return super().__call__(*args, meta_step=_thread.step, **kwargs)
+
+    def forward(self, hidden_states: Tensor, *args: Any, meta_step: Pass | None = None, **kwargs: Any) -> Any:
+        """As the block's own, where there are no meta-tokens exactly."""
+        if meta_step is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, Cache)), None)
+        _thread.block = self, hidden_states, meta_step, cache
+        try:
+            return super().forward(hidden_states, *args, **kwargs)
+        finally:  # checkpointing may stop the second run early, by an exception
+            _thread.block = None
+
+
+def add_at_site(site: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook of the submodule whose output joins the residual stream: meta-attention adds to it."""
+    if _thread.block is None:
+        return output
+    block, x, step, cache = _thread.block
+    y = output[0] if isinstance(output, tuple) else output
+    step = step.to(y.device)
+    state = step.rows.gather(y)
+    if not block.meta_site_has_residual:
+        state = state + step.rows.gather(x.to(y.device))
+    y = step.rows.scatter_add(y, block.meta_attention(state, step, cache))
+    return (y, *output[1:]) if isinstance(output, tuple) else y
+
+
+def leave_out(head: Any, args: tuple, logits: Tensor) -> Tensor:
+    """Forward hook of the output head: entries that no text has get (almost) no probability, as before they were there.
+
+    A finite number, since the loss with label smoothing is a sum over all entries.
+    """
+    logits[..., head.meta_token_id] = logits[..., head.used_rows :] = -1e4
+    return logits
+
+
+def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of the decoder: where are this pass's meta-tokens?"""
+    ids, embeddings = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
+    table = decoder.get_input_embeddings()
+    if ids is not None:
+        is_meta = ids == table.meta_token_id
+    else:  # where only embeddings are known, by those
+        is_meta = (embeddings == table.meta_token.weight.to(embeddings)).all(dim=-1)
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        is_meta = is_meta & mask[:, -is_meta.shape[1] :].bool()
+    past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
+    _thread.step = _step(is_meta, past, decoder.meta_settings, least_rows(decoder))
+
+
+@torch.compiler.disable  # how many there are only the data tells
+def _step(is_meta: Tensor, past: Cache | None, settings: MetaSettings, least: int) -> Pass | None:
+    rows = MetaRows.find(is_meta, 0 if past is None else int(past.get_seq_length()), least=least)
+    if rows is None:
+        return None
+    return Pass(rows, rotary_tables(rows.slots.clamp(min=0), settings.head_size, settings.rope_theta))
+
+
+def forget_rows(decoder: nn.Module, args: tuple, output: Any) -> None:
+    """Forward hook of the decoder."""
+    _thread.step = None

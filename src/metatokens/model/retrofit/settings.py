@@ -1,0 +1,43 @@
+"""What a retrofitted model's configuration keeps of its meta-attention."""
+
+from dataclasses import dataclass
+
+from metatokens.errors import UserError
+
+
+@dataclass(slots=True)
+class MetaSettings:
+    """Sizes and places of meta-attention, kept as `meta_attention` in the base's configuration.
+
+    Attributes:
+        hidden_size: width of the base's residual stream.
+        num_attention_heads: heads of each module.
+        head_size: width of one of them.
+        layers: the blocks that have a module.
+        sites: of each of these blocks the submodule whose output joins the residual stream, and is added to.
+        site_has_residual: whether that output is the residual stream already, as in BLOOM.
+        base: the base's name, for the reader.
+        base_sha256: checksum of the base's configuration, from before.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    head_size: int
+    layers: tuple[int, ...]
+    sites: tuple[str, ...]
+    site_has_residual: bool
+    base: str
+    base_sha256: str
+
+    # What `Attention` asks for beside them. The paper's code base has no biases.
+    bias = False
+    attention_scale = "constant"
+    rope_theta = 10_000.0
+    layer_norm_epsilon = 1e-5
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be."""
+        if min(self.num_attention_heads, self.head_size) < 1 or self.head_size % 2:
+            raise UserError(
+                f"{self.num_attention_heads} heads of {self.head_size}: give at least one, of an even positive size."
+            )

@@ -1,0 +1,144 @@
+"""Giving a pretrained decoder meta-tokens and meta-attention."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.quantizers.base import get_keys_to_not_convert
+
+from metatokens.data.tokenizer import META_TOKEN
+from metatokens.errors import UserError
+from metatokens.files import sha256_of
+from metatokens.model.retrofit.classes import (
+    MetaModel,
+    classes_of,
+    decoder_of,
+    freeze_base,
+    install,
+    position_embedding_of,
+)
+from metatokens.model.retrofit.settings import MetaSettings
+from metatokens.model.retrofit.sites import device_of, find_sites
+
+# What of a configuration does not tell one base from another.
+_PASSING = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+_QUANTISED = ("quantization_config", "_attn_implementation_autoset")
+_OURS = ("meta_token_id", "position_embedding")  # of a base that this package trained
+
+
+def add_meta_attention(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    meta_token_id: int | None = None,
+    heads: int = 8,
+    head_size: int = 64,
+    layers: Sequence[int] | None = None,
+    freeze: bool = True,
+) -> PreTrainedModel:
+    """Give a decoder of transformers a meta-token and, in each block, meta-attention; in place.
+
+    Between a block's attention and its feed-forward layer the meta-tokens attend causally to one another (paper,
+    section 3), by heads and rotary angles of their own. The new output projections start at zero, so that until they
+    are trained the model computes what it did, and for text without meta-tokens always exactly the same. Meta-tokens
+    and rows that no text uses are never predicted.
+
+    Args:
+        model: a causal language model, as `AutoModelForCausalLM` loads it; not one that PEFT has wrapped.
+        tokenizer: its tokenizer, to which the meta-token is added as `tokenizer.meta_token`, unless it has one. Where
+            the table of embeddings has no row for it, it grows to a multiple of 64 rows.
+        meta_token_id: in place of a tokenizer, a row of the table that no text uses.
+        heads: of each module.
+        head_size: width of one head, even.
+        layers: the blocks that get a module; None: all; empty: meta-tokens alone, as the paper's pause tokens.
+        freeze: whether only the new parameters are trained from here on.
+
+    Returns:
+        The same model. `generate(..., meta_every=N)` inserts meta-tokens; labels that are meta-tokens are not learned.
+
+    Raises:
+        UserError: if the model has meta-attention already, is an encoder-decoder, or has no attention beside which to
+            put it; if there is neither a tokenizer nor a row; or if a number is impossible.
+    """
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None or not model.can_generate():
+        raise UserError(f"meta-attention cannot be added to a {name}: give a causal language model of transformers.")
+    if isinstance(model, MetaModel) or model.config.model_type == "meta_gpt2":
+        raise UserError(f"this {name} has meta-tokens already.")
+    if model.config.is_encoder_decoder:
+        raise UserError(f"meta-attention cannot be added to a {name}, an encoder-decoder; give a decoder.")
+    text = model.config.get_text_config()
+    layers = tuple(range(text.num_hidden_layers) if layers is None else layers)
+    if sorted(set(layers)) != list(layers) or not set(layers) <= set(range(text.num_hidden_layers)):
+        raise UserError(f"layers are {list(layers)}; give some of 0 to {text.num_hidden_layers - 1}, ascending.")
+    sites, site_has_residual = find_sites(model, layers)
+    settings = MetaSettings(
+        hidden_size=model.get_input_embeddings().weight.shape[1],
+        num_attention_heads=heads,
+        head_size=head_size,
+        layers=layers,
+        sites=sites,
+        site_has_residual=site_has_residual,
+        base=model.config.name_or_path,
+        base_sha256=config_sha256(model.config),
+    )
+    rows = used = model.get_input_embeddings().weight.shape[0]
+    if tokenizer is not None:
+        meta_token_id = _in_tokenizer(tokenizer)
+        used = max(rows, len(tokenizer))
+    elif meta_token_id is None:
+        raise UserError("give the model's tokenizer, or as meta_token_id a row of its embeddings that no text uses.")
+    elif not 0 <= meta_token_id < rows:
+        raise UserError(f"meta_token_id {meta_token_id} is outside the {rows} rows of the table of embeddings.")
+    put_in(model, settings, meta_token_id, used, freeze=freeze)
+    return model
+
+
+def put_in(
+    model: PreTrainedModel, settings: MetaSettings, meta_token_id: int, used: int, *, freeze: bool = True
+) -> None:
+    """Do what `settings` say: grow the table to `used` rows, if it has fewer, change the classes, add the modules."""
+    if used > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(used, pad_to_multiple_of=64, mean_resizing=False)
+    classes = classes_of(type(model), type(model.config))  # type: ignore[arg-type]  # a class is hashable
+    model.__class__, model.config.__class__ = classes
+    model.config.meta_attention = asdict(settings)
+    model.config.meta_token_id, model.config.unpadded_vocab_size = meta_token_id, used
+    model.config.position_embedding = position_embedding_of(model)
+    quantised: Any = getattr(model.config, "quantization_config", None)
+    if hasattr(quantised, "llm_int8_skip_modules"):
+        skipped = quantised.llm_int8_skip_modules or get_keys_to_not_convert(model)
+        quantised.llm_int8_skip_modules = [*skipped, r".*\.meta_attention"]
+    install(model)
+    freeze_base(model, trained=not freeze)
+    _start(model, meta_token_id)
+
+
+def config_sha256(config: PreTrainedConfig) -> str:
+    """A checksum of what a configuration says of a model's function."""
+    given = {key: value for key, value in config.to_dict().items() if key not in _PASSING + _QUANTISED + _OURS}
+    return sha256_of(json.dumps(given, sort_keys=True, default=str).encode())
+
+
+def _in_tokenizer(tokenizer: PreTrainedTokenizerBase) -> int:
+    if getattr(tokenizer, "meta_token", None) is None:
+        tokenizer.SPECIAL_TOKENS_ATTRIBUTES = [*tokenizer.SPECIAL_TOKENS_ATTRIBUTES, "meta_token"]  # allowed as a key
+        tokenizer.add_special_tokens({"meta_token": META_TOKEN})
+    return tokenizer.convert_tokens_to_ids(tokenizer.meta_token)
+
+
+@torch.no_grad()
+def _start(model: PreTrainedModel, meta_token_id: int) -> None:
+    """First weights, on the device of what they stand beside: an average token, and modules that add nothing."""
+    table, (_, blocks) = model.get_input_embeddings(), decoder_of(model)
+    device = device_of(table)
+    table.meta_token.to(device=device, dtype=table.weight.dtype)
+    ids = torch.arange(min(table.weight.shape[0], 32_768), device=device)
+    ids = ids[ids != meta_token_id]
+    table.meta_token.weight.copy_(table(ids).float().mean(dim=0))
+    for index in model.config.meta_attention["layers"]:
+        module = blocks[index].meta_attention.to(device=device_of(blocks[index]), dtype=table.weight.dtype)
+        module.start()
