@@ -90,6 +90,9 @@ class TrainingSettings(_Settings):
     activation_checkpointing: bool = False
     torch_compile: bool = False
     fsdp: bool = False  # shard weights, gradients and optimizer over the GPUs (FSDP2) in place of copying them (DDP)
+    train_base: bool = False  # of a retrofitted model: train its base too, beside what was added
+    # Of adapters in all linear layers, trained in place of these and merged into them at the end; 0: none.
+    lora_rank: AtLeastZero = 0
     dataloader_num_workers: AtLeastZero = 0
     report_to: str = "none"
     seed: AtLeastZero = 0

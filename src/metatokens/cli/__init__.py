@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from metatokens.cli.benchmarking import benchmark
-from metatokens.cli.making import extend, finetune, plot, pretrain, report, reproduce, tokenize
+from metatokens.cli.making import extend, finetune, plot, pretrain, report, reproduce, retrofit, tokenize
 from metatokens.cli.measuring import analyze, evaluate, generate, perplexity, sample
 from metatokens.cli.output import say
 from metatokens.errors import UserError
@@ -22,7 +22,7 @@ from metatokens.machine import process_count
 # In the order in which they are used, as `--help` lists them.
 PANELS = {
     "Everything in order": (reproduce,),
-    "Train": (tokenize, pretrain, extend, finetune),
+    "Train": (tokenize, pretrain, retrofit, extend, finetune),
     "Look": (sample, generate),
     "Measure": (evaluate, perplexity, analyze, benchmark),
     "Report": (plot, report),

@@ -1,9 +1,10 @@
 """Verbs that make something: stores, models, reports, and everything in order."""
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -202,6 +203,10 @@ def finetune(
     ] = None,
     recipe: FinetuneRecipe = "demo_finetune",
     overrides: Set = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(metavar="rank=N", help="Train adapters of this rank in place of the model's own weights (PEFT)."),
+    ] = None,
     corpus: TaskCorpus = "builtin",
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -224,6 +229,10 @@ def finetune(
     if data is not None and train_lengths:
         say("--train-lengths is ignored: the records of --data are trained on as they are, whatever their length.")
     own = [f"task.train_lengths={parse_lengths(train_lengths)}"] if train_lengths else []
+    if lora is not None:
+        if not re.fullmatch("rank=[1-9][0-9]{0,3}", lora):
+            raise UserError(f"--lora {lora!r} must be rank=N, such as rank=16.")
+        own.append(f"training.lora_{lora}")
     settings = load_recipe(FinetuneRecipe, recipe, [*own, *(overrides or ())])
     texts = documents_for(task or "", corpus)
     probe: Probing = unprobed
@@ -251,6 +260,44 @@ def finetune(
     if records and is_first_process():
         about = {"task": None, "condition": None, "name": str(last), **training_of(last)}
         write_figures(evaluate(load_model(last), {None: records}, **about), None, as_json=as_json)
+
+
+def retrofit(
+    model: Model,
+    out: Out,
+    heads: Annotated[int, typer.Option(metavar="N", min=1, help="Heads of meta-attention in each block.")] = 8,
+    head_size: Annotated[int, typer.Option(metavar="N", min=2, help="Width of one head, even.")] = 64,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...", help="Blocks that get meta-attention, from 0; by default all; none: meta-tokens alone."
+        ),
+    ] = None,
+    delta: Annotated[
+        bool, typer.Option("--delta", help="Write what is added alone; the model is read from where it is.")
+    ] = False,
+) -> None:
+    """Give a pretrained model meta-tokens and meta-attention.
+
+    Any decoder of transformers; its text logits stay the same.
+    """
+    from metatokens.data.tokenizer import load_plain_tokenizer
+    from metatokens.model.checkpoint import load_base, save_model
+    from metatokens.model.retrofit.surgery import add_meta_attention
+
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty; give another folder.")
+    tokenizer = load_plain_tokenizer(str(model), f"the folder {model} holds no tokenizer that can be loaded.")
+    base: Any = load_base(model)
+    # Absolute, since what is added may be read from elsewhere.
+    base.config.name_or_path = str(model.resolve()) if model.is_dir() else str(model)
+    chosen = None if layers is None else [] if layers == "none" else parse_lengths(layers, least=0, name="layers")
+    add_meta_attention(base, tokenizer, heads=heads, head_size=head_size, layers=chosen)
+    out.mkdir(parents=True, exist_ok=True)
+    base.base_is_elsewhere = delta
+    save_model(base, tokenizer, out)
+    new = sum(weight.numel() for weight in base.parameters() if weight.requires_grad)
+    say(f"model: {out} ({new:,} new parameters beside {base.num_parameters() - new:,})")
 
 
 def plot(

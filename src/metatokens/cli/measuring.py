@@ -185,7 +185,7 @@ def analyze(
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.accuracy import test_examples
     from metatokens.model.checkpoint import load_model
-    from metatokens.model.interventions import Intervention
+    from metatokens.model.interventions import Intervention, check_own
     from metatokens.tasks.curriculum import documents_for
     from metatokens.training.finetune import check_meta_token, training_of
 
@@ -195,6 +195,7 @@ def analyze(
         raise UserError("--intervention goes with rate-distortion alone.")
     check_results_file(out)
     loaded, tokenizer = load_model(model), load_tokenizer(str(model))
+    check_own(loaded)
     check_meta_token(loaded.config, tokenizer, model)
     count = n or (2_500 if kind == "rate-distortion" else 100)
     documents = documents_for(task, corpus)
@@ -301,10 +302,12 @@ def generate(
     if data is not None and marker is not None:
         raise UserError("--marker goes with a prompt; the records of --data name their markers by offset.")
     loaded, tokenizer = load_model(model).eval(), load_tokenizer(str(model))
-    if marker is not None:
+    if marker is not None or meta_every is not None:
         check_meta_token(loaded.config, tokenizer, model)
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    if meta_every is not None:
+        sampling["meta_every"] = meta_every
 
     def continuation(prompt_ids: Sequence[int]) -> tuple[str, str]:
         """What follows a prompt, and all of it with its meta-tokens."""
@@ -313,7 +316,6 @@ def generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
-            meta_every=meta_every,
             pad_token_id=tokenizer.eos_token_id,
             return_dict_in_generate=True,
             use_cache=True,  # which knows where meta-tokens were inserted

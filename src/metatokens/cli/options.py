@@ -86,8 +86,8 @@ FinetuneRecipe = Annotated[str, _recipe("Settings of the fine-tuning", of_finetu
 SEVERAL = "LENGTH,..."  # of an option that takes several
 
 
-def parse_lengths(text: str) -> list[int]:
-    """Lengths separated by commas.
+def parse_lengths(text: str, *, least: int = 1, name: str = "lengths") -> list[int]:
+    """Lengths, or other whole numbers of at least `least`, separated by commas.
 
     Raises:
         UserError: if that is not what the text is.
@@ -96,6 +96,7 @@ def parse_lengths(text: str) -> list[int]:
         lengths = [int(part) for part in text.split(",")]
     except ValueError:
         lengths = []
-    if not lengths or min(lengths) < 1:
-        raise UserError(f"lengths {text!r} must be positive numbers separated by commas, such as 128,256.")
+    if not lengths or min(lengths) < least:
+        some = "positive numbers separated by commas, such as 128,256" if least else "numbers separated by commas"
+        raise UserError(f"{name} {text!r} must be {some}.")
     return lengths

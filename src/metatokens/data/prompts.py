@@ -9,7 +9,7 @@ from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
-from metatokens.data.tokenizer import encode_text, meta_token_id
+from metatokens.data.tokenizer import beginning_of, encode_text, meta_token_id
 from metatokens.errors import UserError
 from metatokens.records import MARKER
 
@@ -26,7 +26,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, markers: str | 
             `finetune`, the character offsets at which ` _PAUSE_` does.
 
     Returns:
-        The ids; whatever else looks like a special token is encoded as text.
+        The ids, behind those that the tokenizer begins a text with; whatever else looks like a special token is encoded
+        as text.
 
     Raises:
         UserError: if the marker is empty, or there is none at one of the offsets.
@@ -35,7 +36,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, markers: str | 
         raise UserError("the marker is empty; give the text that stands for a meta-token, such as _PAUSE_.")
     segments = re.split(f" ?{re.escape(markers)}", text) if isinstance(markers, str) else split_at(text, markers)
     first, *others = encode_text(tokenizer, segments)
-    return [*first, *chain.from_iterable([meta_token_id(tokenizer), *ids] for ids in others)]
+    return [*beginning_of(tokenizer), *first, *chain.from_iterable([meta_token_id(tokenizer), *ids] for ids in others)]
 
 
 def split_at(prompt: str, offsets: Sequence[int]) -> list[str]:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -83,6 +84,12 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> lis
     return [list(_ids_of_long(backend, text)) for text in texts]
 
 
+def beginning_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that a tokenizer puts ahead of a text by itself, such as a token for the beginning; mostly none."""
+    whole, plain = (tokenizer("text", add_special_tokens=added)["input_ids"] for added in (True, False))
+    return next((whole[:start] for start in range(len(whole)) if whole[start : start + len(plain)] == plain), [])
+
+
 def _splits_at_spaces(backend: Tokenizer) -> bool:
     """Whether a space between two words always starts a new piece, as in GPT-2's vocabulary."""
     cut = backend.pre_tokenizer
@@ -115,15 +122,24 @@ def padded_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _pretrained(name: str, complaint: str) -> PreTrainedTokenizerBase:
+    settings = {"split_special_tokens": True, "add_prefix_space": False}
+    tokenizer = load_plain_tokenizer(name, complaint, **settings)
+    if hasattr(tokenizer, "meta_token"):
+        return tokenizer
+    return load_plain_tokenizer(name, complaint, **settings, meta_token=META_TOKEN)
+
+
+def load_plain_tokenizer(name: str, complaint: str, **settings: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or of the Hugging Face Hub as transformers loads it, with further settings.
+
+    Raises:
+        UserError: if there is none, with the sentence `complaint`.
+    """
     from transformers import AutoTokenizer  # imports torch, which data-loading workers can do without
 
     try:
-        # Without the first, transformers asks on the terminal whether to run code that it finds in the folder.
-        settings = {"trust_remote_code": False, "split_special_tokens": True, "add_prefix_space": False}
-        tokenizer = AutoTokenizer.from_pretrained(name, **settings)
-        if hasattr(tokenizer, "meta_token"):
-            return tokenizer
-        return AutoTokenizer.from_pretrained(name, **settings, meta_token=META_TOKEN)
+        # Unless it is told, transformers asks on the terminal whether to run code that it finds in the folder.
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **settings)
     except Exception as error:  # the backend raises bare Exception where it cannot parse a file
         raise UserError(complaint) from error
 

@@ -10,7 +10,7 @@ from typing import cast
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.corpus import read_corpus
@@ -18,8 +18,8 @@ from metatokens.data.insertion import IGNORED_LABEL, Placement, insert_meta_toke
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import encode_text
 from metatokens.errors import UserError
-from metatokens.model.attention import linear
 from metatokens.model.checkpoint import LanguageModel
+from metatokens.model.logits import logits_at
 from metatokens.records import Result
 
 
@@ -68,8 +68,7 @@ def block_losses(
         ids, labels = (torch.from_numpy(np.stack(part)).to(model.device) for part in zip(*pairs, strict=True))
         targets = labels[:, 1:]
         scored = targets != IGNORED_LABEL
-        hidden = model.model(ids, use_cache=False).last_hidden_state[:, :-1][scored]
-        loss = cross_entropy(linear(model.lm_head, hidden).double(), targets[scored], reduction="none")
+        loss = cross_entropy(logits_at(model, ids, pad(scored, (0, 1))).double(), targets[scored], reduction="none")
         losses += [part.sum().item() for part in loss.split(scored.sum(dim=1).tolist())]
     return np.array(losses)
 

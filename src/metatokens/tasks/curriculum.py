@@ -150,13 +150,14 @@ class TaskData:
         """
         generator = self._generator(index, f"drill {split} {train_length}")
         question, marker = self._encoder.encode_text(f"\n{copying.QUESTION}"), self._encoder.meta_token_id
-        most = train_length - len(question) - 3  # markers
+        beginning = self._encoder.beginning
+        most = train_length - len(beginning) - len(question) - 3  # markers
         for _ in range(_ATTEMPTS):
             m, n, _ = sizes.draw(generator)
             if m * n <= most:
                 ids, start = copying.draw_drill(generator, self._entries, m, n)
                 bracketed = ids[start : start + n]
-                prompt = [*ids[:start], marker, *bracketed, marker, *ids[start + n :], *question, marker]
+                prompt = [*beginning, *ids[:start], marker, *bracketed, marker, *ids[start + n :], *question, marker]
                 whole = np.array([*prompt, *bracketed, self._encoder.eos_token_id], dtype=np.int32)
                 return StoredExample(whole, len(prompt))
         raise UserError(f"no drill of {sizes} has at most {train_length} tokens; try another length.")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
-from metatokens.data.tokenizer import encode_text, meta_token_id
+from metatokens.data.tokenizer import beginning_of, encode_text, meta_token_id
 
 # How GPT-2's byte-level pre-tokenizer cuts ASCII text into words; byte-pair merges never cross its cuts.
 _ASCII_WORDS = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
@@ -24,6 +24,7 @@ class SegmentEncoder:
         self._tokenizer = tokenizer
         self._word_ids: dict[str, list[int]] = {}
         self._words_are_independent = _cuts_words_like_gpt2(tokenizer)
+        self.beginning = beginning_of(tokenizer)
         self.meta_token_id: int = meta_token_id(tokenizer)
         self.eos_token_id: int = tokenizer.eos_token_id
 
@@ -38,8 +39,8 @@ class SegmentEncoder:
         return [token for word in words for token in known[word]]
 
     def encode_prompt(self, segments: Sequence[str]) -> list[int]:
-        """The ids of the segments, a meta-token at each join."""
-        ids = self.encode_text(segments[0])
+        """The ids of the segments, a meta-token at each join, behind those that the tokenizer begins a text with."""
+        ids = [*self.beginning, *self.encode_text(segments[0])]
         for segment in segments[1:]:
             ids.append(self.meta_token_id)
             ids += self.encode_text(segment)

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from metatokens.model.attention import linear
 from metatokens.model.checkpoint import LanguageModel
 from metatokens.model.configuration import never_generated
+from metatokens.model.logits import logits_at
 from metatokens.tasks.store import Encoded
 
 
@@ -56,8 +56,7 @@ def _hits(model: LanguageModel, examples: Sequence[Encoded]) -> Iterator[torch.T
         answer[row, example.answer_start : size] = True
     ids, answer = ids.to(model.device), answer.to(model.device)
     # Padding is on the right, where causal attention never looks, so no mask is needed.
-    states = model.model(ids[:, :-1], use_cache=False, keep=answer[:, 1:]).last_hidden_state
-    logits = linear(model.lm_head, states)
+    logits = logits_at(model, ids[:, :-1], answer[:, 1:])
     logits[:, never_generated(model.config)] = -math.inf
     hit = logits.argmax(-1) == ids[answer]
     return iter(hit.cpu().split(answer.sum(dim=1).tolist()))

@@ -329,7 +329,9 @@ def check_meta_token(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase,
         UserError: if the model has no meta-token, or not its tokenizer's, or uses fewer entries.
     """
     if config.meta_token_id is None:
-        raise UserError(f"the model in {folder} has no meta_token_id, which the tasks' markers need.")
+        raise UserError(
+            f"the model in {folder} has no meta_token_id, which markers need; `metatokens retrofit` gives it one."
+        )
     if config.meta_token_id != meta_token_id(tokenizer):
         raise UserError(
             f"the model in {folder} has meta_token_id {config.meta_token_id}, and its tokenizer's meta-token is "

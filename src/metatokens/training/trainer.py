@@ -32,8 +32,10 @@ from metatokens.files import library_writes
 from metatokens.machine import is_first_process, process_count
 from metatokens.model.checkpoint import load_model, save_model, verify_manifest, write_manifest
 from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.model.retrofit.classes import MetaModel, freeze_base
 from metatokens.recipe import TrainingSettings
 from metatokens.training.inside import inside_loss
+from metatokens.training.lora import with_lora
 from metatokens.training.muon import MuonWithAdamW, block_matrices
 from metatokens.training.positions import drawn_positions
 
@@ -237,10 +239,16 @@ def train(
         inside_weight: of the auxiliary loss `inside_loss`, if it is added. Its heads are in no checkpoint:
             such a training, when it was cut off, begins again, and ends the same.
     """
+    if settings.lora_rank and settings.fsdp:
+        raise UserError("training.lora_rank does not go with training.fsdp; leave one of them out.")
+    if isinstance(model, MetaModel):
+        freeze_base(model, trained=settings.train_base)
+        model.base_is_elsewhere &= not (settings.train_base or settings.lora_rank)
+    tuned: Any = with_lora(model, settings.lora_rank) if settings.lora_rank else model
     checkpoints = out / "checkpoints"
     done_here = {
         "decay_steps", "eval_steps", "min_learning_rate", "report_to", "random_positions", "random_positions_from",
-        "position_jumps", "save_total_limit", "optimizer", "muon_learning_rate",
+        "position_jumps", "save_total_limit", "optimizer", "muon_learning_rate", "train_base", "lora_rank",
     }  # fmt: skip
     own = settings.model_dump(exclude=done_here)
     arguments = TrainingArguments(
@@ -255,8 +263,7 @@ def train(
         disable_tqdm=True,
         logging_first_step=True,
         report_to=settings.report_to.split(","),
-        # A process whose sequences have no meta-tokens does not use meta-attention.
-        ddp_find_unused_parameters=getattr(model.config, "second_attention", None) == "meta",
+        ddp_find_unused_parameters=False,
         fsdp_config=FSDP if settings.fsdp else None,
         **own,
     )
@@ -269,7 +276,7 @@ def train(
         )
         arguments._n_gpu = 1
     trainer = MetaTokenTrainer(
-        model=model,
+        model=tuned,
         args=arguments,
         train_dataset=dataset,
         processing_class=tokenizer,
@@ -282,7 +289,7 @@ def train(
     try:
         if checkpoint is not None and _is_last(Path(checkpoint), settings.max_steps, goal):
             # Cut off between its last checkpoint and its end. The Trainer would do a step more.
-            model.load_state_dict(load_model(Path(checkpoint)).state_dict())
+            tuned.load_state_dict(load_model(Path(checkpoint)).state_dict())
             trainer.state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
         else:
             pieces = settings.batch // settings.per_device_train_batch_size
@@ -297,7 +304,7 @@ def train(
                 if "train_runtime" not in entry:  # the summary of the whole run
                     point = {"step": entry["step"]} | {key: entry[key] for key in sorted(entry.keys() - {"epoch"})}
                     file.write(json.dumps(point) + "\n")
-        save_model(model, tokenizer, out, weights)
+        save_model(tuned.merge_and_unload() if settings.lora_rank else model, tokenizer, out, weights)
 
 
 def _is_last(checkpoint: Path, max_steps: int, goal: Goal | None) -> bool:
