@@ -33,10 +33,15 @@ class Tally:
         self.outcomes: dict[str, dict[str, str]] = defaultdict(dict)  # by member, by test
         self.reasons: dict[tuple[str, str], str] = {}
         self.subtests: dict[str, Counter[str]] = defaultdict(Counter)
+        self.architectures: dict[str, dict[str, float]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep a report of one test, a part of it, or its setting up."""
         *_, member, test = report.nodeid.split("::")
+        if member == "test_architectures.py":
+            if report.when == "call":
+                self.architectures[test.partition("[")[2].rstrip("]")] = dict(report.user_properties)
+            return
         outcomes = self.outcomes[member]
         if isinstance(report, pytest.SubtestReport):
             self.subtests[member][report.outcome] += 1
@@ -74,6 +79,12 @@ class Tally:
             terminalreporter.write_line("".join(f"{cell:>18}" for cell in row))
         for member, test, reason in sorted(self.gaps()):
             terminalreporter.write_line(f"{member}: {test} is skipped, and runs for {CONTROL}: {reason}", red=True)
+        if self.architectures:
+            terminalreporter.write_sep("=", "architectures: the largest difference")
+            checks = list(next(iter(self.architectures.values())))
+            for row in [("", *checks), *((name, *values.values()) for name, values in self.architectures.items())]:
+                cells = (cell if isinstance(cell, str) else f"{cell:.0e}" if cell else "0" for cell in row)
+                terminalreporter.write_line("".join(f"{cell:>24}" for cell in cells))
         if not has_generation():
             terminalreporter.write_line("The tests of generation were not fetched, and did not run.")
 

@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import shlex
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 from metatokens import cli
-from tests.forked import Forked, start_server
+from tests.forked import QUIET, Forked, Run, Start, start_server
 
 # Drawn cases of each test that does not say how many; tests/hostile multiplies its own numbers with theirs.
 settings.register_profile("quick", max_examples=25, deadline=None)
@@ -63,6 +64,33 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., F
     yield start
     for one in begun:
         one.end()
+
+
+@pytest.fixture(scope="session")
+def start_ranks(forked: Callable[..., Forked]) -> Start:
+    """Begins a call once for each rank, in the environment that torchrun would give it."""
+
+    def begin(processes: int, call: Callable[..., None], *arguments: object) -> list[Forked]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **together} for rank in range(processes)]
+        return [forked(call, *arguments, **QUIET, **(rank if processes > 1 else {})) for rank in ranks]
+
+    return begin
+
+
+@pytest.fixture(scope="session")
+def run_ranks(start_ranks: Start) -> Run:
+    """A call to its end; what all ranks say on standard error."""
+
+    def to_end(processes: int, call: Callable[..., None], *arguments: object) -> str:
+        ended = [process.wait() for process in start_ranks(processes, call, *arguments)]
+        assert {status for status, *_ in ended} == {0}, ended
+        return "".join(error for *_, error in ended)
+
+    return to_end
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from typing import Any
 from metatokens import cli
 from metatokens.machine import worker_context
 
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # processes of one training say that they end
 PATIENCE = 600  # seconds, for machines with other work
 IMPORTED = "metatokens.experiment.pools"  # which imports nearly all
 
@@ -82,3 +83,7 @@ def _carry_out(
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.environ |= environment
     call(*arguments)
+
+
+Start = Callable[..., list[Forked]]
+Run = Callable[..., str]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from typer.main import get_command
 
 import metatokens
@@ -62,6 +62,9 @@ def demo(
     before_meta = small_store.manifest.meta_token_id  # the entries that a GPT-2's own tokenizer has
     GPT2LMHeadModel(GPT2Config(vocab_size=before_meta, n_embd=16, n_layer=1, n_head=2)).save_pretrained("my/gpt2")
     tokenizer.save_pretrained("my/gpt2")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=before_meta, **sizes)).save_pretrained("my/llama")
+    tokenizer.save_pretrained("my/llama")
     shutil.copy(small_corpus, "my/text.txt")
     (record,) = (text for language, text in blocks(ROOT / "README.md") if language == "json")
     Path("my/train.jsonl").write_text(record * 3, encoding="utf-8")
@@ -70,6 +73,7 @@ def demo(
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # the Trainer's default, where there is no GPU
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_what_a_page_shows_runs(
     page: Path, demo: Path, metatokens: Callable[[str], Any], small_model: Callable[..., Path]
@@ -109,13 +113,13 @@ def test_the_first_screen_says_what_it_is_for_whom_and_what_came_out() -> None:
 
 def test_blocks_that_are_run_are_found() -> None:
     found = {page.stem: [language for language, _ in blocks(page)] for page in PAGES}
-    assert found["README"].count("python") == 2
+    assert found["README"].count("python") == 3
     assert found["README"].count("sh") == 2
     has_sh = {page for page, languages in found.items() if "sh" in languages}
     has_python = {page for page, languages in found.items() if "python" in languages}
-    how_to = {"pretrain", "finetune", "continue_gpt2", "longer_contexts", "reproduce"}
+    how_to = {"any_decoder", "pretrain", "finetune", "continue_gpt2", "longer_contexts", "reproduce"}
     assert has_sh == {"README", "getting_started", *how_to}
-    assert has_python == {"README", "getting_started", "continue_gpt2", "other_libraries"}
+    assert has_python == {"README", "getting_started", "any_decoder", "continue_gpt2", "other_libraries"}
     assert set(chain.from_iterable(found.values())) <= {"python", "sh", "console", "text", "json", "yaml"}
     readme = "\n".join(text for language, text in blocks(ROOT / "README.md") if language == "sh")
     assert [command.split()[0] for command in commands(readme)] == [

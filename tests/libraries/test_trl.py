@@ -1,14 +1,19 @@
 """TRL's trainers, which load what they are given by the Auto classes, from a folder and from a model."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-import metatokens  # noqa: F401  (registers the model)
+from metatokens import MetaTokenCollator, add_meta_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's and torch's own, where there is no GPU
 
@@ -37,3 +42,44 @@ def test_dpo_trainer(given: Callable[[Path], str | PreTrainedModel], folder: Pat
     trainer.train()
     first, second = (line["loss"] for line in trainer.state.log_history if "loss" in line)
     assert second < first
+
+
+def test_sft_trainer_on_a_retrofitted_model(folder: Path, tmp_path: Path) -> None:
+    texts = Dataset.from_list([{"prompt": "the cat sat on", "completion": " a mat while two dogs ran"}] * 4)
+    tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
+    add_meta_attention(model, tokenizer, heads=2, head_size=8)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    trainer = SFTTrainer(model, SFTConfig(str(tmp_path), **TWO_STEPS), train_dataset=texts, processing_class=tokenizer)
+    trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer.meta_token_id, every=3)
+    batch = next(iter(trainer.get_train_dataloader()))
+    is_meta = batch["input_ids"] == tokenizer.meta_token_id
+    assert is_meta[:, 3::4].any(dim=1).all()
+    assert set(batch["labels"][is_meta].tolist()) == {-100}
+    assert (batch["labels"] != -100).any(dim=1).all()
+    trainer.train()
+    first, second = (line["loss"] for line in trainer.state.log_history if "loss" in line)
+    assert second < first
+    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert {"meta_" in name for name in changed} == {True}
+
+
+def test_the_example_from_a_base_to_a_model_that_generates(folder: Path, tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "any_decoder.py"
+    assert len(script.read_text(encoding="utf-8").splitlines()) < 30
+    tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
+    tokenizer.save_pretrained(tmp_path / "base")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "base")
+    (tmp_path / "text.txt").write_text(
+        "the cat sat on a mat while two dogs ran over green hills\n" * 8, encoding="utf-8"
+    )
+    caches = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    arguments = [tmp_path / "base", tmp_path / "text.txt", tmp_path / "out"]
+    done = subprocess.run([sys.executable, script, *arguments], env=os.environ | caches, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("the cat sat on a mat")
+    added = load_file(tmp_path / "out" / "added" / "meta_tokens.safetensors")
+    assert added["model.layers.0.meta_attention.attention.out_proj.weight"].abs().max() > 0  # where it begins

@@ -230,6 +230,16 @@ def test_a_conversation_goes_on_behind_inserted_tokens(
     assert calls[0][1] == len(is_text) - cached  # what the cache held was not read again
 
 
+def test_meta_tokens_are_inserted_into_a_plain_cache_too() -> None:
+    model, prompt = shared_model(), torch.tensor([[1, 2]])
+    plain, own = DynamicCache(), MetaTokenCache(model.config)
+    options = {"max_new_tokens": 6, "meta_every": 2, "do_sample": False}
+    expected = model.generate(prompt, past_key_values=own, **options)
+    assert torch.equal(model.generate(prompt, past_key_values=plain, **options), expected)
+    plain.crop(-3)
+    assert plain.inserted == [4]
+
+
 def test_a_cropped_cache_forgets_what_was_inserted_behind() -> None:
     model = shared_model()
     cache = MetaTokenCache(model.config)
@@ -298,7 +308,11 @@ PROMPT = torch.tensor([[1, 2, 3]])
         ({}, {"meta_every": 2, "prefill_chunk_size": 2}, "or prefill_chunk_size"),
         ({}, {"cache_implementation": "static"}, "cache_implementation 'static' is not available"),
         ({}, {"meta_every": 2, "meta_token_mask": PROMPT == META}, "needs the whole sequence"),
-        ({}, {"meta_every": 2, "past_key_values": DynamicCache()}, "DynamicCache; meta_every needs a MetaTokenCache"),
+        (
+            {},
+            {"meta_every": 2, "past_key_values": ((PROMPT,),)},
+            "past_key_values is a tuple; meta_every needs a cache",
+        ),
         ({"position_embedding": "learned", "max_position_embeddings": 6}, {"meta_every": 2}, "6 learned positions"),
     ],
 )

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedTokenizerFast
+from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from metatokens import MetaGPT2ForCausalLM
 from metatokens.errors import UserError
@@ -282,7 +282,7 @@ def file_for_folder(folder: Path) -> None:
 
 
 def other_family(folder: Path) -> None:
-    LlamaConfig(hidden_size=32, num_attention_heads=4).save_pretrained(folder)
+    BertConfig(hidden_size=32, num_attention_heads=4).save_pretrained(folder)
 
 
 def flipped_header(folder: Path) -> None:
@@ -312,7 +312,7 @@ def config_text(content: str) -> Callable[[Path], None]:
         (file_for_folder, "there is no model in"),
         (lambda folder: (folder / "config.json").unlink(), "there is no model in"),
         (lambda folder: (folder / WEIGHTS).unlink(), "weights in .* cannot be read"),
-        (other_family, "holds a llama model; allowed are meta_gpt2, gpt2 and gpt_neo"),
+        (other_family, "holds a bert model, which is no decoder"),
         (flipped_header, "weights in .* cannot be read"),
         (config_text("{"), "config.json is not a model configuration"),
         (config_text("[]"), "config.json is not a model configuration"),

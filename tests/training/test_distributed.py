@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ import torch
 
 from metatokens.data.store import TokenStore
 from metatokens.model.checkpoint import load_model, verify_manifest
-from tests.forked import PATIENCE, Forked, command
+from tests.forked import PATIENCE, QUIET, Run, Start, command
 from tests.training import distributed_gradients
 
 SIZES = {
@@ -30,38 +29,6 @@ SIZES = {
 }
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
-
-
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-Start = Callable[..., list[Forked]]
-Run = Callable[..., str]
-
-
-@pytest.fixture(scope="session")
-def start(forked: Callable[..., Forked]) -> Start:
-    """Begins a call once for each rank, in the environment that torchrun would give it."""
-
-    def begin(processes: int, call: Callable[..., None], *arguments: object) -> list[Forked]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **together} for rank in range(processes)]
-        return [forked(call, *arguments, **QUIET, **(rank if processes > 1 else {})) for rank in ranks]
-
-    return begin
-
-
-@pytest.fixture(scope="session")
-def run(start: Start) -> Run:
-    """A call to its end; what all ranks say on standard error."""
-
-    def to_end(processes: int, call: Callable[..., None], *arguments: object) -> str:
-        ended = [process.wait() for process in start(processes, call, *arguments)]
-        assert {status for status, *_ in ended} == {0}, ended
-        return "".join(error for *_, error in ended)
-
-    return to_end
 
 
 def pretraining(store: TokenStore, out: Path, *, processes: int) -> list[object]:
@@ -85,10 +52,10 @@ def assert_same_training(ours: Path, theirs: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(small_store: TokenStore, tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
+def alone(small_store: TokenStore, tmp_path_factory: pytest.TempPathFactory, run_ranks: Run) -> Path:
     """Pretrained by one process."""
     out = tmp_path_factory.mktemp("alone") / "run"
-    run(1, command, *pretraining(small_store, out, processes=1))
+    run_ranks(1, command, *pretraining(small_store, out, processes=1))
     return out
 
 
@@ -108,10 +75,10 @@ def test_two_processes_follow_the_losses_of_one_and_save_once(
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_a_checkpoint_is_gone_on_with_by_another_number_of_processes(
-    before: int, after: int, small_store: TokenStore, alone: Path, tmp_path: Path, start: Start, run: Run
+    before: int, after: int, small_store: TokenStore, alone: Path, tmp_path: Path, start_ranks: Start, run_ranks: Run
 ) -> None:
     out = tmp_path / "run"
-    ranks = start(before, command, *pretraining(small_store, out, processes=before))
+    ranks = start_ranks(before, command, *pretraining(small_store, out, processes=before))
     checkpoint = out / "checkpoints" / "checkpoint-10" / "manifest.json"
     end = time.monotonic() + PATIENCE
     while not checkpoint.exists() and ranks[0].status is None and time.monotonic() < end:
@@ -120,12 +87,12 @@ def test_a_checkpoint_is_gone_on_with_by_another_number_of_processes(
     for rank in ranks:
         rank.end()
     assert not (out / "manifest.json").exists()
-    run(after, command, *pretraining(small_store, out, processes=after))
+    run_ranks(after, command, *pretraining(small_store, out, processes=after))
     assert_same_training(out, alone)
 
 
-def test_another_whole_batch_is_another_run(small_store: TokenStore, alone: Path, start: Start) -> None:
-    [process] = start(1, command, *pretraining(small_store, alone, processes=2))
+def test_another_whole_batch_is_another_run(small_store: TokenStore, alone: Path, start_ranks: Start) -> None:
+    [process] = start_ranks(1, command, *pretraining(small_store, alone, processes=2))
     status, _, error = process.wait()
     assert status == 2
     assert "batch was 8 and is now 4" in error
@@ -139,7 +106,9 @@ def command_that_parts(*arguments: object) -> None:
         assert not torch.distributed.is_initialized()
 
 
-def test_labels_are_counted_over_all_processes(small_model: Callable[..., Path], tmp_path: Path, run: Run) -> None:
+def test_labels_are_counted_over_all_processes(
+    small_model: Callable[..., Path], tmp_path: Path, run_ranks: Run
+) -> None:
     words = ["the cat sat on a mat"] * 8
     long, short = ({"prompt": "two dogs", "completion": " ".join(words[:count])} for count in (8, 1))
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (long, short) * 8))
@@ -148,12 +117,12 @@ def test_labels_are_counted_over_all_processes(small_model: Callable[..., Path],
         sizes += ["training.learning_rate=0.01", f"training.per_device_train_batch_size={4 // processes}"]
         overrides = [part for setting in sizes for part in ("--set", setting)]
         tuning = ["finetune", "--model", small_model(), "--data", tmp_path / "records.jsonl", *overrides]
-        run(processes, command_that_parts, *tuning, "--out", tmp_path / str(processes))
+        run_ranks(processes, command_that_parts, *tuning, "--out", tmp_path / str(processes))
     assert_same_training(tmp_path / "2" / "data", tmp_path / "1" / "data")
 
 
-def test_sharded_gradients_are_those_of_one_process(tmp_path: Path, run: Run) -> None:
-    run(2, distributed_gradients.compute, tmp_path / "gradients.pt")
+def test_sharded_gradients_are_those_of_one_process(tmp_path: Path, run_ranks: Run) -> None:
+    run_ranks(2, distributed_gradients.compute, tmp_path / "gradients.pt")
     sharded = torch.load(tmp_path / "gradients.pt", weights_only=True)
     model = distributed_gradients.model()
     ids, labels = distributed_gradients.batch()

@@ -301,7 +301,7 @@ def test_a_task_needs_a_meta_token_and_the_right_one(
     tmp_path: Path,
 ) -> None:
     without = small_model(second_attention="none", meta_token_id=None)
-    with pytest.raises(UserError, match="has no meta_token_id, which the tasks' markers need"):
+    with pytest.raises(UserError, match="has no meta_token_id, which markers need"):
         finetune(finetuning(), without, tmp_path / "run", task="parity")
     another = small_model(meta_token_id=770)
     with pytest.raises(UserError, match="has meta_token_id 770, and its tokenizer's meta-token is 768"):

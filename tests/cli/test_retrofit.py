@@ -1,0 +1,199 @@
+"""The command on a Llama: retrofitted, fine-tuned, measured and used, whole and as what was added to it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from metatokens.data.store import TokenStore
+from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
+from metatokens.evaluation.perplexity import held_out_text
+from metatokens.model.checkpoint import weights_sha256
+from tests.cli.command_lines import FINETUNE, Run
+
+RETROFIT = "retrofit --model base --out model --heads 2 --head-size 8"
+
+
+@pytest.fixture
+def base(small_store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a Llama as others save it, whose tokenizer knows no meta-token."""
+    monkeypatch.chdir(tmp_path)
+    backend = json.loads(small_store.tokenizer.backend_tokenizer.to_str())
+    backend["added_tokens"] = [token for token in backend["added_tokens"] if token["content"] != META_TOKEN]
+    eos = small_store.tokenizer.eos_token
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(backend)), eos_token=eos)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.eos_token_id}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **ids)).save_pretrained("base")
+    tokenizer.save_pretrained("base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("delta", ["", " --delta"])
+def test_from_a_base_to_answers(delta: str, base: Path, metatokens: Run) -> None:
+    status, _, error = metatokens(RETROFIT + delta)
+    assert (status, error.splitlines()[-1]) == (0, "model: model (2,096 new parameters beside 31,824)"), error
+    tune = f"{FINETUNE} --model model --out tuned --task parity --train-lengths 64 --set training.learning_rate=0.1"
+    status, _, error = metatokens(tune)
+    assert status == 0, error
+    after = load_file(f"tuned/64/{'meta_tokens' if delta else 'model'}.safetensors")
+    assert len(list(Path("tuned/64").glob("*.safetensors"))) == 1
+    for name, weight in load_file("base/model.safetensors").items():
+        assert delta or torch.equal(after[name][: len(weight)], weight), name
+    assert any(bool(after[name].abs().max() > 0) for name in after if name.endswith("attention.out_proj.weight"))
+    for model in ("model", "tuned/64"):
+        status, output, error = metatokens(f"evaluate --model {model} --task parity --lengths 64 -n 8 --json")
+        assert status == 0, error
+        assert [json.loads(line)["metric"] for line in output.splitlines()] == ["exact_match", "token_accuracy"]
+        assert (
+            metatokens(f"perplexity --model {model} --corpus builtin --max-tokens 600 --block-size 32 --json")[0] == 0
+        )
+        assert metatokens(f"generate --model {model} --max-new-tokens 4 --meta-every 2 'the cat'")[0] == 0
+
+
+def test_perplexity_is_the_bases(base: Path, metatokens: Run) -> None:
+    assert metatokens(RETROFIT)[0] == 0
+    line = "perplexity --corpus builtin --max-tokens 640 --block-size 64 --fraction 0 --json --model"
+    value = json.loads(metatokens(f"{line} model")[1])["value"]
+    text = torch.from_numpy(held_out_text("builtin", load_tokenizer("base"), 640).astype("int64"))
+    model = LlamaForCausalLM.from_pretrained("base").eval()
+    with torch.no_grad():
+        losses = [model(block[None], labels=block[None]).loss for block in text.split(64) if len(block) == 64]
+    expected = float(torch.stack(losses).mean().exp())
+    assert len(model.get_input_embeddings().weight) == 768  # and the retrofitted model's 832, 64 of them for no text
+    assert value == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_cannot_be_is_refused(base: Path, metatokens: Run) -> None:
+    assert metatokens(RETROFIT)[0] == 0
+    lines = {
+        RETROFIT: "model is not empty; give another folder.",
+        "retrofit --model model --out new": "has meta-tokens already",
+        "retrofit --model nowhere --out new": "the folder nowhere holds no tokenizer",
+        "retrofit --model base --out new --layers 0,2": "layers are [0, 2]; give some of 0 to 1",
+        "retrofit --model base --out new --layers x": "layers 'x' must be numbers separated by commas",
+        "retrofit --model base --out new --head-size 7": "8 heads of 7",
+        "evaluate --model base --task parity": "the model in base has no meta_token_id, which markers need",
+    }
+    for line, sentence in lines.items():
+        status, _, error = metatokens(line)
+        assert (status, error.count("\n")) == (2, 1), error
+        assert sentence in error
+        assert not Path("new").exists()
+
+
+def test_a_base_that_is_gone_is_named(base: Path, metatokens: Run) -> None:
+    assert metatokens(f"{RETROFIT} --delta")[0] == 0
+    base.rename(base.with_name("moved"))
+    status, _, error = metatokens("evaluate --model model --task parity")
+    assert (status, f"the base of model was {base}, and is not there" in error) == (2, True)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
+@pytest.mark.parametrize("layers", ["", " --layers none"])
+def test_lora_changes_the_base_and_comes_back(layers: str, base: Path, metatokens: Run) -> None:
+    assert metatokens(RETROFIT + layers)[0] == 0
+    tune = FINETUNE.replace("max_steps=2", "max_steps=4")  # of which the second is saved
+    line = f"{tune} --model model --out tuned --task parity --train-lengths 64 --lora rank=2"
+    status, _, error = metatokens(line)
+    assert status == 0, error
+    assert {path.name for path in Path("tuned/64/checkpoints/checkpoint-2").glob("*.safetensors")} == {
+        "adapter_model.safetensors"
+    }
+    before, after = load_file("model/model.safetensors"), load_file("tuned/64/model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    own = {name for name in before if "meta_" in name}
+    assert own <= changed
+    assert {name.split(".")[-2] for name in changed - own} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+    }  # fmt: skip
+    assert metatokens("evaluate --model tuned/64 --task parity --lengths 64 -n 4")[0] == 0
+    # Cut off before its last step, it goes on from its checkpoint and ends the same.
+    shutil.rmtree("tuned/64/checkpoints/checkpoint-4")
+    for name in ("manifest.json", "model.safetensors"):
+        Path("tuned/64", name).unlink()
+    assert metatokens(line)[0] == 0
+    again = load_file("tuned/64/model.safetensors")
+    assert all(torch.equal(again[name], after[name]) for name in after)
+
+
+def test_a_rank_that_is_none_is_refused(base: Path, metatokens: Run) -> None:
+    assert metatokens(RETROFIT)[0] == 0
+    status, _, error = metatokens(f"{FINETUNE} --model model --out tuned --task parity --lora 16")
+    assert (status, "--lora '16' must be rank=N" in error) == (2, True)
+
+
+def test_text_is_trained_on_and_analyses_are_refused(base: Path, metatokens: Run, small_corpus: Path) -> None:
+    assert metatokens(RETROFIT)[0] == 0
+    status, _, error = metatokens(f"tokenize --corpus {small_corpus} --tokenizer model --out tokens --workers 1")
+    assert status == 0, error
+    line = "pretrain --recipe demo --init model --set data.tokens=tokens --set data.block_size=32"
+    status, _, error = metatokens(f"{line} --set training.max_steps=2 --set training.logging_steps=1 --out more")
+    assert status == 0, error
+    assert metatokens("plot more --out curves.png")[0] == 0
+    before, after = load_file("model/model.safetensors"), load_file("more/model.safetensors")
+    assert {"meta_" in name for name in before if not torch.equal(before[name], after[name])} == {True}
+    for line in ("analyze sharpness", "analyze residual", "analyze rate-distortion", "evaluate --intervention no_pos"):
+        options = "--length 64" if line.startswith("analyze") else "--lengths 64"
+        status, _, error = metatokens(f"{line} --model more --task parity {options} -n 4")
+        assert (status, error.count("\n")) == (2, 1), error
+        assert "are for this package's own models" in error
+
+
+def test_a_decoder_without_meta_tokens(base: Path, metatokens: Run, small_corpus: Path) -> None:
+    """It is trained on text, measured and continued, and refused where a meta-token is needed."""
+    assert metatokens(f"tokenize --corpus {small_corpus} --tokenizer base --out tokens --workers 1")[0] == 0
+    line = "pretrain --recipe demo --init base --set data.tokens=tokens --set data.block_size=32"
+    status, _, error = metatokens(f"{line} --set data.placement=none --set training.max_steps=2 --out more")
+    assert status == 0, error
+    before, after = load_file("base/model.safetensors"), load_file("more/model.safetensors")
+    assert all(before[name].shape == after[name].shape and not torch.equal(before[name], after[name]) for name in after)
+    assert metatokens("perplexity --model more --corpus builtin --max-tokens 600 --block-size 32")[0] == 0
+    assert metatokens("generate --model more --max-new-tokens 4 'the cat'")[0] == 0
+    for line in (
+        f"{FINETUNE} --model more --out tuned --task parity",
+        "evaluate --model more --task parity",
+        "generate --model more --meta-every 2 'the cat'",
+    ):
+        status, _, error = metatokens(line)
+        assert (status, "which markers need; `metatokens retrofit` gives it one" in error) == (2, True), error
+    assert metatokens("retrofit --model more --out model --delta")[0] == 0
+    Path("base").rename("elsewhere")
+    assert metatokens("perplexity --model model --corpus builtin --max-tokens 600 --block-size 32")[0] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
+def test_adapters_that_cannot_be_read_are_refused(base: Path, metatokens: Run) -> None:
+    assert metatokens(RETROFIT)[0] == 0
+    Path("adapter").mkdir()
+    file, weights = Path("adapter/adapter_config.json"), Path("adapter/adapter_model.safetensors")
+    for text, content, sentence in (
+        ("{", b"", "does not say what the adapter belongs to"),
+        (" " * (2**20 + 1), b"", "does not say what the adapter belongs to"),
+        ('{"base_model_name_or_path": "model"}', None, "it has no adapter_model.safetensors"),
+        ('{"base_model_name_or_path": "adapter"}', b"", "belongs to another adapter"),
+        ('{"base_model_name_or_path": "nowhere"}', b"", "there is no model in nowhere"),
+        ('{"base_model_name_or_path": "model", "peft_type": "LORA"}', b"x" * 50, "cannot be read"),
+    ):
+        file.write_text(text)
+        weights.unlink(missing_ok=True)
+        if content is not None:
+            weights.write_bytes(content)
+        status, _, error = metatokens("evaluate --model adapter --task parity")
+        assert (status, error.count("\n"), sentence in error) == (2, 1, True), error
+
+
+def test_another_base_is_another_model(base: Path, metatokens: Run) -> None:
+    assert metatokens(f"{RETROFIT} --delta")[0] == 0
+    before = weights_sha256(Path("model"))
+    model = LlamaForCausalLM.from_pretrained("base")
+    model.lm_head.weight.data[0, 0] += 1
+    model.save_pretrained("base")
+    assert weights_sha256(Path("model")) != before

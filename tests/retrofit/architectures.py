@@ -1,0 +1,330 @@
+"""Tiny random decoders of many architectures of transformers, and what is measured of each with meta-attention.
+
+`make conformance` measures all of them; the tests run on those of `SOME`, which have every kind of block.
+"""
+
+import tempfile
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from metatokens import add_meta_attention, load_meta, save_meta
+from metatokens.model.retrofit.layers import MetaModule
+
+ROWS, META, LENGTH = 320, 319, 24
+
+_TOKENS = {"vocab_size": ROWS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
+_PLAIN = _TOKENS | _SIZES | {"max_position_embeddings": 256}
+_GROUPED = _PLAIN | {"num_key_value_heads": 2}
+_SMALL_HEADS = _GROUPED | {"head_dim": 16}
+_EXPERTS = _GROUPED | {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "head_dim": 16,
+}
+_GPT = _TOKENS | {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}
+_WINDOW = {"sliding_window": 8}
+_MIXED = _WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+# Attention, then a feed-forward layer, each behind a norm.
+_USUAL: dict[str, dict[str, Any]] = {
+    "apertus": _GROUPED,
+    "biogpt": _PLAIN,
+    "deepseek_v3": _PLAIN
+    | {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+    "ernie4_5": _GROUPED,
+    "gemma": _SMALL_HEADS,
+    "glm": _SMALL_HEADS,
+    "gpt2": _GPT,
+    "gpt_bigcode": _GPT,
+    "gpt_neo": _TOKENS
+    | {
+        "hidden_size": 64,
+        "num_layers": 4,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 2]],
+        "window_size": 8,
+        "max_position_embeddings": 256,
+    },
+    "gpt_oss": _EXPERTS | _MIXED,
+    "granite": _GROUPED | {"residual_multiplier": 0.5},
+    "helium": _SMALL_HEADS,
+    "llama": _GROUPED,
+    "llama4_text": _SMALL_HEADS
+    | {"intermediate_size_mlp": 96, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 64},
+    "mistral": _GROUPED | _WINDOW,
+    "mixtral": _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "modernbert-decoder": _GROUPED | _WINDOW | {"local_attention": 8},
+    "mpt": _TOKENS | {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 256},
+    "nemotron": _GROUPED,
+    "olmo": _GROUPED,
+    "opt": _TOKENS
+    | {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "ffn_dim": 96,
+        "word_embed_proj_dim": 64,
+        "max_position_embeddings": 256,
+    },
+    "persimmon": _PLAIN,
+    "phi3": _GROUPED | {"original_max_position_embeddings": 256},
+    "qwen2": _GROUPED,
+    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 32},
+    "qwen3": _GROUPED | {"head_dim": 32},
+    "qwen3_moe": _EXPERTS,
+    "qwen3_next": _EXPERTS
+    | {
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "shared_expert_intermediate_size": 32,
+    },
+    "seed_oss": _SMALL_HEADS,
+    "smollm3": _GROUPED,
+    "stablelm": _GROUPED,
+    "starcoder2": _GROUPED,
+    "xglm": _TOKENS
+    | {"d_model": 64, "num_layers": 3, "attention_heads": 4, "ffn_dim": 96, "max_position_embeddings": 256},
+}
+# A norm behind attention, on the way to the residual stream.
+_NORM_BEHIND: dict[str, dict[str, Any]] = {
+    "exaone4": _GROUPED | _WINDOW,
+    "gemma2": _SMALL_HEADS | _WINDOW,
+    "gemma3_text": _SMALL_HEADS | _MIXED,
+    "glm4": _SMALL_HEADS,
+    "olmo2": _GROUPED,
+    "olmo3": _GROUPED | _WINDOW,
+}
+# Attention beside the feed-forward layer.
+_BESIDE: dict[str, dict[str, Any]] = {
+    "codegen": _GPT | {"rotary_dim": 8},
+    "cohere": _GROUPED,
+    "cohere2": _GROUPED | _WINDOW,
+    "falcon": _TOKENS | {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "gpt_neox": _PLAIN,
+    "gptj": _GPT | {"rotary_dim": 8},
+    "phi": _PLAIN | {"partial_rotary_factor": 0.5},
+}
+# The residual stream comes out of attention.
+_INSIDE: dict[str, dict[str, Any]] = {"bloom": _TOKENS | {"hidden_size": 64, "n_layer": 3, "n_head": 4}}
+
+ARCHITECTURES = dict(sorted((_USUAL | _NORM_BEHIND | _BESIDE | _INSIDE).items()))
+SOME = (
+    "bloom",
+    "cohere2",
+    "deepseek_v3",
+    "falcon",
+    "gemma3_text",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "modernbert-decoder",
+    "olmo2",
+    "opt",
+    "phi",
+    "qwen3",
+    "qwen3_next",
+)
+
+
+def base(name: str, **choices: Any) -> PreTrainedModel:
+    """A decoder with weights large enough for errors to show."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **ARCHITECTURES[name], **choices))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, 0.08)
+    return model.eval()
+
+
+def train_like(model: PreTrainedModel) -> PreTrainedModel:
+    """Give the meta-attention of a model weights that do something."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, MetaModule):
+                module.attention.out_proj.weight.normal_(0, 0.2)
+                module.attention.qkv_proj.weight.normal_(0, 0.2)
+    return model
+
+
+def retrofitted(name: str, *, freeze: bool = False, **choices: Any) -> PreTrainedModel:
+    """The same decoder with meta-attention that does something."""
+    options = {"meta_token_id": META, "heads": 2, "head_size": 16}
+    return train_like(add_meta_attention(base(name, **choices), **options, freeze=freeze))
+
+
+def text(seed: int = 1) -> Tensor:
+    """Two rows of ids without a meta-token."""
+    return torch.randint(3, META, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def with_meta_tokens(seed: int = 1) -> Tensor:
+    """The same rows, each with meta-tokens of its own number."""
+    ids = text(seed)
+    ids[0, 3::5], ids[1, 2::4] = META, META
+    return ids
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
+    """Of a pass without a cache, of the entries that a text may have."""
+    return model(ids, use_cache=False, **inputs).logits[..., :META]
+
+
+def error(a: Tensor, b: Tensor) -> float:
+    """The largest difference."""
+    return float((a.float() - b.float()).abs().max())
+
+
+def text_error(name: str) -> float:
+    """Of text, with meta-attention that does something, from the base."""
+    return error(logits(retrofitted(name), text()), logits(base(name), text()))
+
+
+def start_error(name: str) -> float:
+    """Of text with meta-tokens, where meta-attention starts, from the base that has its meta-token's embedding."""
+    plain, ids = base(name), with_meta_tokens()
+    model = add_meta_attention(base(name), meta_token_id=META, heads=2, head_size=16)
+    embeddings = model.get_input_embeddings()(ids)
+    with torch.no_grad():
+        return error(logits(model, ids), plain(inputs_embeds=embeddings, use_cache=False).logits[..., :META])
+
+
+def cached_error(name: str) -> float:
+    """Of a sequence read in pieces of one to three tokens, with the cache, from the same read at once."""
+    model, ids = retrofitted(name), with_meta_tokens()
+    cuts = (0, 10, 11, 12, 15, 16, 17, 18, 20, LENGTH)
+    past, read = None, []
+    for first, last in pairwise(cuts):
+        with torch.no_grad():
+            out = model(
+                ids[:, first:last],
+                past_key_values=past,
+                use_cache=True,
+                attention_mask=torch.ones(2, last, dtype=torch.long),
+            )
+        past, read = out.past_key_values, [*read, out.logits[..., :META]]
+    return error(torch.cat(read, dim=1), logits(model, ids))
+
+
+def padded_error(name: str) -> float:
+    """Of a row that is padded on the left for a longer one's sake, from the row alone."""
+    model, ids = retrofitted(name), with_meta_tokens()
+    padded = ids.clone()
+    padded[0] = torch.cat([torch.zeros(5, dtype=torch.long), ids[0, :19]])
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+    try:
+        got = logits(model, padded, attention_mask=mask, position_ids=positions)
+    except TypeError:  # some count positions by the mask themselves
+        got = logits(model, padded, attention_mask=mask)
+    return error(got[0, 5:], logits(model, ids[:1, :19])[0])
+
+
+def reload_error(name: str) -> float:
+    """Of a model from disk, whole and as what was added to a base from disk, from the one that was saved."""
+    ids = with_meta_tokens()
+    with tempfile.TemporaryDirectory() as folder:
+        base(name).save_pretrained(Path(folder) / "base")
+        options = {"meta_token_id": META, "heads": 2, "head_size": 16}
+        model = AutoModelForCausalLM.from_pretrained(Path(folder) / "base")
+        model = train_like(add_meta_attention(model, **options)).eval()
+        model.save_pretrained(Path(folder) / "whole")
+        save_meta(model, Path(folder) / "meta")
+        whole = AutoModelForCausalLM.from_pretrained(Path(folder) / "whole")
+        delta = load_meta(AutoModelForCausalLM.from_pretrained(Path(folder) / "base"), Path(folder) / "meta")
+        return max(error(logits(one.eval(), ids), logits(model, ids)) for one in (whole, delta))
+
+
+def gradient_error(name: str) -> float:
+    """Of gradients where they are checkpointed, in both ways, from those where they are not; two passes, one step."""
+    worst = 0.0
+    for freeze in (False, True):
+        model = retrofitted(name, freeze=freeze).train()
+        expected = _gradients(model)
+        for reentrant in (False, True):
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+            actual = _gradients(model)
+            model.activation_checkpointing_disable()
+            assert actual.keys() == expected.keys()
+            worst = max(worst, *(error(actual[key], expected[key]) for key in expected))
+    return worst
+
+
+def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.manual_seed(7)  # of the base's dropout
+    first, second = with_meta_tokens(seed=4), with_meta_tokens(seed=5)
+    second[:, 5:9] = META
+    (model(first, labels=first).loss + 2 * model(second, labels=second).loss).backward()
+    return {key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None}
+
+
+def generation_differences(name: str) -> float:
+    """In how many ways to generate the cache changes what comes out: greedy, beams, sampling, inserted meta-tokens."""
+    model, ids = retrofitted(name), with_meta_tokens()
+    ids[0] = torch.cat([torch.zeros(5, dtype=torch.long), ids[0, :19]])
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    ways: list[dict[str, Any]] = [
+        {"do_sample": False},
+        {"num_beams": 3, "do_sample": False},
+        {"do_sample": True},
+        {"meta_every": 3, "do_sample": False},
+        {"meta_every": 2, "num_beams": 3, "do_sample": False},
+    ]
+    different = 0
+    for way in ways:
+        outcomes = []
+        for use_cache in (True, False):
+            torch.manual_seed(6)
+            options = {"attention_mask": mask, "max_new_tokens": 11, "suppress_tokens": [2], "use_cache": use_cache}
+            outcomes.append(model.generate(ids, **options, **way))
+        different += not torch.equal(*outcomes)
+        assert META not in outcomes[0][:, LENGTH:]
+    return float(different)
+
+
+# What is measured of each architecture, and the most that it may be.
+CHECKS: dict[str, tuple[Callable[[str], float], float]] = {
+    "text": (text_error, 0.0),
+    "start": (start_error, 0.0),
+    "cached": (cached_error, 1e-5),
+    "padded": (padded_error, 1e-5),
+    "reloaded": (reload_error, 0.0),
+    "checkpointed gradients": (gradient_error, 1e-6),
+    "generation": (generation_differences, 0.0),
+}

@@ -1,0 +1,125 @@
+"""What is done to a cache is done to its meta-tokens too, in the base's own kinds of cache."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+
+from tests.retrofit.architectures import LENGTH, META, error, logits, retrofitted, with_meta_tokens
+
+READ = 14
+NAMES = ("llama", "gpt_neox", "gemma3_text", "bloom", "qwen3_next")  # sliding windows, and layers without keys
+FIRST, REST = with_meta_tokens()[:, :READ], with_meta_tokens()[:, READ:]
+
+
+def filled(model: PreTrainedModel, cache: Cache | None = None) -> Cache:
+    with torch.no_grad():
+        return model(FIRST, past_key_values=cache, use_cache=True).past_key_values
+
+
+@torch.no_grad()
+def read_on(model: PreTrainedModel, cache: Cache, ids: Tensor) -> Tensor:
+    mask = torch.ones(len(ids), cache.get_seq_length() + ids.shape[1], dtype=torch.long)
+    return model(ids, past_key_values=cache, use_cache=True, attention_mask=mask).logits[..., :META]
+
+
+def reorder(cache: Cache) -> None:
+    cache.reorder_cache(torch.tensor([1, 0]))
+
+
+def select(cache: Cache) -> None:
+    cache.batch_select_indices(torch.tensor([1]))
+
+
+def repeat(cache: Cache) -> None:
+    cache.batch_repeat_interleave(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"), [(reorder, [1, 0]), (select, [1]), (repeat, [0, 0, 1, 1])], ids=["reorder", "select", "repeat"]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_a_cache(name: str, change: Callable[[Cache], None], rows: list[int]) -> None:
+    model = retrofitted(name)
+    cache = filled(model)
+    if name == "qwen3_next" and change is not reorder:
+        with pytest.raises(AttributeError):  # the base's own: its linear layers have no such method
+            change(cache)
+        return
+    change(cache)
+    rest = REST[:1].expand(len(rows), -1)
+    expected = logits(model, torch.cat([FIRST[rows], rest], dim=1))[:, READ:]
+    assert error(read_on(model, cache, rest), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_copy_of_a_cache_is_a_copy(name: str) -> None:
+    model = retrofitted(name)
+    cache = filled(model)
+    copied = deepcopy(cache)
+    expected = logits(model, with_meta_tokens())[:, READ:]
+    for one in (copied, cache):
+        assert error(read_on(model, one, REST), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "bloom"])
+def test_a_cropped_cache_forgets_meta_tokens_too(name: str) -> None:
+    model = retrofitted(name)
+    cache = filled(model)
+    cache.crop(-5)
+    expected = logits(model, torch.cat([FIRST[:, :-5], REST], dim=1))[:, READ - 5 :]
+    assert error(read_on(model, cache, REST), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma3_text"])
+@pytest.mark.parametrize(
+    "make", [lambda model: DynamicCache(), lambda model: StaticCache(model.config, max_cache_len=LENGTH)]
+)
+def test_caches_that_a_user_makes(name: str, make: Callable[[PreTrainedModel], Cache]) -> None:
+    model = retrofitted(name)
+    cache = make(model)
+    filled(model, cache)
+    assert error(read_on(model, cache, REST), logits(model, with_meta_tokens())[:, READ:]) < 1e-5
+    cache.reset()
+    with torch.no_grad():
+        again = model(FIRST, past_key_values=cache, use_cache=True).logits[..., :META]
+    assert error(again, logits(model, FIRST)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 2}, {"prefill_chunk_size": 5}],
+    ids=str,
+)
+def test_other_ways_to_generate(options: dict[str, Any]) -> None:
+    model, ids = retrofitted("llama"), with_meta_tokens()[:1]
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=False)
+    assert torch.equal(
+        model.generate(ids, max_new_tokens=8, do_sample=False, disable_compile=True, **options), expected
+    )
+
+
+def test_a_static_cache_has_room_for_inserted_tokens() -> None:
+    model, ids = retrofitted("llama"), with_meta_tokens()[:1]
+    options = {"max_new_tokens": 9, "do_sample": False, "meta_every": 2}
+    expected = model.generate(ids, use_cache=False, **options)
+    got = model.generate(ids, cache_implementation="static", disable_compile=True, **options)
+    assert torch.equal(got, expected)
+
+
+def test_a_conversation_goes_on_behind_inserted_tokens() -> None:
+    model, ids = retrofitted("llama"), with_meta_tokens()[:1]
+    options = {"max_new_tokens": 5, "do_sample": False, "meta_every": 2}
+    cache = DynamicCache()
+    more = torch.cat([model.generate(ids, past_key_values=cache, **options), torch.tensor([[7, 8, 9]])], dim=1)
+    got = model.generate(more, past_key_values=cache, **options)
+    inserted = [LENGTH + 2, LENGTH + 4]  # the fifth id was not read
+    is_text = torch.ones(more.shape[1] + 2, dtype=torch.bool)
+    is_text[[ids + number for number, ids in enumerate(inserted)]] = False
+    whole = torch.full((1, len(is_text)), model.config.meta_token_id)
+    whole[:, is_text] = more
+    assert torch.equal(got[:, more.shape[1] :], model.generate(whole, **options)[:, len(is_text) :])

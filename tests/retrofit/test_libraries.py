@@ -1,0 +1,237 @@
+"""Retrofitted models in the programs that people use: Trainer, PEFT, accelerate, threads, torch.compile."""
+
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from accelerate import cpu_offload, dispatch_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+
+from metatokens import add_meta_attention
+from tests.retrofit.architectures import (
+    LENGTH,
+    META,
+    base,
+    error,
+    logits,
+    retrofitted,
+    text,
+    train_like,
+    with_meta_tokens,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument"),  # Trainer's default, where there is no GPU
+    pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning"),  # PEFT's own
+]
+ITEMS = [
+    {"input_ids": ids, "attention_mask": torch.ones(LENGTH, dtype=torch.long), "labels": ids}
+    for seed in range(8)
+    for ids in with_meta_tokens(seed)
+]
+ADAPTERS = {
+    "lora": peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=4,
+        target_modules="all-linear",
+        exclude_modules=r".*meta_attention.*",
+        modules_to_save=["meta_attention", "meta_token"],
+    ),
+    "lora by default": peft.LoraConfig(task_type="CAUSAL_LM", r=4, modules_to_save=["meta_attention", "meta_token"]),
+}
+
+
+def is_new(name: str) -> bool:
+    return "meta_attention" in name or "meta_token" in name
+
+
+def train(model: PreTrainedModel, out: Path, steps: int, **options: Any) -> Trainer:
+    settings = TrainingArguments(
+        out,
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        learning_rate=5e-3,
+        report_to=[],
+        logging_steps=1,
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=0,
+        **{"save_strategy": "no", **options},
+    )
+    return Trainer(model, settings, train_dataset=ITEMS)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma3_text"])
+def test_trainer_changes_the_new_weights_alone_and_resumes(name: str, tmp_path: Path) -> None:
+    def fresh() -> PreTrainedModel:
+        return add_meta_attention(base(name), meta_token_id=META, heads=2, head_size=16)
+
+    model = fresh()
+    before = {key: weight.clone() for key, weight in model.named_parameters()}
+    whole = train(model, tmp_path, 8, save_strategy="steps", save_steps=4)
+    whole.train()
+    losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    changed = {key for key, weight in model.named_parameters() if not torch.equal(weight, before[key])}
+    assert changed == {key for key in before if is_new(key)}
+    assert error(logits(model, text()), logits(base(name), text())) == 0.0
+    again = fresh()
+    train(again, tmp_path, 8, save_strategy="steps", save_steps=4).train(str(tmp_path / "checkpoint-4"))
+    for key, weight in again.named_parameters():
+        assert torch.equal(weight, model.state_dict()[key]), key
+
+
+def test_meta_tokens_are_no_labels() -> None:
+    model, ids = retrofitted("llama"), with_meta_tokens()
+    text_alone = ids.masked_fill(ids == META, -100)
+    assert torch.equal(model(ids, labels=ids).loss, model(ids, labels=text_alone).loss)
+    count = (text_alone[:, 1:] != -100).sum()
+    given = {"num_items_in_batch": (ids[:, 1:] != -100).sum()}
+    torch.testing.assert_close(model(ids, labels=ids, **given).loss, model(ids, labels=text_alone).loss)
+    expected = model(ids, labels=text_alone, num_items_in_batch=count).loss
+    torch.testing.assert_close(model(ids, labels=ids, **given).loss, expected)
+
+
+def test_text_that_is_read_behind_checkpointed_gradients() -> None:
+    model = retrofitted("llama", freeze=True).train()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    ids = with_meta_tokens()
+    model(ids, labels=ids).loss.backward()
+    short = text()[:, :5]
+    assert error(logits(model.eval(), short), logits(base("llama"), short)) == 0.0
+
+
+# transformers' GPT-2 has no linear layers, only what PEFT's default for it names.
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [("gpt2", "lora by default"), *((name, adapter) for name in ("llama", "phi", "gemma2") for adapter in ADAPTERS)],
+)
+def test_lora_beside_it(name: str, adapter: str, tmp_path: Path) -> None:
+    def fresh() -> PreTrainedModel:
+        return train_like(add_meta_attention(base(name), meta_token_id=META, heads=2, head_size=16))
+
+    ids = with_meta_tokens()
+    model = peft.get_peft_model(fresh(), deepcopy(ADAPTERS[adapter]))
+    assert error(logits(model.eval(), ids), logits(fresh(), ids)) == 0.0
+    trained = {key for key, weight in model.named_parameters() if weight.requires_grad}
+    assert {is_new(key) or "lora_" in key for key in trained} == {True}
+    assert any("meta_attention" in key for key in trained)
+    assert not any("lora_" in key and is_new(key) for key in trained)
+    before = {key: weight.clone() for key, weight in model.named_parameters()}
+    train(model, tmp_path / "run", 4).train()
+    changed = {key for key, weight in model.named_parameters() if not torch.equal(weight, before[key])}
+    assert changed == trained
+    model.eval().save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(fresh(), tmp_path / "adapter").eval()
+    assert error(logits(again, ids), logits(model, ids)) == 0.0
+    generated = model.generate(input_ids=ids, max_new_tokens=7, meta_every=2, do_sample=False)
+    merged = again.merge_and_unload()
+    assert error(logits(merged, ids), logits(model, ids)) < 1e-4
+    assert torch.equal(merged.generate(ids, max_new_tokens=7, meta_every=2, do_sample=False), generated)
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "gemma3_text"])
+def test_embeddings_in_place_of_ids(name: str) -> None:
+    model, ids = retrofitted(name), with_meta_tokens()
+    embeddings = model.get_input_embeddings()(ids)
+    with torch.no_grad():
+        got = model(inputs_embeds=embeddings, use_cache=False).logits[..., :META]
+    assert error(got, logits(model, ids)) == 0.0
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(inputs_embeds=embeddings, **options), model.generate(ids, **options)[:, LENGTH:])
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["offloaded behind", "offloaded before"])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_weights_that_accelerate_keeps_elsewhere(name: str, late: bool) -> None:
+    expected = logits(retrofitted(name), with_meta_tokens())
+    if late:
+        model = base(name)
+        cpu_offload(model, torch.device("cpu"))
+        model = train_like(add_meta_attention(model, meta_token_id=META, heads=2, head_size=16))
+    else:
+        model = retrofitted(name)
+        cpu_offload(model, torch.device("cpu"))
+    assert any(hasattr(module, "_hf_hook") for module in model.modules())
+    assert error(logits(model, with_meta_tokens()), expected) == 0.0
+    options = {"max_new_tokens": 5, "meta_every": 2, "do_sample": False}
+    got = model.generate(with_meta_tokens(), **options)
+    assert torch.equal(got, retrofitted(name).generate(with_meta_tokens(), **options))
+
+
+def test_a_device_map_with_weights_on_disk(tmp_path: Path) -> None:
+    model = retrofitted("llama")
+    model.save_pretrained(tmp_path / "model")
+    places: dict[str, Any] = {
+        "model.embed_tokens": "cpu",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+    }
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk"
+    )
+    assert error(logits(again, with_meta_tokens()), logits(model, with_meta_tokens())) == 0.0
+    dispatch_model(retrofitted("llama"), {"": "cpu"})
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "bloom"])
+def test_several_threads_run_one_model(name: str) -> None:
+    model = retrofitted(name)
+    batches = [with_meta_tokens(seed) if seed % 3 else text(seed) for seed in range(10)]
+    expected = [logits(model, ids) for ids in batches]
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda number: logits(model, batches[number % 10]), range(400)))
+    assert sum(error(one, expected[number % 10]) > 1e-5 for number, one in enumerate(got)) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma3_text"])
+def test_a_compiled_model(name: str) -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = retrofitted(name)
+    compiled = torch.compile(model, backend=count, dynamic=False)
+    for ids in (with_meta_tokens(), text()):
+        with torch.no_grad():
+            assert error(compiled(ids, use_cache=False).logits[..., :META], logits(model, ids)) < 1e-5
+    assert 0 < len(graphs) <= 8  # for two inputs: finding the rows breaks the graph, since their number is in the data
+
+
+@pytest.mark.filterwarnings("ignore")  # bitsandbytes' own
+def test_a_base_in_eight_bits(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    from transformers import BitsAndBytesConfig
+
+    base("llama").save_pretrained(tmp_path / "base")
+
+    def load(folder: Path) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+
+    plain, ids = load(tmp_path / "base"), with_meta_tokens()
+    model = train_like(add_meta_attention(load(tmp_path / "base"), meta_token_id=META, heads=2, head_size=16))
+    assert error(logits(model, text()), logits(plain, text())) == 0.0
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=0.01)
+    losses = []
+    for _ in range(4):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    model.save_pretrained(tmp_path / "whole")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
+    assert error(logits(again, ids), logits(model, ids)) == 0.0
+    lora = peft.get_peft_model(model, deepcopy(ADAPTERS["lora"]))  # without it Trainer refuses quantised models
+    train(lora, tmp_path / "run", 2).train()

@@ -1,0 +1,68 @@
+"""Meta-attention in a Llama beside the paper's formula (section 3), token by token, in its blocks run by hand."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.masking_utils import create_causal_mask
+
+from metatokens import add_meta_attention, save_meta
+from tests.retrofit.architectures import META, base, error, logits, train_like, with_meta_tokens
+
+HEADS, SIZE, LAYERS = 3, 10, (0, 2)
+
+
+def rotated(x: Tensor, slot: int) -> Tensor:
+    """Each pair of features (i, i + size / 2) as a complex number, turned by the slot's angle."""
+    turned = x.clone()
+    for i in range(SIZE // 2):
+        angle = slot * 10_000.0 ** (-2 * i / SIZE)
+        number = complex(x[i], x[i + SIZE // 2]) * complex(math.cos(angle), math.sin(angle))
+        turned[i], turned[i + SIZE // 2] = number.real, number.imag
+    return turned
+
+
+def meta_attention(states: Tensor, slots: list[int], weights: dict[str, Tensor]) -> Tensor:
+    """What is added to one row's meta-tokens; states (meta-tokens, width)."""
+    mean, variance = states.mean(-1, keepdim=True), states.var(-1, keepdim=True, correction=0)
+    normed = (states - mean) / (variance + 1e-5).sqrt() * weights["norm.weight"]
+    q, k, v = (normed @ part.T for part in weights["attention.qkv_proj.weight"].chunk(3))
+    out = torch.zeros(len(slots), HEADS * SIZE)
+    for head in range(HEADS):
+        own = slice(head * SIZE, (head + 1) * SIZE)
+        for i, slot in enumerate(slots):
+            scores = [rotated(q[i, own], slot) @ rotated(k[j, own], slots[j]) / math.sqrt(SIZE) for j in range(i + 1)]
+            shares = torch.stack(scores).softmax(0)
+            out[i, own] = sum(share * v[j, own] for j, share in enumerate(shares))
+    return out @ weights["attention.out_proj.weight"].T
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [LAYERS, ()])
+def test_a_llama_with_meta_attention(layers: tuple[int, ...], tmp_path: Path) -> None:
+    ids, options = with_meta_tokens(), {"heads": HEADS, "head_size": SIZE, "layers": layers}
+    model = train_like(add_meta_attention(base("llama"), meta_token_id=META, **options))
+    model.get_input_embeddings().meta_token.weight.normal_(0, 0.08)
+    save_meta(model, tmp_path)
+    added = load_file(tmp_path / "meta_tokens.safetensors")
+    plain = base("llama")
+    x = plain.model.embed_tokens(ids)
+    x[ids == META] = added["model.embed_tokens.meta_token.weight"]
+    positions = torch.arange(ids.shape[1])[None]
+    rotary, mask = plain.model.rotary_emb(x, positions), create_causal_mask(plain.config, x, None, None)
+    for index, block in enumerate(plain.model.layers):
+        normed = block.input_layernorm(x)
+        x = x + block.self_attn(normed, position_embeddings=rotary, attention_mask=mask, position_ids=positions)[0]
+        if index in layers:
+            prefix = f"model.layers.{index}.meta_attention."
+            own = {name.removeprefix(prefix): weight for name, weight in added.items() if name.startswith(prefix)}
+            for row in range(len(ids)):
+                slots = (ids[row] == META).nonzero()[:, 0].tolist()
+                x[row, slots] += meta_attention(x[row, slots], slots, own)
+        x = x + block.mlp(block.post_attention_layernorm(x))
+    expected = plain.lm_head(plain.model.norm(x))[..., :META]
+    assert error(logits(model, ids), expected) < 1e-5
+    assert len(added) == 1 + 3 * len(layers)

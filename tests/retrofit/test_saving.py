@@ -1,0 +1,212 @@
+"""Retrofitted models on disk: whole, and what was added by itself."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from metatokens import add_meta_attention, encode_prompt, load_meta, save_meta
+from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
+from metatokens.errors import UserError
+from metatokens.tasks.curriculum import Phase, TaskData
+from metatokens.tasks.encoding import SegmentEncoder
+from tests.retrofit.architectures import (
+    META,
+    ROWS,
+    base,
+    error,
+    logits,
+    retrofitted,
+    text,
+    train_like,
+    with_meta_tokens,
+)
+
+CORPUS = [
+    "the cat sat on a mat while two dogs ran over green hills and a river in spring; nobody saw how they came back"
+]
+
+
+def test_what_is_written(tmp_path: Path) -> None:
+    model = retrofitted("llama")
+    model.save_pretrained(tmp_path / "whole", max_shard_size="200KB")
+    save_meta(model, tmp_path / "meta")
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert (config["model_type"], config["base_model_type"]) == ("meta_tokens", "llama")
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["meta_attention"]["sites"] == ["self_attn"] * 3
+    added = load_file(tmp_path / "meta" / "meta_tokens.safetensors")
+    assert {name.split("meta_")[1].split(".")[0] for name in added} == {"attention", "token"}
+    width, inner = 64, 2 * 16
+    assert sum(one.numel() for one in added.values()) == width + 3 * (width + 4 * width * inner)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", device_map="cpu")
+    assert isinstance(again, LlamaForCausalLM)
+    assert torch.equal(logits(again.eval(), with_meta_tokens()), logits(model, with_meta_tokens()))
+    again.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
+
+
+def test_a_model_in_half_precision_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    base("llama").save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    model = train_like(add_meta_attention(model, meta_token_id=META, heads=2, head_size=16)).eval()
+    model.save_pretrained(tmp_path / "whole")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.bfloat16).eval()
+    assert {weight.dtype for weight in again.parameters()} == {torch.bfloat16}
+    assert torch.equal(logits(again, with_meta_tokens()), logits(model, with_meta_tokens()))
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "gpt_neox"])
+def test_a_table_grows_for_a_tokenizer_and_comes_back(name: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(f"train:{ROWS}", corpus=CORPUS)
+    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>")
+    model = add_meta_attention(base(name), plain, heads=2, head_size=16)
+    rows = model.get_input_embeddings().weight
+    assert (plain.meta_token, plain.meta_token_id, len(rows)) == (META_TOKEN, ROWS, 384)
+    assert error(logits(model, text())[..., :ROWS], logits(base(name), text())) == 0.0
+    assert model(text(), labels=text()).loss == base(name)(text(), labels=text()).loss
+    assert model.config.unpadded_vocab_size == ROWS + 1
+    ids = torch.tensor([encode_prompt(plain, "the cat _PAUSE_ sat", markers="_PAUSE_")])
+    assert (ids == ROWS).sum() == 1
+    generated = model.generate(ids, max_new_tokens=40, do_sample=True, top_k=0, temperature=10.0)
+    assert generated[0, ids.shape[1] :].max() < ROWS
+    save_meta(model, tmp_path)
+    assert torch.equal(logits(load_meta(base(name), tmp_path), ids), logits(model, ids))
+    plain.save_pretrained(tmp_path / "tokenizer")
+    again = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    assert (again.meta_token, again.meta_token_id, len(again)) == (META_TOKEN, ROWS, ROWS + 1)
+
+
+def test_a_meta_token_that_the_tokenizer_has_is_used() -> None:
+    tokenizer = load_tokenizer("train:300", corpus=CORPUS)
+    model = add_meta_attention(base("llama"), tokenizer)
+    assert model.config.meta_token_id == tokenizer.meta_token_id == 300
+    assert len(model.get_input_embeddings().weight) == ROWS  # it had room
+
+
+def test_a_wrong_base_is_refused(tmp_path: Path) -> None:
+    save_meta(retrofitted("llama"), tmp_path)
+    for other in (base("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5}), base("mistral")):
+        with pytest.raises(UserError, match="trained with another base"):
+            load_meta(other, tmp_path)
+        assert not hasattr(other.config, "meta_attention")
+    with pytest.raises(UserError, match="has meta-tokens already"):
+        load_meta(retrofitted("llama"), tmp_path)
+    with pytest.raises(UserError, match="is no retrofitted model"):
+        save_meta(base("llama"), tmp_path)
+
+
+def test_a_base_from_disk_and_one_in_half_precision_are_the_same_base(tmp_path: Path) -> None:
+    save_meta(retrofitted("llama"), tmp_path / "meta")
+    base("llama").save_pretrained(tmp_path / "base")
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    assert load_meta(half, tmp_path / "meta").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("meta_tokens.json", b""),
+        ("meta_tokens.json", b"[" * 100_000),
+        ("meta_tokens.json", b"[]"),
+        ("meta_tokens.json", b'{"meta_attention": {"layers": 3}, "meta_token_id": 1, "unpadded_vocab_size": 3}'),
+        ("meta_tokens.json", b" " * (2**20 + 1)),
+        ("meta_tokens.json", None),
+        ("meta_tokens.safetensors", b"x" * 100),
+        ("meta_tokens.safetensors", None),
+    ],
+)
+def test_damaged_files_are_refused(file: str, content: bytes | None, tmp_path: Path) -> None:
+    save_meta(retrofitted("llama"), tmp_path)
+    (tmp_path / file).write_bytes(content) if content is not None else (tmp_path / file).unlink()
+    with pytest.raises(UserError, match=file):
+        load_meta(base("llama"), tmp_path)
+
+
+def test_weights_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    save_meta(retrofitted("llama"), tmp_path)
+    weights = load_file(tmp_path / "meta_tokens.safetensors")
+    save_file({name: one.flatten()[:8].clone() for name, one in weights.items()}, tmp_path / "meta_tokens.safetensors")
+    with pytest.raises(UserError, match=r"do not fit its meta_tokens\.json"):
+        load_meta(base("llama"), tmp_path)
+
+
+@pytest.mark.parametrize("key", ["base_model_type", "architectures"])
+def test_a_configuration_that_names_no_model_is_refused(key: str, tmp_path: Path) -> None:
+    retrofitted("llama").config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: "os" if key != "architectures" else ["os"]}))
+    with pytest.raises(UserError, match="is not known here"):
+        AutoConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(("line", "options"), [("import metatokens; ", ""), ("", ", trust_remote_code=True")])
+def test_a_program_of_its_own(line: str, options: str, tmp_path: Path) -> None:
+    model = retrofitted("llama")
+    model.save_pretrained(tmp_path / "model")
+    code = (
+        f"{line}import torch; from transformers import AutoModelForCausalLM as A; "
+        f"m = A.from_pretrained({str(tmp_path / 'model')!r}{options}); print(type(m).__name__, m.generate("
+        "torch.tensor([[5, 6, 319, 7]]), max_new_tokens=6, meta_every=2, do_sample=False).tolist())"
+    )
+    caches = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | caches, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ids = torch.tensor([[5, 6, META, 7]])
+    expected = model.generate(ids, max_new_tokens=6, meta_every=2, do_sample=False).tolist()
+    assert done.stdout.splitlines()[-1] == f"LlamaForCausalLM {expected}"
+
+
+def refused(model: Any, message: str, **options: Any) -> None:
+    with pytest.raises(UserError, match=message):
+        add_meta_attention(model, **{"meta_token_id": META, **options})
+
+
+def test_what_cannot_be_is_refused() -> None:
+    from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    refused(MambaForCausalLM(MambaConfig(**sizes)), "MambaForCausalLM: block 0 has no attention")
+    t5 = T5Config(vocab_size=320, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    refused(T5ForConditionalGeneration(t5), "an encoder-decoder; give a decoder")
+    refused(retrofitted("llama"), "has meta-tokens already")
+    refused(base("llama").model, "give a causal language model of transformers")
+    refused(torch.nn.Linear(2, 2), "a Linear: give a causal language model")
+    refused(base("llama"), "meta_token_id 320 is outside the 320 rows", meta_token_id=320)
+    refused(base("llama"), "give the model's tokenizer, or as meta_token_id a row", meta_token_id=None)
+    refused(base("llama"), r"layers are \[0, 3\]; give some of 0 to 2", layers=[0, 3])
+    refused(base("llama"), "2 heads of 7", heads=2, head_size=7)
+
+
+def test_a_refused_model_is_as_it_was() -> None:
+    model = base("llama")
+    before = logits(model, text())
+    refused(model, "2 heads of 7", heads=2, head_size=7)
+    assert type(model) is LlamaForCausalLM
+    assert torch.equal(logits(model, text()), before)
+    assert all(weight.requires_grad for weight in model.parameters())
+
+
+def test_prompts_begin_as_the_bases_tokenizer_begins_a_text() -> None:
+    tokenizer = load_tokenizer("train:300", corpus=CORPUS)
+    assert encode_prompt(tokenizer, "the cat") == tokenizer("the cat")["input_ids"]  # which has no such convention
+    bos = ("<|endoftext|>", tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    plain = encode_prompt(tokenizer, "the cat _PAUSE_ sat", markers="_PAUSE_")
+    assert plain[0] == tokenizer.eos_token_id
+    assert plain.count(tokenizer.eos_token_id) == 1
+    assert [one for one in plain if one != tokenizer.meta_token_id] == tokenizer("the cat sat")["input_ids"]
+    encoder = SegmentEncoder(tokenizer)
+    assert encoder.encode_prompt(["the cat", " sat"]) == plain
+    texts = [f"{CORPUS[0]} and {number} more" for number in range(9)]
+    source = TaskData("copying", tokenizer=tokenizer, condition="paper", seed=0, documents=texts)
+    drill = source.drill(0, 60, Phase(lists=(2, 3), lengths=((3, 4),)))
+    assert drill.input_ids[0] == tokenizer.eos_token_id
