@@ -23,6 +23,7 @@ ORDER = [
     "tasks",
     "training",
     "evaluation",
+    "harness",
     "analysis",
     "benchmark",
     "experiment",

@@ -14,7 +14,7 @@ import typer
 
 from metatokens.cli.benchmarking import benchmark
 from metatokens.cli.making import extend, finetune, plot, pretrain, report, reproduce, retrofit, tokenize
-from metatokens.cli.measuring import analyze, evaluate, generate, perplexity, sample
+from metatokens.cli.measuring import analyze, evaluate, generate, harness, perplexity, sample
 from metatokens.cli.output import say
 from metatokens.errors import UserError
 from metatokens.machine import process_count
@@ -24,7 +24,7 @@ PANELS = {
     "Everything in order": (reproduce,),
     "Train": (tokenize, pretrain, retrofit, extend, finetune),
     "Look": (sample, generate),
-    "Measure": (evaluate, perplexity, analyze, benchmark),
+    "Measure": (evaluate, perplexity, analyze, harness, benchmark),
     "Report": (plot, report),
 }
 INTERRUPTED = 130  # typer's exit status after Ctrl-C

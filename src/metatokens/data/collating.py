@@ -44,9 +44,11 @@ class MetaTokenCollator:
         own = dict(example)
         for name, values in example.items():
             if not isinstance(values, str) and hasattr(values, "__len__") and len(values) == length:
-                own[name] = self._insert([int(value) for value in values], filled.get(name, 0))
+                own[name] = with_meta_tokens([int(value) for value in values], filled.get(name, 0), self.every)
         return own
 
-    def _insert(self, values: list[int], value: int) -> list[int]:
-        parts = [values[start : start + self.every] for start in range(0, len(values), self.every)]
-        return [one for part in parts for one in (*part, *[value] * (len(part) == self.every))]
+
+def with_meta_tokens(values: Sequence[int], value: int, every: int) -> list[int]:
+    """The values, a further one behind every so many of them."""
+    parts = [values[start : start + every] for start in range(0, len(values), every)]
+    return [one for part in parts for one in (*part, *[value] * (len(part) == every))]

@@ -1,0 +1,118 @@
+"""Two tasks of recall in long texts, after RULER (Hsieh et al., 2024): a needle, and the tracking of variables.
+
+Both hide short sentences among those of ordinary text, the haystack; however long it is, the question stays the same.
+A prompt of `needle`, whose completion is " 4821", and one of `variable_tracking`, whose completion is " KD RS TB":
+
+    ... It was the best of times. The number of the tiger is 4821. _PAUSE_ It was the worst of times. _PAUSE_ ...
+    Q: What is the number of the tiger? _PAUSE_
+
+    ... VAR KD = 5108. _PAUSE_ ... VAR RS = VAR KD. _PAUSE_ ... VAR TB = VAR RS. _PAUSE_ ...
+    Q: Which variables have the value 5108? _PAUSE_
+
+A meta-token stands behind every sentence, so none points at the answer. There are three more needles, and one more
+chain of variables.
+"""
+
+import re
+from collections.abc import Sequence
+from string import ascii_uppercase
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from metatokens.errors import UserError
+from metatokens.tasks.encoding import SegmentEncoder
+from metatokens.tasks.example import Example, Split, encode_example, stable_hash
+from metatokens.tasks.inventory import INVENTORY
+
+LONG_CONTEXT_TASKS = ("needle", "variable_tracking")
+NEEDLES = 4
+CHAINS, HOPS = 2, 2
+TRAIN_SHARE = 0.8  # of the haystack's sentences; the others are for tests
+
+_SENTENCE = re.compile(r"\S.{15,}?[.!?][\"')]*(?=\s)", re.DOTALL)
+_SHORTEST = 10  # tokens of a sentence that is still looked for
+_THINGS = [item for items in INVENTORY.values() for item in items]
+_NAMES = [first + second for first in ascii_uppercase for second in ascii_uppercase]
+
+
+class LongContextData:
+    """The examples of one task, each a function of its seed, index, split and length.
+
+    Args:
+        task: one of LONG_CONTEXT_TASKS.
+        tokenizer: measures lengths and gives the ids.
+        documents: the haystack, whose first sentences are for training and whose last for tests.
+        seed: 0 or more; another seed, other examples.
+
+    Raises:
+        UserError: if the task is unknown, or the haystack is too short for tests.
+    """
+
+    def __init__(self, task: str, *, tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seed: int = 0):
+        if task not in LONG_CONTEXT_TASKS:
+            raise UserError(f"unknown task {task!r}; the tasks are {', '.join(LONG_CONTEXT_TASKS)}.")
+        self._task, self._seed, self._encoder = task, seed, SegmentEncoder(tokenizer)
+        sentences = [" ".join(found.split()) for text in documents for found in _SENTENCE.findall(text)]
+        start = int(len(sentences) * TRAIN_SHARE)
+        self._sentences: dict[Split, list[str]] = {"train": sentences[:start], "test": sentences[start:]}
+        self._sizes = {
+            split: [len(self._encoder.encode_text(f" {one}")) + 1 for one in own]
+            for split, own in self._sentences.items()
+        }
+
+    def example(self, index: int, length: int, split: Split) -> Example:
+        """The index-th example of a split: as many sentences as a prompt of `length` tokens holds.
+
+        Raises:
+            UserError: if the length is too short for the question, or the haystack for the length.
+        """
+        generator = np.random.default_rng([self._seed, index, stable_hash(f"{self._task} {split} {length}")])
+        hidden, question, answer = {"needle": _needles, "variable_tracking": _chains}[self._task](generator)
+        asked = f"\nQ: {question}"
+        room = length - sum(len(self._encoder.encode_text(f" {one}")) + 1 for one in [*hidden, asked])
+        sentences, sizes = self._sentences[split], self._sizes[split]
+        if room < 0 or sum(sizes) < room:
+            raise UserError(
+                f"{self._task} cannot be asked in {length:,} tokens: its question and what is hidden need "
+                f"{length - room:,}, and there are {len(sentences):,} sentences to {split} on."
+            )
+        start, lines = int(generator.integers(len(sentences))), []
+        for i in [*range(start, len(sentences)), *range(start)]:
+            if sizes[i] <= room:
+                lines.append(sentences[i])
+                room -= sizes[i]
+            elif room < _SHORTEST:
+                break
+        places = sorted(generator.integers(len(lines) + 1, size=len(hidden)).tolist(), reverse=True)
+        for place, sentence in zip(places, reversed(hidden), strict=True):  # from the last on, so that places hold
+            lines.insert(place, sentence)
+        first, *others = lines
+        segments = [first, *(f" {line}" for line in others), asked, ""]
+        return encode_example(
+            self._encoder, segments, answer, task=self._task, seed=self._seed, index=index, split=split
+        )
+
+
+def _needles(generator: np.random.Generator) -> tuple[list[str], str, str]:
+    things = [_THINGS[i] for i in generator.permutation(len(_THINGS))[:NEEDLES]]
+    numbers = generator.permutation(np.arange(1_000, 10_000))[:NEEDLES].tolist()
+    asked = int(generator.integers(NEEDLES))
+    hidden = [f"The number of the {thing} is {number}." for thing, number in zip(things, numbers, strict=True)]
+    return hidden, f"What is the number of the {things[asked]}?", f" {numbers[asked]}"
+
+
+def _chains(generator: np.random.Generator) -> tuple[list[str], str, str]:
+    names = [_NAMES[i] for i in generator.permutation(len(_NAMES))[: CHAINS * (HOPS + 1)]]
+    chains = [names[start : start + HOPS + 1] for start in range(0, len(names), HOPS + 1)]
+    values = generator.permutation(np.arange(1_000, 10_000))[:CHAINS].tolist()
+    # Whose turn it is: each chain's statements stand in their order.
+    turns = generator.permutation(np.repeat(np.arange(CHAINS), HOPS + 1)).tolist()
+    hidden, done = [], [0] * CHAINS
+    for chain in turns:
+        step, own = done[chain], chains[chain]
+        hidden.append(f"VAR {own[step]} = {f'VAR {own[step - 1]}' if step else values[chain]}.")
+        done[chain] += 1
+    asked = int(generator.integers(CHAINS))
+    answer = "".join(f" {name}" for name in chains[asked])
+    return hidden, f"Which variables have the value {values[asked]}?", answer

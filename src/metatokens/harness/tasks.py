@@ -1,0 +1,109 @@
+"""Tasks for lm-evaluation-harness, written to a folder for its `--include_path`.
+
+For each task and length there is a file of prompts, JSON lines, and the YAML file that describes it to the harness. The
+group `metatokens` is all of them. In a prompt each meta-token is shown as ` _PAUSE_`, which the model reads as one by
+`--model_args marker=_PAUSE_`.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import PreTrainedTokenizerBase
+
+from metatokens.errors import UserError
+from metatokens.evaluation.accuracy import TEST_SEED, test_examples
+from metatokens.files import write_whole
+from metatokens.harness.long_context import LONG_CONTEXT_TASKS, LongContextData
+from metatokens.records import MARKER
+from metatokens.tasks import TASKS
+from metatokens.tasks.example import Example
+
+HARNESS_TASKS = (*TASKS, *LONG_CONTEXT_TASKS)
+GROUP = "metatokens"
+
+
+def write_harness_tasks(
+    out: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    n: int,
+    condition: str,
+    documents: Sequence[str],
+    train: int = 0,
+) -> list[Path]:
+    """Write the folder of tasks.
+
+    Args:
+        out: the folder.
+        tokenizer: of the models to be measured; prompts have (length / 2, length] of its tokens.
+        tasks: of HARNESS_TASKS.
+        lengths: of prompts, in tokens.
+        n: prompts of each; they are those of `metatokens evaluate`.
+        condition: of the four tasks' prompts.
+        documents: what copying copies from, and the haystack of the tasks in long texts.
+        train: examples to write for training on the tasks in long texts, of the first length: records of `finetune`,
+            in `TASK_train.jsonl`.
+
+    Returns:
+        The YAML files, the group's last.
+
+    Raises:
+        UserError: if a task is unknown, no prompt of a length is found, or a prompt's text holds the marker itself.
+    """
+    written = []
+    for task in tasks:
+        if task not in HARNESS_TASKS:
+            raise UserError(f"unknown task {task!r}; the tasks are {', '.join(HARNESS_TASKS)}.")
+        is_long = task in LONG_CONTEXT_TASKS
+        source = LongContextData(task, tokenizer=tokenizer, documents=documents, seed=TEST_SEED) if is_long else None
+        for length in lengths:
+            if source is not None:
+                examples = [source.example(index, length, "test") for index in range(n)]
+            else:
+                examples = test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
+            name = "_".join([GROUP, task, *([] if is_long else [condition]), str(length)])
+            written.append(_write_task(out, name, examples))
+        if source is not None and train:
+            records = [source.example(index, lengths[0], "train").to_record() for index in range(train)]
+            _write_lines(out / f"{task}_train.jsonl", records)
+    group = {"group": GROUP, "task": [path.stem for path in written]}
+    write_whole(out / f"{GROUP}.yaml", yaml.safe_dump(group, sort_keys=False).encode())
+    return [*written, out / f"{GROUP}.yaml"]
+
+
+def _write_task(out: Path, name: str, examples: Sequence[Example]) -> Path:
+    for example in examples:
+        if example.prompt.count(MARKER.strip()) != len(example.markers):
+            raise UserError(f"a prompt of {name} holds {MARKER.strip()} as text; give another corpus.")
+    rows = [{"prompt": example.prompt, "completion": example.completion} for example in examples]
+    _write_lines(out / f"{name}.jsonl", rows)
+    task = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str((out / f"{name}.jsonl").resolve())}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "prompt",
+        "doc_to_target": "{{completion | trim}}",
+        "target_delimiter": "",
+        # One token more than the longest answer with its end, so that a model that does not end there is wrong.
+        "generation_kwargs": {
+            "until": [],
+            "do_sample": False,
+            "max_gen_toks": 1 + max(len(example.input_ids) - example.answer_start for example in examples),
+        },
+        "filter_list": [{"name": "trimmed", "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}]}],
+        "metric_list": [{"metric": "exact_match"}],
+        "metadata": {"version": 1},
+    }
+    write_whole(out / f"{name}.yaml", yaml.safe_dump(task, sort_keys=False).encode())
+    return out / f"{name}.yaml"
+
+
+def _write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())

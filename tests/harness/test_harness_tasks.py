@@ -1,0 +1,155 @@
+"""Tasks for lm-evaluation-harness, without the harness: what the files hold, and what the two in long texts ask."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import PreTrainedTokenizerBase
+
+from metatokens.data.prompts import encode_prompt
+from metatokens.data.tokenizer import load_tokenizer
+from metatokens.errors import UserError
+from metatokens.evaluation.accuracy import test_examples as drawn_examples
+from metatokens.harness.long_context import LongContextData
+from metatokens.harness.tasks import write_harness_tasks
+from metatokens.tasks.curriculum import task_texts
+from metatokens.tasks.example import read_examples
+
+STORY = [" ".join(f'"On day {i} of the year {start} it rained," he said.' for i in range(300)) for start in range(9)]
+LENGTHS = (192, 512, 2048)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load_tokenizer("train:1000", corpus=STORY, extra_texts=task_texts())
+
+
+def read_needle(prompt: str) -> str:
+    thing = re.search(r"What is the number of the (\w+)\?", prompt)
+    assert thing is not None
+    return " " + dict(re.findall(r"The number of the (\w+) is (\d+)\.", prompt))[thing[1]]
+
+
+def follow_variables(prompt: str) -> str:
+    """Run the statements as a program."""
+    values: dict[str, str] = {}
+    for name, other, number in re.findall(r"VAR (\w\w) = (?:VAR (\w\w)|(\d+))\.", prompt):
+        values[name] = values[other] if other else number
+    asked = re.search(r"Which variables have the value (\d+)\?", prompt)
+    assert asked is not None
+    return "".join(f" {name}" for name, value in values.items() if value == asked[1])
+
+
+SOLVERS: dict[str, Callable[[str], str]] = {"needle": read_needle, "variable_tracking": follow_variables}
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("task", SOLVERS)
+def test_an_example_is_answered_by_what_it_hides(task: str, split: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    source = LongContextData(task, tokenizer=tokenizer, documents=STORY)
+    for length in LENGTHS:
+        for index in range(30):
+            example = source.example(index, length, split)
+            assert length * 3 // 4 < example.n_tokens <= length
+            assert encode_prompt(tokenizer, example.prompt, "_PAUSE_") == list(example.input_ids[: example.n_tokens])
+            assert SOLVERS[task](example.prompt) == example.completion
+            assert example == source.example(index, length, split)
+
+
+@pytest.mark.parametrize("task", SOLVERS)
+def test_train_and_test_hide_in_other_sentences(task: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    source = LongContextData(task, tokenizer=tokenizer, documents=STORY)
+    said = {
+        split: {
+            line
+            for index in range(20)
+            for line in source.example(index, 512, split).prompt.split(" _PAUSE_")
+            if "On day" in line
+        }
+        for split in ("train", "test")
+    }
+    assert said["train"]
+    assert said["test"]
+    assert {line.strip() for line in said["train"]}.isdisjoint(line.strip() for line in said["test"])
+
+
+def test_no_place_tells_the_needle(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Whichever of the four numbers is taken, first to last, is right one time in four; depths are spread evenly."""
+    source, hits, depths = LongContextData("needle", tokenizer=tokenizer, documents=STORY), [0] * 4, []
+    for index in range(400):
+        example = source.example(index, 512, "test")
+        numbers = re.findall(r"is (\d+)\.", example.prompt)
+        assert len(set(numbers)) == 4
+        hits[numbers.index(example.completion.strip())] += 1
+        depths.append(example.prompt.index(f"is {example.completion.strip()}.") / len(example.prompt))
+    assert all(60 <= count <= 140 for count in hits)  # 100 +- 4.6 standard deviations
+    assert 0.42 < sum(depths) / len(depths) < 0.58
+    assert {int(depth * 10) for depth in depths} >= set(range(9))
+
+
+def test_the_first_name_tells_no_chain(tokenizer: PreTrainedTokenizerBase) -> None:
+    source = LongContextData("variable_tracking", tokenizer=tokenizer, documents=STORY)
+    first = 0
+    for index in range(400):
+        example = source.example(index, 512, "test")
+        shown = re.search(r"VAR (\w\w) = \d", example.prompt)
+        assert shown is not None
+        first += example.completion.startswith(f" {shown[1]}")
+    assert 150 < first < 250
+
+
+def test_the_files_hold_the_prompts_of_evaluate(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    written = write_harness_tasks(
+        tmp_path,
+        tokenizer,
+        tasks=["list_recall", "needle"],
+        lengths=[128, 256],
+        n=5,
+        condition="landmark",
+        documents=STORY,
+        train=4,
+    )
+    assert [path.name for path in written] == [
+        "metatokens_list_recall_landmark_128.yaml",
+        "metatokens_list_recall_landmark_256.yaml",
+        "metatokens_needle_128.yaml",
+        "metatokens_needle_256.yaml",
+        "metatokens.yaml",
+    ]
+    assert yaml.safe_load(written[-1].read_text(encoding="utf-8"))["task"] == [path.stem for path in written[:-1]]
+    described = yaml.safe_load(written[0].read_text(encoding="utf-8"))
+    lines = Path(described["dataset_kwargs"]["data_files"]["test"]).read_text(encoding="utf-8").splitlines()
+    expected = drawn_examples("list_recall", 128, 5, tokenizer, condition="landmark", documents=[])
+    for line, example in zip(lines, expected, strict=True):
+        row = json.loads(line)
+        assert row == {"prompt": example.prompt, "completion": example.completion}
+        assert encode_prompt(tokenizer, row["prompt"], "_PAUSE_") == list(example.input_ids[: example.n_tokens])
+    records = read_examples(tmp_path / "needle_train.jsonl", tokenizer)
+    assert len(records) == 4
+    assert all(record.n_tokens <= 128 and record.markers for record in records)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "length", "documents", "said"),
+    [
+        (["recall"], 128, STORY, "unknown task 'recall'"),
+        (["needle"], 32, STORY, "cannot be asked in 32 tokens"),
+        (["needle"], 2048, ["It rained. It snowed all of the day."], "sentences to test on"),
+        (
+            ["copying"],
+            128,
+            [f"In the year {i} one wrote _PAUSE_ for a meta-token. " * 40 for i in range(30)],
+            "as text",
+        ),
+    ],
+)
+def test_what_cannot_be_written_is_refused(
+    tasks: list[str], length: int, documents: list[str], said: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=said):
+        write_harness_tasks(
+            tmp_path, tokenizer, tasks=tasks, lengths=[length], n=3, condition="paper", documents=documents
+        )
