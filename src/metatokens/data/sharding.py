@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.corpus import Part, read_part
 from metatokens.data.store import SPLITS, Record, Shard, Split, StoreSettings, is_held_out
-from metatokens.data.tokenizer import encode_text, text_vocab_size
+from metatokens.data.tokenizer import encode_documents, text_vocab_size
 from metatokens.files import sha256_of, write_whole
 from metatokens.machine import worker_context
 
@@ -133,8 +133,8 @@ def _write_shard(work: Work, documents: Iterator[str], part: int, number: int) -
         batch_ids: dict[Split, list[list[int]]] = {split: [] for split in SPLITS}
         for text, text_ids in zip(batch, encoded, strict=True):
             split = _side(text, work.plan)
-            batch_ids[split].append([*text_ids, work.tokenizer.eos_token_id])
-            counts[split].update(documents=1, characters=len(text), tokens=len(text_ids))
+            batch_ids[split].append(text_ids)
+            counts[split].update(documents=1, characters=len(text), tokens=len(text_ids) - 1)  # its end aside
         for split in SPLITS:
             ids[split].append(np.fromiter(chain.from_iterable(batch_ids[split]), dtype))
     if not ids[SPLITS[0]]:
@@ -172,7 +172,7 @@ def _encoded_batches(
     with ThreadPoolExecutor(1) as thread:
         ahead: deque[tuple[list[str], Future[list[list[int]]]]] = deque()
         for batch in batches:
-            ahead.append((batch, thread.submit(encode_text, tokenizer, batch)))
+            ahead.append((batch, thread.submit(encode_documents, tokenizer, batch)))
             if len(ahead) == 2:
                 texts, ids = ahead.popleft()
                 yield texts, ids.result()

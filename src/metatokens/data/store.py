@@ -2,8 +2,8 @@
 
 A store is a folder:
 
-    train/, held_out/   the shards, Arrow IPC files with one column: the ids of documents in a row, the
-                        end-of-text id after each
+    train/, held_out/   the shards, Arrow IPC files with one column: the ids of documents in a row, each behind what
+                        the tokenizer begins a text with, if anything, and the end-of-text id after it
     tokenizer/          the tokenizer, as `save_pretrained` writes it
     manifest.json       settings, counts and the checksum of every file, its own included; put there last, so it
                         marks a complete store

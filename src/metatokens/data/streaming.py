@@ -19,7 +19,7 @@ from metatokens.data.corpus import Part, corpus_parts, read_part
 from metatokens.data.insertion import Placement, insert_meta_tokens, meta_token_count
 from metatokens.data.sharding import batches
 from metatokens.data.store import HELD_OUT, is_held_out
-from metatokens.data.tokenizer import encode_text, load_tokenizer, meta_token_id
+from metatokens.data.tokenizer import encode_documents, load_tokenizer, meta_token_id
 from metatokens.errors import UserError
 from metatokens.files import sha256_of
 from metatokens.machine import process_count, process_rank
@@ -104,8 +104,8 @@ class StreamedBlocks(IterableDataset[dict[str, Any]]):
         tokenizer, size = self._stream.tokenizer, self._window_size
         left: list[int] = []
         for batch in batches(self._documents(epoch, reader, readers), maxsize):
-            for ids in encode_text(tokenizer, batch):
-                left += [*ids, tokenizer.eos_token_id]
+            for ids in encode_documents(tokenizer, batch):
+                left += ids
             whole = len(left) // size
             yield from np.array(left[: whole * size]).reshape(whole, size)
             left = left[whole * size :]

@@ -90,6 +90,12 @@ def beginning_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return next((whole[:start] for start in range(len(whole)) if whole[start : start + len(plain)] == plain), [])
 
 
+def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The ids of each text as the tokenizer begins one, the end-of-text id at its end."""
+    beginning, end = beginning_of(tokenizer), tokenizer.eos_token_id
+    return [[*beginning, *ids, end] for ids in encode_text(tokenizer, texts)]
+
+
 def _splits_at_spaces(backend: Tokenizer) -> bool:
     """Whether a space between two words always starts a new piece, as in GPT-2's vocabulary."""
     cut = backend.pre_tokenizer
@@ -122,11 +128,10 @@ def padded_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _pretrained(name: str, complaint: str) -> PreTrainedTokenizerBase:
-    settings = {"split_special_tokens": True, "add_prefix_space": False}
-    tokenizer = load_plain_tokenizer(name, complaint, **settings)
+    tokenizer = load_plain_tokenizer(name, complaint, split_special_tokens=True)
     if hasattr(tokenizer, "meta_token"):
         return tokenizer
-    return load_plain_tokenizer(name, complaint, **settings, meta_token=META_TOKEN)
+    return load_plain_tokenizer(name, complaint, split_special_tokens=True, meta_token=META_TOKEN)
 
 
 def load_plain_tokenizer(name: str, complaint: str, **settings: Any) -> PreTrainedTokenizerBase:

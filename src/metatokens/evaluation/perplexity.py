@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from metatokens.data.corpus import read_corpus
 from metatokens.data.insertion import IGNORED_LABEL, Placement, insert_meta_tokens, meta_token_count
 from metatokens.data.store import TokenStore
-from metatokens.data.tokenizer import encode_text
+from metatokens.data.tokenizer import encode_documents
 from metatokens.errors import UserError
 from metatokens.model.checkpoint import LanguageModel
 from metatokens.model.logits import logits_at
@@ -150,7 +150,7 @@ def held_out_text(source: str, tokenizer: PreTrainedTokenizerBase, most: int | N
         most: tokens to read; all where not given.
 
     Returns:
-        Token ids, (tokens,) int64, the end-of-text id after each document.
+        Token ids, (tokens,) int64, as `encode_documents` gives them.
 
     Raises:
         UserError: if the source cannot be read, has no text, or is a store made with another tokenizer.
@@ -160,10 +160,9 @@ def held_out_text(source: str, tokenizer: PreTrainedTokenizerBase, most: int | N
         if store.tokenizer.get_vocab() != tokenizer.get_vocab():
             raise UserError(f"the token store {source} was made with another tokenizer than the model's.")
         return store.tokens("held_out")[:most]
-    ends = [tokenizer.eos_token_id]
     documents, count = [], 0
     for text in read_corpus(source):
-        documents.append(np.array(encode_text(tokenizer, [text])[0] + ends))
+        documents.append(np.array(encode_documents(tokenizer, [text])[0]))
         count += len(documents[-1])
         if most is not None and count >= most:
             break

@@ -1,0 +1,102 @@
+"""Tokenizers of other models: what they begin a text with, and how, is kept in corpora, prompts and on disk."""
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase
+
+from metatokens.data.prompts import encode_prompt
+from metatokens.data.store import TokenStore
+from metatokens.data.streaming import StreamedBlocks, TextStream
+from metatokens.data.tokenizer import load_tokenizer
+from metatokens.data.writing import write_token_store
+from metatokens.evaluation.perplexity import held_out_text
+
+TEXTS = [f"the cat number {i} sat on a mat while it rained" for i in range(60)]
+TEMPLATE = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tokenizer like Llama 2's: a token begins a text, and a space its first word."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    special = ["<unk>", "<s>", "</s>"]
+    backend.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=120, special_tokens=special, show_progress=False))
+    tokenizer = LlamaTokenizer(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    tokenizer.chat_template = TEMPLATE
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(str(folder))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "texts.jsonl"
+    path.write_text("".join(f'{{"text": "{text}"}}\n' for text in TEXTS), encoding="utf-8")
+    return path
+
+
+def expected_documents(folder: Path) -> dict[tuple[int, ...], str]:
+    own = AutoTokenizer.from_pretrained(folder)
+    return {(*own(text)["input_ids"], own.eos_token_id): text for text in TEXTS}
+
+
+def documents_in(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = []
+    start = 0
+    for place, token in enumerate(ids):
+        if token == tokenizer.eos_token_id:
+            found.append(tuple(ids[start : place + 1]))
+            start = place + 1
+    return found
+
+
+def test_a_text_has_the_ids_that_transformers_gives(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    own = AutoTokenizer.from_pretrained(folder)
+    assert own.convert_ids_to_tokens(own("the cat")["input_ids"])[:2] == ["<s>", "▁the"]
+    for text in TEXTS:
+        assert encode_prompt(tokenizer, text) == own(text)["input_ids"]
+
+
+def test_saved_again_it_is_what_it_was(folder: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    own, again = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(tmp_path)
+    assert [again(text)["input_ids"] for text in TEXTS] == [own(text)["input_ids"] for text in TEXTS]
+    assert again.chat_template == TEMPLATE
+
+
+def test_the_documents_of_a_store(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, corpus: Path, tmp_path: Path
+) -> None:
+    store = write_token_store(tmp_path / "store", str(corpus), str(folder), held_out=0.2)
+    assert isinstance(store, TokenStore)
+    found = [one for split in ("train", "held_out") for one in documents_in(store.tokens(split)[:].tolist(), tokenizer)]
+    expected = expected_documents(folder)
+    assert sorted(found) == sorted(expected)
+    assert sum(counts.tokens for counts in store.manifest.splits.values()) == sum(len(one) - 1 for one in expected)
+
+
+def test_the_documents_of_a_stream(folder: Path, tokenizer: PreTrainedTokenizerBase, corpus: Path) -> None:
+    stream = TextStream.open(str(corpus), str(folder))
+    blocks = StreamedBlocks(stream, block_size=64, fraction=0, placement="none", seed=0)
+    ids = [token for block in islice(blocks, 5) for token in block["input_ids"].tolist()]
+    found = documents_in(ids, tokenizer)
+    assert len(found) > 5
+    assert set(found) <= set(expected_documents(folder))
+
+
+def test_the_documents_that_perplexity_reads(folder: Path, tokenizer: PreTrainedTokenizerBase, corpus: Path) -> None:
+    found = documents_in(held_out_text(str(corpus), tokenizer).tolist(), tokenizer)
+    assert found == list(expected_documents(folder))
