@@ -230,6 +230,10 @@ MISTAKES = {
     "sample --task parity --tokenizer tokens/tokenizer --out notes": "cannot write to notes: Is a directory",
     f"{EVALUATE} --model model --out text.txt/new.jsonl": "cannot write results to text.txt/new.jsonl: Not a directory",
     "report nowhere.jsonl --out new": "nowhere.jsonl",
+    "harness --model model --out new --tasks recall": "unknown task 'recall'",
+    "harness --model model --out new --tasks needle --lengths 16": "needle cannot be asked in 16 tokens",
+    "harness --model model --out new --lengths 0": "lengths '0' must be",
+    "harness --model model --out text.txt/new --tasks parity --lengths 128 -n 2": "the tasks cannot be written to",
     # a folder in which nobody can write, root included
     f"{PRETRAIN} --out /proc/new": "/proc/new cannot be used as a run folder",
     "finetune --model model --task parity --out /proc/new": "/proc/new cannot be used as a run folder",

@@ -145,6 +145,9 @@ def test_text_is_trained_on_and_analyses_are_refused(base: Path, metatokens: Run
         status, _, error = metatokens(f"{line} --model more --task parity {options} -n 4")
         assert (status, error.count("\n")) == (2, 1), error
         assert "are for this package's own models" in error
+    line = "extend --model more --factor 2 --recipe small_extend --out longer --set data.tokens=tokens"
+    status, _, error = metatokens(line)
+    assert (status, "extend is for this package's own models; this is a LlamaForCausalLM" in error) == (2, True), error
 
 
 def test_a_decoder_without_meta_tokens(base: Path, metatokens: Run, small_corpus: Path) -> None:

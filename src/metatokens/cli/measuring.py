@@ -187,7 +187,6 @@ def harness(
     from metatokens.harness.tasks import HARNESS_TASKS, write_harness_tasks
     from metatokens.tasks.curriculum import documents_for
 
-    out.mkdir(parents=True, exist_ok=True)
     written = write_harness_tasks(
         out,
         load_tokenizer(str(model)),

@@ -53,39 +53,47 @@ def write_harness_tasks(
         The YAML files, the group's last.
 
     Raises:
-        UserError: if a task is unknown, no prompt of a length is found, or a prompt's text holds the marker itself.
+        UserError: if a task is unknown, no prompt of a length is found, a prompt's text holds the marker itself, or the
+            folder cannot be written.
     """
-    written = []
+    drawn: dict[str, list[Example]] = {}
+    records: dict[str, list[Example]] = {}
     for task in tasks:
         if task not in HARNESS_TASKS:
             raise UserError(f"unknown task {task!r}; the tasks are {', '.join(HARNESS_TASKS)}.")
-        is_long = task in LONG_CONTEXT_TASKS
-        source = LongContextData(task, tokenizer=tokenizer, documents=documents, seed=TEST_SEED) if is_long else None
-        for length in lengths:
-            if source is not None:
-                examples = [source.example(index, length, "test") for index in range(n)]
-            else:
-                examples = test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
-            name = "_".join([GROUP, task, *([] if is_long else [condition]), str(length)])
-            written.append(_write_task(out, name, examples))
-        if source is not None and train:
-            records = [source.example(index, lengths[0], "train").to_record() for index in range(train)]
-            _write_lines(out / f"{task}_train.jsonl", records)
-    group = {"group": GROUP, "task": [path.stem for path in written]}
-    write_whole(out / f"{GROUP}.yaml", yaml.safe_dump(group, sort_keys=False).encode())
-    return [*written, out / f"{GROUP}.yaml"]
-
-
-def _write_task(out: Path, name: str, examples: Sequence[Example]) -> Path:
-    for example in examples:
-        if example.prompt.count(MARKER.strip()) != len(example.markers):
+        if task in LONG_CONTEXT_TASKS:
+            source = LongContextData(task, tokenizer=tokenizer, documents=documents, seed=TEST_SEED)
+            for length in lengths:
+                drawn[f"{GROUP}_{task}_{length}"] = [source.example(index, length, "test") for index in range(n)]
+            if train:
+                records[f"{task}_train"] = [source.example(index, lengths[0], "train") for index in range(train)]
+        else:
+            for length in lengths:
+                drawn[f"{GROUP}_{task}_{condition}_{length}"] = test_examples(
+                    task, length, n, tokenizer, condition=condition, documents=documents
+                )
+    for name, examples in drawn.items():
+        if any(example.prompt.count(MARKER.strip()) != len(example.markers) for example in examples):
             raise UserError(f"a prompt of {name} holds {MARKER.strip()} as text; give another corpus.")
-    rows = [{"prompt": example.prompt, "completion": example.completion} for example in examples]
-    _write_lines(out / f"{name}.jsonl", rows)
-    task = {
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, examples in records.items():
+            _write_lines(out / f"{name}.jsonl", [example.to_record() for example in examples])
+        for name, examples in drawn.items():
+            rows = [{"prompt": example.prompt, "completion": example.completion} for example in examples]
+            _write_lines(out / f"{name}.jsonl", rows)
+            _write_yaml(out / f"{name}.yaml", _description(name, out / f"{name}.jsonl", examples))
+        _write_yaml(out / f"{GROUP}.yaml", {"group": GROUP, "task": list(drawn)})
+    except OSError as error:
+        raise UserError(f"the tasks cannot be written to {out}: {error.strerror}.") from error
+    return [out / f"{name}.yaml" for name in (*drawn, GROUP)]
+
+
+def _description(name: str, data: Path, examples: Sequence[Example]) -> dict[str, Any]:
+    return {
         "task": name,
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str((out / f"{name}.jsonl").resolve())}},
+        "dataset_kwargs": {"data_files": {"test": str(data.resolve())}},
         "test_split": "test",
         "output_type": "generate_until",
         "doc_to_text": "prompt",
@@ -101,8 +109,10 @@ def _write_task(out: Path, name: str, examples: Sequence[Example]) -> Path:
         "metric_list": [{"metric": "exact_match"}],
         "metadata": {"version": 1},
     }
-    write_whole(out / f"{name}.yaml", yaml.safe_dump(task, sort_keys=False).encode())
-    return out / f"{name}.yaml"
+
+
+def _write_yaml(path: Path, content: dict[str, Any]) -> None:
+    write_whole(path, yaml.safe_dump(content, sort_keys=False).encode())
 
 
 def _write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:

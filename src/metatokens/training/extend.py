@@ -70,12 +70,18 @@ def apply_yarn(model: MetaGPT2ForCausalLM, factor: float, original_length: int) 
         original_length: tokens that the model was trained on.
 
     Raises:
-        UserError: if the positions are not rotary or scaled already, or the factor gives no longer context.
+        UserError: if the positions are not rotary or scaled already, the factor gives no longer context, or the model
+            is another decoder, whose rotary tables are its own.
     """
     config = model.config
     if config.position_embedding != "rope":
         raise UserError(
             f"the model has position_embedding {config.position_embedding!r}; YaRN extends rotary positions, 'rope'."
+        )
+    if not isinstance(model, MetaGPT2ForCausalLM):
+        raise UserError(
+            f"extend is for this package's own models; this is a {type(model).__name__}. Lengthen its context by "
+            "transformers' means (rope_parameters) before `metatokens retrofit`."
         )
     if config.rope_parameters["rope_type"] != "default":
         raise UserError(

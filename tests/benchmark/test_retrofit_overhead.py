@@ -1,0 +1,25 @@
+"""The script that times a retrofitted model beside its base, at a tiny size."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "retrofit_overhead.py"
+
+
+def test_it_writes_a_line_for_each_comparison(tmp_path: Path) -> None:
+    sizes = ["--hidden", "64", "--layers", "1", "--length", "32", "--new-tokens", "9", "--rounds", "2"]
+    line = [sys.executable, str(SCRIPT), *sizes, "--out", str(tmp_path / "lines.jsonl")]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(one) for one in (tmp_path / "lines.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {(one["measured"], one["against"]) for one in lines} == {
+        ("reading text", "base, reading"),
+        ("reading, 1/8 meta-tokens", "base, reading"),
+        ("generating", "base, generating"),
+        ("generating, meta_every=8", "base, generating"),
+    }
+    # A tiny model has more added than it had: 8 heads of 64 beside a width of 64.
+    assert all(one["parameters"] - one["base_parameters"] == 4 * 64 * 512 + 64 + 64 for one in lines)
+    assert all(one["ratio"] > 0 and one["n"] == 2 for one in lines)
