@@ -19,7 +19,7 @@ from metatokens.data import corpus as corpus_module
 from metatokens.data import sharding, writing
 from metatokens.data.corpus import corpus_parts, read_corpus, read_part
 from metatokens.data.store import TokenStore
-from metatokens.data.tokenizer import encode_text
+from metatokens.data.tokenizer import encode_documents
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.files import exclusive
@@ -74,9 +74,9 @@ def test_a_store_cut_off_at_any_file_ends_like_one_that_was_not(
 
     def noting(tokenizer, texts):
         encoded.extend(texts)
-        return encode_text(tokenizer, texts)
+        return encode_documents(tokenizer, texts)
 
-    monkeypatch.setattr(sharding, "encode_text", noting)
+    monkeypatch.setattr(sharding, "encode_documents", noting)
     for at in count(1):
         with monkeypatch.context() as patch, suppress(CutOff):
             patch.setattr(os, "replace", interrupting(os.replace, at))
@@ -130,7 +130,7 @@ def test_a_replacement_cut_off_half_way_does_not_pass_for_a_store(
     else:
         with pytest.raises(UserError, match="holds no complete token store"):
             TokenStore.open(out)
-        monkeypatch.setattr(sharding, "encode_text", None)  # nothing is encoded again
+        monkeypatch.setattr(sharding, "encode_documents", None)  # nothing is encoded again
     write_token_store(out, **three_parts, overwrite=True)
     assert contents(out) == contents(undisturbed)
 
@@ -253,11 +253,11 @@ SCRIPT = """if True:
     from pathlib import Path
     from metatokens.data import corpus, sharding, writing
 
-    def slow(tokenizer, texts, encode=sharding.encode_text):
+    def slow(tokenizer, texts, encode=sharding.encode_documents):
         time.sleep(0.05)
         return encode(tokenizer, texts)
 
-    corpus.PART_BYTES, writing.SHARD_CHARACTERS, sharding.encode_text = 2_000, 400, slow
+    corpus.PART_BYTES, writing.SHARD_CHARACTERS, sharding.encode_documents = 2_000, 400, slow
     if __name__ == "__main__":
         writing.write_token_store(Path(sys.argv[1]), **json.loads(sys.argv[2]))
 """

@@ -37,4 +37,4 @@ def test_meta_attention_does_something_at_meta_tokens_and_behind_them(name: str)
     assert error(before[0, 3], after[0, 3]) > 0.01
     later = ids.clone()
     later[:, 20:] = META
-    assert torch.equal(logits(model, later)[:, :20], after[:, :20])  # nothing is seen ahead of time
+    assert error(logits(model, later)[:, :20], after[:, :20]) < 1e-5  # nothing is seen ahead of time
