@@ -33,7 +33,7 @@ def test_meta_attention_does_something_at_meta_tokens_and_behind_them(name: str)
     ids, model = with_meta_tokens(), retrofitted(name)
     start = add_meta_attention(base(name), meta_token_id=META, heads=2, head_size=16)
     before, after = logits(start, ids), logits(model, ids)
-    assert error(before[0, :3], after[0, :3]) == 0.0
+    assert error(before[0, :3], after[0, :3]) < 1e-5
     assert error(before[0, 3], after[0, 3]) > 0.01
     later = ids.clone()
     later[:, 20:] = META

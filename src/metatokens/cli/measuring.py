@@ -179,9 +179,9 @@ def harness(
         ),
     ] = 0,
 ) -> None:
-    """Write the tasks, and two in long texts, for lm-evaluation-harness.
+    """Write tasks for lm-evaluation-harness.
 
-    Then lm_eval --model metatokens --include_path DIR --tasks metatokens.
+    The four, and two in long texts. Then lm_eval --model metatokens --include_path DIR --tasks metatokens.
     """
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.harness.tasks import HARNESS_TASKS, write_harness_tasks
