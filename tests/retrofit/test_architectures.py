@@ -1,7 +1,6 @@
 """Decoders of transformers with meta-attention: nothing changes but at meta-tokens, and all ways to run them agree."""
 
 import pytest
-import torch
 
 from metatokens import add_meta_attention
 from tests.retrofit.architectures import (
