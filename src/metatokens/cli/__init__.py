@@ -13,8 +13,9 @@ from typing import Annotated
 import typer
 
 from metatokens.cli.benchmarking import benchmark
+from metatokens.cli.looking import generate, sample
 from metatokens.cli.making import extend, finetune, plot, pretrain, report, reproduce, retrofit, tokenize
-from metatokens.cli.measuring import analyze, evaluate, generate, harness, perplexity, sample
+from metatokens.cli.measuring import analyze, evaluate, harness, perplexity
 from metatokens.cli.output import say
 from metatokens.errors import UserError
 from metatokens.machine import process_count

@@ -1,6 +1,5 @@
 """Models of this package, and others with meta-tokens, in lm-evaluation-harness: `--model metatokens`."""
 
-from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -144,10 +143,6 @@ class MetaTokensLM(HFLM):
         for i, row in enumerate(rows):
             ids[i, -len(row) :], mask[i, -len(row) :] = torch.tensor(row), 1
         return ids, mask
-
-    def tok_decode(self, tokens: Iterable[int] | int, skip_special_tokens: bool = True) -> str:
-        """The text of ids, without meta-tokens."""
-        return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Logits for the token of text after each of `inps`, (rows, tokens, vocabulary)."""
