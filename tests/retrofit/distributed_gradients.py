@@ -39,4 +39,7 @@ def compute(kind: str, out: Path) -> None:
     own = {name: one.full_tensor() if kind == "fsdp" else one for name, one in own.items()}
     if rank == 0:
         torch.save(own, out)
+    # The wrapper holds the group. Were it the last to, the group's threads would be waited for with the interpreter's
+    # lock held, which they may want too.
+    del model
     distributed.destroy_process_group()
