@@ -128,9 +128,13 @@ def test_a_rank_that_is_none_is_refused(base: Path, metatokens: Run) -> None:
     assert metatokens(RETROFIT)[0] == 0
     status, _, error = metatokens(f"{FINETUNE} --model model --out tuned --task parity --lora 16")
     assert (status, "--lora '16' must be rank=N" in error) == (2, True)
+    more = "--task parity --lora rank=2 --set training.fsdp=true"
+    status, _, error = metatokens(f"{FINETUNE} --model model --out tuned {more}")
+    assert (status, error.count("\n")) == (2, 1), error
+    assert "training.lora_rank does not go with training.fsdp" in error
 
 
-def test_text_is_trained_on_and_analyses_are_refused(base: Path, metatokens: Run, small_corpus: Path) -> None:
+def test_text_is_trained_on_and_the_model_analysed(base: Path, metatokens: Run, small_corpus: Path) -> None:
     assert metatokens(RETROFIT)[0] == 0
     status, _, error = metatokens(f"tokenize --corpus {small_corpus} --tokenizer model --out tokens --workers 1")
     assert status == 0, error
@@ -140,11 +144,19 @@ def test_text_is_trained_on_and_analyses_are_refused(base: Path, metatokens: Run
     assert metatokens("plot more --out curves.png")[0] == 0
     before, after = load_file("model/model.safetensors"), load_file("more/model.safetensors")
     assert {"meta_" in name for name in before if not torch.equal(before[name], after[name])} == {True}
-    for line in ("analyze sharpness", "analyze residual", "analyze rate-distortion", "evaluate --intervention no_pos"):
-        options = "--length 64" if line.startswith("analyze") else "--lengths 64"
-        status, _, error = metatokens(f"{line} --model more --task parity {options} -n 4")
-        assert (status, error.count("\n")) == (2, 1), error
-        assert "are for this package's own models" in error
+    for kind, metric in (("sharpness", "premise_holds"), ("residual", "attention_weight")):
+        line = f"analyze {kind} --model more --task parity --length 64 -n 4 --out {kind}.jsonl"
+        status, _, error = metatokens(line)
+        assert status == 0, error
+        found = [
+            one for one in map(json.loads, Path(f"{kind}.jsonl").read_text().splitlines()) if one["metric"] == metric
+        ]
+        assert {one["module"] for one in found} == {"attention", "second_attention"}
+    line = "analyze rate-distortion --model more --task parity --length 64 -n 70 --fits 1 --intervention no_embed"
+    assert metatokens(line)[0] == 0
+    status, _, error = metatokens("evaluate --intervention no_pos --model more --task parity --lengths 64 -n 4")
+    assert (status, error.count("\n")) == (2, 1), error
+    assert "no_pos is for this package's own models" in error
     line = "extend --model more --factor 2 --recipe small_extend --out longer --set data.tokens=tokens"
     status, _, error = metatokens(line)
     assert (status, "extend is for this package's own models; this is a LlamaForCausalLM" in error) == (2, True), error

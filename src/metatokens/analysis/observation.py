@@ -1,16 +1,26 @@
-"""What a model does with one prompt, read off by hooks: states, attention logits, where the meta-tokens stand."""
+"""What a model does with one prompt: states, attention logits, and what the head says, read off as they pass.
 
-from contextlib import ExitStack
+It is read where every model has the same parts: at its blocks, at the attention function that transformers lets a
+caller choose by name, and at the meta-attention modules of this package. So any decoder can be observed whose attention
+is computed by such a function; BLOOM, Falcon, GPT-J, GPT-Neo and MPT are among the few that compute it themselves.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
 
 from metatokens.errors import UserError
-from metatokens.model.attention import Attention
-from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.model.attention import CausalAttention, MetaAttention
+from metatokens.model.retrofit.classes import decoder_of
 from metatokens.tasks.example import Example
+
+_FUNCTION = "metatokens_observed"  # the attention function's name while a model is observed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +65,20 @@ class AttentionInputs:
     Attributes:
         queries, keys: (heads, rows, head size) float64, positions applied.
         positions: (rows,) int64, where the rows stand in the prompt; all positions, or the meta-tokens'.
-        scaling: 1 / sqrt(head size).
+        scaling: what their products are multiplied by, mostly 1 / sqrt(head size).
+        softcap: c, where a logit x is made c tanh(x / c), as in Gemma 2; None: it is not.
+        mask: (rows, rows) float64, added to the logits; None: -inf where the key comes later.
     """
 
     queries: Tensor
     keys: Tensor
     positions: Tensor
     scaling: float
+    softcap: float | None = None
+    mask: Tensor | None = None
 
     def logits(self, rows: Tensor) -> Tensor:
-        """What softmax is taken of in some rows: q k^T / sqrt(d), and -inf where the key comes later.
+        """What softmax is taken of in some rows: q k^T / sqrt(d), and -inf where a key is not seen.
 
         Args:
             rows: (n,) int64, which of the rows.
@@ -73,6 +87,10 @@ class AttentionInputs:
             (heads, n, rows) float64.
         """
         logits = self.queries[:, rows] @ self.keys.transpose(1, 2) * self.scaling
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        if self.mask is not None:
+            return logits + self.mask[rows]
         later = torch.arange(len(self.positions), device=rows.device) > rows[:, None]
         return logits.masked_fill(later, -torch.inf)
 
@@ -83,44 +101,101 @@ class Observation:
 
     Attributes:
         states: the residual stream before the first block and after each, (length, width) float64.
-        attention: by name of the module in its block and number of the block.
-        final: what the head reads, (length, width).
+        attention: by name of the module, `attention` or `second_attention`, and number of the block.
+        logits: of what follows each meta-token, (metas, vocabulary); the meta-token's own mean nothing.
     """
 
     states: list[Tensor]
     attention: dict[tuple[str, int], AttentionInputs]
-    final: Tensor
+    logits: Tensor
 
 
 @torch.inference_mode()
-def observe(model: MetaGPT2ForCausalLM, ids: Tensor) -> Observation:
-    """Run a model on one prompt, (length,), and note what passes.
+def observe(model: PreTrainedModel, prompt: Prompt) -> Observation:
+    """Run a model on one prompt, and note what passes.
 
     The model is put into evaluation mode; its code and its weights stay as they are.
 
     Raises:
-        UserError: if the prompt is longer than the model's learned positions.
+        UserError: if the prompt is longer than the model's learned positions, or the model computes its attention in
+            a way that is not read here.
     """
     model.eval()
+    _, blocks = decoder_of(model)
     states: list[Tensor] = []
     attention: dict[tuple[str, int], AttentionInputs] = {}
+    everywhere = torch.arange(len(prompt.ids))
 
-    def note_state(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-        states.append(args[0][0].double())
+    def note_input(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        states.append((args[0] if args else kwargs["hidden_states"])[0].double())
 
-    def note_attention(module: Attention, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-        q, k, _ = module.project(args[0], kwargs["rotary"], log_keys=kwargs["log_keys"])
-        rows = kwargs.get("rows")
-        positions = torch.arange(len(ids), device=q.device) if rows is None else rows.index[0]
-        name = "attention" if module is model.model.layers[module.layer_index].attention else "second_attention"
-        inputs = AttentionInputs(q[0].double(), k[0].double(), positions, module.scaling)
-        attention[name, module.layer_index] = inputs
+    def note_output(block: nn.Module, args: tuple, output: Any) -> None:
+        states.append((output[0] if isinstance(output, tuple) else output)[0].double())
+
+    def note_meta_attention(module: MetaAttention, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
+        q, k, _ = module.project(args[0], kwargs["rotary"], log_keys=kwargs.get("log_keys"))
+        inputs = AttentionInputs(q[0].double(), k[0].double(), kwargs["rows"].index[0], module.scaling)
+        attention["second_attention", module.layer_index] = inputs
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """An attention function of transformers, as plain as can be."""
+        if kwargs.get("s_aux") is not None:
+            raise UserError(f"the attention of a {type(model).__name__} has sinks, which are not read here.")
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        mask = None
+        if attention_mask is not None:
+            mask = attention_mask[0, 0].double()
+            mask = mask.masked_fill(mask <= torch.finfo(attention_mask.dtype).min, -torch.inf)
+        inputs = AttentionInputs(
+            query[0].double(), key[0].double(), everywhere.to(query.device), scaling, softcap, mask
+        )
+        name = "second_attention" if isinstance(module, CausalAttention) and module.second else "attention"
+        attention[name, len(states) - 1] = inputs
+        weights = inputs.logits(inputs.positions).softmax(dim=-1).to(value.dtype)
+        return (weights @ value[0]).transpose(0, 1)[None], None
 
     with ExitStack() as hooks:
-        for module in (*model.model.layers, model.model.norm):  # each is given the residual stream
-            hooks.enter_context(module.register_forward_pre_hook(note_state, with_kwargs=True))
+        hooks.enter_context(_attending(model, attend))
+        for block in blocks:
+            hooks.enter_context(block.register_forward_pre_hook(note_input, with_kwargs=True))
+        hooks.enter_context(blocks[-1].register_forward_hook(note_output))
         for module in model.modules():
-            if isinstance(module, Attention):
-                hooks.enter_context(module.register_forward_pre_hook(note_attention, with_kwargs=True))
-        final = model.model(ids[None].to(model.device), use_cache=False).last_hidden_state[0]
-    return Observation(states, attention, final)
+            if isinstance(module, MetaAttention):
+                hooks.enter_context(module.register_forward_pre_hook(note_meta_attention, with_kwargs=True))
+        # Of all positions, since the last block of this package's models computes only those that are asked for.
+        logits = model(prompt.ids[None].to(model.device), use_cache=False).logits[0, prompt.metas]
+    if not attention:
+        raise _unreadable(model)
+    return Observation(states, attention, logits)
+
+
+@contextmanager
+def _attending(model: PreTrainedModel, attend: Any) -> Iterator[None]:
+    """Let a model compute its attention by a function of transformers' kind."""
+    if not model._can_set_attn_implementation():
+        raise _unreadable(model)
+    before = model.config._attn_implementation
+    AttentionInterface.register(_FUNCTION, attend)
+    AttentionMaskInterface.register(_FUNCTION, eager_mask)
+    try:
+        model.set_attn_implementation(_FUNCTION)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _unreadable(model: PreTrainedModel) -> UserError:
+    return UserError(
+        f"a {type(model).__name__} computes its attention itself, where it cannot be read; of the analyses, "
+        "rate-distortion alone is possible."
+    )

@@ -25,13 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, softplus
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from metatokens.analysis.observation import Prompt
 from metatokens.analysis.samples import About, summary
 from metatokens.errors import UserError
 from metatokens.evaluation.perplexity import unigram_entropy
 from metatokens.model.interventions import Intervention, intervene
-from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.model.retrofit.classes import decoder_of
 from metatokens.records import Measurement, Part
 from metatokens.tasks.example import Example
 
@@ -145,7 +146,7 @@ def score(bottleneck: Bottleneck, states: Tensor, answers: Tensor, *, seed: int)
 
 @torch.inference_mode()
 def final_states(
-    model: MetaGPT2ForCausalLM, examples: Sequence[Example], *, tokens_per_batch: int = 16_384
+    model: PreTrainedModel, examples: Sequence[Example], *, tokens_per_batch: int = 16_384
 ) -> dict[str, Tensor]:
     """What the head reads at the last meta-token of each prompt (`meta`) and at the text token before it (`text`).
 
@@ -164,19 +165,21 @@ def final_states(
     prompts = [Prompt.of(example, model.config.meta_token_id) for example in examples]
     places = torch.tensor([(prompt.text_before(prompt.metas[-1]), prompt.metas[-1]) for prompt in prompts])
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
-    states = torch.empty(len(prompts), 2, model.config.hidden_size)
+    decoder, _ = decoder_of(model)
+    parts = []
     batch = max(1, tokens_per_batch // max(len(prompt.ids) for prompt in prompts))
     for start in range(0, len(order), batch):
         rows = order[start : start + batch]
         # Padding is on the right, where causal attention never looks, so no mask is needed.
         ids = pad_sequence([prompts[row].ids for row in rows], batch_first=True)
-        hidden = model.model(ids.to(model.device), use_cache=False).last_hidden_state.float().cpu()
-        states[rows] = hidden[torch.arange(len(rows))[:, None], places[rows]]
+        hidden = decoder(input_ids=ids.to(model.device), use_cache=False).last_hidden_state.float().cpu()
+        parts.append(hidden[torch.arange(len(rows))[:, None], places[rows]])
+    states = torch.cat(parts)[torch.tensor(order).argsort()]
     return {"text": states[:, 0], "meta": states[:, 1]}
 
 
 def rate_distortion(
-    model: MetaGPT2ForCausalLM,
+    model: PreTrainedModel,
     examples: Sequence[Example],
     about: About,
     *,

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
+from transformers import PreTrainedModel
 
 from metatokens.analysis.observation import AttentionInputs, Observation, Prompt, observe
 from metatokens.analysis.samples import About, Samples
-from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.records import KeyClass, Measurement
 from metatokens.tasks.example import Example
 
@@ -25,7 +25,7 @@ DISTANCES = (*range(1, 17), *(2**i for i in range(5, 21)))  # each holds those a
 NEAR = 8  # text tokens before the final meta-token, most of them the question's
 
 
-def residual(model: MetaGPT2ForCausalLM, examples: Sequence[Example], about: About) -> list[Measurement]:
+def residual(model: PreTrainedModel, examples: Sequence[Example], about: About) -> list[Measurement]:
     """States of the residual stream, and what the final meta-token attends to, averaged over examples.
 
     - `similarity` and `similarity_centred`: cosine of the state of each meta-token (`subject` meta; `marker` says
@@ -42,12 +42,12 @@ def residual(model: MetaGPT2ForCausalLM, examples: Sequence[Example], about: Abo
         about: fields of the records.
 
     Raises:
-        UserError: if a prompt has no meta-token, or is longer than the model's learned positions.
+        UserError: if a prompt has no meta-token, or the model cannot be observed on it (`observe`).
     """
     samples = Samples()
     for number, example in enumerate(examples):
         prompt = Prompt.of(example, model.config.meta_token_id)
-        seen = observe(model, prompt.ids)
+        seen = observe(model, prompt)
         _similarities(samples, number, prompt, seen)
         _attention_of_final(samples, number, prompt, seen)
         if number == 0:
@@ -107,18 +107,20 @@ def _similarities(samples: Samples, number: int, prompt: Prompt, seen: Observati
 
 def _attention_of_final(samples: Samples, number: int, prompt: Prompt, seen: Observation) -> None:
     classes = np.array(key_classes(prompt))
+    described = set()  # a module's keys are the same in every layer
     for (module, layer), inputs in seen.attention.items():
         weights = _final_weights(prompt, inputs)
         among = classes[inputs.positions[: weights.shape[1]].cpu().numpy()]
         possible = get_args(KeyClass) if len(inputs.positions) == len(prompt.ids) else ("itself", "earlier_meta")
         for keys in possible:
             here = torch.from_numpy(among == keys)
-            if layer == 0:
+            if module not in described:
                 samples.add(
                     number, here.double().mean(), metric="attention_weight_if_uniform", module=module, keys=keys
                 )
             for head, weight in enumerate(weights[:, here].sum(dim=1)):
                 samples.add(number, weight, metric="attention_weight", module=module, layer=layer, head=head, keys=keys)
+        described.add(module)
 
 
 def _heat_maps(samples: Samples, prompt: Prompt, seen: Observation) -> None:

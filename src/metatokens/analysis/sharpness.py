@@ -15,12 +15,11 @@ from itertools import product
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from metatokens.analysis.observation import AttentionInputs, Observation, Prompt, observe
 from metatokens.analysis.samples import About, Samples
-from metatokens.model.attention import linear
 from metatokens.model.interventions import Intervention, intervene
-from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.records import Measurement
 from metatokens.tasks.example import Example
 
@@ -66,7 +65,7 @@ def entropy_bound(margin: Tensor, count: int) -> Tensor:
     return torch.special.entr(p) + torch.special.entr(rest) + rest * math.log(count - 1)
 
 
-def sharpness(model: MetaGPT2ForCausalLM, examples: Sequence[Example], about: About) -> list[Measurement]:
+def sharpness(model: PreTrainedModel, examples: Sequence[Example], about: About) -> list[Measurement]:
     """What the meta-tokens' embeddings change, all of a prompt's being zeroed at once, averaged over examples.
 
     By attention module, layer and head, and over all layers and heads of a module together:
@@ -94,17 +93,17 @@ def sharpness(model: MetaGPT2ForCausalLM, examples: Sequence[Example], about: Ab
         about: fields of the records.
 
     Raises:
-        UserError: if a prompt has no meta-token, or is longer than the model's learned positions.
+        UserError: if a prompt has no meta-token, or the model cannot be observed on it (`observe`).
     """
     samples = Samples()
     for number, example in enumerate(examples):
         prompt = Prompt.of(example, model.config.meta_token_id)
-        kept = observe(model, prompt.ids)
+        kept = observe(model, prompt)
         with intervene(model, Intervention("no_embed")):
-            zeroed = observe(model, prompt.ids)
+            zeroed = observe(model, prompt)
         for (module, layer), inputs in kept.attention.items():
             _compare_attention(samples, number, prompt, inputs, zeroed.attention[module, layer], module, layer)
-        _compare_outputs(samples, number, prompt, model, kept, zeroed)
+        _compare_outputs(samples, number, prompt, model.config.meta_token_id, kept, zeroed)
     return samples.measurements(analysis="sharpness", position_embedding=model.config.position_embedding, **about)
 
 
@@ -120,7 +119,10 @@ def _compare_attention(
     metas = prompt.is_meta.to(kept.positions.device)[kept.positions].nonzero()[:, 0]
     rows = torch.arange(max(1, int(metas[0])), len(kept.positions), device=metas.device)
     before, after = (inputs.logits(rows) for inputs in (zeroed, kept))  # (heads, rows, keys)
-    sees = metas <= rows[:, None]  # (rows, metas)
+    seen = before[0].isfinite()  # not all earlier keys, where attention has a window
+    sees = seen[:, metas]
+    counted = sees.any(dim=1) & (seen.sum(dim=1) > 1)
+    before, after, sees = before[:, counted], after[:, counted], sees[counted]  # `sees` is (rows, metas)
     boosts = torch.stack(
         [
             log_odds(after, index) - log_odds(before, index)
@@ -152,11 +154,11 @@ def _compare_attention(
 
 @torch.inference_mode()
 def _compare_outputs(
-    samples: Samples, number: int, prompt: Prompt, model: MetaGPT2ForCausalLM, kept: Observation, zeroed: Observation
+    samples: Samples, number: int, prompt: Prompt, meta_token_id: int, kept: Observation, zeroed: Observation
 ) -> None:
-    after, before = (linear(model.lm_head, seen.final[prompt.metas]).double() for seen in (kept, zeroed))
+    after, before = (seen.logits.double() for seen in (kept, zeroed))
     for logits in (after, before):
-        logits[:, model.config.meta_token_id] = -torch.inf
+        logits[:, meta_token_id] = -torch.inf
     values = {
         "output_top_logit_change": after.amax(-1) - before.amax(-1),
         "output_entropy_kept": entropy(after),

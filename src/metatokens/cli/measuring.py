@@ -203,7 +203,7 @@ def analyze(
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.accuracy import test_examples
     from metatokens.model.checkpoint import load_model
-    from metatokens.model.interventions import Intervention, check_own
+    from metatokens.model.interventions import Intervention
     from metatokens.tasks.curriculum import documents_for
     from metatokens.training.finetune import check_meta_token, training_of
 
@@ -213,7 +213,6 @@ def analyze(
         raise UserError("--intervention goes with rate-distortion alone.")
     check_results_file(out)
     loaded, tokenizer = load_model(model), load_tokenizer(str(model))
-    check_own(loaded)
     check_meta_token(loaded.config, tokenizer, model)
     count = n or (2_500 if kind == "rate-distortion" else 100)
     documents = documents_for(task, corpus)

@@ -18,10 +18,9 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from metatokens.errors import UserError
-from metatokens.model.configuration import MetaGPT2Config
-from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import Rotary
 
@@ -88,13 +87,13 @@ class Intervention:
 
 
 @contextmanager
-def intervene(model: MetaGPT2ForCausalLM, intervention: Intervention | None, *, seed: int = 0) -> Iterator[None]:
+def intervene(model: PreTrainedModel, intervention: Intervention | None, *, seed: int = 0) -> Iterator[None]:
     """Run a model with an intervention, from `generate()` too, as long as the context lasts.
 
     Keys that are cached while it lasts keep it. Contexts can be nested: the inner one changes what the outer one left.
 
     Args:
-        model: any checkpoint; left as it was.
+        model: of this package, or for `no_embed` any other with a meta-token; left as it was.
         intervention: what to do; None does nothing.
         seed: of the noise. That of position t is row t of `numpy.random.default_rng(seed).standard_normal((T, width))`
             in float32, whatever T; so it depends neither on the batch nor on what is cached.
@@ -105,14 +104,13 @@ def intervene(model: MetaGPT2ForCausalLM, intervention: Intervention | None, *, 
     if intervention is None:
         yield
         return
-    check_own(model)
-    _check(intervention, model.config)
-    hooks, base = _Hooks(intervention, model.config, seed), model.model
-    handles = [base.embed_tokens.register_forward_hook(hooks.on_embedding)]
-    if intervention.kind != "no_embed" and base.learned_positions is not None:
-        handles.append(base.learned_positions.register_forward_hook(hooks.on_learned))
-    if intervention.kind != "no_embed" and base.rotary_emb is not None:
-        handles.append(base.rotary_emb.register_forward_hook(hooks.on_rotary))
+    _check(intervention, model)
+    hooks = _Hooks(intervention, model.config, seed)
+    handles = [model.get_input_embeddings().register_forward_hook(hooks.on_embedding)]
+    if intervention.kind != "no_embed" and model.model.learned_positions is not None:
+        handles.append(model.model.learned_positions.register_forward_hook(hooks.on_learned))
+    if intervention.kind != "no_embed" and model.model.rotary_emb is not None:
+        handles.append(model.model.rotary_emb.register_forward_hook(hooks.on_rotary))
     try:
         yield
     finally:
@@ -120,24 +118,18 @@ def intervene(model: MetaGPT2ForCausalLM, intervention: Intervention | None, *, 
             handle.remove()
 
 
-def check_own(model: object) -> None:
-    """Refuse a model whose insides are not known here, as those of a retrofitted one.
-
-    Raises:
-        UserError: if it is one.
-    """
-    if not isinstance(model, MetaGPT2ForCausalLM | GPTNeoForCausalLM):
-        raise UserError(
-            f"interventions and analyses are for this package's own models; this is a {type(model).__name__}."
-        )
-
-
 def zero_positions(model: MetaGPT2ForCausalLM) -> AbstractContextManager[None]:
     """Run a model without positions at the meta-tokens: the intervention `no_pos`."""
     return intervene(model, Intervention("no_pos"))
 
 
-def _check(intervention: Intervention, config: MetaGPT2Config) -> None:
+def _check(intervention: Intervention, model: PreTrainedModel) -> None:
+    config = model.config
+    if intervention.kind != "no_embed" and not isinstance(model, MetaGPT2ForCausalLM):
+        raise UserError(
+            f"{intervention} is for this package's own models, whose positions it knows; of a {type(model).__name__} "
+            "only no_embed is possible."
+        )
     if intervention.kind != "no_embed" and config.position_embedding == "none":
         raise UserError(
             f"{intervention} is about positions, and this model has position_embedding 'none'; only no_embed applies."
@@ -149,7 +141,7 @@ def _check(intervention: Intervention, config: MetaGPT2Config) -> None:
 class _Hooks:
     """What replaces the outputs of the embedding (always called first), the learned table and the rotary tables."""
 
-    def __init__(self, intervention: Intervention, config: MetaGPT2Config, seed: int):
+    def __init__(self, intervention: Intervention, config: Any, seed: int):
         self.kind, self.scale, self.raw = intervention.kind, intervention.scale, intervention.raw
         self.everywhere = intervention.kind == "noise" and not intervention.meta_only
         self.meta_token_id = -1 if config.meta_token_id is None else config.meta_token_id
