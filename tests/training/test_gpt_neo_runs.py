@@ -196,7 +196,7 @@ def test_a_length_beyond_its_positions_has_no_figure(small_store: TokenStore, tm
 MISTAKES = {
     "evaluate --model neo --task parity --lengths 64,128 -n 2": "a sequence of 128 tokens is longer than the 72",
     "evaluate --model neo --task parity --lengths 64 -n 2 --intervention no_pos": "for this package's own models",
-    "analyze residual --model neo --task parity --length 64 -n 2": "for this package's own models",
+    "analyze residual --model neo --task parity --length 64 -n 2": "computes its attention itself",
     "finetune --model neo --task parity --train-lengths 128 --out new": "longer than the 72 learned positions",
     "finetune --model padded --task parity --out new": "meta_token_id 772, and its tokenizer's meta-token is 768",
     "finetune --model hf:a/b/c --task parity --out new": "the Hugging Face Hub gave no model 'a/b/c'",
