@@ -1,0 +1,76 @@
+#!/bin/sh
+# What meta-attention adds to a Llama that was pretrained without it: list recall and parity, two seeds.
+#
+#     sh results/retrofit/run.sh runs/retrofit 'c4/*.jsonl.gz'
+#
+# Two processes of one thread. The same command goes on where it was cut off.
+set -eu
+out=$1 corpus=$2 here=$(dirname "$0")
+export OMP_NUM_THREADS=1
+mkdir -p "$out"
+
+if [ ! -f "$out/base/manifest.json" ]; then
+    metatokens tokenize --corpus "$corpus" --tokenizer train:4096 --out "$out/tokens" --workers 2
+    python - "$out" <<'PYTHON'
+import sys
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from metatokens.data.tokenizer import load_tokenizer
+
+out = sys.argv[1]
+tokenizer = load_tokenizer(f"{out}/tokens/tokenizer")
+torch.manual_seed(0)
+config = LlamaConfig(
+    vocab_size=4096,
+    hidden_size=256,
+    intermediate_size=704,
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+    bos_token_id=tokenizer.eos_token_id,
+    eos_token_id=tokenizer.eos_token_id,
+    max_position_embeddings=1024,
+)
+LlamaForCausalLM(config).save_pretrained(f"{out}/untrained")
+tokenizer.save_pretrained(f"{out}/untrained")
+PYTHON
+    OMP_NUM_THREADS=2 metatokens pretrain --recipe small --init "$out/untrained" --out "$out/base" \
+        --set data.tokens="$out/tokens" --set data.placement=none --set data.block_size=256 \
+        --set training.per_device_train_batch_size=16 --set training.max_steps=1200 \
+        --set training.learning_rate=1e-3 --set training.min_learning_rate=1e-4 \
+        --set training.eval_steps=200
+fi
+[ -f "$out/meta/manifest.json" ] || metatokens retrofit --model "$out/base" --heads 8 --head-size 32 --out "$out/meta"
+[ -f "$out/pause/manifest.json" ] || metatokens retrofit --model "$out/base" --layers none --out "$out/pause"
+
+# An arm is a retrofitted model and what of it is trained: what was added, or that and adapters in the base.
+arm() { # name, model, options
+    name=$1 model=$2
+    shift 2
+    for task in list_recall parity; do
+        run="$out/$name-$task-seed$seed"
+        metatokens finetune --recipe "$here/recipe.yaml" --model "$out/$model" --task $task --out "$run" \
+            --set training.seed=$seed "$@"
+        [ -f "$run/results.jsonl" ] && continue
+        rm -f "$run/unfinished.jsonl"
+        metatokens evaluate --model "$run/128" --task $task --lengths 128,256,512,1024 -n 500 --name "$name" \
+            --out "$run/unfinished.jsonl" >/dev/null
+        mv "$run/unfinished.jsonl" "$run/results.jsonl"
+    done
+}
+
+both() {
+    arm meta meta
+    arm meta+lora meta --lora rank=16
+    arm lora pause --lora rank=16
+    arm pause pause
+}
+
+(seed=0 && both) & first=$!
+(seed=1 && both) & second=$!
+wait $first
+wait $second
+cat "$out"/*-seed[01]/results.jsonl
