@@ -4,6 +4,7 @@ import peft
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from metatokens import add_meta_attention
 from metatokens.analysis.observation import AttentionInputs, Prompt, observe
@@ -70,8 +71,10 @@ def test_what_cannot_be_read_is_refused_and_the_model_stays_as_it_was(name: str)
 
 def test_the_model_stays_as_it_was() -> None:
     model, before = retrofitted("llama").train(), logits(retrofitted("llama"), with_meta_tokens())
+    known = set(ALL_ATTENTION_FUNCTIONS)
     observe(model, prompt())
     assert not model.training
+    assert set(ALL_ATTENTION_FUNCTIONS) == known
     assert torch.equal(logits(model, with_meta_tokens()), before)
 
 

@@ -148,10 +148,8 @@ def test_text_is_trained_on_and_the_model_analysed(base: Path, metatokens: Run, 
         line = f"analyze {kind} --model more --task parity --length 64 -n 4 --out {kind}.jsonl"
         status, _, error = metatokens(line)
         assert status == 0, error
-        found = [
-            one for one in map(json.loads, Path(f"{kind}.jsonl").read_text().splitlines()) if one["metric"] == metric
-        ]
-        assert {one["module"] for one in found} == {"attention", "second_attention"}
+        records = map(json.loads, Path(f"{kind}.jsonl").read_text().splitlines())
+        assert {one["module"] for one in records if one["metric"] == metric} == {"attention", "second_attention"}
     line = "analyze rate-distortion --model more --task parity --length 64 -n 70 --fits 1 --intervention no_embed"
     assert metatokens(line)[0] == 0
     status, _, error = metatokens("evaluate --intervention no_pos --model more --task parity --lengths 64 -n 4")

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from metatokens.errors import UserError
 from metatokens.model.attention import CausalAttention, MetaAttention
@@ -174,7 +175,7 @@ def observe(model: PreTrainedModel, prompt: Prompt) -> Observation:
                 hooks.enter_context(module.register_forward_pre_hook(note_meta_attention, with_kwargs=True))
         # Of all positions, since the last block of this package's models computes only those that are asked for.
         logits = model(prompt.ids[None].to(model.device), use_cache=False).logits[0, prompt.metas]
-    if not attention:
+    if all(name != "attention" for name, _ in attention):
         raise _unreadable(model)
     return Observation(states, attention, logits)
 
@@ -185,13 +186,14 @@ def _attending(model: PreTrainedModel, attend: Any) -> Iterator[None]:
     if not model._can_set_attn_implementation():
         raise _unreadable(model)
     before = model.config._attn_implementation
-    AttentionInterface.register(_FUNCTION, attend)
     AttentionMaskInterface.register(_FUNCTION, eager_mask)
+    ALL_ATTENTION_FUNCTIONS[_FUNCTION] = attend
     try:
         model.set_attn_implementation(_FUNCTION)
         yield
-    finally:
+    finally:  # a function that stayed would keep the model and all that was noted
         model.set_attn_implementation(before)
+        del ALL_ATTENTION_FUNCTIONS[_FUNCTION]
 
 
 def _unreadable(model: PreTrainedModel) -> UserError:
