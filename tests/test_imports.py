@@ -25,6 +25,7 @@ ORDER = [
     "evaluation",
     "harness",
     "analysis",
+    "looking",
     "benchmark",
     "experiment",
     "report",

@@ -41,7 +41,7 @@ PYTHON
         --set data.tokens="$out/tokens" --set data.placement=none --set data.block_size=256 \
         --set training.per_device_train_batch_size=16 --set training.max_steps=1200 \
         --set training.learning_rate=1e-3 --set training.min_learning_rate=1e-4 \
-        --set training.eval_steps=200
+        --set training.eval_steps=200 --set training.save_steps=100
 fi
 [ -f "$out/meta/manifest.json" ] || metatokens retrofit --model "$out/base" --heads 8 --head-size 32 --out "$out/meta"
 [ -f "$out/pause/manifest.json" ] || metatokens retrofit --model "$out/base" --layers none --out "$out/pause"

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 
 if TYPE_CHECKING:
+    from metatokens.analysis.activations import run_with_cache
     from metatokens.data.collating import MetaTokenCollator
     from metatokens.data.insertion import insert_meta_tokens
     from metatokens.data.prompts import encode_prompt
+    from metatokens.looking.look import Look, look
     from metatokens.model.cache import MetaTokenCache
     from metatokens.model.configuration import MetaGPT2Config
     from metatokens.model.modeling import MetaGPT2ForCausalLM, MetaGPT2Model
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from metatokens.model.retrofit.surgery import add_meta_attention
 
 _HOMES = {
+    "Look": "metatokens.looking.look",
     "MetaGPT2Config": "metatokens.model.modeling",  # which makes the model's class known too
     "MetaGPT2ForCausalLM": "metatokens.model.modeling",
     "MetaGPT2Model": "metatokens.model.modeling",
@@ -34,10 +37,13 @@ _HOMES = {
     "encode_prompt": "metatokens.data.prompts",
     "insert_meta_tokens": "metatokens.data.insertion",
     "load_meta": "metatokens.model.retrofit.saving",
+    "look": "metatokens.looking.look",
+    "run_with_cache": "metatokens.analysis.activations",
     "save_meta": "metatokens.model.retrofit.saving",
 }
 
 __all__ = [
+    "Look",
     "MetaGPT2Config",
     "MetaGPT2ForCausalLM",
     "MetaGPT2Model",
@@ -48,6 +54,8 @@ __all__ = [
     "encode_prompt",
     "insert_meta_tokens",
     "load_meta",
+    "look",
+    "run_with_cache",
     "save_meta",
 ]
 

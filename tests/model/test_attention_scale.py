@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
-from metatokens.analysis.observation import Prompt, observe
+from metatokens.analysis.observation import observe
 from metatokens.errors import UserError
-from tests.analysis.recording_oracle import bare_example
 from tests.model.dense_oracle import DenseOracle
 from tests.model.tiny_models import META, pad, random_rows, tiny_model
 
@@ -75,7 +74,7 @@ def test_the_logits_that_an_analysis_reads_are_scaled() -> None:
     row = ROWS[0]
     oracle = DenseOracle(model)
     oracle.logits(row)
-    inputs = observe(model, Prompt.of(bare_example(row), META)).attention["attention", 1]
+    inputs = observe(model, torch.tensor(row)).attention["attention", 1]
     weights = inputs.logits(torch.arange(len(row))).softmax(dim=-1)
     assert (weights - oracle.seen["model.layers.1.attention"]).abs().max() < 1e-5
 

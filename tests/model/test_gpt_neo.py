@@ -16,12 +16,11 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTNeoConfig, GPTNeoForCausalLM, PreTrainedTokenizerFast
 
-from metatokens.analysis.observation import Prompt, observe
+from metatokens.analysis.observation import observe
 from metatokens.errors import UserError
 from metatokens.model import gpt_neo
 from metatokens.model.checkpoint import fetch_model, load_model, save_model
 from metatokens.model.interventions import zero_positions
-from tests.analysis.recording_oracle import bare_example
 from tests.model.tiny_models import META, QUICK, pad, random_rows, randomize, tiny_config
 
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
@@ -298,7 +297,7 @@ def test_interventions_and_analyses_are_refused() -> None:
     with pytest.raises(UserError, match="is for this package's own models"), zero_positions(model):
         pass
     with pytest.raises(UserError, match="a GPTNeoForCausalLM computes its attention itself"):
-        observe(model, Prompt.of(bare_example([1, META, 2]), META))
+        observe(model, torch.tensor([1, META, 2]))
 
 
 def test_what_a_user_suppresses_comes_on_top_of_the_meta_token() -> None:

@@ -72,7 +72,7 @@ def test_the_verb_writes_one_picture(metatokens: Run) -> None:
 def test_a_picture_is_drawn_again_and_nothing_else_is_lost(metatokens: Run) -> None:
     assert [metatokens("plot base")[0] for _ in range(2)] == [0, 0]
     Path("thesis.txt").write_text("years of work")
-    message = "metatokens: thesis.txt is no picture, and is kept; give another file.\n"
+    message = "metatokens: thesis.txt is another kind of file, and is kept; give another name.\n"
     assert metatokens("plot base --out thesis.txt") == (2, "", message)
     assert Path("thesis.txt").read_text() == "years of work"
 

@@ -5,7 +5,7 @@ caller choose by name, and at the meta-attention modules of this package. So any
 is computed by such a function; BLOOM, Falcon, GPT-J, GPT-Neo and MPT are among the few that compute it themselves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import ModelOutput
 
 from metatokens.errors import UserError
 from metatokens.model.attention import CausalAttention, MetaAttention
@@ -64,7 +65,8 @@ class AttentionInputs:
     """Queries and keys of one attention module.
 
     Attributes:
-        queries, keys: (heads, rows, head size) float64, positions applied.
+        queries, keys: (heads, rows, head size) float64, positions applied; a key's head stands for each that shares it.
+        values: (heads, rows, head size) float64.
         positions: (rows,) int64, where the rows stand in the prompt; all positions, or the meta-tokens'.
         scaling: what their products are multiplied by, mostly 1 / sqrt(head size).
         softcap: c, where a logit x is made c tanh(x / c), as in Gemma 2; None: it is not.
@@ -73,20 +75,23 @@ class AttentionInputs:
 
     queries: Tensor
     keys: Tensor
+    values: Tensor
     positions: Tensor
     scaling: float
     softcap: float | None = None
     mask: Tensor | None = None
 
-    def logits(self, rows: Tensor) -> Tensor:
-        """What softmax is taken of in some rows: q k^T / sqrt(d), and -inf where a key is not seen.
+    def logits(self, rows: Tensor | None = None) -> Tensor:
+        """What softmax is taken of: q k^T / sqrt(d), and -inf where a key is not seen.
 
         Args:
-            rows: (n,) int64, which of the rows.
+            rows: (n,) int64, which of the rows; by default all.
 
         Returns:
             (heads, n, rows) float64.
         """
+        if rows is None:
+            rows = torch.arange(len(self.positions), device=self.positions.device)
         logits = self.queries[:, rows] @ self.keys.transpose(1, 2) * self.scaling
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
@@ -94,6 +99,10 @@ class AttentionInputs:
             return logits + self.mask[rows]
         later = torch.arange(len(self.positions), device=rows.device) > rows[:, None]
         return logits.masked_fill(later, -torch.inf)
+
+    def weights(self) -> Tensor:
+        """Attention weights, (heads, rows, rows) float64."""
+        return self.logits().softmax(dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +112,26 @@ class Observation:
     Attributes:
         states: the residual stream before the first block and after each, (length, width) float64.
         attention: by name of the module, `attention` or `second_attention`, and number of the block.
-        logits: of what follows each meta-token, (metas, vocabulary); the meta-token's own mean nothing.
+        logits: of what follows each position, (length, vocabulary); the meta-token's own mean nothing.
+        outputs: of the submodules that were asked for by name, without the batch dimension.
     """
 
     states: list[Tensor]
     attention: dict[tuple[str, int], AttentionInputs]
     logits: Tensor
+    outputs: dict[str, Tensor]
 
 
-@torch.inference_mode()
-def observe(model: PreTrainedModel, prompt: Prompt) -> Observation:
+@torch.no_grad()
+def observe(model: PreTrainedModel, ids: Tensor, modules: Iterable[str] = ()) -> Observation:
     """Run a model on one prompt, and note what passes.
 
     The model is put into evaluation mode; its code and its weights stay as they are.
+
+    Args:
+        model: any decoder, with meta-tokens or without.
+        ids: (length,) int64.
+        modules: names of submodules, as in `model.named_modules()`, whose outputs to keep.
 
     Raises:
         UserError: if the prompt is longer than the model's learned positions, or the model computes its attention in
@@ -125,17 +141,26 @@ def observe(model: PreTrainedModel, prompt: Prompt) -> Observation:
     _, blocks = decoder_of(model)
     states: list[Tensor] = []
     attention: dict[tuple[str, int], AttentionInputs] = {}
-    everywhere = torch.arange(len(prompt.ids))
+    outputs: dict[str, Tensor] = {}
+    everywhere = torch.arange(len(ids))
 
     def note_input(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         states.append((args[0] if args else kwargs["hidden_states"])[0].double())
 
     def note_output(block: nn.Module, args: tuple, output: Any) -> None:
-        states.append((output[0] if isinstance(output, tuple) else output)[0].double())
+        states.append(_first(output)[0].double())
+
+    def keep(name: str) -> Callable[[nn.Module, tuple, Any], None]:
+        def note(module: nn.Module, args: tuple, output: Any) -> None:
+            first = _first(output)
+            if isinstance(first, Tensor):
+                outputs[name] = first.squeeze(0)
+
+        return note
 
     def note_meta_attention(module: MetaAttention, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
-        q, k, _ = module.project(args[0], kwargs["rotary"], log_keys=kwargs.get("log_keys"))
-        inputs = AttentionInputs(q[0].double(), k[0].double(), kwargs["rows"].index[0], module.scaling)
+        q, k, v = (x[0].double() for x in module.project(args[0], kwargs["rotary"], log_keys=kwargs.get("log_keys")))
+        inputs = AttentionInputs(q, k, v, kwargs["rows"].index[0], module.scaling)
         attention["second_attention", module.layer_index] = inputs
 
     def attend(
@@ -157,13 +182,11 @@ def observe(model: PreTrainedModel, prompt: Prompt) -> Observation:
         if attention_mask is not None:
             mask = attention_mask[0, 0].double()
             mask = mask.masked_fill(mask <= torch.finfo(attention_mask.dtype).min, -torch.inf)
-        inputs = AttentionInputs(
-            query[0].double(), key[0].double(), everywhere.to(query.device), scaling, softcap, mask
-        )
+        q, k, v = (x[0].double() for x in (query, key, value))
+        inputs = AttentionInputs(q, k, v, everywhere.to(query.device), scaling, softcap, mask)
         name = "second_attention" if isinstance(module, CausalAttention) and module.second else "attention"
         attention[name, len(states) - 1] = inputs
-        weights = inputs.logits(inputs.positions).softmax(dim=-1).to(value.dtype)
-        return (weights @ value[0]).transpose(0, 1)[None], None
+        return (inputs.weights().to(value.dtype) @ value[0]).transpose(0, 1)[None], None
 
     with ExitStack() as hooks:
         hooks.enter_context(_attending(model, attend))
@@ -173,11 +196,12 @@ def observe(model: PreTrainedModel, prompt: Prompt) -> Observation:
         for module in model.modules():
             if isinstance(module, MetaAttention):
                 hooks.enter_context(module.register_forward_pre_hook(note_meta_attention, with_kwargs=True))
-        # Of all positions, since the last block of this package's models computes only those that are asked for.
-        logits = model(prompt.ids[None].to(model.device), use_cache=False).logits[0, prompt.metas]
+        for name in modules:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(keep(name)))
+        logits = model(ids[None].to(model.device), use_cache=False).logits[0]
     if all(name != "attention" for name, _ in attention):
         raise _unreadable(model)
-    return Observation(states, attention, logits)
+    return Observation(states, attention, logits, outputs)
 
 
 @contextmanager
@@ -194,6 +218,10 @@ def _attending(model: PreTrainedModel, attend: Any) -> Iterator[None]:
     finally:  # a function that stayed would keep the model and all that was noted
         model.set_attn_implementation(before)
         del ALL_ATTENTION_FUNCTIONS[_FUNCTION]
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple | ModelOutput) else output
 
 
 def _unreadable(model: PreTrainedModel) -> UserError:

@@ -47,7 +47,7 @@ def residual(model: PreTrainedModel, examples: Sequence[Example], about: About) 
     samples = Samples()
     for number, example in enumerate(examples):
         prompt = Prompt.of(example, model.config.meta_token_id)
-        seen = observe(model, prompt)
+        seen = observe(model, prompt.ids)
         _similarities(samples, number, prompt, seen)
         _attention_of_final(samples, number, prompt, seen)
         if number == 0:

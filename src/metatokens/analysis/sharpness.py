@@ -98,9 +98,9 @@ def sharpness(model: PreTrainedModel, examples: Sequence[Example], about: About)
     samples = Samples()
     for number, example in enumerate(examples):
         prompt = Prompt.of(example, model.config.meta_token_id)
-        kept = observe(model, prompt)
+        kept = observe(model, prompt.ids)
         with intervene(model, Intervention("no_embed")):
-            zeroed = observe(model, prompt)
+            zeroed = observe(model, prompt.ids)
         for (module, layer), inputs in kept.attention.items():
             _compare_attention(samples, number, prompt, inputs, zeroed.attention[module, layer], module, layer)
         _compare_outputs(samples, number, prompt, model.config.meta_token_id, kept, zeroed)
@@ -156,7 +156,7 @@ def _compare_attention(
 def _compare_outputs(
     samples: Samples, number: int, prompt: Prompt, meta_token_id: int, kept: Observation, zeroed: Observation
 ) -> None:
-    after, before = (seen.logits.double() for seen in (kept, zeroed))
+    after, before = (seen.logits[prompt.metas].double() for seen in (kept, zeroed))
     for logits in (after, before):
         logits[:, meta_token_id] = -torch.inf
     values = {

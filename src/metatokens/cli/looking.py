@@ -1,4 +1,4 @@
-"""Verbs that show something: examples of a task, a text that is continued."""
+"""Verbs that show something: examples of a task, a text that is continued, the inside of a model."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -7,8 +7,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from metatokens.cli.options import CORPUS, TOKENIZER, Condition, Model, ResultFile, Task, choice
-from metatokens.cli.output import print_table, shows_tables, write_lines
+from metatokens.cli.options import CORPUS, TOKENIZER, Condition, Model, ResultFile, Task, choice, fetched
+from metatokens.cli.output import PNG, print_table, say, shows_tables, write_lines, write_own
 from metatokens.errors import UserError
 
 SPLITS = ("train", "validation", "test")
@@ -141,3 +141,39 @@ def generate(
         print(json.dumps(told, ensure_ascii=False))
     else:
         print(whole if show_meta else f"{prompt}{new}")
+
+
+def look(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text, with a marker for each meta-token.")],
+    compare: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR|hf:NAME", callback=fetched, help="Another model, to be shown beside it."),
+    ] = None,
+    marker: Annotated[str, typer.Option(metavar="TEXT", help="What stands for a meta-token in PROMPT.")] = "_PAUSE_",
+    out: Annotated[Path, typer.Option(metavar="FILE", help="HTML file to write.")] = Path("look.html"),
+    picture: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="PNG file to draw into too, for a paper.")
+    ] = None,
+) -> None:
+    """Look inside a model on one prompt, as a page.
+
+    What each position attends to, what each layer would say, and what the model answers:
+    with the meta-tokens, without them, and among others that stand anywhere.
+    """
+    from metatokens.data.tokenizer import load_tokenizer
+    from metatokens.looking.figure import draw
+    from metatokens.looking.look import look as look_inside
+    from metatokens.looking.page import SIGNATURE, to_html
+    from metatokens.model.checkpoint import load_model
+
+    looks = [
+        look_inside(load_model(folder), load_tokenizer(str(folder)), prompt, marker, name=str(folder))
+        for folder in (model, compare)
+        if folder is not None
+    ]
+    write_own(out, to_html(looks).encode(), SIGNATURE.encode())
+    say(f"page: {out}")
+    if picture is not None:
+        write_own(picture, draw(looks), PNG)
+        say(f"picture: {picture}")

@@ -26,7 +26,7 @@ from metatokens.cli.options import (
     fetched,
     parse_lengths,
 )
-from metatokens.cli.output import progress_bar, say, write_figures
+from metatokens.cli.output import PNG, progress_bar, say, write_figures, write_own
 from metatokens.errors import UserError
 from metatokens.machine import is_first_process
 
@@ -115,9 +115,6 @@ def tokenize(
     )
     for split, counts in store.manifest.splits.items():
         say(f"{split}: {counts.tokens:,} tokens in {counts.documents:,} documents")
-
-
-PNG = b"\x89PNG"  # how such a file begins
 
 
 def _finished(out: Path, further: str) -> str:
@@ -305,17 +302,10 @@ def plot(
     out: Annotated[Path, typer.Option(metavar="FILE", help="PNG file to draw into.")] = Path("curves.png"),
 ) -> None:
     """Draw the learning curves of runs, finished or not."""
-    from metatokens.files import write_whole
     from metatokens.report.figures.curves import draw_curves, read_curves
     from metatokens.report.figures.style import png
 
-    picture = png(draw_curves(read_curves(runs)))
-    try:
-        if out.exists() and not out.read_bytes().startswith(PNG):
-            raise UserError(f"{out} is no picture, and is kept; give another file.")
-        write_whole(out, picture)
-    except OSError as error:
-        raise UserError(f"cannot write to {out}: {error.strerror}.") from error
+    write_own(out, png(draw_curves(read_curves(runs))), PNG)
     say(f"picture: {out}")
 
 

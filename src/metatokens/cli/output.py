@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metatokens.errors import UserError
-from metatokens.files import append_lines
+from metatokens.files import append_lines, write_whole
 from metatokens.machine import is_first_process
 
 if TYPE_CHECKING:
@@ -21,6 +21,28 @@ def say(text: str) -> None:
     """Print a line to standard error; of processes that train one model together, the first one does."""
     if is_first_process():
         print(text, file=sys.stderr)
+
+
+PNG = b"\x89PNG"  # how such a file begins
+
+
+def write_own(path: Path, content: bytes, signature: bytes) -> None:
+    """Write a file, in place of one of the same kind alone: what somebody else wrote is kept.
+
+    Args:
+        path: the file.
+        content: what it is to hold.
+        signature: what every file of its kind holds.
+
+    Raises:
+        UserError: if there is another file of that name, or it cannot be written.
+    """
+    try:
+        if path.exists() and signature not in path.read_bytes():
+            raise UserError(f"{path} is another kind of file, and is kept; give another name.")
+        write_whole(path, content)
+    except OSError as error:
+        raise UserError(f"cannot write to {path}: {error.strerror}.") from error
 
 
 def write_lines(lines: Iterable[str], out: Path | None) -> None:

@@ -1,0 +1,63 @@
+"""Any activation of a model on one prompt, by its name, in the manner of TransformerLens."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from metatokens.analysis.observation import observe
+from metatokens.errors import UserError
+
+
+@torch.no_grad()
+def run_with_cache(
+    model: PreTrainedModel, input_ids: Tensor, names: Callable[[str], bool] | str | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Run a model on one prompt, and return its logits with the activations on the way.
+
+        logits, cache = metatokens.run_with_cache(model, ids)
+        cache["blocks.2.second_attention.pattern"]  # (heads, meta-tokens, meta-tokens)
+
+    Names, L being the number of a block and M `attention` or `second_attention` (meta-attention, or a twin's):
+
+    - `blocks.L.resid_pre`, `blocks.L.resid_post`: the residual stream before and after a block, (length, width);
+    - `blocks.L.M.queries`, `.keys`, `.values`: (heads, rows, head size), positions applied to the first two;
+    - `blocks.L.M.scores`, `.pattern`: before and after softmax, (heads, rows, rows); a score is -inf where a key is not
+      seen;
+    - `blocks.L.M.positions`: (rows,) int64, where the rows stand in the prompt; the meta-tokens' in meta-attention;
+    - every name in `model.named_modules()`: what that submodule returned, or the first of it, without the batch
+      dimension; nothing where that is no tensor.
+
+    Args:
+        model: any decoder, with meta-tokens or without; is put into evaluation mode.
+        input_ids: (length,) or (1, length) int64.
+        names: one name, or a function that says of each name whether it is kept; by default all but the submodules'.
+
+    Returns:
+        The logits, (length, vocabulary), and the activations by name; those named above are float64.
+
+    Raises:
+        UserError: if there is no such name, or the model computes its attention where it cannot be read.
+    """
+    if input_ids.squeeze(0).dim() != 1:
+        raise UserError(f"one prompt at a time: input_ids has the shape {tuple(input_ids.shape)}.")
+    modules = [name for name, _ in model.named_modules() if name] if names is not None else []
+    wanted = (lambda name: True) if names is None else names.__eq__ if isinstance(names, str) else names
+    seen = observe(model, input_ids.squeeze(0), [name for name in modules if wanted(name)])
+    # What is not wanted is not computed: the scores of a long prompt take more room than the rest together.
+    makers: dict[str, Callable[[], Tensor]] = {}
+    for layer, states in enumerate(pairwise(seen.states)):
+        for part, state in zip(("resid_pre", "resid_post"), states, strict=True):
+            makers[f"blocks.{layer}.{part}"] = lambda state=state: state  # type: ignore[misc]
+    for (module, layer), inputs in seen.attention.items():
+        for part in ("queries", "keys", "values", "positions"):
+            makers[f"blocks.{layer}.{module}.{part}"] = partial(getattr, inputs, part)
+        makers[f"blocks.{layer}.{module}.scores"] = inputs.logits
+        makers[f"blocks.{layer}.{module}.pattern"] = inputs.weights
+    kept = seen.outputs | {name: make() for name, make in makers.items() if wanted(name)}
+    if isinstance(names, str) and not kept:
+        raise UserError(f"no activation {names!r}; see the names that run_with_cache gives without one.")
+    return seen.logits, kept

@@ -1,0 +1,237 @@
+"""A model on one prompt: what it attends to, what each layer would say, and what it answers."""
+
+import random
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from html import escape
+from itertools import chain
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from metatokens.analysis.observation import Observation, observe
+from metatokens.analysis.sharpness import entropy
+from metatokens.data.prompts import encode_prompt
+from metatokens.data.tokenizer import meta_token_id
+from metatokens.errors import UserError
+from metatokens.model.interventions import Intervention, intervene
+from metatokens.model.retrofit.classes import decoder_of, position_embedding_of
+
+MAX_TOKENS = 4096  # of a prompt: attention weights take memory by the square of its length
+ANSWERS = 5  # the likeliest tokens that are told
+WITH, WITHOUT, DECOYS = "with its meta-tokens", "without", "among decoys"
+
+
+@dataclass(frozen=True, slots=True)
+class Likeliest:
+    """The likeliest next tokens, likeliest first; the meta-token is none of them.
+
+    Attributes:
+        ids: (..., 5) int64.
+        probabilities: (..., 5).
+    """
+
+    ids: Tensor
+    probabilities: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a model did with one prompt.
+
+    Attributes:
+        name: the model's.
+        tokens: the prompt's, as text; a meta-token is `<|meta|>`.
+        ids: (length,) int64.
+        is_meta: (length,) bool.
+        observation: states, queries, keys and values, logits (`analysis.observation`).
+        zeroed: the same while the meta-tokens' embeddings are zero (paper, Figure 2); None without a meta-token.
+        lens: what the head makes of the residual stream before the first block and after each, (layers + 1, length, 5):
+            the logit lens (nostalgebraist, 2020).
+        answers: what follows the prompt as it stands, `with its meta-tokens`; `without` them; and `among decoys`, as
+            many meta-tokens more at places that were drawn. Each (5,).
+        tokenizer: the model's.
+    """
+
+    name: str
+    tokens: list[str]
+    ids: Tensor
+    is_meta: Tensor
+    observation: Observation
+    zeroed: Observation | None
+    lens: Likeliest
+    answers: dict[str, Likeliest]
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def modules(self) -> dict[str, list[int]]:
+        """The layers that have an attention module, by its name: `attention`, `second_attention`."""
+        found: dict[str, list[int]] = {}
+        for module, layer in sorted(self.observation.attention):
+            found.setdefault(module, []).append(layer)
+        return found
+
+    def positions(self, module: str, layer: int) -> Tensor:
+        """Where the rows of an attention module stand in the prompt, (rows,) int64; all, or the meta-tokens'."""
+        return self.observation.attention[module, layer].positions
+
+    def attention(self, module: str, layer: int) -> Tensor:
+        """Attention weights, (heads, queries, keys); a row's sum is 1."""
+        return self.observation.attention[module, layer].weights()
+
+    def entropy(self, module: str, layer: int, *, zeroed: bool = False) -> Tensor:
+        """The entropy (nats) of each row of attention weights, (heads, rows).
+
+        Args:
+            module: `attention` or `second_attention`.
+            layer: number of the block.
+            zeroed: while the meta-tokens' embeddings are zero.
+
+        Raises:
+            ValueError: if there is no meta-token whose embedding could be zero.
+        """
+        if zeroed and self.zeroed is None:
+            raise ValueError("the prompt has no meta-token.")
+        seen = self.zeroed if zeroed and self.zeroed is not None else self.observation
+        return entropy(seen.attention[module, layer].logits())
+
+    def to_html(self) -> str:
+        """The page that `metatokens look` writes: one file that needs no other."""
+        from metatokens.looking.page import to_html
+
+        return to_html([self])
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<iframe srcdoc="{escape(self.to_html())}" title="Inside {escape(self.name)}" '
+            'style="width: 100%; height: 50rem; border: 0"></iframe>'
+        )
+
+
+@torch.no_grad()
+def look(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    markers: str | Sequence[int] = (),
+    *,
+    name: str | None = None,
+    seed: int = 0,
+) -> Look:
+    """Run a model on a prompt, and note what it attends to, what each layer would say, and what it answers.
+
+        look = metatokens.look(model, tokenizer, "Bits: 0 _PAUSE_ 1 0", markers="_PAUSE_")
+        look.attention("second_attention", 2)  # (heads, meta-tokens, meta-tokens)
+
+    In a notebook the object shows itself, as the page that `metatokens look` writes.
+
+    Args:
+        model: any decoder that `observe` can read, with meta-tokens or without; is put into evaluation mode.
+        tokenizer: the model's.
+        text: the prompt.
+        markers: what stands for a meta-token in it, or the offsets at which ` _PAUSE_` does (`encode_prompt`). They are
+            left out for a model without a meta-token.
+        name: of the model; by default its class.
+        seed: of the places of decoys.
+
+    Raises:
+        UserError: if the prompt is empty or longer than 4,096 tokens or the model's positions, or the model computes
+            its attention where it cannot be read.
+    """
+    meta = meta_token_id(tokenizer)
+    ids = torch.tensor(encode_prompt(tokenizer, text, markers), dtype=torch.int64)
+    plain = ids[ids != meta]
+    if _meta_token(model) is None:
+        ids = plain
+    is_meta = ids == meta
+    _check_length(model, len(plain), len(ids) + int(is_meta.sum()))
+    observation, zeroed = observe(model, ids), None
+    followed = {WITHOUT: plain}
+    if is_meta.any():
+        with intervene(model, Intervention("no_embed")):
+            zeroed = observe(model, ids)
+        followed = {WITH: ids, WITHOUT: plain, DECOYS: with_decoys(ids, is_meta, meta, seed)}
+    return Look(
+        name=name or type(model).__name__,
+        tokens=[tokenizer.decode([token]) for token in ids.tolist()],
+        ids=ids,
+        is_meta=is_meta,
+        observation=observation,
+        zeroed=zeroed,
+        lens=_lens(model, ids, observation.states),
+        answers={title: _likeliest(model, _next(model, prompt)) for title, prompt in followed.items()},
+        tokenizer=tokenizer,
+    )
+
+
+def with_decoys(ids: Tensor, is_meta: Tensor, meta_token_id: int, seed: int) -> Tensor:
+    """A prompt with as many meta-tokens more, each before another text token, not the first, that has none before it.
+
+    Args:
+        ids: (length,) int64.
+        is_meta: (length,) bool.
+        meta_token_id: the meta-token.
+        seed: of the places; there are fewer decoys where there are not enough of them.
+
+    Returns:
+        (length + decoys,) int64.
+    """
+    places = [i for i in range(1, len(ids)) if not is_meta[i] and not is_meta[i - 1]]
+    drawn = set(random.Random(seed).sample(places, min(len(places), int(is_meta.sum()))))
+    rows = [[meta_token_id, token] if i in drawn else [token] for i, token in enumerate(ids.tolist())]
+    return torch.tensor(list(chain.from_iterable(rows)))
+
+
+def _check_length(model: PreTrainedModel, text: int, longest: int) -> None:
+    if not text:
+        raise UserError("the prompt has no text.")
+    config = model.config.get_text_config()
+    has_table = position_embedding_of(model) == "learned"
+    room = min(MAX_TOKENS, config.max_position_embeddings) if has_table else MAX_TOKENS
+    if longest > room:
+        raise UserError(f"the prompt has {longest:,} tokens with decoys among it; at most {room:,} can be looked into.")
+
+
+def _meta_token(model: PreTrainedModel) -> int | None:
+    return getattr(model.config, "meta_token_id", None)
+
+
+def _next(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The logits of what follows a prompt, (vocabulary,)."""
+    return model(ids[None].to(model.device), use_cache=False).logits[0, -1]
+
+
+def _likeliest(model: PreTrainedModel, logits: Tensor) -> Likeliest:
+    logits = logits.double()
+    if (meta := _meta_token(model)) is not None:
+        logits[..., meta] = -torch.inf
+    probabilities, ids = logits.softmax(dim=-1).topk(ANSWERS)
+    return Likeliest(ids.cpu(), probabilities.cpu())
+
+
+def _lens(model: PreTrainedModel, ids: Tensor, states: Sequence[Tensor]) -> Likeliest:
+    """What the model makes of each state, were it the one behind the last block.
+
+    The model itself is run, with every block returning that state: so each norm, scale and cap behind the blocks is the
+    architecture's own.
+    """
+    _, blocks = decoder_of(model)
+    returned: list[Any] = []
+    handle = blocks[-1].register_forward_hook(lambda block, args, output: returned.append(output))
+    try:
+        _next(model, ids)
+    finally:
+        handle.remove()
+    rows = []
+    for state in states:
+        batch = state[None].to(model.dtype)
+        output = (batch, *returned[0][1:]) if isinstance(returned[0], tuple) else batch
+        with ExitStack() as patches:
+            for block in blocks:
+                patches.enter_context(patch.object(block, "forward", lambda *args, output=output, **kwargs: output))
+            rows.append(_likeliest(model, model(ids[None].to(model.device), use_cache=False).logits[0]))
+    return Likeliest(torch.stack([row.ids for row in rows]), torch.stack([row.probabilities for row in rows]))

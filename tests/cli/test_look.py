@@ -1,0 +1,50 @@
+"""`look`: the page and the picture that it writes, and what it leaves as it is."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from PIL import Image
+
+from tests.cli.command_lines import Run
+
+PROMPT = '"the cat _PAUSE_ sat _PAUSE_"'
+
+
+def test_a_page_and_a_picture_of_two_models(workplace: Path, small_model: Callable[..., Path], metatokens: Run) -> None:
+    folders = [small_model(second_attention=second) for second in ("meta", "none")]
+    look = f"look --model {folders[0]} --compare {folders[1]} {PROMPT} --out page.html --png page.png"
+    assert metatokens(look) == (0, "", "page: page.html\npicture: page.png\n")
+    page = (workplace / "page.html").read_text(encoding="utf-8")
+    assert all(f"Answers of {folder}" in page for folder in folders)
+    assert page.count("among decoys</th>") == 2
+    with Image.open(workplace / "page.png") as picture:
+        assert min(picture.size) > 300
+    assert metatokens(look)[0] == 0  # its own files are replaced
+    assert (workplace / "page.html").read_text(encoding="utf-8") == page
+
+
+def test_another_marker(workplace: Path, small_model: Callable[..., Path], metatokens: Run) -> None:
+    model = small_model(second_attention="meta")
+    assert metatokens(f'look --model {model} --marker "**" "the _PAUSE_ cat ** sat"')[0] == 0
+    page = (workplace / "look.html").read_text(encoding="utf-8")
+    assert "among decoys</th>" in page
+    assert metatokens(f'look --model {model} --marker "**" "the _PAUSE_ cat sat"')[0] == 0
+    assert "among decoys</th>" not in (workplace / "look.html").read_text(encoding="utf-8")
+
+
+def test_files_of_others_are_kept(workplace: Path, small_model: Callable[..., Path], metatokens: Run) -> None:
+    model = small_model()
+    for name, option in (("thesis.html", "--out"), ("thesis.png", "--png")):
+        (workplace / name).write_text("years of work")
+        status, output, error = metatokens(f"look --model {model} {PROMPT} {option} {name}")
+        assert (status, output) == (2, "")
+        assert error.endswith(f"metatokens: {name} is another kind of file, and is kept; give another name.\n")
+        assert (workplace / name).read_text() == "years of work"
+    status, _, error = metatokens(f"look --model {model} {PROMPT} --out missing/page.html")
+    assert (status, error) == (2, "metatokens: cannot write to missing/page.html: No such file or directory.\n")
+
+
+def test_mistakes_are_told(small_model: Callable[..., Path], metatokens: Run) -> None:
+    assert metatokens(f'look --model {small_model()} "_PAUSE_"')[::2] == (2, "metatokens: the prompt has no text.\n")
+    assert metatokens(f'look --model {small_model()} --marker "" "a"')[0] == 2
+    assert metatokens('look --model nothing "a"')[0] == 2

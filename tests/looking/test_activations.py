@@ -1,0 +1,83 @@
+"""Activations by name, beside an independent dense recomputation and what models return themselves."""
+
+import math
+
+import pytest
+import torch
+
+from metatokens import run_with_cache
+from metatokens.errors import UserError
+from tests.analysis.recording_oracle import RecordingOracle
+from tests.model.tiny_models import META, tiny_model
+from tests.retrofit.architectures import error, retrofitted, with_meta_tokens
+
+IDS = torch.tensor([3, META, 1, 4, META, 1, 5, META, 2])
+
+
+@pytest.mark.parametrize("second", ["none", "meta", "causal"])
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_patterns_and_states_are_those_of_the_dense_recomputation(second: str, position: str) -> None:
+    model = tiny_model(second_attention=second, position_embedding=position)
+    oracle = RecordingOracle(model)
+    expected = oracle.logits(IDS).detach()
+    logits, cache = run_with_cache(model, IDS)
+    assert error(logits[:, :META], expected[:, :META]) < 1e-5
+    layers = model.config.num_hidden_layers
+    for layer in range(layers):
+        assert error(cache[f"blocks.{layer}.resid_pre"], oracle.states[layer]) < 1e-5
+    assert error(cache[f"blocks.{layers - 1}.resid_post"], oracle.states[-1]) < 1e-5
+    assert len(oracle.scores) == layers * (1 if second == "none" else 2)
+    for (module, layer), scores in oracle.scores.items():
+        name = f"blocks.{layer}.{module}"
+        rows = cache[f"{name}.positions"]
+        assert rows.tolist() == ([1, 4, 7] if (second, module) == ("meta", "second_attention") else list(range(9)))
+        here = scores[:, rows][:, :, rows]
+        assert torch.equal(cache[f"{name}.scores"] == -math.inf, here == -math.inf)
+        assert error(cache[f"{name}.pattern"], here.softmax(dim=-1)) < 1e-6
+        assert (cache[f"{name}.pattern"].sum(dim=-1) - 1).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_patterns_are_what_an_eager_model_returns(name: str) -> None:
+    model, ids = retrofitted(name), with_meta_tokens()[:1]
+    _, cache = run_with_cache(model, ids)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        returned = model(ids, output_attentions=True, use_cache=False).attentions
+    shown = [weights for weights in returned if weights is not None]
+    assert len(shown) >= model.config.num_hidden_layers
+    for layer, weights in enumerate(shown):
+        assert error(cache[f"blocks.{layer}.attention.pattern"], weights[0]) < 1e-6
+
+
+def test_values_weighted_by_the_pattern_are_what_the_output_projection_reads() -> None:
+    model, read = retrofitted("llama"), []
+    ids = with_meta_tokens()[0]
+    model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(lambda module, args: read.append(args[0][0]))
+    _, cache = run_with_cache(model, ids, lambda name: name.startswith("blocks.1.attention."))
+    mixed = cache["blocks.1.attention.pattern"] @ cache["blocks.1.attention.values"]
+    assert error(mixed.transpose(0, 1).flatten(1), read[0]) < 1e-6
+
+
+def test_a_submodule_is_kept_by_its_own_name() -> None:
+    model, ids, heard = retrofitted("llama"), with_meta_tokens()[0], []
+    name = "model.layers.0.mlp"
+    model.get_submodule(name).register_forward_hook(lambda module, args, output: heard.append(output[0]))
+    _, cache = run_with_cache(model, ids, name)
+    assert list(cache) == [name]
+    assert torch.equal(cache[name], heard[0])
+
+
+def test_every_name_can_be_asked_for() -> None:
+    model, ids = retrofitted("llama"), with_meta_tokens()[0]
+    _, cache = run_with_cache(model, ids, lambda name: True)
+    assert {"model.embed_tokens", "model.norm", "lm_head", "blocks.0.resid_pre"} <= set(cache)
+    assert torch.equal(cache["blocks.0.resid_pre"], cache["model.embed_tokens"].double())
+
+
+def test_what_there_is_not_is_refused() -> None:
+    model = retrofitted("llama")
+    with pytest.raises(UserError, match=r"no activation 'blocks\.9\.resid_pre'"):
+        run_with_cache(model, with_meta_tokens()[0], "blocks.9.resid_pre")
+    with pytest.raises(UserError, match=r"one prompt at a time: input_ids has the shape \(2, 24\)"):
+        run_with_cache(model, with_meta_tokens()[:1].repeat(2, 1))
