@@ -1,10 +1,12 @@
 """`look`: the page and the picture that it writes, and what it leaves as it is."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from PIL import Image
 
+from metatokens.model.checkpoint import EXAMPLE
 from tests.cli.command_lines import Run
 
 PROMPT = '"the cat _PAUSE_ sat _PAUSE_"'
@@ -48,3 +50,15 @@ def test_mistakes_are_told(small_model: Callable[..., Path], metatokens: Run) ->
     assert metatokens(f'look --model {small_model()} "_PAUSE_"')[::2] == (2, "metatokens: the prompt has no text.\n")
     assert metatokens(f'look --model {small_model()} --marker "" "a"')[0] == 2
     assert metatokens('look --model nothing "a"')[0] == 2
+
+
+def test_the_model_that_comes_along_is_small_and_answers(workplace: Path, metatokens: Run) -> None:
+    assert sum(file.stat().st_size for file in EXAMPLE.iterdir()) < 2_000_000
+    command = (
+        'generate --model example --marker _PAUSE_ --max-new-tokens 1 "Birds: owl robin crow\n'
+        'Metals: iron zinc copper\nBirds: owl robin _PAUSE_ crow\nQ: What is item 2 of Birds? _PAUSE_"'
+    )
+    assert metatokens(command)[1].endswith("_PAUSE_ robin\n")
+    shutil.copytree(EXAMPLE, "example")
+    Path("example/config.json").write_text("{}")  # a folder of that name goes before
+    assert metatokens(command)[0] == 2

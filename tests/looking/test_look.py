@@ -58,14 +58,21 @@ def test_decoys_stand_before_text_and_change_nothing_else() -> None:
     meta = 9
     ids = torch.tensor([1, meta, 2, 3, 4, meta, meta, 5, 6, 7])
     for seed in range(20):
-        with_more = with_decoys(ids, ids == meta, meta, seed).tolist()
+        with_more = with_decoys(ids, ids == meta, meta, 3, seed).tolist()
         assert with_more.count(meta) == 6
         assert [token for token in with_more if token != meta] == [1, 2, 3, 4, 5, 6, 7]
         assert with_more[0] == 1
         assert with_more[-1] != meta
-    assert len({tuple(with_decoys(ids, ids == meta, meta, seed).tolist()) for seed in range(20)}) > 1
+    assert len({tuple(with_decoys(ids, ids == meta, meta, 3, seed).tolist()) for seed in range(20)}) > 1
     few = torch.tensor([1, meta, meta, meta])  # no place is left
-    assert torch.equal(with_decoys(few, few == meta, meta, 0), few)
+    assert torch.equal(with_decoys(few, few == meta, meta, 3, 0), few)
+
+
+def test_decoys_stay_within_the_learned_positions(small_model: Callable[..., Path]) -> None:
+    prompt = "a b c d e f g h _PAUSE_ i _PAUSE_ j _PAUSE_"
+    length = len(looked(small_model(second_attention="meta"), prompt).ids)
+    folder = small_model(second_attention="meta", position_embedding="learned", max_position_embeddings=length + 1)
+    assert set(looked(folder, prompt).answers) == {WITH, WITHOUT, DECOYS}
 
 
 def test_entropies_are_those_of_the_dense_recomputation(small_model: Callable[..., Path]) -> None:
@@ -144,7 +151,7 @@ def test_a_model_without_a_meta_token_is_asked_without(small_model: Callable[...
     [
         ("", "the prompt has no text"),
         (" _PAUSE_ _PAUSE_", "the prompt has no text"),
-        ("owl swan " * 60, r"tokens with decoys among it; at most 64 can be looked into"),
+        ("owl swan " * 60, r"the prompt has \d+ tokens; at most 64 can be looked into"),
     ],
 )
 def test_what_cannot_be_looked_into_is_refused(small_model: Callable[..., Path], text: str, message: str) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from metatokens.cli.benchmarking import benchmark
-from metatokens.cli.looking import generate, look, sample
+from metatokens.cli.looking import explore, generate, look, sample
 from metatokens.cli.making import extend, finetune, plot, pretrain, report, reproduce, retrofit, tokenize
 from metatokens.cli.measuring import analyze, evaluate, harness, perplexity
 from metatokens.cli.output import say
@@ -24,7 +24,7 @@ from metatokens.machine import process_count
 PANELS = {
     "Everything in order": (reproduce,),
     "Train": (tokenize, pretrain, retrofit, extend, finetune),
-    "Look": (sample, generate, look),
+    "Look": (sample, generate, look, explore),
     "Measure": (evaluate, perplexity, analyze, harness, benchmark),
     "Report": (plot, report),
 }

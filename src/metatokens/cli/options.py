@@ -54,7 +54,7 @@ Model = Annotated[
         "--model",
         metavar="DIR|hf:NAME",
         callback=fetched,
-        help="The model: a folder with its tokenizer, or hf:NAME from the Hub.",
+        help="The model: a folder with its tokenizer, hf:NAME from the Hub, or example, which comes along.",
     ),
 ]
 Name = Annotated[

@@ -143,18 +143,15 @@ def look(
             its attention where it cannot be read.
     """
     meta = meta_token_id(tokenizer)
-    ids = torch.tensor(encode_prompt(tokenizer, text, markers), dtype=torch.int64)
-    plain = ids[ids != meta]
-    if _meta_token(model) is None:
-        ids = plain
+    ids = prompt_ids(model, tokenizer, text, markers)
     is_meta = ids == meta
-    _check_length(model, len(plain), len(ids) + int(is_meta.sum()))
     observation, zeroed = observe(model, ids), None
-    followed = {WITHOUT: plain}
+    followed = {WITHOUT: ids[~is_meta]}
     if is_meta.any():
         with intervene(model, Intervention("no_embed")):
             zeroed = observe(model, ids)
-        followed = {WITH: ids, WITHOUT: plain, DECOYS: with_decoys(ids, is_meta, meta, seed)}
+        decoys = min(int(is_meta.sum()), _room(model) - len(ids))
+        followed = {WITH: ids, WITHOUT: ids[~is_meta], DECOYS: with_decoys(ids, is_meta, meta, decoys, seed)}
     return Look(
         name=name or type(model).__name__,
         tokens=[tokenizer.decode([token]) for token in ids.tolist()],
@@ -163,37 +160,66 @@ def look(
         observation=observation,
         zeroed=zeroed,
         lens=_lens(model, ids, observation.states),
-        answers={title: _likeliest(model, _next(model, prompt)) for title, prompt in followed.items()},
+        answers={title: likeliest(model, _next(model, prompt)) for title, prompt in followed.items()},
         tokenizer=tokenizer,
     )
 
 
-def with_decoys(ids: Tensor, is_meta: Tensor, meta_token_id: int, seed: int) -> Tensor:
-    """A prompt with as many meta-tokens more, each before another text token, not the first, that has none before it.
+def prompt_ids(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    markers: str | Sequence[int],
+    limit: int = MAX_TOKENS,
+) -> Tensor:
+    """The ids of a prompt, (length,) int64; without meta-tokens for a model that has none.
+
+    Raises:
+        UserError: if the prompt has no text, or more than `limit` tokens or learned positions.
+    """
+    ids = torch.tensor(encode_prompt(tokenizer, text, markers), dtype=torch.int64)
+    is_text = ids != meta_token_id(tokenizer)
+    if not is_text.any():
+        raise UserError("the prompt has no text.")
+    ids = ids if _meta_token(model) is not None else ids[is_text]
+    room = min(limit, _room(model))
+    if len(ids) > room:
+        raise UserError(f"the prompt has {len(ids):,} tokens; at most {room:,} can be looked into.")
+    return ids
+
+
+def with_decoys(ids: Tensor, is_meta: Tensor, meta_token_id: int, count: int, seed: int) -> Tensor:
+    """A prompt with more meta-tokens, each before another text token, not the first, that has none before it.
 
     Args:
         ids: (length,) int64.
         is_meta: (length,) bool.
         meta_token_id: the meta-token.
-        seed: of the places; there are fewer decoys where there are not enough of them.
+        count: how many; there are fewer where there are not so many places.
+        seed: of the places.
 
     Returns:
-        (length + decoys,) int64.
+        (length + count,) int64.
     """
     places = [i for i in range(1, len(ids)) if not is_meta[i] and not is_meta[i - 1]]
-    drawn = set(random.Random(seed).sample(places, min(len(places), int(is_meta.sum()))))
+    drawn = set(random.Random(seed).sample(places, min(len(places), count)))
     rows = [[meta_token_id, token] if i in drawn else [token] for i, token in enumerate(ids.tolist())]
     return torch.tensor(list(chain.from_iterable(rows)))
 
 
-def _check_length(model: PreTrainedModel, text: int, longest: int) -> None:
-    if not text:
-        raise UserError("the prompt has no text.")
-    config = model.config.get_text_config()
+def likeliest(model: PreTrainedModel, logits: Tensor) -> Likeliest:
+    """The five likeliest tokens by logits (..., vocabulary), the meta-token not among them."""
+    logits = logits.double()
+    if (meta := _meta_token(model)) is not None:
+        logits[..., meta] = -torch.inf
+    probabilities, ids = logits.softmax(dim=-1).topk(ANSWERS)
+    return Likeliest(ids.cpu(), probabilities.cpu())
+
+
+def _room(model: PreTrainedModel) -> int:
+    """Tokens that a prompt may have."""
     has_table = position_embedding_of(model) == "learned"
-    room = min(MAX_TOKENS, config.max_position_embeddings) if has_table else MAX_TOKENS
-    if longest > room:
-        raise UserError(f"the prompt has {longest:,} tokens with decoys among it; at most {room:,} can be looked into.")
+    return min(MAX_TOKENS, model.config.get_text_config().max_position_embeddings) if has_table else MAX_TOKENS
 
 
 def _meta_token(model: PreTrainedModel) -> int | None:
@@ -203,14 +229,6 @@ def _meta_token(model: PreTrainedModel) -> int | None:
 def _next(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The logits of what follows a prompt, (vocabulary,)."""
     return model(ids[None].to(model.device), use_cache=False).logits[0, -1]
-
-
-def _likeliest(model: PreTrainedModel, logits: Tensor) -> Likeliest:
-    logits = logits.double()
-    if (meta := _meta_token(model)) is not None:
-        logits[..., meta] = -torch.inf
-    probabilities, ids = logits.softmax(dim=-1).topk(ANSWERS)
-    return Likeliest(ids.cpu(), probabilities.cpu())
 
 
 def _lens(model: PreTrainedModel, ids: Tensor, states: Sequence[Tensor]) -> Likeliest:
@@ -233,5 +251,5 @@ def _lens(model: PreTrainedModel, ids: Tensor, states: Sequence[Tensor]) -> Like
         with ExitStack() as patches:
             for block in blocks:
                 patches.enter_context(patch.object(block, "forward", lambda *args, output=output, **kwargs: output))
-            rows.append(_likeliest(model, model(ids[None].to(model.device), use_cache=False).logits[0]))
+            rows.append(likeliest(model, model(ids[None].to(model.device), use_cache=False).logits[0]))
     return Likeliest(torch.stack([row.ids for row in rows]), torch.stack([row.probabilities for row in rows]))

@@ -1,10 +1,9 @@
-"use strict";
 // The page of `metatokens look`: three choices (layer, head, position), and everything drawn from them by Plotly.
 const chosen = {layer: 0, head: 0, position: 0};  // head 0 is the mean of all
 const OPTIONS = {responsive: true, displayModeBar: false};
-// From light to dark, so that it is read without colour vision too; by the square root, so that small weights show.
+// By the square root, so that small weights show.
 const COLOURS = {
-  colorscale: [[0, "#ffffff"], [0.5, "#6baed6"], [1, "#08306b"]], zmin: 0, zmax: 1,
+  colorscale: SCALE, zmin: 0, zmax: 1,
   colorbar: {thickness: 10, len: 0.9, outlinewidth: 0, tickvals: [0, 0.1, 0.25, 0.5, 1].map(Math.sqrt), ticktext: ["0", ".1", ".25", ".5", "1"]},
 };
 const FEW = 24;  // tokens that have room beside a map

@@ -19,6 +19,8 @@ from metatokens.looking.look import Likeliest, Look
 
 SIGNATURE = "metatokens look"  # stands in every page, so that no other file is ever overwritten
 MAX_SIDE = 256  # cells of a map, across and down; a longer prompt's are averages over several tokens
+# From light to dark, so that it is read without colour vision too.
+SCALE = [[0, "#ffffff"], [0.5, "#6baed6"], [1, "#08306b"]]
 MAX_CELLS = 12_000_000  # of all maps of a model together
 
 
@@ -32,6 +34,7 @@ def to_html(looks: Sequence[Look]) -> str:
     names = [look.name for look in looks]
     return environment.get_template("page.html.j2").render(
         signature=SIGNATURE,
+        scale=SCALE,
         names=names,
         looks=looks,
         answers=[_answers(look) for look in looks],

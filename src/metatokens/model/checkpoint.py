@@ -150,13 +150,20 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+EXAMPLE = Path(__file__).parents[1] / "example"  # what made it stands in it, make.sh
+
+
 def fetch_model(spec: Path) -> Path:
     """The folder of a model: `spec` itself, or where the Hugging Face Hub's model of the name in `hf:NAME` is kept.
+
+    `example`, where there is no folder of that name, is the small model that comes with the package.
 
     Raises:
         UserError: if the Hub gives no such model, and none was fetched before.
     """
     prefix, _, name = spec.as_posix().partition(":")
+    if prefix == "example" and not spec.exists():
+        return EXAMPLE
     if prefix != "hf":
         return spec
     patterns = ["*.json", "*.txt", WEIGHTS, "model-*-of-*.safetensors", REMOTE_CODE_FILE]  # which is not run

@@ -1,0 +1,260 @@
+"""A page on which one types a prompt, sets and removes meta-tokens, and sees answers and attention change.
+
+It is drawn by Gradio, an extra: `pip install 'metatokens[explore]'`.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from plotly import graph_objects
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from metatokens.analysis.observation import Observation, observe
+from metatokens.data.prompts import encode_prompt
+from metatokens.data.tokenizer import beginning_of, load_tokenizer, meta_token_id
+from metatokens.errors import UserError
+from metatokens.looking.look import likeliest, prompt_ids
+from metatokens.looking.page import SCALE, readable
+from metatokens.model.checkpoint import load_model
+from metatokens.records import MARKER
+from metatokens.tasks import TASKS
+from metatokens.tasks.curriculum import TaskData, documents_for
+
+MAX_TOKENS = 512  # of a prompt here, so that every answer comes at once
+GAP, META = "·", "◆"
+MEAN = "mean"
+_CONDITIONS = ("paper", "decoy", "landmark")
+_FIRST = 128  # tokens of an example at most
+
+INTRODUCTION = """# What do meta-tokens do?
+A *meta-token* (◆) is a learned token that stands between the tokens of a text. Take an example of a task, or type a
+prompt of your own with `_PAUSE_` for a meta-token. **Click between two tokens** to set a meta-token there, or on one to
+take it away. Every model answers at once, and shows what its last token attends to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a model does with a prompt.
+
+    Attributes:
+        tokens: the prompt's, (length,).
+        observation: what passed in the model.
+        probabilities: of the five likeliest next tokens, by token.
+    """
+
+    tokens: list[str]
+    observation: Observation
+    probabilities: dict[str, float]
+
+
+class Explorer:
+    """Models, asked one at a time: what is observed of one is not mixed up with another user's."""
+
+    def __init__(self, folders: Sequence[Path]):
+        """Load models from their folders.
+
+        Raises:
+            UserError: if one cannot be loaded.
+        """
+        self.models: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {
+            str(folder): (load_model(folder), load_tokenizer(str(folder))) for folder in folders
+        }
+        self._lock = Lock()
+        self._documents = {task: documents_for(task, "builtin") for task in TASKS}
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The first model's, whose tokens are shown."""
+        return next(iter(self.models.values()))[1]
+
+    def example(self, task: str, condition: str) -> tuple[str, str]:
+        """The prompt of a test example that is drawn anew, and its answer."""
+        data = TaskData(
+            task, tokenizer=self.tokenizer, condition=condition, seed=random.randrange(10**6),
+            documents=self._documents[task],
+        )  # fmt: skip
+        drawn = (data.sample(index, 1, "test") for index in range(100))
+        shown = next(example for example in drawn if example.n_tokens <= _FIRST)
+        return shown.prompt, shown.completion.strip()
+
+    def ask(self, text: str) -> dict[str, Answer]:
+        """What each model does with a prompt in which ` _PAUSE_` stands for a meta-token.
+
+        Raises:
+            UserError: if the prompt is empty, or longer than 512 tokens.
+        """
+        with self._lock:
+            return {name: self._answer(*pair, text) for name, pair in self.models.items()}
+
+    @staticmethod
+    def _answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> Answer:
+        ids = prompt_ids(model, tokenizer, text, MARKER.strip(), MAX_TOKENS)
+        seen = observe(model, ids)
+        best = likeliest(model, seen.logits[-1])
+        shown, next_ones = ([readable(tokenizer.decode([one])) for one in of.tolist()] for of in (ids, best.ids))
+        return Answer(shown, seen, dict(zip(next_ones, best.probabilities.tolist(), strict=True)))
+
+    def spans(self, text: str) -> list[tuple[str, str | None]]:
+        """The prompt's tokens with a place between every two, where a meta-token is or could be."""
+        spans: list[tuple[str, str | None]] = []
+        for is_meta, ids in self._runs(text):
+            if is_meta:
+                spans = [*spans[:-1], *((META, "meta-token") for _ in ids)]
+                continue
+            for token in ids:
+                spans += [(readable(self.tokenizer.decode([token])), None), (GAP, "gap")]
+        return spans
+
+    def toggled(self, text: str, index: int) -> str:
+        """The prompt with a meta-token more, or less, at one of its spans; a click on a token changes nothing."""
+        spans = self.spans(text)
+        runs = [token for _, ids in self._runs(text) for token in ids]
+        meta, place = meta_token_id(self.tokenizer), sum(label != "gap" for _, label in spans[:index])
+        kind = spans[index][1]
+        if kind == "meta-token":
+            del runs[place]
+        elif kind == "gap":
+            runs.insert(place, meta)
+        return "".join(
+            MARKER * len(list(ids)) if is_meta else self.tokenizer.decode(list(ids))
+            for is_meta, ids in groupby(runs, meta.__eq__)
+        )
+
+    def _runs(self, text: str) -> list[tuple[bool, list[int]]]:
+        """Meta-tokens and text by turns."""
+        ids = encode_prompt(self.tokenizer, text, MARKER.strip())[len(beginning_of(self.tokenizer)) :]
+        return [(is_meta, list(run)) for is_meta, run in groupby(ids, meta_token_id(self.tokenizer).__eq__)]
+
+
+def heat_map(weights: Tensor, labels: Sequence[str], title: str) -> graph_objects.Figure:
+    """Attention weights, (queries, keys), as a Plotly figure."""
+    told = [[(query, key) for key in labels] for query in labels]
+    trace = graph_objects.Heatmap(
+        z=weights.sqrt().tolist(), customdata=told, text=weights.tolist(), colorscale=SCALE, zmin=0, zmax=1,
+        showscale=False,
+        hovertemplate="query %{customdata[0]}<br>key %{customdata[1]}<br>weight %{text:.3f}<extra></extra>",
+    )  # fmt: skip
+    figure = graph_objects.Figure(trace)
+    figure.update_layout(title=title, height=340, margin={"l": 40, "r": 8, "t": 36, "b": 36}, template="plotly_white")
+    return figure.update_yaxes(autorange="reversed", title="query").update_xaxes(title="key")
+
+
+def build(folders: Sequence[Path]) -> Any:
+    """The page, as Gradio's `Blocks`; its `launch` serves it.
+
+    Args:
+        folders: of one model, or of several that answer side by side.
+
+    Raises:
+        UserError: if there is no Gradio, or a model cannot be loaded.
+    """
+    try:
+        import gradio
+    except ImportError as error:
+        raise UserError("explore needs Gradio: pip install 'metatokens[explore]'.") from error
+
+    explorer = Explorer(folders)
+    first = next(iter(explorer.models.values()))[0].config.get_text_config()
+    layers = list(range(first.num_hidden_layers))
+    heads = [MEAN, *range(first.num_attention_heads)]
+
+    def shown(text: str, layer: int, head: str | int) -> list[Any]:
+        try:
+            answers = explorer.ask(text)
+        except UserError as error:
+            raise gradio.Error(str(error), print_exception=False) from error
+        values: list[Any] = [explorer.spans(text)]
+        for told in answers.values():
+            values.append(told.probabilities)
+            for module in ("attention", "second_attention"):
+                values.append(_plot(gradio, told, module, layer, head))
+        return values
+
+    with gradio.Blocks(title="Meta-tokens", analytics_enabled=False, fill_width=True) as page:
+        gradio.Markdown(INTRODUCTION)
+        with gradio.Row():
+            task = gradio.Dropdown(list(TASKS), value="list_recall", label="Task")
+            condition = gradio.Dropdown(list(_CONDITIONS), value="paper", label="Meta-tokens stand as in condition")
+            another = gradio.Button("New example", elem_id="another")
+        text = gradio.Textbox(label="Prompt", lines=6, max_lines=12, elem_id="prompt")
+        with gradio.Row():
+            ask = gradio.Button("Ask", variant="primary", elem_id="ask")
+            right = gradio.Textbox(label="Right answer", interactive=False, elem_id="right")
+        tokens = gradio.HighlightedText(
+            label="Click between tokens", elem_id="tokens", show_inline_category=False, combine_adjacent=False,
+            color_map={"meta-token": "#d55e00", "gap": "#e2e0db"}, show_whitespaces=False,
+        )  # fmt: skip
+        with gradio.Row():
+            layer = gradio.Radio(layers, value=layers[-1], label="Layer", elem_id="layer")
+            head = gradio.Radio(heads, value=MEAN, label="Head", elem_id="head")
+        outputs: list[Any] = [tokens]
+        with gradio.Row():
+            for number, name in enumerate(explorer.models):
+                with gradio.Column(min_width=300):
+                    gradio.Markdown(f"### {Path(name).as_posix()}", elem_id=f"model-{number}")
+                    outputs.append(gradio.Label(label="Next token", num_top_classes=5, elem_id=f"answer-{number}"))
+                    outputs += [gradio.Plot(label=module) for module in ("Causal attention", "Second attention")]
+        asked: dict[str, Any] = {"fn": shown, "inputs": [text, layer, head], "outputs": outputs}
+        gradio.on([ask.click, text.submit, layer.change, head.change], **asked)
+
+        def example(task: str, condition: str) -> tuple[str, str]:
+            try:
+                return explorer.example(task, condition)
+            except UserError as error:
+                raise gradio.Error(str(error), print_exception=False) from error
+
+        drawn: dict[str, Any] = {"fn": example, "inputs": [task, condition], "outputs": [text, right]}
+        gradio.on([another.click, task.change, condition.change, page.load], **drawn).then(**asked)
+
+        def toggle(text: str, event: gradio.SelectData) -> str:
+            return explorer.toggled(text, event.index)
+
+        tokens.select(toggle, text, text).then(**asked)
+    return page
+
+
+def serve(page: Any, port: int | None, say: Callable[[str], None]) -> None:
+    """Serve a page to this computer alone, until Ctrl-C.
+
+    Args:
+        page: what `build` made.
+        port: where; None takes the first that is free.
+        say: is told the address.
+
+    Raises:
+        UserError: if the port is taken.
+    """
+    try:
+        _, address, _ = page.launch(
+            server_name="127.0.0.1", server_port=port, prevent_thread_lock=True, quiet=True, share=False,
+            footer_links=[], theme=theme(),
+        )  # fmt: skip
+    except OSError as error:
+        raise UserError(f"port {port} is taken; give another." if port else "no port is free.") from error
+    say(f"page: {address}")
+    page.block_thread()
+
+
+def theme() -> Any:
+    """Gradio's own, with letters that are on every computer: its own are fetched."""
+    from gradio.themes import Default
+
+    return Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+
+
+def _plot(gradio: Any, told: Answer, module: str, layer: int, head: str | int) -> Any:
+    """The map of a module, or nothing where the model has none."""
+    if (module, layer) not in told.observation.attention:
+        return gradio.Plot(visible=False)
+    inputs = told.observation.attention[module, layer]
+    weights = inputs.weights()
+    chosen = weights.mean(dim=0) if head == MEAN else weights[min(int(head), len(weights) - 1)]
+    labels = [f"{position} {told.tokens[position]}" for position in inputs.positions.tolist()]
+    title = "Causal attention" if module == "attention" else "Second attention"
+    return gradio.Plot(heat_map(chosen, labels, title), visible=True)

@@ -1,0 +1,161 @@
+"""The page of `metatokens explore` in a real browser, and what stands behind it."""
+
+import runpy
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metatokens.data.prompts import encode_prompt
+from metatokens.data.tokenizer import load_tokenizer
+from metatokens.errors import UserError
+from metatokens.looking.explore import GAP, META, Explorer, build, theme
+from metatokens.looking.look import WITH, look
+from metatokens.model.checkpoint import EXAMPLE, load_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
+)
+PROMPT = "Birds: swan owl _PAUSE_ duck\nQ: What is item 3 of Birds? _PAUSE_"
+
+
+@pytest.fixture(scope="module")
+def folders(small_model: Callable[..., Path]) -> list[Path]:
+    return [small_model(second_attention="meta"), small_model(second_attention="none")]
+
+
+def test_answers_are_those_of_look(folders: list[Path]) -> None:
+    answers = Explorer(folders).ask(PROMPT)
+    assert list(answers) == [str(folder) for folder in folders]
+    for folder in folders:
+        expected = look(load_model(folder), load_tokenizer(str(folder)), PROMPT, "_PAUSE_").answers[WITH]
+        told = list(answers[str(folder)].probabilities.values())
+        assert all(abs(a - b) < 1e-6 for a, b in zip(told, expected.probabilities.tolist(), strict=True))
+
+
+def test_a_click_between_tokens_sets_a_meta_token_and_one_on_it_takes_it_away(folders: list[Path]) -> None:
+    explorer = Explorer(folders[:1])
+    tokenizer = explorer.tokenizer
+    ids = encode_prompt(tokenizer, PROMPT, "_PAUSE_")
+    for index, (shown, label) in enumerate(explorer.spans(PROMPT)):
+        changed = encode_prompt(tokenizer, explorer.toggled(PROMPT, index), "_PAUSE_")
+        if label is None:
+            assert changed == ids
+            continue
+        more = 1 if shown == GAP else -1
+        assert len(changed) == len(ids) + more
+        assert [token for token in changed if token in set(ids)].count(ids[-1]) == ids.count(ids[-1]) + more
+        back = explorer.spans(explorer.toggled(PROMPT, index))
+        assert sum(shown == META for shown, _ in back) == 2 + more
+    assert sum(shown == META for shown, _ in explorer.spans(PROMPT)) == 2
+
+
+def test_what_is_too_long_or_empty_is_refused(folders: list[Path]) -> None:
+    explorer = Explorer(folders)
+    with pytest.raises(UserError, match=r"the prompt has [\d,]+ tokens; at most 512 can be looked into"):
+        explorer.ask("owl " * 600)
+    with pytest.raises(UserError, match="no text"):
+        explorer.ask(" _PAUSE_")
+
+
+def test_users_at_once_get_their_own_answers(folders: list[Path]) -> None:
+    explorer = Explorer(folders)
+    prompts = [f"{PROMPT} {word}" for word in ("a", "b", "c", "d")]
+    alone = [explorer.ask(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(8) as threads:
+        together = list(threads.map(explorer.ask, prompts * 10))
+    for number, answers in enumerate(together):
+        for name, answer in answers.items():
+            assert answer.probabilities == alone[number % 4][name].probabilities
+
+
+def test_the_space_asks_the_model_that_comes_along() -> None:
+    app = runpy.run_path(str(Path(__file__).parents[2] / "examples/space/app.py"))
+    assert app["page"].title == "Meta-tokens"
+    prompt = "Birds: owl robin crow\nMetals: iron zinc copper\nBirds: owl robin _PAUSE_ crow\n"
+    (answer,) = Explorer([EXAMPLE]).ask(f"{prompt}Q: What is item 2 of Birds? _PAUSE_").values()
+    assert next(iter(answer.probabilities)) == " robin"
+
+
+@pytest.fixture(scope="module")
+def page(folders: list[Path]) -> Iterator[Any]:
+    """The served page, opened; what is fetched from elsewhere, or goes wrong, fails the test."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium or Chrome on the path")
+    served, noted = build(folders), []
+    _, address, _ = served.launch(server_name="127.0.0.1", prevent_thread_lock=True, quiet=True, theme=theme())
+    with sync_api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        opened = browser.new_page(viewport={"width": 1280, "height": 900})
+        opened.on("pageerror", lambda error: noted.append(str(error)))
+        opened.on("request", lambda request: noted.append(request.url))
+        opened.goto(address)
+        opened.wait_for_selector(".js-plotly-plot")
+        yield opened
+        browser.close()
+    served.close()
+    assert [url for url in noted if not url.startswith((address, "data:", "blob:"))] == []
+
+
+def answer(page: Any) -> str:
+    return page.locator("#answer-0").inner_text()
+
+
+def ask(page: Any, text: str) -> None:
+    page.locator("#prompt textarea").fill(text)
+    page.locator("#ask").click()
+
+
+def test_a_meta_token_that_is_set_by_a_click_changes_the_answer(page: Any, folders: list[Path]) -> None:
+    ask(page, "Birds: swan owl duck")
+    tokens = page.locator("#tokens .token")
+    page.locator("#tokens .token", has_text=META).first.wait_for(state="detached")
+    before = answer(page)
+    tokens.nth(3).click()
+    page.locator("#tokens .token", has_text=META).first.wait_for()
+    text = page.locator("#prompt textarea").input_value()
+    assert text.count("_PAUSE_") == 1
+    assert text.replace(" _PAUSE_", "") == "Birds: swan owl duck"
+    page.wait_for_function("before => document.querySelector('#answer-0').innerText !== before", arg=before)
+    (expected,) = list(Explorer(folders[:1]).ask(text).values())
+    assert next(iter(expected.probabilities)).strip() in answer(page)
+
+
+def test_another_head_is_drawn(page: Any) -> None:
+    ask(page, PROMPT)
+    first = "JSON.stringify(document.querySelector('.js-plotly-plot').data[0].z)"
+    page.wait_for_function("document.querySelector('#tokens').innerText.includes('◆')")
+    before = page.evaluate(first)
+    page.locator("#head label", has_text="1").click()
+    page.wait_for_function(f"before => {first} !== before", arg=before)
+
+
+def test_what_is_typed_is_text(page: Any) -> None:
+    ask(page, "<img src=x onerror=alert(1)> <b>owl</b>")
+    page.wait_for_function("document.querySelector('#tokens').innerText.includes('<')")
+    assert page.locator("#tokens b, #tokens img").count() == 0
+
+
+def test_a_mistake_is_one_sentence(page: Any) -> None:
+    ask(page, "owl " * 600)
+    page.get_by_text("at most 512 can be looked into").first.wait_for()
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+def test_nothing_is_wider_than_the_screen(page: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    page.wait_for_function(f"document.documentElement.scrollWidth <= {width}")
+
+
+def test_an_example_brings_its_answer(page: Any) -> None:
+    ask(page, "owl")
+    page.locator("#another").click()
+    page.wait_for_function("document.querySelector('#prompt textarea').value.includes('Q: What is item')")
+    page.wait_for_function("document.querySelector('#tokens').innerText.includes('item')")
+    right = page.locator("#right textarea, #right input").input_value()
+    assert right in page.locator("#prompt textarea").input_value().split()
