@@ -107,7 +107,14 @@ def test_the_first_screen_says_what_it_is_for_whom_and_what_came_out() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 150
     first = "\n".join(lines[:25])
-    shown = ("docs/images/meta_tokens.svg", "**For you**", "**Not for you**", "`make demo`", "`make test`", "```python")
+    shown = (
+        "docs/images/meta_tokens.svg",
+        "**For you**",
+        "**Not for you**",
+        "`make demo`",
+        "`make test`",
+        "look --model",
+    )
     assert [part for part in (*shown, "| `twin`", "| `meta`") if part not in first] == []
 
 
@@ -123,7 +130,7 @@ def test_blocks_that_are_run_are_found() -> None:
     assert set(chain.from_iterable(found.values())) <= {"python", "sh", "console", "text", "json", "yaml"}
     readme = "\n".join(text for language, text in blocks(ROOT / "README.md") if language == "sh")
     assert [command.split()[0] for command in commands(readme)] == [
-        "generate", "tokenize", "pretrain", "finetune", "plot", "evaluate", "generate"
+        "look", "tokenize", "pretrain", "finetune", "plot", "evaluate", "generate"
     ]  # fmt: skip
 
 

@@ -1,9 +1,10 @@
 """A Hugging Face Space: prompts with meta-tokens, answered by the model that comes with metatokens."""
 
-from metatokens.looking.explore import build, theme
-from metatokens.model.checkpoint import EXAMPLE
+from pathlib import Path
 
-page = build([EXAMPLE])
+from metatokens.looking.explore import build, theme
+
+page = build([Path("example")])
 
 if __name__ == "__main__":
     page.launch(theme=theme())

@@ -21,6 +21,7 @@ from metatokens.files import append_lines
 
 MARKER = " _PAUSE_"  # how a meta-token is shown in the prompt of a task or a record
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # that a measurement gives
+LOOKS = "looks"  # the folder of a run's pages of what its models attend to, each named by its task
 PACKED = ".gz"  # what a compressed file has at its name's end
 _GZIP = b"\x1f\x8b"  # begins what is compressed, and no text
 
@@ -363,6 +364,7 @@ class RunLines:
     timings: list[Timing] = field(default_factory=list)
     examples: list[ShownExample] = field(default_factory=list)
     runs: list[RunInfo] = field(default_factory=list)
+    looks: dict[str, Path] = field(default_factory=dict)  # by task, a page of what models attend to
 
 
 def read_runs(paths: Sequence[Path]) -> RunLines:
@@ -370,8 +372,8 @@ def read_runs(paths: Sequence[Path]) -> RunLines:
 
     Args:
         paths: folders that hold `results.jsonl` and may hold `analysis.jsonl`, `curves.jsonl`, `examples.jsonl` and
-            `run.json`, or files of result lines, or of lines that `metatokens benchmark` wrote. Files of lines may
-            be compressed (`results.jsonl.gz`).
+            `run.json`, and pages in `looks`, or files of result lines, or of lines that `metatokens benchmark` wrote.
+            Files of lines may be compressed (`results.jsonl.gz`).
 
     Raises:
         UserError: if a path is missing or unreadable, a line or file is malformed, or there is no result at all.
@@ -390,6 +392,7 @@ def read_runs(paths: Sequence[Path]) -> RunLines:
             lines.points += _read_if_there(lines_file(path, "curves"), CurvePoint)
             lines.examples += _read_if_there(lines_file(path, "examples"), ShownExample)
             lines.runs += [read_record(path / "run.json", RunInfo)] if (path / "run.json").exists() else []
+            lines.looks |= {page.stem: page for page in sorted((path / LOOKS).glob("*.html"))}
     if not lines.results:
         raise UserError(f"there is no result in {', '.join(map(str, paths)) or 'an empty list of files'}.")
     return lines

@@ -450,6 +450,9 @@ def test_every_kind_of_stage(
     tokens = {one["step"]: one["text_tokens"] for one in points if one.get("train_length") == 64}
     assert tokens[4] == pytest.approx(4 * tokens[1], abs=4)
     assert 4 * 20 < tokens[1] < 4 * 64
+    page = (tmp_path / "run" / "looks" / "parity.html").read_text(encoding="utf-8")
+    assert "<title>Inside meta and meta-yarn</title>" in page
+    assert load([tmp_path / "run"]).read.looks == {"parity": tmp_path / "run" / "looks" / "parity.html"}
 
 
 def test_a_published_model_in_place_of_a_pretrained_one(

@@ -90,6 +90,7 @@ def wide(corpus: str) -> Preset:
         extra_conditions={},
         probe_steps={"parity": 2},
         inspections=(ablation, *analyses),
+        looked_into=("meta", "meta-yarn"),
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from math import hypot
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -256,6 +257,21 @@ def test_the_page_is_whole_and_shows_text_as_text(tmp_path: Path) -> None:
     files = [path.relative_to(index.parent) for path in index.parent.rglob("*") if path.is_file()]
     assert len(files) == 2 + 4
     assert all((index.parent / file).read_bytes() == (again.parent / file).read_bytes() for file in files)
+
+
+def test_pages_of_what_models_attend_to_are_linked(tmp_path: Path, undrawn: None) -> None:
+    run = write(tmp_path / "a run", RUN, results=[accuracy(0.5, **PLAIN)], examples=EXAMPLES)
+    (run / "looks").mkdir()
+    (run / "looks" / "copying.html").write_text("a page")
+    index = write_report([run], tmp_path / "out" / "report")
+    page = Page(index.read_text(encoding="utf-8"))
+    [(link, text)] = [
+        (str(attributes["href"]), text)
+        for (_, attributes), text in zip([one for one in page.elements if one[0] == "a"], page.texts["a"], strict=True)
+        if not str(attributes["href"]).startswith("#")
+    ]
+    assert (index.parent / unquote(link)).read_text() == "a page"
+    assert f"[{text}]({link})" in (index.parent / "report.md").read_text(encoding="utf-8")
 
 
 def test_a_report_is_replaced_and_no_other_file(tmp_path: Path, undrawn: None) -> None:

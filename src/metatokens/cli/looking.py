@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from metatokens.cli.options import CORPUS, TOKENIZER, Condition, Model, ResultFile, Task, choice, fetched
+from metatokens.cli.options import CORPUS, TOKENIZER, Condition, Model, ResultFile, Task, choice
 from metatokens.cli.output import PNG, print_table, say, shows_tables, write_lines, write_own
 from metatokens.errors import UserError
 
@@ -144,11 +144,15 @@ def generate(
 
 
 def look(
-    model: Model,
+    model: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR|hf:NAME", help="The model: a folder, hf:NAME from the Hub, or example, which comes along."
+        ),
+    ],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text, with a marker for each meta-token.")],
     compare: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR|hf:NAME", callback=fetched, help="Another model, to be shown beside it."),
+        Path | None, typer.Option(metavar="DIR|hf:NAME", help="Another model, to be shown beside it.")
     ] = None,
     marker: Annotated[str, typer.Option(metavar="TEXT", help="What stands for a meta-token in PROMPT.")] = "_PAUSE_",
     out: Annotated[Path, typer.Option(metavar="FILE", help="HTML file to write.")] = Path("look.html"),
@@ -165,13 +169,12 @@ def look(
     from metatokens.looking.figure import draw
     from metatokens.looking.look import look as look_inside
     from metatokens.looking.page import SIGNATURE, to_html
-    from metatokens.model.checkpoint import load_model
+    from metatokens.model.checkpoint import fetch_model, load_model
 
-    looks = [
-        look_inside(load_model(folder), load_tokenizer(str(folder)), prompt, marker, name=str(folder))
-        for folder in (model, compare)
-        if folder is not None
-    ]
+    looks = []
+    for given in filter(None, (model, compare)):
+        folder = fetch_model(given)
+        looks.append(look_inside(load_model(folder), load_tokenizer(str(folder)), prompt, marker, name=str(given)))
     write_own(out, to_html(looks).encode(), SIGNATURE.encode())
     say(f"page: {out}")
     if picture is not None:
@@ -191,6 +194,5 @@ def explore(
     metatokens[explore], and is served to this computer alone.
     """
     from metatokens.looking.explore import build, serve
-    from metatokens.model.checkpoint import fetch_model
 
-    serve(build([fetch_model(folder) for folder in models]), port, say)
+    serve(build(models), port, say)

@@ -175,6 +175,7 @@ class Preset:
     extra_condition_limit: int = 1024  # the longest bin in which they are tested
     probe_steps: Mapping[str, int] = field(default_factory=dict)  # of a task: how often its learning is measured
     inspections: tuple[FurtherTest | Ablation | Analysis, ...] = ()
+    looked_into: tuple[str, ...] = ()  # models shown side by side on an example of each task
 
     @property
     def tasks(self) -> tuple[str, ...]:

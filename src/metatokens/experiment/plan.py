@@ -1,6 +1,6 @@
 """Which runs answer which table: the stages that a preset expands to, each after the ones that it needs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +90,9 @@ def stages(sizes: Preset) -> list[Stage]:
             for name in inspection.models
             for task in inspection.tasks
         ]
+    if sizes.looked_into:
+        shown = [by_name[name] for name in sizes.looked_into]
+        plan += [_look_stage(shown, task, sizes) for task in sizes.tasks]
     return plan
 
 
@@ -244,6 +247,18 @@ def _inspection_stage(one: FurtherTest | Ablation | Analysis, model: TrainedMode
         tables=one.tables,
         priority=model.priority + _wait(task),
         cost=cost,
+    )
+
+
+def _look_stage(models: Sequence[TrainedModel], task: str, sizes: Preset) -> Stage:
+    trained = {one.name: finetune_recipe(sizes, one, task).task.train_lengths[-1] for one in models}
+    return _stage(
+        "look",
+        task=task,
+        options={"trained": trained},
+        after=("describe_tasks", *(f"finetune-{name}-{task}" for name in trained)),
+        priority=max(one.priority for one in models) + _wait(task),
+        cost=5,
     )
 
 

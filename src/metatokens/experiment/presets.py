@@ -28,6 +28,7 @@ DEMO = Preset(
     models=tuple(TrainedModel(model=model) for model in ("gpt2", "meta")),
     extra_conditions=dict.fromkeys(("list_recall", "parity"), ("landmark", "decoy")),
     probe_steps=dict.fromkeys(TASKS, 250) | {"list_recall": 100},
+    looked_into=("meta", "gpt2"),
 )
 
 SMOKE = Preset(

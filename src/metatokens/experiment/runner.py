@@ -28,10 +28,13 @@ from metatokens.experiment.models import (
     pretrain_recipe,
 )
 from metatokens.experiment.plan import PRETRAINED, Stage, examples_name
+from metatokens.files import write_whole
+from metatokens.looking.look import look
+from metatokens.looking.page import to_html
 from metatokens.model.checkpoint import fetch_model, load_model, weights_sha256
 from metatokens.model.interventions import Intervention, intervene
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe
-from metatokens.records import CurvePoint, Measurement, Result, ShownExample
+from metatokens.records import LOOKS, CurvePoint, Measurement, Result, ShownExample, read_lines
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import documents_for, task_texts
 from metatokens.tasks.scoring import score
@@ -71,7 +74,8 @@ class Runner:
     """Carries out a preset's stages in the run's folder. The methods that take `progress` are those that stages name.
 
     The folder holds `tokens/` (the store), `examples/TASK` (encoded), and of each model `models/NAME/pretrained`,
-    `models/NAME/extended` where its context is lengthened, and `models/NAME/TASK/LENGTH`.
+    `models/NAME/extended` where its context is lengthened, and `models/NAME/TASK/LENGTH`; in `looks/TASK.html` are
+    pages of what models attend to.
     """
 
     def __init__(self, out: Path, name: str, preset: Preset):
@@ -304,6 +308,24 @@ class Runner:
         if kind != "sharpness":  # whose changes alone are shown with their spread
             reported = [one.model_copy(update={"quantiles": None}) for one in reported]
         return Outcome(measurements=reported)
+
+    def look(self, progress: Progress, *, task: str, trained: Mapping[str, int]) -> Outcome:
+        """Write a page of what models of some train lengths do with the example that `describe_tasks` wrote."""
+        shown = next(one for one in read_lines(self.out / "examples.jsonl", ShownExample) if one.task == task)
+        looks = [
+            look(
+                load_model(self.out / "models" / name / task / str(length)),
+                self.tokenizer(),
+                shown.prompt,
+                shown.markers,
+                name=name,
+            )
+            for name, length in trained.items()
+        ]
+        page = self.out / LOOKS / f"{task}.html"
+        page.parent.mkdir(exist_ok=True)
+        write_whole(page, to_html(looks).encode())
+        return Outcome()
 
     def pretrained(self, model: TrainedModel) -> Path:
         """The folder of a model as it is before fine-tuning."""

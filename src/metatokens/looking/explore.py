@@ -21,7 +21,7 @@ from metatokens.data.tokenizer import beginning_of, load_tokenizer, meta_token_i
 from metatokens.errors import UserError
 from metatokens.looking.look import likeliest, prompt_ids
 from metatokens.looking.page import SCALE, readable
-from metatokens.model.checkpoint import load_model
+from metatokens.model.checkpoint import fetch_model, load_model
 from metatokens.records import MARKER
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import TaskData, documents_for
@@ -30,6 +30,7 @@ MAX_TOKENS = 512  # of a prompt here, so that every answer comes at once
 GAP, META = "·", "◆"
 MEAN = "mean"
 _CONDITIONS = ("paper", "decoy", "landmark")
+_FEW = 12  # rows of a map that are named one by one
 _FIRST = 128  # tokens of an example at most
 
 INTRODUCTION = """# What do meta-tokens do?
@@ -56,15 +57,16 @@ class Answer:
 class Explorer:
     """Models, asked one at a time: what is observed of one is not mixed up with another user's."""
 
-    def __init__(self, folders: Sequence[Path]):
-        """Load models from their folders.
+    def __init__(self, models: Sequence[Path]):
+        """Load models: folders, `hf:NAME` or `example`.
 
         Raises:
             UserError: if one cannot be loaded.
         """
-        self.models: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {
-            str(folder): (load_model(folder), load_tokenizer(str(folder))) for folder in folders
-        }
+        self.models: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
+        for given in models:
+            folder = fetch_model(given)
+            self.models[str(given)] = load_model(folder), load_tokenizer(str(folder))
         self._lock = Lock()
         self._documents = {task: documents_for(task, "builtin") for task in TASKS}
 
@@ -142,14 +144,17 @@ def heat_map(weights: Tensor, labels: Sequence[str], title: str) -> graph_object
     )  # fmt: skip
     figure = graph_objects.Figure(trace)
     figure.update_layout(title=title, height=340, margin={"l": 40, "r": 8, "t": 36, "b": 36}, template="plotly_white")
+    if len(labels) <= _FEW:  # where Plotly's own would be at halves, and each row can be named
+        ticks = {"tickvals": [*range(len(labels))], "ticktext": [label.partition(" ")[0] for label in labels]}
+        figure.update_xaxes(ticks).update_yaxes(ticks)
     return figure.update_yaxes(autorange="reversed", title="query").update_xaxes(title="key")
 
 
-def build(folders: Sequence[Path]) -> Any:
+def build(models: Sequence[Path]) -> Any:
     """The page, as Gradio's `Blocks`; its `launch` serves it.
 
     Args:
-        folders: of one model, or of several that answer side by side.
+        models: one, or several that answer side by side: folders, `hf:NAME` or `example`.
 
     Raises:
         UserError: if there is no Gradio, or a model cannot be loaded.
@@ -159,7 +164,7 @@ def build(folders: Sequence[Path]) -> Any:
     except ImportError as error:
         raise UserError("explore needs Gradio: pip install 'metatokens[explore]'.") from error
 
-    explorer = Explorer(folders)
+    explorer = Explorer(models)
     first = next(iter(explorer.models.values()))[0].config.get_text_config()
     layers = list(range(first.num_hidden_layers))
     heads = [MEAN, *range(first.num_attention_heads)]
@@ -197,7 +202,7 @@ def build(folders: Sequence[Path]) -> Any:
         with gradio.Row():
             for number, name in enumerate(explorer.models):
                 with gradio.Column(min_width=300):
-                    gradio.Markdown(f"### {Path(name).as_posix()}", elem_id=f"model-{number}")
+                    gradio.Markdown(f"### {name}", elem_id=f"model-{number}")
                     outputs.append(gradio.Label(label="Next token", num_top_classes=5, elem_id=f"answer-{number}"))
                     outputs += [gradio.Plot(label=module) for module in ("Causal attention", "Second attention")]
         asked: dict[str, Any] = {"fn": shown, "inputs": [text, layer, head], "outputs": outputs}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -28,7 +29,15 @@ class Fold:
     tables: Sequence[Table]
 
 
-Block = str | Table | Picture | Fold | ShownExample  # a string is a paragraph
+@dataclass(frozen=True)
+class Link:
+    """A page that lies elsewhere."""
+
+    text: str
+    page: Path
+
+
+Block = str | Table | Picture | Fold | ShownExample | Link  # a string is a paragraph
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 import base64
 import html
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote as quote_url
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -31,7 +33,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
 
     Args:
         paths: run folders (`results.jsonl` and, where there are, `analysis.jsonl`, `curves.jsonl`, `examples.jsonl`,
-            `run.json`) or files of lines of results or of benchmarks.
+            `run.json`, and pages in `looks`) or files of lines of results or of benchmarks.
         out: the folder to write, made where it is missing; a report in it is replaced.
 
     Returns:
@@ -43,9 +45,9 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
     """
     content = _content(load(paths))
     files: dict[Path, bytes] = {
-        out / "index.html": _rendered("page.html.j2", content, autoescape=True),
+        out / "index.html": _rendered("page.html.j2", content, out, autoescape=True),
         # Every value is escaped where it is printed, but for what a template marks as markup.
-        out / "report.md": _rendered("page.md.j2", content, finalize=_escape_markdown),
+        out / "report.md": _rendered("page.md.j2", content, out, finalize=_escape_markdown),
     }
     for file in files:
         if file.is_file() and SIGNATURE.encode() not in file.read_bytes():
@@ -94,7 +96,7 @@ def _content(inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def _rendered(template: str, content: Mapping[str, Any], **options: Any) -> bytes:
+def _rendered(template: str, content: Mapping[str, Any], out: Path, **options: Any) -> bytes:
     environment = Environment(
         loader=PackageLoader("metatokens.report", "."),
         undefined=StrictUndefined,
@@ -106,6 +108,7 @@ def _rendered(template: str, content: Mapping[str, Any], **options: Any) -> byte
     environment.tests["kind"] = lambda block, kind: type(block).__name__ == kind
     filters = (_data_uri, _verdict_class, name, so_far, counts, quote, tally)
     environment.filters |= {"markup": Markup} | {one.__name__.removeprefix("_"): one for one in filters}
+    environment.filters["href"] = lambda page: quote_url(os.path.relpath(page, out))
     return environment.get_template(template).render(content).encode()
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import pandas as pd
 
 from metatokens.experiment.models import MODELS
-from metatokens.report.blocks import Block, Fold, Section, picture
+from metatokens.report.blocks import Block, Fold, Link, Section, picture
 from metatokens.report.compare import HAIR
 from metatokens.report.derive import select
 from metatokens.report.figures import lines
@@ -105,7 +105,12 @@ def shortcuts(inputs: Inputs) -> Section:
 def examples(inputs: Inputs) -> Section:
     """One prompt of each task."""
     absent = "No examples: there is no examples.jsonl beside the results."
-    return _section("examples", inputs.read.examples, absent)
+    blocks: list[Block] = []
+    for example in inputs.read.examples:
+        blocks.append(example)
+        if page := inputs.read.looks.get(example.task or ""):
+            blocks.append(Link("What the models attend to, layer by layer, and what they answer", page))
+    return _section("examples", blocks, absent)
 
 
 def budget(curves: pd.DataFrame) -> str:
