@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from metatokens.looking.explore import build, theme
+from metatokens.looking.explore import build, settings
 
 page = build([Path("example")])
 
 if __name__ == "__main__":
-    page.launch(theme=theme())
+    page.launch(**settings())

@@ -48,6 +48,7 @@ def test_from_a_base_to_answers(delta: str, base: Path, metatokens: Run) -> None
         assert delta or torch.equal(after[name][: len(weight)], weight), name
     assert any(bool(after[name].abs().max() > 0) for name in after if name.endswith("attention.out_proj.weight"))
     for model in ("model", "tuned/64"):
+        assert metatokens(f'look --model {model} "the cat _PAUSE_ sat" --out {Path(model).name}.html')[0] == 0
         status, output, error = metatokens(f"evaluate --model {model} --task parity --lengths 64 -n 8 --json")
         assert status == 0, error
         assert [json.loads(line)["metric"] for line in output.splitlines()] == ["exact_match", "token_accuracy"]

@@ -12,7 +12,7 @@ import pytest
 from metatokens.data.prompts import encode_prompt
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
-from metatokens.looking.explore import GAP, META, Explorer, build, theme
+from metatokens.looking.explore import GAP, META, Explorer, build, settings
 from metatokens.looking.look import WITH, look
 from metatokens.model.checkpoint import EXAMPLE, load_model
 
@@ -88,7 +88,7 @@ def page(folders: list[Path]) -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("there is no Chromium or Chrome on the path")
     served, noted = build(folders), []
-    _, address, _ = served.launch(server_name="127.0.0.1", prevent_thread_lock=True, quiet=True, theme=theme())
+    _, address, _ = served.launch(server_name="127.0.0.1", prevent_thread_lock=True, quiet=True, **settings())
     with sync_api.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         opened = browser.new_page(viewport={"width": 1280, "height": 900})
@@ -159,3 +159,10 @@ def test_an_example_brings_its_answer(page: Any) -> None:
     page.wait_for_function("document.querySelector('#tokens').innerText.includes('item')")
     right = page.locator("#right textarea, #right input").input_value()
     assert right in page.locator("#prompt textarea").input_value().split()
+
+
+def test_no_prompt_is_kept_in_the_browser(page: Any) -> None:
+    ask(page, "owl owl owl owl")
+    page.wait_for_function("(document.querySelector('#tokens').innerText.match(/owl/g) || []).length === 4")
+    page.wait_for_timeout(500)
+    assert [kept for kept in page.evaluate("Object.values(localStorage)") if "owl owl" in kept] == []

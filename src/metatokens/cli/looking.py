@@ -162,8 +162,8 @@ def look(
 ) -> None:
     """Look inside a model on one prompt, as a page.
 
-    What each position attends to, what each layer would say, and what the model answers:
-    with the meta-tokens, without them, and among others that stand anywhere.
+    What each position attends to, and what each layer would say.
+    What the model answers: with the meta-tokens, without them, and among others that stand anywhere.
     """
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.looking.figure import draw

@@ -205,7 +205,10 @@ def build(models: Sequence[Path]) -> Any:
                     gradio.Markdown(f"### {name}", elem_id=f"model-{number}")
                     outputs.append(gradio.Label(label="Next token", num_top_classes=5, elem_id=f"answer-{number}"))
                     outputs += [gradio.Plot(label=module) for module in ("Causal attention", "Second attention")]
-        asked: dict[str, Any] = {"fn": shown, "inputs": [text, layer, head], "outputs": outputs}
+        asked: dict[str, Any] = {
+            "fn": shown, "inputs": [text, layer, head], "outputs": outputs,
+            "trigger_mode": "always_last",  # what is asked meanwhile is answered after it, and not forgotten
+        }  # fmt: skip
         gradio.on([ask.click, text.submit, layer.change, head.change], **asked)
 
         def example(task: str, condition: str) -> tuple[str, str]:
@@ -238,7 +241,7 @@ def serve(page: Any, port: int | None, say: Callable[[str], None]) -> None:
     try:
         _, address, _ = page.launch(
             server_name="127.0.0.1", server_port=port, prevent_thread_lock=True, quiet=True, share=False,
-            footer_links=[], theme=theme(),
+            footer_links=[], **settings(),
         )  # fmt: skip
     except OSError as error:
         raise UserError(f"port {port} is taken; give another." if port else "no port is free.") from error
@@ -246,11 +249,16 @@ def serve(page: Any, port: int | None, say: Callable[[str], None]) -> None:
     page.block_thread()
 
 
-def theme() -> Any:
-    """Gradio's own, with letters that are on every computer: its own are fetched."""
+def settings() -> dict[str, Any]:
+    """What the page is launched with, wherever it is served.
+
+    The letters are those of every computer, since Gradio's own are fetched. No run is kept in the browser: Gradio would
+    keep all maps, and each answer would take longer than the one before.
+    """
     from gradio.themes import Default
 
-    return Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+    theme = Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+    return {"theme": theme, "run_history": False}
 
 
 def _plot(gradio: Any, told: Answer, module: str, layer: int, head: str | int) -> Any:
