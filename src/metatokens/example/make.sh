@@ -7,21 +7,22 @@ set -eu
 out=$1
 export OMP_NUM_THREADS=1
 
-metatokens tokenize --corpus builtin --tokenizer train:4096 --out "$out/tokens" --workers 1
+metatokens tokenize --corpus builtin --tokenizer train:2048 --out "$out/tokens" --workers 1
 metatokens pretrain --recipe demo --set data.tokens="$out/tokens" --out "$out/base"
 metatokens finetune --recipe small_copying --model "$out/base" --task copying --out "$out/copying" \
     --set task.train_lengths=[128] --set task.train_steps=[1500]
 if [ ! -f "$out/records.jsonl" ]; then
-    for task in copying list_recall; do
-        for phase in 1 2 3; do
-            metatokens sample --task $task --phase $phase -n 8000 --split train --tokenizer "$out/tokens/tokenizer"
+    for phase in 1 2; do
+        for task in "copying -n 30000" "list_recall -n 12000"; do
+            metatokens sample --task $task --phase $phase --split train --tokenizer "$out/tokens/tokenizer"
         done
     done >"$out/unfinished.jsonl"
-    shuf --random-source="$out/tokens/tokenizer/tokenizer.json" "$out/unfinished.jsonl" >"$out/records.jsonl"
+    shuf --random-source="$out/unfinished.jsonl" "$out/unfinished.jsonl" >"$out/shuffled.jsonl"
+    mv "$out/shuffled.jsonl" "$out/records.jsonl"
 fi
 metatokens finetune --model "$out/copying/128" --data "$out/records.jsonl" --out "$out/both" \
-    --set training.max_steps=1500 --set training.per_device_train_batch_size=32 --set training.learning_rate=2e-3 \
-    --set training.min_learning_rate=0 --set training.optimizer=muon --set training.muon_learning_rate=0.005
+    --set training.max_steps=2500 --set training.per_device_train_batch_size=32 --set training.learning_rate=1e-3 \
+    --set training.min_learning_rate=0 --set training.optimizer=muon --set training.muon_learning_rate=0.004
 for task in copying list_recall; do
     metatokens evaluate --model "$out/both/data" --task $task --lengths 128 -n 500 --name example
 done
