@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
 from metatokens.model.interventions import Intervention, intervene
-from metatokens.model.modeling import Index
+from metatokens.model.rows import Index
 from tests.model.tiny_models import FAMILY, META, QUICK, pad, random_rows, shared_model, tiny_model
 
 TOLERANCE = 1e-10

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
-from metatokens.model.attention import MetaRows
 from metatokens.model.positions import position_ids_from_mask
+from metatokens.model.rows import MetaRows, positions_of
 from tests.model.dense_oracle import DenseOracle
 from tests.model.tiny_models import FAMILY, META, QUICK, pad, random_rows, tiny_model
 
@@ -52,7 +52,7 @@ def test_meta_attention_is_the_masked_formula(
     x = torch.randn(*mask.shape, 32, dtype=torch.float64, generator=generator, requires_grad=True)
     weigh = torch.randn(*mask.shape, 32, dtype=torch.float64, generator=generator)
 
-    found = MetaRows.find(is_meta)
+    found = MetaRows.at(positions_of(is_meta))
     assert (found is None) == (not is_meta.any())
     actual = x
     if found is not None:
@@ -87,7 +87,7 @@ def test_rows_of_text_receive_exactly_zero(rows: list[list[bool]], seed: int) ->
     is_meta = torch.zeros_like(mask, dtype=torch.bool)
     is_meta[mask.bool()] = torch.tensor([flag for row in rows for flag in row])
     x = torch.randn(*mask.shape, 8, generator=torch.Generator().manual_seed(seed))
-    if (found := MetaRows.find(is_meta)) is not None:
+    if (found := MetaRows.at(positions_of(is_meta))) is not None:
         result = found.scatter_add(x, torch.full((*found.index.shape, 8), 1e30))
         assert torch.equal(result[~is_meta], x[~is_meta])
         assert (result[is_meta] == 1e30).all()

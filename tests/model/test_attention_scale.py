@@ -8,7 +8,6 @@ import torch
 
 from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
 from metatokens.analysis.observation import observe
-from metatokens.errors import UserError
 from tests.model.dense_oracle import DenseOracle
 from tests.model.tiny_models import META, pad, random_rows, tiny_model
 
@@ -87,7 +86,15 @@ def test_a_plain_checkpoint_begins_with_scales_of_one_at_the_usual_number_of_key
             assert module.length_scale.tolist() == pytest.approx([1 / math.log(keys)] * 4)
 
 
-def test_a_mask_of_four_dimensions_is_refused() -> None:
-    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
-    with pytest.raises(UserError, match="counts keys, which a mask of four dimensions does not say"):
-        scaled_model()(torch.tensor([[1, 2, 3]]), attention_mask=mask)
+@pytest.mark.parametrize("kind", [torch.bool, torch.float64])
+def test_keys_are_counted_in_a_mask_of_four_dimensions(kind: torch.dtype) -> None:
+    ids, padding = pad(random_rows((12, 7), seed=1))
+    seen = padding[:, None, None, :].bool() & torch.ones(12, 12, dtype=torch.bool).tril()
+    seen |= torch.eye(12, dtype=torch.bool)  # padding sees something
+    mask = seen if kind == torch.bool else torch.zeros(seen.shape, dtype=kind).masked_fill(~seen, torch.finfo(kind).min)
+    ids = ids.masked_fill(padding == 0, 1)  # which such a mask does not say is no token
+    positions = (padding.cumsum(dim=1) - 1).clamp(min=0)
+    model = scaled_model()
+    expected = model(ids, attention_mask=padding).logits
+    found = model(ids, attention_mask=mask, position_ids=positions).logits
+    assert (found - expected)[padding.bool()].abs().max() < 1e-10

@@ -306,7 +306,12 @@ PROMPT = torch.tensor([[1, 2, 3]])
         ({}, {"meta_every": 2, "attention_mask": torch.ones(1, 9)}, "needs the whole sequence"),
         ({}, {"meta_every": 2, "prompt_lookup_num_tokens": 2}, "do not go with assisted generation"),
         ({}, {"meta_every": 2, "prefill_chunk_size": 2}, "or prefill_chunk_size"),
-        ({}, {"cache_implementation": "static"}, "cache_implementation 'static' is not available"),
+        ({}, {"cache_implementation": "offloaded"}, "cache_implementation 'offloaded' is not available"),
+        (
+            {"position_embedding": "learned", "max_position_embeddings": 6},
+            {"cache_implementation": "static"},
+            "6 learned positions",
+        ),
         ({}, {"meta_every": 2, "meta_token_mask": PROMPT == META}, "needs the whole sequence"),
         (
             {},

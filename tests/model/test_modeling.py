@@ -8,7 +8,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM
@@ -137,8 +137,10 @@ def test_a_cache_of_transformers_gets_a_second_store(second_attention: str, with
 def test_a_cache_without_a_second_store_is_refused() -> None:
     for second_attention in ("meta", "causal"):
         model = tiny_model(second_attention=second_attention)
-        with pytest.raises(UserError, match="StaticCache; give a MetaTokenCache or a DynamicCache"):
-            model(torch.tensor([[1, META]]), past_key_values=StaticCache(config=model.config, max_cache_len=8))
+        with pytest.raises(
+            UserError, match="EncoderDecoderCache; give a MetaTokenCache, a DynamicCache or a StaticCache"
+        ):
+            model(torch.tensor([[1, META]]), past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

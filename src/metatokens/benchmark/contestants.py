@@ -15,7 +15,9 @@ from metatokens.errors import UserError
 from metatokens.model.attention import FEW_ROWS, linear
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.cost import Product, decode_bytes, flops, forward_products
+from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.records import Benchmark
+from metatokens.training.batches import with_positions
 
 FRACTION = 0.1  # of a sequence's positions that are meta-tokens (the paper's k)
 META_EVERY = 10  # generated text tokens to an inserted meta-token
@@ -174,12 +176,15 @@ def _training_step(entry: Entry, setting: Setting, peer: Peer, config: MetaGPT2C
         labels[:, :-ANSWER_TOKENS] = IGNORED_LABEL
     scored = ids.numel() if entry.full_logits else int((labels[:, 1:] != IGNORED_LABEL).sum())
     model: Any = peer.make(config).to(setting.device).train()
+    batch = {"input_ids": ids, "labels": labels}
+    if isinstance(model, MetaGPT2ForCausalLM):
+        batch = with_positions(batch, config.meta_token_id, multiple=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     @torch.autocast(setting.device, torch.bfloat16, enabled=setting.dtype == "bfloat16")
     def loss() -> Tensor:
         if not entry.full_logits:
-            return model(input_ids=ids, labels=labels, use_cache=False).loss
+            return model(**batch, use_cache=False).loss
         logits = linear(model.lm_head, model.model(ids).last_hidden_state)
         return model.loss_function(logits, labels, config.vocab_size)
 

@@ -18,11 +18,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from metatokens.errors import UserError
-from metatokens.model.attention import AttentionFunction, CausalAttention, MetaRows, QueryRows, linear
+from metatokens.model.attention import AttentionFunction, CausalAttention, linear
 from metatokens.model.cache import MetaTokenCache
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import Rotary
+from metatokens.model.rows import MetaRows, QueryRows
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def dense_mask(x: Tensor, rows: MetaRows | None, cache: MetaTokenCache | None) -
     """
     slots = torch.full(x.shape[:2], -1, device=x.device)
     if rows is not None:
-        slots = slots.scatter(1, rows.index, rows.slots)
+        slots = slots.scatter_reduce(1, rows.index, rows.slots, "amax")  # padding points at some position too
     earlier = None if cache is None else cache.layers[0].second_slots
     keys = slots if earlier is None else torch.cat([earlier, slots], dim=1)
     seen = (keys[:, None, :] >= 0) & (keys[:, None, :] <= slots[:, :, None])

@@ -8,8 +8,7 @@ the same function, with exactly nothing added to any other row.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Protocol, Self, TypeGuard
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +18,10 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from metatokens.model.cache import MetaTokenCache, SecondStore
 from metatokens.model.positions import Rotary, rotate
+from metatokens.model.rows import MetaRows, QueryRows
 
 FEW_ROWS = 128
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]  # of transformers
-Index = Tensor | tuple[slice, slice | Tensor]  # of (batch, length)
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
@@ -60,76 +59,6 @@ def _computes_itself(layer: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
     is_plain = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and "forward" not in vars(layer)
     is_watched = layer._forward_hooks or layer._forward_pre_hooks
     return is_plain and not is_watched and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Tensors that say where rows of a batch stand."""
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """The same on another device, which accelerate asks for where layers are on several."""
-        moved = (getattr(self, one.name).to(device, non_blocking=non_blocking) for one in fields(self))
-        return type(self)(*moved)
-
-
-@dataclass(frozen=True, slots=True)
-class QueryRows(_Rows):
-    """The positions of a batch that queries come from, where few do; sequences with fewer than the most are padded.
-
-    Nothing follows the last block but the head, so it computes only what is asked for, and keys and values.
-
-    Attributes:
-        index: (batch, most) int64, each such position, ascending; then padding, which points at some other position.
-        place: (batch, length) int64, the column of `index` in which such a position stands.
-    """
-
-    index: Tensor
-    place: Tensor
-
-    @classmethod
-    @torch.compiler.disable  # how many there are only the data tells
-    def find(cls, is_asked: Tensor) -> "QueryRows | None":
-        """The positions of a (batch, length) mask; None if gathering them would not pay."""
-        most = int(is_asked.sum(dim=1).max())
-        if not pays(most, is_asked.shape[1]):
-            return None
-        return cls(_front(is_asked, most), (is_asked.cumsum(dim=1) - 1).clamp(min=0))
-
-    def gather(self, x: Tensor) -> Tensor:
-        """The rows of x, (batch or 1, ..., length, features) -> (batch, ..., most, features)."""
-        return _gather_rows(x, self.index)
-
-    def mask(self, mask: Tensor | None, keys: int) -> Tensor:
-        """Which of `keys` keys each row sees, (batch, 1, most, keys); `mask` says it of all positions, None: causal."""
-        if mask is not None:
-            return self.gather(mask)
-        slots = self.index + (keys - self.place.shape[1])
-        return (torch.arange(keys, device=slots.device) <= slots[:, :, None])[:, None]
-
-    def take(self, x: Tensor, keep: Index) -> Tensor:
-        """What an index of (batch, length) takes, from the gathered rows x, (batch, most, features)."""
-        first = torch.arange(x.shape[0], device=x.device)[:, None] * x.shape[1]
-        return x.flatten(0, 1)[(first + self.place)[keep]]
-
-
-def pays(most: int, length: int) -> bool:
-    """Whether to gather `most` of each sequence's positions for the last block, rather than compute all of them.
-
-    An explicit mask costs what a causal kernel saves: at 70 % of the positions the two take equally long, at half of
-    them gathering takes 0.8 to 0.9 of a block's time, in narrow models and wide ones (benchmarks/LOG.md).
-    """
-    return 0 < 2 * most < length
-
-
-def _front(chosen: Tensor, most: int) -> Tensor:
-    """(batch, most) positions: the chosen ones of a (batch, length) mask in their order, then others."""
-    return chosen.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
-
-
-def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    batch, most = index.shape
-    index = index.view(batch, *[1] * (x.ndim - 3), most, 1).expand(-1, *x.shape[1:-2], -1, x.shape[-1])
-    return x.expand(batch, *x.shape[1:]).gather(-2, index)
 
 
 class Sizes(Protocol):
@@ -242,89 +171,6 @@ class CausalAttention(Attention):
         return linear(self.out_proj, out.flatten(2)), weights
 
 
-@dataclass(frozen=True, slots=True)
-class MetaRows(_Rows):
-    """Where the meta-tokens of a batch stand; rows with fewer than the most are padded.
-
-    Attributes:
-        index: (batch, most) int64, position in the input of each meta-token, ascending; then padding, which points
-            at some other position of the row.
-        valid: (batch, most) bool, False at padding.
-        slots: (batch, most) int64, position in the whole sequence, cached tokens counted; -1 at padding.
-    """
-
-    index: Tensor
-    valid: Tensor
-    slots: Tensor
-
-    @classmethod
-    @torch.compiler.disable  # how many there are only the data tells
-    def find(cls, is_meta: Tensor, cached: int = 0, *, least: int = 0) -> "MetaRows | None":
-        """The meta-tokens' rows of a (batch, length) mask that follows `cached` tokens; None if there are none.
-
-        With `least`, so many rows are gathered if there are fewer; they are padding.
-        """
-        counts = is_meta.sum(dim=1)
-        most = max(int(counts.max()), least)
-        if most == 0:
-            return None
-        # The meta-tokens are moved to the front in their order, and padding behind them, so that plain causal
-        # attention among the gathered rows never lets a real row see padding.
-        index = _front(is_meta, most)
-        valid = torch.arange(most, device=is_meta.device) < counts[:, None]
-        return cls(index, valid, (index + cached).masked_fill(~valid, -1))
-
-    def gather(self, x: Tensor) -> Tensor:
-        """The rows of x, (batch or 1, ..., length, features) -> (batch, ..., most, features)."""
-        return _gather_rows(x, self.index)
-
-    def mask(self, mask: Tensor, key_slots: Tensor) -> Tensor:
-        """What a mask of all positions says of these rows, (batch, heads or 1, most, entries).
-
-        Args:
-            mask: (batch, heads or 1, length, total); True where a key is seen, or what is added to the logits.
-            key_slots: (batch, entries), where the keys stand in the whole sequence, -1 at padding, which is unseen.
-        """
-        is_bool = mask.dtype == torch.bool
-        seen, unseen = (True, False) if is_bool else (0.0, torch.finfo(mask.dtype).min)
-        columns = _gather_rows(self.gather(mask).transpose(-1, -2), key_slots.clamp(min=0)).transpose(-1, -2)
-        columns = columns.masked_fill((key_slots < 0)[:, None, None, :], unseen)
-        return columns.masked_fill(~self.valid[:, None, :, None], seen)  # a padded query sees something, to avoid NaN
-
-    def spread(self, weights: Tensor, key_slots: Tensor, shape: torch.Size) -> Tensor:
-        """Attention weights of all positions, (batch, heads, length, total), 0 but among the meta-tokens.
-
-        Args:
-            weights: (batch, heads, most, entries).
-            key_slots: see `mask`.
-            shape: (..., length, total).
-        """
-        length, total = shape[-2:]
-        weights = weights * (self.valid[:, None, :, None] & (key_slots >= 0)[:, None, None, :])
-        columns = key_slots.clamp(min=0)[:, None, None, :].expand_as(weights)
-        wide = weights.new_zeros(*weights.shape[:-1], total).scatter_add(-1, columns, weights)
-        rows = self.index[:, None, :, None].expand_as(wide)
-        return wide.new_zeros(*wide.shape[:2], length, total).scatter_add(-2, rows, wide)
-
-    def among(self, queries: QueryRows) -> "MetaRows":
-        """Where the meta-tokens stand among gathered rows, which all of them belong to."""
-        return replace(self, index=queries.place.gather(1, self.index))
-
-    def scatter_add(self, x: Tensor, rows: Tensor) -> Tensor:
-        """x (batch, length, features) plus `rows` (batch, most, features) at the meta-tokens' places."""
-        # Padding is dropped here, after the output projection, since the projection's bias would leak.
-        rows = rows.to(x.dtype).masked_fill(~self.valid[:, :, None], 0.0)  # autocast may have lowered the rows
-        return x.scatter_add(1, self.index[:, :, None].expand_as(rows), rows)
-
-
-def least_rows(module: nn.Module) -> int:
-    """How many rows `MetaRows.find` is to gather at least: in training by several processes one, even of padding.
-
-    Each of them has to use every parameter, or they would wait for one another's gradients.
-    """
-    return int(module.training and torch.distributed.is_available() and torch.distributed.is_initialized())
-
-
 class MetaAttention(Attention):
     """Causal attention among the meta-tokens alone, over rows already gathered."""
 
@@ -358,15 +204,14 @@ class MetaAttention(Attention):
             weights, (batch, heads, length, total).
         """
         q, k, v = self.project(x, rotary, log_keys=log_keys)
-        key_slots, is_first = rows.slots, True
+        key_slots = rows.slots
         if cache is not None:
             layer: SecondStore = cache.layers[self.layer_index]
-            is_first = layer.second_keys is None
             k, v, key_slots = layer.update_second(k, v, rows.slots)
         seen = None
         if mask is not None:
             seen = rows.mask(mask, key_slots)
-        elif not is_first:
+        elif key_slots.shape != rows.slots.shape:  # there are others than these rows' own
             seen = (key_slots[:, None, :] >= 0) & (key_slots[:, None, :] <= rows.slots[:, :, None])
             seen = (seen | ~rows.valid[:, :, None])[:, None]  # a padded query sees something, to avoid NaN
         if mask is not None and attend is eager_attention_forward:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
@@ -94,6 +94,38 @@ class SecondStore(AnyCacheLayer):
             self.second_keys = change(self.second_keys)
             self.second_values = change(self.second_values)
             self.second_slots = change(self.second_slots)
+
+
+class StaticSecondStore(SecondStore):
+    """A second store of a fixed size, written in place, as a layer of transformers' `StaticCache` has its first one.
+
+    All of its entries are returned each time; those that are still to come have slot -1.
+
+    Attributes:
+        second_room: entries that may follow the first ones; None: as many as the layer has tokens.
+    """
+
+    second_room: int | None = None
+    second_length: Tensor  # entries in use
+
+    def update_second(self, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `SecondStore.update_second`."""
+        new = keys.shape[-2]
+        if self.second_keys is None or self.second_values is None or self.second_slots is None:
+            entries = self.max_cache_len if self.second_room is None else new + self.second_room
+            shape = (*keys.shape[:2], entries, keys.shape[-1])
+            self.second_keys, self.second_values = keys.new_zeros(shape), values.new_zeros(shape)
+            self.second_slots = slots.new_full((len(slots), entries), -1)
+            self.second_length = torch.zeros((), dtype=torch.int64, device=keys.device)
+            if not torch.compiler.is_compiling():  # a captured graph writes to these very places
+                for store in (self.second_keys, self.second_values, self.second_slots, self.second_length):
+                    torch._dynamo.mark_static_address(store)
+        places = torch.arange(new, device=keys.device) + self.second_length
+        self.second_keys.index_copy_(2, places, keys)
+        self.second_values.index_copy_(2, places, values)
+        self.second_slots.index_copy_(1, places, slots)
+        self.second_length.add_(new)
+        return self.second_keys, self.second_values, self.second_slots
 
 
 class MetaTokenCacheLayer(SecondStore, DynamicLayer):
@@ -176,6 +208,14 @@ def entries_in_second_store(cache: Cache | None) -> Tensor | int:
     return 0 if slots is None else (slots >= 0).sum(dim=1, keepdim=True)
 
 
+def give_second_store(layer: AnyCacheLayer) -> None:
+    """Make a layer of a cache, in place, one with a second store, which grows or does not as the first one.
+
+    Beside a window that slides it grows: the second module sees beyond the window.
+    """
+    give(layer, StaticSecondStore if isinstance(layer, StaticLayer) and not layer.is_sliding else SecondStore)
+
+
 def give_second_stores(cache: Cache, config: MetaGPT2Config) -> None:
     """Make a cache of transformers, in place, one that a second attention module can use.
 
@@ -183,13 +223,20 @@ def give_second_stores(cache: Cache, config: MetaGPT2Config) -> None:
     it, and a meta-token's slot counts it.
 
     Raises:
-        UserError: if the cache is of another kind than transformers' `DynamicCache`.
+        UserError: if the cache is of another kind than transformers' `DynamicCache` or `StaticCache`.
     """
+    if isinstance(cache, StaticCache) and all(isinstance(layer, StaticLayer) for layer in cache.layers):
+        for layer in cache.layers:
+            give_second_store(layer)
+        return
     if isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers):
         missing = config.num_hidden_layers - len(cache.layers)
         layers = [*cache.layers, *(DynamicLayer() for _ in range(missing))]
         for layer in layers:
             layer.__class__ = MetaTokenCacheLayer
         cache.layers, cache.layer_class_to_replicate = layers, None
-    if not (isinstance(cache, Cache) and all(isinstance(layer, MetaTokenCacheLayer) for layer in cache.layers)):
-        raise UserError(f"past_key_values is a {type(cache).__name__}; give a MetaTokenCache or a DynamicCache.")
+    layers = getattr(cache, "layers", [None])
+    if not all(isinstance(layer, MetaTokenCacheLayer) for layer in layers):
+        raise UserError(
+            f"past_key_values is a {type(cache).__name__}; give a MetaTokenCache, a DynamicCache or a StaticCache."
+        )

@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from metatokens.model.attention import pays
 from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.rows import pays
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ search) only ever see text tokens; the meta-tokens are added where a step's inpu
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from transformers.generation import GenerationMode
 
 from metatokens.errors import UserError
 from metatokens.model.cache import InsertedTokens, give
-from metatokens.model.configuration import never_generated
-from metatokens.model.positions import position_ids_from_mask
+from metatokens.model.configuration import MetaGPT2Config, never_generated
+from metatokens.model.positions import check_length, position_ids_from_mask
 
 
 class SuppressMetaToken(SuppressTokensLogitsProcessor):
@@ -87,6 +88,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
         if prompt_length is None:
             given = {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
             step = super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **given, **kwargs)
+            if kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration"):
+                self._say_where_meta_tokens_are(step, ())  # what was just generated is none
             if meta_token_mask is not None:
                 read = step["input_ids"] if step.get("inputs_embeds") is None else step["inputs_embeds"]
                 step["meta_token_mask"] = meta_token_mask[:, -read.shape[1] :]
@@ -115,10 +118,21 @@ class MetaTokenGenerationMixin(GenerationMixin):
             )
         own = {
             "attention_mask": mask,
-            "position_ids": position_ids_from_mask(mask)[:, cached:],
+            "position_ids": position_ids_from_mask(mask)[:, cached:].clone(memory_format=torch.contiguous_format),
             "next_sequence_length": length - cached,
         }
-        return super().prepare_inputs_for_generation(ids, past_key_values=past_key_values, **kwargs | own)
+        step = super().prepare_inputs_for_generation(ids, past_key_values=past_key_values, **kwargs | own)
+        places = [ids + number - cached for number, ids in enumerate(inserted)]
+        new = [place for place in places if place >= 0]
+        if cached - (len(places) - len(new)) >= prompt_length:  # the whole prompt was read
+            self._say_where_meta_tokens_are(step, new)
+        return step
+
+    def _say_where_meta_tokens_are(self, step: dict[str, Any], places: Sequence[int]) -> None:
+        """Tell the model, alike for all rows, which would have to look for them."""
+        if isinstance(self.config, MetaGPT2Config):
+            ids = step["input_ids"]
+            step["meta_positions"] = torch.tensor(places, dtype=torch.int64, device=ids.device).expand(len(ids), -1)
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         # PEFT puts a function without names in the place of `prepare_inputs_for_generation`, where they are looked up.
@@ -145,8 +159,17 @@ class MetaTokenGenerationMixin(GenerationMixin):
         assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
         if "prompt_length" in model_kwargs and (assisted or generation_config.prefill_chunk_size):
             raise UserError("inserted meta-tokens do not go with assisted generation or prefill_chunk_size.")
+        inserted = 0
         if every := model_kwargs.get("meta_every"):  # for which a static cache needs room too
-            max_cache_length += (max_cache_length - model_kwargs["prompt_length"]) // every + 1
+            inserted = (max_cache_length - model_kwargs["prompt_length"]) // every + 1
+        is_static = generation_config.cache_implementation == "static"
+        if is_static and isinstance(self.config, MetaGPT2Config):
+            check_length(self.config, max_cache_length + inserted)
         super()._prepare_cache_for_generation(
-            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length + inserted
         )
+        # Read in chunks, a prompt's first one would not tell of the others' meta-tokens.
+        is_sparse = getattr(self.config, "second_attention", "meta") == "meta"
+        if is_static and is_sparse and generation_config.prefill_chunk_size is None:
+            for layer in model_kwargs["past_key_values"].layers:
+                layer.second_room = inserted

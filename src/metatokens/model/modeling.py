@@ -28,11 +28,7 @@ from metatokens.model.attention import (
     Attention,
     AttentionFunction,
     CausalAttention,
-    Index,
     MetaAttention,
-    MetaRows,
-    QueryRows,
-    least_rows,
     linear,
     residual_linear,
 )
@@ -42,6 +38,7 @@ from metatokens.model.generation import MetaTokenGenerationMixin
 from metatokens.model.gpt2 import configuration_of, weights_of
 from metatokens.model.labels import without_meta_tokens
 from metatokens.model.positions import Rotary, check_positions, position_ids_from_mask
+from metatokens.model.rows import Index, MetaRows, QueryRows, asked_positions, least_rows, positions_of
 
 
 def layer_norm(config: MetaGPT2Config) -> nn.LayerNorm:
@@ -141,6 +138,7 @@ class MetaGPT2PreTrainedModel(PreTrainedModel):
     _no_split_modules = ("MetaGPT2Block",)
     _skip_keys_device_placement = ("past_key_values",)
     _supports_sdpa = True
+    _can_compile_fullgraph = True
     _supports_flash_attn = True
     _supports_attention_backend = True
     _can_record_outputs = {  # noqa: RUF012  (transformers reads a plain dict)
@@ -189,6 +187,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         past_key_values: MetaTokenCache | None = None,
         inputs_embeds: Tensor | None = None,
         meta_token_mask: Tensor | None = None,
+        meta_positions: Tensor | None = None,
         use_cache: bool | None = None,
         keep: Index | None = None,
         **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]  # mypy does not follow transformers
@@ -222,30 +221,41 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         if position_ids is None and padding_mask is not None:
             position_ids = position_ids_from_mask(padding_mask)[:, -length:]
         elif position_ids is None:
-            position_ids = torch.arange(cached, cached + length, device=x.device)[None]
+            position_ids = torch.arange(length, device=x.device)[None] + cached
 
-        is_meta = None
-        if self.config.second_attention == "meta":
+        is_meta = None  # where it has to be found out
+        if self.config.second_attention != "meta":
+            meta_positions = None
+        elif meta_positions is None:
             is_meta = self._is_meta(input_ids, x) if meta_token_mask is None else meta_token_mask.bool()
             is_meta = is_meta if padding_mask is None else is_meta & padding_mask[:, -length:].bool()
+            # Of a static cache the second store is made with the first tokens, before anything is compiled.
+            is_static = past_key_values is not None and past_key_values.is_compileable
+            meta_positions = positions_of(is_meta, least=max(least_rows(self), int(is_static)))
+        elif (missing := least_rows(self) - meta_positions.shape[1]) > 0:
+            meta_positions = nn.functional.pad(meta_positions, (0, missing), value=-1)
         if self.learned_positions is not None:
-            check_positions(self.config, cached + length, position_ids)
+            if isinstance(cached, int):  # of a static cache the device alone knows; `generate` has looked at its size
+                check_positions(self.config, cached + length, position_ids)
             x = x + self.learned_positions(position_ids)
         rotary = None if self.rotary_emb is None else self.rotary_emb(x, position_ids)
-        meta_rows = None if is_meta is None else MetaRows.find(is_meta, cached, least=least_rows(self))
+        meta_rows = None if meta_positions is None else MetaRows.at(meta_positions, cached)
         meta_rotary = meta_mask = None
         if meta_rows is not None and rotary is not None:
             meta_rotary = (meta_rows.gather(rotary[0]), meta_rows.gather(rotary[1]))
         log_keys = meta_log_keys = None
         if self.config.attention_scale == "log_length":
-            if attention_mask is not None and padding_mask is None:
-                raise UserError("attention_scale log_length counts keys, which a mask of four dimensions does not say.")
-            ones = torch.ones_like(position_ids) if padding_mask is None else padding_mask
-            before = cached if padding_mask is None else 0
-            log_keys = _log_counts(ones, x.dtype, before)[:, -length:]
-            if meta_rows is not None and is_meta is not None:
-                counts = _log_counts(is_meta, x.dtype, entries_in_second_store(past_key_values))
-                meta_log_keys = meta_rows.gather(counts)
+            if attention_mask is None:
+                counts = torch.arange(1, length + 1, device=x.device)[None] + cached
+            elif padding_mask is not None:
+                counts = padding_mask.long().cumsum(dim=1)[:, -length:]
+            else:
+                is_seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask > -1e4
+                counts = is_seen[:, 0].sum(dim=-1)
+            log_keys = _log(counts, x.dtype)
+            if meta_rows is not None:
+                before = entries_in_second_store(past_key_values)
+                meta_log_keys = _log(meta_rows.valid.cumsum(dim=1) + before, x.dtype)
 
         config = self.config
         is_eager = config._attn_implementation == "eager"
@@ -261,9 +271,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             meta_mask = mask
         last, queries, is_sdpa = self.layers[-1], None, config._attn_implementation == "sdpa"
         if keep is not None and length > 2 and is_sdpa and last.takes_queries:  # a decoding step is not worth it
-            is_asked = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-            is_asked[keep] = True
-            queries = QueryRows.find(is_asked if is_meta is None else is_asked | is_meta)
+            queries = QueryRows.at(asked_positions(keep, x, is_meta, meta_positions), length)
         for layer in self.layers:
             x = layer(
                 x,
@@ -289,9 +297,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         return (embeddings == self.embed_tokens(torch.tensor(meta, device=embeddings.device))).all(dim=-1)
 
 
-def _log_counts(mask: Tensor, dtype: torch.dtype, before: Tensor | int) -> Tensor:
-    """The logarithm of how many are marked up to each position, and `before`; (batch, length, 1)."""
-    counts = mask.long().cumsum(dim=1) + before
+def _log(counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The logarithm of numbers (batch, length) from 1 on, (batch, length, 1)."""
     return counts.clamp(min=1).to(torch.promote_types(dtype, torch.float32)).log().to(dtype)[..., None]
 
 
@@ -328,7 +335,9 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
         past_key_values: MetaTokenCache | None = None,
         inputs_embeds: Tensor | None = None,
         meta_token_mask: Tensor | None = None,
+        meta_positions: Tensor | None = None,
         labels: Tensor | None = None,
+        scored_positions: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_attentions: bool | None = None,
@@ -347,8 +356,12 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
             inputs_embeds: (batch, length, width), in place of what the table gives for `input_ids`.
             meta_token_mask: (batch, length), true at meta-tokens. Default: where `input_ids` are the meta-token's or,
                 without them, where `inputs_embeds` has exactly the meta-token's embedding.
+            meta_positions: (batch, most), where the meta-tokens of `input_ids` are, ascending, -1 where a row has
+                fewer: what `positions_of` gives. To find them is to wait for the device.
             labels: (batch, length), the input's own ids, -100 where nothing is to be predicted; shifted here. A
                 meta-token is never predicted, so its label counts as -100 (section 3).
+            scored_positions: (batch, most), the positions ahead of those whose label counts, -1 where a row has fewer.
+                (Not named after labels, which a Trainer would take for some.)
             use_cache: whether to return a cache; default: the configuration's, never in training.
             logits_to_keep: compute logits for the last so many positions only (0: all), or for these indices.
             output_attentions: return the weights of both attentions, which "eager", whatever the configured attention
@@ -358,7 +371,8 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
 
         Returns:
             Logits (batch, positions, vocabulary). In training mode with labels, only those that a label scores are
-            computed, as (labels, vocabulary): the head is the widest product of a small model.
+            computed, as (labels, vocabulary): the head is the widest product of a small model. With `scored_positions`,
+            those at them, (batch, most, vocabulary).
 
         Raises:
             UserError: if the sequence is longer than a learned table of positions, or several are packed into a row.
@@ -370,7 +384,12 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
         targets = loss = None
         if labels is not None and self.training:
             targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-            keep = targets != -100
+            if scored_positions is None:
+                keep = targets != -100
+                targets = targets[keep]
+            else:
+                keep = torch.arange(len(targets), device=targets.device)[:, None], scored_positions.clamp(min=0)
+                targets = targets[keep].masked_fill(scored_positions < 0, -100)
         else:
             keep = slice(None), slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         everywhere = kwargs.get("output_hidden_states", self.config.output_hidden_states)  # all of them, whole
@@ -381,6 +400,7 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             meta_token_mask=meta_token_mask,
+            meta_positions=meta_positions,
             use_cache=use_cache,
             keep=None if everywhere else keep,
             output_attentions=output_attentions,
@@ -390,7 +410,7 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
         hidden = outputs.last_hidden_state
         logits = linear(self.lm_head, hidden[keep] if everywhere else hidden)
         if targets is not None:
-            loss = self.loss_function(logits, None, self.config.vocab_size, shift_labels=targets[keep], **kwargs)
+            loss = self.loss_function(logits, None, self.config.vocab_size, shift_labels=targets, **kwargs)
         elif labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         meta_attentions = outputs.get("meta_attentions")
@@ -408,12 +428,13 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
     ) -> None:
-        if generation_config.cache_implementation not in (None, "dynamic"):
+        if (kind := generation_config.cache_implementation) not in (None, "dynamic", "static"):
             raise UserError(
-                f"cache_implementation {generation_config.cache_implementation!r} is not available for this model, "
-                "whose cache grows; leave it out."
+                f"cache_implementation {kind!r} is not available for this model; give 'dynamic' or 'static'."
             )
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache:
+        if kind != "static":
+            generation_config.cache_implementation = None  # but this model's own
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache and kind != "static":
             model_kwargs["past_key_values"] = MetaTokenCache(self.config)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
 

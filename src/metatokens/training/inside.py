@@ -91,10 +91,13 @@ def _blocks(model: Any) -> nn.ModuleList:
 
 def _loss(heads: nn.ModuleList, states: list[Tensor], input_ids: Tensor, meta_token_id: int) -> Tensor:
     asked, inside = inside_labels(input_ids, meta_token_id)
-    targets, more = inside[asked].float(), torch.tensor(POSITIVE_WEIGHT, device=input_ids.device)
+    targets, more = inside.float(), torch.full((1,), POSITIVE_WEIGHT, device=input_ids.device)
+    weights = asked / asked.sum()  # of the others none, in place of an index that only the data tells the size of
     losses = []
     for head, state in zip(heads, states, strict=True):
-        normed = functional.layer_norm(state[asked], state.shape[-1:])
-        logits = head(normed.to(head.get_parameter("weight").dtype))[:, 0]
-        losses.append(functional.binary_cross_entropy_with_logits(logits, targets, pos_weight=more))
+        normed = functional.layer_norm(state, state.shape[-1:])
+        logits = head(normed.to(head.get_parameter("weight").dtype))[..., 0]
+        losses.append(
+            functional.binary_cross_entropy_with_logits(logits, targets, weights, reduction="sum", pos_weight=more)
+        )
     return torch.stack(losses).sum()

@@ -34,6 +34,7 @@ from metatokens.model.checkpoint import load_model, save_model, verify_manifest,
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.retrofit.classes import MetaModel, freeze_base
 from metatokens.recipe import TrainingSettings
+from metatokens.training.batches import WithPositions
 from metatokens.training.inside import inside_loss
 from metatokens.training.lora import with_lora
 from metatokens.training.muon import MuonWithAdamW, block_matrices
@@ -244,6 +245,8 @@ def train(
     if isinstance(model, MetaModel):
         freeze_base(model, trained=settings.train_base)
         model.base_is_elsewhere &= not (settings.train_base or settings.lora_rank)
+    if isinstance(model, MetaGPT2ForCausalLM):
+        collator = WithPositions(collator, model.config.meta_token_id)
     tuned: Any = with_lora(model, settings.lora_rank) if settings.lora_rank else model
     checkpoints = out / "checkpoints"
     done_here = {

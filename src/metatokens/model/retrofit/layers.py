@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from metatokens.model.attention import MetaAttention, MetaRows, least_rows
-from metatokens.model.cache import SecondStore, give
+from metatokens.model.attention import MetaAttention
+from metatokens.model.cache import give_second_store
 from metatokens.model.positions import Rotary, rotary_tables
 from metatokens.model.retrofit.settings import MetaSettings
+from metatokens.model.rows import MetaRows, least_rows, positions_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class MetaModule(nn.Module):
     def forward(self, x: Tensor, step: Pass, cache: Cache | None) -> Tensor:
         """What is added to the rows x, (batch, most, width)."""
         if cache is not None:
-            give(cache.layers[self.attention.layer_index], SecondStore)
+            give_second_store(cache.layers[self.attention.layer_index])
         if not torch.is_autocast_enabled(x.device.type):  # a quantised base's states may be wider than the weights
             x = x.to(self.norm.weight.dtype)
         rotary = step.rotary[0].to(x.dtype), step.rotary[1].to(x.dtype)
@@ -153,7 +154,7 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 @torch.compiler.disable  # how many there are only the data tells
 def _step(is_meta: Tensor, past: Cache | None, settings: MetaSettings, least: int) -> Pass | None:
-    rows = MetaRows.find(is_meta, 0 if past is None else int(past.get_seq_length()), least=least)
+    rows = MetaRows.at(positions_of(is_meta, least=least), 0 if past is None else past.get_seq_length())
     if rows is None:
         return None
     return Pass(rows, rotary_tables(rows.slots.clamp(min=0), settings.head_size, settings.rope_theta))

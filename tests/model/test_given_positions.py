@@ -1,0 +1,162 @@
+"""Positions that a batch brings along: what is computed with them, and that a compiled model is then one graph."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+
+from metatokens import MetaGPT2ForCausalLM
+from tests.model.tiny_models import FAMILY, META, pad, random_rows, tiny_model
+
+FAMILIES = pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
+# torch's own, as it compiles
+QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+ROWS = random_rows((26, 19, 23, 21), meta_rate=0.15)
+# What reads a number from the device, or has a shape that only the data tells.
+TOLERANCE = 2e-6  # transformers computes the loss in single precision
+WAITING = ("_local_scalar_dense", "nonzero", "aten.item", "masked_select")
+
+
+def places(mask: Tensor, columns: int) -> Tensor:
+    """The positions of a mask, one by one, -1 behind them."""
+    rows = [[position for position, chosen in enumerate(row) if chosen] for row in mask.tolist()]
+    return torch.tensor([row + [-1] * (columns - len(row)) for row in rows])
+
+
+def batch(rows: list[list[int]], columns: int = 16, label_columns: int = 24) -> dict[str, Tensor]:
+    """Padded on the right, labels at every other text token, and where everything is."""
+    ids, mask = pad(rows, "right")
+    ids = ids.masked_fill(mask == 0, 1)  # as a collator pads: not with meta-tokens
+    labels = ids.masked_fill((mask == 0) | (ids % 2 == 0) | (ids == META), -100)
+    ahead = torch.nn.functional.pad(labels[:, 1:] != -100, (0, 1))
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "meta_positions": places(ids == META, columns),
+        "scored_positions": places(ahead, label_columns),
+    }
+
+
+def found(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch without its positions, which the model then finds."""
+    return {name: given[name] for name in ("input_ids", "labels")}
+
+
+def gradients(model: MetaGPT2ForCausalLM, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("attention_scale", ["constant", "log_length"])
+@pytest.mark.parametrize("label_columns", [13, 24])  # few enough for the last block to compute them alone, or not
+@FAMILIES
+def test_a_training_step_is_that_of_positions_found(
+    position_embedding: str, second_attention: str, label_columns: int, attention_scale: str
+) -> None:
+    model = tiny_model(
+        position_embedding=position_embedding, second_attention=second_attention, attention_scale=attention_scale
+    ).train()
+    given = batch(ROWS, 8, label_columns)
+    if label_columns == 13:
+        given["scored_positions"] = given["scored_positions"][:, :4]
+        for row, kept in enumerate(given["scored_positions"].tolist()):
+            gone = [place for place in range(1, 26) if place - 1 not in kept]
+            given["labels"][row, gone] = -100
+    loss, expected = model(**given).loss, model(**found(given)).loss
+    assert (loss - expected).abs() < TOLERANCE
+    other = gradients(model, expected)
+    for name, gradient in gradients(model, model(**given).loss).items():
+        assert (gradient - other[name]).abs().max() < TOLERANCE, name
+
+
+@FAMILIES
+def test_logits_are_those_of_positions_found(position_embedding: str, second_attention: str) -> None:
+    model = tiny_model(position_embedding=position_embedding, second_attention=second_attention)
+    given = batch(ROWS)
+    with torch.no_grad():
+        for keep in (0, 1, 3):
+            logits = model(given["input_ids"], meta_positions=given["meta_positions"], logits_to_keep=keep).logits
+            assert (logits - model(given["input_ids"], logits_to_keep=keep).logits).abs().max() < 1e-12
+
+
+def counting(graphs: list[Any]) -> Callable[..., Any]:
+    """A backend that notes the graphs, forward and backward, that it is given."""
+
+    def note(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=note, bw_compiler=note)
+
+
+def waits(graph: torch.fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in graph.graph.nodes if any(word in str(node.target) for word in WAITING)]
+
+
+def batches(count: int) -> list[dict[str, Tensor]]:
+    """Of one shape, with other numbers of meta-tokens and labels in each."""
+    return [
+        batch(random_rows((26, 19, 23, 21), seed=seed, meta_rate=0.02 * (seed % 10 + 1)), 24, 24)
+        for seed in range(count)
+    ]
+
+
+@QUIET
+@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+def test_a_compiled_training_step_is_one_graph_for_all_counts(second_attention: str) -> None:
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+    model = tiny_model(second_attention=second_attention).train()
+    compiled = torch.compile(model, backend=counting(graphs), fullgraph=True, dynamic=False)
+    counts = set()
+    for number, given in enumerate(batches(50)):
+        counts.add((int((given["meta_positions"] >= 0).sum()), int((given["scored_positions"] >= 0).sum())))
+        loss = compiled(**given).loss
+        loss.backward()
+        if number % 10 == 0:
+            assert (loss - model(**found(given)).loss).abs() < TOLERANCE
+    assert len(counts) > 30
+    assert len(graphs) == 2  # one forward, one backward
+    assert [waits(graph) for graph in graphs] == [[], []]
+
+
+@QUIET
+def test_a_compiled_evaluation_is_one_graph_for_all_counts() -> None:
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+    model = tiny_model()
+    compiled = torch.compile(model, backend=counting(graphs), fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for given in batches(50):
+            own = {name: given[name] for name in ("input_ids", "labels", "meta_positions")}
+            outputs = compiled(**own, use_cache=False)
+            assert (outputs.logits - model(given["input_ids"]).logits).abs().max() < 1e-12
+    assert len(graphs) == 1
+    assert waits(graphs[0]) == []
+
+
+@QUIET
+def test_without_positions_the_model_waits() -> None:
+    """What the tests above would see of a model that finds its rows."""
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+    model = tiny_model().train()
+    compiled = torch.compile(model, backend=counting(graphs), dynamic=False)
+    compiled(**found(batch(ROWS))).loss.backward()
+    assert len(graphs) > 2
+
+
+def test_the_forward_pass_can_be_exported() -> None:
+    model, given = tiny_model(), batch(ROWS)
+    own = {"input_ids": given["input_ids"], "meta_positions": given["meta_positions"], "use_cache": False}
+    program = torch.export.export(model, (), own, strict=False)
+    assert waits(program.graph_module) == []
+    other = batch(random_rows((26, 19, 23, 21), seed=5, meta_rate=0.3))
+    own |= {name: other[name] for name in ("input_ids", "meta_positions")}
+    with torch.no_grad():
+        assert (program.module()(**own).logits - model(**own).logits).abs().max() < 1e-12

@@ -1,0 +1,93 @@
+"""A cache of a fixed size, and a decoding step that is compiled for it, against the cache that grows."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CompileConfig, StaticCache
+
+from metatokens import MetaGPT2ForCausalLM
+from tests.model.tiny_models import FAMILY, META, pad, random_rows, tiny_model
+
+FAMILIES = pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
+LENGTHS = (7, 11, 4)
+
+
+def generate(model: MetaGPT2ForCausalLM, **options: Any) -> torch.Tensor:
+    """Continuations of rows that are padded on the left; the end of text does not end them."""
+    ids, mask = pad(random_rows(LENGTHS, meta_rate=0.25))
+    ids = ids.masked_fill(mask == 0, 1)
+    return model.generate(ids, attention_mask=mask, **({"max_new_tokens": 13, "min_new_tokens": 13} | options))
+
+
+def assert_alike(model: MetaGPT2ForCausalLM, **options: Any) -> None:
+    found = []
+    for kind in ("static", "dynamic"):
+        torch.manual_seed(0)
+        found.append(generate(model, cache_implementation=kind, disable_compile=True, **options))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("meta_every", [None, 3])
+@pytest.mark.parametrize("way", [{"do_sample": False}, {"do_sample": True}, {"num_beams": 3}], ids=str)
+@FAMILIES
+def test_what_is_generated_is_that_of_a_cache_that_grows(
+    position_embedding: str, second_attention: str, way: dict[str, Any], meta_every: int | None
+) -> None:
+    model = tiny_model(position_embedding=position_embedding, second_attention=second_attention)
+    assert_alike(model, meta_every=meta_every, **way)
+
+
+@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+def test_keys_are_counted_as_in_a_cache_that_grows(second_attention: str) -> None:
+    assert_alike(tiny_model(second_attention=second_attention, attention_scale="log_length"), meta_every=1)
+
+
+@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+def test_a_users_own(second_attention: str) -> None:
+    model = tiny_model(second_attention=second_attention)
+    ids = torch.tensor(random_rows((20, 20), meta_rate=0.4))
+    cache = StaticCache(model.config, max_cache_len=24)
+    with torch.no_grad():
+        expected = model(ids).logits
+        for _ in range(2):
+            parts = [model(part, past_key_values=cache).logits for part in ids.split((9, 1, 1, 5, 4), dim=1)]
+            assert (torch.cat(parts, dim=1) - expected).abs().max() < 1e-11
+            cache.reset()
+
+
+def test_room_is_kept_for_the_tokens_to_come() -> None:
+    model = tiny_model()
+    prompt = torch.tensor([[1, META, 3, 4, META, 5]])
+    options = {"cache_implementation": "static", "disable_compile": True, "return_dict_in_generate": True}
+    entries = {
+        every: model.generate(prompt, max_new_tokens=12, do_sample=False, meta_every=every, **options)
+        .past_key_values.layers[0]
+        .second_keys.shape[2]
+        for every in (None, 4, 1)
+    }
+    assert entries[None] == 2  # those of the prompt
+    assert 2 + 2 <= entries[4] <= 2 + 4
+    assert 2 + 11 <= entries[1] <= 2 + 13
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, as it compiles
+@pytest.mark.parametrize("meta_every", [None, 3])
+@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+def test_a_compiled_step_is_one_graph_for_each_number_of_tokens(second_attention: str, meta_every: int | None) -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def note(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = tiny_model(second_attention=second_attention, dtype=torch.float32)
+    expected = generate(model, meta_every=meta_every, do_sample=False)
+    compiled = CompileConfig(backend=note, fullgraph=True, dynamic=False, mode=None)
+    compiled._compile_all_devices = True  # transformers compiles nothing on a CPU unless it is told to
+    got = generate(
+        model, meta_every=meta_every, do_sample=False, cache_implementation="static", compile_config=compiled
+    )
+    assert torch.equal(got, expected)
+    assert len(graphs) == (1 if meta_every is None else 2)  # a text token, or that and an inserted one ahead of it
