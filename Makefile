@@ -7,6 +7,8 @@
 # make scale     what tokenizing two billion characters takes (docs/reliability.md); TOKENIZER=DIR where the Hugging Face
 #                Hub cannot be reached
 # make benchmark every benchmark at the paper's size, into benchmarks/results (about an hour on two cores)
+# make gpu       the tests of a device on a GPU, then speed and memory there, in eight minutes, into benchmarks/results/gpu
+# make gpu-train nine minutes of the preset gpu, which the next one goes on with; CORPUS=... in place of C4
 # make conformance  transformers' own tests of a model on every member of the family, and programs that take any model
 #                   (a few minutes on two cores; the tests are downloaded)
 # make report    draw the report of results/small again, from its committed lines alone, and the figures of the pages
@@ -21,8 +23,10 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 TOKENIZER ?= gpt2
+DEVICE ?= cuda
+PIECE ?= 540
 
-.PHONY: install demo smoke test test-all coverage lint scale benchmark conformance report figures demo-results docs lock audit clean
+.PHONY: install demo smoke test test-all coverage lint scale benchmark gpu gpu-train conformance report figures demo-results docs lock audit clean
 
 install: $(VENV)/.installed
 
@@ -51,6 +55,12 @@ scale: $(VENV)/.installed-test
 
 benchmark: $(VENV)/.installed-benchmark
 	PATH="$(CURDIR)/$(BIN):$$PATH" benchmarks/run
+
+gpu: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/gpu.py --device $(DEVICE) --out benchmarks/results/gpu
+
+gpu-train: install
+	timeout $(PIECE) $(BIN)/metatokens reproduce --preset gpu --out runs/gpu $(if $(CORPUS),--corpus '$(CORPUS)') || test $$? = 124
 
 conformance: $(VENV)-conformance/.installed
 	$(VENV)-conformance/bin/python conformance/suite.py

@@ -1,0 +1,105 @@
+"""The package on a GPU, in eight minutes: its tests there, then speed, memory and utilisation beside transformers.
+
+    python benchmarks/gpu.py --out benchmarks/results/gpu
+
+What does not fit in the time is left out, and named. On a CPU the sizes are tiny: so it is tested.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from metatokens.records import Timing, read_lines
+
+TESTS = Path(__file__).parents[1] / "tests/device"
+# Operations a second of dense bfloat16 products, as the makers give them (without sparsity).
+PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
+OURS = ("gpt2", "pause", "meta", "dense")
+
+
+def measurements(device: str) -> list[tuple[str, list[str]]]:
+    """What is measured, the most asked for first: a file's name, and the arguments of `metatokens benchmark`."""
+    is_gpu = device == "cuda"
+    shape, short, long, rounds = ("paper", "1024", "8192", "8") if is_gpu else ("tiny", "64", "128", "1")
+    own = ["--shape", shape, "--device", device, "--rounds", rounds, "--warmup", "3" if is_gpu else "1"]
+    own += ["--dtype", "bfloat16" if is_gpu else "float32"]
+    theirs = [*OURS, "transformers", "gpt2-learned"]
+    batch = {short: "8" if is_gpu else "2", long: "1"}
+    found = []
+    for length in (short, long):
+        for compiled in ([], ["--compile"]) if is_gpu else ([],):
+            name = f"train_{length}{'_compiled' if compiled else ''}"
+            sizes = ["--lengths", length, "--batch-size", batch[length], *contestants(theirs), *compiled]
+            found.append((name, ["train", *own, *sizes]))
+    for length in (short, long):
+        decoding = ["--lengths", length, *contestants(["gpt2", "meta", "transformers", "gpt2-learned"])]
+        found.append((f"decode_{length}", ["decode", *own, *decoding]))
+    return found
+
+
+def contestants(names: Sequence[str]) -> list[str]:
+    """As options."""
+    return [part for name in names for part in ("--contestant", name)]
+
+
+def utilisation(timing: Timing, peak: float | None) -> str:
+    """Model-FLOP utilisation: the operations that the function needs, a second, as a share of the device's peak."""
+    if timing.flops is None or peak is None:
+        return "-"
+    return f"{timing.flops / timing.seconds / peak:.1%}"
+
+
+def table(files: Sequence[Path], peak: float | None) -> Table:
+    """A row for each model and measurement."""
+    shown = Table("measured", "model", "text tokens/s", "utilisation", "MB", "ratio", "against")
+    for file in files:
+        for timing in read_lines(file, Timing):
+            memory = "-" if timing.memory is None else f"{timing.memory / 1e6:,.0f}"
+            speed = f"{timing.text_tokens / timing.seconds:,.0f}"
+            ratio = f"{timing.ratio:.3f} [{timing.ratio_low:.3f}, {timing.ratio_high:.3f}]"
+            shown.add_row(file.stem, timing.model, speed, utilisation(timing, peak), memory, ratio, timing.against)
+    return shown
+
+
+def main() -> int:
+    """Run all that fits, and say what came out; the status of the tests."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the lines of each measurement")
+    parser.add_argument("--minutes", type=float, default=8, help="no measurement begins after so many")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    end, console = time.monotonic() + 60 * given.minutes, Console(width=120)
+    name = torch.cuda.get_device_name() if given.device == "cuda" else "processor"
+    console.print(f"device: {name}, PyTorch {torch.__version__}")
+    environment = {**os.environ, "METATOKENS_DEVICE": given.device}
+    tests = subprocess.run([sys.executable, "-m", "pytest", "-q", str(TESTS)], env=environment, check=False)
+    files, left = [], []
+    for measured, arguments in measurements(given.device):
+        if time.monotonic() > end:
+            left.append(measured)
+            continue
+        file = given.out / f"{measured}.jsonl"
+        file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "metatokens", "benchmark", *arguments, "--out", str(file)]
+        try:
+            subprocess.run(command, check=True, stderr=subprocess.DEVNULL, timeout=max(1, end + 60 - time.monotonic()))
+            files.append(file)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            left.append(f"{measured} ({type(error).__name__})")
+    console.print(table(files, next((peak for key, peak in PEAKS.items() if key in name), None)))
+    if left:
+        console.print(f"left out: {', '.join(left)}")
+    return tests.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""The script that measures on a GPU, run to its end on the processor with tiny sizes."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metatokens.records import Timing, read_lines
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Its module, with a test of its own in place of the device's, which run anyway."""
+    spec = importlib.util.spec_from_file_location("gpu", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")
+    monkeypatch.setattr(module, "TESTS", tmp_path / "test_one.py")
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--out", str(tmp_path / "out")])
+    return module
+
+
+def test_it_measures_what_it_names(script: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    named = script.measurements("cpu")
+    script.measurements = lambda device: [named[0], named[-1]]
+    assert script.main() == 0
+    train, decode = (read_lines(tmp_path / "out" / f"{name}.jsonl", Timing) for name in ("train_64", "decode_128"))
+    assert {one.model for one in train} == {"gpt2", "pause", "meta", "dense", "transformers", "gpt2-learned"}
+    assert {one.model for one in decode} == {"gpt2", "meta", "transformers", "gpt2-learned"}
+    shown = capfd.readouterr().out
+    assert "1 passed" in shown
+    assert "left out" not in shown
+    assert all(model in shown for model in ("dense", "transformers"))
+    (first, *_) = train
+    assert first.flops is not None
+    assert script.utilisation(first, first.flops / first.seconds * 4) == "25.0%"
+
+
+def test_what_does_not_fit_or_fails_is_named(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script.measurements = lambda device: [("broken", ["train", "--shape", "unknown"])]
+    assert script.main() == 0
+    assert "left out: broken (CalledProcessError)" in capfd.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--minutes", "0"])
+    script.measurements = lambda device: [("late", ["train"])]
+    assert script.main() == 0
+    assert "left out: late\n" in capfd.readouterr().out
+
+
+def test_every_gpu_measurement_is_a_command(script: Any) -> None:
+    from typer.main import get_command
+
+    from metatokens.cli import app
+
+    benchmark = get_command(app).commands["benchmark"]
+    found = script.measurements("cuda")
+    assert len({name for name, _ in found}) == len(found) == 6
+    for _, arguments in found:
+        given = benchmark.make_context("benchmark", list(arguments), resilient_parsing=True).params
+        assert (given["device"], given["shape"], given["dtype"]) == ("cuda", "paper", "bfloat16")
