@@ -7,6 +7,7 @@ import torch
 from transformers import CompileConfig, StaticCache
 
 from metatokens import MetaGPT2ForCausalLM
+from metatokens.errors import UserError
 from tests.model.tiny_models import FAMILY, META, pad, random_rows, tiny_model
 
 FAMILIES = pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
@@ -54,6 +55,14 @@ def test_a_users_own(second_attention: str) -> None:
             parts = [model(part, past_key_values=cache).logits for part in ids.split((9, 1, 1, 5, 4), dim=1)]
             assert (torch.cat(parts, dim=1) - expected).abs().max() < 1e-11
             cache.reset()
+
+
+def test_positions_beyond_a_learned_table_are_refused() -> None:
+    model = tiny_model(position_embedding="learned", max_position_embeddings=6)
+    cache = StaticCache(model.config, max_cache_len=9)
+    model(torch.tensor([[1, META, 3, 4, 5]]), past_key_values=cache)
+    with pytest.raises(UserError, match="6 learned positions"):
+        model(torch.tensor([[6, 7]]), past_key_values=cache)
 
 
 def test_room_is_kept_for_the_tokens_to_come() -> None:

@@ -235,8 +235,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         elif (missing := least_rows(self) - meta_positions.shape[1]) > 0:
             meta_positions = nn.functional.pad(meta_positions, (0, missing), value=-1)
         if self.learned_positions is not None:
-            if isinstance(cached, int):  # of a static cache the device alone knows; `generate` has looked at its size
-                check_positions(self.config, cached + length, position_ids)
+            if not torch.compiler.is_compiling():  # of a static cache the device alone knows how long it is
+                check_positions(self.config, int(cached) + length, position_ids)
             x = x + self.learned_positions(position_ids)
         rotary = None if self.rotary_emb is None else self.rotary_emb(x, position_ids)
         meta_rows = None if meta_positions is None else MetaRows.at(meta_positions, cached)
