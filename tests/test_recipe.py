@@ -11,6 +11,7 @@ from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
 PACKAGED = {
     "demo": PretrainRecipe,
     "demo_finetune": FinetuneRecipe,
+    "demo_segment_counting": FinetuneRecipe,
     "small_extend": PretrainRecipe,
     "paper": PretrainRecipe,
     "paper_extend": PretrainRecipe,

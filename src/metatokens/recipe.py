@@ -56,6 +56,7 @@ class ModelSettings(_Settings):
     intermediate_size: Positive | None = None
     max_position_embeddings: Positive = 1024
     position_embedding: Literal["learned", "rope", "none"] = "rope"
+    rope_layers: list[AtLeastZero] | None = None  # with rope: the layers that have it, from 0; not given, all
     second_attention: Literal["meta", "causal", "none"] = "meta"
     attention_scale: Literal["constant", "log_length"] = "constant"
     bias: bool = False

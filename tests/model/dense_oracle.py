@@ -57,7 +57,8 @@ class DenseOracle:
         heads = self.config.num_attention_heads
         q, k, v = self._affine(x, name + ".qkv_proj").split(width, dim=-1)
         q, k, v = (part.reshape(length, heads, width // heads).transpose(0, 1) for part in (q, k, v))
-        if self.config.position_embedding == "rope":
+        rotated = self.config.rope_layers
+        if self.config.position_embedding == "rope" and (rotated is None or int(name.split(".")[2]) in rotated):
             q, k = rotate_by_position(q), rotate_by_position(k)
         if self.config.attention_scale == "log_length":  # each query times s_h ln(keys)
             for t, keys in enumerate(allowed.sum(dim=1).tolist()):

@@ -42,6 +42,8 @@ class MetaGPT2Config(PreTrainedConfig):
         intermediate_size: width of the feed-forward layer; `None` means four times `hidden_size`.
         max_position_embeddings: positions trained on, and rows of the table if positions are learned.
         position_embedding: `learned` (a table added to the embeddings), `rope` (queries and keys rotated), `none`.
+        rope_layers: with `rope`, the layers, counted from 0, that rotate queries and keys, in both attentions; the
+            others have no positions (Yang et al., 2025). `None`: all of them.
         second_attention: the module between causal attention and the feed-forward layer: `meta` (meta-tokens attend
             causally to meta-tokens), `causal` (all positions: the parameter-matched control), `none` (GPT-2).
         attention_scale: what multiplies attention logits beside 1 / sqrt(head size): `constant` (nothing), or
@@ -69,6 +71,7 @@ class MetaGPT2Config(PreTrainedConfig):
     intermediate_size: int | None = None
     max_position_embeddings: int = 1024
     position_embedding: PositionEmbedding = "rope"
+    rope_layers: list[int] | None = None
     second_attention: SecondAttention = "meta"
     attention_scale: AttentionScale = "constant"
     meta_token_id: int | None = 50257
@@ -99,6 +102,8 @@ class MetaGPT2Config(PreTrainedConfig):
             )
         if self.position_embedding == "rope" and (self.hidden_size // self.num_attention_heads) % 2:
             raise UserError("rotary positions need an even head size (hidden_size / num_attention_heads).")
+        if self.rope_layers is not None:
+            self._check_rope_layers(self.rope_layers)
         if not self.initializer_range >= 0:
             raise UserError(f"initializer_range is {self.initializer_range}, a standard deviation below 0.")
         if self.second_attention == "meta" and self.meta_token_id is None:
@@ -120,6 +125,17 @@ class MetaGPT2Config(PreTrainedConfig):
             )
         self.base_model_tp_plan = _tensor_parallel_plan(self.second_attention)
         super().__post_init__(**{"auto_map": dict(_AUTO_MAP)} | kwargs)
+
+    def _check_rope_layers(self, layers: list[int]) -> None:
+        if self.position_embedding != "rope":
+            raise UserError(
+                f"rope_layers is for position_embedding 'rope'; this model has {self.position_embedding!r}."
+            )
+        if not layers or sorted(set(layers)) != layers or not 0 <= layers[0] <= layers[-1] < self.num_hidden_layers:
+            raise UserError(
+                f"rope_layers is {layers}; give the numbers of one layer or more, ascending, from 0 to "
+                f"{self.num_hidden_layers - 1}."
+            )
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "MetaGPT2Config":

@@ -272,13 +272,14 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         last, queries, is_sdpa = self.layers[-1], None, config._attn_implementation == "sdpa"
         if keep is not None and length > 2 and is_sdpa and last.takes_queries:  # a decoding step is not worth it
             queries = QueryRows.at(asked_positions(keep, x, is_meta, meta_positions), length)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
+            is_rotated = config.rope_layers is None or index in config.rope_layers
             x = layer(
                 x,
-                rotary=rotary,
+                rotary=rotary if is_rotated else None,
                 mask=mask,
                 meta_rows=meta_rows,
-                meta_rotary=meta_rotary,
+                meta_rotary=meta_rotary if is_rotated else None,
                 meta_mask=meta_mask,
                 log_keys=log_keys,
                 meta_log_keys=meta_log_keys,
