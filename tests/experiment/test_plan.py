@@ -162,6 +162,7 @@ def test_a_model_is_described_by_what_it_changes() -> None:
 
 
 def test_a_model_changes_what_it_says_and_nothing_else() -> None:
+    unchanged = TrainedModel(model="meta")
     changed = TrainedModel(
         model="meta",
         position_embedding="none",
@@ -169,11 +170,11 @@ def test_a_model_changes_what_it_says_and_nothing_else() -> None:
         pretrain_overrides=("data.fraction=0.05",),
         finetune_overrides=("task.condition=none",),
     )
-    plain, own = (pretrain_recipe(DEMO, one).model_dump() for one in (DEMO.models[-1], changed))
+    plain, own = (pretrain_recipe(DEMO, one).model_dump() for one in (unchanged, changed))
     assert own["data"] == plain["data"] | {"fraction": 0.05}
     assert own["model"] == plain["model"] | {"position_embedding": "none"}
     assert own["training"] == plain["training"] | {"seed": 3}
-    plain, own = (finetune_recipe(DEMO, one, "parity").model_dump() for one in (DEMO.models[-1], changed))
+    plain, own = (finetune_recipe(DEMO, one, "parity").model_dump() for one in (unchanged, changed))
     assert own["task"] == plain["task"] | {"condition": "none"}
     assert own["training"] == plain["training"] | {"seed": 3}
 
@@ -230,11 +231,13 @@ def test_the_small_grid_is_whole() -> None:
         assert recipe.model.max_position_embeddings == (2304 if one.model == "gpt-neo" else 1152)
 
 
-def test_one_recipe_a_task_for_all_models_of_demo_and_grid() -> None:
+def test_one_recipe_a_task_for_all_models_of_a_preset() -> None:
     for task in TASKS:
         plain = [one for one in SMALL.models if not one.variant and one.seed == 0 and task in one.tasks]
         assert len(plain) == 13
-        assert len({finetune_recipe(SMALL, one, task).model_dump_json() for one in plain}) == 1
+        for sizes, models in ((SMALL, plain), (DEMO, DEMO.models)):
+            assert len({finetune_recipe(sizes, one, task).model_dump_json() for one in models}) == 1
+    for task in set(TASKS) - {"segment_counting"}:  # where the demo's models have fewer rotary layers
         demo, small = (finetune_recipe(sizes, plain[0], task) for sizes in (DEMO, SMALL))
         assert demo.task.stages == small.task.stages
         assert demo.training == small.training
