@@ -61,6 +61,11 @@ def test_tables_of_what_is_no_accuracy(text: str) -> None:
     learning = table(text, "List recall, trained to 128 tokens")
     assert list(learning["meta, rope"].values()) == ["900 k / 1.2 M", "3 M", "200"]
     assert learning["gpt2, rope"]["text tokens to 90 %, by seed"] == "2.7 M"
+    sooner = table(text, "Steps until so many prompts are answered right")
+    assert {label: row["List recall"] for label, row in sooner.items() if label.startswith("meta")} == {
+        "meta, 80 %": "300 / 400", "meta, 95 %": "300 / 400"
+    }  # fmt: skip
+    assert sooner["meta, 95 %"]["Parity"] == "\u2026"
     steps = table(text, "Steps until the answer loss stays under 0.1, rope")
     assert [row["List recall"] for row in steps.values()] == ["650", "650", "1,000", "1.54"]
     perplexity = table(text, "Perplexity of text tokens")

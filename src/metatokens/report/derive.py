@@ -58,16 +58,16 @@ def learned_from(points: pd.DataFrame, rate: float) -> tuple[float, float]:
     return float(points["step"].iloc[after]), float(points["text_tokens"].iloc[after])
 
 
-def recall_curves(curves: pd.DataFrame) -> dict[tuple[str, str, int], pd.DataFrame]:
-    """The learning curves of list recall by model, positions and seed; steps ascending, of a step its last point."""
-    points = select(curves, task="list_recall", main=True).dropna(subset="exact_match")
+def learning_curves(curves: pd.DataFrame, task: str = "list_recall") -> dict[tuple[str, str, int], pd.DataFrame]:
+    """The learning curves of a task by model, positions and seed; steps ascending, of a step its last point."""
+    points = select(curves, task=task, main=True).dropna(subset="exact_match")
     about = ["model", "position_embedding", "seed"]
     points = points.drop_duplicates([*about, "step"], keep="last").sort_values("step")
     return {(model, position, int(seed)): own for (model, position, seed), own in points.groupby(about)}
 
 
 def _tokens_to_learn(curves: pd.DataFrame) -> Iterable[Mapping[str, Any]]:
-    for (model, position, seed), points in recall_curves(curves).items():
+    for (model, position, seed), points in learning_curves(curves).items():
         about = {"model": model, "position_embedding": position, "seed": seed, "n": points["n"].max()}
         yield about | {"metric": "tokens_to_learn", "value": learned_from(points, LEARNED)[1]}
 

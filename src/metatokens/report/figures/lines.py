@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
-from metatokens.report.derive import TRAINED, recall_curves
+from metatokens.report.derive import TRAINED, learning_curves
 from metatokens.report.figures.style import (
     GREY,
     INK,
@@ -138,7 +138,7 @@ def jumps(inputs: Inputs, width: float = PAGE) -> Figure:
 
 def learning(inputs: Inputs, width: float = PAGE) -> Figure:
     """List recall by text tokens seen in fine-tuning, a line for each seed."""
-    curves = recall_curves(inputs.curves)
+    curves = learning_curves(inputs.curves)
 
     def draw(position: str, axes: Axes) -> None:
         for (model, its, _), points in curves.items():

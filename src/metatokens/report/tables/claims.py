@@ -77,6 +77,7 @@ def sentence(judged: Judged) -> str:
 def headline(judged: Judged) -> str:
     """The claim's verdict and counts as a sentence."""
     said, verdict = judged.claim.text.rpartition(": ")[2], judged.verdict.removesuffix(" at this scale")
+    said = f"{said[0].lower()}{said[1:]}"
     is_told = "Whether" if judged.why else "That"
     counted = f"{judged.count('for')} of {len(judged.informative)} comparisons are for it"
     quoted = f" ({one})" if (one := quote(judged)) else ""

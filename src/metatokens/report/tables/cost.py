@@ -3,21 +3,22 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from math import isfinite
 from typing import Any
 
 from metatokens.records import ModelInfo, Stage
 from metatokens.report.compare import TEXTS
-from metatokens.report.derive import recall_curves, slowdowns
-from metatokens.report.frame import Cell, Fields, Inputs, one_seed
+from metatokens.report.derive import learned_from, learning_curves, slowdowns
+from metatokens.report.frame import MODELS, TASKS, Cell, Fields, Inputs, one_seed
 from metatokens.report.paper import first_token_ratio, paper_table
 from metatokens.report.tables.table import POSITIONS, Row, Table, counts, worded
-from metatokens.report.text import NOT_RUN, compact, count, duration, learned_at, with_interval
+from metatokens.report.text import EN_DASH, NOT_RUN, NOT_YET, compact, count, duration, learned_at, name, with_interval
 from metatokens.report.words import table_words
 
 
 def learning(inputs: Inputs) -> Table:
     """Text tokens until list recall stays at 90 % or more: a row for each model, seeds in order."""
-    curves = recall_curves(inputs.curves)
+    curves = learning_curves(inputs.curves)
     models = dict.fromkeys((model, position) for model, position, _ in curves)
     rows = []
     for model, position in sorted(models, key=lambda one: (one[1] != "rope", one)):
@@ -29,6 +30,21 @@ def learning(inputs: Inputs) -> Table:
         rows.append((f"{model}, {POSITIONS[position]}", each, compact(seen), " / ".join(map(str, ns))))
     header = ("text tokens to 90 %, by seed", "text tokens in all", "n (prompts)")
     return worded(table_words("learning").of(), header, rows)
+
+
+def sooner(inputs: Inputs) -> Table:
+    """Steps until a share of each task's prompts is answered from then on (rope): a row for each model and share."""
+    curves = {task: learning_curves(inputs.curves, task) for task in TASKS}
+    rows = []
+    for model, share in product(MODELS, (0.8, 0.95)):
+        own = [[points for about, points in found.items() if about[:2] == (model, "rope")] for found in curves.values()]
+        steps = ([learned_from(points, share)[0] for points in seeds] for seeds in own)
+        each = (" / ".join(count(one) if isfinite(one) else EN_DASH for one in seeds) or NOT_YET for seeds in steps)
+        if any(own):
+            rows.append((f"{model}, {100 * share:.0f} %", *each))
+    asked = sorted({int(n) for found in curves.values() for points in found.values() for n in points["n"].dropna()})
+    footer = ("n (prompts)", *[" / ".join(map(str, asked))] * len(TASKS))
+    return worded(table_words("sooner").of(), map(name, TASKS), rows, (footer,) if rows else ())
 
 
 def perplexity(inputs: Inputs, rows: Sequence[tuple[str, Fields]]) -> Table:
