@@ -25,7 +25,7 @@ DEMO = Preset(
         for task, steps in {"list_recall": 500, "parity": 1000, "copying": 1200}.items()
     },
     test_counts={128: 500, 256: 200, 512: 200, 1024: 200},
-    # Positions in the first of three layers alone: with them in all, small models hardly count.
+    # Positions in the first of three layers alone: with them in all, small models count worse.
     models=tuple(
         TrainedModel(model=model, pretrain_overrides=("model.rope_layers=[0]",)) for model in ("gpt2", "meta")
     ),
