@@ -141,6 +141,10 @@ def answers() -> str:
     def of(model: str, where: Where) -> str:
         return cell(select(results("results/small"), **where, model=model))
 
+    def count(where: Where) -> str:
+        (n,) = select(results("results/small"), **where, model="meta").n.unique()
+        return f"{n:,}"
+
     return (
         f"- **Where meta-tokens point at the answer** `meta` is not ahead of a plain GPT-2 at the train length: parity "
         f"{of('meta', parity)} % against {of('gpt2', parity)}, copying {of('meta', copied)} against "
@@ -149,9 +153,13 @@ def answers() -> str:
         f"- **Where they do not point at it** no model has learned list recall: `meta` {of('meta', led)} %, `gpt2` "
         f"{of('gpt2', led)}, the best short cut {cut}.\n"
         f"- **The mask, the parameters or the tokens?** Where `meta` is ahead it is not the parameters: in those long "
-        f"prompts `twin`, with as many and a second *ordinary* attention, has {of('twin', far)}. Nor is it the "
-        f"tokens: in list recall at twice the train length `meta` has {of('meta', twice)}, `pause` "
-        f"{of('pause', twice)} and `twin` {of('twin', twice)}. In copying and counting there is no such lead.\n"
+        f"prompts `twin`, with as many and a second *ordinary* attention, has {of('twin', far)}. Nor is it, in two "
+        f"seeds of three, the tokens: in list recall at twice the train length `meta` has {of('meta', twice)}, `pause` "
+        f"{of('pause', twice)} and `twin` {of('twin', twice)}. In copying and counting `meta` has no such lead over "
+        f"`gpt2`.\n\n"
+        f"The mean of three training runs (seeds), and each of them; of a single one its 95 % interval. "
+        f"n = {count(parity)} prompts a run at 128 tokens, {count(twice)} in list recall at 1,024 and {count(far)} in "
+        f"prompts of 16 times the train length.\n"
     )
 
 
