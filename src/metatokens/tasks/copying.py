@@ -84,11 +84,11 @@ class Excerpts:
                 f"train, validate and test on; of the {len(documents)} given {long_enough} have as many."
             )
 
-    def draw(self, generator: np.random.Generator, m: int, n: int, asked: int) -> Content:
+    def draw(self, generator: np.random.Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
         """Draw an excerpt of m * n pieces with `asked` of them bracketed, at any distance from its end.
 
-        m * n is at most `longest`. Decoys: one to three bracketed parts further on, but none where fewer than
-        two pieces follow.
+        None if its document is in another split. m * n is at most `longest`. Decoys: one to three bracketed parts
+        further on, but none where fewer than two pieces follow.
         """
         document, text, offsets = self._draw_excerpt(generator, m * n)
         start = int(generator.integers(m * n - asked + 1))
@@ -96,6 +96,8 @@ class Excerpts:
         following = m * n - end
         pairs = min(int(generator.integers(1, 4)), following // 2)
         decoys = (generator.permutation(following)[: 2 * pairs] + end + 1).tolist()
+        if _SPLITS.get(document % 10, _SPLITS[0]) != split:
+            return None
         landmarks = range(n, m * n + 1, n)
         gaps = sorted({0, start, end, *decoys, *landmarks})
         before = " ".join(text[offsets[max(0, start - _BEFORE)] : offsets[start]].split())
@@ -110,7 +112,6 @@ class Excerpts:
             decoy_question=DECOY_QUESTION,
             landmark_question=form.format(n=asked, before=before) if is_unique else None,
             answer=text[offsets[start] : offsets[end]],
-            split=_SPLITS.get(document % 10, _SPLITS[0]),
         )
 
     def _draw_excerpt(self, generator: np.random.Generator, length: int) -> tuple[int, str, list[int]]:

@@ -108,7 +108,7 @@ class TaskData:
         self._phases = _PARITY_PHASES if task == "parity" else PHASES
         self._vocabulary_size = text_vocab_size(tokenizer)
         self._special = {*tokenizer.all_special_ids, self._encoder.meta_token_id}
-        self._draw: Callable[[np.random.Generator, int, int, int], Content]
+        self._draw: Callable[[np.random.Generator, int, int, int, Split], Content | None]
         self._longest_context = math.inf
         if task == "copying":
             excerpts = copying.Excerpts(documents)
@@ -213,8 +213,8 @@ class TaskData:
             m, n, asked = sizes.draw(generator)
             if m * n > min(up_to, self._longest_context):  # a word is one token or more
                 continue
-            content = self._draw(generator, m, n, asked)
-            if content.split != split or not content.is_for(self._condition):
+            content = self._draw(generator, m, n, asked, split)
+            if content is None or not content.is_for(self._condition):
                 continue
             example = encode_example(
                 self._encoder,

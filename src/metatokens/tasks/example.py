@@ -32,7 +32,10 @@ def stable_hash(text: str) -> int:
 
 
 def split_of(key: str) -> Split:
-    """A tenth of all keys is for testing, a tenth for validation."""
+    """The split of what decides an answer, so that no answer to a test prompt stands in a train prompt.
+
+    A tenth of all keys is for testing, a tenth for validation.
+    """
     splits: dict[int, Split] = {0: "test", 1: "validation"}
     return splits.get(stable_hash(key) % 10, "train")
 
@@ -62,8 +65,6 @@ class Content:
     landmark_question: str | None
     """The question that needs no marker, where there is one."""
     answer: str
-    split: Split
-    """By what decides the answer, so that no answer to a test prompt stands in a train prompt."""
 
     def is_for(self, condition: Condition) -> bool:
         """Whether it can be shown in that condition."""

@@ -13,7 +13,7 @@ example: the question is positional, and the meta-token stands right after the i
 
 import numpy as np
 
-from metatokens.tasks.example import Content, split_of
+from metatokens.tasks.example import Content, Split, split_of
 from metatokens.tasks.inventory import INVENTORY, draw_lists, gap_before, line_ends, list_pieces
 
 QUESTION = "Q: What is item {place} of {category}?"
@@ -21,12 +21,12 @@ QUESTIONS = [QUESTION.format(place=place, category=category) for place, category
 CHANCE = 0.1  # a category has ten items
 
 
-def draw(generator: np.random.Generator, m: int, n: int, asked: int) -> Content:
+def draw(generator: np.random.Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
     """Draw m lists of n items, but `asked` in the target list, then that one again with a meta-token after one of them.
 
     Among decoys another list is repeated too, before it or after it; there is a meta-token at a random place in each of
     some lines of other categories, in that list, and one more in the target list. Without markers that know the answer
-    nothing is repeated.
+    nothing is repeated. None in another split.
     """
     names, lists, target = draw_lists(generator, m, n, asked)
     place = int(generator.integers(asked))
@@ -37,6 +37,8 @@ def draw(generator: np.random.Generator, m: int, n: int, asked: int) -> Content:
     shown = [*lists, *(lists[line] for line in again)]
     marked = [(line, int(generator.integers(len(shown[line])))) for line in decoyed]
     question = QUESTION.format(place=place + 1, category=names[target])
+    if split_of(" ".join([*names, *(item for row in lists for item in row), str(target), str(place)])) != split:
+        return None
     return Content(
         pieces=list_pieces(names, lists),
         repeated=_repeated(names, lists, [target]),
@@ -47,7 +49,6 @@ def draw(generator: np.random.Generator, m: int, n: int, asked: int) -> Content:
         question=question,
         landmark_question=question,
         answer=lists[target][place],
-        split=split_of(" ".join([*names, *(item for row in lists for item in row), str(target), str(place)])),
     )
 
 

@@ -8,7 +8,7 @@ One example of phase 1 (paper, appendix "Example Prompts"); the completion is " 
 
 import numpy as np
 
-from metatokens.tasks.example import Content, split_of
+from metatokens.tasks.example import Content, Split, split_of
 
 QUESTION = "Q: What is the XOR of all bits before this pause?"
 LANDMARK_QUESTION = "Q: What is the XOR of the first {marked} bits?"
@@ -17,17 +17,20 @@ CHANCE = 0.5
 _FEWEST = 6  # bits: there are so few shorter sequences that all of them are trained on
 
 
-def draw(generator: np.random.Generator, m: int, n: int, asked: int) -> Content:
+def draw(generator: np.random.Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
     """Draw m * n bits, with the meta-token after the first 1 to `asked` of them.
 
     The paper draws the marked length "phase-dependently" and refers to the list tasks' schedule, so m lists
-    of n items become m * n bits. Decoys: one to three meta-tokens further on. The split leaves out the first and the
-    last of the marked bits: its few short sequences would give the answer away to whoever reads one bit.
+    of n items become m * n bits. Decoys: one to three meta-tokens further on. None if the marked bits are in another
+    split, which leaves out the first and the last of them: its few short sequences would give the answer away to
+    whoever reads one bit.
     """
     bits = generator.integers(2, size=m * n).tolist()
     marked = int(generator.integers(1, asked + 1))
     later = generator.permutation(m * n - marked)[: generator.integers(1, 4)]
     words = [f" {bit}" for bit in bits]
+    if (split_of("".join(words[1 : marked - 1])) if marked >= _FEWEST else "train") != split:
+        return None
     return Content(
         pieces=["Bits:", *words],
         markers=(marked + 1,),
@@ -36,5 +39,4 @@ def draw(generator: np.random.Generator, m: int, n: int, asked: int) -> Content:
         question=QUESTION,
         landmark_question=LANDMARK_QUESTION.format(marked=marked),
         answer=f" {sum(bits[:marked]) % 2}",
-        split=split_of("".join(words[1 : marked - 1])) if marked >= _FEWEST else "train",
     )

@@ -10,7 +10,7 @@ One example of phase 1 (paper, appendix "Example Prompts"); the completion is " 
 
 import numpy as np
 
-from metatokens.tasks.example import Content, split_of
+from metatokens.tasks.example import Content, Split, split_of
 from metatokens.tasks.inventory import INVENTORY, draw_lists, gap_before, line_ends, list_pieces
 
 QUESTION = "Q: How many times does {item} appear between the pauses around {category}?"
@@ -24,12 +24,12 @@ CHANCE = None  # the number of possible counts varies
 _MOST = 5  # occurrences in the segment, and as many outside it
 
 
-def draw(generator: np.random.Generator, m: int, n: int, asked: int) -> Content:
+def draw(generator: np.random.Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
     """Draw m lists of n items, one of them of `asked`, a segment of that one, and an item of its category.
 
     How often the item occurs is uniform in the segment, and in the rest of the list, where it stands at least once: so
     the commonest count is seldom right, and the whole list's never. Segments of all lengths but the list's own are
-    equally likely. Decoys: a bracketed segment in each of some of the other lists.
+    equally likely. Decoys: a bracketed segment in each of some of the other lists. None in another split.
     """
     names, lists, target = draw_lists(generator, m, n, asked)
     start, end = _draw_segment(generator, asked)
@@ -47,6 +47,8 @@ def draw(generator: np.random.Generator, m: int, n: int, asked: int) -> Content:
     decoys = [gap_before(lists, line, item) for line in others for item in _draw_segment(generator, n)]
     markers = tuple(gap_before(lists, target, item) for item in (start, end))
     about = {"item": item.strip(), "category": names[target], "first": start + 1, "last": end}
+    if split_of(" ".join([*names, *(item for row in lists for item in row), *map(str, about.values())])) != split:
+        return None
     return Content(
         pieces=list_pieces(names, lists),
         markers=markers,
@@ -55,7 +57,6 @@ def draw(generator: np.random.Generator, m: int, n: int, asked: int) -> Content:
         question=QUESTION.format(**about),
         landmark_question=LANDMARK_QUESTION.format(**about),
         answer=f" {count}",
-        split=split_of(" ".join([*names, *(item for row in lists for item in row), *map(str, about.values())])),
     )
 
 
