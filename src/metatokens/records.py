@@ -56,7 +56,7 @@ AnalysisMetric = Literal[
 ]
 KeyClass = Literal["itself", "earlier_meta", "before_meta", "after_meta", "first", "near", "other"]
 Part = Literal["fit", "train", "held_out"]  # of an analysis's prompts; `fit`: few, scored on themselves
-Benchmark = Literal["train", "answers", "prefill", "decode", "length"]
+Benchmark = Literal["train", "answers", "prefill", "decode", "length", "compile"]
 
 
 class Record(BaseModel):
@@ -182,6 +182,7 @@ class Timing(Measured):
     text_tokens: int  # of a unit of work
     n: Annotated[int, Field(ge=1)]  # rounds
     repeats: int  # units of work in each
+    first: float | None = None  # seconds of the very first unit of work, whatever it has to be compiled for
     rounds: list[float]  # seconds that a unit of work took in each, on average
     seconds: float  # their median
     low: float

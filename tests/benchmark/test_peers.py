@@ -131,3 +131,17 @@ def test_the_papers_shape() -> None:
     assert sizes == {"gpt2": 123_587_328, "meta": 151_908_096, "twin": 151_908_096}
     with pytest.raises(UserError, match="unknown shape 'huge'; the shapes are tiny, demo"):
         shape_named("huge")
+
+
+def test_the_plain_model_is_the_one_of_transformers() -> None:
+    torch.manual_seed(0)
+    theirs = PEERS["transformers"].make(PEERS["transformers"].config(SHAPE, 16)).eval()
+    plain = PEERS["plain"].make(PEERS["plain"].config(SHAPE, 16))
+    named = {name.removeprefix("transformer."): weight for name, weight in theirs.state_dict().items()}
+    named.pop("lm_head.weight")
+    is_theirs_across = [name for name in named if ".c_" in name and name.endswith("weight")]  # (in, out) matrices
+    plain.load_state_dict(named | {name: named[name].T for name in is_theirs_across})
+    ids = torch.arange(24).reshape(2, 12)
+    ours, expected = plain(ids, labels=ids), theirs(ids, labels=ids)
+    assert (ours.logits - expected.logits).abs().max() < 1e-5 * expected.logits.abs().max()
+    assert ours.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)

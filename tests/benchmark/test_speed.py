@@ -308,6 +308,32 @@ def test_models_are_compiled_where_the_setting_says_so(benchmark: str, monkeypat
     assert len(compiled) == 1
 
 
+@pytest.mark.usefixtures("once")
+def test_compiled_models_race_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function, *_, **__: compiled.append(function) or function)
+    timings = run("compile", TINY, models=["meta, compiled", "plain", "plain, compiled"], memory=False)
+    assert [(timing.model, timing.against, timing.compiled) for timing in timings] == [
+        ("meta", "meta", False),
+        ("meta, compiled", "meta", True),
+        ("gpt2-learned", "gpt2-learned", False),
+        ("plain", "gpt2-learned", False),
+        ("plain, compiled", "plain", True),
+    ]
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize(("ratio", "words"), [(0.5, "120"), (1.25, "never")])
+def test_steps_after_which_a_slow_first_one_has_paid(trained: list[Timing], ratio: float, words: str) -> None:
+    as_it_is = trained[0].model_copy(update={"benchmark": "compile", "model": "a", "against": "a", "first": 10.0})
+    times = {"first": 70.0, "seconds": 0.5, "ratio": ratio}  # at 0.5, 60 s are made up for by 0.5 s a step
+    compiled = as_it_is.model_copy(update=times | {"model": "b"})
+    text = io.StringIO()
+    Console(width=250, file=text).print(table([as_it_is, compiled], 250))
+    [row] = [line.split() for line in text.getvalue().splitlines() if line.startswith(" b / a")]
+    assert row[row.index("70") + 1] == words
+
+
 @pytest.mark.parametrize("benchmark", ["train", "prefill"])
 @pytest.mark.parametrize("peer", ["meta", "dense", "transformers"])
 def test_bfloat16(benchmark: str, peer: str) -> None:

@@ -75,6 +75,7 @@ class Entry:
         against: contestants that it is compared with; none means the heat's first.
         inserts: whether meta-tokens are inserted while decoding.
         full_logits: whether a fine-tuning step computes the logits of all positions.
+        compiled: whether it goes through `torch.compile` whatever the setting says.
     """
 
     name: str
@@ -82,10 +83,15 @@ class Entry:
     against: tuple[str, ...] = ()
     inserts: bool = False
     full_logits: bool = False
+    compiled: bool = False
 
 
 def _entry(peer: str, *against: str) -> Entry:
     return Entry(peer, peer, against)
+
+
+def _with_compiled(peer: str, *against: str) -> tuple[Entry, Entry]:
+    return _entry(peer, *against), Entry(f"{peer}, compiled", peer, (peer,), compiled=True)
 
 
 _THEIRS = (
@@ -121,6 +127,9 @@ HEATS: dict[Benchmark, tuple[tuple[Entry, ...], ...]] = {
         (_entry("transformers"), _entry("gpt2-learned")),
     ),
     "length": ((_entry("gpt2"), _entry("meta"), _entry("dense", "gpt2", "meta")),),
+    "compile": tuple(
+        _with_compiled(peer) for peer in ("gpt2", "meta", "transformers", "plain")
+    ),  # steps, as in `train`
 }
 
 

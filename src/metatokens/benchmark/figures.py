@@ -1,6 +1,7 @@
 """Timings as a table for the terminal and as a figure."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
 
@@ -16,6 +17,7 @@ _COLOURS = ("#4d4d4d", "#d55e00", "#0072b2", "#00875f", "#a3478a")
 
 
 _WIDE = 100  # characters that all columns of the table need
+_COMPILED = ("first", "pays\nafter")  # are of interest where something is compiled
 _LESS = ("a text\ntoken", "its\nlimit", "over\nproducts")  # are left out where there is less room
 
 
@@ -32,15 +34,19 @@ def table(timings: Sequence[Timing], width: int) -> Table:
     result = Table(
         title=f"{first.benchmark}: {first.shape}, {size}, {first.dtype}, {machine}, {first.n} rounds",
         caption="brackets: quartiles of the rounds; limit: what operations (decoding: bytes read) imply"
+        + ("; pays after: so many units of work make up for a slower first one" if first.benchmark == "compile" else "")
         + ("; a wider terminal shows more" if width < _WIDE else ""),
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    columns = {
+    firsts = {timing.model: timing.first for timing in timings}
+    columns: dict[str, Callable[[Timing], str]] = {
         "model": _compared,
         "positions": lambda timing: f"{timing.length:,}",
         "seconds": lambda timing: f"{timing.seconds:.4g}",
         "ratio": lambda timing: f"{timing.ratio:.3f} [{timing.ratio_low:.3f}, {timing.ratio_high:.3f}]",
+        "first": lambda timing: "-" if timing.first is None else f"{timing.first:.4g}",
+        "pays\nafter": lambda timing: _pays_after(timing, firsts[timing.against]),
         "limit": lambda timing: f"{timing.limit:.3f}",
         "a text\ntoken": lambda timing: f"{timing.ratio_per_text_token:.3f}",
         "its\nlimit": lambda timing: f"{timing.limit_per_text_token:.3f}",
@@ -48,7 +54,10 @@ def table(timings: Sequence[Timing], width: int) -> Table:
         "over\nproducts": lambda timing: f"{timing.over_products:.2f}",
         "MB": lambda timing: "-" if timing.memory is None else f"{timing.memory / 1e6:,.1f}",
     }
-    for heading in (*(("positions",) if len(lengths) == 1 else ()), *(_LESS if width < _WIDE else ())):
+    dropped = [] if len(lengths) > 1 else ["positions"]
+    dropped += [*_LESS] if width < _WIDE else []
+    dropped += [] if first.benchmark == "compile" else [*_COMPILED]
+    for heading in dropped:
         del columns[heading]
     for heading in columns:
         if heading == "model":
@@ -58,6 +67,14 @@ def table(timings: Sequence[Timing], width: int) -> Table:
     for timing in timings:
         result.add_row(*(cell(timing) for cell in columns.values()))
     return result
+
+
+def _pays_after(timing: Timing, other_first: float | None) -> str:
+    """Units of work after which a slower first one has been made up for."""
+    if timing.model == timing.against or timing.first is None or other_first is None:
+        return "-"
+    saved = timing.seconds / timing.ratio - timing.seconds
+    return f"{max(0, math.ceil((timing.first - other_first) / saved)):,}" if saved > 0 else "never"
 
 
 def draw(timings: Sequence[Timing], path: Path) -> None:

@@ -2,7 +2,8 @@
 
 Ours, by their names in the project: `gpt2`, `pause`, `twin`, `meta`. `dense` is `meta` computed as the paper computes
 it, under a mask of all rows. `transformers` is that library's GPT-2 in its default form (learned positions, biases,
-the tanh approximation of GELU); `gpt2-learned` is the same function in this package, converted from it. Both exist
+the tanh approximation of GELU); `gpt2-learned` is the same function in this package, converted from it. `plain` is the
+same function once more, written down with nothing beside it, in the manner of nanoGPT. The first two exist
 with the exact GELU as well, which `x-transformers` has too (its attention layers lack biases).
 """
 
@@ -167,6 +168,46 @@ def gpt2_of_transformers(config: MetaGPT2Config) -> GPT2LMHeadModel:
     )
 
 
+class PlainGPT2(nn.Module):
+    """GPT-2 in as few lines as it takes, its weights named as in transformers."""
+
+    def __init__(self, config: MetaGPT2Config):
+        super().__init__()
+        width = config.hidden_size
+        self.wte, self.wpe = nn.Embedding(config.vocab_size, width), nn.Embedding(config.max_position_embeddings, width)
+        self.h = nn.ModuleList(_PlainBlock(width, config.num_attention_heads) for _ in range(config.num_hidden_layers))
+        self.ln_f = nn.LayerNorm(width)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=config.initializer_range)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> CausalLMOutput:
+        """Logits and mean loss of (batch, length) ids and unshifted labels."""
+        x = self.wte(input_ids) + self.wpe.weight[: input_ids.shape[1]]
+        for block in self.h:
+            x = block(x)
+        logits = self.ln_f(x) @ self.wte.weight.T
+        return CausalLMOutput(loss=cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), logits=logits)
+
+
+class _PlainBlock(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn = nn.ModuleDict({"c_attn": nn.Linear(width, 3 * width), "c_proj": nn.Linear(width, width)})
+        self.mlp = nn.Sequential()
+        self.mlp.add_module("c_fc", nn.Linear(width, 4 * width))
+        self.mlp.add_module("act", nn.GELU(approximate="tanh"))
+        self.mlp.add_module("c_proj", nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.attn["c_attn"](self.ln_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attn["c_proj"](mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.ln_2(x))
+
+
 @dataclass(frozen=True)
 class Peer:
     """How a model of the comparison is made.
@@ -220,6 +261,7 @@ PEERS = {
     "transformers-gelu": Peer(gpt2_of_transformers, _LEARNED_EXACT),
     "gpt2-learned-gelu": Peer(_converted, _LEARNED_EXACT),
     "x-transformers": Peer(XTransformers, _LEARNED_EXACT),
+    "plain": Peer(PlainGPT2, _LEARNED_TANH),
 }
 
 

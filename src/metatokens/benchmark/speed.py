@@ -67,13 +67,15 @@ def run(
 
     timings: list[Timing] = []
     for entries in heats:
-        peaks = {entry.name: peak_memory(benchmark, entry, setting) if memory else None for entry in entries}
-        units = {entry.name: make_unit(benchmark, entry, setting) for entry in entries}
+        own = {entry.name: replace(setting, compiled=setting.compiled or entry.compiled) for entry in entries}
+        peaks = {entry.name: peak_memory(benchmark, entry, own[entry.name]) if memory else None for entry in entries}
+        units = {entry.name: make_unit(benchmark, entry, own[entry.name]) for entry in entries}
         units[PRODUCTS] = products_unit(units[entries[0].name], setting)
         heat = race(units, setting, tick)
         for entry in entries:
             against = [other for other in entry.against or (entries[0].name,) if other in units]
-            timings += [_timing(benchmark, setting, heat, entry.name, other, peaks[entry.name]) for other in against]
+            name, peak = entry.name, peaks[entry.name]
+            timings += [_timing(benchmark, own[name], heat, name, other, peak) for other in against]
     return timings
 
 
@@ -105,11 +107,13 @@ class Heat:
 
     Attributes:
         units: the contestants, the baseline first.
+        first: seconds of the first unit of work, by contestant.
         seconds: that a unit of work took in each round, by contestant.
         repeats: units of work in a round, by contestant.
     """
 
     units: Mapping[str, Unit]
+    first: Mapping[str, float]
     seconds: Mapping[str, np.ndarray]
     repeats: Mapping[str, int]
 
@@ -143,7 +147,8 @@ def race(units: Mapping[str, Unit], setting: Setting, tick: Callable[[], None]) 
             gc.unfreeze()
         if collects:
             gc.enable()
-    return Heat(units, {name: np.array(rounds[setting.warmup :]) for name, rounds in seconds.items()}, repeats)
+    first = {name: rounds[0] for name, rounds in seconds.items()}
+    return Heat(units, first, {name: np.array(rounds[setting.warmup :]) for name, rounds in seconds.items()}, repeats)
 
 
 def _clock(unit: Unit, device: str) -> float:
@@ -175,6 +180,7 @@ def _timing(benchmark: Benchmark, setting: Setting, heat: Heat, name: str, again
         text_tokens=unit.text_tokens,
         n=setting.rounds,
         repeats=heat.repeats[name],
+        first=heat.first[name],
         rounds=own.tolist(),
         seconds=median,
         low=low,

@@ -10,11 +10,11 @@ from metatokens.cli.options import CORPUS, SEVERAL, TOKENIZER, AsJson, ResultFil
 from metatokens.cli.output import check_results_file, progress_bar, shows_tables, write_records
 from metatokens.errors import UserError
 
-BENCHMARKS = ("train", "answers", "prefill", "decode", "length", "data")
+BENCHMARKS = ("train", "answers", "prefill", "decode", "length", "compile", "data")
 SHAPES = ("tiny", "demo", "small", "medium", "paper")
 CONTESTANTS = (  # those whose names are one word
     "gpt2", "pause", "meta", "twin", "dense",
-    "transformers", "gpt2-learned", "transformers-gelu", "gpt2-learned-gelu", "x-transformers",
+    "transformers", "gpt2-learned", "transformers-gelu", "gpt2-learned-gelu", "x-transformers", "plain",
 )  # fmt: skip
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
