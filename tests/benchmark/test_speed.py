@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from rich.console import Console
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.pytorch_utils import Conv1D
 
 from metatokens.benchmark import peers, speed
@@ -114,10 +114,11 @@ def test_the_work_done_is_the_work_counted(benchmark: str, entry: Entry) -> None
 def test_decoding_starts_behind_the_context_and_writes_text(entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
     unit, passes = make_unit("decode", entry, TINY), []
     kind = DynamicLayer if entry.peer.startswith("transformers") else MetaTokenCacheLayer
+    kind = StaticLayer if entry.static else kind
     update = kind.update
 
     def watch(layer: DynamicLayer, keys: torch.Tensor, *others: Any, **options: Any) -> Any:
-        passes.append((keys.shape[2], layer.get_seq_length()))
+        passes.append((keys.shape[2], int(layer.get_seq_length())))
         return update(layer, keys, *others, **options)
 
     monkeypatch.setattr(kind, "update", watch)

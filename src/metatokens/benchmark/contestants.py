@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import StaticCache
 
 from metatokens.benchmark.peers import PEERS, Peer, shape_named
 from metatokens.data.insertion import IGNORED_LABEL, Placement, insert_meta_tokens, meta_token_count
@@ -75,6 +76,7 @@ class Entry:
         against: contestants that it is compared with; none means the heat's first.
         inserts: whether meta-tokens are inserted while decoding.
         full_logits: whether a fine-tuning step computes the logits of all positions.
+        static: whether it decodes from a cache of a fixed size.
         compiled: whether it goes through `torch.compile` whatever the setting says.
     """
 
@@ -83,6 +85,7 @@ class Entry:
     against: tuple[str, ...] = ()
     inserts: bool = False
     full_logits: bool = False
+    static: bool = False
     compiled: bool = False
 
 
@@ -120,6 +123,7 @@ HEATS: dict[Benchmark, tuple[tuple[Entry, ...], ...]] = {
         (
             _entry("gpt2"),
             _entry("meta"),
+            Entry("meta, static", "meta", ("meta",), static=True),
             Entry("pause, inserting", "pause", inserts=True),
             Entry("meta, inserting", "meta", ("gpt2", "meta"), inserts=True),
             Entry("dense, inserting", "dense", ("gpt2", "meta, inserting"), inserts=True),
@@ -249,8 +253,9 @@ def _unit(
 def _decode(entry: Entry, setting: Setting, peer: Peer, config: MetaGPT2Config) -> Unit:
     """New text tokens after a context that is in the cache but for its last token, through `generate()`."""
     ids, model = _prompt(config, setting), _for_inference(peer, config, setting)
+    empty = StaticCache(config, max_cache_len=setting.length + setting.new_tokens) if entry.static else None
     with torch.inference_mode():
-        context = model(input_ids=ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+        context = model(ids[:, :-1], past_key_values=empty, use_cache=True, logits_to_keep=1).past_key_values
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": setting.new_tokens}
     if entry.inserts:
         options["meta_every"] = META_EVERY
