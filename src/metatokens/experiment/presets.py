@@ -22,7 +22,7 @@ DEMO = Preset(
     finetune_recipes=_SMALL_RECIPES | {"segment_counting": "demo_segment_counting"},
     task_overrides={
         task: ("task.train_lengths=[128]", f"task.train_steps=[{steps}]")
-        for task, steps in {"list_recall": 250, "parity": 700, "copying": 800}.items()
+        for task, steps in {"list_recall": 250, "parity": 1000, "copying": 800}.items()
     },
     test_counts={128: 500, 256: 200, 512: 200, 1024: 200},
     # Positions in the first of three layers alone: with them in all, small models count worse.
