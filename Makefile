@@ -1,5 +1,5 @@
 # make install   the package in .venv, from the lock
-# make demo      train, evaluate and report small models (about 13 minutes on two cores)
+# make demo      train, evaluate and report small models (twelve minutes on two cores)
 # make test      the tests (about five minutes on two cores)
 # make test-all  the tests with all kills, faults and drawn cases (docs/testing.md; twenty minutes on two cores)
 # make coverage  make test with line coverage
