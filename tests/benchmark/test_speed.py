@@ -303,7 +303,7 @@ def test_a_setting_that_cannot_be_run(fields: dict[str, Any], sentence: str) -> 
 def test_models_are_compiled_where_the_setting_says_so(benchmark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda function, *_, **__: compiled.append(function) or function)
-    entry = HEATS[benchmark][0][2]
+    entry = HEATS[benchmark][0][1]
     make_unit(benchmark, entry, TINY).work()
     assert compiled == []
     make_unit(benchmark, entry, dataclasses.replace(TINY, compiled=True)).work()

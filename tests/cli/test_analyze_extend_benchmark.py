@@ -50,7 +50,12 @@ def test_a_benchmark_prints_timings_and_draws_them(workplace: Path, metatokens: 
     status, output, error = metatokens(f"{line} --figure ratios.png")
     assert status == 0
     timings = [Timing.model_validate_json(line) for line in output.splitlines()]
-    assert [(one.model, one.against) for one in timings] == [("gpt2", "gpt2"), ("meta", "gpt2")]
+    assert [(one.model, one.against) for one in timings] == [
+        ("pause", "pause"),
+        ("meta", "pause"),
+        ("gpt2", "gpt2"),
+        ("meta", "gpt2"),
+    ]
     assert all(len(one.rounds) == one.n == 2 and one.seconds > 0 for one in timings)
     assert "meta / gpt2" in error
     assert (workplace / "ratios.png").read_bytes().startswith(b"\x89PNG")
