@@ -302,7 +302,9 @@ def speed() -> str:
     """What meta-attention costs, gathered and with the paper's dense mask."""
     compared = {
         "a training step at 1,024 positions: `meta` / `gpt2`": ("train", "meta", "gpt2"),
+        "the same: `meta` / `pause`, which reads the same blocks": ("train", "meta", "pause"),
         "the same: dense mask / gathered": ("train", "dense", "meta"),
+        "the same: `meta` compiled / as it is": ("compile", "meta, compiled", "meta"),
         "decoding with a meta-token every 10 tokens / without, batch 1": ("decode_1", "meta, inserting", "meta"),
         "the same, batch 8": ("decode_8", "meta, inserting", "meta"),
         "the same, batch 1: dense mask / gathered": ("decode_1", "dense, inserting", "meta, inserting"),
