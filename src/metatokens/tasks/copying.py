@@ -96,7 +96,7 @@ class Excerpts:
         following = m * n - end
         pairs = min(int(generator.integers(1, 4)), following // 2)
         decoys = (generator.permutation(following)[: 2 * pairs] + end + 1).tolist()
-        if _SPLITS.get(document % 10, _SPLITS[0]) != split:
+        if _SPLITS.get(document % 10, _SPLITS[0]) != split:  # after the last draw, so that the next attempt's are the same
             return None
         landmarks = range(n, m * n + 1, n)
         gaps = sorted({0, start, end, *decoys, *landmarks})
