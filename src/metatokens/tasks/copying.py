@@ -96,7 +96,8 @@ class Excerpts:
         following = m * n - end
         pairs = min(int(generator.integers(1, 4)), following // 2)
         decoys = (generator.permutation(following)[: 2 * pairs] + end + 1).tolist()
-        if _SPLITS.get(document % 10, _SPLITS[0]) != split:  # after the last draw, so that the next attempt's are the same
+        # Not before the last draw, on which those of the next attempt depend.
+        if _SPLITS.get(document % 10, _SPLITS[0]) != split:
             return None
         landmarks = range(n, m * n + 1, n)
         gaps = sorted({0, start, end, *decoys, *landmarks})
