@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from metatokens.model.checkpoint import load_model
 from metatokens.recipe import FinetuneRecipe
@@ -79,6 +80,33 @@ def test_embeddings_biases_and_norms_are_adamws(trainer: MetaTokenTrainer) -> No
     assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == len(names)
     assert (decayed["weight_decay"], plain["weight_decay"], muon["weight_decay"]) == (0.1, 0.0, 0.0)
     assert (decayed["betas"], muon["momentum"]) == ((0.9, 0.95), 0.95)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "gpt_neox", "llama", "mpt"])  # whose lists of blocks have other names
+def test_the_blocks_of_any_decoder_are_found(kind: str) -> None:
+    sizes = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    model.get_input_embeddings().weight.requires_grad_(False)
+    rows = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    expected = {name for name, one in model.named_parameters() if one.ndim == 2 and id(one) not in rows}
+    names = {one: name for name, one in model.named_parameters()}
+    assert {names[one] for one in block_matrices(model)} == expected
+    frozen = names.keys() - set(block_matrices(model))
+    for one in model.parameters():
+        one.requires_grad_(one in frozen)
+    assert block_matrices(model) == []
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_without_a_matrix_to_train_all_is_adamws(trained: int, trainer: MetaTokenTrainer) -> None:
+    for name, one in trainer.model.named_parameters():
+        one.requires_grad_(one.ndim == 1 or (trained == 1 and name.endswith("layers.0.mlp.in_proj.weight")))
+    trainer.optimizer = None
+    optimizer = trainer.create_optimizer()
+    assert isinstance(optimizer, MuonWithAdamW) == bool(trained)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == sum(
+        one.requires_grad for one in trainer.model.parameters()
+    )
 
 
 def test_the_schedule_scales_both_rates(trainer: MetaTokenTrainer) -> None:

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-BLOCKS = {"layers", "h"}  # what the list of blocks is called, here and in GPT-Neo
-
 
 def block_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The matrices inside a language model's blocks: neither embeddings nor the output projection."""
+    """The matrices to train inside a language model's blocks: neither embeddings nor the output projection.
+
+    Blocks are what is numbered, whatever an architecture calls the list of them.
+    """
     named = model.named_parameters()
-    return [one for name, one in named if one.ndim == 2 and one.requires_grad and BLOCKS & {*name.split(".")}]
+    return [
+        one for name, one in named if one.ndim == 2 and one.requires_grad and any(map(str.isdigit, name.split(".")))
+    ]
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

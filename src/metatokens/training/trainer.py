@@ -90,10 +90,10 @@ class MetaTokenTrainer(Trainer):
         self.tokens_read = 0
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """AdamW; or Muon with what is left of it."""
+        """AdamW; or Muon with what is left of it, where there is a matrix to train."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
-        if self.settings.optimizer == "muon":
-            optimizer = MuonWithAdamW(block_matrices(self.model), optimizer, self.settings.muon_learning_rate)
+        if self.settings.optimizer == "muon" and (matrices := block_matrices(self.model)):
+            optimizer = MuonWithAdamW(matrices, optimizer, self.settings.muon_learning_rate)
         self.optimizer = optimizer
         return optimizer
 
