@@ -206,9 +206,9 @@ def test_marker_conditions_are_tested_with_rope_up_to_a_length() -> None:
 def test_models_that_read_the_same_examples_share_them() -> None:
     drawn = [stage for stage in planned("small") if stage.kind == "draw_examples"]
     assert len({stage.product for stage in drawn}) == len(drawn)
-    # By task: three seeds, and one of 128 tokens alone; on landmark; and for two longer contexts.
+    # By task: three seeds, and one of 128 tokens alone; three on landmark; and for two longer contexts.
     of_task = {task: sum(stage.subject["task"] == task for stage in drawn) for task in TASKS}
-    assert of_task == {"list_recall": 4 + 1 + 2, "segment_counting": 4 + 2, "parity": 4, "copying": 4}
+    assert of_task == {"list_recall": 4 + 3 + 2, "segment_counting": 4 + 2, "parity": 4, "copying": 4}
 
 
 def test_the_small_grid_is_whole() -> None:
@@ -217,8 +217,8 @@ def test_the_small_grid_is_whole() -> None:
     for model in MODELS:
         assert {model, f"{model}-learned", f"{model}-none"} <= names
         assert {f"{model}-seed1", f"{model}-seed2", f"{model}-learned-seed1", f"{model}-none-seed1"} <= names
-    for model in ("gpt2", "twin", "meta"):
-        assert {f"{model}-landmark", f"{model}-jumps"} <= names
+        assert {f"{model}-landmark", f"{model}-seed1-landmark", f"{model}-seed2-landmark"} <= names
+    assert {f"{model}-jumps" for model in ("gpt2", "twin", "meta")} <= names
     assert {f"meta-{variant}" for variant in ("periodic", "k=0", "k=0.05", "k=0.2", "yarn4", "yarn8")} <= names
     learned, rope = (TrainedModel(model="meta", position_embedding=position) for position in ("learned", "rope"))
     plain = {128: 500, 256: 500, 512: 500, 1024: 200, 2048: 100}
@@ -237,6 +237,9 @@ def test_one_recipe_a_task_for_all_models_of_a_preset() -> None:
         assert len(plain) == 13
         for sizes, models in ((SMALL, plain), (DEMO, DEMO.models)):
             assert len({finetune_recipe(sizes, one, task).model_dump_json() for one in models}) == 1
+    unmarked = [one for one in SMALL.models if one.variant == "landmark" and one.seed == 0]
+    assert len(unmarked) == len({one.model for one in unmarked}) == 4
+    assert len({finetune_recipe(SMALL, one, "list_recall").model_dump_json() for one in unmarked}) == 1
     for task in set(TASKS) - {"segment_counting"}:  # where the demo's models have fewer rotary layers
         demo, small = (finetune_recipe(sizes, plain[0], task) for sizes in (DEMO, SMALL))
         assert demo.task.stages == small.task.stages
