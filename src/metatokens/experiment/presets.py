@@ -91,8 +91,10 @@ def _unmarked(*overrides: str) -> tuple[TrainedModel, ...]:
 # By the recipe for marked prompts (AdamW, one range of sizes before the full one) no model learns it: 9 to 14 %. So it
 # begins with as little as two items, and Muon trains the matrices.
 _SMALL_UNMARKED = (
-    "task.stages=[{lists: [1, 2], items: [2, 4], max_steps: 1500, until: 0.95, per_device_train_batch_size: 64},"
-    " {lists: [2, 3], items: [3, 6], max_steps: 1500, until: 0.9, per_device_train_batch_size: 48}]",
+    "task.stages=["
+    "{lists: [1, 2], items: [2, 4], max_steps: 1500, until: 0.95, per_device_train_batch_size: 64},"
+    "{lists: [2, 3], items: [3, 6], max_steps: 3000, until: 0.9, per_device_train_batch_size: 48},"
+    "{lists: [3, 8], items: [3, 10], max_steps: 3000, until: 0.95}]",
     "training.optimizer=muon",
     "training.learning_rate=2.0e-3",
 )
