@@ -96,6 +96,7 @@ _SMALL_UNMARKED = (
     "{lists: [2, 3], items: [3, 6], max_steps: 3000, until: 0.9, per_device_train_batch_size: 48},"
     "{lists: [3, 8], items: [3, 10], max_steps: 3000, until: 0.95}]",
     "training.optimizer=muon",
+    "training.muon_learning_rate=0.01",
     "training.learning_rate=2.0e-3",
 )
 _SMALL_NEO = TrainedModel(
