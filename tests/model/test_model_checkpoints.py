@@ -15,13 +15,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 
 from metatokens import MetaGPT2ForCausalLM
 from metatokens.errors import UserError
 from metatokens.model.checkpoint import (
     MANIFEST,
     fetch_model,
+    load_base,
     load_model,
     save_model,
     verify_manifest,
@@ -153,11 +161,47 @@ def test_shards_are_one_model(sharded: Path) -> None:
 def test_shards_are_fetched(monkeypatch: pytest.MonkeyPatch, sharded: Path) -> None:
     def fetched(name: str, allow_patterns: list[str]) -> str:
         taken = set(filter_repo_objects([path.name for path in sharded.iterdir()], allow_patterns=allow_patterns))
-        assert taken == {path.name for path in sharded.iterdir()}
+        assert taken == {path.name for path in sharded.iterdir()} - {"pytorch_model.bin"}
         return str(sharded)
+
+    for name in ("chat_template.jinja", "tokenizer.model", "pytorch_model.bin"):
+        (sharded / name).write_bytes(b"")
 
     monkeypatch.setattr("metatokens.model.checkpoint.snapshot_download", fetched)
     assert fetch_model(Path("hf:someone/large")) == sharded
+
+
+ROPE_OF_4 = {  # as transformers 4 wrote them: of Llama 3.1, of Qwen2, and of Phi-2
+    "llama": {
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "qwen2": {"rope_theta": 1_000_000.0},
+    "phi": {"rope_theta": 5000.0, "partial_rotary_factor": 0.25},
+    "gpt_neox": {"rotary_pct": 0.5, "rotary_emb_base": 700},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*rope:FutureWarning")  # transformers' own
+@pytest.mark.parametrize("kind", ROPE_OF_4)
+def test_rotary_positions_as_older_releases_wrote_them(kind: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    sizes |= {} if kind == "gpt_neox" else {"num_key_value_heads": 2}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=99, **sizes)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(config | ROPE_OF_4[kind]))
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)
+    theta = ROPE_OF_4[kind].get("rope_theta", 700)
+    assert expected.config.rope_parameters["rope_theta"] == theta
+    read = load_base(tmp_path)
+    assert read.config.rope_parameters == expected.config.rope_parameters
+    ids = torch.arange(90)[None]
+    assert torch.equal(read(ids).logits, expected(ids).logits)
 
 
 def test_a_missing_shard_is_named(sharded: Path) -> None:

@@ -3,6 +3,7 @@
 `make conformance` measures all of them; the tests run on those of `SOME`, which have every kind of block.
 """
 
+import re
 import tempfile
 from collections.abc import Callable
 from itertools import pairwise
@@ -207,6 +208,23 @@ def error(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).abs().max())
 
 
+def wrong_sites(name: str) -> float:
+    """In how many blocks the site is not the attention, or the norm behind it: by precision, weights and outliers."""
+    wrong = 0
+    expected = r"post_(self_attn|attention)_layernorm" if name in _NORM_BEHIND else r"((self|linear)_)?att(n|ention)"
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for make in (
+            base,
+            lambda name: AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **ARCHITECTURES[name])),
+        ):
+            for outlier in (0.0, 100.0):  # large language models have some in their residual stream
+                model = make(name).to(dtype)
+                model.get_input_embeddings().weight.data[:, 3] += outlier
+                sites = add_meta_attention(model, meta_token_id=META).config.meta_attention["sites"]
+                wrong += sum(re.fullmatch(expected, site) is None for site in sites)
+    return float(wrong)
+
+
 def text_error(name: str) -> float:
     """Of text, with meta-attention that does something, from the base."""
     return error(logits(retrofitted(name), text()), logits(base(name), text()))
@@ -320,6 +338,7 @@ def generation_differences(name: str) -> float:
 
 # What is measured of each architecture, and the most that it may be.
 CHECKS: dict[str, tuple[Callable[[str], float], float]] = {
+    "sites": (wrong_sites, 0.0),
     "text": (text_error, 0.0),
     "start": (start_error, 0.0),
     "cached": (cached_error, 1e-5),

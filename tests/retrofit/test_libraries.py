@@ -10,9 +10,10 @@ import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainingArguments
 
-from metatokens import add_meta_attention
+from metatokens import add_meta_attention, save_meta
+from metatokens.errors import UserError
 from tests.retrofit.architectures import (
     LENGTH,
     META,
@@ -133,6 +134,31 @@ def test_lora_beside_it(name: str, adapter: str, tmp_path: Path) -> None:
     merged = again.merge_and_unload()
     assert error(logits(merged, ids), logits(model, ids)) < 1e-4
     assert torch.equal(merged.generate(ids, max_new_tokens=7, meta_every=2, do_sample=False), generated)
+
+
+def test_adapters_are_not_left_out_of_what_was_added(tmp_path: Path) -> None:
+    model = retrofitted("llama")
+    adapted = peft.get_peft_model(model, deepcopy(next(iter(ADAPTERS.values()))))
+    with pytest.raises(UserError, match=r"save what their merge_and_unload\(\) returns"):
+        save_meta(model, tmp_path)
+    ids = with_meta_tokens()
+    expected = logits(adapted.eval(), ids)
+    adapted.merge_and_unload().save_pretrained(tmp_path / "whole")
+    assert error(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval(), ids), expected) < 1e-5
+
+
+@torch.no_grad()
+def test_sequences_packed_into_one_are_refused() -> None:
+    rows = [{"input_ids": row.tolist()} for row in with_meta_tokens()]
+    batch = DataCollatorWithFlattening()(rows)
+    model = retrofitted("llama")
+    with pytest.raises(UserError, match="packed into one would see one another's meta-tokens"):
+        model(**{key: torch.as_tensor(value) for key, value in batch.items()})
+    plain = {key: torch.as_tensor(value) for key, value in DataCollatorWithFlattening()(rows[:1]).items()}
+    assert error(model(**plain).logits[..., :META], logits(model, with_meta_tokens()[:1])) < 1e-5
+    texts = DataCollatorWithFlattening()([{"input_ids": row.tolist()} for row in text()])
+    packed = {key: torch.as_tensor(value) for key, value in texts.items()}
+    assert error(model(**packed).logits[..., :META], base("llama")(**packed).logits[..., :META]) == 0.0
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "gemma3_text"])

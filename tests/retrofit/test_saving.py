@@ -11,11 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from metatokens import add_meta_attention, encode_prompt, load_meta, save_meta
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.errors import UserError
+from metatokens.model.retrofit.saving import base_of
+from metatokens.model.retrofit.surgery import config_sha256
 from metatokens.tasks.curriculum import Phase, TaskData
 from metatokens.tasks.encoding import SegmentEncoder
 from tests.retrofit.architectures import (
@@ -104,6 +113,23 @@ def test_a_wrong_base_is_refused(tmp_path: Path) -> None:
         save_meta(base("llama"), tmp_path)
 
 
+def test_settings_of_training_do_not_make_another_base(tmp_path: Path) -> None:
+    save_meta(retrofitted("llama"), tmp_path)
+    model = base("llama")
+    model.config.update({"pad_token_id": 2, "attention_dropout": 0.1, "output_hidden_states": True})
+    assert load_meta(model, tmp_path).config.meta_token_id == META
+
+
+def test_a_release_that_knows_of_further_settings_knows_the_base() -> None:
+    class Later(LlamaConfig):
+        further: int = 3
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 4}
+    assert "further" in Later(**sizes).to_dict()
+    assert config_sha256(Later(**sizes)) == config_sha256(LlamaConfig(**sizes))
+    assert config_sha256(Later(**sizes, further=4)) != config_sha256(LlamaConfig(**sizes))
+
+
 def test_a_base_from_disk_and_one_in_half_precision_are_the_same_base(tmp_path: Path) -> None:
     save_meta(retrofitted("llama"), tmp_path / "meta")
     base("llama").save_pretrained(tmp_path / "base")
@@ -165,6 +191,30 @@ def test_a_program_of_its_own(line: str, options: str, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == f"LlamaForCausalLM {expected}"
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_tables_that_are_resized_afterwards(is_tied: bool, tmp_path: Path) -> None:
+    model, ids = retrofitted("llama", tie_word_embeddings=is_tied), with_meta_tokens()
+    before = logits(model, ids)
+    model.resize_token_embeddings(ROWS + 3, pad_to_multiple_of=8, mean_resizing=False)
+    after = model(ids).logits
+    assert (after.shape[-1], torch.equal(after[..., :META], before)) == (ROWS + 8, True)
+    assert (after[..., [META, *range(ROWS + 3, ROWS + 8)]] == -1e4).all()
+    assert (after[..., ROWS : ROWS + 3].abs() < 100).all()  # entries in use like any other
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(ids).logits, after)
+    with pytest.raises(UserError, match="300 rows leave out the meta-token, whose id is 319"):
+        model.resize_token_embeddings(300)
+
+
+def test_it_is_not_what_stands_where_its_base_was(tmp_path: Path) -> None:
+    base("llama").save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    save_meta(add_meta_attention(model, meta_token_id=META), tmp_path / "meta")
+    assert (model.name_or_path, model.config.name_or_path) == ("", "")
+    assert base_of(tmp_path / "meta") == tmp_path / "base"
+
+
 def refused(model: Any, message: str, **options: Any) -> None:
     with pytest.raises(UserError, match=message):
         add_meta_attention(model, **{"meta_token_id": META, **options})
@@ -184,6 +234,9 @@ def test_what_cannot_be_is_refused() -> None:
     refused(base("llama"), "give the model's tokenizer, or as meta_token_id a row", meta_token_id=None)
     refused(base("llama"), r"layers are \[0, 3\]; give some of 0 to 2", layers=[0, 3])
     refused(base("llama"), "2 heads of 7", heads=2, head_size=7)
+    tokenizer = load_tokenizer("train:320", corpus=CORPUS)
+    tokenizer.add_tokens([f"<|{number}|>" for number in range(ROWS + 3 - len(tokenizer))])
+    refused(base("llama"), "the tokenizer has entries for which the model has no row, such as", tokenizer=tokenizer)
 
 
 def test_a_refused_model_is_as_it_was() -> None:

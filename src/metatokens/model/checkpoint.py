@@ -60,7 +60,12 @@ _KINDS = {config_class.model_type: config_class for config_class in _CLASSES}
 _MAX_CONFIG_BYTES, _MAX_INDEX_BYTES = 2**20, 2**24
 # Read beside what the configuration's own class declares. Whatever else transformers would take from a config.json is
 # left out: names of code to run or to download, tables of any size.
-_FURTHER_FIELDS = {"dtype", "torch_dtype", "meta_token_id", "unpadded_vocab_size", "attention_layers"}
+_FURTHER_FIELDS = {
+    *("dtype", "torch_dtype", "meta_token_id", "unpadded_vocab_size", "attention_layers"),
+    # Rotary positions as releases of transformers before 5 wrote them.
+    *("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "rope_local_base_freq"),
+    *("global_rope_theta", "local_rope_theta", "sliding_window_pattern"),
+}
 _RETROFITTED = {"base_model_type", "architectures", "meta_attention", "position_embedding"}
 _WRONG_VALUES = (TypeError, LookupError, AttributeError, ArithmeticError)  # what transformers makes of some
 
@@ -166,7 +171,7 @@ def fetch_model(spec: Path) -> Path:
         return EXAMPLE
     if prefix != "hf":
         return spec
-    patterns = ["*.json", "*.txt", WEIGHTS, "model-*-of-*.safetensors", REMOTE_CODE_FILE]  # which is not run
+    patterns = ["*.json", "*.txt", "*.jinja", "tokenizer.model", WEIGHTS, "model-*-of-*.safetensors", REMOTE_CODE_FILE]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:

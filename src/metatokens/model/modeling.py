@@ -4,7 +4,6 @@ Paper, section 3 and Appendix A. Where the paper's text and the code base it nam
 LayerNorm before each module, exact GELU, a tied head without bias. `second_attention="none"` is GPT-2.
 """
 
-import math
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -39,6 +38,7 @@ from metatokens.model.gpt2 import configuration_of, weights_of
 from metatokens.model.labels import without_meta_tokens
 from metatokens.model.positions import Rotary, check_positions, position_ids_from_mask
 from metatokens.model.rows import Index, MetaRows, QueryRows, asked_positions, least_rows, positions_of
+from metatokens.model.vocabulary import MetaVocabulary
 
 
 def layer_norm(config: MetaGPT2Config) -> nn.LayerNorm:
@@ -315,7 +315,7 @@ class MetaGPT2Output(CausalLMOutputWithPast):
     meta_attentions: tuple[Tensor, ...] | None = None
 
 
-class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
+class MetaGPT2ForCausalLM(MetaVocabulary, MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
     """The language model; meta-tokens are wherever `input_ids == config.meta_token_id`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  (a plain dict, as above)
@@ -438,27 +438,6 @@ class MetaGPT2ForCausalLM(MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache and kind != "static":
             model_kwargs["past_key_values"] = MetaTokenCache(self.config)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-
-    def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-    ) -> nn.Embedding:
-        """As transformers', but never without a row for the meta-token.
-
-        Rows up to `new_num_tokens` are entries in use from then on; those that fill a multiple up are padding.
-
-        Raises:
-            UserError: if so few rows leave the meta-token out, as those of a tokenizer that does not know it.
-        """
-        meta, multiple = self.config.meta_token_id, pad_to_multiple_of or 1
-        if meta is not None and new_num_tokens is not None and math.ceil(new_num_tokens / multiple) * multiple <= meta:
-            raise UserError(
-                f"{new_num_tokens} rows leave out the meta-token, whose id is {meta}: keep the "
-                f"{self.config.vocab_size} rows that there are, or ask for more."
-            )
-        table = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        if new_num_tokens is not None:
-            self.config.unpadded_vocab_size = max(new_num_tokens, 1 + (-1 if meta is None else meta))
-        return table
 
     @classmethod
     def from_gpt2(cls, hf_model: GPT2LMHeadModel, second_attention: SecondAttention = "none") -> "MetaGPT2ForCausalLM":

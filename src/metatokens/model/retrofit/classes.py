@@ -1,7 +1,8 @@
 """The classes of a retrofitted model and its configuration: the base's own, with a mixin ahead.
 
 They have the base's names, since transformers and PEFT look up by name what they know of a model. On disk alone the
-model type is `meta_tokens`, so that a program without this package refuses the folder instead of leaving weights out.
+model type is `meta_tokens`, so that the Auto classes refuse the folder where this package is not there, instead of
+leaving weights out. A class that is named, such as `LlamaForCausalLM`, leaves them out, with a warning.
 """
 
 import functools
@@ -33,6 +34,7 @@ from metatokens.model.retrofit.layers import (
     leave_out,
 )
 from metatokens.model.retrofit.settings import MetaSettings
+from metatokens.model.vocabulary import MetaVocabulary
 from metatokens.records import Result
 
 MODEL_TYPE = "meta_tokens"
@@ -81,7 +83,7 @@ class MetaTokensConfig(PreTrainedConfig):
         return classes_of(model, CONFIG_MAPPING[base])[1].from_dict(given, **kwargs)
 
 
-class MetaModel(MetaTokenGenerationMixin):
+class MetaModel(MetaVocabulary, MetaTokenGenerationMixin):
     """Mixin for a language model: it has meta-attention, never predicts a meta-token, and inserts them by policy.
 
     Attributes:
@@ -99,6 +101,12 @@ class MetaModel(MetaTokenGenerationMixin):
         if labels is not None:
             labels, kwargs = without_meta_tokens(labels, self.config.meta_token_id, kwargs)
         return super().forward(*args, labels=labels, **kwargs)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """As `MetaVocabulary`'s; the head, which may be another module then, leaves out what it did."""
+        table = super().resize_token_embeddings(*args, **kwargs)
+        connect_head(self)
+        return table
 
     def push_to_hub(
         self,
@@ -190,15 +198,21 @@ def install(model: Any) -> None:
     table = model.get_input_embeddings()
     _give(table, MetaEmbedding)
     table.meta_token, table.meta_token_id = MetaRow(settings.hidden_size), model.config.meta_token_id
-    head = model.get_output_embeddings()
-    head.meta_token_id, head.used_rows = model.config.meta_token_id, model.config.unpadded_vocab_size
-    head.register_forward_hook(leave_out)
+    connect_head(model)
     for index, site in zip(settings.layers, settings.sites, strict=True):
         block = blocks[index]
         _give(block, MetaBlock)
         block.meta_attention = MetaModule(settings, index)
         block.meta_site_has_residual = settings.site_has_residual
         block.get_submodule(site).register_forward_hook(add_at_site)
+
+
+def connect_head(model: Any) -> None:
+    """Have the output head leave out the meta-token and the rows that no text uses."""
+    head = model.get_output_embeddings()
+    if not hasattr(head, "meta_token_id"):
+        head.register_forward_hook(leave_out)
+    head.meta_token_id, head.used_rows = model.config.meta_token_id, model.config.unpadded_vocab_size
 
 
 def _give(module: Any, mixin: type) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from metatokens.errors import UserError
 from metatokens.model.attention import MetaAttention
 from metatokens.model.cache import give_second_store
 from metatokens.model.positions import Rotary, rotary_tables
@@ -131,14 +132,19 @@ def add_at_site(site: nn.Module, args: Any, output: Any) -> Any:
 def leave_out(head: Any, args: tuple, logits: Tensor) -> Tensor:
     """Forward hook of the output head: entries that no text has get (almost) no probability, as before they were there.
 
-    A finite number, since the loss with label smoothing is a sum over all entries.
+    A finite number: a loss with label smoothing, which is a mean over all entries, is larger by it, and has no other
+    gradients.
     """
     logits[..., head.meta_token_id] = logits[..., head.used_rows :] = -1e4
     return logits
 
 
 def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of the decoder: where are this pass's meta-tokens?"""
+    """Forward pre-hook of the decoder: where are this pass's meta-tokens?
+
+    Raises:
+        UserError: if there are some in sequences that are packed into one.
+    """
     ids, embeddings = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
     table = decoder.get_input_embeddings()
     if ids is not None:
@@ -150,6 +156,9 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         is_meta = is_meta & mask[:, -is_meta.shape[1] :].bool()
     past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
     _thread.step = _step(is_meta, past, decoder.meta_settings, least_rows(decoder))
+    positions = kwargs.get("position_ids")
+    if mask is None and _thread.step is not None and isinstance(positions, Tensor):
+        _refuse_packed(positions)
 
 
 @torch.compiler.disable  # how many there are only the data tells
@@ -158,6 +167,15 @@ def _step(is_meta: Tensor, past: Cache | None, settings: MetaSettings, least: in
     if rows is None:
         return None
     return Pass(rows, rotary_tables(rows.slots.clamp(min=0), settings.head_size, settings.rope_theta))
+
+
+@torch.compiler.disable
+def _refuse_packed(positions: Tensor) -> None:
+    if bool((positions.diff(dim=-1) < 0).any()):  # they begin anew, by which transformers tells packed sequences apart
+        _thread.step = None
+        raise UserError(
+            "sequences that are packed into one would see one another's meta-tokens; give each its own row."
+        )
 
 
 def forget_rows(decoder: nn.Module, args: tuple, output: Any) -> None:

@@ -30,10 +30,12 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
             `meta_tokens.safetensors`; made if it is not there.
 
     Raises:
-        UserError: if the model has no meta-attention.
+        UserError: if the model has no meta-attention, or adapters of PEFT are in it.
     """
     if not isinstance(model, MetaModel):
         raise UserError(f"this {type(model).__name__} is no retrofitted model: it has nothing to save by itself.")
+    if any("modules_to_save" in name or "lora_" in name for name, _ in model.named_parameters()):
+        raise UserError("adapters are in this model: save what their merge_and_unload() returns, by save_pretrained.")
     Path(folder).mkdir(parents=True, exist_ok=True)
     weights = {name: one.detach().contiguous() for name, one in own_parameters(model).items()}
     save_file(weights, Path(folder) / DELTA_WEIGHTS, metadata={"format": "pt"})

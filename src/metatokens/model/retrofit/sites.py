@@ -30,18 +30,39 @@ def find_sites(model: PreTrainedModel, layers: Sequence[int]) -> tuple[tuple[str
     - makes x + y + y' the output z with a later one's output y' (attention beside the feed-forward layer), or
     - is the input of a later one, where the submodule is given x too (then y has x in it, as in BLOOM).
 
+    Random numbers stand in for x, and for y of one submodule after the other. Their magnitudes are alike, but differ
+    from place to place; so half precision tells x + y from x, and nothing that a norm has made passes for it.
+
     Returns:
         The names, and whether y has x in it.
 
     Raises:
         UserError: if a block has no such submodule, as those of state-space models.
     """
+    called = _calls(model, layers, None)
+    names = dict.fromkeys(call.name for calls in called.values() for call in calls[1:])
+    found: dict[int, dict[str, bool]] = {index: {} for index in layers}
+    for name in names:
+        for index, calls in _calls(model, layers, name).items():
+            if (has_residual := _joins(calls, name, torch.finfo(model.dtype).eps)) is not None:
+                found[index][name] = has_residual
+    sites = [next((name for call in called[i] if (name := call.name) in found[i]), None) for i in layers]
+    if None in sites:
+        raise UserError(
+            f"meta-attention cannot be added to a {type(model).__name__}: block {layers[sites.index(None)]} has no "
+            "attention whose output joins the residual stream ahead of a feed-forward layer, or beside one."
+        )
+    return tuple(filter(None, sites)), any(found[i][name] for i, name in zip(layers, sites, strict=True) if name)
+
+
+def _calls(model: PreTrainedModel, layers: Sequence[int], replaced: str | None) -> dict[int, list[Call]]:
+    """The calls of each block, its own first and its submodules' behind; one submodule's outputs are `replaced`."""
     _, blocks = decoder_of(model)
     calls: dict[int, list[Call]] = {index: [] for index in layers}
     handles = []
     for index in layers:
         for name, module in [("", blocks[index]), *blocks[index].named_children()]:
-            before, behind = _recorder(calls[index], name)
+            before, behind = _recorder(calls[index], name, name == replaced)
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(behind))
     modes = {module: module.training for module in model.modules()}
@@ -54,28 +75,36 @@ def find_sites(model: PreTrainedModel, layers: Sequence[int]) -> tuple[tuple[str
             handle.remove()
         for module, mode in modes.items():
             module.training = mode
-    sites = [_site(calls[index], torch.finfo(model.dtype).eps) for index in layers]
-    if None in sites:
-        raise UserError(
-            f"meta-attention cannot be added to a {type(model).__name__}: block {layers[sites.index(None)]} has no "
-            "attention whose output joins the residual stream ahead of a feed-forward layer, or beside one."
-        )
-    names, has_residual = zip(*sites, strict=True) if sites else ((), (False,))
-    return names, any(has_residual)
+    return calls
 
 
-def _recorder(calls: list[Call], name: str) -> tuple[Any, Any]:
+def _recorder(calls: list[Call], name: str, is_replaced: bool) -> tuple[Any, Any]:
     pending: list[Call] = []
 
-    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not name and args:
+            args = (_stand_in(args[0], 0), *args[1:])
+        elif not name:
+            kwargs = kwargs | {"hidden_states": _stand_in(kwargs["hidden_states"], 0)}
         pending.append(Call(name, [_flat(one) for one in (*args, *kwargs.values()) if _is_state(one)]))
         calls.append(pending[-1])
+        return args, kwargs
 
-    def behind(module: nn.Module, args: tuple, output: Any) -> None:
-        output = output[0] if isinstance(output, tuple) else output
-        pending.pop().output = _flat(output) if _is_state(output) else None
+    def behind(module: nn.Module, args: tuple, output: Any) -> Any:
+        y = output[0] if isinstance(output, tuple) else output
+        if is_replaced and _is_state(y) and y.numel() == calls[0].inputs[0].numel():
+            y = _stand_in(y, 1)
+            output = (y, *output[1:]) if isinstance(output, tuple) else y
+        pending.pop().output = _flat(y) if _is_state(y) else None
+        return output
 
     return before, behind
+
+
+def _stand_in(x: Tensor, seed: int) -> Tensor:
+    """Random numbers of the shape of x, (..., width), larger at later places."""
+    numbers = torch.randn(x.numel() // x.shape[-1], x.shape[-1], generator=torch.Generator().manual_seed(seed))
+    return (numbers * torch.linspace(0.5, 2.0, len(numbers))[:, None]).view(x.shape).to(x)
 
 
 def _is_state(x: Any) -> bool:
@@ -86,29 +115,26 @@ def _flat(x: Tensor) -> Tensor:
     return x.detach().float().cpu().flatten().clone()  # some blocks add in place, and some merge batch and length
 
 
-def _site(calls: list[Call], eps: float) -> tuple[str, bool] | None:
-    """A block's site from its own call, which is the first, and those of its submodules."""
+def _joins(calls: list[Call], name: str, eps: float) -> bool | None:
+    """Whether y, a submodule's output, has the block's input in it, if it joins the residual stream; None if not."""
     x, z = calls[0].inputs[0], calls[0].output
-    names = [call.name for call in calls]
+    own = [number for number, call in enumerate(calls) if call.name == name]
+    if len(own) != 1 or (y := calls[own[0]].output) is None or y.shape != x.shape:  # a hook cannot tell two calls apart
+        return None
 
     def same(a: Tensor, b: Tensor | None) -> bool:
         return b is not None and a.shape == b.shape and bool((a - b).abs().max() <= 8 * eps * b.abs().max())
 
-    for number, call in enumerate(calls[1:], start=2):
-        y = call.output
-        if y is None or y.shape != x.shape or names.count(call.name) > 1:  # a hook could not tell two calls apart
-            continue
-        states = [one for later in calls[number:] for one in later.inputs if one.shape == x.shape]
-        shares = [((state - x) @ y) / (y @ y) for state in states]
-        if any(share.abs() > 0.01 and same(x + share * y, state) for share, state in zip(shares, states, strict=True)):
-            return call.name, False
-        if any(
-            later.output is not None and later.output.shape == x.shape and same(x + y + later.output, z)
-            for later in calls[number:]
-        ):
-            return call.name, False
-        if any(same(x, one) for one in call.inputs[1:]) and any(same(y, state) for state in states):
-            return call.name, True
+    later = calls[own[0] + 1 :]
+    states = [one for call in later for one in call.inputs if one.shape == x.shape]
+    shares = [((state - x) @ y) / (y @ y) for state in states]
+    if any(share.abs() > 0.01 and same(x + share * y, state) for share, state in zip(shares, states, strict=True)):
+        return False
+    outputs = [call.output for call in later if call.output is not None and call.output.shape == x.shape]
+    if any(same(x + y + output, z) for output in outputs):
+        return False
+    if any(same(x, one) for one in calls[own[0]].inputs[1:]) and any(same(y, state) for state in states):
+        return True
     return None
 
 

@@ -1,6 +1,7 @@
 """Giving a pretrained decoder meta-tokens and meta-attention."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -23,10 +24,12 @@ from metatokens.model.retrofit.classes import (
 from metatokens.model.retrofit.settings import MetaSettings
 from metatokens.model.retrofit.sites import device_of, find_sites
 
-# What of a configuration does not tell one base from another.
-_PASSING = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
-_QUANTISED = ("quantization_config", "_attn_implementation_autoset")
-_OURS = ("meta_token_id", "position_embedding")  # of a base that this package trained
+# What of a configuration does not tell one base from another: how it is called, stored, run and trained.
+_PASSING = re.compile(
+    r"_name_or_path|architectures|(torch_)?dtype|transformers_version|use_cache|output_.*|return_dict|"
+    r"(pad|bos|eos)_token_id|.*dropout.*|.*pdrop|quantization_config|_attn_implementation.*|"
+    r"meta_token_id|position_embedding"  # of a base that this package trained
+)
 
 
 def add_meta_attention(
@@ -61,7 +64,8 @@ def add_meta_attention(
 
     Raises:
         UserError: if the model has meta-attention already, is an encoder-decoder, or has no attention beside which to
-            put it; if there is neither a tokenizer nor a row; or if a number is impossible.
+            put it; if there is neither a tokenizer nor a row, or the tokenizer has other entries without one; or if a
+            number is impossible.
     """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None or not model.can_generate():
@@ -88,12 +92,19 @@ def add_meta_attention(
     rows = used = model.get_input_embeddings().weight.shape[0]
     if tokenizer is not None:
         meta_token_id = _in_tokenizer(tokenizer)
+        if further := [token for token, i in tokenizer.get_vocab().items() if i >= rows and i != meta_token_id]:
+            raise UserError(
+                f"the tokenizer has entries for which the model has no row, such as {further[0]!r}: resize the model's "
+                "embeddings for them, and save it, before it gets meta-tokens."
+            )
         used = max(rows, len(tokenizer))
     elif meta_token_id is None:
         raise UserError("give the model's tokenizer, or as meta_token_id a row of its embeddings that no text uses.")
     elif not 0 <= meta_token_id < rows:
         raise UserError(f"meta_token_id {meta_token_id} is outside the {rows} rows of the table of embeddings.")
     put_in(model, settings, meta_token_id, used, freeze=freeze)
+    # It is not what stands there any more: who loads it again by this name, as PEFT and TRL do, would get the base.
+    model.name_or_path = model.config.name_or_path = ""
     return model
 
 
@@ -118,8 +129,14 @@ def put_in(
 
 
 def config_sha256(config: PreTrainedConfig) -> str:
-    """A checksum of what a configuration says of a model's function."""
-    given = {key: value for key, value in config.to_dict().items() if key not in _PASSING + _QUANTISED + _OURS}
+    """A checksum of what a configuration says of a model's function, where that is not what its class says anyway.
+
+    So it stays the same with a release of transformers that knows of further settings.
+    """
+    usual, own = type(config)().to_dict(), config.to_dict()
+    given = {
+        key: own[key] for key in own if not _PASSING.fullmatch(key) and (key not in usual or own[key] != usual[key])
+    }
     return sha256_of(json.dumps(given, sort_keys=True, default=str).encode())
 
 
