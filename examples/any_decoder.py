@@ -5,11 +5,12 @@ python examples/any_decoder.py BASE TEXT_FILE OUT    # needs trl
 
 import sys
 
+import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from metatokens import MetaTokenCollator, add_meta_attention, save_meta
+from metatokens import MetaTokenCollator, add_meta_attention, encode_prompt, save_meta
 
 name, text, out = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(name)
@@ -22,5 +23,6 @@ trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer.meta_
 trainer.train()
 
 save_meta(model, f"{out}/added")  # the base is as it was
-ids = tokenizer(lines[0]["text"][:40], return_tensors="pt").to(model.device)
-print(tokenizer.decode(model.generate(**ids, max_new_tokens=20, meta_every=8)[0]))
+tokenizer.save_pretrained(f"{out}/added")
+ids = torch.tensor([encode_prompt(tokenizer, lines[0]["text"][:40], every=8)]).to(model.device)
+print(tokenizer.decode(model.generate(ids, max_new_tokens=20, meta_every=8)[0], skip_special_tokens=True))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from metatokens.model.cache import MetaTokenCache
     from metatokens.model.configuration import MetaGPT2Config
     from metatokens.model.modeling import MetaGPT2ForCausalLM, MetaGPT2Model
-    from metatokens.model.retrofit.classes import MetaTokensConfig
+    from metatokens.model.retrofit.classes import MetaTokensConfig, freeze_base
     from metatokens.model.retrofit.saving import load_meta, save_meta
     from metatokens.model.retrofit.surgery import add_meta_attention
 
@@ -35,6 +35,7 @@ _HOMES = {
     "MetaTokensConfig": "metatokens.model.retrofit.classes",
     "add_meta_attention": "metatokens.model.retrofit.surgery",
     "encode_prompt": "metatokens.data.prompts",
+    "freeze_base": "metatokens.model.retrofit.classes",
     "insert_meta_tokens": "metatokens.data.insertion",
     "load_meta": "metatokens.model.retrofit.saving",
     "look": "metatokens.looking.look",
@@ -52,6 +53,7 @@ __all__ = [
     "MetaTokensConfig",
     "add_meta_attention",
     "encode_prompt",
+    "freeze_base",
     "insert_meta_tokens",
     "load_meta",
     "look",

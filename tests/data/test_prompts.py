@@ -70,3 +70,12 @@ def test_a_tasks_own_prompt_gives_its_own_ids(task, tokenizer):
 def test_what_marks_nothing_is_refused(markers, message, tokenizer):
     with pytest.raises(UserError, match=message):
         encode_prompt(tokenizer, "the cat _PAUSE_", markers)
+
+
+def test_one_behind_every_so_many_tokens(tokenizer):
+    plain, meta = encode_prompt(tokenizer, "owl robin _PAUSE_ crow finch", "_PAUSE_"), tokenizer.meta_token_id
+    filled = encode_prompt(tokenizer, "owl robin _PAUSE_ crow finch", "_PAUSE_", every=3)
+    assert filled[3::4] == [meta] * (len(plain) // 3)
+    assert [one for place, one in enumerate(filled, start=1) if place % 4] == plain
+    with pytest.raises(UserError, match="every is 0; it must be at least 1"):
+        encode_prompt(tokenizer, "owl", every=0)

@@ -82,4 +82,5 @@ def test_the_example_from_a_base_to_a_model_that_generates(folder: Path, tmp_pat
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("the cat sat on a mat")
     added = load_file(tmp_path / "out" / "added" / "meta_tokens.safetensors")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out" / "added").meta_token == "<|meta|>"
     assert added["model.layers.0.meta_attention.attention.out_proj.weight"].abs().max() > 0  # where it begins

@@ -182,7 +182,14 @@ def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def freeze_base(model: nn.Module, *, trained: bool = False) -> None:
-    """Train what was added to a base alone; or the base too, if it is to be `trained`."""
+    """Train what was added to a base alone; or the base too, if it is to be `trained`.
+
+    A model from disk is trained whole, as any of transformers, until this is called.
+
+    Args:
+        model: a retrofitted model.
+        trained: whether the base is trained too.
+    """
     model.requires_grad_(trained)
     for parameter in own_parameters(model).values():
         parameter.requires_grad_(True)
