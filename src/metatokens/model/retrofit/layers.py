@@ -157,7 +157,7 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
     _thread.step = _step(is_meta, past, decoder.meta_settings, least_rows(decoder))
     positions = kwargs.get("position_ids")
-    if mask is None and _thread.step is not None and isinstance(positions, Tensor):
+    if mask is None and _thread.step is not None and isinstance(positions, Tensor) and positions.ndim == 2:
         _refuse_packed(positions)
 
 
