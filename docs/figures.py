@@ -150,14 +150,15 @@ def answers() -> str:
         f"{of('meta', parity)} % against {of('gpt2', parity)}, copying {of('meta', copied)} against "
         f"{of('gpt2', copied)}. In parity it is far ahead in prompts of 16 times that length: {of('meta', far)} "
         f"against {of('gpt2', far)}.\n"
-        f"- **Where they do not point at it** no model has learned list recall: `meta` {of('meta', led)} %, `gpt2` "
-        f"{of('gpt2', led)}, the best short cut {cut}.\n"
+        f"- **Where they do not point at it**, in list recall with one behind each line, chance decides whether it is "
+        f"learned: `meta` has {of('meta', led)} %, `gpt2` {of('gpt2', led)}, `pause` {of('pause', led)}, `twin` "
+        f"{of('twin', led)}, and the best short cut {cut}.\n"
         f"- **The mask, the parameters or the tokens?** Where `meta` is ahead it is not the parameters: in those long "
         f"prompts `twin`, with as many and a second *ordinary* attention, has {of('twin', far)}. Nor is it, in two "
         f"seeds of three, the tokens: in list recall at twice the train length `meta` has {of('meta', twice)}, `pause` "
         f"{of('pause', twice)} and `twin` {of('twin', twice)}. In copying and counting `meta` has no such lead over "
         f"`gpt2`.\n\n"
-        f"The mean of three training runs (seeds), and each of them; of a single one its 95 % interval. "
+        f"The mean of the training runs (seeds), and in brackets each of them; of a single one its 95 % interval. "
         f"n = {count(parity)} prompts a run at 128 tokens, {count(twice)} in list recall at 1,024 and {count(far)} in "
         f"prompts of 16 times the train length.\n"
     )
@@ -231,9 +232,8 @@ def markers() -> str:
 def unmarked() -> str:
     """List recall of models that were trained where no marker knows the answer."""
     where = RECALL | {"recipe": "small/landmark", "condition": "landmark", "train_condition": "landmark"}
-    names = {label: name for label, name in MODELS.items() if name != "pause"}
     columns = lengths(128, 256, 512)
-    whole = grid("trained and tested with landmarks", models(where, names), columns)
+    whole = grid("trained and tested with landmarks", models(where), columns)
     asked = ({"task": "list_recall", "condition": "landmark", **column} for column in columns.values())
     return with_shortcuts(whole, asked)
 
