@@ -1,7 +1,7 @@
 """The rows of a vocabulary: those that text uses, the meta-token's, and padding."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -27,7 +27,8 @@ class MetaVocabulary:
                 f"{new_num_tokens} rows leave out the meta-token, whose id is {meta}: keep the "
                 f"{self.config.get_text_config().vocab_size} rows that there are, or ask for more."
             )
-        table = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        model = cast(Any, super())
+        table: nn.Embedding = model.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         if new_num_tokens is not None:
             self.config.unpadded_vocab_size = max(new_num_tokens, 1 + (-1 if meta is None else meta))
         return table
