@@ -84,7 +84,7 @@ def test_the_space_asks_the_model_that_comes_along() -> None:
 @pytest.fixture(scope="module")
 def page(folders: list[Path]) -> Iterator[Any]:
     """The served page, opened; what is fetched from elsewhere, or goes wrong, fails the test."""
-    sync_api = pytest.importorskip("playwright.sync_api")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("there is no Chromium or Chrome on the path")
     served, noted = build(folders), []

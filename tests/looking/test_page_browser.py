@@ -12,7 +12,7 @@ from metatokens.looking.look import Look, look
 from metatokens.looking.page import to_html
 from metatokens.model.checkpoint import load_model
 
-sync_api = pytest.importorskip("playwright.sync_api")
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
 )

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoConfig,
@@ -211,8 +213,9 @@ def test_it_is_not_what_stands_where_its_base_was(tmp_path: Path) -> None:
     base("llama").save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     save_meta(add_meta_attention(model, meta_token_id=META), tmp_path / "meta")
-    assert (model.name_or_path, model.config.name_or_path) == ("", "")
     assert base_of(tmp_path / "meta") == tmp_path / "base"
+    loaded = load_meta(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "meta")
+    assert [(one.name_or_path, one.config.name_or_path) for one in (model, loaded)] == [("", "")] * 2
 
 
 def refused(model: Any, message: str, **options: Any) -> None:
@@ -237,6 +240,9 @@ def test_what_cannot_be_is_refused() -> None:
     tokenizer = load_tokenizer("train:320", corpus=CORPUS)
     tokenizer.add_tokens([f"<|{number}|>" for number in range(ROWS + 3 - len(tokenizer))])
     refused(base("llama"), "the tokenizer has entries for which the model has no row, such as", tokenizer=tokenizer)
+    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({str(i): i for i in range(ROWS + 3)})))
+    refused(base("llama"), "has no row, such as '320'", tokenizer=plain)
+    assert len(plain) == ROWS + 3  # nor is one added to a tokenizer that is refused
 
 
 def test_a_refused_model_is_as_it_was() -> None:

@@ -99,6 +99,7 @@ _SMALL_UNMARKED = (
     "training.muon_learning_rate=0.01",
     "training.learning_rate=2.0e-3",
 )
+# Of GPT-Neo's positions, the 2,304 are for prompts of 2,048 and their answers; the published one has 2,048.
 _SMALL_NEO = TrainedModel(
     model="gpt-neo",
     position_embedding="learned",

@@ -171,7 +171,8 @@ def fetch_model(spec: Path) -> Path:
         return EXAMPLE
     if prefix != "hf":
         return spec
-    patterns = ["*.json", "*.txt", "*.jinja", "tokenizer.model", WEIGHTS, "model-*-of-*.safetensors", REMOTE_CODE_FILE]
+    tokenizer = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
+    patterns = [*tokenizer, WEIGHTS, "model-*-of-*.safetensors", REMOTE_CODE_FILE]  # which is not run
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:

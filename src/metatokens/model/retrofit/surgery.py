@@ -91,20 +91,19 @@ def add_meta_attention(
     )
     rows = used = model.get_input_embeddings().weight.shape[0]
     if tokenizer is not None:
-        meta_token_id = _in_tokenizer(tokenizer)
-        if further := [token for token, i in tokenizer.get_vocab().items() if i >= rows and i != meta_token_id]:
+        meta = getattr(tokenizer, "meta_token", None) or META_TOKEN
+        if further := sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= rows and token != meta):
             raise UserError(
-                f"the tokenizer has entries for which the model has no row, such as {further[0]!r}: resize the model's "
-                "embeddings for them, and save it, before it gets meta-tokens."
+                f"the tokenizer has entries for which the model has no row, such as {further[0][1]!r}: resize the "
+                "model's embeddings for them, and save it, before it gets meta-tokens."
             )
+        meta_token_id = _in_tokenizer(tokenizer)
         used = max(rows, len(tokenizer))
     elif meta_token_id is None:
         raise UserError("give the model's tokenizer, or as meta_token_id a row of its embeddings that no text uses.")
     elif not 0 <= meta_token_id < rows:
         raise UserError(f"meta_token_id {meta_token_id} is outside the {rows} rows of the table of embeddings.")
     put_in(model, settings, meta_token_id, used, freeze=freeze)
-    # It is not what stands there any more: who loads it again by this name, as PEFT and TRL do, would get the base.
-    model.name_or_path = model.config.name_or_path = ""
     return model
 
 
@@ -126,6 +125,8 @@ def put_in(
     install(model)
     freeze_base(model, trained=not freeze)
     _start(model, meta_token_id)
+    # It is not what stands there any more: who loads it again by this name, as PEFT and TRL do, would get the base.
+    model.name_or_path = model.config.name_or_path = ""
 
 
 def config_sha256(config: PreTrainedConfig) -> str:
