@@ -3,17 +3,20 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.evaluation.perplexity import held_out_text
 from metatokens.model.checkpoint import weights_sha256
+from metatokens.training.batches import WithLogitsToKeep
 from tests.cli.command_lines import FINETUNE, Run
 
 RETROFIT = "retrofit --model base --out model --heads 2 --head-size 8"
@@ -56,6 +59,33 @@ def test_from_a_base_to_answers(delta: str, base: Path, metatokens: Run) -> None
             metatokens(f"perplexity --model {model} --corpus builtin --max-tokens 600 --block-size 32 --json")[0] == 0
         )
         assert metatokens(f"generate --model {model} --max-new-tokens 4 --meta-every 2 'the cat'")[0] == 0
+
+
+def test_finetuning_computes_the_logits_that_it_is_scored_on_alone(
+    base: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert metatokens(RETROFIT)[0] == 0
+    computed: list[tuple[int, int]] = []
+    forward = LlamaForCausalLM.forward
+
+    def counted(self: LlamaForCausalLM, input_ids: Tensor, **kwargs: Any) -> Any:
+        out = forward(self, input_ids, **kwargs)
+        computed.append((out.logits.shape[1], input_ids.shape[1]))
+        return out
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", counted)
+    train = "--task list_recall --train-lengths 64 --set training.train_base=true --set training.learning_rate=0.01"
+    assert metatokens(f"{FINETUNE} --model model --out fewer {train}")[0] == 0
+    fewer = computed.copy()
+    assert fewer and all(0 < columns < length / 2 for columns, length in fewer)
+    computed.clear()
+    monkeypatch.setattr(WithLogitsToKeep, "__call__", lambda self, items: self.collator(items))
+    assert metatokens(f"{FINETUNE} --model model --out all {train}")[0] == 0
+    assert [(length, length) for _, length in fewer] == computed
+    start, few, all_ = (load_file(f"{folder}/model.safetensors") for folder in ("model", "fewer/64", "all/64"))
+    for name, weight in few.items():
+        torch.testing.assert_close(weight, all_[name], atol=1e-6, rtol=1e-4)
+    assert any(not torch.equal(weight, start[name]) for name, weight in few.items())
 
 
 def test_perplexity_is_the_bases(base: Path, metatokens: Run) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from metatokens import add_meta_attention, load_meta, save_meta
 from metatokens.model.retrofit.layers import MetaModule
+from metatokens.training.batches import WithLogitsToKeep
 
 ROWS, META, LENGTH = 320, 319, 24
 
@@ -311,6 +312,22 @@ def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     return {key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None}
 
 
+def scored_columns_error(name: str) -> float:
+    """Of loss and gradients where the logits of columns with a label alone are computed, from those with all."""
+    model, ids = retrofitted(name, freeze=False).train(), with_meta_tokens()
+    labels = ids.clone()
+    labels[:, :9], labels[0, 12:], labels[1, :14] = -100, -100, -100
+    batch, found = {"input_ids": ids, "labels": labels}, []
+    for given in (batch, WithLogitsToKeep(lambda items: batch)([])):
+        model.zero_grad()
+        torch.manual_seed(7)  # of the base's dropout
+        out = model(**given)
+        out.loss.backward()
+        found.append([out.loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)])
+    assert out.logits.shape[1] == LENGTH - 11  # the first eight, the last, and two that neither row is scored on
+    return max(error(a, b) for a, b in zip(*found, strict=True))
+
+
 def generation_differences(name: str) -> float:
     """In how many ways to generate the cache changes what comes out: greedy, beams, sampling, inserted meta-tokens."""
     model, ids = retrofitted(name), with_meta_tokens()
@@ -345,5 +362,6 @@ CHECKS: dict[str, tuple[Callable[[str], float], float]] = {
     "padded": (padded_error, 1e-5),
     "reloaded": (reload_error, 0.0),
     "checkpointed gradients": (gradient_error, 1e-6),
+    "scored columns": (scored_columns_error, 1e-6),
     "generation": (generation_differences, 0.0),
 }

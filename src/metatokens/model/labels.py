@@ -15,11 +15,15 @@ def without_meta_tokens(
     Args:
         labels: (batch, length), -100 where nothing is to be predicted.
         meta_token_id: the model's; None if it has none.
-        kwargs: further arguments of the model, of which `num_items_in_batch`, if it is there, counts labels.
+        kwargs: further arguments of the model, of which `num_items_in_batch`, if it is there, counts labels, and
+            `shift_labels` are the labels of the tokens that follow.
     """
     if meta_token_id is None:
         return labels, kwargs
     is_meta = labels == meta_token_id
+    if kwargs.get("shift_labels") is not None:
+        following = kwargs["shift_labels"]
+        kwargs = kwargs | {"shift_labels": following.masked_fill(following == meta_token_id, -100)}
     if kwargs.get("num_items_in_batch") is not None:
         share = 1 - is_meta[:, 1:].sum() / (labels[:, 1:] != -100).sum().clamp(min=1)
         share = share.clamp(min=1e-6)  # of meta-tokens alone the loss is 0

@@ -1,9 +1,12 @@
-"""Batches that say where their meta-tokens and labels are, so that the model does not wait for the device."""
+"""Batches that say where their meta-tokens and labels are, so that a model neither waits for the device nor computes
+logits that nothing is asked of.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.model.rows import positions_of
@@ -38,3 +41,21 @@ def with_positions(batch: Batch, meta_token_id: int | None, *, multiple: int = M
         counts = counts & (labels != meta_token_id)
         found["meta_positions"] = positions_of(batch["input_ids"] == meta_token_id, multiple=multiple)
     return batch | found | {"scored_positions": positions_of(counts, multiple=multiple)}
+
+
+class WithLogitsToKeep:
+    """A collator whose batches have a model of transformers compute the logits of scored columns alone.
+
+    A prompt of a thousand tokens is scored on the few of its answer, and a vocabulary may be wider than the rest of the
+    model.
+    """
+
+    def __init__(self, collator: Callable[[list[Any]], Batch]):
+        self.collator = collator
+
+    def __call__(self, items: list[Any]) -> Batch:
+        """A batch with `logits_to_keep`, the columns before a label in any row, and their `shift_labels`."""
+        batch = self.collator(items)
+        following = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+        columns = (following != IGNORED_LABEL).any(dim=0).nonzero()[:, 0]
+        return batch | {"logits_to_keep": columns, "shift_labels": following[:, columns]}

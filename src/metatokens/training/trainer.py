@@ -34,7 +34,7 @@ from metatokens.model.checkpoint import load_model, save_model, verify_manifest,
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.retrofit.classes import MetaModel, freeze_base
 from metatokens.recipe import TrainingSettings
-from metatokens.training.batches import WithPositions
+from metatokens.training.batches import WithLogitsToKeep, WithPositions
 from metatokens.training.inside import inside_loss
 from metatokens.training.lora import with_lora
 from metatokens.training.muon import MuonWithAdamW, block_matrices
@@ -247,6 +247,8 @@ def train(
         model.base_is_elsewhere &= not (settings.train_base or settings.lora_rank)
     if isinstance(model, MetaGPT2ForCausalLM):
         collator = WithPositions(collator, model.config.meta_token_id)
+    elif model._supports_logits_to_keep():
+        collator = WithLogitsToKeep(collator)
     tuned: Any = with_lora(model, settings.lora_rank) if settings.lora_rank else model
     checkpoints = out / "checkpoints"
     done_here = {

@@ -97,7 +97,7 @@ class MetaModel(MetaVocabulary, MetaTokenGenerationMixin):
         install(self)
 
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        """As the base's, but a meta-token among the labels counts as -100."""
+        """As the base's, but a meta-token among the labels counts as -100, in `shift_labels` too."""
         if labels is not None:
             labels, kwargs = without_meta_tokens(labels, self.config.meta_token_id, kwargs)
         return super().forward(*args, labels=labels, **kwargs)
