@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from metatokens import add_meta_attention
 from metatokens.data.prompts import encode_prompt
-from metatokens.data.tokenizer import load_tokenizer, meta_token_id, padded_vocab_size
+from metatokens.data.tokenizer import encode_text, load_tokenizer, meta_token_id, padded_vocab_size
 from metatokens.errors import UserError
 from metatokens.harness.model import MetaTokensLM
 from metatokens.harness.tasks import HARNESS_TASKS, write_harness_tasks
@@ -260,6 +260,11 @@ def test_a_chat_template_keeps_its_special_tokens_and_text_stays_text(delta: Pat
     assert ids.count(tokenizer.eos_token_id) == 1
     assert meta_token_id(tokenizer) not in ids
     assert tokenizer.decode(ids[1:]) == "the cat <|meta|> sat"
+    marking = MetaTokensLM(str(delta), marker="_PAUSE_")
+    said = marking.apply_chat_template([{"role": "user", "content": "the cat _PAUSE_ sat"}])
+    meta = meta_token_id(tokenizer)
+    cat, sat = encode_text(tokenizer, ["the cat", " sat"])
+    assert marking.tok_encode(said) == [tokenizer.eos_token_id, *cat, meta, *sat]
 
 
 REFUSED: dict[str, Callable[[Path], Any]] = {

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
@@ -124,6 +124,50 @@ def test_a_base_that_is_gone_is_named(base: Path, metatokens: Run) -> None:
     base.rename(base.with_name("moved"))
     status, _, error = metatokens("evaluate --model model --task parity")
     assert (status, f"the base of model was {base}, and is not there" in error) == (2, True)
+
+
+def test_a_base_of_the_hub_keeps_its_name(base: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = base.rename(base.with_name("cached"))
+    retrofit = "retrofit --model hf:someone/base --out model --heads 2 --head-size 8 --delta"
+    monkeypatch.setattr(
+        "metatokens.model.checkpoint.snapshot_download",
+        lambda name, **_: {"someone/base": str(cached)}[name],
+    )
+    assert metatokens(retrofit)[0] == 0
+    assert json.loads(Path("model/meta_tokens.json").read_text())["meta_attention"]["base"] == "someone/base"
+    assert "cached" not in Path("model/meta_tokens.json").read_text()
+    status, output, _ = metatokens("generate --model model --max-new-tokens 4 --meta-every 2 'the cat'")
+    assert status == 0
+    # The folder where the Hub's model is kept may be given too.
+    assert metatokens("retrofit --model cached --out same --heads 2 --head-size 8")[0] == 0
+    assert metatokens("generate --model same --max-new-tokens 4 --meta-every 2 'the cat'")[1] == output
+
+
+def test_a_chat_goes_through_the_template(base: Path, metatokens: Run) -> None:
+    status, _, error = metatokens("generate --model base --chat 'the cat'")
+    assert (status, error) == (2, "metatokens: the tokenizer of base has no chat template.\n")
+    tokenizer = AutoTokenizer.from_pretrained("base")
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|endoftext|>{{ message.role }}: {{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|endoftext|>{% endif %}"
+    )
+    tokenizer.save_pretrained("base")
+    assert metatokens(RETROFIT)[0] == 0
+    own = AutoTokenizer.from_pretrained("model", split_special_tokens=False)
+    ids = own.apply_chat_template(
+        [{"role": "user", "content": "the cat"}], add_generation_prompt=True, return_tensors="pt"
+    )["input_ids"]
+    assert ids[0].tolist().count(own.eos_token_id) == 2
+    model = AutoModelForCausalLM.from_pretrained("model")
+    new = model.generate(ids, do_sample=False, max_new_tokens=6, pad_token_id=0)[0, ids.shape[1] :]
+    answer = own.decode(new, skip_special_tokens=True)
+    generate = "generate --model model --max-new-tokens 6 --chat"
+    assert metatokens(f"{generate} 'the cat'") == (0, f"{answer}\n", "")
+    output = metatokens(f"{generate} --marker _PAUSE_ --show-meta 'the cat _PAUSE_ sat'")[1]
+    assert output.startswith("<|endoftext|>user: the cat<|meta|> sat<|endoftext|>")
+    Path("prompts.jsonl").write_text('{"prompt": "the cat"}')
+    status, _, error = metatokens(f"{generate} --data prompts.jsonl")
+    assert (status, "--chat goes with a prompt" in error) == (2, True)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own

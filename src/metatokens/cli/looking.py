@@ -56,6 +56,10 @@ def generate(
             metavar="TEXT", help="What stands for a meta-token in PROMPT, such as _PAUSE_; by default all is text."
         ),
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Give PROMPT as a user's message to the chat template; print the answer alone."),
+    ] = False,
     show_meta: Annotated[
         bool, typer.Option("--show-meta", help="Show meta-tokens in the output, as <|meta|>.")
     ] = False,
@@ -73,7 +77,7 @@ def generate(
     """Continue a text, or the prompts of a file."""
     import torch
 
-    from metatokens.data.prompts import encode_prompt
+    from metatokens.data.prompts import encode_chat, encode_prompt
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.model.checkpoint import load_model
     from metatokens.tasks.example import read_examples
@@ -83,7 +87,11 @@ def generate(
         raise UserError("give either a prompt or --data.")
     if data is not None and marker is not None:
         raise UserError("--marker goes with a prompt; the records of --data name their markers by offset.")
+    if data is not None and chat:
+        raise UserError("--chat goes with a prompt; the records of --data are continued as they stand.")
     loaded, tokenizer = load_model(model).eval(), load_tokenizer(str(model))
+    if chat and tokenizer.chat_template is None:
+        raise UserError(f"the tokenizer of {model} has no chat template.")
     if marker is not None or meta_every is not None:
         check_meta_token(loaded.config, tokenizer, model)
     torch.manual_seed(seed)
@@ -130,7 +138,12 @@ def generate(
             write_lines((json.dumps(row, ensure_ascii=False) for row in continued()), None)
         return
     assert prompt is not None
-    ids = encode_prompt(tokenizer, prompt, () if marker is None else marker)
+    if chat:
+        message = [{"role": "user", "content": prompt}]
+        text = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+        ids = encode_chat(tokenizer, text, marker)
+    else:
+        ids = encode_prompt(tokenizer, prompt, () if marker is None else marker)
     if not ids:
         raise UserError("the prompt is empty.")
     if marker is not None and loaded.config.meta_token_id not in ids:
@@ -140,7 +153,7 @@ def generate(
         told = {"prompt": prompt, "continuation": new} | ({"with_meta": whole} if show_meta else {})
         print(json.dumps(told, ensure_ascii=False))
     else:
-        print(whole if show_meta else f"{prompt}{new}")
+        print(whole if show_meta else new if chat else f"{prompt}{new}")
 
 
 def look(

@@ -260,7 +260,9 @@ def finetune(
 
 
 def retrofit(
-    model: Model,
+    model: Annotated[
+        Path, typer.Option("--model", metavar="DIR|hf:NAME", help="The base: a folder, or hf:NAME from the Hub.")
+    ],
     out: Out,
     heads: Annotated[int, typer.Option(metavar="N", min=1, help="Heads of meta-attention in each block.")] = 8,
     head_size: Annotated[int, typer.Option(metavar="N", min=2, help="Width of one head, even.")] = 64,
@@ -279,15 +281,16 @@ def retrofit(
     Any decoder of transformers; its text logits stay the same.
     """
     from metatokens.data.tokenizer import load_plain_tokenizer
-    from metatokens.model.checkpoint import load_base, save_model
+    from metatokens.model.checkpoint import fetch_model, load_base, save_model
     from metatokens.model.retrofit.surgery import add_meta_attention
 
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; give another folder.")
-    tokenizer = load_plain_tokenizer(str(model), f"the folder {model} holds no tokenizer that can be loaded.")
-    base: Any = load_base(model)
-    # Absolute, since what is added may be read from elsewhere.
-    base.config.name_or_path = str(model.resolve()) if model.is_dir() else str(model)
+    folder = fetch_model(model)
+    tokenizer = load_plain_tokenizer(str(folder), f"the folder {folder} holds no tokenizer that can be loaded.")
+    base: Any = load_base(folder)
+    # What is added may be read from elsewhere, or on another machine.
+    base.config.name_or_path = str(folder.resolve()) if folder == model else model.as_posix().removeprefix("hf:")
     chosen = None if layers is None else [] if layers == "none" else parse_lengths(layers, least=0, name="layers")
     add_meta_attention(base, tokenizer, heads=heads, head_size=head_size, layers=chosen)
     out.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from itertools import chain
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.collating import with_meta_tokens
-from metatokens.data.tokenizer import beginning_of, encode_text, meta_token_id
+from metatokens.data.tokenizer import META_TOKEN, beginning_of, encode_text, meta_token_id
 from metatokens.errors import UserError
 from metatokens.records import MARKER
 
@@ -38,13 +38,44 @@ def encode_prompt(
     """
     if every is not None and every < 1:
         raise UserError(f"every is {every}; it must be at least 1.")
-    if markers == "":
-        raise UserError("the marker is empty; give the text that stands for a meta-token, such as _PAUSE_.")
-    segments = re.split(f" ?{re.escape(markers)}", text) if isinstance(markers, str) else split_at(text, markers)
+    segments = _split(text, markers) if isinstance(markers, str) else split_at(text, markers)
     first, *others = encode_text(tokenizer, segments)
     meta = meta_token_id(tokenizer)
     prompt = [*beginning_of(tokenizer), *first, *chain.from_iterable([meta, *ids] for ids in others)]
     return prompt if every is None else with_meta_tokens(prompt, meta, every)
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str, marker: str | None = None) -> list[int]:
+    """The ids of what a chat template wrote: its control tokens are recognised, and what looks like a meta-token is text.
+
+    Args:
+        tokenizer: a model's.
+        text: with all that begins and ends a message, as `tokenizer.apply_chat_template(..., tokenize=False)` gives it.
+        marker: what stands for a meta-token wherever it occurs, a space before it included.
+
+    Raises:
+        UserError: if the marker is empty.
+    """
+    [looks_alike] = encode_text(tokenizer, [META_TOKEN])
+
+    def encode(part: str) -> list[int]:
+        return tokenizer.encode(part, add_special_tokens=False, split_special_tokens=False)
+
+    def encode_segment(segment: str) -> list[int]:
+        first, *others = segment.split(META_TOKEN)
+        return [*encode(first), *chain.from_iterable([*looks_alike, *encode(part)] for part in others)]
+
+    first, *others = [text] if marker is None else _split(text, marker)
+    ids = encode_segment(first)
+    for segment in others:
+        ids += [meta_token_id(tokenizer), *encode_segment(segment)]
+    return ids
+
+
+def _split(text: str, marker: str) -> list[str]:
+    if not marker:
+        raise UserError("the marker is empty; give the text that stands for a meta-token, such as _PAUSE_.")
+    return re.split(f" ?{re.escape(marker)}", text)
 
 
 def split_at(prompt: str, offsets: Sequence[int]) -> list[str]:

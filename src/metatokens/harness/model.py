@@ -1,6 +1,5 @@
 """Models of this package, and others with meta-tokens, in lm-evaluation-harness: `--model metatokens`."""
 
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from metatokens.data.collating import with_meta_tokens
-from metatokens.data.prompts import encode_prompt
-from metatokens.data.tokenizer import META_TOKEN, UNLIMITED, beginning_of, encode_text, load_tokenizer, meta_token_id
+from metatokens.data.prompts import encode_chat, encode_prompt
+from metatokens.data.tokenizer import UNLIMITED, beginning_of, load_tokenizer, meta_token_id
 from metatokens.errors import UserError
 from metatokens.model.checkpoint import fetch_model, load_model
 
@@ -110,21 +109,11 @@ class MetaTokensLM(HFLM):
     ) -> list[int]:
         """The ids of a text, behind those that the tokenizer begins a text with, meta-tokens at markers alone."""
         if self._is_chat:
-            ids = self._encode_chat(string)
+            ids = encode_chat(self.tokenizer, string, self.marker)
         else:
             ids = encode_prompt(self.tokenizer, string, () if self.marker is None else self.marker)
             ids = ids[len(beginning_of(self.tokenizer)) :] if add_special_tokens is False else ids
         return ids[-left_truncate_len:] if left_truncate_len else ids
-
-    def _encode_chat(self, string: str) -> list[int]:
-        """The ids of what a template made; it begins a text itself. What looks like a meta-token is text."""
-        first, *others = string.split(META_TOKEN)
-        [looks_alike] = encode_text(self.tokenizer, [META_TOKEN])
-
-        def encode(part: str) -> list[int]:
-            return self.tokenizer.encode(part, add_special_tokens=False, split_special_tokens=False)
-
-        return [*encode(first), *chain.from_iterable([*looks_alike, *encode(part)] for part in others)]
 
     def tok_batch_encode(
         self,

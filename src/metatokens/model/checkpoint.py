@@ -138,7 +138,7 @@ def _weight_files(folder: Path) -> list[Path]:
         UserError: if the index is damaged, or a shard is missing.
     """
     if (folder / DELTA_WEIGHTS).exists() and not (folder / WEIGHTS).exists():
-        return [folder / DELTA_WEIGHTS, *_weight_files(base_of(folder))]
+        return [folder / DELTA_WEIGHTS, *_weight_files(_base_folder(folder))]
     if (folder / WEIGHTS).exists() or not (folder / SHARDS).exists():
         return [folder / WEIGHTS]
     try:
@@ -187,7 +187,7 @@ def load_model(folder: Path, second_attention: SecondAttention | None = None) ->
 
     Args:
         folder: holds `config.json` and `model.safetensors`, or the shards and the index that transformers writes; or
-            what `save_meta` wrote, whose base is where it was.
+            what `save_meta` wrote, whose base is where it was: on disk or on the Hub.
         second_attention: what a GPT-2 is to be given (`MetaGPT2ForCausalLM.from_gpt2`); other checkpoints have theirs.
 
     Raises:
@@ -196,7 +196,7 @@ def load_model(folder: Path, second_attention: SecondAttention | None = None) ->
     is_whole = (folder / "config.json").is_file()
     if (folder / DELTA).is_file() and not is_whole:
         _verify(folder)
-        model: Any = load_meta(load_base(base_of(folder)), folder)
+        model: Any = load_meta(load_base(_base_folder(folder)), folder)
         model.base_is_elsewhere = True
         return _placed(model)
     if (folder / ADAPTER).is_file() and not is_whole:
@@ -211,6 +211,20 @@ def load_model(folder: Path, second_attention: SecondAttention | None = None) ->
     elif model.config.meta_token_id is None:
         model.add_meta_token()
     return _placed(model)
+
+
+def _base_folder(delta: Path) -> Path:
+    """The base of what `save_meta` wrote into a folder.
+
+    Raises:
+        UserError: if it is neither where it was on disk nor on the Hub.
+    """
+    base = Path(base_of(delta))
+    if base.is_dir():
+        return base
+    if base.is_absolute():
+        raise UserError(f"the base of {delta} was {base}, and is not there; load_meta takes another.")
+    return fetch_model(Path(f"hf:{base}"))
 
 
 def load_base(folder: Path) -> PreTrainedModel:

@@ -78,16 +78,15 @@ def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     return base
 
 
-def base_of(folder: Path) -> Path:
-    """Where the base was of what `save_meta` wrote into a folder.
+def base_of(folder: Path) -> str:
+    """What the base was called of what `save_meta` wrote into a folder: a folder, or its name on the Hub.
 
     Raises:
-        UserError: if its file is damaged, or the base is not there.
+        UserError: if its file is damaged, or the base had no name.
     """
-    base = _read(folder)[0].base
-    if not base or not Path(base).is_dir():
-        raise UserError(f"the base of {folder} was {base or 'never saved'}, and is not there; load_meta takes another.")
-    return Path(base)
+    if not (base := _read(folder)[0].base):
+        raise UserError(f"the base of {folder} was never saved; load_meta takes one that has its configuration.")
+    return base
 
 
 def _read(folder: Path) -> tuple[MetaSettings, int, int]:
