@@ -9,8 +9,8 @@
 # make benchmark every benchmark at the paper's size, into benchmarks/results (about an hour on two cores)
 # make gpu       the tests of a device on a GPU, then speed and memory there, in eight minutes, into benchmarks/results/gpu
 # make gpu-train nine minutes of the preset gpu, which the next one goes on with; CORPUS=... in place of C4
-# make conformance  transformers' own tests of a model on every member of the family, and programs that take any model
-#                   (a few minutes on two cores; the tests are downloaded)
+# make conformance  transformers' own tests of a model on every member of the family, programs that take any model, and
+#                   docs/architectures.md (a quarter of an hour on two cores; the tests are downloaded)
 # make report    draw the report of results/small again, from its committed lines alone, and the figures of the pages
 # make figures   write the figures of the README and of docs/ again, from the committed lines alone
 # make demo-results  the demo, and its result lines into results/demo, which the pages' figures come from

@@ -4,17 +4,36 @@ import os
 import sys
 from collections import Counter, defaultdict
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 from not_applicable import NOT_APPLICABLE
 from suite import FOLDER, has_generation
 
 os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-sys.path.insert(0, str(FOLDER))
+sys.path[:0] = [str(FOLDER), str(Path(__file__).parents[1])]
 
 CONTROL = "llama"
 CANNOT_APPLY = "cannot apply: "
 HEADINGS = ("", "passed", "failed", "not applicable", "skipped alike", "sub-tests passed", "sub-tests failed")
+
+PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+PAGE_HEAD = """# Architectures
+
+What `make conformance` measured of each decoder with meta-attention: a tiny model with random weights, in float32. A
+figure is the largest difference, or in how many cases there was one; `tests/retrofit/architectures.py` says how each
+is measured, and how much is allowed.
+
+- **sites**: blocks whose site was not found, in three precisions, with and without an outlier among the embeddings.
+- **text**: logits of text without meta-tokens, beside the base's.
+- **start**: logits with meta-tokens before any training, beside the base with the meta-token's embedding.
+- **cached**, **padded**: logits read in pieces with a cache, or padded on the left, beside the same at once.
+- **reloaded**: logits of the model from disk, whole and as what was added alone.
+- **checkpointed gradients**: with gradient checkpointing, in both its ways, beside without.
+- **scored columns**: loss and gradients where the logits of scored columns alone are computed.
+- **generation**: of five ways to generate, those in which the cache changes a token.
+
+"""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -79,12 +98,15 @@ class Tally:
             terminalreporter.write_line("".join(f"{cell:>18}" for cell in row))
         for member, test, reason in sorted(self.gaps()):
             terminalreporter.write_line(f"{member}: {test} is skipped, and runs for {CONTROL}: {reason}", red=True)
-        if self.architectures:
-            terminalreporter.write_sep("=", "architectures: the largest difference")
+        from tests.retrofit.architectures import ARCHITECTURES  # by the path above
+
+        if self.architectures.keys() == ARCHITECTURES.keys():
             checks = list(next(iter(self.architectures.values())))
-            for row in [("", *checks), *((name, *values.values()) for name, values in self.architectures.items())]:
-                cells = (cell if isinstance(cell, str) else f"{cell:.0e}" if cell else "0" for cell in row)
-                terminalreporter.write_line("".join(f"{cell:>24}" for cell in cells))
+            rows = [("model type", *checks), ("---", *("---:" for _ in checks))]
+            for name, values in sorted(self.architectures.items()):
+                rows.append((name, *(f"{value:.0e}" if value else "0" for value in values.values())))
+            PAGE.write_text(PAGE_HEAD + "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows), encoding="utf-8")
+            terminalreporter.write_line(f"{len(self.architectures)} architectures: {PAGE}")
         if not has_generation():
             terminalreporter.write_line("The tests of generation were not fetched, and did not run.")
 

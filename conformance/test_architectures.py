@@ -1,12 +1,8 @@
-"""Decoders of many architectures with meta-attention, and a table of the largest differences."""
+"""Decoders of many architectures with meta-attention, for the table of the largest differences."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.retrofit.architectures import ARCHITECTURES, CHECKS
 
