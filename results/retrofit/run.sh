@@ -10,7 +10,7 @@ export OMP_NUM_THREADS=1
 mkdir -p "$out"
 
 if [ ! -f "$out/base/manifest.json" ]; then
-    metatokens tokenize --corpus "$corpus" --tokenizer train:4096 --out "$out/tokens" --workers 2
+    metatokens tokenize --corpus "$corpus" --tokenizer train:8192 --out "$out/tokens" --workers 2
     python - "$out" <<'PYTHON'
 import sys
 
@@ -23,10 +23,10 @@ out = sys.argv[1]
 tokenizer = load_tokenizer(f"{out}/tokens/tokenizer")
 torch.manual_seed(0)
 config = LlamaConfig(
-    vocab_size=4096,
+    vocab_size=8192,
     hidden_size=256,
-    intermediate_size=704,
-    num_hidden_layers=6,
+    intermediate_size=768,
+    num_hidden_layers=4,
     num_attention_heads=8,
     num_key_value_heads=2,
     tie_word_embeddings=True,
@@ -39,7 +39,7 @@ tokenizer.save_pretrained(f"{out}/untrained")
 PYTHON
     OMP_NUM_THREADS=2 metatokens pretrain --recipe small --init "$out/untrained" --out "$out/base" \
         --set data.tokens="$out/tokens" --set data.placement=none --set data.block_size=256 \
-        --set training.per_device_train_batch_size=16 --set training.max_steps=1200 \
+        --set training.per_device_train_batch_size=16 --set training.max_steps=1000 \
         --set training.learning_rate=1e-3 --set training.min_learning_rate=1e-4 \
         --set training.eval_steps=200 --set training.save_steps=100
 fi
@@ -51,13 +51,14 @@ arm() { # name, model, options
     name=$1 model=$2
     shift 2
     for task in list_recall parity; do
+        case $task in list_recall) condition=landmark ;; parity) condition=paper ;; esac
         run="$out/$name-$task-seed$seed"
-        metatokens finetune --recipe "$here/recipe.yaml" --model "$out/$model" --task $task --out "$run" \
+        metatokens finetune --recipe "$here/$task.yaml" --model "$out/$model" --task $task --out "$run" \
             --set training.seed=$seed "$@"
         [ -f "$run/results.jsonl" ] && continue
         rm -f "$run/unfinished.jsonl"
-        metatokens evaluate --model "$run/128" --task $task --lengths 128,256,512,1024 -n 500 --name "$name" \
-            --out "$run/unfinished.jsonl" >/dev/null
+        metatokens evaluate --model "$run/128" --task $task --condition $condition --lengths 128,256,512,1024 -n 500 \
+            --name "$name" --out "$run/unfinished.jsonl" >/dev/null
         mv "$run/unfinished.jsonl" "$run/results.jsonl"
     done
 }
