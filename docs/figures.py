@@ -16,8 +16,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
-from metatokens.experiment.plan import stages as planned
-from metatokens.experiment.presets import preset
 from metatokens.records import CurvePoint, Result, read_lines
 from metatokens.report.derive import learned_from
 
@@ -77,7 +75,7 @@ def cell(found: pd.DataFrame, shown: Callable[[float], str] = percent) -> str:
         return f"{shown(one.value)} ({shown(one.low)}\u2013{shown(one.high)})"
     assert found.seed.is_unique, "more lines than one of a seed"
     if found.value.nunique() == 1:
-        return f"{shown(found.value.iloc[0])} (all {len(found)})"
+        return f"{shown(found.value.iloc[0])} ({'both' if len(found) == 2 else f'all {len(found)}'})"
     return f"{shown(found.value.mean())} ({', '.join(map(shown, found.value))})"
 
 
@@ -150,15 +148,15 @@ def answers() -> str:
         f"{of('meta', parity)} % against {of('gpt2', parity)}, copying {of('meta', copied)} against "
         f"{of('gpt2', copied)}. In parity it is far ahead in prompts of 16 times that length: {of('meta', far)} "
         f"against {of('gpt2', far)}.\n"
-        f"- **Where they do not point at it**, in list recall with one behind each line, the seed decides whether "
-        f"`meta` learns it: `meta` has {of('meta', led)} %, `gpt2` {of('gpt2', led)}, `pause` {of('pause', led)}, "
-        f"`twin` {of('twin', led)}, and the best short cut {cut}.\n"
+        f"- **Where they do not point at it**, in list recall with one behind each line, `meta` is not ahead either, "
+        f"and the seed decides more than the model: `meta` has {of('meta', led)} %, `gpt2` {of('gpt2', led)}, `pause` "
+        f"{of('pause', led)}, `twin` {of('twin', led)}, and the best short cut {cut}.\n"
         f"- **The mask, the parameters or the tokens?** Where `meta` is ahead it is not the parameters: in those long "
         f"prompts `twin`, with as many and a second *ordinary* attention, has {of('twin', far)}. Nor is it, in two "
         f"seeds of three, the tokens: in list recall at twice the train length `meta` has {of('meta', twice)}, `pause` "
         f"{of('pause', twice)} and `twin` {of('twin', twice)}. In copying and counting `meta` has no such lead over "
         f"`gpt2`.\n\n"
-        f"The mean of the training runs (seeds), and in brackets each of them; of a single one its 95 % interval. "
+        f"The mean of the training runs (seeds), and in brackets each of them. "
         f"n = {count(parity)} prompts a run at 128 tokens, {count(twice)} in list recall at 1,024 and {count(far)} in "
         f"prompts of 16 times the train length.\n"
     )
@@ -201,7 +199,8 @@ def sooner() -> str:
             steps = [learned_from(one, share)[0] for _, one in seeds]
             rows[label].append(" / ".join(f"{one:,.0f}" if np.isfinite(one) else "\u2013" for one in steps))
     (n,) = points.n.dropna().unique()
-    return f"{table('steps, by seed', rows, [*columns])}\nOf {n:.0f} test prompts; a dash: not within the steps given.\n"
+    note = f"Of {n:.0f} test prompts; a dash: not within the steps given."
+    return f"{table('steps, by seed', rows, [*columns])}\n{note}\n"
 
 
 def recall() -> str:
@@ -331,13 +330,11 @@ def verdicts() -> str:
 
 
 def cost() -> str:
-    """What the grid took, and what of it is still to be run."""
+    """What the grid took."""
     stages = pd.DataFrame(json.loads((ROOT / "results/small/run.json").read_text(encoding="utf-8"))["stages"])
     trained = stages.name.str.startswith(("pretrain-", "extend-", "finetune-")).sum()
     hours = stages.cpu_seconds.fillna(stages.seconds).sum() / 3600
-    done = f"The run has {len(stages)} stages, {trained} of which trained a model. It took {hours:.1f} core-hours."
-    left = len(planned(preset("small"))) - len(stages)
-    return f"{done} {left} further stages of the plan are still to be run.\n" if left else f"{done}\n"
+    return f"The run has {len(stages)} stages, {trained} of which trained a model. It took {hours:.1f} core-hours.\n"
 
 
 def demo_tasks() -> str:

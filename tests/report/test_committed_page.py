@@ -82,7 +82,7 @@ def test_accuracies_by_length(number: int, task: str) -> None:
         if plain.items() <= one.items() and one.get("value") is not None and "intervention" not in one
         if frozenset({key: one[key] for key in of_row}.items()) in printed
     }
-    assert compared == len(measured) >= 15  # a row that was measured is not left out
+    assert compared == len(measured) >= 40  # a row that was measured is not left out
 
 
 def inner_figure(fields: Line) -> str:

@@ -158,6 +158,7 @@ def test_a_verdict_says_on_how_few_trainings_it_rests() -> None:
         (gap(-0.3, -0.1, -0.4, -0.01, agreement=0.02), {}, "short"),
         (gap(-0.3, -0.1, -0.4, -0.021, agreement=0.02), {}, "against"),
         (gap(-0.3, -0.1, -0.4, 0.031, agreement=0.02), {}, "open"),
+        (gap(0.0, 0.0, 0.0, 0.03, agreement=0.02), {}, "open"),  # 0.05 - 0.02 is more than 0.03 to a computer
     ],
 )
 def test_what_a_comparison_says(one: Comparison, fields: dict[str, Any], says: str) -> None:

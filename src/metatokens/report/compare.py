@@ -14,6 +14,7 @@ from metatokens.report.text import learned_at, name, percent, tokens
 
 HAIR = 0.02  # of a proportion: as close to the floor, or to 1, as this, a figure tells nothing apart
 AGREES = 0.02  # of a proportion: a seed agrees with a difference of accuracies only by more than this
+ROUNDING = 1e-9  # of differences that a whole number of prompts makes: 3 points and 2 are not more than 5
 FEWEST = 3  # informative comparisons that a verdict asks for, and seeds on each side
 LONGEST = 4096  # tokens, of the bins
 LEARNED_END = 1024  # the longest bin that a learned table reaches
@@ -46,9 +47,10 @@ class Comparison:
         """1 where it lies above the margin, with every seed; -1 where below; 0 where that cannot be told."""
         if self.gap is None:
             return 0
-        if self.gap.low > margin and all(gap > margin + self.agreement for gap in self.by_seed):
+        least = self.agreement + ROUNDING
+        if self.gap.low > margin and all(gap - margin > least for gap in self.by_seed):
             return 1
-        is_below = self.gap.high < margin and all(gap < margin - self.agreement for gap in self.by_seed)
+        is_below = self.gap.high < margin and all(margin - gap > least for gap in self.by_seed)
         return -1 if is_below else 0
 
 
