@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +24,12 @@ NUMBERS = json.loads((ROOT / "src/metatokens/report/paper_numbers.json").read_te
 def test_the_committed_page_is_what_the_committed_lines_give(tmp_path: Path) -> None:
     write_report([LINES, *SPEEDS], tmp_path)
     assert (tmp_path / "report.md").read_bytes() == (LINES / "report" / "report.md").read_bytes()
+
+
+def test_what_was_not_measured_is_no_number() -> None:
+    page = (LINES / "report" / "report.md").read_text(encoding="utf-8")
+    assert "| nan |" not in page
+    assert re.search(r"\| List recall \| long.*prompt \| .*\| - \|", page)  # 4,096 tokens, of short cuts
 
 
 @cache

@@ -46,7 +46,7 @@ def encode_prompt(
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str, marker: str | None = None) -> list[int]:
-    """The ids of what a chat template wrote: its control tokens are recognised, and what looks like a meta-token is text.
+    """The ids of what a chat template wrote: control tokens are recognised, what looks like a meta-token is text.
 
     Args:
         tokenizer: a model's.

@@ -108,7 +108,8 @@ def shortcuts(inputs: Inputs) -> Table:
     old = inputs.select(metric="majority_rate").assign(model="the commonest answer", condition="")
     found = pd.concat([inputs.select(metric="shortcut"), old]).dropna(subset="value")
     keys = ["task", "condition", "model"]
-    rates = found.groupby([*keys, "length"], dropna=False, sort=False)["value"].last().unstack()
+    rates = found.groupby([*keys, "length"], dropna=False, sort=False)["value"].last().unstack().astype(object)
+    rates = rates.where(rates.notna(), None)
     tasks = in_order(found["task"])
     rows = sorted(rates.index, key=lambda row: tasks.index(row[0]))
     lines = ((name(row[0]), *row[1:], *map(percent, rates.loc[row])) for row in rows)
