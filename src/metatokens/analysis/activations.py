@@ -51,7 +51,7 @@ def run_with_cache(
     makers: dict[str, Callable[[], Tensor]] = {}
     for layer, states in enumerate(pairwise(seen.states)):
         for part, state in zip(("resid_pre", "resid_post"), states, strict=True):
-            makers[f"blocks.{layer}.{part}"] = lambda state=state: state  # type: ignore[misc]
+            makers[f"blocks.{layer}.{part}"] = lambda state=state: state  # type: ignore[misc]  # untyped to mypy
     for (module, layer), inputs in seen.attention.items():
         for part in ("queries", "keys", "values", "positions"):
             makers[f"blocks.{layer}.{module}.{part}"] = partial(getattr, inputs, part)

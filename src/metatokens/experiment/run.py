@@ -177,5 +177,5 @@ def _write_provenance(log: RunLog, name: str, sizes: Preset, **run: Any) -> None
     }
     write_whole(
         log.out / "run.json",
-        RunInfo.model_validate(provenance).model_dump_json(indent=1, exclude_defaults=True).encode(),
+        RunInfo.model_validate(provenance).model_dump_json(exclude_defaults=True).encode(),
     )
