@@ -5,6 +5,7 @@ A user's mistake is one sentence and exit status 2. Every verb imports what it n
 quick.
 """
 
+import atexit
 import importlib.metadata
 import os
 import sys
@@ -68,19 +69,22 @@ def main() -> None:
     except SystemExit as status:
         if status.code == INTERRUPTED:
             say("metatokens: interrupted; the same command goes on from here.")
-        if not status.code:
-            _part()
+        if not status.code and process_count() > 1:
+            _leave()
         raise
 
 
-def _part() -> None:
-    """End what connects this process with others that trained with it: its threads would outlive the interpreter.
+def _leave() -> None:
+    """End a process that trained with others without taking the interpreter apart, which their threads outlive.
 
-    One that then asks for the interpreter's lock ends the process with SIGABRT ("terminate called without an active
-    exception"), after all has been done.
+    DDP's reducer keeps gloo's threads, also when the group has been destroyed; one that asks for the lock of an
+    interpreter that is ending ends the process with SIGABRT (pytorch/pytorch#190489), after all has been done.
     """
-    if process_count() > 1:
-        from torch import distributed
+    from torch import distributed
 
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+        atexit._run_exitfuncs()  # trackers of experiments send what is left
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
