@@ -11,15 +11,18 @@ mkdir -p "$out"
 
 if [ ! -f "$out/base/manifest.json" ]; then
     metatokens tokenize --corpus "$corpus" --tokenizer train:8192 --out "$out/tokens" --workers 2
-    python - "$out" <<'PYTHON'
+    python - "$out" "$corpus" <<'PYTHON'
+import gzip
+import json
 import sys
+from glob import glob
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from metatokens.data.tokenizer import load_tokenizer
 
-out = sys.argv[1]
+out, corpus = sys.argv[1:]
 tokenizer = load_tokenizer(f"{out}/tokens/tokenizer")
 torch.manual_seed(0)
 config = LlamaConfig(
@@ -39,12 +42,29 @@ config = LlamaConfig(
 )
 LlamaForCausalLM(config).save_pretrained(f"{out}/untrained")
 tokenizer.save_pretrained(f"{out}/untrained")
+
+# The same text, each 50 tokens twice: a model learns from it to look up what stood before, as larger models do from more
+# text than there is here.
+with open(f"{out}/twice.jsonl", "w", encoding="utf-8") as lines:
+    for path in sorted(glob(corpus)):
+        with gzip.open(path, "rt", encoding="utf-8") as documents:
+            for document in documents:
+                ids = tokenizer(json.loads(document)["text"])["input_ids"]
+                for start in range(0, len(ids) - 49, 50):
+                    passage = tokenizer.decode(ids[start : start + 50])
+                    lines.write(json.dumps({"text": f"{passage}\n{passage}"}) + "\n")
 PYTHON
-    OMP_NUM_THREADS=2 metatokens pretrain --recipe small --init "$out/untrained" --out "$out/base" \
-        --set data.tokens="$out/tokens" --set data.placement=none --set data.block_size=256 \
-        --set training.per_device_train_batch_size=16 --set training.max_steps=1000 \
-        --set training.learning_rate=1e-3 --set training.min_learning_rate=1e-4 \
-        --set training.eval_steps=200 --set training.save_steps=100
+    metatokens tokenize --corpus "$out/twice.jsonl" --tokenizer "$out/tokens/tokenizer" --out "$out/twice" --workers 2
+    pretrain() { # from, to, tokens, steps, options
+        init=$1 to=$2 tokens=$3 steps=$4
+        shift 4
+        OMP_NUM_THREADS=2 metatokens pretrain --recipe small --init "$out/$init" --out "$out/$to" \
+            --set data.tokens="$out/$tokens" --set data.placement=none --set data.block_size=256 \
+            --set training.per_device_train_batch_size=16 --set training.max_steps="$steps" \
+            --set training.learning_rate=1e-3 --set training.eval_steps=200 --set training.save_steps=100 "$@"
+    }
+    pretrain untrained text tokens 1000 --set training.min_learning_rate=1e-4
+    pretrain text base twice 600 --set training.min_learning_rate=0
 fi
 [ -f "$out/meta/manifest.json" ] || metatokens retrofit --model "$out/base" --heads 8 --head-size 32 --out "$out/meta"
 [ -f "$out/pause/manifest.json" ] || metatokens retrofit --model "$out/base" --layers none --out "$out/pause"
@@ -67,9 +87,9 @@ arm() { # name, model, options
 }
 
 both() {
-    arm meta meta
     arm meta+lora meta --lora rank=16
     arm lora pause --lora rank=16
+    arm meta meta
     arm pause pause
 }
 
