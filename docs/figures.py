@@ -289,6 +289,25 @@ def long_prompts() -> str:
     return with_shortcuts(grid("prompts of 2,048 tokens", rows, columns), columns.values())
 
 
+def added() -> str:
+    """A Llama that was pretrained without meta-tokens, by what was added to it and trained."""
+    arms = {
+        "meta-attention, LoRA": "meta+lora",
+        "LoRA": "lora",
+        "LoRA, as many parameters as the first": "wide-lora",
+        "meta-attention": "meta",
+        "the meta-token alone": "pause",
+    }
+    folder, columns = "results/retrofit", lengths(128, 256, 512, 1024)
+    shown = []
+    for task, condition in {"list_recall": "landmark", "parity": "paper"}.items():
+        asked = {"task": task, "condition": condition}
+        rows = models({"metric": "exact_match", **asked}, arms)
+        whole = grid(f"{task.replace('_', ' ')}, prompt tokens", rows, columns, folder)
+        shown.append(with_shortcuts(whole, ({**asked, **column} for column in columns.values()), folder))
+    return "\n".join(shown)
+
+
 def perplexity() -> str:
     """Perplexity on held-out text, by model."""
     return _perplexities("results/small", {"position_embedding": "rope", "recipe": "small", "length": 1024})
@@ -365,7 +384,7 @@ FIGURES = {
     function.__name__: function
     for function in (
         answers, tasks, sooner, recall, parity, copying, counting, markers, unmarked, positions, no_pos, yarn,
-        long_prompts, perplexity, speed, verdicts, cost, demo_tasks, demo_recall, demo_perplexity,
+        long_prompts, added, perplexity, speed, verdicts, cost, demo_tasks, demo_recall, demo_perplexity,
     )
 }  # fmt: skip
 

@@ -3,7 +3,8 @@
 #
 #     sh results/retrofit/run.sh runs/retrofit 'c4/*.jsonl.gz'
 #
-# Two processes of one thread. The same command goes on where it was cut off.
+# Two processes of one thread. The same command goes on where it was cut off. The result lines are gathered in
+# results.jsonl.gz.
 set -eu
 out=$1 corpus=$2 here=$(dirname "$0")
 export OMP_NUM_THREADS=1
@@ -91,10 +92,27 @@ both() {
     arm lora pause --lora rank=16
     arm meta meta
     arm pause pause
+    arm wide-lora pause --lora rank=72 # as many parameters as meta+lora trains
 }
 
 (seed=0 && both) & first=$!
 (seed=1 && both) & second=$!
 wait $first
 wait $second
-cat "$out"/*-seed[01]/results.jsonl
+python - "$out" <<'PYTHON'
+import gzip
+import sys
+from pathlib import Path
+
+from metatokens.data.tokenizer import load_tokenizer
+from metatokens.evaluation.accuracy import shortcut_rates, test_examples
+
+out = Path(sys.argv[1])
+lines = [line for run in sorted(out.glob("*-seed[01]")) for line in (run / "results.jsonl").read_text().splitlines()]
+tokenizer = load_tokenizer(str(out / "meta"))
+for task, condition in {"list_recall": "landmark", "parity": "paper"}.items():
+    about = {"condition": condition, "documents": []}
+    tests = {length: test_examples(task, length, 500, tokenizer, **about) for length in (128, 256, 512, 1024)}
+    lines += [rate.line() for rate in shortcut_rates(task, condition, tests, tokenizer, [])]
+(out / "results.jsonl.gz").write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
+PYTHON

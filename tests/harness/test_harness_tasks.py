@@ -2,6 +2,8 @@
 
 import json
 import re
+import runpy
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -160,3 +162,15 @@ def test_what_cannot_be_written_is_refused(
         write_harness_tasks(
             tmp_path, tokenizer, tasks=tasks, lengths=[length], n=3, condition="paper", documents=documents
         )
+
+
+def test_without_the_harness_one_sentence_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("metatokens.harness", run_name="__main__")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "metatokens: the harness needs lm-evaluation-harness: pip install 'metatokens[lm-eval]'.\n"
+    )
