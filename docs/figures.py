@@ -308,6 +308,16 @@ def added() -> str:
     return "\n".join(shown)
 
 
+def long_texts() -> str:
+    """The two tasks of the harness that hide something in the text of a book."""
+    folder, columns = "results/long_texts", lengths(128, 256, 512, 1024, 2048)
+    rows = {
+        "the number of a thing": {"task": "needle", "metric": "exact_match"},
+        "the variables that have a value": {"task": "variable_tracking", "metric": "exact_match"},
+    }
+    return grid("prompt tokens", rows, columns, folder)
+
+
 def perplexity() -> str:
     """Perplexity on held-out text, by model."""
     return _perplexities("results/small", {"position_embedding": "rope", "recipe": "small", "length": 1024})
@@ -384,7 +394,7 @@ FIGURES = {
     function.__name__: function
     for function in (
         answers, tasks, sooner, recall, parity, copying, counting, markers, unmarked, positions, no_pos, yarn,
-        long_prompts, added, perplexity, speed, verdicts, cost, demo_tasks, demo_recall, demo_perplexity,
+        long_prompts, added, long_texts, perplexity, speed, verdicts, cost, demo_tasks, demo_recall, demo_perplexity,
     )
 }  # fmt: skip
 

@@ -106,6 +106,7 @@ from pathlib import Path
 
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.evaluation.accuracy import shortcut_rates, test_examples
+from metatokens.records import stamped
 
 out = Path(sys.argv[1])
 lines = [line for run in sorted(out.glob("*-seed[01]")) for line in (run / "results.jsonl").read_text().splitlines()]
@@ -113,6 +114,6 @@ tokenizer = load_tokenizer(str(out / "meta"))
 for task, condition in {"list_recall": "landmark", "parity": "paper"}.items():
     about = {"condition": condition, "documents": []}
     tests = {length: test_examples(task, length, 500, tokenizer, **about) for length in (128, 256, 512, 1024)}
-    lines += [rate.line() for rate in shortcut_rates(task, condition, tests, tokenizer, [])]
+    lines += [rate.line() for rate in stamped(shortcut_rates(task, condition, tests, tokenizer, []))]
 (out / "results.jsonl.gz").write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
 PYTHON
