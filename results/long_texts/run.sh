@@ -14,8 +14,9 @@ mkdir -p "$out"
 learn() { # task, tokens of the first records
     task=$1
     hide() { metatokens harness --model "$meta" --tasks "$task" --corpus "$book" "$@"; }
-    [ -d "$out/easy-$task" ] || hide --lengths "$2" -n 1 --train 32000 --out "$out/easy-$task"
-    [ -d "$out/long/$task" ] || hide --lengths 128,256,512,1024,2048 -n 500 --train 32000 --out "$out/long/$task"
+    [ -f "$out/easy-$task/metatokens.yaml" ] || hide --lengths "$2" -n 1 --train 32000 --out "$out/easy-$task"
+    [ -f "$out/long/$task/metatokens.yaml" ] ||
+        hide --lengths 128,256,512,1024,2048 -n 500 --train 32000 --out "$out/long/$task"
     metatokens finetune --recipe "$here/finetune.yaml" --model "$meta" --lora rank=16 \
         --data "$out/easy-$task/${task}_train.jsonl" --out "$out/$task-easy"
     metatokens finetune --recipe "$here/finetune.yaml" --model "$out/$task-easy/data" --lora rank=16 \

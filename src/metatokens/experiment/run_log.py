@@ -132,8 +132,8 @@ class RunLog:
             append_lines(self.out / FILES[kind], lines)
         entry = FinishedStage(
             name=stage.name,
-            seconds=round(done.seconds, 1),
-            cpu_seconds=round(done.cpu_seconds, 1),
+            seconds=round(done.seconds, 3),
+            cpu_seconds=round(done.cpu_seconds, 3),
             settings=stage.settings,
             facts=done.outcome.facts,
             lines={kind: len(lines) for kind, lines in found.items() if lines},
