@@ -89,6 +89,28 @@ def test_finetuning_computes_the_logits_that_it_is_scored_on_alone(
     assert any(not torch.equal(weight, start[name]) for name, weight in few.items())
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
+@pytest.mark.parametrize("kind", ["added", "delta", "base too", "lora"])
+def test_a_base_in_half_precision_is_trained_by_small_steps(kind: str, base: Path, metatokens: Run) -> None:
+    LlamaForCausalLM.from_pretrained("base").to(torch.bfloat16).save_pretrained("base")
+    option = {"base too": " --set training.train_base=true", "lora": " --lora rank=2"}.get(kind, "")
+    line = f"{FINETUNE} --task parity --train-lengths 64 --set training.min_learning_rate=1e-6{option}"
+    assert metatokens(RETROFIT + (" --delta" if kind == "delta" else ""))[0] == 0
+    status, _, error = metatokens(f"{line} --set training.learning_rate=1e-5 --model model --out tuned")
+    assert status == 0, error
+    file = "meta_tokens.safetensors" if kind == "delta" else "model.safetensors"
+    before, after = load_file(f"model/{file}"), load_file(f"tuned/64/{file}")
+    for name, weight in after.items():
+        is_wide = "meta_" in name or kind == "base too"
+        assert weight.dtype == (torch.float32 if is_wide else torch.bfloat16), name
+        # Projections of queries, keys and values have no gradient until what comes out of them is used.
+        if is_wide and "qkv_proj" not in name and "meta_attention.norm" not in name and "embed" not in name:
+            assert (weight != before[name].to(weight.dtype)).float().mean() > 0.7, name
+        elif kind != "lora":
+            assert is_wide or torch.equal(weight, before[name]), name
+    assert metatokens("evaluate --model tuned/64 --task parity --lengths 64 -n 4")[0] == 0
+
+
 def test_perplexity_is_the_bases(base: Path, metatokens: Run) -> None:
     assert metatokens(RETROFIT)[0] == 0
     line = "perplexity --corpus builtin --max-tokens 640 --block-size 64 --fraction 0 --json --model"

@@ -180,10 +180,12 @@ def train_like(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def retrofitted(name: str, *, freeze: bool = False, **choices: Any) -> PreTrainedModel:
+def retrofitted(
+    name: str, *, freeze: bool = False, dtype: torch.dtype = torch.float32, **choices: Any
+) -> PreTrainedModel:
     """The same decoder with meta-attention that does something."""
     options = {"meta_token_id": META, "heads": 2, "head_size": 16}
-    return train_like(add_meta_attention(base(name, **choices), **options, freeze=freeze))
+    return train_like(add_meta_attention(base(name, **choices).to(dtype), **options, freeze=freeze))
 
 
 def text(seed: int = 1) -> Tensor:
@@ -272,19 +274,25 @@ def padded_error(name: str) -> float:
     return error(got[0, 5:], logits(model, ids[:1, :19])[0])
 
 
-def reload_error(name: str) -> float:
-    """Of a model from disk, whole and as what was added to a base from disk, from the one that was saved."""
-    ids = with_meta_tokens()
+def reload_error(name: str, dtype: torch.dtype = torch.float32) -> float:
+    """Of a model from disk, whole and as a base with what was added, from the one saved; of text, from its base."""
     with tempfile.TemporaryDirectory() as folder:
-        base(name).save_pretrained(Path(folder) / "base")
-        options = {"meta_token_id": META, "heads": 2, "head_size": 16}
-        model = AutoModelForCausalLM.from_pretrained(Path(folder) / "base")
-        model = train_like(add_meta_attention(model, **options)).eval()
+        base(name).to(dtype).save_pretrained(Path(folder) / "base")
+        plain, fresh, other = (AutoModelForCausalLM.from_pretrained(Path(folder) / "base").eval() for _ in range(3))
+        model = train_like(add_meta_attention(fresh, meta_token_id=META, heads=2, head_size=16))
         model.save_pretrained(Path(folder) / "whole")
         save_meta(model, Path(folder) / "meta")
-        whole = AutoModelForCausalLM.from_pretrained(Path(folder) / "whole")
-        delta = load_meta(AutoModelForCausalLM.from_pretrained(Path(folder) / "base"), Path(folder) / "meta")
-        return max(error(logits(one.eval(), ids), logits(model, ids)) for one in (whole, delta))
+        whole = AutoModelForCausalLM.from_pretrained(Path(folder) / "whole").eval()
+        put_together = load_meta(other, Path(folder) / "meta")
+        assert model.dtype == whole.dtype == put_together.dtype == dtype
+        expected = logits(model, with_meta_tokens())
+        reloaded = [error(logits(one, with_meta_tokens()), expected) for one in (whole, put_together)]
+        return max(*reloaded, error(logits(model, text()), logits(plain, text())))
+
+
+def half_error(name: str) -> float:
+    """Of `reload_error`, in bfloat16, where what was added is in float32."""
+    return reload_error(name, torch.bfloat16)
 
 
 def gradient_error(name: str) -> float:
@@ -361,6 +369,7 @@ CHECKS: dict[str, tuple[Callable[[str], float], float]] = {
     "cached": (cached_error, 1e-5),
     "padded": (padded_error, 1e-5),
     "reloaded": (reload_error, 0.0),
+    "half precision": (half_error, 0.0),
     "checkpointed gradients": (gradient_error, 1e-6),
     "scored columns": (scored_columns_error, 4e-6),
     "generation": (generation_differences, 0.0),

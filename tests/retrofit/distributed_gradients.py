@@ -24,11 +24,11 @@ def gradients(model: PreTrainedModel, ids: Tensor, scale: int = 1) -> dict[str, 
     return {name: weight.grad for name, weight in named.items() if weight.grad is not None}
 
 
-def compute(kind: str, out: Path) -> None:
+def compute(kind: str, dtype: torch.dtype, out: Path) -> None:
     """What each process does; the first one writes the gradients, by parameter."""
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
-    model = retrofitted("llama", freeze=True).train()
+    model = retrofitted("llama", freeze=True, dtype=dtype).train()
     if kind == "fsdp":
         for block in model.model.layers:
             fully_shard(block)

@@ -56,13 +56,12 @@ def train(model: PreTrainedModel, out: Path, steps: int, **options: Any) -> Trai
         out,
         max_steps=steps,
         per_device_train_batch_size=4,
-        learning_rate=5e-3,
         report_to=[],
         logging_steps=1,
         disable_tqdm=True,
         use_cpu=True,
         seed=0,
-        **{"save_strategy": "no", **options},
+        **{"learning_rate": 5e-3, "save_strategy": "no", **options},
     )
     return Trainer(model, settings, train_dataset=ITEMS)
 
@@ -85,6 +84,27 @@ def test_trainer_changes_the_new_weights_alone_and_resumes(name: str, tmp_path: 
     train(again, tmp_path, 8, save_strategy="steps", save_steps=4).train(str(tmp_path / "checkpoint-4"))
     for key, weight in again.named_parameters():
         assert torch.equal(weight, model.state_dict()[key]), key
+
+
+# In half precision itself, a step of 1e-5 leaves a weight of 1, which the norms begin with, where it is.
+@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["as it is", "under autocast"])
+def test_trainer_moves_what_was_added_to_a_base_in_half_precision(options: dict[str, Any], tmp_path: Path) -> None:
+    base("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+
+    def from_disk() -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(tmp_path)
+
+    model = train_like(add_meta_attention(from_disk(), meta_token_id=META, heads=2, head_size=16))
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    train(model, tmp_path / "out", 2, learning_rate=1e-5, lr_scheduler_type="constant", **options).train()
+    for name, weight in model.named_parameters():
+        moved = (weight.detach() - before[name]).abs()
+        if is_new(name):
+            assert (moved > 1e-6).float().mean() > 0.9, name
+        else:
+            assert moved.max() == 0.0, name
+    assert torch.equal(logits(model.eval(), text()), logits(from_disk(), text()))
+    assert model.generate(text(), max_new_tokens=9, meta_every=3).shape == (len(text()), LENGTH + 9)
 
 
 def test_meta_tokens_are_no_labels() -> None:

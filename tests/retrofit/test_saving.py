@@ -65,14 +65,29 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
 
 
-def test_a_model_in_half_precision_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    base("llama").save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_comes_back_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    base("llama").to(dtype).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = train_like(add_meta_attention(model, meta_token_id=META, heads=2, head_size=16)).eval()
     model.save_pretrained(tmp_path / "whole")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.bfloat16).eval()
-    assert {weight.dtype for weight in again.parameters()} == {torch.bfloat16}
-    assert torch.equal(logits(again, with_meta_tokens()), logits(model, with_meta_tokens()))
+    save_meta(model, tmp_path / "meta")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
+    put_together = load_meta(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "meta").eval()
+    for again in (whole, put_together):
+        assert again.dtype == dtype
+        for name, weight in again.named_parameters():
+            assert weight.dtype == (torch.float32 if "meta_" in name else dtype), name
+            assert torch.equal(weight, model.get_parameter(name)), name
+        assert torch.equal(logits(again, with_meta_tokens()), logits(model, with_meta_tokens()))
+    wide = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32).eval()
+    assert error(logits(wide, with_meta_tokens()), logits(model, with_meta_tokens())) < 0.05
+
+
+def test_a_whole_model_may_be_put_into_half_precision() -> None:
+    model = retrofitted("llama").to(torch.bfloat16)
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert error(logits(model, with_meta_tokens()), logits(retrofitted("llama"), with_meta_tokens())) < 0.05
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "gpt_neox"])

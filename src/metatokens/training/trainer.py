@@ -250,6 +250,8 @@ def train(
     elif model._supports_logits_to_keep():
         collator = WithLogitsToKeep(collator)
     tuned: Any = with_lora(model, settings.lora_rank) if settings.lora_rank else model
+    if any(one.requires_grad and one.dtype in (torch.bfloat16, torch.float16) for one in tuned.parameters()):
+        tuned.float()  # half precision rounds small steps away
     checkpoints = out / "checkpoints"
     done_here = {
         "decay_steps", "eval_steps", "min_learning_rate", "report_to", "random_positions", "random_positions_from",

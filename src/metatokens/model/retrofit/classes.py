@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -196,20 +197,25 @@ def freeze_base(model: nn.Module, *, trained: bool = False) -> None:
 
 
 def install(model: Any) -> None:
-    """Put the modules that the configuration names into a model, with weights that mean nothing yet."""
+    """Put the modules that the configuration names into a model, with weights that mean nothing yet.
+
+    They are in float32 where the base is in half precision, and otherwise as the base.
+    """
     settings = MetaSettings(**model.config.meta_attention)
     decoder, blocks = decoder_of(model)
     decoder.meta_settings = settings
     decoder.register_forward_pre_hook(find_rows, with_kwargs=True)
     decoder.register_forward_hook(forget_rows)
     table = model.get_input_embeddings()
+    # Training takes small steps, which half precision rounds away; PEFT keeps its adapters so too.
+    dtype = torch.promote_types(table.weight.dtype, torch.float32)
     _give(table, MetaEmbedding)
-    table.meta_token, table.meta_token_id = MetaRow(settings.hidden_size), model.config.meta_token_id
+    table.meta_token, table.meta_token_id = MetaRow(settings.hidden_size).to(dtype), model.config.meta_token_id
     connect_head(model)
     for index, site in zip(settings.layers, settings.sites, strict=True):
         block = blocks[index]
         _give(block, MetaBlock)
-        block.meta_attention = MetaModule(settings, index)
+        block.meta_attention = MetaModule(settings, index).to(dtype)
         block.meta_site_has_residual = settings.site_has_residual
         block.get_submodule(site).register_forward_hook(add_at_site)
 

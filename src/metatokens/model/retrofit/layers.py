@@ -86,7 +86,7 @@ class MetaModule(nn.Module):
         """What is added to the rows x, (batch, most, width)."""
         if cache is not None:
             give_second_store(cache.layers[self.attention.layer_index])
-        if not torch.is_autocast_enabled(x.device.type):  # a quantised base's states may be wider than the weights
+        if not torch.is_autocast_enabled(x.device.type):
             x = x.to(self.norm.weight.dtype)
         rotary = step.rotary[0].to(x.dtype), step.rotary[1].to(x.dtype)
         return self.attention(self.norm(x), rows=step.rows, rotary=rotary, cache=cache)[0]

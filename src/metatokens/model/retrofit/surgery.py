@@ -153,10 +153,9 @@ def _start(model: PreTrainedModel, meta_token_id: int) -> None:
     """First weights, on the device of what they stand beside: an average token, and modules that add nothing."""
     table, (_, blocks) = model.get_input_embeddings(), decoder_of(model)
     device = device_of(table)
-    table.meta_token.to(device=device, dtype=table.weight.dtype)
+    table.meta_token.to(device)
     ids = torch.arange(min(table.weight.shape[0], 32_768), device=device)
     ids = ids[ids != meta_token_id]
     table.meta_token.weight.copy_(table(ids).float().mean(dim=0))
     for index in model.config.meta_attention["layers"]:
-        module = blocks[index].meta_attention.to(device=device_of(blocks[index]), dtype=table.weight.dtype)
-        module.start()
+        blocks[index].meta_attention.to(device_of(blocks[index])).start()
