@@ -57,6 +57,19 @@ def test_a_users_own(second_attention: str) -> None:
             cache.reset()
 
 
+@FAMILIES
+def test_a_mask_as_long_as_the_cache(position_embedding: str, second_attention: str) -> None:
+    model = tiny_model(position_embedding=position_embedding, second_attention=second_attention)
+    ids = torch.tensor(random_rows((20, 20), meta_rate=0.4))
+    cache, mask = StaticCache(model.config, max_cache_len=24), torch.zeros(2, 24, dtype=torch.long)
+    parts = []
+    with torch.no_grad():
+        for first, last in ((0, 9), (9, 10), (10, 20)):
+            mask[:, first:last] = 1
+            parts.append(model(ids[:, first:last], past_key_values=cache, attention_mask=mask).logits)
+        assert (torch.cat(parts, dim=1) - model(ids).logits).abs().max() < 1e-11
+
+
 def test_positions_beyond_a_learned_table_are_refused() -> None:
     model = tiny_model(position_embedding="learned", max_position_embeddings=6)
     cache = StaticCache(model.config, max_cache_len=9)

@@ -90,6 +90,29 @@ def test_caches_that_a_user_makes(name: str, make: Callable[[PreTrainedModel], C
     assert error(again, logits(model, FIRST)) < 1e-5
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_a_mask_as_long_as_a_static_cache(name: str) -> None:
+    model = retrofitted(name)
+    cache, mask = StaticCache(model.config, max_cache_len=LENGTH + 9), torch.zeros(2, LENGTH + 9, dtype=torch.long)
+    read = []
+    for first, last in ((0, READ), (READ, LENGTH)):
+        mask[:, first:last] = 1
+        out = model(with_meta_tokens()[:, first:last], past_key_values=cache, attention_mask=mask, use_cache=True)
+        read.append(out.logits[..., :META])
+    assert error(torch.cat(read, dim=1), logits(model, with_meta_tokens())) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma3_text", "mistral", "qwen3"])
+def test_padded_rows_in_a_static_cache(name: str) -> None:
+    model, ids = retrofitted(name), with_meta_tokens()
+    mask = torch.ones_like(ids)
+    ids[0, :5] = mask[0, :5] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "meta_every": 2}
+    got = model.generate(ids, cache_implementation="static", disable_compile=True, **options)
+    assert torch.equal(got, model.generate(ids, use_cache=False, **options))
+
+
 @pytest.mark.parametrize(
     "options",
     [{"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 2}, {"prefill_chunk_size": 5}],

@@ -156,6 +156,26 @@ def test_lora_beside_it(name: str, adapter: str, tmp_path: Path) -> None:
     assert torch.equal(merged.generate(ids, max_new_tokens=7, meta_every=2, do_sample=False), generated)
 
 
+@pytest.mark.parametrize(
+    "choices", [{"target_modules": ["embed_tokens"]}, {"target_modules": ["q_proj"], "trainable_token_indices": [5]}]
+)
+def test_adapters_of_the_embeddings_are_refused(choices: dict[str, Any]) -> None:
+    """They know nothing of a row that is not in the table. To train the whole table is another matter."""
+    ids = with_meta_tokens()
+    with pytest.raises(UserError, match="around the embeddings passes the meta-token's by; train them by modules_to"):
+        peft.get_peft_model(retrofitted("llama"), peft.LoraConfig(r=4, **choices))(input_ids=ids)
+    whole = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["meta_attention", "embed_tokens"])
+    model = peft.get_peft_model(retrofitted("llama"), whole)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "modules_to_save.default.meta_token" in name:
+                weight.normal_()
+        got = model.eval()(inputs_embeds=model.get_input_embeddings()(ids), use_cache=False).logits[..., :META]
+    assert error(got, logits(model, ids)) == 0.0
+    assert error(got, logits(retrofitted("llama"), ids)) > 0.01
+    assert error(logits(model.merge_and_unload(), ids), got) < 1e-5
+
+
 def test_adapters_are_not_left_out_of_what_was_added(tmp_path: Path) -> None:
     model = retrofitted("llama")
     adapted = peft.get_peft_model(model, deepcopy(next(iter(ADAPTERS.values()))))
@@ -179,6 +199,46 @@ def test_sequences_packed_into_one_are_refused() -> None:
     texts = DataCollatorWithFlattening()([{"input_ids": row.tolist()} for row in text()])
     packed = {key: torch.as_tensor(value) for key, value in texts.items()}
     assert error(model(**packed).logits[..., :META], base("llama")(**packed).logits[..., :META]) == 0.0
+
+
+def packed(name: str) -> dict[str, Tensor]:
+    """Two sequences in one row, told apart by a mask of four dimensions, and by positions."""
+    alone = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    positions = torch.arange(LENGTH).repeat(2)[None]
+    return {
+        "input_ids": with_meta_tokens().view(1, -1),
+        "attention_mask": torch.block_diag(alone, alone).bool()[None, None],
+    } | ({} if name == "bloom" else {"position_ids": positions})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_added", [False, True], ids=["bool", "added to the logits"])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "phi"])
+def test_sequences_packed_by_a_mask_are_apart(name: str, is_added: bool) -> None:
+    model, batch = retrofitted(name), packed(name)
+    if is_added:
+        low = torch.finfo(torch.float32).min
+        batch["attention_mask"] = torch.zeros(batch["attention_mask"].shape).masked_fill(~batch["attention_mask"], low)
+    got = model(**batch, use_cache=False).logits[..., :META].view(2, LENGTH, -1)
+    assert error(got, logits(model, with_meta_tokens())) < 1e-5
+
+
+@torch.no_grad()
+def test_sequences_packed_beside_a_window_that_slides_are_refused() -> None:
+    with pytest.raises(UserError, match="packed into one would see one another's meta-tokens"):
+        retrofitted("mistral")(**packed("mistral"), use_cache=False)
+
+
+@torch.no_grad()
+def test_padding_by_a_mask_of_four_dimensions() -> None:
+    """A padded meta-token sees nothing, and nothing sees it."""
+    model, ids = retrofitted("llama"), with_meta_tokens()
+    padded = torch.cat([torch.full((2, 5), META), ids], dim=1)
+    seen = torch.ones(LENGTH + 5, LENGTH + 5, dtype=torch.bool).tril()[None, None].repeat(2, 1, 1, 1)
+    seen[..., :5] = False
+    positions = (torch.arange(LENGTH + 5) - 5).clamp(min=0).expand(2, -1)
+    got = model(padded, attention_mask=seen, position_ids=positions, use_cache=False).logits[:, 5:, :META]
+    assert error(got, logits(model, ids)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "gemma3_text"])
@@ -214,7 +274,7 @@ def test_a_device_map_with_weights_on_disk(tmp_path: Path) -> None:
     model = retrofitted("llama")
     model.save_pretrained(tmp_path / "model")
     places: dict[str, Any] = {
-        "model.embed_tokens": "cpu",
+        "model.embed_tokens": "disk",
         "model.norm": "cpu",
         "model.rotary_emb": "cpu",
         "lm_head": "cpu",
@@ -224,6 +284,9 @@ def test_a_device_map_with_weights_on_disk(tmp_path: Path) -> None:
         tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk"
     )
     assert error(logits(again, with_meta_tokens()), logits(model, with_meta_tokens())) == 0.0
+    with torch.no_grad():
+        got = again(inputs_embeds=again.get_input_embeddings()(with_meta_tokens()), use_cache=False).logits[..., :META]
+    assert error(got, logits(model, with_meta_tokens())) == 0.0
     dispatch_model(retrofitted("llama"), {"": "cpu"})
 
 

@@ -218,6 +218,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         length = x.shape[1]
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
         padding_mask = None if attention_mask is None or attention_mask.ndim == 4 else attention_mask
+        if padding_mask is not None and not torch.compiler.is_compiling():  # of a static cache it may be longer
+            padding_mask = padding_mask[:, : int(cached) + length]
         if position_ids is None and padding_mask is not None:
             position_ids = position_ids_from_mask(padding_mask)[:, -length:]
         elif position_ids is None:

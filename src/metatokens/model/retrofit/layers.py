@@ -23,17 +23,23 @@ from metatokens.model.rows import MetaRows, least_rows, positions_of
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Where the meta-tokens of one forward pass stand, and the rotary tables of these places."""
+    """Where the meta-tokens of one forward pass stand, and the rotary tables of these places.
+
+    Attributes:
+        seen: what each position sees, (batch, 1, length, total), where the model was given a mask of four dimensions.
+    """
 
     rows: MetaRows
     rotary: Rotary
+    seen: Tensor | None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Pass":
         """The same on another device, which accelerate asks for where layers are on several."""
         if self.rows.index.device == torch.device(device):
             return self
         cos, sin = (table.to(device, non_blocking=non_blocking) for table in self.rotary)
-        return Pass(self.rows.to(device, non_blocking=non_blocking), (cos, sin))
+        seen = None if self.seen is None else self.seen.to(device, non_blocking=non_blocking)
+        return Pass(self.rows.to(device, non_blocking=non_blocking), (cos, sin), seen)
 
 
 class _Thread(threading.local):
@@ -89,7 +95,7 @@ class MetaModule(nn.Module):
         if not torch.is_autocast_enabled(x.device.type):
             x = x.to(self.norm.weight.dtype)
         rotary = step.rotary[0].to(x.dtype), step.rotary[1].to(x.dtype)
-        return self.attention(self.norm(x), rows=step.rows, rotary=rotary, cache=cache)[0]
+        return self.attention(self.norm(x), rows=step.rows, rotary=rotary, cache=cache, mask=step.seen)[0]
 
 
 class MetaBlock(nn.Module):
@@ -143,30 +149,53 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the decoder: where are this pass's meta-tokens?
 
     Raises:
-        UserError: if there are some in sequences that are packed into one.
+        UserError: if there are some in sequences that are packed into one, without a mask of four dimensions that says
+            so; or if an adapter wraps the embeddings.
     """
-    ids, embeddings = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
+    embeddings: Any = kwargs.get("inputs_embeds")
+    ids = kwargs.get("input_ids", args[0] if args else None)
     table = decoder.get_input_embeddings()
+    if not hasattr(table, "meta_token_id"):  # an adapter of PEFT, which would be merged into a row that nobody reads
+        raise UserError(
+            f"a {type(table).__name__} around the embeddings passes the meta-token's by; train them by modules_to_save."
+        )
     if ids is not None:
         is_meta = ids == table.meta_token_id
     else:  # where only embeddings are known, by those
-        is_meta = (embeddings == table.meta_token.weight.to(embeddings)).all(dim=-1)
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        is_meta = is_meta & mask[:, -is_meta.shape[1] :].bool()
+        row = table(torch.tensor([[table.meta_token_id]], device=embeddings.device))
+        is_meta = (embeddings == row).all(dim=-1)
     past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
-    _thread.step = _step(is_meta, past, decoder.meta_settings, least_rows(decoder))
+    mask = _full_mask(decoder, kwargs.get("attention_mask"))
+    _thread.step = _step(is_meta, past, mask, decoder.meta_settings, least_rows(decoder))
     positions = kwargs.get("position_ids")
     if mask is None and _thread.step is not None and isinstance(positions, Tensor) and positions.ndim == 2:
         _refuse_packed(positions)
 
 
+def _full_mask(decoder: Any, mask: Any) -> Tensor | None:
+    """Of the masks that a model may be given, the one that hides nothing for being long ago; of two or four dimensions.
+
+    That is not known of one of four dimensions, where the model has a window that slides.
+    """
+    if isinstance(mask, dict):  # by kind of layer
+        mask = mask.get("full_attention")
+    elif isinstance(mask, Tensor) and mask.ndim == 4:
+        mask = None if getattr(decoder.config.get_text_config(), "sliding_window", None) else mask
+    return mask if isinstance(mask, Tensor) else None
+
+
 @torch.compiler.disable  # how many there are only the data tells
-def _step(is_meta: Tensor, past: Cache | None, settings: MetaSettings, least: int) -> Pass | None:
-    rows = MetaRows.at(positions_of(is_meta, least=least), 0 if past is None else past.get_seq_length())
+def _step(is_meta: Tensor, past: Cache | None, mask: Tensor | None, settings: MetaSettings, least: int) -> Pass | None:
+    cached, seen = 0 if past is None else int(past.get_seq_length()), None
+    if mask is not None and mask.ndim == 4:
+        seen = (mask if mask.dtype == torch.bool else mask > -1e4).any(dim=1, keepdim=True)
+        is_meta = is_meta & seen[:, 0].diagonal(cached, dim1=-2, dim2=-1)  # padding does not see itself
+    elif mask is not None:  # beside a cache of a fixed size it may be longer than what was read
+        is_meta = is_meta & mask[:, : cached + is_meta.shape[1]][:, -is_meta.shape[1] :].bool()
+    rows = MetaRows.at(positions_of(is_meta, least=least), cached)
     if rows is None:
         return None
-    return Pass(rows, rotary_tables(rows.slots.clamp(min=0), settings.head_size, settings.rope_theta))
+    return Pass(rows, rotary_tables(rows.slots.clamp(min=0), settings.head_size, settings.rope_theta), seen)
 
 
 @torch.compiler.disable
