@@ -166,10 +166,7 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         is_meta = (embeddings == row).all(dim=-1)
     past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
     mask = _full_mask(decoder, kwargs.get("attention_mask"))
-    _thread.step = _step(is_meta, past, mask, decoder.meta_settings, least_rows(decoder))
-    positions = kwargs.get("position_ids")
-    if mask is None and _thread.step is not None and isinstance(positions, Tensor) and positions.ndim == 2:
-        _refuse_packed(positions)
+    _begin(decoder, is_meta, past, mask, kwargs.get("position_ids"))
 
 
 def _full_mask(decoder: Any, mask: Any) -> Tensor | None:
@@ -184,27 +181,26 @@ def _full_mask(decoder: Any, mask: Any) -> Tensor | None:
     return mask if isinstance(mask, Tensor) else None
 
 
-@torch.compiler.disable  # how many there are only the data tells
-def _step(is_meta: Tensor, past: Cache | None, mask: Tensor | None, settings: MetaSettings, least: int) -> Pass | None:
-    cached, seen = 0 if past is None else int(past.get_seq_length()), None
+@torch.compiler.disable  # how many there are only the data tells; and what a thread is at, it would not see change
+def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Tensor | None, positions: Any) -> None:
+    cached, length = 0 if past is None else int(past.get_seq_length()), is_meta.shape[1]
+    seen = None
     if mask is not None and mask.ndim == 4:
         seen = (mask if mask.dtype == torch.bool else mask > -1e4).any(dim=1, keepdim=True)
         is_meta = is_meta & seen[:, 0].diagonal(cached, dim1=-2, dim2=-1)  # padding does not see itself
     elif mask is not None:  # beside a cache of a fixed size it may be longer than what was read
-        is_meta = is_meta & mask[:, : cached + is_meta.shape[1]][:, -is_meta.shape[1] :].bool()
-    rows = MetaRows.at(positions_of(is_meta, least=least), cached)
+        is_meta = is_meta & mask[:, : cached + length][:, -length:].bool()
+    rows, settings = MetaRows.at(positions_of(is_meta, least=least_rows(decoder)), cached), decoder.meta_settings
+    _thread.step = None
     if rows is None:
-        return None
-    return Pass(rows, rotary_tables(rows.slots.clamp(min=0), settings.head_size, settings.rope_theta), seen)
-
-
-@torch.compiler.disable
-def _refuse_packed(positions: Tensor) -> None:
-    if bool((positions.diff(dim=-1) < 0).any()):  # they begin anew, by which transformers tells packed sequences apart
-        _thread.step = None
+        return
+    is_told = mask is None and isinstance(positions, Tensor) and positions.ndim == 2
+    if is_told and bool((positions.diff(dim=-1) < 0).any()):  # transformers tells packed sequences apart by that
         raise UserError(
             "sequences that are packed into one would see one another's meta-tokens; give each its own row."
         )
+    rotary = rotary_tables(rows.slots.clamp(min=0), settings.head_size, settings.rope_theta)
+    _thread.step = Pass(rows, rotary, seen)
 
 
 def forget_rows(decoder: nn.Module, args: tuple, output: Any) -> None:
