@@ -1,5 +1,6 @@
 """TRL's trainers, which load what they are given by the Auto classes, from a folder and from a model."""
 
+import math
 import os
 import subprocess
 import sys
@@ -10,13 +11,25 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from metatokens import MetaTokenCollator, add_meta_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's and torch's own, where there is no GPU
 
+ROWS = 90
 TWO_STEPS = {"max_steps": 2, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-2}
 TWO_STEPS |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 
@@ -64,6 +77,35 @@ def test_sft_trainer_on_a_retrofitted_model(folder: Path, tmp_path: Path) -> Non
     assert second < first
     changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
     assert {"meta_" in name for name in changed} == {True}
+
+
+def test_the_loss_of_trl_is_the_models(folder: Path, tmp_path: Path) -> None:
+    """TRL takes the head's weights by themselves, and so counts the entries that the model leaves out.
+
+    The text's logits are far below 0 here, as those of GPT-2 are; an entry of logit 0 would take all the probability.
+    """
+    texts = Dataset.from_list([{"text": "the cat sat on a mat while two dogs ran"}] * 4)
+    tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({token: i for token, i in tokenizer.get_vocab().items() if i < ROWS})),
+        eos_token=tokenizer.eos_token,
+    )
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=ROWS, n_embd=16, n_layer=2, n_head=2))
+    with torch.no_grad():
+        model.transformer.wte.weight.add_(1.0)
+        model.transformer.ln_f.bias.fill_(-3.0)
+    add_meta_attention(model, plain, heads=2, head_size=8)
+    table = model.get_output_embeddings().weight
+    assert len(table) > ROWS
+    texts = Dataset.from_list([{"input_ids": list(range(5, 30))}] * 4)
+    trainer = SFTTrainer(model, SFTConfig(str(tmp_path), **TWO_STEPS), train_dataset=texts, processing_class=plain)
+    trainer.data_collator = MetaTokenCollator(trainer.data_collator, plain.meta_token_id, every=3)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert (batch["labels"] == -100).sum() == (batch["input_ids"] == plain.meta_token_id).sum() > 0
+    own = float(model.eval()(**batch).loss)
+    assert model(**batch).logits[..., :ROWS].max() < -30
+    assert own - 1e-4 <= float(trainer.compute_loss(model, dict(batch))) <= own + math.log(len(table) / ROWS) + 1e-4
 
 
 def test_the_example_from_a_base_to_a_model_that_generates(folder: Path, tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ PROMPT = torch.tensor([[1, 2, 3]])
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ({}, {"meta_every": 0}, "meta_every is 0; it must be at least 1"),
+        ({}, {"meta_every": 0}, "meta_every is 0; it must be a whole number, at least 1"),
         ({}, {"meta_every": -3}, "meta_every is -3"),
         ({"meta_token_id": None, "second_attention": "none"}, {"meta_every": 4}, "needs a model with a meta_token_id"),
         ({}, {"meta_every": 2, "inputs": None}, "needs the whole sequence"),

@@ -9,10 +9,11 @@ import peft
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainingArguments
 
-from metatokens import add_meta_attention, save_meta
+from metatokens import add_meta_attention, freeze_base, save_meta
 from metatokens.errors import UserError
 from tests.retrofit.architectures import (
     LENGTH,
@@ -181,6 +182,12 @@ def test_adapters_are_not_left_out_of_what_was_added(tmp_path: Path) -> None:
     adapted = peft.get_peft_model(model, deepcopy(next(iter(ADAPTERS.values()))))
     with pytest.raises(UserError, match=r"save what their merge_and_unload\(\) returns"):
         save_meta(model, tmp_path)
+    with pytest.raises(UserError, match="adapters are in this model"):
+        save_meta(adapted, tmp_path)
+    other = retrofitted("llama")
+    peft.get_peft_model(other, peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
+    with pytest.raises(UserError, match="adapters are in this model"):
+        save_meta(other, tmp_path)
     ids = with_meta_tokens()
     expected = logits(adapted.eval(), ids)
     adapted.merge_and_unload().save_pretrained(tmp_path / "whole")
@@ -300,8 +307,9 @@ def test_several_threads_run_one_model(name: str) -> None:
     assert sum(error(one, expected[number % 10]) > 1e-5 for number, one in enumerate(got)) == 0
 
 
+@pytest.mark.parametrize("has_positions", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma3_text"])
-def test_a_compiled_model(name: str) -> None:
+def test_a_compiled_model(name: str, has_positions: bool) -> None:
     torch._dynamo.reset()
     graphs = []
 
@@ -311,9 +319,10 @@ def test_a_compiled_model(name: str) -> None:
 
     model = retrofitted(name)
     compiled = torch.compile(model, backend=count, dynamic=False)
+    given = {"position_ids": torch.arange(LENGTH).expand(2, -1)} if has_positions else {}
     for ids in (with_meta_tokens(), text()):
         with torch.no_grad():
-            assert error(compiled(ids, use_cache=False).logits[..., :META], logits(model, ids)) < 1e-5
+            assert error(compiled(ids, use_cache=False, **given).logits[..., :META], logits(model, ids)) < 1e-5
     assert 0 < len(graphs) <= 8  # for two inputs: finding the rows breaks the graph, since their number is in the data
 
 
@@ -342,5 +351,13 @@ def test_a_base_in_eight_bits(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "whole")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
     assert error(logits(again, ids), logits(model, ids)) == 0.0
+    # One that was saved whole in other numbers: what was added is not quantised when it is loaded.
+    retrofitted("llama").save_pretrained(tmp_path / "wide")
+    wide = load(tmp_path / "wide")
+    save_meta(wide, tmp_path / "added")
+    for name, weight in load_file(tmp_path / "added" / "meta_tokens.safetensors").items():
+        assert torch.equal(weight, retrofitted("llama").get_parameter(name)), name
+    freeze_base(wide, trained=True)  # as far as it can be
+    assert error(logits(wide.eval(), ids), logits(retrofitted("llama"), ids)) < 0.5
     lora = peft.get_peft_model(model, deepcopy(ADAPTERS["lora"]))  # without it Trainer refuses quantised models
     train(lora, tmp_path / "run", 2).train()

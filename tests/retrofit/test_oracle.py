@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers.masking_utils import create_causal_mask
 
 from metatokens import add_meta_attention, save_meta
-from tests.retrofit.architectures import META, base, error, logits, train_like, with_meta_tokens
+from metatokens.errors import UserError
+from tests.retrofit.architectures import META, base, error, logits, retrofitted, train_like, with_meta_tokens
 
 HEADS, SIZE, LAYERS = 3, 10, (0, 2)
 
@@ -40,6 +41,14 @@ def meta_attention(states: Tensor, slots: list[int], weights: dict[str, Tensor])
     return out @ weights["attention.out_proj.weight"].T
 
 
+def added_to(x: Tensor, ids: Tensor, added: dict[str, Tensor], prefix: str) -> None:
+    """Add one block's meta-attention to the states x, (batch, length, width), in place."""
+    own = {name.removeprefix(prefix): weight for name, weight in added.items() if name.startswith(prefix)}
+    for row in range(len(ids)):
+        slots = (ids[row] == META).nonzero()[:, 0].tolist()
+        x[row, slots] += meta_attention(x[row, slots], slots, own)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("layers", [LAYERS, ()])
 def test_a_llama_with_meta_attention(layers: tuple[int, ...], tmp_path: Path) -> None:
@@ -57,12 +66,61 @@ def test_a_llama_with_meta_attention(layers: tuple[int, ...], tmp_path: Path) ->
         normed = block.input_layernorm(x)
         x = x + block.self_attn(normed, position_embeddings=rotary, attention_mask=mask, position_ids=positions)[0]
         if index in layers:
-            prefix = f"model.layers.{index}.meta_attention."
-            own = {name.removeprefix(prefix): weight for name, weight in added.items() if name.startswith(prefix)}
-            for row in range(len(ids)):
-                slots = (ids[row] == META).nonzero()[:, 0].tolist()
-                x[row, slots] += meta_attention(x[row, slots], slots, own)
+            added_to(x, ids, added, f"model.layers.{index}.meta_attention.")
         x = x + block.mlp(block.post_attention_layernorm(x))
     expected = plain.lm_head(plain.model.norm(x))[..., :META]
     assert error(logits(model, ids), expected) < 1e-5
     assert len(added) == 1 + 3 * len(layers)
+
+
+@torch.no_grad()
+def test_a_bloom_with_meta_attention(tmp_path: Path) -> None:
+    """Its attention is given the residual stream, and returns the sum."""
+    ids = with_meta_tokens()
+    model = train_like(add_meta_attention(base("bloom"), meta_token_id=META, heads=HEADS, head_size=SIZE))
+    save_meta(model, tmp_path)
+    added = load_file(tmp_path / "meta_tokens.safetensors")
+    plain = base("bloom").transformer
+    x = plain.word_embeddings(ids)
+    x[ids == META] = added["transformer.word_embeddings.meta_token.weight"]
+    x, present = plain.word_embeddings_layernorm(x), torch.ones_like(ids)
+    alibi = plain.build_alibi_tensor(present, plain.num_heads, x.dtype)
+    mask = create_causal_mask(plain.config, x, None, None)
+    for index, block in enumerate(plain.h):
+        x = block.self_attention(block.input_layernorm(x), x, attention_mask=mask, alibi=alibi)[0]
+        added_to(x, ids, added, f"transformer.h.{index}.meta_attention.")
+        x = block.mlp(block.post_attention_layernorm(x), x)
+    assert error(logits(model, ids), base("bloom").lm_head(plain.ln_f(x))[..., :META]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma3_text"])
+def test_meta_tokens_put_in_while_text_is_generated(name: str) -> None:
+    """Behind every second new token, by a loop that reads the whole sequence for each."""
+    model, ids = retrofitted(name), with_meta_tokens()[:1]
+    sequence, new = ids[0].tolist(), []
+    for count in range(9):
+        sequence += [META] * (count in (2, 4, 6, 8))
+        new.append(int(logits(model, torch.tensor([sequence]))[0, -1].argmax()))
+        sequence.append(new[-1])
+    got = model.generate(ids, max_new_tokens=9, do_sample=False, meta_every=2, eos_token_id=None)
+    assert got[0, ids.shape[1] :].tolist() == new
+    plain = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None)
+    assert not torch.equal(got, plain)
+
+
+def test_a_padded_meta_token_is_none() -> None:
+    model, ids = retrofitted("llama"), with_meta_tokens()
+    padded = torch.cat([torch.full((2, 5), META), ids], dim=1)
+    mask = (torch.arange(padded.shape[1]) >= 5).long().expand(2, -1)
+    assert error(logits(model, padded, attention_mask=mask)[:, 5:], logits(model, ids)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_no_meta_token_is_put_in_beyond_a_learned_table(name: str) -> None:
+    model = retrofitted(name)
+    most = model.config.max_position_embeddings
+    ids = torch.randint(3, META, (1, most - 8), generator=torch.Generator().manual_seed(0))
+    options = {"do_sample": False, "eos_token_id": None}
+    assert model.generate(ids, max_new_tokens=8, **options).shape[1] == most
+    with pytest.raises(UserError, match=f"longer than the {most} learned positions of this model"):
+        model.generate(ids, max_new_tokens=8, meta_every=2, **options)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from metatokens import add_meta_attention, encode_prompt, load_meta, save_meta
+from metatokens import add_meta_attention, encode_prompt, freeze_base, load_meta, save_meta
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.errors import UserError
 from metatokens.model.retrofit.saving import base_of
@@ -124,7 +126,7 @@ def test_a_wrong_base_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="trained with another base"):
             load_meta(other, tmp_path)
         assert not hasattr(other.config, "meta_attention")
-    with pytest.raises(UserError, match="has meta-tokens already"):
+    with pytest.raises(UserError, match="this LlamaForCausalLM is no model of transformers without meta-tokens"):
         load_meta(retrofitted("llama"), tmp_path)
     with pytest.raises(UserError, match="is no retrofitted model"):
         save_meta(base("llama"), tmp_path)
@@ -174,12 +176,72 @@ def test_damaged_files_are_refused(file: str, content: bytes | None, tmp_path: P
         load_meta(base("llama"), tmp_path)
 
 
-def test_weights_of_other_sizes_are_refused(tmp_path: Path) -> None:
+def shorter(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: one.flatten()[:8].clone() for name, one in weights.items()}
+
+
+def fewer(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return dict(list(weights.items())[1:])
+
+
+def whole_numbers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: one.to(torch.int8) for name, one in weights.items()}
+
+
+@pytest.mark.parametrize("change", [shorter, fewer, whole_numbers])
+def test_weights_that_do_not_fit_are_refused(
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]], tmp_path: Path
+) -> None:
     save_meta(retrofitted("llama"), tmp_path)
     weights = load_file(tmp_path / "meta_tokens.safetensors")
-    save_file({name: one.flatten()[:8].clone() for name, one in weights.items()}, tmp_path / "meta_tokens.safetensors")
+    save_file(change(weights), tmp_path / "meta_tokens.safetensors")
+    model = base("llama")
     with pytest.raises(UserError, match=r"do not fit its meta_tokens\.json"):
-        load_meta(base("llama"), tmp_path)
+        load_meta(model, tmp_path)
+    save_file(weights, tmp_path / "meta_tokens.safetensors")  # and the base is as it was
+    assert all(weight.requires_grad for weight in model.parameters())
+    model = load_meta(model, tmp_path)
+    assert torch.equal(logits(model, with_meta_tokens()), logits(retrofitted("llama"), with_meta_tokens()))
+    assert {"meta_" in name for name, weight in model.named_parameters() if weight.requires_grad} == {True}
+
+
+SITES = ["self_attn"] * 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"sites": ["nowhere"] * 3}, "does not fit the base"),
+        ({"layers": [0, 1, 9]}, "does not fit the base"),
+        ({"hidden_size": 32}, "do not fit"),
+        ({"layers": [0, 1]}, "2 blocks have 3 sites"),
+        ({"sites": ["", "", ""]}, "3 blocks have 3 sites; give the name"),
+        ({"sites": None}, "missing or damaged"),
+        ({"layers": "abc"}, "layers are"),
+        ({"layers": [-1, 0, 1]}, "layers are"),
+        ({"head_size": 2.5}, "2 heads of 2.5"),
+        ({"meta_token_id": 99_999}, "the meta-token is 99999, of 320 entries"),
+        ({"meta_token_id": -5}, "the meta-token is -5"),
+        ({"unpadded_vocab_size": 0}, "of 0 entries"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save_meta(retrofitted("llama"), tmp_path)
+    given = json.loads((tmp_path / "meta_tokens.json").read_text())
+    assert given["meta_attention"]["sites"] == SITES
+    for name, value in changed.items():
+        (given if name in given else given["meta_attention"])[name] = value
+    (tmp_path / "meta_tokens.json").write_text(json.dumps(given))
+    model = base("llama")
+    with pytest.raises(UserError, match=message):
+        load_meta(model, tmp_path)
+    assert not hasattr(model.config, "meta_attention")
+
+
+def test_what_is_no_folder_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be made a folder"):
+        save_meta(retrofitted("llama"), tmp_path / "file")
 
 
 @pytest.mark.parametrize("key", ["base_model_type", "architectures"])
@@ -250,8 +312,13 @@ def test_what_cannot_be_is_refused() -> None:
     refused(torch.nn.Linear(2, 2), "a Linear: give a causal language model")
     refused(base("llama"), "meta_token_id 320 is outside the 320 rows", meta_token_id=320)
     refused(base("llama"), "give the model's tokenizer, or as meta_token_id a row", meta_token_id=None)
-    refused(base("llama"), r"layers are \[0, 3\]; give some of 0 to 2", layers=[0, 3])
+    refused(base("llama"), r"layers are \[0, 3\]; give a list of some of 0 to 2", layers=[0, 3])
     refused(base("llama"), "2 heads of 7", heads=2, head_size=7)
+    refused(base("llama"), "2.5 heads of 64", heads=2.5)
+    refused(base("llama"), "layers are 2; give a list of some of 0 to 2", layers=2)
+    refused(base("llama"), "the tokenizer is a str; give one of transformers", tokenizer="my/llama")
+    with pytest.raises(UserError, match="this LlamaForCausalLM is no retrofitted model"):
+        freeze_base(base("llama"))
     tokenizer = load_tokenizer("train:320", corpus=CORPUS)
     tokenizer.add_tokens([f"<|{number}|>" for number in range(ROWS + 3 - len(tokenizer))])
     refused(base("llama"), "the tokenizer has entries for which the model has no row, such as", tokenizer=tokenizer)

@@ -1,7 +1,10 @@
 """Meta-tokens for trainers that know nothing of them: put in as a batch is made."""
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
+
+from torch import Tensor
 
 from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.errors import UserError
@@ -14,41 +17,53 @@ class MetaTokenCollator:
 
     For `transformers.Trainer`, TRL's `SFTTrainer` and their like:
     `trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer.meta_token_id, every=8)`.
+    No meta-token has a label then, one that was in the sequence already neither: TRL computes losses of its own, of
+    which a model could not leave it out.
 
     Args:
         collator: makes a batch of examples.
         meta_token_id: of the tokenizer.
-        every: tokens of text between two meta-tokens, as `meta_every` of `generate()`.
+        every: tokens of text between two meta-tokens, as `meta_every` of `generate()`; None puts none in.
 
     Raises:
-        UserError: if `every` is below 1 or, on a call, if several sequences are packed into one.
+        UserError: if `every` is not a whole number of at least 1, or the tokenizer has no meta-token; on a call, if
+            several sequences are packed into one.
     """
 
-    def __init__(self, collator: Callable[[list[dict[str, Any]]], Any], meta_token_id: int, every: int):
-        if every < 1:
-            raise UserError(f"every is {every}; it must be at least 1.")
+    def __init__(self, collator: Callable[[list[dict[str, Any]]], Any], meta_token_id: int, every: int | None = None):
+        if type(meta_token_id) is not int:
+            raise UserError(f"meta_token_id is {meta_token_id!r}; give that of a tokenizer with a meta-token.")
+        if every is not None and (type(every) is not int or every < 1):
+            raise UserError(f"every is {every!r}; it must be a whole number, at least 1.")
         self.collator, self.meta_token_id, self.every = collator, meta_token_id, every
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> Any:
-        """The batch of examples with `input_ids` and other fields of the same length.
+        """The batch of examples with `input_ids` and other fields of as many numbers.
 
         At a meta-token `labels` are -100, `attention_mask` is 1, and all other such fields are 0, as `completion_mask`.
         """
-        return self.collator([self._with_meta_tokens(example) for example in examples])
+        batch: Any = self.collator([self._with_meta_tokens(example) for example in examples])
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if isinstance(labels, Tensor):
+            batch["labels"] = labels.masked_fill(batch["input_ids"] == self.meta_token_id, IGNORED_LABEL)
+        return batch
 
     def _with_meta_tokens(self, example: Mapping[str, Any]) -> dict[str, Any]:
         if packed := [name for name in _POSITIONS if name in example]:
             raise UserError(f"sequences that are packed into one ({packed[0]}) see one another; train them apart.")
+        if self.every is None:
+            return dict(example)
         length = len(example["input_ids"])
         filled = {"input_ids": self.meta_token_id, "labels": IGNORED_LABEL, "attention_mask": 1}
         own = dict(example)
-        for name, values in example.items():
-            if not isinstance(values, str) and hasattr(values, "__len__") and len(values) == length:
-                own[name] = with_meta_tokens([int(value) for value in values], filled.get(name, 0), self.every)
+        for name, given in example.items():
+            values = given.tolist() if hasattr(given, "tolist") else given
+            if isinstance(values, Sequence) and len(values) == length and all(isinstance(one, Real) for one in values):
+                own[name] = with_meta_tokens(values, filled.get(name, 0), self.every)
         return own
 
 
-def with_meta_tokens(values: Sequence[int], value: int, every: int) -> list[int]:
+def with_meta_tokens(values: Sequence[Any], value: int, every: int) -> list[Any]:
     """The values, a further one behind every so many of them."""
     parts = [values[start : start + every] for start in range(0, len(values), every)]
     return [one for part in parts for one in (*part, *[value] * (len(part) == every))]

@@ -18,7 +18,7 @@ from transformers.generation import GenerationMode
 from metatokens.errors import UserError
 from metatokens.model.cache import InsertedTokens, give
 from metatokens.model.configuration import MetaGPT2Config, never_generated
-from metatokens.model.positions import check_length, position_ids_from_mask
+from metatokens.model.positions import check_length, check_positions, position_ids_from_mask
 
 
 class SuppressMetaToken(SuppressTokensLogitsProcessor):
@@ -56,8 +56,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
             kwargs["logits_processor"] = LogitsProcessorList([*(kwargs.get("logits_processor") or ()), suppress])
         if meta_every is not None and self.config.meta_token_id is None:
             raise UserError("meta_every needs a model with a meta_token_id, and this one has none.")
-        if meta_every is not None and meta_every < 1:
-            raise UserError(f"meta_every is {meta_every}; it must be at least 1.")
+        if meta_every is not None and (type(meta_every) is not int or meta_every < 1):
+            raise UserError(f"meta_every is {meta_every!r}; it must be a whole number, at least 1.")
         if meta_every is not None or getattr(kwargs.get("past_key_values"), "inserted", None):
             prompt, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
             has_embeddings = kwargs.keys() & {"inputs_embeds", "meta_token_mask"}
@@ -116,6 +116,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
                 f"the cache holds {cached} tokens and the sequence has {length}: give the whole of it as input_ids. "
                 "Meta-tokens cannot be inserted behind learned prompts, which have no ids."
             )
+        check_positions(self.config, length, position_ids_from_mask(mask))
         own = {
             "attention_mask": mask,
             "position_ids": position_ids_from_mask(mask)[:, cached:].clone(memory_format=torch.contiguous_format),

@@ -189,10 +189,16 @@ def freeze_base(model: nn.Module, *, trained: bool = False) -> None:
 
     Args:
         model: a retrofitted model.
-        trained: whether the base is trained too.
+        trained: whether the base is trained too, as far as its weights are not quantised.
+
+    Raises:
+        UserError: if nothing was added to the model.
     """
-    model.requires_grad_(trained)
-    for parameter in own_parameters(model).values():
+    if not (own := own_parameters(model)):
+        raise UserError(f"this {type(model).__name__} is no retrofitted model: add_meta_attention makes one of it.")
+    for parameter in model.parameters():
+        parameter.requires_grad_(trained and parameter.is_floating_point())
+    for parameter in own.values():
         parameter.requires_grad_(True)
 
 
@@ -212,6 +218,8 @@ def install(model: Any) -> None:
     _give(table, MetaEmbedding)
     table.meta_token, table.meta_token_id = MetaRow(settings.hidden_size).to(dtype), model.config.meta_token_id
     connect_head(model)
+    # Read where a model is loaded quantised, which these layers are not to be.
+    model._keep_in_fp32_modules |= {f"meta_attention.attention.{name}" for name in ("qkv_proj", "out_proj")}
     for index, site in zip(settings.layers, settings.sites, strict=True):
         block = blocks[index]
         _give(block, MetaBlock)

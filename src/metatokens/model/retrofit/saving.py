@@ -1,4 +1,4 @@
-"""What was added to a base, on disk by itself: a few megabytes for a base of billions of parameters."""
+"""What was added to a base, on disk by itself."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from metatokens.errors import UserError
 from metatokens.files import write_whole
-from metatokens.model.retrofit.classes import MetaModel, own_parameters
+from metatokens.model.retrofit.classes import MetaModel, decoder_of, own_parameters
+from metatokens.model.retrofit.layers import MetaModule
 from metatokens.model.retrofit.settings import MetaSettings
 from metatokens.model.retrofit.surgery import config_sha256, put_in
 
@@ -30,14 +31,20 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
             `meta_tokens.safetensors`; made if it is not there.
 
     Raises:
-        UserError: if the model has no meta-attention, or adapters of PEFT are in it.
+        UserError: if the model has no meta-attention, it is quantised, adapters of PEFT are in the model, or the folder
+            cannot be written to.
     """
+    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        raise UserError("adapters are in this model: save what their merge_and_unload() returns, by save_pretrained.")
     if not isinstance(model, MetaModel):
         raise UserError(f"this {type(model).__name__} is no retrofitted model: it has nothing to save by itself.")
-    if any("modules_to_save" in name or "lora_" in name for name, _ in model.named_parameters()):
-        raise UserError("adapters are in this model: save what their merge_and_unload() returns, by save_pretrained.")
-    Path(folder).mkdir(parents=True, exist_ok=True)
     weights = {name: one.detach().contiguous() for name, one in own_parameters(model).items()}
+    if not all(one.is_floating_point() for one in weights.values()):
+        raise UserError("what was added to this model is quantised, which loses what it was: save it before.")
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made a folder: {error.strerror}.") from error
     save_file(weights, Path(folder) / DELTA_WEIGHTS, metadata={"format": "pt"})
     own = {name: getattr(model.config, name) for name in ("meta_token_id", "unpadded_vocab_size", "meta_attention")}
     write_whole(Path(folder) / DELTA, json.dumps(own, indent=1).encode())
@@ -54,11 +61,11 @@ def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
         The base.
 
     Raises:
-        UserError: if the base is another, or the folder has no such files, or damaged ones.
+        UserError: if the base is another, or the folder has no such files, or damaged ones. The base is as it was then.
     """
     settings, meta_token_id, used = _read(Path(folder))
-    if isinstance(base, MetaModel):
-        raise UserError(f"this {type(base).__name__} has meta-tokens already.")
+    if isinstance(base, MetaModel) or not isinstance(base, PreTrainedModel):
+        raise UserError(f"this {type(base).__name__} is no model of transformers without meta-tokens.")
     if (given := config_sha256(base.config)) != settings.base_sha256:
         raise UserError(
             f"{folder} was trained with another base, {settings.base or 'of no name'}: its configuration has the "
@@ -68,14 +75,30 @@ def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
         weights = load_file(Path(folder) / DELTA_WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{Path(folder) / DELTA_WEIGHTS} cannot be read: {error}.") from error
+    fits = _shapes(base, settings) == {name: one.shape for name, one in weights.items()}
+    if not (fits and all(one.is_floating_point() for one in weights.values())):
+        raise UserError(f"the weights in {folder} do not fit its {DELTA}, or that does not fit the base.")
     put_in(base, settings, meta_token_id, used)
-    own = own_parameters(base)
-    if {name: one.shape for name, one in own.items()} != {name: one.shape for name, one in weights.items()}:
-        raise UserError(f"the weights in {folder} do not fit its {DELTA}.")
     with torch.no_grad():
-        for name, one in own.items():
+        for name, one in own_parameters(base).items():
             one.copy_(weights[name])
     return base
+
+
+def _shapes(base: PreTrainedModel, settings: MetaSettings) -> dict[str, torch.Size] | None:
+    """Of the weights that settings ask for, by name; None if they ask for what is not in this base."""
+    names = {module: name for name, module in base.named_modules()}
+    _, blocks = decoder_of(base)
+    places = zip(settings.layers, settings.sites, strict=True)
+    if any(i >= len(blocks) or f"{names[blocks[i]]}.{site}" not in names.values() for i, site in places):
+        return None
+    table = base.get_input_embeddings()
+    shapes = {f"{names[table]}.meta_token.weight": torch.Size([table.weight.shape[1]])}
+    with torch.device("meta"):
+        for index in settings.layers:
+            for name, one in MetaModule(settings, index).named_parameters():
+                shapes[f"{names[blocks[index]]}.meta_attention.{name}"] = one.shape
+    return shapes
 
 
 def base_of(folder: Path) -> str:
@@ -96,6 +119,9 @@ def _read(folder: Path) -> tuple[MetaSettings, int, int]:
             raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
         given = json.loads(path.read_bytes())
         settings = MetaSettings(**given["meta_attention"])
-        return settings, int(given["meta_token_id"]), int(given["unpadded_vocab_size"])
+        meta_token_id, used = int(given["meta_token_id"]), int(given["unpadded_vocab_size"])
+        if not 0 <= meta_token_id < used:
+            raise ValueError(f"the meta-token is {meta_token_id}, of {used} entries")
+        return settings, meta_token_id, used
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is missing or damaged: {' '.join(str(error).split())[:200]}.") from error

@@ -36,8 +36,18 @@ class MetaSettings:
     layer_norm_epsilon = 1e-5
 
     def __post_init__(self) -> None:
-        """Refuse sizes that cannot be."""
-        if min(self.num_attention_heads, self.head_size) < 1 or self.head_size % 2:
+        """Refuse what cannot be, in any model."""
+        sizes = self.hidden_size, self.num_attention_heads, self.head_size
+        if not all(type(size) is int for size in sizes) or min(sizes) < 1 or self.head_size % 2:
             raise UserError(
                 f"{self.num_attention_heads} heads of {self.head_size}: give at least one, of an even positive size."
             )
+        layers = list(self.layers)
+        if (
+            not all(type(layer) is int for layer in layers)
+            or layers != sorted(set(layers))
+            or min(layers, default=0) < 0
+        ):
+            raise UserError(f"layers are {layers}; give numbers of blocks, ascending.")
+        if len(self.sites) != len(layers) or not all(type(site) is str and site for site in self.sites):
+            raise UserError(f"{len(layers)} blocks have {len(self.sites)} sites; give the name of one for each.")

@@ -75,9 +75,11 @@ def add_meta_attention(
     if model.config.is_encoder_decoder:
         raise UserError(f"meta-attention cannot be added to a {name}, an encoder-decoder; give a decoder.")
     text = model.config.get_text_config()
-    layers = tuple(range(text.num_hidden_layers) if layers is None else layers)
-    if sorted(set(layers)) != list(layers) or not set(layers) <= set(range(text.num_hidden_layers)):
-        raise UserError(f"layers are {list(layers)}; give some of 0 to {text.num_hidden_layers - 1}, ascending.")
+    count = text.num_hidden_layers
+    layers = range(count) if layers is None else layers
+    if not isinstance(layers, Sequence) or sorted({*layers} & {*range(count)}) != list(layers):
+        raise UserError(f"layers are {layers}; give a list of some of 0 to {count - 1}, ascending.")
+    layers = tuple(layers)
     sites, site_has_residual = find_sites(model, layers)
     settings = MetaSettings(
         hidden_size=model.get_input_embeddings().weight.shape[1],
@@ -90,6 +92,8 @@ def add_meta_attention(
         base_sha256=config_sha256(model.config),
     )
     rows = used = model.get_input_embeddings().weight.shape[0]
+    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
+        raise UserError(f"the tokenizer is a {type(tokenizer).__name__}; give one of transformers.")
     if tokenizer is not None:
         meta = getattr(tokenizer, "meta_token", None) or META_TOKEN
         if further := sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= rows and token != meta):
@@ -111,8 +115,10 @@ def put_in(
     model: PreTrainedModel, settings: MetaSettings, meta_token_id: int, used: int, *, freeze: bool = True
 ) -> None:
     """Do what `settings` say: grow the table to `used` rows, if it has fewer, change the classes, add the modules."""
-    if used > model.get_input_embeddings().weight.shape[0]:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if used > rows:
         model.resize_token_embeddings(used, pad_to_multiple_of=64, mean_resizing=False)
+        _fill(model, rows)
     classes = classes_of(type(model), type(model.config))  # type: ignore[arg-type]  # a class is hashable
     model.__class__, model.config.__class__ = classes
     model.config.meta_attention = asdict(settings)
@@ -146,6 +152,20 @@ def _in_tokenizer(tokenizer: PreTrainedTokenizerBase) -> int:
         tokenizer.SPECIAL_TOKENS_ATTRIBUTES = [*tokenizer.SPECIAL_TOKENS_ATTRIBUTES, "meta_token"]  # allowed as a key
         tokenizer.add_special_tokens({"meta_token": META_TOKEN})
     return tokenizer.convert_tokens_to_ids(tokenizer.meta_token)
+
+
+@torch.no_grad()
+def _fill(model: PreTrainedModel, rows: int) -> None:
+    """Make the rows behind the first ones their mean, in the table of embeddings and in the output head.
+
+    Who takes the head's weights by themselves, as TRL's losses do, counts entries that the head leaves out. With so
+    many rows more such a loss is too large by log(1 + more / rows) at most: the mean of the logits is below the
+    logarithm of their mean exponential.
+    """
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for values in (module.weight, getattr(module, "bias", None)):
+            if values is not None and values.is_floating_point() and not values.is_meta:
+                values[rows:] = values[:rows].float().mean(dim=0)
 
 
 @torch.no_grad()
