@@ -258,6 +258,35 @@ def test_text_is_trained_on_and_the_model_analysed(base: Path, metatokens: Run, 
     assert (status, "extend is for this package's own models; this is a LlamaForCausalLM" in error) == (2, True), error
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
+def test_what_was_added_alone_is_trained_on_text_analysed_and_adapted(
+    base: Path, metatokens: Run, small_corpus: Path
+) -> None:
+    assert metatokens(f"{RETROFIT} --delta")[0] == 0
+    assert metatokens(f"tokenize --corpus {small_corpus} --tokenizer model --out tokens --workers 1")[0] == 0
+    line = "pretrain --recipe demo --init model --set data.tokens=tokens --set data.block_size=32"
+    status, _, error = metatokens(f"{line} --set training.max_steps=2 --set training.logging_steps=1 --out more")
+    assert status == 0, error
+    before, after = load_file("model/meta_tokens.safetensors"), load_file("more/meta_tokens.safetensors")
+    assert not torch.equal(
+        before["model.embed_tokens.meta_token.weight"], after["model.embed_tokens.meta_token.weight"]
+    )
+    assert not Path("more/model.safetensors").exists()
+    assert metatokens("plot more --out curves.png")[0] == 0
+    assert metatokens("analyze sharpness --model more --task parity --length 64 -n 4 --out sharpness.jsonl")[0] == 0
+    line = f"{line} --set training.max_steps=2 --lora rank=2 --out adapted".replace("--init model", "--init more")
+    assert metatokens(line)[0] == 0
+    text = load_file("adapted/model.safetensors")  # whole, since adapters were merged into the base
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(text[name], load_file("base/model.safetensors")[name])
+    tune = f"{FINETUNE} --model more --out tuned --task parity --train-lengths 64 --lora rank=2"
+    status, _, error = metatokens(tune)
+    assert status == 0, error
+    whole = load_file("tuned/64/model.safetensors")
+    assert not torch.equal(whole[name], load_file("base/model.safetensors")[name])
+    assert metatokens("evaluate --model tuned/64 --task parity --lengths 64 -n 4")[0] == 0
+
+
 def test_a_decoder_without_meta_tokens(base: Path, metatokens: Run, small_corpus: Path) -> None:
     """It is trained on text, measured and continued, and refused where a meta-token is needed."""
     assert metatokens(f"tokenize --corpus {small_corpus} --tokenizer base --out tokens --workers 1")[0] == 0

@@ -15,6 +15,7 @@ from metatokens.cli.options import (
     TOKENIZER,
     AsJson,
     FinetuneRecipe,
+    Lora,
     Model,
     Out,
     Overwrite,
@@ -121,6 +122,13 @@ def _finished(out: Path, further: str) -> str:
     return f"the run in {out} is finished; to train its model further, start a new one with `{further}`."
 
 
+def _lora(given: str | None) -> list[str]:
+    """The override of a recipe that `--lora` stands for."""
+    if given is not None and not re.fullmatch("rank=[1-9][0-9]{0,3}", given):
+        raise UserError(f"--lora {given!r} must be rank=N, such as rank=16.")
+    return [] if given is None else [f"training.lora_{given}"]
+
+
 def pretrain(
     recipe: PretrainRecipe,
     out: Out,
@@ -133,6 +141,7 @@ def pretrain(
             help="Model to start from, which may be a GPT-2: a folder, or hf:NAME from the Hub.",
         ),
     ] = None,
+    lora: Lora = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Train a language model on token ids, or straight on text.
@@ -142,7 +151,7 @@ def pretrain(
     from metatokens.recipe import PretrainRecipe, load_recipe
     from metatokens.training.pretrain import pretrain
 
-    settings = load_recipe(PretrainRecipe, recipe, overrides or ())
+    settings = load_recipe(PretrainRecipe, recipe, [*_lora(lora), *(overrides or ())])
     with progress_bar("pretrain") as progress:
         trained = pretrain(settings, out, init=init, overwrite=overwrite, progress=progress)
     if not trained:
@@ -200,10 +209,7 @@ def finetune(
     ] = None,
     recipe: FinetuneRecipe = "demo_finetune",
     overrides: Set = None,
-    lora: Annotated[
-        str | None,
-        typer.Option(metavar="rank=N", help="Train adapters of this rank in place of the model's own weights (PEFT)."),
-    ] = None,
+    lora: Lora = None,
     corpus: TaskCorpus = "builtin",
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -226,11 +232,7 @@ def finetune(
     if data is not None and train_lengths:
         say("--train-lengths is ignored: the records of --data are trained on as they are, whatever their length.")
     own = [f"task.train_lengths={parse_lengths(train_lengths)}"] if train_lengths else []
-    if lora is not None:
-        if not re.fullmatch("rank=[1-9][0-9]{0,3}", lora):
-            raise UserError(f"--lora {lora!r} must be rank=N, such as rank=16.")
-        own.append(f"training.lora_{lora}")
-    settings = load_recipe(FinetuneRecipe, recipe, [*own, *(overrides or ())])
+    settings = load_recipe(FinetuneRecipe, recipe, [*own, *_lora(lora), *(overrides or ())])
     texts = documents_for(task or "", corpus)
     probe: Probing = unprobed
     records: Sequence[Example] = ()

@@ -48,6 +48,12 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting of the recipe; may be repeated."),
 ]
+Lora = Annotated[
+    str | None,
+    typer.Option(
+        "--lora", metavar="rank=N", help="Train adapters of this rank in place of the model's weights (PEFT)."
+    ),
+]
 Model = Annotated[
     Path,
     typer.Option(
