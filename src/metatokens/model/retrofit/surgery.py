@@ -46,8 +46,8 @@ def add_meta_attention(
 
     Between a block's attention and its feed-forward layer the meta-tokens attend causally to one another (paper,
     section 3), by heads and rotary angles of their own. The new output projections start at zero, so that until they
-    are trained the model computes what it did, and for text without meta-tokens always exactly the same. Meta-tokens
-    and rows that no text uses are never predicted.
+    are trained the model computes what it did, and for text without meta-tokens exactly the same as long as the base is
+    not trained. Meta-tokens and rows that no text uses are never predicted.
 
     Args:
         model: a causal language model, as `AutoModelForCausalLM` loads it; not one that PEFT has wrapped.
@@ -56,7 +56,7 @@ def add_meta_attention(
         meta_token_id: in place of a tokenizer, a row of the table that no text uses.
         heads: of each module.
         head_size: width of one head, even.
-        layers: the blocks that get a module; None: all; empty: meta-tokens alone, as the paper's pause tokens.
+        layers: the blocks that get a module; None: all; empty: meta-tokens alone, known as pause tokens.
         freeze: whether only the new parameters are trained from here on.
 
     Returns:
