@@ -183,6 +183,9 @@ def _full_mask(decoder: Any, mask: Any) -> Tensor | None:
 
 @torch.compiler.disable  # how many there are only the data tells; and what a thread is at, it would not see change
 def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Tensor | None, positions: Any) -> None:
+    _thread.step, least = None, least_rows(decoder)
+    if not (least or bool(is_meta.any())):  # text
+        return
     cached, length = 0 if past is None else int(past.get_seq_length()), is_meta.shape[1]
     seen = None
     if mask is not None and mask.ndim == 4:
@@ -190,8 +193,7 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Tensor | Non
         is_meta = is_meta & seen[:, 0].diagonal(cached, dim1=-2, dim2=-1)  # padding does not see itself
     elif mask is not None:  # beside a cache of a fixed size it may be longer than what was read
         is_meta = is_meta & mask[:, : cached + length][:, -length:].bool()
-    rows, settings = MetaRows.at(positions_of(is_meta, least=least_rows(decoder)), cached), decoder.meta_settings
-    _thread.step = None
+    rows, settings = MetaRows.at(positions_of(is_meta, least=least), cached), decoder.meta_settings
     if rows is None:
         return
     is_told = mask is None and isinstance(positions, Tensor) and positions.ndim == 2
