@@ -126,10 +126,12 @@ def test_perplexity_is_the_bases(base: Path, metatokens: Run) -> None:
 
 def test_what_cannot_be_is_refused(base: Path, metatokens: Run) -> None:
     assert metatokens(RETROFIT)[0] == 0
+    Path("empty").mkdir()
     lines = {
         RETROFIT: "model is not empty; give another folder.",
         "retrofit --model model --out new": "has meta-tokens already",
-        "retrofit --model nowhere --out new": "the folder nowhere holds no tokenizer",
+        "retrofit --model nowhere --out new": "there is no folder nowhere; a model of the Hub is hf:NAME.",
+        "retrofit --model empty --out new": "the folder empty holds no tokenizer",
         "retrofit --model base --out new --layers 0,2": "layers are [0, 2]; give a list of some of 0 to 1",
         "retrofit --model base --out new --layers x": "layers 'x' must be numbers separated by commas",
         "retrofit --model base --out new --head-size 7": "8 heads of 7",

@@ -280,7 +280,7 @@ def retrofit(
 ) -> None:
     """Give a pretrained model meta-tokens and meta-attention.
 
-    Any decoder of transformers; its text logits stay the same.
+    Most decoders of transformers; until the base is trained, its logits of text stay the same.
     """
     from metatokens.data.tokenizer import load_plain_tokenizer
     from metatokens.model.checkpoint import fetch_model, load_base, save_model
@@ -289,6 +289,8 @@ def retrofit(
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; give another folder.")
     folder = fetch_model(model)
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}; a model of the Hub is hf:NAME.")
     tokenizer = load_plain_tokenizer(str(folder), f"the folder {folder} holds no tokenizer that can be loaded.")
     base: Any = load_base(folder)
     # What is added may be read from elsewhere, or on another machine.
