@@ -84,7 +84,6 @@ def test_the_loss_of_trl_is_the_models(folder: Path, tmp_path: Path) -> None:
 
     The text's logits are far below 0 here, as those of GPT-2 are; an entry of logit 0 would take all the probability.
     """
-    texts = Dataset.from_list([{"text": "the cat sat on a mat while two dogs ran"}] * 4)
     tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
     plain = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel({token: i for token, i in tokenizer.get_vocab().items() if i < ROWS})),

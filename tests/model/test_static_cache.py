@@ -57,8 +57,10 @@ def test_a_users_own(second_attention: str) -> None:
             cache.reset()
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
 @FAMILIES
-def test_a_mask_as_long_as_the_cache(position_embedding: str, second_attention: str) -> None:
+def test_a_mask_as_long_as_the_cache(position_embedding: str, second_attention: str, is_compiled: bool) -> None:
+    torch._dynamo.reset()
     model = tiny_model(position_embedding=position_embedding, second_attention=second_attention)
     ids = torch.tensor(random_rows((20, 20), meta_rate=0.4))
     cache, mask = StaticCache(model.config, max_cache_len=24), torch.zeros(2, 24, dtype=torch.long)
@@ -66,7 +68,9 @@ def test_a_mask_as_long_as_the_cache(position_embedding: str, second_attention: 
     with torch.no_grad():
         for first, last in ((0, 9), (9, 10), (10, 20)):
             mask[:, first:last] = 1
-            parts.append(model(ids[:, first:last], past_key_values=cache, attention_mask=mask).logits)
+            # The second store is made with the first tokens, before anything is compiled.
+            run = torch.compile(model, backend="eager") if is_compiled and first else model
+            parts.append(run(ids[:, first:last], past_key_values=cache, attention_mask=mask).logits)
         assert (torch.cat(parts, dim=1) - model(ids).logits).abs().max() < 1e-11
 
 

@@ -231,9 +231,27 @@ def test_sequences_packed_by_a_mask_are_apart(name: str, is_added: bool) -> None
 
 
 @torch.no_grad()
-def test_sequences_packed_beside_a_window_that_slides_are_refused() -> None:
-    with pytest.raises(UserError, match="packed into one would see one another's meta-tokens"):
-        retrofitted("mistral")(**packed("mistral"), use_cache=False)
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
+def test_sequences_packed_beside_a_window_that_slides_are_refused(name: str) -> None:
+    batch, model = packed(name), retrofitted(name)
+    for positions in (batch["position_ids"], torch.arange(2 * LENGTH)[None]):
+        with pytest.raises(UserError, match="does not say which meta-tokens see one another; give a dictionary"):
+            model(**batch | {"position_ids": positions}, use_cache=False)
+    if name == "gemma3_text":  # which may be told of each kind of layer
+        full = batch["attention_mask"]
+        mask = {"full_attention": full, "sliding_attention": full.triu(1 - model.config.sliding_window)}
+        got = model(**batch | {"attention_mask": mask}, use_cache=False).logits[..., :META].view(2, LENGTH, -1)
+        assert error(got, logits(model, with_meta_tokens())) < 1e-5
+
+
+@torch.no_grad()
+def test_embeddings_in_half_precision_under_autocast() -> None:
+    model, ids = retrofitted("llama"), with_meta_tokens()
+    embeddings = model.get_input_embeddings()(ids)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(inputs_embeds=embeddings.bfloat16().float(), use_cache=False).logits[..., :META]
+        got = model(inputs_embeds=embeddings.bfloat16(), use_cache=False).logits[..., :META]
+    assert error(got, logits(model, ids)) < 0.1 < error(expected, logits(model, ids))  # whose rows are no meta-tokens
 
 
 @torch.no_grad()

@@ -124,3 +124,7 @@ def test_no_meta_token_is_put_in_beyond_a_learned_table(name: str) -> None:
     assert model.generate(ids, max_new_tokens=8, **options).shape[1] == most
     with pytest.raises(UserError, match=f"longer than the {most} learned positions of this model"):
         model.generate(ids, max_new_tokens=8, meta_every=2, **options)
+    # Padding has no positions.
+    rows = torch.cat([ids, ids])
+    mask = (torch.arange(most - 8) >= 20).long().expand(2, -1)
+    assert model.generate(rows, attention_mask=mask, max_new_tokens=8, meta_every=2, **options).shape[1] == most

@@ -219,10 +219,14 @@ SITES = ["self_attn"] * 3
         ({"sites": None}, "missing or damaged"),
         ({"layers": "abc"}, "layers are"),
         ({"layers": [-1, 0, 1]}, "layers are"),
-        ({"head_size": 2.5}, "2 heads of 2.5"),
+        ({"head_size": 2.5}, "2 heads of 2.5 in a model of width 64"),
         ({"meta_token_id": 99_999}, "the meta-token is 99999, of 320 entries"),
         ({"meta_token_id": -5}, "the meta-token is -5"),
         ({"unpadded_vocab_size": 0}, "of 0 entries"),
+        ({"unpadded_vocab_size": 10**15}, "which does not fit the 320 rows of the base"),
+        ({"meta_token_id": 50, "unpadded_vocab_size": 100}, "which does not fit the 320 rows of the base"),
+        ({"meta_token_id": 3.7}, "the meta-token is 3.7"),
+        ({"site_has_residual": "x"}, "it must be true or false"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -240,7 +244,7 @@ def test_settings_that_cannot_be_are_refused(changed: dict[str, Any], message: s
 
 def test_what_is_no_folder_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be made a folder"):
+    with pytest.raises(UserError, match="cannot be written to"):
         save_meta(retrofitted("llama"), tmp_path / "file")
 
 
@@ -316,6 +320,8 @@ def test_what_cannot_be_is_refused() -> None:
     refused(base("llama"), "2 heads of 7", heads=2, head_size=7)
     refused(base("llama"), "2.5 heads of 64", heads=2.5)
     refused(base("llama"), "layers are 2; give a list of some of 0 to 2", layers=2)
+    refused(base("llama"), r"layers are \[\[0\]\]; give a list", layers=[[0]])
+    refused(base("llama"), "meta_token_id 5.5 is outside the 320 rows", meta_token_id=5.5)
     refused(base("llama"), "the tokenizer is a str; give one of transformers", tokenizer="my/llama")
     with pytest.raises(UserError, match="this LlamaForCausalLM is no retrofitted model"):
         freeze_base(base("llama"))

@@ -17,8 +17,8 @@ class MetaTokenCollator:
 
     For `transformers.Trainer`, TRL's `SFTTrainer` and their like:
     `trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer.meta_token_id, every=8)`.
-    No meta-token has a label then, one that was in the sequence already neither: TRL computes losses of its own, of
-    which a model could not leave it out.
+    No meta-token has a label then, not even one that was in the sequence already, since the losses that TRL computes
+    by itself would count it.
 
     Args:
         collator: makes a batch of examples.
@@ -43,9 +43,9 @@ class MetaTokenCollator:
         At a meta-token `labels` are -100, `attention_mask` is 1, and all other such fields are 0, as `completion_mask`.
         """
         batch: Any = self.collator([self._with_meta_tokens(example) for example in examples])
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if isinstance(labels, Tensor):
-            batch["labels"] = labels.masked_fill(batch["input_ids"] == self.meta_token_id, IGNORED_LABEL)
+        ids, labels = (batch.get(name) if isinstance(batch, Mapping) else None for name in ("input_ids", "labels"))
+        if isinstance(labels, Tensor) and isinstance(ids, Tensor) and labels.shape == ids.shape:
+            batch["labels"] = labels.masked_fill(ids == self.meta_token_id, IGNORED_LABEL)
         return batch
 
     def _with_meta_tokens(self, example: Mapping[str, Any]) -> dict[str, Any]:

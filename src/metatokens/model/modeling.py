@@ -218,10 +218,11 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         length = x.shape[1]
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
         padding_mask = None if attention_mask is None or attention_mask.ndim == 4 else attention_mask
-        if padding_mask is not None and not torch.compiler.is_compiling():  # of a static cache it may be longer
-            padding_mask = padding_mask[:, : int(cached) + length]
+        # Beside a static cache a mask may be longer than what was read.
+        is_static = past_key_values is not None and past_key_values.is_compileable
+        new = torch.arange(length, device=x.device) + cached if is_static else slice(-length, None)
         if position_ids is None and padding_mask is not None:
-            position_ids = position_ids_from_mask(padding_mask)[:, -length:]
+            position_ids = position_ids_from_mask(padding_mask)[:, new]
         elif position_ids is None:
             position_ids = torch.arange(length, device=x.device)[None] + cached
 
@@ -230,9 +231,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             meta_positions = None
         elif meta_positions is None:
             is_meta = self._is_meta(input_ids, x) if meta_token_mask is None else meta_token_mask.bool()
-            is_meta = is_meta if padding_mask is None else is_meta & padding_mask[:, -length:].bool()
+            is_meta = is_meta if padding_mask is None else is_meta & padding_mask[:, new].bool()
             # Of a static cache the second store is made with the first tokens, before anything is compiled.
-            is_static = past_key_values is not None and past_key_values.is_compileable
             meta_positions = positions_of(is_meta, least=max(least_rows(self), int(is_static)))
         elif (missing := least_rows(self) - meta_positions.shape[1]) > 0:
             meta_positions = nn.functional.pad(meta_positions, (0, missing), value=-1)
@@ -250,7 +250,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             if attention_mask is None:
                 counts = torch.arange(1, length + 1, device=x.device)[None] + cached
             elif padding_mask is not None:
-                counts = padding_mask.long().cumsum(dim=1)[:, -length:]
+                counts = padding_mask.long().cumsum(dim=1)[:, new]
             else:
                 is_seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask > -1e4
                 counts = is_seen[:, 0].sum(dim=-1)

@@ -211,7 +211,7 @@ def install(model: Any) -> None:
     decoder, blocks = decoder_of(model)
     decoder.meta_settings = settings
     decoder.register_forward_pre_hook(find_rows, with_kwargs=True)
-    decoder.register_forward_hook(forget_rows)
+    decoder.register_forward_hook(forget_rows, always_call=True)
     table = model.get_input_embeddings()
     # Training takes small steps, which half precision rounds away; PEFT keeps its adapters so too.
     dtype = torch.promote_types(table.weight.dtype, torch.float32)

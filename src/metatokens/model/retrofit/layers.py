@@ -149,8 +149,8 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the decoder: where are this pass's meta-tokens?
 
     Raises:
-        UserError: if there are some in sequences that are packed into one, without a mask of four dimensions that says
-            so; or if an adapter wraps the embeddings.
+        UserError: if an adapter wraps the embeddings; if there are meta-tokens in sequences that are packed into one,
+            and no mask of four dimensions says so; or under such a mask in a model with a window that slides.
     """
     embeddings: Any = kwargs.get("inputs_embeds")
     ids = kwargs.get("input_ids", args[0] if args else None)
@@ -161,36 +161,24 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         )
     if ids is not None:
         is_meta = ids == table.meta_token_id
-    else:  # where only embeddings are known, by those
-        row = table(torch.tensor([[table.meta_token_id]], device=embeddings.device))
+    elif embeddings is not None:  # where only embeddings are known, by those
+        row = table(torch.tensor([[table.meta_token_id]], device=embeddings.device)).to(embeddings)
         is_meta = (embeddings == row).all(dim=-1)
+    else:
+        return  # the base has a sentence for it
     past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
-    mask = _full_mask(decoder, kwargs.get("attention_mask"))
-    _begin(decoder, is_meta, past, mask, kwargs.get("position_ids"))
-
-
-def _full_mask(decoder: Any, mask: Any) -> Tensor | None:
-    """Of the masks that a model may be given, the one that hides nothing for being long ago; of two or four dimensions.
-
-    That is not known of one of four dimensions, where the model has a window that slides.
-    """
-    if isinstance(mask, dict):  # by kind of layer
-        mask = mask.get("full_attention")
-    elif isinstance(mask, Tensor) and mask.ndim == 4:
-        mask = None if getattr(decoder.config.get_text_config(), "sliding_window", None) else mask
-    return mask if isinstance(mask, Tensor) else None
+    _begin(decoder, is_meta, past, kwargs.get("attention_mask"), kwargs.get("position_ids"))
 
 
 @torch.compiler.disable  # how many there are only the data tells; and what a thread is at, it would not see change
-def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Tensor | None, positions: Any) -> None:
+def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Any, positions: Any) -> None:
     _thread.step, least = None, least_rows(decoder)
     if not (least or bool(is_meta.any())):  # text
         return
     cached, length = 0 if past is None else int(past.get_seq_length()), is_meta.shape[1]
-    seen = None
+    mask, seen = _full_mask(decoder, mask, past), None
     if mask is not None and mask.ndim == 4:
         seen = (mask if mask.dtype == torch.bool else mask > -1e4).any(dim=1, keepdim=True)
-        is_meta = is_meta & seen[:, 0].diagonal(cached, dim1=-2, dim2=-1)  # padding does not see itself
     elif mask is not None:  # beside a cache of a fixed size it may be longer than what was read
         is_meta = is_meta & mask[:, : cached + length][:, -length:].bool()
     rows, settings = MetaRows.at(positions_of(is_meta, least=least), cached), decoder.meta_settings
@@ -203,6 +191,28 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Tensor | Non
         )
     rotary = rotary_tables(rows.slots.clamp(min=0), settings.head_size, settings.rope_theta)
     _thread.step = Pass(rows, rotary, seen)
+
+
+def _full_mask(decoder: Any, mask: Any, past: Cache | None) -> Tensor | None:
+    """Of the masks that a model may be given, the one that hides nothing for being long ago; of two or four dimensions.
+
+    Where the model has a window that slides, one of four dimensions alone hides that too. `generate()` makes such ones
+    beside a cache of a fixed size, of sequences that are not packed.
+    """
+    if isinstance(mask, dict):  # by kind of layer
+        mask = mask.get("full_attention")
+    elif (
+        isinstance(mask, Tensor)
+        and mask.ndim == 4
+        and getattr(decoder.config.get_text_config(), "sliding_window", None)
+    ):
+        if past is None or not past.is_compileable:
+            raise UserError(
+                "in a model with a window that slides a mask of four dimensions does not say which meta-tokens see one "
+                'another; give a dictionary with one for "full_attention", or each sequence its own row.'
+            )
+        mask = None
+    return mask if isinstance(mask, Tensor) else None
 
 
 def forget_rows(decoder: nn.Module, args: tuple, output: Any) -> None:

@@ -41,13 +41,13 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
     weights = {name: one.detach().contiguous() for name, one in own_parameters(model).items()}
     if not all(one.is_floating_point() for one in weights.values()):
         raise UserError("what was added to this model is quantised, which loses what it was: save it before.")
+    own = {name: getattr(model.config, name) for name in ("meta_token_id", "unpadded_vocab_size", "meta_attention")}
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be made a folder: {error.strerror}.") from error
-    save_file(weights, Path(folder) / DELTA_WEIGHTS, metadata={"format": "pt"})
-    own = {name: getattr(model.config, name) for name in ("meta_token_id", "unpadded_vocab_size", "meta_attention")}
-    write_whole(Path(folder) / DELTA, json.dumps(own, indent=1).encode())
+        save_file(weights, Path(folder) / DELTA_WEIGHTS, metadata={"format": "pt"})
+        write_whole(Path(folder) / DELTA, json.dumps(own, indent=1).encode())
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder} cannot be written to: {error}.") from error
 
 
 def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
@@ -75,6 +75,9 @@ def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
         weights = load_file(Path(folder) / DELTA_WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{Path(folder) / DELTA_WEIGHTS} cannot be read: {error}.") from error
+    rows = base.get_input_embeddings().weight.shape[0]
+    if not rows <= used <= 2 * rows:
+        raise UserError(f"{folder} has {used} entries in use, which does not fit the {rows} rows of the base.")
     fits = _shapes(base, settings) == {name: one.shape for name, one in weights.items()}
     if not (fits and all(one.is_floating_point() for one in weights.values())):
         raise UserError(f"the weights in {folder} do not fit its {DELTA}, or that does not fit the base.")
@@ -119,8 +122,8 @@ def _read(folder: Path) -> tuple[MetaSettings, int, int]:
             raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
         given = json.loads(path.read_bytes())
         settings = MetaSettings(**given["meta_attention"])
-        meta_token_id, used = int(given["meta_token_id"]), int(given["unpadded_vocab_size"])
-        if not 0 <= meta_token_id < used:
+        meta_token_id, used = given["meta_token_id"], given["unpadded_vocab_size"]
+        if not (type(meta_token_id) is type(used) is int and 0 <= meta_token_id < used):
             raise ValueError(f"the meta-token is {meta_token_id}, of {used} entries")
         return settings, meta_token_id, used
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:

@@ -38,9 +38,12 @@ class MetaSettings:
     def __post_init__(self) -> None:
         """Refuse what cannot be, in any model."""
         sizes = self.hidden_size, self.num_attention_heads, self.head_size
+        if type(self.site_has_residual) is not bool:
+            raise UserError(f"site_has_residual is {self.site_has_residual!r}; it must be true or false.")
         if not all(type(size) is int for size in sizes) or min(sizes) < 1 or self.head_size % 2:
             raise UserError(
-                f"{self.num_attention_heads} heads of {self.head_size}: give at least one, of an even positive size."
+                f"{self.num_attention_heads} heads of {self.head_size} in a model of width {self.hidden_size}: give at "
+                "least one, of an even positive size."
             )
         layers = list(self.layers)
         if (

@@ -77,7 +77,8 @@ def add_meta_attention(
     text = model.config.get_text_config()
     count = text.num_hidden_layers
     layers = range(count) if layers is None else layers
-    if not isinstance(layers, Sequence) or sorted({*layers} & {*range(count)}) != list(layers):
+    is_list = isinstance(layers, range | list | tuple) and all(type(one) is int for one in layers)
+    if not is_list or sorted({*layers} & {*range(count)}) != list(layers):
         raise UserError(f"layers are {layers}; give a list of some of 0 to {count - 1}, ascending.")
     layers = tuple(layers)
     sites, site_has_residual = find_sites(model, layers)
@@ -105,7 +106,7 @@ def add_meta_attention(
         used = max(rows, len(tokenizer))
     elif meta_token_id is None:
         raise UserError("give the model's tokenizer, or as meta_token_id a row of its embeddings that no text uses.")
-    elif not 0 <= meta_token_id < rows:
+    elif type(meta_token_id) is not int or not 0 <= meta_token_id < rows:
         raise UserError(f"meta_token_id {meta_token_id} is outside the {rows} rows of the table of embeddings.")
     put_in(model, settings, meta_token_id, used, freeze=freeze)
     return model
