@@ -92,7 +92,7 @@ class MetaModule(nn.Module):
         """What is added to the rows x, (batch, most, width)."""
         if cache is not None:
             give_second_store(cache.layers[self.attention.layer_index])
-        if not torch.is_autocast_enabled(x.device.type):
+        if not torch.is_autocast_enabled(x.device.type):  # the base may be in another precision
             x = x.to(self.norm.weight.dtype)
         rotary = step.rotary[0].to(x.dtype), step.rotary[1].to(x.dtype)
         return self.attention(self.norm(x), rows=step.rows, rotary=rotary, cache=cache, mask=step.seen)[0]

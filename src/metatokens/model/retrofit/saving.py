@@ -76,7 +76,7 @@ def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{Path(folder) / DELTA_WEIGHTS} cannot be read: {error}.") from error
     rows = base.get_input_embeddings().weight.shape[0]
-    if not rows <= used <= 2 * rows:
+    if not rows <= used <= 2 * rows:  # one more for the meta-token, others for tokens that were added behind it
         raise UserError(f"{folder} has {used} entries in use, which does not fit the {rows} rows of the base.")
     fits = _shapes(base, settings) == {name: one.shape for name, one in weights.items()}
     if not (fits and all(one.is_floating_point() for one in weights.values())):
@@ -92,8 +92,8 @@ def _shapes(base: PreTrainedModel, settings: MetaSettings) -> dict[str, torch.Si
     """Of the weights that settings ask for, by name; None if they ask for what is not in this base."""
     names = {module: name for name, module in base.named_modules()}
     _, blocks = decoder_of(base)
-    places = zip(settings.layers, settings.sites, strict=True)
-    if any(i >= len(blocks) or f"{names[blocks[i]]}.{site}" not in names.values() for i, site in places):
+    places, known = zip(settings.layers, settings.sites, strict=True), set(names.values())
+    if any(i >= len(blocks) or f"{names[blocks[i]]}.{site}" not in known for i, site in places):
         return None
     table = base.get_input_embeddings()
     shapes = {f"{names[table]}.meta_token.weight": torch.Size([table.weight.shape[1]])}
