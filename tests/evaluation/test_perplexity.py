@@ -4,16 +4,19 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from metatokens.data.insertion import insert_meta_tokens
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.evaluation.perplexity import held_out_text, perplexity, unigram_entropy
 from metatokens.model.checkpoint import load_model
+from metatokens.model.logits import logits_at
 
 BLOCK = {"block_size": 32, "fraction": 0.1}  # 29 text tokens and 3 meta-tokens
 
@@ -153,3 +156,23 @@ def test_what_cannot_be_measured_is_refused(small_model: Callable[..., Path], te
     learned = load_model(small_model(position_embedding="learned", max_position_embeddings=31))
     with pytest.raises(UserError, match="a sequence of 32 tokens is longer than the 31 learned positions"):
         perplexity(learned, text, placement="uniform", name="x", **BLOCK)
+
+
+def test_logits_are_never_all_there_at_once(
+    small_model: Callable[..., Path], text: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **kwargs or {})
+            if isinstance(made, torch.Tensor) and made.shape[-1:] == (model.config.vocab_size,):
+                self.size = max(self.size, made.numel())
+            return made
+
+    model = load_model(small_model(second_attention="meta"))
+    whole = perplexity(model, text, placement="uniform", name="meta", **BLOCK)
+    monkeypatch.setitem(logits_at.__kwdefaults__, "most", 7 * model.config.vocab_size)
+    with Largest() as largest:
+        assert perplexity(model, text, placement="uniform", name="meta", **BLOCK).value == pytest.approx(whole.value)
+    assert largest.size == 7 * model.config.vocab_size

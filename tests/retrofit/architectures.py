@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from metatokens import add_meta_attention, load_meta, save_meta
+from metatokens.model.logits import logits_at
 from metatokens.model.retrofit.layers import MetaModule
 from metatokens.training.batches import WithLogitsToKeep
 
@@ -336,6 +337,16 @@ def scored_columns_error(name: str) -> float:
     return max(error(a, b) for a, b in zip(*found, strict=True))
 
 
+@torch.no_grad()
+def pieces_error(name: str) -> float:
+    """Of the logits of some positions that are computed few at a time, from those of all positions at once."""
+    model, ids = retrofitted(name), with_meta_tokens()
+    chosen = torch.rand(ids.shape, generator=torch.Generator().manual_seed(8)) < 0.5
+    pieces = list(logits_at(model, ids, chosen, most=5 * ROWS))
+    assert {len(piece) for piece in pieces[:-1]} == {5}
+    return error(torch.cat(pieces)[:, :META], logits(model, ids)[chosen])
+
+
 def generation_differences(name: str) -> float:
     """In how many ways to generate the cache changes what comes out: greedy, beams, sampling, inserted meta-tokens."""
     model, ids = retrofitted(name), with_meta_tokens()
@@ -372,5 +383,6 @@ CHECKS: dict[str, tuple[Callable[[str], float], float]] = {
     "half precision": (half_error, 0.0),
     "checkpointed gradients": (gradient_error, 1e-6),
     "scored columns": (scored_columns_error, 4e-6),
+    "logits in pieces": (pieces_error, 1e-5),
     "generation": (generation_differences, 0.0),
 }

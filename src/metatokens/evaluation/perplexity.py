@@ -66,9 +66,12 @@ def block_losses(
                 for row in rows
             ]
         ids, labels = (torch.from_numpy(np.stack(part)).to(model.device) for part in zip(*pairs, strict=True))
-        targets = labels[:, 1:]
-        scored = targets != IGNORED_LABEL
-        loss = cross_entropy(logits_at(model, ids, pad(scored, (0, 1))).double(), targets[scored], reduction="none")
+        scored = labels[:, 1:] != IGNORED_LABEL
+        targets, done = labels[:, 1:][scored], 0
+        loss = torch.empty(len(targets), dtype=torch.float64, device=model.device)
+        for logits in logits_at(model, ids, pad(scored, (0, 1))):
+            now = slice(done, done := done + len(logits))
+            loss[now] = cross_entropy(logits.double(), targets[now], reduction="none")
         losses += [part.sum().item() for part in loss.split(scored.sum(dim=1).tolist())]
     return np.array(losses)
 

@@ -56,7 +56,9 @@ def _hits(model: LanguageModel, examples: Sequence[Encoded]) -> Iterator[torch.T
         answer[row, example.answer_start : size] = True
     ids, answer = ids.to(model.device), answer.to(model.device)
     # Padding is on the right, where causal attention never looks, so no mask is needed.
-    logits = logits_at(model, ids[:, :-1], answer[:, 1:])
-    logits[:, never_generated(model.config)] = -math.inf
-    hit = logits.argmax(-1) == ids[answer]
+    best = []
+    for logits in logits_at(model, ids[:, :-1], answer[:, 1:]):
+        logits[:, never_generated(model.config)] = -math.inf
+        best.append(logits.argmax(-1))
+    hit = torch.cat(best) == ids[answer]
     return iter(hit.cpu().split(answer.sum(dim=1).tolist()))
