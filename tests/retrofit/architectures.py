@@ -18,6 +18,7 @@ from metatokens import add_meta_attention, load_meta, save_meta
 from metatokens.model.logits import logits_at
 from metatokens.model.retrofit.layers import MetaModule
 from metatokens.training.batches import WithLogitsToKeep
+from tests.retrofit.small import auto_class, small
 
 ROWS, META, LENGTH = 320, 319, 24
 
@@ -162,7 +163,8 @@ SOME = (
 def base(name: str, **choices: Any) -> PreTrainedModel:
     """A decoder with weights large enough for errors to show."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **ARCHITECTURES[name], **choices))
+    config = AutoConfig.for_model(name, **ARCHITECTURES[name], **choices) if name in ARCHITECTURES else small(name)
+    model = auto_class(name).from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
@@ -186,7 +188,9 @@ def retrofitted(
 ) -> PreTrainedModel:
     """The same decoder with meta-attention that does something."""
     options = {"meta_token_id": META, "heads": 2, "head_size": 16}
-    return train_like(add_meta_attention(base(name, **choices).to(dtype), **options, freeze=freeze))
+    model = base(name, **choices)
+    model = model if dtype == model.dtype else model.to(dtype)  # which also casts what is complex
+    return train_like(add_meta_attention(model, **options, freeze=freeze))
 
 
 def text(seed: int = 1) -> Tensor:
@@ -279,11 +283,12 @@ def reload_error(name: str, dtype: torch.dtype = torch.float32) -> float:
     """Of a model from disk, whole and as a base with what was added, from the one saved; of text, from its base."""
     with tempfile.TemporaryDirectory() as folder:
         base(name).to(dtype).save_pretrained(Path(folder) / "base")
-        plain, fresh, other = (AutoModelForCausalLM.from_pretrained(Path(folder) / "base").eval() for _ in range(3))
+        auto = auto_class(name)
+        plain, fresh, other = (auto.from_pretrained(Path(folder) / "base").eval() for _ in range(3))
         model = train_like(add_meta_attention(fresh, meta_token_id=META, heads=2, head_size=16))
         model.save_pretrained(Path(folder) / "whole")
         save_meta(model, Path(folder) / "meta")
-        whole = AutoModelForCausalLM.from_pretrained(Path(folder) / "whole").eval()
+        whole = auto.from_pretrained(Path(folder) / "whole").eval()
         put_together = load_meta(other, Path(folder) / "meta")
         assert model.dtype == whole.dtype == put_together.dtype == dtype
         expected = logits(model, with_meta_tokens())

@@ -1,5 +1,8 @@
 """The classes of a retrofitted model and its configuration: the base's own, with a mixin ahead.
 
+Each Auto class that has a class for the base has one for the retrofitted model: `AutoModel` the decoder without a head,
+`AutoModelForSequenceClassification` one with another head, and so on. All of them have meta-attention, or are refused.
+
 They have the base's names, since transformers and PEFT look up by name what they know of a model. On disk alone the
 model type is `meta_tokens`, so that the Auto classes refuse the folder where this package is not there, instead of
 leaving weights out. A class that is named, such as `LlamaForCausalLM`, leaves them out, with a warning.
@@ -16,6 +19,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from metatokens.errors import UserError
@@ -84,7 +88,22 @@ class MetaTokensConfig(PreTrainedConfig):
         return classes_of(model, CONFIG_MAPPING[base])[1].from_dict(given, **kwargs)
 
 
-class MetaModel(MetaVocabulary, MetaTokenGenerationMixin):
+class MetaBody(MetaVocabulary):
+    """Mixin for a model with a retrofitted decoder in it: it has meta-attention."""
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any):
+        model: Any = super()
+        model.__init__(config, *args, **kwargs)
+        install(self)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """As `MetaVocabulary`'s; the head, which may be another module then, leaves out what it did."""
+        table = super().resize_token_embeddings(*args, **kwargs)
+        connect_head(self)
+        return table
+
+
+class MetaModel(MetaBody, MetaTokenGenerationMixin):
     """Mixin for a language model: it has meta-attention, never predicts a meta-token, and inserts them by policy.
 
     Attributes:
@@ -93,21 +112,11 @@ class MetaModel(MetaVocabulary, MetaTokenGenerationMixin):
 
     base_is_elsewhere = False
 
-    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any):
-        super().__init__(config, *args, **kwargs)
-        install(self)
-
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         """As the base's, but a meta-token among the labels counts as -100, in `shift_labels` too."""
         if labels is not None:
             labels, kwargs = without_meta_tokens(labels, self.config.meta_token_id, kwargs)
         return super().forward(*args, labels=labels, **kwargs)
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """As `MetaVocabulary`'s; the head, which may be another module then, leaves out what it did."""
-        table = super().resize_token_embeddings(*args, **kwargs)
-        connect_head(self)
-        return table
 
     def push_to_hub(
         self,
@@ -138,18 +147,59 @@ class MetaModel(MetaVocabulary, MetaTokenGenerationMixin):
         return super()._upload_modified_files(working_dir, *args, **kwargs)
 
 
+class NoClass:
+    """What an Auto class finds for a retrofitted model that it cannot load with meta-attention."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError("this Auto class has no class with meta-attention for the model; load it as a language model.")
+
+    _from_config = from_pretrained
+
+
 @functools.cache
 def classes_of(model: Any, config: Any) -> tuple[Any, Any]:
-    """A base's classes with the mixins, known to `AutoModelForCausalLM`."""
-    meta_model, meta_config = derived(MetaModel, model), derived(MetaConfig, config)
-
-    @functools.wraps(model.forward)  # transformers reads the names of its arguments
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return MetaModel.forward(self, *args, **kwargs)
-
-    meta_model.forward, meta_model.config_class = forward, meta_config
-    AutoModelForCausalLM.register(meta_config, meta_model, exist_ok=True)
+    """A base's classes with the mixins, known to the Auto classes; a language model also to `AutoModelForCausalLM`."""
+    meta_config = _config_of(config)
+    meta_model = _class_of(model, meta_config)
+    if issubclass(meta_model, MetaModel):
+        AutoModelForCausalLM.register(meta_config, meta_model, exist_ok=True)
     return meta_model, meta_config
+
+
+@functools.cache
+def _config_of(config: Any) -> Any:
+    """A base's class of configurations with the mixin. Each Auto class that has a class for the base gets one for it.
+
+    An Auto class finds classes by the configuration's name, and so would load the base otherwise.
+    """
+    meta_config = derived(MetaConfig, config)
+    for name, auto in vars(modeling_auto).items():
+        if name.startswith("AutoModel") and (found := auto._model_mapping.get(config, None)) is not None:
+            model = found[0] if isinstance(found, tuple) else found
+            # Some have a class for the text's part of a configuration, or run an encoder too.
+            is_right = model.config_class is config and not config.is_encoder_decoder
+            auto.register(meta_config, _class_of(model, meta_config) if is_right else NoClass, exist_ok=True)
+    return meta_config
+
+
+@functools.cache
+def _class_of(model: Any, meta_config: Any) -> Any:
+    meta_model = derived(MetaModel if model.can_generate() else MetaBody, model)
+    meta_model.config_class = meta_config
+    if model.can_generate():
+
+        @functools.wraps(model.forward)  # transformers reads the names of its arguments
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return MetaModel.forward(self, *args, **kwargs)
+
+        meta_model.forward = forward
+    return meta_model
 
 
 def decoder_of(model: PreTrainedModel) -> tuple[Any, Any]:
@@ -207,8 +257,13 @@ def install(model: Any) -> None:
 
     They are in float32 where the base is in half precision, and otherwise as the base.
     """
+    connect_head(model)
     settings = MetaSettings(**model.config.meta_attention)
     decoder, blocks = decoder_of(model)
+    # Read where a model is loaded quantised, which these layers are not to be.
+    model._keep_in_fp32_modules |= {f"meta_attention.attention.{name}" for name in ("qkv_proj", "out_proj")}
+    if hasattr(decoder, "meta_settings"):  # by `AutoModel`, which a model with another head may be made from
+        return
     decoder.meta_settings = settings
     decoder.register_forward_pre_hook(find_rows, with_kwargs=True)
     decoder.register_forward_hook(forget_rows, always_call=True)
@@ -217,9 +272,6 @@ def install(model: Any) -> None:
     dtype = torch.promote_types(table.weight.dtype, torch.float32)
     _give(table, MetaEmbedding)
     table.meta_token, table.meta_token_id = MetaRow(settings.hidden_size).to(dtype), model.config.meta_token_id
-    connect_head(model)
-    # Read where a model is loaded quantised, which these layers are not to be.
-    model._keep_in_fp32_modules |= {f"meta_attention.attention.{name}" for name in ("qkv_proj", "out_proj")}
     for index, site in zip(settings.layers, settings.sites, strict=True):
         block = blocks[index]
         _give(block, MetaBlock)
@@ -229,7 +281,9 @@ def install(model: Any) -> None:
 
 
 def connect_head(model: Any) -> None:
-    """Have the output head leave out the meta-token and the rows that no text uses."""
+    """Have the output head, if there is one, leave out the meta-token and the rows that no text uses."""
+    if not isinstance(model, MetaModel):
+        return
     head = model.get_output_embeddings()
     if not hasattr(head, "meta_token_id"):
         head.register_forward_hook(leave_out)

@@ -1,0 +1,140 @@
+"""Every type of decoder that transformers has, built small from what its configuration class declares.
+
+A name is a model type, such as `llama`, for what `AutoModelForCausalLM` makes of it; with `:images` behind it, for what
+`AutoModelForImageTextToText` makes of it, or else `AutoModelForMultimodalLM`, where that is another class.
+"""
+
+import re
+from dataclasses import fields
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
+
+ROWS, WIDTH, LAYERS, HEADS, HEAD = 320, 64, 3, 4, 16
+IMAGES = ":images"
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+# By the names of what a configuration class declares.
+_SIZES = {
+    r"vocab_size|vocab_size_per_layer_input|decoder_vocab_size|tgt_vocab_size|src_vocab_size": ROWS,
+    r"hidden_size|d_model|n_embd|embed_dim|dim|embedding_size|word_embed_proj_dim|out_hidden_size|text_hidden_size|"
+    r"projection_dim|encoder_hidden_size|(in|out)put_embedding_size|embedding_dim|hidden_dim|lru_width|emb_dim|"
+    r"attention_hidden_size|projector_(in|out)put_dim|hidden_size_global|text_embed_dim|d_embed|decoder_hidden_size|"
+    r"image_text_hidden_size|output_dim_proj|vision_hidden_size": WIDTH,
+    r"num_hidden_layers|n_layers?|num_layers|depth|(en|de)coder_layers|num_(en|de)coder_layers|n_layer": LAYERS,
+    r"num_attention_heads|n_heads?|num_heads|(en|de)coder_attention_heads|attention_heads|"
+    r"num_(en|de)coder_attention_heads|num_sliding_attention_heads|swa_num_attention_heads": HEADS,
+    r"num_key_value_heads|num_kv_heads|swa_num_key_value_heads|kv_n_heads|num_query_groups|"
+    r"num_global_key_value_heads": 2,
+    r"head_dim|global_head_dim|v_head_dim|d_kv|d_head|attention_head_size|attention_head_dim|swa_head_dim|dim_head|"
+    r"index_head_dim|kv_channels|linear_(key|value)_head_dim|linear_head_dim|swa_v_head_dim": HEAD,
+    r"qk_rope_head_dim|qk_nope_head_dim|rotary_dim": 8,
+    r"qk_head_dim": 16,
+    r"kv_lora_rank|q_lora_rank|o_lora_rank": 16,
+    r"intermediate_size|.*ffn_dim|ffn_hidden_size|.*_intermediate_size|n_inner|d_ff|dff|dim_ff|d_inner|mlp_dim|"
+    r"intermediate_size_mlp|feed_forward_size|ff_dim|moe_hidden_size|share_expert_dim": 96,
+    r"num_experts|num_local_experts|n_routed_experts|moe_num_experts": 4,
+    r"num_experts_per_tok(en)?|moe_k|moe_topk|moe_top_k|top_k_experts": 2,
+    r"n_group|topk_group|num_expert_group": 1,
+    r"n_shared_experts|num_shared_experts|moe_num_shared_experts": 1,
+    r"max_position_embeddings|n_positions|max_seq_len|n_ctx|context_length|max_target_positions|model_max_length": 256,
+    r"sliding_window(_size)?|attention_window_size|local_attention": 8,
+    r"linear_num_value_heads": 4,
+    r"linear_num_key_heads": 2,
+    r"linear_num_heads": 4,
+    r"index_n_heads": 2,
+    r"index_topk": 8,
+    r"(mamba_)?chunk_size": 8,
+    r"image_size|img_size": 32,
+    r"patch_size": 8,
+    r"hidden_size_per_layer_input": 8,
+    r"num_kv_shared_layers|num_nextn_predict_layers": 0,
+    r"first_k_dense_replace|num_dense_layers": 1,
+}
+# What else a type asks for.
+FURTHER: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "chameleon": {"vocabulary_map": {"<image>": 4}},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 4},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 4},
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "xmod": {"default_language": "en_XX"},
+}
+
+# What a configuration class leaves open, and its model asks for.
+_NEEDED = r"head_dim|num_key_value_heads|num_experts_per_tok|n_routed_experts|n_shared_experts"
+
+
+def smaller(name: str, value: Any, length: int | None) -> Any:
+    """What a small model has in place of a value; the value where it may stay."""
+    if value is None and re.fullmatch(_NEEDED, name):
+        value = ROWS
+    if name == "rope_parameters" and isinstance(value, dict) and "rope_type" in value:  # read by some models alone
+        half = int(HEAD // 2 * value.get("partial_rotary_factor", 1))
+        return value | {"mrope_section": [half - half // 3 * 2, half // 3, half // 3]}
+    if isinstance(value, bool) or value is None:
+        return value
+    for pattern, size in _SIZES.items():
+        if isinstance(value, int) and re.fullmatch(pattern, name):
+            return min(size, value) if value > 0 else value
+    if name in _TOKENS:
+        return _TOKENS.index(name)
+    if name == "forced_eos_token_id":
+        return None
+    if isinstance(value, int) and re.fullmatch(r".*(_token_id|_token_index|_id|_index)", name) and value >= ROWS:
+        return 3 + sum(name.encode()) % 300
+    if isinstance(value, list | tuple) and length and len(value) == length and len(value) > LAYERS:
+        kinds = list(dict.fromkeys(map(str, value)))
+        first = [next(one for one in value if str(one) == kind) for kind in kinds[:LAYERS]]
+        return type(value)([*first, *value[: LAYERS - len(first)]])
+    return value
+
+
+def shrunk(config_class: type[PreTrainedConfig], further: dict[str, Any]) -> PreTrainedConfig:
+    """A small configuration of a class, by the names of what it declares; with `further` settings."""
+    usual = vars(config_class())
+    names = (config_class.attribute_map.get("num_hidden_layers"), "num_hidden_layers", "num_layers")
+    length = next((usual[name] for name in names if name in usual), None)
+    declared = {field.name for field in fields(config_class)} - {field.name for field in fields(PreTrainedConfig)}
+    given: dict[str, Any] = {}
+    for name in (
+        declared | config_class.sub_configs.keys() | usual.keys() & {"bos_token_id", "eos_token_id", "pad_token_id"}
+    ):
+        value = usual.get(name)
+        if isinstance(value, PreTrainedConfig):
+            given[name] = shrunk(type(value), further.get(name, {}))
+        elif (small := smaller(name, value, length)) is not value:
+            given[name] = small
+    if "kv_lora_rank" in declared:  # keys and values are made anew for each head
+        given["num_key_value_heads"] = HEADS
+    return config_class(**given | {name: one for name, one in further.items() if name not in config_class.sub_configs})
+
+
+def small(name: str) -> PreTrainedConfig:
+    """A small configuration by name."""
+    model_type = name.removesuffix(IMAGES)
+    return shrunk(CONFIG_MAPPING[model_type], FURTHER.get(model_type, {}))
+
+
+def auto_class(name: str) -> Any:
+    """The Auto class that makes a model of a configuration."""
+    if not name.endswith(IMAGES):
+        return AutoModelForCausalLM
+    is_known = name.removesuffix(IMAGES) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if is_known else AutoModelForMultimodalLM
+
+
+def every_name() -> list[str]:
+    """All types, where two of them do not have one class."""
+    with_images = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    further = with_images.items() - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    return sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(f"{name}{IMAGES}" for name, _ in further)])

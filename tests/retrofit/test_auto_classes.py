@@ -1,0 +1,139 @@
+"""The Auto classes on the folder of a retrofitted model: each has meta-attention, or refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+
+from metatokens import add_meta_attention
+from metatokens.data.tokenizer import load_tokenizer
+from metatokens.errors import UserError
+from tests.retrofit.architectures import META, base, logits, retrofitted, train_like, with_meta_tokens
+
+CORPUS = [
+    "the cat sat on a mat while two dogs ran over green hills and a river in spring; nobody saw how they came back"
+]
+HEADS = {
+    "llama": [AutoModelForSequenceClassification, AutoModelForTokenClassification],
+    "gpt2": [AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoModelForQuestionAnswering],
+    "bloom": [AutoModelForSequenceClassification, AutoModelForTokenClassification],
+    "gemma3_text": [AutoModelForSequenceClassification],
+}
+
+
+@torch.no_grad()
+def hidden(model: PreTrainedModel) -> Tensor:
+    """Of the last block, behind its norm."""
+    body = getattr(model, model.base_model_prefix, model)
+    return body(with_meta_tokens(), use_cache=False).last_hidden_state
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_decoder_without_its_head_or_with_another(name: str, tmp_path: Path) -> None:
+    model = retrofitted(name)
+    model.save_pretrained(tmp_path / "model")
+    for auto in (AutoModel, *HEADS[name]):
+        loaded, report = auto.from_pretrained(tmp_path / "model", output_loading_info=True)
+        assert not any("meta" in key for key in (*report["missing_keys"], *report["unexpected_keys"]))
+        assert torch.equal(hidden(loaded.eval()), hidden(model))
+        loaded.save_pretrained(tmp_path / "again")
+        again = auto.from_pretrained(tmp_path / "again").eval()
+        assert type(again) is type(loaded)
+        assert again.config.architectures == [type(loaded).__name__]
+        for key, weight in loaded.state_dict().items():
+            assert torch.equal(again.state_dict()[key], weight), key
+        assert torch.equal(hidden(again), hidden(model))
+        assert torch.equal(hidden(AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()), hidden(model))
+        assert "meta_attention" in str(auto.from_config(model.config))
+
+
+def test_the_pipeline_of_features(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("train:300", corpus=CORPUS)
+    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>")
+    model = train_like(add_meta_attention(base("llama"), plain, heads=2, head_size=16))
+    model.save_pretrained(tmp_path)
+    plain.save_pretrained(tmp_path)
+    features = pipeline("feature-extraction", model=str(tmp_path), return_tensors=True)
+    text = f"the cat{plain.meta_token} sat on{plain.meta_token} a mat"
+    with torch.no_grad():
+        expected = model.model(**plain(text, return_tensors="pt")).last_hidden_state
+    assert torch.equal(features(text), expected)
+    start = add_meta_attention(base("llama"), plain, heads=2, head_size=16)
+    with torch.no_grad():
+        assert not torch.equal(start.model(**plain(text, return_tensors="pt")).last_hidden_state, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
+def test_adapters_of_peft_for_classes_of_texts(tmp_path: Path) -> None:
+    retrofitted("llama").save_pretrained(tmp_path / "model")
+    load = AutoModelForSequenceClassification.from_pretrained
+    lora = LoraConfig(
+        task_type="SEQ_CLS", target_modules=["q_proj"], modules_to_save=["meta_attention", "meta_token", "score"]
+    )
+    torch.manual_seed(0)
+    adapted = get_peft_model(load(tmp_path / "model", num_labels=3), lora)
+    options = {"lr": 0.01}
+    optimizer = torch.optim.SGD([one for one in adapted.parameters() if one.requires_grad], **options)
+    before = {name: one.clone() for name, one in adapted.named_parameters()}
+    adapted(with_meta_tokens(), labels=torch.tensor([0, 2])).loss.backward()
+    optimizer.step()
+    moved = {name for name, one in adapted.named_parameters() if not torch.equal(one, before[name])}
+    for part in ("lora_B", "out_proj.modules_to_save", "meta_token.modules_to_save", "score.modules_to_save"):
+        pattern = part.split(".")
+        assert any(all(piece in name for piece in pattern) for name in moved), part
+    adapted.save_pretrained(tmp_path / "adapter")
+    torch.manual_seed(1)
+    again = PeftModel.from_pretrained(load(tmp_path / "model", num_labels=3), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        assert torch.equal(again(with_meta_tokens()).logits, adapted.eval()(with_meta_tokens()).logits)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama4:images", "qwen2_vl:images", "llava:images"])
+def test_a_model_of_text_and_images(name: str, tmp_path: Path) -> None:
+    model = retrofitted(name)
+    model.save_pretrained(tmp_path)
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM):
+        loaded = auto.from_pretrained(tmp_path).eval()
+        assert type(loaded) is type(model)
+        assert torch.equal(logits(loaded, with_meta_tokens()), logits(model, with_meta_tokens()))
+    body = AutoModel.from_pretrained(tmp_path).eval()
+    same = model if type(body) is type(model) else model.base_model  # it is the whole model in Llama 4
+    with torch.no_grad():
+        assert torch.equal(body(with_meta_tokens(), use_cache=False)[0], same(with_meta_tokens(), use_cache=False)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "auto"),
+    [
+        ("bart", AutoModel),  # which runs an encoder too
+        ("bart", AutoModelForSeq2SeqLM),
+        ("bart", AutoModelForSequenceClassification),
+        ("llama4:images", AutoModelForTextEncoding),  # which takes the configuration of the text's part
+    ],
+)
+def test_what_cannot_have_it_is_refused(name: str, auto: Any, tmp_path: Path) -> None:
+    model = retrofitted(name)
+    model.save_pretrained(tmp_path)
+    for load in (auto.from_pretrained, lambda folder: auto.from_config(model.config)):
+        with pytest.raises(UserError, match="no class with meta-attention for the model; load it as a language model"):
+            load(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(loaded, with_meta_tokens()), logits(model, with_meta_tokens()))
+    assert (loaded(with_meta_tokens()).logits[..., META] == -1e4).all()
