@@ -125,8 +125,10 @@ def test_blocks_that_are_run_are_found() -> None:
     has_sh = {page for page, languages in found.items() if "sh" in languages}
     has_python = {page for page, languages in found.items() if "python" in languages}
     how_to = {"any_decoder", "look_inside", "pretrain", "finetune", "continue_gpt2", "longer_contexts", "reproduce"}
+    how_to |= {"landmarks"}
     assert has_sh == {"README", "getting_started", *how_to}
-    assert has_python == {"README", "getting_started", "any_decoder", "look_inside", "continue_gpt2", "other_libraries"}
+    others = {"getting_started", "any_decoder", "look_inside", "continue_gpt2", "other_libraries", "landmarks"}
+    assert has_python == {"README", *others}
     assert set(chain.from_iterable(found.values())) <= {"python", "sh", "console", "text", "json", "yaml"}
     readme = "\n".join(text for language, text in blocks(ROOT / "README.md") if language == "sh")
     assert [command.split()[0] for command in commands(readme)] == [

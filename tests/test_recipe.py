@@ -115,7 +115,11 @@ def test_an_override_may_open_a_section(tmp_path: Path) -> None:
         ("training.decay_steps=5", "training.decay_steps is 5, less than training.max_steps"),
         ("training.adam_beta2=1", "training.adam_beta2 is 1: input should be less than 1."),
         ("training=3", "training is 3: input should be a valid dictionary"),
-        ("data.placement=random", "data.placement is 'random': input should be 'uniform', 'periodic' or 'none'."),
+        (
+            "data.placement=random",
+            "data.placement is 'random': give uniform, periodic, none, line, paragraph, sentence or every:N, such as",
+        ),
+        ("data.placement=every:0", "data.placement is 'every:0': give uniform, "),
         ("model.position_embedding=alibi", "input should be 'learned', 'rope' or 'none'."),
         ("training.max_steps", "--set 'training.max_steps' is not of the form section.key=value."),
         ("=3", "--set '=3' is not of the form section.key=value."),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from metatokens.analysis.activations import run_with_cache
     from metatokens.data.collating import MetaTokenCollator
     from metatokens.data.insertion import insert_meta_tokens
+    from metatokens.data.landmarks import Landmarks
     from metatokens.data.prompts import encode_prompt
     from metatokens.looking.look import Look, look
     from metatokens.model.cache import MetaTokenCache
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from metatokens.model.retrofit.surgery import add_meta_attention
 
 _HOMES = {
+    "Landmarks": "metatokens.data.landmarks",
     "Look": "metatokens.looking.look",
     "MetaGPT2Config": "metatokens.model.modeling",  # which makes the model's class known too
     "MetaGPT2ForCausalLM": "metatokens.model.modeling",
@@ -44,6 +46,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Landmarks",
     "Look",
     "MetaGPT2Config",
     "MetaGPT2ForCausalLM",

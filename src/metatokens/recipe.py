@@ -5,6 +5,7 @@ The recipes that come with the package can be named without a path: `demo`, `dem
 """
 
 import copy
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.resources import files
@@ -25,6 +26,26 @@ _NEVER = 2**30  # steps over which a rate decays that is to stay as it is
 _PACKAGED = files("metatokens") / "recipes"
 
 
+def landmark_rule(rule: str) -> str:
+    """The rule for landmarks that is given.
+
+    Raises:
+        UserError: if it is none.
+    """
+    return _one_of(rule, "the rule for landmarks")
+
+
+def _placement(placement: str) -> str:
+    return _one_of(placement, "data.placement", "uniform", "periodic", "none")
+
+
+def _one_of(given: str, name: str, *others: str) -> str:
+    if given not in others and not re.fullmatch("line|paragraph|sentence|every:[1-9][0-9]{0,5}", str(given)):
+        names = ", ".join((*others, "line", "paragraph", "sentence"))
+        raise UserError(f"{name} is {given!r}: give {names} or every:N, such as every:10.")
+    return given
+
+
 def _ascending(ends: tuple[int, int]) -> tuple[int, int]:
     if ends[0] > ends[1]:
         raise ValueError(f"{ends[0]} to {ends[1]} is no range: the least comes first")
@@ -43,7 +64,8 @@ class DataSettings(_Settings):
     tokenizer: str | None = None  # a tokenizer: a folder, or gpt2
     block_size: Annotated[int, Field(ge=2)] = 1024  # positions of a block, meta-tokens included
     fraction: float = 0.1  # of the block's positions that are meta-tokens: the paper's k, in [0, 0.5]
-    placement: Literal["uniform", "periodic", "none"] = "uniform"
+    # uniform, periodic or none; or a rule for landmarks (see `Landmarks`), which does not use the fraction.
+    placement: Annotated[str, AfterValidator(_placement)] = "uniform"
 
 
 class ModelSettings(_Settings):
@@ -191,6 +213,8 @@ class TaskSettings(_Settings):
     stages: tuple[StageSettings, ...] = ()  # before them, with prompts of at most the first of these lengths
     train_steps: tuple[Positive, ...] | None = None  # of each train length; training.max_steps each where not given
     condition: Literal["paper", "landmark", "none", "decoy"] = "paper"
+    # The rule for landmarks in the prompts of a user's own records, see `Landmarks`.
+    landmarks: Annotated[str, AfterValidator(landmark_rule)] | None = None
     examples: Positive = 90_000
     loss_on: Literal["answer", "sequence"] = "answer"
 
@@ -337,7 +361,7 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> str:
     first = error.errors()[0]
     key = " ".join(".".join(str(part) for part in first["loc"]).split())
     if first["type"] == "value_error":  # of settings that do not fit each other
-        return f"{first['msg'].removeprefix('Value error, ')}."
+        return f"{first['msg'].removeprefix('Value error, ').rstrip('.')}."
     if first["type"] == "missing":
         return f"{key} is missing."
     if first["type"] != "extra_forbidden":

@@ -65,3 +65,23 @@ def test_own_records_are_trained_on_and_measured(
     answers = [json.loads(line) for line in Path("parity.jsonl").read_text().splitlines()]
     values = [line["value"] for line in map(json.loads, output.splitlines()) if line["metric"] == "exact_match"]
     assert values == [sum(answer["exact"] for answer in answers[start : start + 6]) / 6 for start in (0, 6)]
+
+
+def test_records_with_landmarks_are_trained_on_and_measured_alike(
+    workplace: Path, small_model: Callable[..., Path], metatokens: Run
+) -> None:
+    records = [{"prompt": "the cat\nsat", "completion": " hills"}, {"prompt": "two dogs. Over", "completion": " river"}]
+    Path("own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tune = f"finetune --model {small_model()} --data own.jsonl --eval-data own.jsonl --set training.max_steps=2"
+    status, output, error = metatokens(f"{tune} --landmarks line --out tuned")
+    assert status == 0, error
+    printed = [json.loads(line) for line in output.splitlines()]
+    assert {line["condition"] for line in printed} == {"line"}
+    assert json.loads(Path("tuned/settings.json").read_text())["recipe"]["task"]["landmarks"] == "line"
+    status, output, error = metatokens(f"{tune} --landmarks sentence --out tuned")
+    assert (status, "task.landmarks was 'line' and is now 'sentence'" in error) == (2, True)
+
+    status, output, _ = metatokens("evaluate --model tuned/data --data own.jsonl --landmarks line")
+    assert status == 0
+    again = [json.loads(line) for line in output.splitlines()]
+    assert [(line["value"], line["condition"]) for line in again] == [(line["value"], "line") for line in printed]

@@ -67,6 +67,14 @@ def test_a_prompt_with_meta_tokens(
     whole = metatokens(f"{generate} --marker _PAUSE_ --show-meta --meta-every 2 '{text}'")[1]
     assert whole.count("<|meta|>") == 4  # two of the prompt, behind the second and the fourth token
 
+    told = metatokens(f"{generate} --marker _PAUSE_ --show-meta --landmarks every:1 '{text}'")[1]
+    assert told.startswith("".join(f"{tokenizer.decode(one)}<|meta|>" for one in ids[0] if one != ids.max()))
+    status, output, error = metatokens(f"{generate} --show-meta --landmarks line 'the cat\nsat'")
+    assert (status, output.startswith("the cat\n<|meta|>sat"), error) == (0, True, "")
+    assert (
+        metatokens(f"{generate} --landmarks line 'the cat'")[2] == "landmarks by line have no place in this prompt.\n"
+    )
+
     lines = [{"prompt": text, "markers": [7, 19]}, {"prompt": text}, {"prompt": "the", "completion": " cat"}]
     Path("prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     status, output, error = metatokens(f"{generate} --data prompts.jsonl")
@@ -75,5 +83,8 @@ def test_a_prompt_with_meta_tokens(
     assert answers[0] == {"prompt": text, "markers": [7, 19], "continuation": expected}
     assert [answer["prompt"] for answer in answers] == [text, text, "the"]
     assert text + answers[1]["continuation"] + "\n" == metatokens(f"{generate} '{text}'")[1]
+    Path("lines.jsonl").write_text(json.dumps({"prompt": "the cat\nsat _PAUSE_\nthe", "markers": [11]}))
+    with_lines = json.loads(metatokens(f"{generate} --data lines.jsonl --show-meta --landmarks line")[1])["with_meta"]
+    assert with_lines.startswith("the cat\n<|meta|>sat<|meta|>\n<|meta|>the")
     (first, *_) = metatokens(f"{generate} --data prompts.jsonl --show-meta")[1].splitlines()
     assert json.loads(first)["with_meta"] == shown.strip()

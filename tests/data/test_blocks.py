@@ -10,7 +10,9 @@ import pytest
 from scipy.stats import chi2
 from torch.utils.data import DataLoader
 
+from metatokens.data import blocks
 from metatokens.data.blocks import BlockDataset
+from metatokens.data.landmarks import Landmarks
 from metatokens.errors import UserError
 from tests.data.small_corpora import flip_a_bit, shards_of, text_of
 
@@ -41,6 +43,42 @@ def test_items_have_block_size_ids_and_labels(store):
     assert item["input_ids"].dtype == item["labels"].dtype == np.int64
     assert (item["input_ids"] == 300).sum() == 4
     assert (item["labels"] != -100).sum() == 35
+
+
+@pytest.mark.parametrize("rule", ["line", "every:7"])
+@pytest.mark.parametrize("sizes", [(1024, 2**20), (16, 2**20), (1, 9)], ids=str)
+def test_blocks_by_a_rule_hold_the_text_with_its_landmarks_once_an_epoch(rule, sizes, sharded_store, monkeypatch):
+    monkeypatch.setattr(blocks, "STRETCH", sizes[0])
+    monkeypatch.setattr(blocks, "STRETCHES", sizes[1])
+    ids = sharded_store.tokens("train")[:].tolist()
+    whole = Landmarks(sharded_store.tokenizer, rule).put_into(ids)
+    windows = [tuple(whole[start : start + 40]) for start in range(0, len(whole) - 39, 40)]
+    dataset = make_dataset(sharded_store, placement=rule, epochs=2)
+    n = len(windows)
+    assert len(dataset) == 2 * n
+    items = [dataset[index] for index in range(2 * n)]
+    for epoch in (items[:n], items[n:]):
+        assert Counter(tuple(item["input_ids"].tolist()) for item in epoch) == Counter(windows)
+    assert [item["input_ids"].tolist() for item in items[:n]] != [item["input_ids"].tolist() for item in items[n:]]
+    counts = {(item["input_ids"] == 300).sum() for item in items}
+    assert len(counts) > 1 or rule == "every:7"
+    for item in items:
+        assert item["input_ids"].dtype == item["labels"].dtype == np.int64
+        is_text = item["input_ids"] != 300
+        first = np.flatnonzero(is_text)[0]
+        expected = np.where(is_text & (np.arange(40) != first), item["input_ids"], -100)
+        assert item["labels"].tolist() == expected.tolist()
+    assert everything(make_dataset(sharded_store, placement=rule, seed=0, epochs=2), [n + 3, 5]) == [
+        (items[index]["input_ids"].tolist(), items[index]["labels"].tolist()) for index in (n + 3, 5)
+    ]
+
+
+def test_a_text_of_any_length_is_counted_in_as_much_memory(store, monkeypatch):
+    monkeypatch.setattr(blocks, "STRETCH", 8)
+    monkeypatch.setattr(blocks, "STRETCHES", 50)
+    dataset = make_dataset(store, placement="line")
+    assert len(store.tokens("train")) > 5_000
+    assert len(dataset._tokens._starts) <= 51
 
 
 def everything(dataset, indices=None):
@@ -94,8 +132,9 @@ def test_every_window_is_as_likely_at_any_place(store):
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python's own, about forking with threads
-def test_the_number_of_workers_changes_nothing(store):
-    dataset = make_dataset(store, epochs=2)
+@pytest.mark.parametrize("placement", ["uniform", "line"])
+def test_the_number_of_workers_changes_nothing(placement, store):
+    dataset = make_dataset(store, placement=placement, epochs=2)
     runs = [
         [
             (ids.tolist(), labels.tolist())
@@ -107,11 +146,12 @@ def test_the_number_of_workers_changes_nothing(store):
     assert runs[0] == runs[1] == everything(dataset)
 
 
-def test_a_worker_receives_a_path_and_needs_no_torch(store, tmp_path):
-    dataset = make_dataset(store)
+@pytest.mark.parametrize(("placement", "most"), [("uniform", 1000), ("line", 10_000)])  # with the vocabulary's pieces
+def test_a_worker_receives_a_path_and_needs_no_torch(placement, most, store, tmp_path):
+    dataset = make_dataset(store, placement=placement)
     first = dataset[0]["input_ids"].tolist()  # the file is open now
     pickled = pickle.dumps(dataset)
-    assert len(pickled) < 1000
+    assert len(pickled) < most
     (tmp_path / "dataset.pickle").write_bytes(pickled)
     code = """if True:
         import pickle, sys
@@ -137,6 +177,9 @@ def test_a_split_shorter_than_a_block_says_how_much(store):
         ({"fraction": 0.6}, r"0\.6"),
         ({"fraction": -0.1, "placement": "none"}, r"-0\.1"),
         ({"placement": "often"}, "often"),
+        ({"placement": "every:0"}, "every:0"),
+        ({"placement": "every:99999"}, "landmarks by every:99999 have no place in the train split"),
+        ({"placement": "line", "block_size": 100_000}, "too few for one block of 100000, landmarks included"),
     ],
 )
 def test_settings_out_of_range(store, changes, sentence):

@@ -7,16 +7,24 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from metatokens import MetaTokenCollator
+from metatokens.data.tokenizer import META_TOKEN
 from metatokens.errors import UserError
 
 META = 99
+TOKENS = {f"t{number}": number for number in range(90)} | {". ": 90, "\n": 91, "</s>": 92}
+TOKENIZER = PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(WordLevel(TOKENS | {META_TOKEN: META})), eos_token="</s>", meta_token=META_TOKEN
+)
 
 
 @given(ids=st.lists(st.integers(0, 50), max_size=30), every=st.integers(1, 7))
 def test_one_behind_every_so_many(ids: list[int], every: int) -> None:
-    collator = MetaTokenCollator(lambda examples: examples, META, every)
+    collator = MetaTokenCollator(lambda examples: examples, TOKENIZER, f"every:{every}")
     labels, mask = [id_ + 1 for id_ in ids], [id_ % 2 for id_ in ids]
     (made,) = collator(
         [{"input_ids": ids, "labels": labels, "completion_mask": mask, "attention_mask": [1] * len(ids)}]
@@ -33,7 +41,7 @@ def test_one_behind_every_so_many(ids: list[int], every: int) -> None:
 
 
 def test_other_fields_are_left() -> None:
-    collator = MetaTokenCollator(lambda examples: examples, META, 2)
+    collator = MetaTokenCollator(lambda examples: examples, TOKENIZER, "every:2")
     others = {"text": "ab", "weight": 0.5, "images": [1, 2, 3], "words": ["a", "b"], "messages": [{}, {}]}
     (made,) = collator([{"input_ids": [1, 2], **others}])
     assert made == {"input_ids": [1, 2, META], **others}
@@ -41,27 +49,53 @@ def test_other_fields_are_left() -> None:
 
 @pytest.mark.parametrize("make", [list, torch.tensor])
 def test_numbers_with_a_point_keep_it(make: Callable[[list[float]], Any]) -> None:
-    collator = MetaTokenCollator(lambda examples: examples, META, 2)
+    collator = MetaTokenCollator(lambda examples: examples, TOKENIZER, "every:2")
     (made,) = collator([{"input_ids": make([1, 2, 3]), "advantages": make([0.5, 0.25, 1.0])}])
     assert made == {"input_ids": [1, 2, META, 3], "advantages": [0.5, 0.25, 0, 1.0]}
 
 
-@pytest.mark.parametrize(("every", "ids"), [(2, [1, 2, META, 3, META, META]), (None, [1, 2, 3, META])])
-def test_labels_that_a_collator_makes_are_no_meta_tokens(every: int | None, ids: list[int]) -> None:
+@pytest.mark.parametrize(("rule", "ids"), [("every:2", [1, 2, META, 3, META]), (None, [1, 2, 3, META])])
+def test_labels_that_a_collator_makes_are_no_meta_tokens(rule: str | None, ids: list[int]) -> None:
     def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         given = torch.tensor([example["input_ids"] for example in examples])
         return {"input_ids": given, "labels": given}
 
-    batch = MetaTokenCollator(collate, META, every)([{"input_ids": [1, 2, 3, META]}])
+    batch = MetaTokenCollator(collate, TOKENIZER, rule)([{"input_ids": [1, 2, 3, META]}])
     assert batch["input_ids"].tolist() == [ids]
     assert batch["labels"].tolist() == [[-100 if id_ == META else id_ for id_ in ids]]
 
 
+def test_landmarks_by_structure_in_all_fields_of_a_row() -> None:
+    collator = MetaTokenCollator(lambda examples: examples, TOKENIZER, "line")
+    row = {"input_ids": [1, 91, 91, 2, 91, 3, 92], "labels": [-100, 91, 91, 2, 91, 3, 92], "weights": [0.5] * 7}
+    (made,) = collator([row])
+    assert made["input_ids"] == [1, 91, META, 91, 2, 91, META, 3, 92]
+    assert made["labels"] == [-100, 91, -100, 91, 2, 91, -100, 3, 92]
+    assert made["weights"] == [0.5, 0.5, 0, 0.5, 0.5, 0.5, 0, 0.5, 0.5]
+
+
+def test_rows_with_landmarks_are_cut_to_a_length() -> None:
+    collator = MetaTokenCollator(lambda examples: examples, TOKENIZER, "every:2", max_length=4)
+    made = collator([{"input_ids": ids, "labels": ids, "weight": 1} for ids in ([1, 2, 3, 4], [1, 2, 3], [1])])
+    assert [row["input_ids"] for row in made] == [[1, 2, META, 3], [1, 2, META, 3], [1]]
+    assert [row["labels"] for row in made] == [[1, 2, -100, 3], [1, 2, -100, 3], [1]]
+
+
 def test_what_cannot_be_is_refused() -> None:
-    for every in (0, 2.5):
-        with pytest.raises(UserError, match=f"every is {every}; it must be a whole number, at least 1"):
-            MetaTokenCollator(list, META, every)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="meta_token_id is None; give that of a tokenizer with a meta-token"):
-        MetaTokenCollator(list, None, 2)  # type: ignore[arg-type]
+    for rule in ("every:0", "word", 8):
+        with pytest.raises(
+            UserError, match=f"rule for landmarks is {rule!r}: give line, paragraph, sentence or every:N"
+        ):
+            MetaTokenCollator(list, TOKENIZER, rule)  # type: ignore[arg-type]
+    for no_tokenizer in (META, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(TOKENS)))):
+        with pytest.raises(UserError, match="has no meta-token: add_meta_attention gives a tokenizer one"):
+            MetaTokenCollator(list, no_tokenizer, "every:2")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="packed into one"):
-        MetaTokenCollator(list, META, 2)([{"input_ids": [1, 2], "position_ids": [0, 0]}])
+        MetaTokenCollator(list, TOKENIZER, "every:2")([{"input_ids": [1, 2], "position_ids": [0, 0]}])
+
+
+def test_pairs_of_answers_are_refused_with_what_to_do() -> None:
+    pairs = [{"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4]}]
+    with pytest.raises(UserError, match=r"no input_ids, but prompt_ids, chosen_ids, rejected_ids: .*put_into\(ids\)"):
+        MetaTokenCollator(list, TOKENIZER, "every:8")(pairs)
+    assert MetaTokenCollator(list, TOKENIZER)(pairs) == pairs

@@ -72,10 +72,15 @@ def test_what_marks_nothing_is_refused(markers, message, tokenizer):
         encode_prompt(tokenizer, "the cat _PAUSE_", markers)
 
 
-def test_one_behind_every_so_many_tokens(tokenizer):
-    plain, meta = encode_prompt(tokenizer, "owl robin _PAUSE_ crow finch", "_PAUSE_"), tokenizer.meta_token_id
-    filled = encode_prompt(tokenizer, "owl robin _PAUSE_ crow finch", "_PAUSE_", every=3)
-    assert filled[3::4] == [meta] * (len(plain) // 3)
-    assert [one for place, one in enumerate(filled, start=1) if place % 4] == plain
-    with pytest.raises(UserError, match="every is 0; it must be at least 1"):
-        encode_prompt(tokenizer, "owl", every=0)
+def test_landmarks_are_added_to_markers(tokenizer):
+    meta = tokenizer.meta_token_id
+    text = "owl _PAUSE_ robin.\nCrow _PAUSE_\nfinch"
+    marked = encode_prompt(tokenizer, text, "_PAUSE_", landmarks="line")
+    assert marked == ids_of(tokenizer, "owl", " robin.\n", "Crow", "\n", "finch")
+    assert encode_prompt(tokenizer, text, "_PAUSE_", landmarks="sentence") == ids_of(
+        tokenizer, "owl", " robin.", "\nCrow", "\nfinch"
+    )
+    [words] = encode_text(tokenizer, ["owl owl owl owl owl"])
+    assert encode_prompt(tokenizer, "owl owl owl owl owl", landmarks=f"every:{len(words)}") == [*words, meta]
+    with pytest.raises(UserError, match="rule for landmarks is 'every:0'"):
+        encode_prompt(tokenizer, "owl", landmarks="every:0")

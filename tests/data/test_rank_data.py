@@ -34,6 +34,11 @@ every_split = pytest.mark.parametrize(
 )  # fmt: skip
 
 
+def with_landmarks(store: TokenStore) -> BlockDataset:
+    """Three epochs with a landmark behind each sentence."""
+    return BlockDataset(store, "train", **BLOCK | {"placement": "sentence"}, epochs=EPOCHS)
+
+
 @pytest.fixture(scope="module")
 def dataset(small_store: TokenStore) -> BlockDataset:
     """Three epochs, none of which ends where a batch does."""
@@ -84,6 +89,14 @@ def test_a_step_has_the_same_blocks_however_many_ranks_share_it(workers: int, da
     alone = steps(dataset, 1, 0)
     for ranks in (2, 4):
         assert steps(dataset, ranks, workers) == alone
+
+
+def test_blocks_by_a_rule_are_the_same_for_ranks_workers_and_what_goes_on(small_store: TokenStore) -> None:
+    dataset = with_landmarks(small_store)
+    alone = steps(dataset, 1, 0)[:-1]  # what fills the last batch is others' with other ranks
+    assert {ids.count(small_store.manifest.meta_token_id) for step in alone for ids, _ in step} >= {0, 1}
+    assert steps(dataset, 2, 3)[:-1] == alone
+    assert steps(dataset, 4, 1, skip=5)[:-1] == alone[5:]
 
 
 @every_split

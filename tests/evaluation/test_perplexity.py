@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from metatokens.data.insertion import insert_meta_tokens
+from metatokens.data.landmarks import Landmarks
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.evaluation.perplexity import held_out_text, perplexity, unigram_entropy
@@ -81,6 +82,29 @@ def test_meta_tokens_change_the_figure_and_not_what_is_counted(
     assert without.n == with_some.n
     assert without.chance == with_some.chance
     assert without.value != with_some.value
+
+
+@pytest.mark.parametrize("rule", ["sentence", "every:5"])
+def test_landmarks_are_put_into_the_same_text(
+    rule: str, small_store: TokenStore, small_model: Callable[..., Path], text: np.ndarray
+) -> None:
+    landmarks, folder = Landmarks(small_store.tokenizer, rule), small_model()
+    result = perplexity(load_model(folder), text, placement="none", landmarks=landmarks, name="meta", **BLOCK)
+    model = load_model(folder).double()
+    meta, losses, sizes = model.config.meta_token_id, [], set()
+    behind = landmarks(text[: 29 * 20])
+    for row in range(20):
+        ids, places = [], []
+        for token, ends in zip(text[29 * row :][:29].tolist(), behind[29 * row :].tolist(), strict=False):
+            places.append(len(ids))
+            ids += [token, meta] if ends else [token]
+        with torch.no_grad():
+            log_probabilities = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        losses += [-log_probabilities[place - 1, ids[place]].item() for place in places[1:]]
+        sizes.add(len(ids))
+    assert len(sizes) > 1
+    assert result.value == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
+    assert (result.condition, result.n) == (rule, 20 * 28)
 
 
 @pytest.mark.parametrize("placement", ["none", "uniform"])

@@ -66,7 +66,7 @@ def test_sft_trainer_on_a_retrofitted_model(folder: Path, tmp_path: Path) -> Non
     add_meta_attention(model, tokenizer, heads=2, head_size=8)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     trainer = SFTTrainer(model, SFTConfig(str(tmp_path), **TWO_STEPS), train_dataset=texts, processing_class=tokenizer)
-    trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer.meta_token_id, every=3)
+    trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer, "every:3")
     batch = next(iter(trainer.get_train_dataloader()))
     is_meta = batch["input_ids"] == tokenizer.meta_token_id
     assert is_meta[:, 3::4].any(dim=1).all()
@@ -99,7 +99,7 @@ def test_the_loss_of_trl_is_the_models(folder: Path, tmp_path: Path) -> None:
     assert len(table) > ROWS
     texts = Dataset.from_list([{"input_ids": list(range(5, 30))}] * 4)
     trainer = SFTTrainer(model, SFTConfig(str(tmp_path), **TWO_STEPS), train_dataset=texts, processing_class=plain)
-    trainer.data_collator = MetaTokenCollator(trainer.data_collator, plain.meta_token_id, every=3)
+    trainer.data_collator = MetaTokenCollator(trainer.data_collator, plain, "every:3")
     batch = next(iter(trainer.get_train_dataloader()))
     assert (batch["labels"] == -100).sum() == (batch["input_ids"] == plain.meta_token_id).sum() > 0
     own = float(model.eval()(**batch).loss)

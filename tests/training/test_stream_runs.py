@@ -61,6 +61,10 @@ def test_a_model_learns_from_a_stream(streaming: Recipes, tmp_path: Path) -> Non
         (["data.tokens=tokens"], "must name data.tokens, .* or both data.corpus and data.tokenizer"),
         (["data.tokenizer=null"], "must name data.tokens, .* or both data.corpus and data.tokenizer"),
         (["data.tokenizer=train:500"], "would be trained on all of the corpus before the stream begins"),
+        (
+            ["data.placement=sentence"],
+            r"landmarks by sentence need a token store \(data.tokens\), and this is a stream",
+        ),
         (["data.corpus=nowhere/*.txt"], "no file matches the corpus nowhere"),
     ],
 )

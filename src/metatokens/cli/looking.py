@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from metatokens.cli.options import CORPUS, TOKENIZER, Condition, Model, ResultFile, Task, choice
+from metatokens.cli.options import CORPUS, TOKENIZER, Condition, Landmarks, Model, ResultFile, Task, choice
 from metatokens.cli.output import PNG, print_table, say, shows_tables, write_lines, write_own
 from metatokens.errors import UserError
 
@@ -56,6 +56,7 @@ def generate(
             metavar="TEXT", help="What stands for a meta-token in PROMPT, such as _PAUSE_; by default all is text."
         ),
     ] = None,
+    landmarks: Landmarks = None,
     chat: Annotated[
         bool,
         typer.Option("--chat", help="Give PROMPT as a user's message to the chat template; print the answer alone."),
@@ -92,7 +93,7 @@ def generate(
     loaded, tokenizer = load_model(model).eval(), load_tokenizer(str(model))
     if chat and tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {model} has no chat template.")
-    if marker is not None or meta_every is not None:
+    if marker is not None or meta_every is not None or landmarks is not None:
         check_meta_token(loaded.config, tokenizer, model)
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -118,7 +119,7 @@ def generate(
         return new, tokenizer.decode(sequence)
 
     if data is not None:
-        records = read_examples(data, tokenizer, needs_completion=False)
+        records = read_examples(data, tokenizer, needs_completion=False, landmarks=landmarks)
         if any(record.markers for record in records):
             check_meta_token(loaded.config, tokenizer, model)
 
@@ -141,13 +142,15 @@ def generate(
     if chat:
         message = [{"role": "user", "content": prompt}]
         text = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
-        ids = encode_chat(tokenizer, text, marker)
+        ids = encode_chat(tokenizer, text, marker, landmarks=landmarks)
     else:
-        ids = encode_prompt(tokenizer, prompt, () if marker is None else marker)
+        ids = encode_prompt(tokenizer, prompt, () if marker is None else marker, landmarks=landmarks)
     if not ids:
         raise UserError("the prompt is empty.")
     if marker is not None and loaded.config.meta_token_id not in ids:
         raise UserError(f"the marker {marker!r} is not in the prompt.")
+    if landmarks is not None and loaded.config.meta_token_id not in ids:
+        say(f"landmarks by {landmarks} have no place in this prompt.")
     new, whole = continuation(ids)
     if as_json:
         told = {"prompt": prompt, "continuation": new} | ({"with_meta": whole} if show_meta else {})

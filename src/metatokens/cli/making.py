@@ -1,5 +1,6 @@
 """Verbs that make something: stores, models, reports, and everything in order."""
 
+import json
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from metatokens.cli.options import (
     TOKENIZER,
     AsJson,
     FinetuneRecipe,
+    Landmarks,
     Lora,
     Model,
     Out,
@@ -129,6 +131,11 @@ def _lora(given: str | None) -> list[str]:
     return [] if given is None else [f"training.lora_{given}"]
 
 
+def _landmarks(key: str, given: str | None) -> list[str]:
+    """The override of a recipe that `--landmarks` stands for."""
+    return [] if given is None else [f"{key}={json.dumps(given)}"]
+
+
 def pretrain(
     recipe: PretrainRecipe,
     out: Out,
@@ -141,6 +148,7 @@ def pretrain(
             help="Model to start from, which may be a GPT-2: a folder, or hf:NAME from the Hub.",
         ),
     ] = None,
+    landmarks: Landmarks = None,
     lora: Lora = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -151,7 +159,8 @@ def pretrain(
     from metatokens.recipe import PretrainRecipe, load_recipe
     from metatokens.training.pretrain import pretrain
 
-    settings = load_recipe(PretrainRecipe, recipe, [*_lora(lora), *(overrides or ())])
+    own = [*_landmarks("data.placement", landmarks), *_lora(lora)]
+    settings = load_recipe(PretrainRecipe, recipe, [*own, *(overrides or ())])
     with progress_bar("pretrain") as progress:
         trained = pretrain(settings, out, init=init, overwrite=overwrite, progress=progress)
     if not trained:
@@ -165,6 +174,7 @@ def extend(
     out: Out,
     recipe: PretrainRecipe,
     overrides: Set = None,
+    landmarks: Landmarks = None,
     original_length: Annotated[
         int | None,
         typer.Option(metavar="TOKENS", min=1, help="Length that the model was trained at; by default its maximum."),
@@ -179,7 +189,7 @@ def extend(
     from metatokens.recipe import PretrainRecipe, load_recipe
     from metatokens.training.extend import extend
 
-    settings = load_recipe(PretrainRecipe, recipe, overrides or ())
+    settings = load_recipe(PretrainRecipe, recipe, [*_landmarks("data.placement", landmarks), *(overrides or ())])
     with progress_bar("extend") as progress:
         trained = extend(
             model,
@@ -207,6 +217,7 @@ def finetune(
     eval_data: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Held-out records to measure the model on.")
     ] = None,
+    landmarks: Landmarks = None,
     recipe: FinetuneRecipe = "demo_finetune",
     overrides: Set = None,
     lora: Lora = None,
@@ -232,13 +243,15 @@ def finetune(
     if data is not None and train_lengths:
         say("--train-lengths is ignored: the records of --data are trained on as they are, whatever their length.")
     own = [f"task.train_lengths={parse_lengths(train_lengths)}"] if train_lengths else []
-    settings = load_recipe(FinetuneRecipe, recipe, [*own, *_lora(lora), *(overrides or ())])
+    settings = load_recipe(
+        FinetuneRecipe, recipe, [*own, *_landmarks("task.landmarks", landmarks), *_lora(lora), *(overrides or ())]
+    )
     texts = documents_for(task or "", corpus)
     probe: Probing = unprobed
     records: Sequence[Example] = ()
     if eval_data is not None:
         tokenizer = load_tokenizer(str(model))
-        records = read_examples(eval_data, tokenizer)
+        records = read_examples(eval_data, tokenizer, landmarks=settings.task.landmarks)
         probe = partial(held_out_probe, records, tokenizer.eos_token_id)
     with progress_bar("finetune") as progress:
         trained = finetune(
@@ -257,7 +270,7 @@ def finetune(
         say(_finished(out, f"finetune --model {last}"))
     say(f"models: {', '.join(str(path.parent) for path in sorted(out.glob('*/manifest.json')))}")
     if records and is_first_process():
-        about = {"task": None, "condition": None, "name": str(last), **training_of(last)}
+        about = {"task": None, "condition": settings.task.landmarks, "name": str(last), **training_of(last)}
         write_figures(evaluate(load_model(last), {None: records}, **about), None, as_json=as_json)
 
 

@@ -12,6 +12,7 @@ from metatokens.cli.options import (
     AsJson,
     Condition,
     Intervention,
+    Landmarks,
     Model,
     Name,
     Out,
@@ -40,6 +41,7 @@ def evaluate(
     model: Model,
     task: TaskOrData = None,
     data: Annotated[Path | None, typer.Option(metavar="FILE", help=f"Your records to measure on: {RECORDS}.")] = None,
+    landmarks: Landmarks = None,
     lengths: Annotated[
         str, typer.Option(metavar=SEVERAL, help="Longest prompts in tokens, each down to half as many.")
     ] = "128,256,512,1024",
@@ -80,6 +82,8 @@ def evaluate(
         raise UserError(
             f"{given[0]} says which prompts of a task are drawn; the records of --data are read as they are."
         )
+    if data is None and landmarks is not None:
+        raise UserError("--landmarks goes with --data; in a task --condition says where meta-tokens are.")
     check_results_file(out)
     check_results_file(predictions)
     loaded, tokenizer = load_model(model), load_tokenizer(str(model))
@@ -87,9 +91,9 @@ def evaluate(
     tests: dict[Any, list[Example]]
     if task is None:
         assert data is not None
-        records = read_examples(data, tokenizer)
+        records = read_examples(data, tokenizer, landmarks=landmarks)
         check_length(loaded.config, max(len(record.input_ids) - 1 for record in records))
-        tests, shown = {None: records}, None
+        tests, shown = {None: records}, landmarks
     else:
         bins = parse_lengths(lengths)
         check_length(loaded.config, max(bins))
@@ -244,6 +248,7 @@ def perplexity(
     placement: Annotated[
         str, typer.Option(metavar="NAME", **choice("Where meta-tokens are put into a block", *PLACEMENTS))
     ] = "none",
+    landmarks: Landmarks = None,
     max_tokens: Annotated[
         int | None, typer.Option(metavar="TOKENS", min=1, help="Text to read at most; by default all.")
     ] = None,
@@ -255,20 +260,24 @@ def perplexity(
 
     Its perplexity counts the text's tokens alone, not the meta-tokens among them.
     """
+    from metatokens.data.landmarks import Landmarks
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.perplexity import held_out_text, perplexity
     from metatokens.model.checkpoint import load_model
     from metatokens.training.finetune import training_of
 
     check_results_file(out)
-    loaded = load_model(model)
-    text = held_out_text(corpus, load_tokenizer(str(model)), max_tokens)
+    if landmarks is not None and placement != "none":
+        raise UserError("give --placement or --landmarks: meta-tokens are put into a block by one of them.")
+    loaded, tokenizer = load_model(model), load_tokenizer(str(model))
+    text = held_out_text(corpus, tokenizer, max_tokens)
     result = perplexity(
         loaded,
         text,
         block_size=block_size,
         fraction=fraction,
         placement=placement,
+        landmarks=None if landmarks is None else Landmarks(tokenizer, landmarks),
         name=name or str(model),
         source=corpus,
         seed=training_of(model).get("seed", 0),

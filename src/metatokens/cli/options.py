@@ -38,6 +38,7 @@ def _recipe(settings: str, *, of_finetuning: bool) -> Any:
 CORPUS = "builtin, a file or glob (.txt, .jsonl, .gz, .parquet), or hf:NAME:CONFIG"
 TOKENIZER = "gpt2, a folder, or train:N, which trains one of N tokens on the corpus"
 RECORDS = "JSON lines of prompt, markers and completion"
+LANDMARK_RULES = ("line", "paragraph", "sentence", "every:N")
 CONDITIONS = ("paper", "landmark", "none", "decoy", "long_prompt")
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")]
@@ -61,6 +62,12 @@ Model = Annotated[
         metavar="DIR|hf:NAME",
         callback=fetched,
         help="The model: a folder with its tokenizer, hf:NAME from the Hub, or example, which comes along.",
+    ),
+]
+Landmarks = Annotated[
+    str | None,
+    typer.Option(
+        "--landmarks", metavar="RULE", **choice("Put a meta-token into the text behind each", *LANDMARK_RULES)
     ),
 ]
 Name = Annotated[

@@ -2,22 +2,32 @@
 
 import hashlib
 import math
+from typing import cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from metatokens.data.insertion import Placement, insert_meta_tokens, meta_token_count
-from metatokens.data.store import Split, TokenStore
+from metatokens.data.insertion import Placement, insert_meta_tokens, labels_of, meta_token_count
+from metatokens.data.landmarks import AFTER, BEFORE, Landmarks
+from metatokens.data.store import Split, TokenSequence, TokenStore
 from metatokens.errors import UserError
+
+STRETCHES = 2**20  # of a text with landmarks, at most: a number is kept in memory for each
+STRETCH = 1024  # tokens of text, at least
 
 
 class BlockDataset:
     """Training blocks: windows of text, in an order of their own each epoch, with meta-tokens inserted.
 
-    A map-style dataset of `epochs` times N items, N being the whole windows of `block_size - M` ids in the
-    split; epoch and place in it are `divmod(index, N)`. An item depends on the arguments and its index alone:
-    the order of an epoch on (seed, epoch), the meta-tokens on (seed, epoch, window). So neither the number
+    A map-style dataset of `epochs` times N items; epoch and place in it are `divmod(index, N)`. With `uniform`,
+    `periodic` and `none` N is the number of whole windows of `block_size - M` ids in the split. With a rule for
+    landmarks it is the number of whole windows of `block_size` ids in the split with its landmarks: a block has as many
+    meta-tokens as its text has landmarks. An item depends on the arguments and its index alone: the order of an epoch
+    on (seed, epoch), the meta-tokens on (seed, epoch, window), or by a rule on the window alone. So neither the number
     of workers nor a resumed run changes it.
+
+    Attributes:
+        epochs: how often the text is gone through; may be set.
     """
 
     def __init__(
@@ -27,27 +37,35 @@ class BlockDataset:
         *,
         block_size: int,
         fraction: float,
-        placement: Placement,
+        placement: str,
         seed: int,
         epochs: int = 1,
     ) -> None:
-        """See `insert_meta_tokens` for block_size, fraction and placement.
+        """See `insert_meta_tokens` for block_size, fraction and placement, which may be a rule of `Landmarks` too.
+
+        For a rule the split is read once, some ten million tokens a second; `fraction` is not used.
 
         Raises:
-            UserError: if the split is shorter than a block, or a setting is out of its range.
+            UserError: if the split is shorter than a block or has no landmark, or a setting is out of its range.
         """
         if block_size < 2:
             raise UserError(f"the block size is {block_size}, but must be 2 or more.")
-        count = meta_token_count(block_size, fraction, placement)
-        self._tokens = store.tokens(split)
+        self._tokens: TokenSequence | _TextWithLandmarks = store.tokens(split)
+        if placement in get_args(Placement):
+            count = meta_token_count(block_size, fraction, placement)
+            what = f"{block_size} ({block_size - count} of text, {count} meta-tokens)"
+        else:
+            count, what = 0, f"{block_size}, landmarks included"
+            self._tokens = _TextWithLandmarks(self._tokens, Landmarks(store.tokenizer, placement))
+            if len(self._tokens) == len(store.tokens(split)):
+                raise UserError(f"landmarks by {placement} have no place in the {split} split of {store.path}.")
         self._window_size = block_size - count
         self._windows = len(self._tokens) // self._window_size
         if not self._windows:
             raise UserError(
-                f"the {split} split of {store.path} has {len(self._tokens)} tokens, too few for one block of "
-                f"{block_size} ({self._window_size} of text, {count} meta-tokens)."
+                f"the {split} split of {store.path} has {len(self._tokens)} tokens, too few for one block of {what}."
             )
-        self._epochs = epochs
+        self.epochs = epochs
         self._seed = seed
         self._meta_token_id = store.manifest.meta_token_id
         self._block_size = block_size
@@ -55,21 +73,53 @@ class BlockDataset:
         self._placement = placement
 
     def __len__(self) -> int:
-        return self._epochs * self._windows
+        return self.epochs * self._windows
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64]]:
         epoch, place = divmod(range(len(self))[index], self._windows)
         window = shuffled(place, self._windows, f"{self._seed} {epoch}")
         start = window * self._window_size
+        text = self._tokens[start : start + self._window_size]
+        if isinstance(self._tokens, _TextWithLandmarks):
+            return {"input_ids": text, "labels": labels_of(text, self._meta_token_id)}
         input_ids, labels = insert_meta_tokens(
-            self._tokens[start : start + self._window_size],
+            text,
             meta_token_id=self._meta_token_id,
             block_size=self._block_size,
             fraction=self._fraction,
-            placement=self._placement,
+            placement=cast(Placement, self._placement),
             generator=np.random.default_rng([self._seed, epoch, window]),
         )
         return {"input_ids": input_ids, "labels": labels}
+
+
+class _TextWithLandmarks:
+    """The ids of a split with its landmarks, of which a slice is made when it is asked for.
+
+    In memory is one number a stretch of text: where it begins among the ids with landmarks.
+    """
+
+    def __init__(self, text: TokenSequence, landmarks: Landmarks) -> None:
+        self._text, self._landmarks = text, landmarks
+        self._size = max(STRETCH, math.ceil(len(text) / STRETCHES))
+        sizes = [len(self._stretch(number)) for number in range(math.ceil(len(text) / self._size))]
+        self._starts = np.cumsum([0, *sizes])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, window: slice) -> npt.NDArray[np.int64]:
+        first, last = np.searchsorted(self._starts, (window.start, window.stop - 1), side="right").tolist()
+        ids = np.concatenate([self._stretch(number) for number in range(first - 1, last)])
+        return ids[window.start - self._starts[first - 1] :][: window.stop - window.start]
+
+    def _stretch(self, number: int) -> npt.NDArray[np.int64]:
+        start = number * self._size
+        before = max(0, start - BEFORE)  # the rule looks at what stands around
+        around = self._text[before : start + self._size + AFTER]
+        behind = np.flatnonzero(self._landmarks(around, before)) + 1 + before - start
+        own = around[start - before :][: self._size]
+        return np.insert(own, behind[(behind > 0) & (behind <= len(own))], self._landmarks.meta_token_id)
 
 
 def shuffled(place: int, size: int, key: str) -> int:

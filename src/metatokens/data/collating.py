@@ -4,38 +4,52 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.insertion import IGNORED_LABEL
+from metatokens.data.landmarks import Landmarks
+from metatokens.data.tokenizer import meta_token_id
 from metatokens.errors import UserError
 
 _POSITIONS = ("position_ids", "seq_lengths")  # of sequences that are packed into one
 
 
 class MetaTokenCollator:
-    """A collator that puts a meta-token behind every so many tokens of each sequence, then calls another collator.
+    """A collator that puts landmarks into each sequence, then calls another collator.
 
     For `transformers.Trainer`, TRL's `SFTTrainer` and their like:
-    `trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer.meta_token_id, every=8)`.
+    `trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer, "sentence")`.
     No meta-token has a label then, not even one that was in the sequence already, since the losses that TRL computes
     by itself would count it.
 
     Args:
         collator: makes a batch of examples.
-        meta_token_id: of the tokenizer.
-        every: tokens of text between two meta-tokens, as `meta_every` of `generate()`; None puts none in.
+        tokenizer: the model's; `add_meta_attention` gives it the meta-token.
+        landmarks: the rule for where they go, see `Landmarks`; None puts none in.
+        max_length: positions after which a sequence with landmarks is cut, since a trainer cuts it before it has them;
+            of a model with a learned table of positions, the table's.
 
     Raises:
-        UserError: if `every` is not a whole number of at least 1, or the tokenizer has no meta-token; on a call, if
-            several sequences are packed into one.
+        UserError: if there is no such rule, or the tokenizer has no meta-token or does not fit the rule; on a call, if
+            an example has no `input_ids`, or several sequences are packed into one.
     """
 
-    def __init__(self, collator: Callable[[list[dict[str, Any]]], Any], meta_token_id: int, every: int | None = None):
-        if type(meta_token_id) is not int:
-            raise UserError(f"meta_token_id is {meta_token_id!r}; give that of a tokenizer with a meta-token.")
-        if every is not None and (type(every) is not int or every < 1):
-            raise UserError(f"every is {every!r}; it must be a whole number, at least 1.")
-        self.collator, self.meta_token_id, self.every = collator, meta_token_id, every
+    def __init__(
+        self,
+        collator: Callable[[list[dict[str, Any]]], Any],
+        tokenizer: PreTrainedTokenizerBase,
+        landmarks: str | None = None,
+        *,
+        max_length: int | None = None,
+    ):
+        if not hasattr(tokenizer, "meta_token_id"):
+            raise UserError(
+                f"the {type(tokenizer).__name__} has no meta-token: add_meta_attention gives a tokenizer one."
+            )
+        self.collator, self.max_length, self.meta_token_id = collator, max_length, meta_token_id(tokenizer)
+        self.landmarks = None if landmarks is None else Landmarks(tokenizer, landmarks)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> Any:
         """The batch of examples with `input_ids` and other fields of as many numbers.
@@ -51,19 +65,19 @@ class MetaTokenCollator:
     def _with_meta_tokens(self, example: Mapping[str, Any]) -> dict[str, Any]:
         if packed := [name for name in _POSITIONS if name in example]:
             raise UserError(f"sequences that are packed into one ({packed[0]}) see one another; train them apart.")
-        if self.every is None:
+        if self.landmarks is None:
             return dict(example)
+        if "input_ids" not in example:
+            raise UserError(
+                f"an example has no input_ids, but {', '.join(example)}: put landmarks into the prompts of such rows "
+                "before they are batched, by Landmarks(tokenizer, rule).put_into(ids)."
+            )
         length = len(example["input_ids"])
+        behind = np.flatnonzero(self.landmarks(example["input_ids"])) + 1
         filled = {"input_ids": self.meta_token_id, "labels": IGNORED_LABEL, "attention_mask": 1}
         own = dict(example)
         for name, given in example.items():
             values = given.tolist() if hasattr(given, "tolist") else given
             if isinstance(values, Sequence) and len(values) == length and all(isinstance(one, Real) for one in values):
-                own[name] = with_meta_tokens(values, filled.get(name, 0), self.every)
+                own[name] = np.insert(values, behind, filled.get(name, 0))[: self.max_length].tolist()
         return own
-
-
-def with_meta_tokens(values: Sequence[Any], value: int, every: int) -> list[Any]:
-    """The values, a further one behind every so many of them."""
-    parts = [values[start : start + every] for start in range(0, len(values), every)]
-    return [one for part in parts for one in (*part, *[value] * (len(part) == every))]

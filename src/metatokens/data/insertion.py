@@ -25,7 +25,7 @@ MAX_FRACTION = 0.5
 IGNORED_LABEL = -100  # what the cross-entropies of torch and transformers leave out
 
 
-def meta_token_count(block_size: int, fraction: float, placement: Placement = "uniform") -> int:
+def meta_token_count(block_size: int, fraction: float, placement: str = "uniform") -> int:
     """The number of meta-tokens in a block: M = floor(k * n), or 0 with placement `none`.
 
     The product is taken in decimal, where 0.29 * 100 is 29; in binary it is 28.999... and gives 28.
@@ -92,6 +92,12 @@ def insert_meta_tokens(
 
     block = np.full(block_size, meta_token_id, dtype=np.int64)
     block[~is_meta] = text
+    return block, labels_of(block, meta_token_id)
+
+
+def labels_of(block: npt.NDArray[np.int64], meta_token_id: int) -> npt.NDArray[np.int64]:
+    """The labels of a block, (positions,): its ids, but -100 at each meta-token and at the first text token."""
+    is_meta = block == meta_token_id
     labels = np.where(is_meta, IGNORED_LABEL, block)
     labels[np.argmin(is_meta)] = IGNORED_LABEL  # the first position that is text
-    return block, labels
+    return labels

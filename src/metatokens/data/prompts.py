@@ -9,52 +9,54 @@ from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
-from metatokens.data.collating import with_meta_tokens
+from metatokens.data.landmarks import Landmarks
 from metatokens.data.tokenizer import META_TOKEN, beginning_of, encode_text, meta_token_id
 from metatokens.errors import UserError
 from metatokens.records import MARKER
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, text: str, markers: str | Sequence[int] = (), *, every: int | None = None
+    tokenizer: PreTrainedTokenizerBase, text: str, markers: str | Sequence[int] = (), *, landmarks: str | None = None
 ) -> list[int]:
-    """The ids of a prompt, the meta-token's in place of each marker, or behind every so many tokens.
+    """The ids of a prompt, the meta-token's in place of each marker, and wherever a rule puts a landmark.
 
         encode_prompt(tokenizer, "Bits: 0 _PAUSE_ 1 0", markers="_PAUSE_")
+        encode_prompt(tokenizer, "It rains. He reads.", landmarks="sentence")
 
     Args:
         tokenizer: a model's.
         text: the prompt.
         markers: what stands for a meta-token wherever it occurs, a space before it included; or, as in the records of
             `finetune`, the character offsets at which ` _PAUSE_` does.
-        every: tokens between two meta-tokens that are put in, as `MetaTokenCollator` does.
+        landmarks: a rule by which further meta-tokens are put in, see `Landmarks`.
 
     Returns:
         The ids, behind those that the tokenizer begins a text with; whatever else looks like a special token is encoded
         as text.
 
     Raises:
-        UserError: if the marker is empty, there is none at one of the offsets, or `every` is below 1.
+        UserError: if the marker is empty, there is none at one of the offsets, or the rule is none for this tokenizer.
     """
-    if every is not None and every < 1:
-        raise UserError(f"every is {every}; it must be at least 1.")
     segments = _split(text, markers) if isinstance(markers, str) else split_at(text, markers)
     first, *others = encode_text(tokenizer, segments)
     meta = meta_token_id(tokenizer)
     prompt = [*beginning_of(tokenizer), *first, *chain.from_iterable([meta, *ids] for ids in others)]
-    return prompt if every is None else with_meta_tokens(prompt, meta, every)
+    return prompt if landmarks is None else Landmarks(tokenizer, landmarks).put_into(prompt)
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str, marker: str | None = None) -> list[int]:
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, text: str, marker: str | None = None, *, landmarks: str | None = None
+) -> list[int]:
     """The ids of what a chat template wrote: control tokens are recognised, what looks like a meta-token is text.
 
     Args:
         tokenizer: a model's.
         text: with all that begins and ends a message, as `tokenizer.apply_chat_template(..., tokenize=False)` gives it.
         marker: what stands for a meta-token wherever it occurs, a space before it included.
+        landmarks: a rule by which further meta-tokens are put in, see `Landmarks`.
 
     Raises:
-        UserError: if the marker is empty.
+        UserError: if the marker is empty, or the rule is none for this tokenizer.
     """
     [looks_alike] = encode_text(tokenizer, [META_TOKEN])
 
@@ -69,7 +71,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str, marker: str | Non
     ids = encode_segment(first)
     for segment in others:
         ids += [meta_token_id(tokenizer), *encode_segment(segment)]
-    return ids
+    return ids if landmarks is None else Landmarks(tokenizer, landmarks).put_into(ids)
 
 
 def _split(text: str, marker: str) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from sys import maxsize
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
@@ -59,14 +59,17 @@ class StreamedBlocks(IterableDataset[dict[str, Any]]):
     A block depends on the arguments, its reader and the number of readers.
     """
 
-    def __init__(
-        self, stream: TextStream, *, block_size: int, fraction: float, placement: Placement, seed: int
-    ) -> None:
+    def __init__(self, stream: TextStream, *, block_size: int, fraction: float, placement: str, seed: int) -> None:
         """See `insert_meta_tokens` for block_size, fraction and placement.
 
         Raises:
-            UserError: if a setting is out of its range.
+            UserError: if a setting is out of its range, or a rule for landmarks.
         """
+        if placement not in get_args(Placement):
+            raise UserError(
+                f"landmarks by {placement} need a token store (data.tokens), and this is a stream (data.corpus): write "
+                "one with `metatokens tokenize`."
+            )
         super().__init__()
         self._stream = stream
         self._insert = partial(
@@ -74,7 +77,7 @@ class StreamedBlocks(IterableDataset[dict[str, Any]]):
             meta_token_id=meta_token_id(stream.tokenizer),
             block_size=block_size,
             fraction=fraction,
-            placement=placement,
+            placement=cast(Placement, placement),
         )
         self._window_size = block_size - meta_token_count(block_size, fraction, placement)
         self._seed = seed

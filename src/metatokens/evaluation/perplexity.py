@@ -14,12 +14,14 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.corpus import read_corpus
-from metatokens.data.insertion import IGNORED_LABEL, Placement, insert_meta_tokens, meta_token_count
+from metatokens.data.insertion import IGNORED_LABEL, Placement, insert_meta_tokens, labels_of, meta_token_count
+from metatokens.data.landmarks import Landmarks
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import encode_documents
 from metatokens.errors import UserError
 from metatokens.model.checkpoint import LanguageModel
 from metatokens.model.logits import logits_at
+from metatokens.model.positions import check_length
 from metatokens.records import Result
 
 
@@ -31,6 +33,7 @@ def block_losses(
     block_size: int,
     fraction: float,
     placement: str,
+    behind: np.ndarray | None = None,
     batch: int = 16,
 ) -> np.ndarray:
     """The summed negative log-likelihood (nats) of each block's text tokens but the first.
@@ -41,6 +44,7 @@ def block_losses(
         block_size: positions of a block with its meta-tokens, n.
         fraction: of the positions that are meta-tokens, k.
         placement: of the meta-tokens: `uniform` or `periodic`; `none` reads the same text without any.
+        behind: or: which text ids have one behind them, bool, as `blocks`.
         batch: blocks of a forward pass.
 
     Returns:
@@ -50,14 +54,25 @@ def block_losses(
     losses: list[float] = []
     for start in range(0, len(blocks), batch):
         rows = range(start, min(start + batch, len(blocks)))
-        if placement == "none":
+        meta = model.config.meta_token_id
+        if behind is not None:
+            inserted = [np.insert(blocks[row], np.flatnonzero(behind[row]) + 1, meta).astype(np.int64) for row in rows]
+            longest = max(map(len, inserted))
+            pairs = [
+                (
+                    np.pad(ids, (0, longest - len(ids))),
+                    np.pad(labels_of(ids, meta), (0, longest - len(ids)), constant_values=IGNORED_LABEL),
+                )
+                for ids in inserted
+            ]
+        elif placement == "none":
             pairs = [(blocks[row].astype(np.int64),) * 2 for row in rows]
         else:
-            assert model.config.meta_token_id is not None  # `perplexity` has asked
+            assert meta is not None  # `perplexity` has asked
             pairs = [
                 insert_meta_tokens(
                     blocks[row],
-                    meta_token_id=model.config.meta_token_id,
+                    meta_token_id=meta,
                     block_size=block_size,
                     fraction=fraction,
                     placement=cast(Placement, placement),
@@ -83,6 +98,7 @@ def perplexity(
     block_size: int,
     fraction: float,
     placement: str,
+    landmarks: Landmarks | None = None,
     name: str,
     source: str | None = None,
     seed: int = 0,
@@ -99,6 +115,7 @@ def perplexity(
             the text after the last whole block is not read.
         fraction: k.
         placement: of the meta-tokens inserted; `none` inserts none.
+        landmarks: or: the rule by which they are inserted into the text, with which a block may be longer than n.
         name: what the figure is filed under.
         source: where the text is from, for the record.
         seed: of the model's training, for the record.
@@ -106,9 +123,10 @@ def perplexity(
 
     Raises:
         UserError: if the text has fewer than two blocks, a block nothing to predict, or the model no meta-token to
-            insert.
+            insert; or if a block is longer than the model's learned positions.
     """
-    if placement != "none" and model.config.meta_token_id is None:
+    condition = placement if landmarks is None else landmarks.rule
+    if condition != "none" and model.config.meta_token_id is None:
         raise UserError(f"{name} has no meta_token_id, so no meta-tokens can be inserted: set the placement to none.")
     text_per_block = block_size - meta_token_count(block_size, fraction)
     if text_per_block < 2:
@@ -117,13 +135,18 @@ def perplexity(
     if count < 2:
         raise UserError(f"the text has {len(text)} tokens; perplexity needs two blocks of {text_per_block} at least.")
     blocks = np.asarray(text[: count * text_per_block]).reshape(count, text_per_block)
-    a_token = block_losses(model, blocks, block_size=block_size, fraction=fraction, placement=placement)
+    behind, longest = None, block_size
+    if landmarks is not None:
+        behind = landmarks(blocks.reshape(-1)).reshape(blocks.shape)
+        longest = text_per_block + int(behind.sum(axis=1).max())
+    check_length(model.config, longest)
+    a_token = block_losses(model, blocks, block_size=block_size, fraction=fraction, placement=placement, behind=behind)
     a_token /= text_per_block - 1
     mean, error = a_token.mean(), a_token.std(ddof=1) / math.sqrt(count)
     return Result(
         model=name,
         position_embedding=model.config.position_embedding,
-        condition=placement,
+        condition=condition,
         text=source,
         length=block_size,
         metric="perplexity",

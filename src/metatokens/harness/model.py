@@ -11,9 +11,9 @@ from lm_eval.models.utils_hf import get_dtype
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from metatokens.data.collating import with_meta_tokens
+from metatokens.data.landmarks import Landmarks
 from metatokens.data.prompts import encode_chat, encode_prompt
-from metatokens.data.tokenizer import UNLIMITED, beginning_of, load_tokenizer, meta_token_id
+from metatokens.data.tokenizer import UNLIMITED, beginning_of, load_tokenizer
 from metatokens.errors import UserError
 from metatokens.model.checkpoint import fetch_model, load_model
 
@@ -125,7 +125,7 @@ class MetaTokensLM(HFLM):
         """Ids and attention mask, (contexts, tokens), padded on the left; each context with its meta-tokens."""
         rows = [self.tok_encode(string) for string in strings]
         if self.meta_every is not None:
-            rows = [with_meta_tokens(row, meta_token_id(self.tokenizer), self.meta_every) for row in rows]
+            rows = list(map(Landmarks(self.tokenizer, f"every:{self.meta_every}").put_into, rows))
         rows = [row[-left_truncate_len:] if left_truncate_len else row for row in rows]
         ids = torch.full((len(rows), max(map(len, rows))), self.tokenizer.pad_token_id)
         mask = torch.zeros_like(ids)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
+from metatokens.data.landmarks import Landmarks
 from metatokens.data.prompts import split_at
 from metatokens.errors import UserError
 from metatokens.records import MARKER
@@ -117,10 +118,17 @@ class Example:
         return dataclasses.asdict(self)
 
 
-def encode_example(encoder: SegmentEncoder, segments: Sequence[str], completion: str, **fields: Any) -> Example:
+def encode_example(
+    encoder: SegmentEncoder,
+    segments: Sequence[str],
+    completion: str,
+    landmarks: Landmarks | None = None,
+    **fields: Any,
+) -> Example:
     """Tokenise a prompt segment by segment and its completion; `fields` are the example's other fields."""
     ends = list(accumulate(len(segment) + len(MARKER) for segment in segments[:-1]))
     prompt_ids = encoder.encode_prompt(segments)
+    prompt_ids = prompt_ids if landmarks is None else landmarks.put_into(prompt_ids)
     return Example(
         prompt=MARKER.join(segments),
         markers=tuple(end - len(MARKER) for end in ends),
@@ -157,7 +165,9 @@ class _Record(_Prompt):
     completion: Annotated[str, Field(min_length=1)]
 
 
-def read_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, needs_completion: bool = True) -> list[Example]:
+def read_examples(
+    path: Path, tokenizer: PreTrainedTokenizerBase, *, needs_completion: bool = True, landmarks: str | None = None
+) -> list[Example]:
     """Read a JSON-lines file of records; `prompt` and `completion` suffice in each.
 
     Without `markers` a prompt holds no meta-token, whatever its text.
@@ -166,33 +176,41 @@ def read_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, needs_compl
         path: the file.
         tokenizer: of the model that is to read them.
         needs_completion: whether a record without one is a mistake; otherwise its completion is empty.
+        landmarks: a rule by which further meta-tokens are put into the `input_ids` of the prompts, see `Landmarks`.
 
     Raises:
-        UserError: if the file cannot be read, holds no record, or has a line that is none; it names the line.
+        UserError: if the file cannot be read, holds no record, or has a line that is none (it names the line), or the
+            rule is none for this tokenizer.
     """
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise UserError(f"cannot read the records in {path}: {error.strerror}.") from error
     encoder = SegmentEncoder(tokenizer)
+    rule = None if landmarks is None else Landmarks(tokenizer, landmarks)
     examples = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                examples.append(_example_from_record(encoder, line, _Record if needs_completion else _Prompt))
+                examples.append(_example_from_record(encoder, line, _Record if needs_completion else _Prompt, rule))
             except ValueError as error:
                 raise UserError(f"{path}, line {number}: {_first_reason(error)}.") from error
     if not examples:
         raise UserError(f"{path} holds no record; each line is a JSON object with a prompt and a completion.")
+    if rule is not None and not any(encoder.meta_token_id in example.input_ids for example in examples):
+        raise UserError(f"landmarks by {landmarks} have no place in any prompt of {path}.")
     return examples
 
 
-def _example_from_record(encoder: SegmentEncoder, line: bytes, kind: type[_Prompt]) -> Example:
+def _example_from_record(
+    encoder: SegmentEncoder, line: bytes, kind: type[_Prompt], landmarks: Landmarks | None
+) -> Example:
     record = kind.model_validate_json(line)
     return encode_example(
         encoder,
         split_at(record.prompt, record.markers),
         record.completion,
+        landmarks,
         **record.model_dump(include={"task", "phase", "seed", "index", "split", "condition"}),
     )
 

@@ -246,7 +246,7 @@ def finetune(
         "model_sha256": weights_sha256(model_folder),
     }
     if data is not None:
-        records = read_examples(data, tokenizer)
+        records = read_examples(data, tokenizer, landmarks=recipe.task.landmarks)
         check_length(model.config, max(len(record.input_ids) for record in records))
         if recipe.task.stages:
             raise UserError("task.stages are for the tasks; with records, give a recipe without them.")
@@ -254,6 +254,8 @@ def finetune(
         phases.append(_Phase("data", settings, opened))
         run |= {"data_sha256": sha256_of(data.read_bytes())}
     elif task is not None:
+        if recipe.task.landmarks is not None:
+            raise UserError("landmarks are for your own records (--data); task.condition places a task's meta-tokens.")
         source = train_source(recipe, task, tokenizer, documents)
         if any(stage.inside_loss for stage in recipe.task.stages):
             check_inside(model)

@@ -156,8 +156,9 @@ def _blocks(recipe: PretrainRecipe, text: TokenStore | TextStream) -> BlockDatas
     settings, own = recipe.training, _placed(recipe)
     if isinstance(text, TextStream):
         return StreamedBlocks(text, **own)
-    epoch = BlockDataset(text, "train", **own)
-    return BlockDataset(text, "train", **own, epochs=math.ceil(settings.max_steps * settings.batch / len(epoch)))
+    blocks = BlockDataset(text, "train", **own)
+    blocks.epochs = math.ceil(settings.max_steps * settings.batch / len(blocks))
+    return blocks
 
 
 def _probe(recipe: PretrainRecipe, text: TokenStore | TextStream) -> Probe | None:

@@ -1,0 +1,139 @@
+"""Where landmarks go: rules that put a meta-token behind each line, paragraph or sentence, or every so many tokens."""
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from metatokens.data.tokenizer import meta_token_id
+from metatokens.errors import UserError
+from metatokens.recipe import landmark_rule
+
+# Tokens before and behind a place that decide whether it has a landmark: each has a byte, and no rule looks further.
+BEFORE, AFTER = 72, 4
+_CONTROL = b"\0\0"  # in place of a control token's text
+
+_BLANKS = 32  # between the text of a line and its line feed, at most
+_BEHIND_TEXT = b"|".join(rb"(?<=\S[^\S\n]{%d}\n)" % blanks for blanks in range(_BLANKS + 1))  # `re` knows no others
+_LINE = rb"\n(?:" + _BEHIND_TEXT + rb")"
+_ABBREVIATED = rb"(?<!(?<!['\x80-\xff])\b[A-Za-z]\.)" + b"".join(
+    rb"(?<!\b%s\.)" % title for title in (b"Mr", b"Mrs", b"Ms", b"Dr", b"St", b"Prof")
+)
+_CLOSING = b"(?:%s){0,3}" % "|".join(map(re.escape, "\"')]\u2019\u201d»」』")).encode()
+# Each pattern begins with a set of bytes, which `re` searches for quickly; `…`, `。`, `！` and `？` have three bytes.
+_ENDS = {
+    "line": re.compile(_LINE),
+    "paragraph": re.compile(_LINE + rb"[^\S\n]{0,%d}\n" % _BLANKS),
+    "sentence": re.compile(
+        rb"[.!?\xe2\xe3\xef](?:"
+        rb"(?:(?<=\.)" + _ABBREVIATED + rb"|(?<=[!?])|(?<=\xe2)\x80\xa6)" + _CLOSING + rb"(?=\s(?![a-z])|\Z)|"
+        rb"(?:(?<=\xe3)\x80\x82|(?<=\xef)\xbc[\x81\x9f])" + _CLOSING + rb")"
+    ),
+}
+
+
+class Landmarks:
+    r"""A rule for landmarks: where meta-tokens go in a text, as a function of its token ids.
+
+        Landmarks(tokenizer, "sentence").put_into(tokenizer("It rains. He reads.")["input_ids"])
+
+    The meta-token goes behind the token that holds the last character of a unit, such as a line.
+
+    - A line ends at its line feed (`\n`, also of `\r\n`). A line without text has no landmark.
+    - A paragraph ends at the line feed of the first line without text that follows it.
+    - A sentence ends at `.`, `!`, `?` or `…`, or at the quotes and brackets (three at most) that close directly behind
+      it. White space or the end of the ids has to follow, except at `。`, `！` and `？`. The sentence goes on if that
+      white space is followed by a letter of a to z; and behind a `.` that follows a single letter (`J.`, `e.g.`), Mr,
+      Mrs, Ms, Dr, St or Prof.
+    - `every:N` counts N tokens: control tokens too, meta-tokens not.
+
+    A token is never cut, and gets one meta-token at most. No rule puts one directly before a meta-token that is there
+    already. Line, paragraph and sentence put none directly before a control token, such as the one that ends a text or
+    a chat's message, so that a model learns to end a text from the text's last token. Text that looks like a marker
+    stays text. A line feed behind more than 32 other characters of white space is taken for no end.
+
+    Args:
+        tokenizer: which made the ids.
+        rule: `line`, `paragraph`, `sentence` or `every:N`.
+
+    Raises:
+        UserError: if there is no such rule, or the tokenizer does not keep the white space that the rule needs.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, rule: str):
+        self.rule, self.meta_token_id = landmark_rule(rule), meta_token_id(tokenizer)
+        self._every = int(rule.partition(":")[2] or 0)
+        if self._every:
+            return
+        self._pieces = _pieces(tokenizer, len(tokenizer))
+        self._sizes = np.array([len(piece) for piece in self._pieces])
+        self._is_control = np.array([piece == _CONTROL for piece in self._pieces])  # numpy itself drops NULs at the end
+        needed, name = (b" ", "spaces") if rule == "sentence" else (b"\n", "line feeds")
+        if not any(needed in piece for piece in self._pieces):
+            raise UserError(f"landmarks by {rule} need {name}, which the tokenizer drops; every:N needs none.")
+
+    def __call__(self, ids: npt.ArrayLike, start: int = 0) -> npt.NDArray[np.bool_]:
+        """Behind which tokens a meta-token goes.
+
+        Args:
+            ids: of a text, (tokens,); meta-tokens may be among them.
+            start: tokens of the text before these, from which `every:N` counts on.
+
+        Returns:
+            (tokens,) bool.
+        """
+        ids = np.asarray(ids, dtype=np.int64)
+        is_text = ids != self.meta_token_id
+        behind = np.zeros(len(ids), dtype=bool)
+        behind[is_text] = self._behind(ids[is_text], start)
+        behind[:-1] &= is_text[1:]
+        return behind
+
+    def put_into(self, ids: Sequence[int]) -> list[int]:
+        """The ids with the meta-tokens."""
+        return np.insert(np.array(ids, np.int64), np.flatnonzero(self(ids)) + 1, self.meta_token_id).tolist()
+
+    def _behind(self, text: npt.NDArray[np.int64], start: int) -> npt.NDArray[np.bool_]:
+        if self._every:
+            return np.arange(start + 1, start + len(text) + 1) % self._every == 0
+        pieces = self._pieces[text]
+        places = [match.end() - 1 for match in _ENDS[self.rule].finditer(b"".join(pieces))]
+        behind = np.zeros(len(text), dtype=bool)
+        behind[np.searchsorted(np.cumsum(self._sizes[text]), places, side="right")] = True
+        behind[:-1] &= ~self._is_control[text[1:]]
+        return behind
+
+
+@lru_cache(maxsize=4)
+def _pieces(tokenizer: PreTrainedTokenizerBase, size: int) -> npt.NDArray[np.object_]:
+    """The bytes of text that each of a tokenizer's `size` entries has; of a control token, `_CONTROL`."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(f"the {type(tokenizer).__name__} is no fast tokenizer, which this rule for landmarks needs.")
+    added = backend.get_added_tokens_decoder()
+    is_of_bytes = backend.decoder is not None and b'"ByteLevel"' in backend.decoder.__getstate__()
+
+    def piece(number: int) -> bytes:
+        if number in added:
+            return _CONTROL if added[number].special else added[number].content.encode()
+        token = backend.id_to_token(number) or ""
+        if is_of_bytes:
+            return token.translate(_BYTES).encode("latin-1", "ignore")
+        if re.fullmatch("<0x[0-9A-F]{2}>", token):
+            return bytes.fromhex(token[3:5])
+        return token.replace("▁", " ").encode()
+
+    return np.array([piece(number) or _CONTROL for number in range(size)], dtype=object)
+
+
+def _bytes_of_letters() -> dict[int, int]:
+    """Each byte by the letter that a byte-level vocabulary writes for it: U+0100 and on if it is not printable."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: byte for byte in printable} | {0x100 + number: byte for number, byte in enumerate(others)}
+
+
+_BYTES = _bytes_of_letters()
