@@ -11,6 +11,7 @@ from typing import cast
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy, pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.corpus import read_corpus
@@ -57,14 +58,7 @@ def block_losses(
         meta = model.config.meta_token_id
         if behind is not None:
             inserted = [np.insert(blocks[row], np.flatnonzero(behind[row]) + 1, meta).astype(np.int64) for row in rows]
-            longest = max(map(len, inserted))
-            pairs = [
-                (
-                    np.pad(ids, (0, longest - len(ids))),
-                    np.pad(labels_of(ids, meta), (0, longest - len(ids)), constant_values=IGNORED_LABEL),
-                )
-                for ids in inserted
-            ]
+            pairs = [(ids, labels_of(ids, meta)) for ids in inserted]
         elif placement == "none":
             pairs = [(blocks[row].astype(np.int64),) * 2 for row in rows]
         else:
@@ -80,7 +74,10 @@ def block_losses(
                 )
                 for row in rows
             ]
-        ids, labels = (torch.from_numpy(np.stack(part)).to(model.device) for part in zip(*pairs, strict=True))
+        ids, labels = (
+            pad_sequence([*map(torch.from_numpy, part)], batch_first=True, padding_value=filled).to(model.device)
+            for part, filled in zip(zip(*pairs, strict=True), (0, IGNORED_LABEL), strict=True)
+        )
         scored = labels[:, 1:] != IGNORED_LABEL
         targets, done = labels[:, 1:][scored], 0
         loss = torch.empty(len(targets), dtype=torch.float64, device=model.device)
