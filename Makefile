@@ -1,6 +1,7 @@
 # make install   the package in .venv, from the lock
 # make demo      train, evaluate and report small models (twelve minutes on two cores)
 # make test      the tests (about five minutes on two cores)
+# make test-lowest  the tests with the oldest transformers that the package allows, in an environment of its own
 # make test-all  the tests with all kills, faults and drawn cases (docs/testing.md; twenty minutes on two cores)
 # make coverage  make test with line coverage
 # make lint      the linter and the type checker
@@ -26,7 +27,7 @@ TOKENIZER ?= gpt2
 DEVICE ?= cuda
 PIECE ?= 540
 
-.PHONY: install demo smoke test test-all coverage lint scale benchmark gpu gpu-train conformance report figures demo-results docs lock audit clean
+.PHONY: install demo smoke test test-lowest test-all coverage lint scale benchmark gpu gpu-train conformance report figures demo-results docs lock audit clean
 
 install: $(VENV)/.installed
 
@@ -38,6 +39,9 @@ smoke: install
 
 test: $(VENV)/.installed-test
 	$(PYTEST)
+
+test-lowest: $(VENV)-lowest/.installed
+	$(VENV)-lowest/bin/python -m pytest -n auto --dist loadfile
 
 test-all: $(VENV)/.installed-test
 	$(PYTEST) --thorough
@@ -110,6 +114,15 @@ $(VENV)-conformance/.installed: requirements-conformance.lock pyproject.toml
 	$(VENV)-conformance/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
+# What the tests run with, except for the oldest transformers of pyproject.toml's range.
+$(VENV)-lowest/.installed: requirements-test.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)-lowest
+	sed "s/^transformers==.*/transformers==$$(sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)/" \
+		requirements-test.lock > $(VENV)-lowest/requirements.txt
+	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check -r $(VENV)-lowest/requirements.txt
+	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
 # torch is pinned by hand: its build names (2.13.0+cpu) differ between indexes.
 lock:
 	rm -rf $(VENV)
@@ -136,4 +149,4 @@ audit:
 	$(VENV)-audit/bin/pip-audit --requirement requirements.lock --no-deps --disable-pip --strict
 
 clean:
-	rm -rf $(VENV) $(VENV)-audit $(VENV)-conformance .conformance
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-conformance $(VENV)-lowest .conformance

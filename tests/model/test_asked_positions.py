@@ -13,6 +13,7 @@ from torch import Tensor
 from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
 from metatokens.model.interventions import Intervention, intervene
 from metatokens.model.rows import Index
+from tests.checkpointing import checkpoint_activations
 from tests.model.tiny_models import FAMILY, META, QUICK, pad, random_rows, shared_model, tiny_model
 
 TOLERANCE = 1e-10
@@ -198,7 +199,7 @@ def test_checkpointing_few_labels_gives_the_same_gradients(second_attention: str
     for checkpointing in (False, True):
         model = tiny_model(second_attention=second_attention).train()
         if checkpointing:
-            model.activation_checkpointing_enable()
+            checkpoint_activations(model)
         model(ids, labels=labels).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():

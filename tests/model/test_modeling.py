@@ -15,6 +15,7 @@ from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM
 from metatokens.errors import UserError
 from metatokens.model.configuration import never_generated
 from metatokens.model.positions import rotate
+from tests.checkpointing import checkpoint_activations
 from tests.model.dense_oracle import rotate_by_position
 from tests.model.tiny_models import FAMILY, META, QUICK, pad, random_rows, shared_model, tiny_config, tiny_model
 
@@ -203,7 +204,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(second_attention: str) 
     for checkpointing in (False, True):
         model = tiny_model(second_attention=second_attention).train()
         if checkpointing:
-            model.activation_checkpointing_enable()
+            checkpoint_activations(model)
         calls: list[int] = []
         model.model.layers[0].attention.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         model(ids, labels=ids).loss.backward()

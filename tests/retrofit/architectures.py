@@ -18,6 +18,7 @@ from metatokens import add_meta_attention, load_meta, save_meta
 from metatokens.model.logits import logits_at
 from metatokens.model.retrofit.layers import MetaModule
 from metatokens.training.batches import WithLogitsToKeep
+from tests.checkpointing import checkpoint_activations, keep_activations
 from tests.retrofit.small import auto_class, small
 
 ROWS, META, LENGTH = 320, 319, 24
@@ -308,10 +309,10 @@ def gradient_error(name: str) -> float:
         model = retrofitted(name, freeze=freeze).train()
         expected = _gradients(model)
         for reentrant in (False, True):
-            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            checkpoint_activations(model, use_reentrant=reentrant)
             model.enable_input_require_grads()
             actual = _gradients(model)
-            model.activation_checkpointing_disable()
+            keep_activations(model)
             assert actual.keys() == expected.keys()
             worst = max(worst, *(error(actual[key], expected[key]) for key in expected))
     return worst

@@ -258,6 +258,8 @@ def train(
         "position_jumps", "save_total_limit", "optimizer", "muon_learning_rate", "train_base", "lora_rank",
     }  # fmt: skip
     own = settings.model_dump(exclude=done_here)
+    if not hasattr(TrainingArguments, "activation_checkpointing"):  # its name in older releases of transformers
+        own["gradient_checkpointing"] = own.pop("activation_checkpointing")
     arguments = TrainingArguments(
         output_dir=str(checkpoints),
         lr_scheduler_type="cosine_with_min_lr",
