@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from metatokens import encode_prompt
 from metatokens.data.tokenizer import encode_text
@@ -84,3 +84,10 @@ def test_landmarks_are_added_to_markers(tokenizer):
     assert encode_prompt(tokenizer, "owl owl owl owl owl", landmarks=f"every:{len(words)}") == [*words, meta]
     with pytest.raises(UserError, match="rule for landmarks is 'every:0'"):
         encode_prompt(tokenizer, "owl", landmarks="every:0")
+
+
+def test_a_tokenizer_without_a_meta_token_is_refused(tokenizer):
+    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>")
+    for options in ({"markers": "_PAUSE_"}, {"landmarks": "every:2"}):
+        with pytest.raises(UserError, match="this tokenizer has no meta-token"):
+            encode_prompt(plain, "the cat _PAUSE_ sat", **options)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from metatokens import MetaTokenCollator, add_meta_attention
 
@@ -105,6 +106,43 @@ def test_the_loss_of_trl_is_the_models(folder: Path, tmp_path: Path) -> None:
     own = float(model.eval()(**batch).loss)
     assert model(**batch).logits[..., :ROWS].max() < -30
     assert own - 1e-4 <= float(trainer.compute_loss(model, dict(batch))) <= own + math.log(len(table) / ROWS) + 1e-4
+
+
+def tiny_llama(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, eos_token_id=tokenizer.eos_token_id))
+
+
+GROUPS = {"max_steps": 1, "per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 8}
+GROUPS |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+
+
+def test_grpo_inserts_meta_tokens_and_needs_a_saved_reference(folder: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    prompts = Dataset.from_list([{"prompt": "the cat sat on"}] * 4)
+    model = add_meta_attention(tiny_llama(tokenizer), tokenizer, heads=2, head_size=8)
+
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        return [float(len(one)) for one in completions]
+
+    def trainer(**options: Any) -> GRPOTrainer:
+        arguments = GRPOConfig(str(tmp_path / "run"), **GROUPS, **options)
+        return GRPOTrainer(model, reward, args=arguments, train_dataset=prompts, processing_class=tokenizer)
+
+    seen: list[int] = []
+    count = model.model.embed_tokens.register_forward_pre_hook(
+        lambda table, args: seen.append(int((args[0] == tokenizer.meta_token_id).sum()))
+    )
+    trainer(generation_kwargs={"meta_every": 2}).train()
+    count.remove()
+    assert sum(seen) > 0
+    with pytest.raises(OSError, match=r"this retrofitted model was not saved: call model\.save_pretrained"):
+        trainer(beta=0.04)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    reference = trainer(beta=0.04).ref_model
+    assert any("meta_attention" in name for name, _ in reference.named_parameters())
 
 
 def test_the_example_from_a_base_to_a_model_that_generates(folder: Path, tmp_path: Path) -> None:

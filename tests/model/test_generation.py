@@ -1,12 +1,13 @@
 """`generate()`: the cache against recomputation and against a slow loop over the oracle, and the meta-token policy."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from metatokens import MetaTokenCache
 from metatokens.errors import UserError
@@ -332,3 +333,26 @@ def test_a_model_without_meta_token_generates_any_token() -> None:
         model.model.norm.weight.mul_(0.1)
         model.lm_head.weight[META] = 20 * model.model.norm.bias
     assert (generate(model, ONE, max_new_tokens=3) == META).all()
+
+
+def test_a_generation_configuration_says_how_often(tmp_path: Path) -> None:
+    model, ids, options = tiny_model(), torch.tensor([ONE[0]]), {"max_new_tokens": 9, "do_sample": False}
+    expected = model.generate(ids, meta_every=2, **options)
+    assert not torch.equal(model.generate(ids, **options), expected)
+    assert torch.equal(model.generate(ids, generation_config=GenerationConfig(meta_every=2, **options)), expected)
+    assert torch.equal(model.generate(ids, GenerationConfig(meta_every=2, **options)), expected)
+    model.generation_config.meta_every = 2
+    assert torch.equal(model.generate(ids, **options), expected)
+    other = GenerationConfig(meta_every=3, **options)
+    assert torch.equal(model.generate(ids, generation_config=other, meta_every=2), expected)
+    assert not torch.equal(model.generate(ids, generation_config=other), expected)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again.generate(ids, **options), expected)
+    with pytest.raises(UserError, match="meta_every is 'two'"):
+        again.generate(ids, generation_config=GenerationConfig(meta_every="two", **options))
+
+
+def test_continuous_batching_is_refused() -> None:
+    with pytest.raises(UserError, match="continuous batching has no place for meta-tokens"):
+        tiny_model().generate_batch([[1, 2, META, 3]])

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
+from metatokens.errors import UserError
+from tests.model.tiny_models import tiny_model
 from tests.retrofit.architectures import LENGTH, META, error, logits, retrofitted, with_meta_tokens
 
 READ = 14
@@ -132,6 +134,60 @@ def test_a_static_cache_has_room_for_inserted_tokens() -> None:
     expected = model.generate(ids, use_cache=False, **options)
     got = model.generate(ids, cache_implementation="static", disable_compile=True, **options)
     assert torch.equal(got, expected)
+
+
+KEPT = [0, 1, 3, 7, 11, 12, 13]  # the first two tokens, each fourth one, which are the meta-tokens, and a window
+
+
+def dropped(model: PreTrainedModel, ids: Tensor) -> Cache:
+    """A cache of the first tokens, of which all but some were dropped, as by methods that compress caches."""
+    with torch.no_grad():
+        cache = model(ids[:, :READ], use_cache=True).past_key_values
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, KEPT].contiguous(), layer.values[:, :, KEPT].contiguous()
+    return cache
+
+
+def with_dropped_entries(name: str) -> tuple[PreTrainedModel, Tensor]:
+    if name == "meta_gpt2":
+        return tiny_model(vocab_size=320, meta_token_id=META), every_fourth()
+    return retrofitted(name), every_fourth()
+
+
+def every_fourth() -> Tensor:
+    ids = with_meta_tokens().clone()
+    ids[ids == META] = 5
+    ids[:, 3::4] = META
+    return ids
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "meta_gpt2"])
+def test_a_cache_from_which_entries_were_dropped(name: str) -> None:
+    """Where positions are given, what is left is right: meta-tokens see earlier ones, whose entries were kept."""
+    model, ids = with_dropped_entries(name)
+    mask = torch.ones(LENGTH, LENGTH).tril().bool()
+    mask[READ:, [place for place in range(READ) if place not in KEPT]] = False
+    expected = model(ids, attention_mask=mask.expand(2, 1, -1, -1), use_cache=False).logits[:, READ:, :META]
+    cache, got = dropped(model, ids), []
+    for first, last in ((READ, READ + 4), (READ + 4, LENGTH)):
+        positions = torch.arange(first, last).expand(2, -1)
+        got.append(model(ids[:, first:last], past_key_values=cache, position_ids=positions).logits[..., :META])
+    assert error(torch.cat(got, dim=1), expected) < 1e-5
+    with pytest.raises(UserError, match="entries were dropped from this cache, so that it cannot be cropped"):
+        cache.crop(-2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "meta_gpt2"])
+def test_the_length_of_a_cache_is_no_position_where_entries_were_dropped(name: str) -> None:
+    model, ids = with_dropped_entries(name)
+    with pytest.raises(UserError, match="is not behind that of the last meta-token in the cache: give position_ids"):
+        model(ids[:, READ : READ + 4], past_key_values=dropped(model, ids))
+    rest, positions = ids[:, READ : READ + 4], torch.arange(READ, READ + 4).expand(2, -1)
+    mask = torch.ones(2, 1, 4, len(KEPT) + 4).tril(len(KEPT)).bool()
+    with pytest.raises(UserError, match="a mask of four dimensions"):
+        model(rest, past_key_values=dropped(model, ids), position_ids=positions, attention_mask=mask)
 
 
 def test_a_conversation_goes_on_behind_inserted_tokens() -> None:

@@ -1,5 +1,6 @@
 """Retrofitted models in the programs that people use: Trainer, PEFT, accelerate, threads, torch.compile."""
 
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
@@ -382,3 +383,39 @@ def test_a_base_in_eight_bits(tmp_path: Path) -> None:
     assert error(logits(wide.eval(), ids), logits(retrofitted("llama"), ids)) < 0.5
     lora = peft.get_peft_model(model, deepcopy(ADAPTERS["lora"]))  # without it Trainer refuses quantised models
     train(lora, tmp_path / "run", 2).train()
+
+
+@pytest.mark.parametrize("further", [{}, {"ensure_weight_tying": True}], ids=str)
+def test_a_tied_head_that_peft_replaces_leaves_out_what_it_did(further: dict[str, Any]) -> None:
+    model = retrofitted("llama", tie_word_embeddings=True)
+    settings = peft.LoraConfig(
+        target_modules="all-linear",
+        exclude_modules=r".*meta_attention.*",
+        modules_to_save=["meta_attention", "embed_tokens"],
+        **further,
+    )
+    adapted = peft.get_peft_model(model, settings)
+    assert (adapted(with_meta_tokens()).logits[..., META:] == -1e4).all()
+    assert (adapted.merge_and_unload()(with_meta_tokens()).logits[..., META:] == -1e4).all()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+def test_a_training_that_leaves_out_what_was_added_says_so(tmp_path: Path) -> None:
+    def fresh() -> PreTrainedModel:
+        return add_meta_attention(base("llama"), meta_token_id=META, heads=2, head_size=16)
+
+    adapted = peft.get_peft_model(fresh(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with pytest.warns(UserWarning, match="nothing of what add_meta_attention added is trained") as caught:
+        train(adapted, tmp_path, 3).train()
+    assert [str(one.message) for one in caught if "meta" in str(one.message)] == [str(caught[0].message)]
+    plain = [{"input_ids": one, "labels": one} for one in text()] * 4
+    trainer = train(fresh(), tmp_path, 3)
+    trainer.train_dataset = plain
+    with pytest.warns(UserWarning, match="no meta-token is in this batch"):
+        trainer.train()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(fresh(), tmp_path, 2).train()
+        train(peft.get_peft_model(fresh(), ADAPTERS["lora"]), tmp_path, 2).train()
+        fresh().train().eval()(text())
+    assert not [one for one in caught if "meta" in str(one.message)]

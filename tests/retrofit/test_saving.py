@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -27,8 +28,9 @@ from transformers import (
 from metatokens import add_meta_attention, encode_prompt, freeze_base, load_meta, save_meta
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.errors import UserError
+from metatokens.model.retrofit.classes import UNSAVED
+from metatokens.model.retrofit.identity import settings_of
 from metatokens.model.retrofit.saving import base_of
-from metatokens.model.retrofit.surgery import config_sha256
 from metatokens.tasks.curriculum import Phase, TaskData
 from metatokens.tasks.encoding import SegmentEncoder
 from tests.retrofit.architectures import (
@@ -54,7 +56,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     save_meta(model, tmp_path / "meta")
     config = json.loads((tmp_path / "whole" / "config.json").read_text())
     assert (config["model_type"], config["base_model_type"]) == ("meta_tokens", "llama")
-    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["architectures"] == ["MetaTokensLlamaForCausalLM"]  # which no other program takes for a Llama
     assert config["meta_attention"]["sites"] == ["self_attn"] * 3
     added = load_file(tmp_path / "meta" / "meta_tokens.safetensors")
     assert {name.split("meta_")[1].split(".")[0] for name in added} == {"attention", "token"}
@@ -122,8 +124,12 @@ def test_a_meta_token_that_the_tokenizer_has_is_used() -> None:
 
 def test_a_wrong_base_is_refused(tmp_path: Path) -> None:
     save_meta(retrofitted("llama"), tmp_path)
-    for other in (base("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5}), base("mistral")):
-        with pytest.raises(UserError, match="trained with another base"):
+    rotary = {"rope_type": "default", "rope_theta": 5e5}
+    for other, message in (
+        (base("llama", rope_parameters=rotary), "rope_parameters was 'the default' and is .*500000.0"),
+        (base("mistral"), "sliding_window was 'the default' and is"),
+    ):
+        with pytest.raises(UserError, match=f"trained with another base.*{message}"):
             load_meta(other, tmp_path)
         assert not hasattr(other.config, "meta_attention")
     with pytest.raises(UserError, match="this LlamaForCausalLM is no model of transformers without meta-tokens"):
@@ -136,6 +142,7 @@ def test_settings_of_training_do_not_make_another_base(tmp_path: Path) -> None:
     save_meta(retrofitted("llama"), tmp_path)
     model = base("llama")
     model.config.update({"pad_token_id": 2, "attention_dropout": 0.1, "output_hidden_states": True})
+    model.config.update({"unk_token_id": 0, "a_field_that_the_class_does_not_declare": 3})
     assert load_meta(model, tmp_path).config.meta_token_id == META
 
 
@@ -145,15 +152,115 @@ def test_a_release_that_knows_of_further_settings_knows_the_base() -> None:
 
     sizes = {"hidden_size": 64, "num_attention_heads": 4}
     assert "further" in Later(**sizes).to_dict()
-    assert config_sha256(Later(**sizes)) == config_sha256(LlamaConfig(**sizes))
-    assert config_sha256(Later(**sizes, further=4)) != config_sha256(LlamaConfig(**sizes))
+    assert settings_of(Later(**sizes)) == settings_of(LlamaConfig(**sizes))
+    assert settings_of(Later(**sizes, further=4)) == settings_of(LlamaConfig(**sizes)) | {"further": 4}
 
 
-def test_a_base_from_disk_and_one_in_half_precision_are_the_same_base(tmp_path: Path) -> None:
-    save_meta(retrofitted("llama"), tmp_path / "meta")
+PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("loaded", PRECISIONS)
+@pytest.mark.parametrize("trained", PRECISIONS)
+def test_a_base_in_another_precision_is_the_same_base(
+    trained: torch.dtype, loaded: torch.dtype, tmp_path: Path
+) -> None:
     base("llama").save_pretrained(tmp_path / "base")
-    half = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
-    assert load_meta(half, tmp_path / "meta").dtype == torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=trained)
+    save_meta(add_meta_attention(model, meta_token_id=META, heads=2, head_size=16), tmp_path / "meta")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=loaded)
+    assert load_meta(again, tmp_path / "meta").dtype == loaded
+
+
+@pytest.mark.parametrize("name", ["q_proj", "down_proj", "embed_tokens"])
+def test_a_base_of_other_weights_is_refused(name: str, tmp_path: Path) -> None:
+    save_meta(retrofitted("llama"), tmp_path)
+    other = base("llama")
+    for key, weight in other.named_parameters():
+        weight.data.mul_(1 + 2**-6 if name in key else 1)
+    with pytest.raises(UserError, match="whose weights have other checksums"):
+        load_meta(other, tmp_path)
+    assert not hasattr(other.config, "meta_attention")
+    with pytest.raises(UserError, match="whose weights have other checksums"):
+        load_meta(other.to(torch.bfloat16), tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
+def test_a_base_that_was_trained_is_not_left_out(tmp_path: Path) -> None:
+    model = retrofitted("llama", freeze=False)
+    save_meta(model, tmp_path / "before")
+    lora = LoraConfig(target_modules=["v_proj"], modules_to_save=["meta_attention", "meta_token"])
+    adapted = get_peft_model(retrofitted("llama"), lora)
+    for name, weight in adapted.named_parameters():
+        weight.data.add_(0.01 if "lora_B" in name else 0)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.001)
+    model.save_pretrained(tmp_path / "whole")
+    for changed in (adapted.merge_and_unload(), model, AutoModelForCausalLM.from_pretrained(tmp_path / "whole")):
+        with pytest.raises(UserError, match=r"weights are not those .* Save the whole model, by save_pretrained"):
+            save_meta(changed, tmp_path / "meta")
+    assert not (tmp_path / "meta").exists()
+
+
+def test_a_configuration_that_several_models_share_stays_the_bases(tmp_path: Path) -> None:
+    config = base("llama").config
+    first, second = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    model = add_meta_attention(first, meta_token_id=META)
+    assert {id(one.config) for one in model.modules() if hasattr(one, "config")}.isdisjoint({id(config)})
+    assert not hasattr(config, "meta_attention")
+    second.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is LlamaForCausalLM
+    assert torch.equal(logits(again.eval(), text()), logits(second.eval(), text()))
+
+
+def test_what_is_on_no_disk_adds_nothing(tmp_path: Path) -> None:
+    model = retrofitted("llama")
+    base("llama").save_pretrained(tmp_path)
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(tmp_path)  # weights of the base, and the configuration of what has more
+    for again in (
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+        AutoModelForCausalLM.from_config(model.config),
+    ):
+        added = {name: one for name, one in again.named_parameters() if "meta_" in name}
+        assert all(one.abs().max() == 0 for name, one in added.items() if "out_proj" in name)
+        assert all(
+            one.isfinite().all() and one.std() > 0
+            for name, one in added.items()
+            if "norm" not in name and "out_" not in name
+        )
+        assert all((one == 1).all() for name, one in added.items() if "norm" in name)
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), text()), logits(base("llama"), text())
+    )
+
+
+def test_the_auto_classes_name_a_folder_of_what_was_added_alone(tmp_path: Path) -> None:
+    save_meta(retrofitted("llama"), tmp_path)
+    with pytest.raises(UserError, match="this folder holds what was added to a base, and not the base"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entries", "used"),
+    [([" ", "\n", ","], [0, 1, 2]), (["Ġ", "Ċ", ","], [0, 1, 2]), (["▁", "<0x0A>"], [0, 1]), ([], range(ROWS))],
+    ids=str,
+)
+def test_where_the_meta_token_begins(entries: list[str], used: Sequence[int]) -> None:
+    words = {one: i for i, one in enumerate([*entries, *(f"w{i}" for i in range(200))])}
+    model = base("llama")
+    table = model.get_input_embeddings().weight.detach().clone()
+    add_meta_attention(model, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words))))
+    others = [one for one in used if one != model.config.meta_token_id]
+    assert torch.allclose(model.get_input_embeddings().meta_token.weight, table[others].mean(dim=0), atol=1e-6)
+
+
+def test_a_vocabulary_with_gaps_is_refused() -> None:
+    words = {f"w{i}": i for i in range(300)}
+    del words["w7"], words["w200"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)))
+    refused(base("llama"), "has gaps: 298 entries with ids up to 299", tokenizer=tokenizer, meta_token_id=None)
+    assert len(tokenizer) == 298
 
 
 @pytest.mark.parametrize(
@@ -296,7 +403,10 @@ def test_it_is_not_what_stands_where_its_base_was(tmp_path: Path) -> None:
     save_meta(add_meta_attention(model, meta_token_id=META), tmp_path / "meta")
     assert base_of(tmp_path / "meta") == str(tmp_path / "base")
     loaded = load_meta(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "meta")
-    assert [(one.name_or_path, one.config.name_or_path) for one in (model, loaded)] == [("", "")] * 2
+    for one in (model, loaded):
+        assert one.name_or_path == one.config.name_or_path == UNSAVED
+        one.save_pretrained(tmp_path / "whole")
+        assert one.name_or_path == one.config.name_or_path == str(tmp_path / "whole")
 
 
 def refused(model: Any, message: str, **options: Any) -> None:

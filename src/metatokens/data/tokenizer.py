@@ -113,8 +113,17 @@ def _ids_of_long(backend: Tokenizer, text: str) -> Iterator[int]:
 
 
 def meta_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The meta-token's id: the tokenizer's own or, in one that knows none, the first after the vocabulary."""
-    return getattr(tokenizer, "meta_token_id", len(tokenizer))
+    """The meta-token's id.
+
+    Raises:
+        UserError: if the tokenizer has none.
+    """
+    if getattr(tokenizer, "meta_token_id", None) is None:
+        raise UserError(
+            "this tokenizer has no meta-token: use the one that add_meta_attention was given, or that was saved with "
+            "the model."
+        )
+    return tokenizer.meta_token_id
 
 
 def text_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -128,10 +137,10 @@ def padded_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _pretrained(name: str, complaint: str) -> PreTrainedTokenizerBase:
-    tokenizer = load_plain_tokenizer(name, complaint, split_special_tokens=True)
+    tokenizer = load_plain_tokenizer(name, complaint)
     if hasattr(tokenizer, "meta_token"):
         return tokenizer
-    return load_plain_tokenizer(name, complaint, split_special_tokens=True, meta_token=META_TOKEN)
+    return load_plain_tokenizer(name, complaint, meta_token=META_TOKEN)
 
 
 def load_plain_tokenizer(name: str, complaint: str, **settings: Any) -> PreTrainedTokenizerBase:

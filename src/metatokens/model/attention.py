@@ -157,8 +157,8 @@ class CausalAttention(Attention):
         if cache is not None and self.second:
             layer = cache.layers[self.layer_index]
             first_slot = layer.get_seq_length() - k.shape[2]  # the first module has stored these tokens already
-            slots = torch.arange(k.shape[2], device=k.device) + first_slot
-            k, v, _ = layer.update_second(k, v, slots.expand(k.shape[0], -1))
+            slots = (torch.arange(k.shape[2], device=k.device) + first_slot).expand(k.shape[0], -1)
+            k, v, *_ = layer.update_second(k, v, slots, slots)
         elif cache is not None:
             k, v = cache.update(k, v, self.layer_index)
         if mask is not None:
@@ -204,15 +204,16 @@ class MetaAttention(Attention):
             weights, (batch, heads, length, total).
         """
         q, k, v = self.project(x, rotary, log_keys=log_keys)
-        key_slots = rows.slots
+        key_slots, places = rows.slots, None
         if cache is not None:
             layer: SecondStore = cache.layers[self.layer_index]
-            k, v, key_slots = layer.update_second(k, v, rows.slots)
+            k, v, key_slots, places = layer.update_second(k, v, rows.slots, rows.positions)
         seen = None
         if mask is not None:
             seen = rows.mask(mask, key_slots)
-        elif key_slots.shape != rows.slots.shape:  # there are others than these rows' own
-            seen = (key_slots[:, None, :] >= 0) & (key_slots[:, None, :] <= rows.slots[:, :, None])
+        elif places is not None and key_slots.shape != rows.slots.shape:  # there are others than these rows' own
+            is_before = torch.arange(k.shape[2], device=k.device) <= places[:, None]  # entries are in order
+            seen = (key_slots[:, None, :] >= 0) & is_before
             seen = (seen | ~rows.valid[:, :, None])[:, None]  # a padded query sees something, to avoid NaN
         if mask is not None and attend is eager_attention_forward:
             out, weights = attend(self, q, k, v, seen, scaling=self.scaling)

@@ -2,8 +2,9 @@
 
 Each layer keeps two stores. Causal attention's grows by one entry a token, as in any decoder. The second module's
 store grows by one entry a *meta-token* (`second_attention="meta"`) or a token (`"causal"`). Rows of a batch hold
-different numbers of meta-tokens, so an entry carries the slot of its token in the sequence, or -1 where a row had
-none to add; slots decide what a query may see and what a crop removes.
+different numbers of meta-tokens, so an entry carries the slot of its token, its place in the first store, or -1 where
+a row had none to add. Slots decide which entries a mask hides and a crop removes. Someone may drop entries of the first
+store, as methods that compress a cache do: then slots no longer tell where an entry is, and positions do.
 """
 
 import functools
@@ -18,6 +19,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.rows import MetaRows
 
 if TYPE_CHECKING:  # what the mixins are put ahead of; not their base, since there are several kinds
     from transformers import Cache as AnyCache
@@ -45,33 +47,83 @@ class SecondStore(AnyCacheLayer):
     second_keys: Tensor | None = None  # (batch, heads, entries, head size)
     second_values: Tensor | None = None
     second_slots: Tensor | None = None  # (batch, entries) int64, -1 where a row has no entry
+    second_positions: Tensor | None = None  # the same of each entry's position in the sequence
 
-    def update_second(self, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def update_second(
+        self, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Append the second module's new entries and return all of them.
 
         Args:
             keys, values: (batch, heads, new, head size).
-            slots: (batch, new), the index of each entry's token in the sequence, -1 for padding.
+            slots: (batch, new), the place of each entry's token in the first store, -1 for padding.
+            positions: (batch, new), its position in the sequence, -1 for padding.
+
+        Returns:
+            Keys, values and slots of all entries, and (new,) the places of the new ones among them.
         """
-        if self.second_keys is not None and self.second_values is not None and self.second_slots is not None:
+        places = torch.arange(keys.shape[-2], device=keys.device)
+        if (
+            self.second_keys is not None
+            and self.second_values is not None
+            and self.second_slots is not None
+            and self.second_positions is not None
+        ):
+            places = places + self.second_keys.shape[-2]
             keys = torch.cat([self.second_keys, keys], dim=-2)
             values = torch.cat([self.second_values, values], dim=-2)
             slots = torch.cat([self.second_slots, slots], dim=-1)
-        self.second_keys, self.second_values, self.second_slots = keys, values, slots
-        return keys, values, slots
+            positions = torch.cat([self.second_positions, positions], dim=-1)
+        self.second_keys, self.second_values, self.second_slots, self.second_positions = keys, values, slots, positions
+        return keys, values, slots, places
+
+    def check_second(self, rows: MetaRows, cached: int, *, is_masked: bool) -> None:
+        """Refuse new meta-tokens that do not follow those in the store.
+
+        Args:
+            rows: the new ones.
+            cached: entries of the first store.
+            is_masked: whether a mask over the first store's entries decides what the new ones see.
+
+        Raises:
+            UserError: if the position of one is not behind the last one's; or if there is such a mask, and entries of
+                the first store were dropped.
+        """
+        if self.second_positions is None or self.second_slots is None or self.second_slots.numel() == 0:
+            return
+        last = self.second_positions.amax(dim=1, keepdim=True)
+        if bool((rows.valid & (rows.positions <= last)).any()):
+            raise UserError(
+                "a meta-token's position is not behind that of the last meta-token in the cache: give position_ids "
+                "that go on from there. The length of a cache is not the next position once entries were dropped."
+            )
+        if is_masked and int(self.second_slots.max()) >= cached:
+            raise UserError(
+                "entries were dropped from this cache, so that a mask of four dimensions, or attention by 'eager', "
+                "cannot say which meta-tokens are seen; use 'sdpa' and no such mask."
+            )
 
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self.second_keys = self.second_values = self.second_slots = None
+        self.second_keys = self.second_values = self.second_slots = self.second_positions = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens (transformers' convention: a negative number)."""
+        """Forget the last `-tokens_to_remove` tokens (transformers' convention: a negative number).
+
+        Raises:
+            UserError: if entries of the first store were dropped, so that slots do not tell which tokens are the last.
+        """
+        if (slots := self.second_slots) is not None and slots.numel():
+            is_behind = (slots >= 0) & (slots < slots.cummax(dim=1).values)
+            if int(slots.max()) >= self.get_seq_length() or bool(is_behind.any()):
+                raise UserError("entries were dropped from this cache, so that it cannot be cropped.")
         super().crop(tokens_to_remove)
         if self.second_slots is not None and tokens_to_remove:
             gone = self.second_slots >= self.get_seq_length()
             kept = ~(gone | (self.second_slots < 0)).all(dim=0)
             self.second_slots = self.second_slots.masked_fill(gone, -1)
+            self.second_positions = torch.where(gone, -1, self.second_positions)
             self._change_second(lambda entries: entries[..., kept] if entries.ndim == 2 else entries[:, :, kept])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -90,10 +142,9 @@ class SecondStore(AnyCacheLayer):
         self._change_second(lambda entries: entries.repeat_interleave(repeats, dim=0))
 
     def _change_second(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.second_keys is not None and self.second_values is not None and self.second_slots is not None:
-            self.second_keys = change(self.second_keys)
-            self.second_values = change(self.second_values)
-            self.second_slots = change(self.second_slots)
+        for name in ("second_keys", "second_values", "second_slots", "second_positions"):
+            if (entries := getattr(self, name)) is not None:
+                setattr(self, name, change(entries))
 
 
 class StaticSecondStore(SecondStore):
@@ -108,24 +159,34 @@ class StaticSecondStore(SecondStore):
     second_room: int | None = None
     second_length: Tensor  # entries in use
 
-    def update_second(self, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def update_second(
+        self, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As `SecondStore.update_second`."""
         new = keys.shape[-2]
-        if self.second_keys is None or self.second_values is None or self.second_slots is None:
+        if (
+            self.second_keys is None
+            or self.second_values is None
+            or self.second_slots is None
+            or self.second_positions is None
+        ):
             entries = self.max_cache_len if self.second_room is None else new + self.second_room
             shape = (*keys.shape[:2], entries, keys.shape[-1])
             self.second_keys, self.second_values = keys.new_zeros(shape), values.new_zeros(shape)
             self.second_slots = slots.new_full((len(slots), entries), -1)
+            self.second_positions = self.second_slots.clone()
             self.second_length = torch.zeros((), dtype=torch.int64, device=keys.device)
             if not torch.compiler.is_compiling():  # a captured graph writes to these very places
-                for store in (self.second_keys, self.second_values, self.second_slots, self.second_length):
+                stores = (self.second_keys, self.second_values, self.second_slots, self.second_positions)
+                for store in (*stores, self.second_length):
                     torch._dynamo.mark_static_address(store)
         places = torch.arange(new, device=keys.device) + self.second_length
         self.second_keys.index_copy_(2, places, keys)
         self.second_values.index_copy_(2, places, values)
         self.second_slots.index_copy_(1, places, slots)
+        self.second_positions.index_copy_(1, places, positions)
         self.second_length.add_(new)
-        return self.second_keys, self.second_values, self.second_slots
+        return self.second_keys, self.second_values, self.second_slots, places
 
 
 class MetaTokenCacheLayer(SecondStore, DynamicLayer):

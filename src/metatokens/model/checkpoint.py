@@ -193,7 +193,7 @@ def load_model(folder: Path, second_attention: SecondAttention | None = None) ->
     Raises:
         UserError: if there is no model, it is of another kind, cut short or damaged.
     """
-    is_whole = (folder / "config.json").is_file()
+    is_whole = (folder / WEIGHTS).is_file() or (folder / SHARDS).is_file()
     if (folder / DELTA).is_file() and not is_whole:
         _verify(folder)
         model: Any = load_meta(load_base(_base_folder(folder)), folder)

@@ -32,15 +32,24 @@ class SuppressMetaToken(SuppressTokensLogitsProcessor):
 class MetaTokenGenerationMixin(GenerationMixin):
     """`generate()` of a model that may have meta-tokens."""
 
-    def generate(self, inputs: Tensor | None = None, *args: Any, meta_every: int | None = None, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *args: Any,
+        meta_every: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """`GenerationMixin.generate` with a policy for meta-tokens.
 
         Args:
-            inputs: prompt ids, (batch, length); meta-tokens in it are used as they stand.
+            inputs: prompt ids, (batch, length); meta-tokens in it are used as they are.
+            generation_config: as in `GenerationMixin.generate`. Its `meta_every` is used where the argument is None,
+                and that of the model's own `generation_config` where it has none either.
             *args: as in `GenerationMixin.generate`.
             meta_every: insert a meta-token after every so many generated text tokens, counted from the prompt's end
-                alike for all rows; None inserts none. `max_new_tokens` counts text tokens, and the returned ids
-                omit the inserted ones.
+                alike for all rows; None everywhere inserts none. `max_new_tokens` counts text tokens, and the returned
+                ids omit the inserted ones.
             **kwargs: as in `GenerationMixin.generate`. A cache in `past_key_values` may hold the sequence's start, of
                 which the ids are given too; meta-tokens that were inserted when it was filled are put back into them.
 
@@ -48,6 +57,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
             UserError: if `meta_every` is below 1, the model has no meta-token, or the other arguments do not go with
                 meta-tokens that are inserted.
         """
+        for config in (generation_config, self.generation_config):
+            meta_every = getattr(config, "meta_every", None) if meta_every is None else meta_every
         if suppressed := never_generated(self.config):
             given = (one.device for one in (inputs, *kwargs.values()) if isinstance(one, Tensor))
             suppress = SuppressMetaToken(
@@ -69,14 +80,23 @@ class MetaTokenGenerationMixin(GenerationMixin):
             cache = kwargs.get("past_key_values")
             if not isinstance(cache, Cache | None):
                 raise UserError(f"past_key_values is a {type(cache).__name__}; meta_every needs a cache.")
-            kwargs |= {"meta_every": meta_every, "prompt_length": prompt.shape[1]}
-        return super().generate(inputs, *args, **kwargs)
+            # By another name: transformers takes an argument that a configuration has too for a setting of its own.
+            kwargs |= {"insert_every": meta_every, "prompt_length": prompt.shape[1]}
+        return super().generate(inputs, generation_config, *args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse transformers' continuous batching, which `generate_batch` and `transformers serve` run.
+
+        Raises:
+            UserError: always. A paged cache has no room for what meta-tokens keep of one another.
+        """
+        raise UserError("continuous batching has no place for meta-tokens' keys and values: call generate() instead.")
 
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
         *,
-        meta_every: int | None = None,
+        insert_every: int | None = None,
         prompt_length: int | None = None,
         past_key_values: Cache | None = None,
         attention_mask: Tensor | None = None,
@@ -98,8 +118,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
             attention_mask = torch.ones_like(input_ids)
         text = input_ids.shape[1]
         inserted = [ids for ids in getattr(past_key_values, "inserted", ()) if ids <= prompt_length]
-        if meta_every is not None:
-            inserted += range(prompt_length + meta_every, text + 1, meta_every)
+        if insert_every is not None:
+            inserted += range(prompt_length + insert_every, text + 1, insert_every)
         length = text + len(inserted)
         is_text = torch.ones(length, dtype=torch.bool, device=input_ids.device)
         is_text[[ids + number for number, ids in enumerate(inserted)]] = False
@@ -137,7 +157,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         # PEFT puts a function without names in the place of `prepare_inputs_for_generation`, where they are looked up.
-        own = ("meta_every", "prompt_length")
+        own = ("insert_every", "prompt_length")
         super()._validate_model_kwargs({name: value for name, value in model_kwargs.items() if name not in own})
 
     def _update_model_kwargs_for_generation(
@@ -161,7 +181,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         if "prompt_length" in model_kwargs and (assisted or generation_config.prefill_chunk_size):
             raise UserError("inserted meta-tokens do not go with assisted generation or prefill_chunk_size.")
         inserted = 0
-        if every := model_kwargs.get("meta_every"):  # for which a static cache needs room too
+        if every := model_kwargs.get("insert_every"):  # for which a static cache needs room too
             inserted = (max_cache_length - model_kwargs["prompt_length"]) // every + 1
         is_static = generation_config.cache_implementation == "static"
         if is_static and isinstance(self.config, MetaGPT2Config):

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig, GPT2LMHeadModel, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, Cache, GenerationConfig, GPT2LMHeadModel, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_causal_mask
@@ -205,11 +205,12 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         Raises:
             UserError: if a learned table is too short, sequences are packed into one, or the cache is another's.
         """
-        if kwargs.get("cu_seq_lens_q") is not None:
-            raise UserError("packed sequences would see one another; give each a row of its own, padded.")
         if input_ids is None and inputs_embeds is None:
             raise UserError("the model needs input_ids or inputs_embeds.")
-        use_cache = self.config.use_cache if use_cache is None else use_cache
+        is_packed = attention_mask is None and _are_packed(position_ids)
+        if is_packed or kwargs.get("cu_seq_lens_q") is not None:
+            self._check_packing(past_key_values, is_packed=is_packed)
+        use_cache = not is_packed and (self.config.use_cache if use_cache is None else use_cache)
         if use_cache and past_key_values is None and not self.training:
             past_key_values = MetaTokenCache(self.config)
         elif past_key_values is not None and self.config.second_attention != "none":
@@ -241,7 +242,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
                 check_positions(self.config, int(cached) + length, position_ids)
             x = x + self.learned_positions(position_ids)
         rotary = None if self.rotary_emb is None else self.rotary_emb(x, position_ids)
-        meta_rows = None if meta_positions is None else MetaRows.at(meta_positions, cached)
+        meta_rows = None if meta_positions is None else MetaRows.at(meta_positions, cached, position_ids)
         meta_rotary = meta_mask = None
         if meta_rows is not None and rotary is not None:
             meta_rotary = (meta_rows.gather(rotary[0]), meta_rows.gather(rotary[1]))
@@ -265,12 +266,14 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             config, is_eager = copy(config), True  # no other function returns weights
             config._attn_implementation = "eager"
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
-        # Not told the positions, from which it would guess packed sequences, in training alone.
-        mask = create_causal_mask(config, x, attention_mask, past_key_values)
+        # At any jump of the positions that it gets, transformers begins a new sequence.
+        mask = create_causal_mask(config, x, attention_mask, past_key_values, position_ids if is_packed else None)
         if is_eager and mask.dtype == torch.bool:  # one of four dimensions, as it was given; that function adds it
             mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, torch.finfo(x.dtype).min)
         if is_eager or (attention_mask is not None and attention_mask.ndim == 4):
             meta_mask = mask
+        if meta_rows is not None and past_key_values is not None and not torch.compiler.is_compiling():
+            past_key_values.layers[0].check_second(meta_rows, int(cached), is_masked=meta_mask is not None)
         last, queries, is_sdpa = self.layers[-1], None, config._attn_implementation == "sdpa"
         if keep is not None and length > 2 and is_sdpa and last.takes_queries:  # a decoding step is not worth it
             queries = QueryRows.at(asked_positions(keep, x, is_meta, meta_positions), length)
@@ -292,12 +295,26 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
+    def _check_packing(self, cache: Cache | None, *, is_packed: bool) -> None:
+        """Refuse packed sequences where more than one causal attention would have to keep them apart."""
+        config = self.config
+        is_plain = config.second_attention == "none" and config.attention_scale == "constant" and cache is None
+        if not (is_plain and is_packed):
+            raise UserError("packed sequences would see one another; give each a row of its own, padded.")
+
     def _is_meta(self, input_ids: Tensor | None, embeddings: Tensor) -> Tensor:
         """Which tokens are meta-tokens, (batch, length): by their ids or, where only embeddings are known, by those."""
         meta = self.config.meta_token_id
         if input_ids is not None:
             return input_ids == meta
         return (embeddings == self.embed_tokens(torch.tensor(meta, device=embeddings.device))).all(dim=-1)
+
+
+def _are_packed(position_ids: Tensor | None) -> bool:
+    """Whether positions (batch, length) begin again, which tells where sequences are packed into one row."""
+    if position_ids is None or position_ids.shape[-1] < 2 or torch.compiler.is_compiling():
+        return False
+    return bool((position_ids.diff(dim=-1) < 0).any())
 
 
 def _log(counts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -353,8 +370,9 @@ class MetaGPT2ForCausalLM(MetaVocabulary, MetaGPT2PreTrainedModel, MetaTokenGene
             attention_mask: (batch, cached + length), 1 at real tokens; padding may be on either side. Or of four
                 dimensions, (batch, heads or 1, length, cached + length), True where a query sees a key, or what is
                 added to its logits: it replaces the causal mask, of meta-attention too.
-            position_ids: (batch, length); default: real tokens counted from 0 in each row. Where they begin again
-                no new sequence does: a row is one sequence.
+            position_ids: (batch, length); default: real tokens counted from 0 in each row. Where they begin again,
+                and there is no `attention_mask`, a new sequence does, which sees nothing before it; only a model with
+                `second_attention="none"` takes such rows.
             past_key_values: a `MetaTokenCache` with the tokens before. A `DynamicCache` is made one, in place.
             inputs_embeds: (batch, length, width), in place of what the table gives for `input_ids`.
             meta_token_mask: (batch, length), true at meta-tokens. Default: where `input_ids` are the meta-token's or,

@@ -134,20 +134,33 @@ class MetaRows(_Rows):
             at the row's first position. So plain causal attention among the gathered rows never lets a real row see
             padding.
         valid: (batch, most) bool, False at padding.
-        slots: (batch, most) int64, position in the whole sequence, cached tokens counted; -1 at padding.
+        slots: (batch, most) int64, place in the cache, cached tokens counted; -1 at padding.
+        positions: (batch, most) int64, position in the whole sequence, which differs from the slot where a row is
+            padded on the left or entries were dropped from the cache; -1 at padding.
     """
 
     index: Tensor
     valid: Tensor
     slots: Tensor
+    positions: Tensor
 
     @classmethod
-    def at(cls, positions: Tensor, cached: Tensor | int = 0) -> "MetaRows | None":
-        """Rows at (batch, most) positions of an input that follows `cached` tokens; None of no column."""
-        if positions.shape[1] == 0:
+    def at(cls, places: Tensor, cached: Tensor | int = 0, position_ids: Tensor | None = None) -> "MetaRows | None":
+        """Rows at (batch, most) places of an input that follows `cached` tokens; None if there is no column.
+
+        Args:
+            places: (batch, most), ascending, -1 where a row has fewer.
+            cached: how many tokens the cache holds.
+            position_ids: (batch or 1, length), the input's positions; None: the slots.
+        """
+        if places.shape[1] == 0:
             return None
-        valid = positions >= 0
-        return cls(positions.clamp(min=0), valid, (positions + cached).masked_fill(~valid, -1))
+        valid, index = places >= 0, places.clamp(min=0)
+        slots = (places + cached).masked_fill(~valid, -1)
+        if position_ids is None:
+            return cls(index, valid, slots, slots)
+        positions = position_ids.expand(len(places), -1).gather(1, index)
+        return cls(index, valid, slots, positions.masked_fill(~valid, -1))
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows of x, (batch or 1, ..., length, features) -> (batch, ..., most, features)."""

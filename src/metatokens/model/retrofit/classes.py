@@ -3,9 +3,9 @@
 Each Auto class that has a class for the base has one for the retrofitted model: `AutoModel` the decoder without a head,
 `AutoModelForSequenceClassification` one with another head, and so on. All of them have meta-attention, or are refused.
 
-They have the base's names, since transformers and PEFT look up by name what they know of a model. On disk alone the
-model type is `meta_tokens`, so that the Auto classes refuse the folder where this package is not there, instead of
-leaving weights out. A class that is named, such as `LlamaForCausalLM`, leaves them out, with a warning.
+They have the base's names, since transformers and PEFT look up by name what they know of a model. On disk the model
+type is `meta_tokens`, and the architecture has a prefix, so that a program without this package refuses the folder,
+instead of leaving weights out. A class that a user names, such as `LlamaForCausalLM`, leaves them out, with a warning.
 """
 
 import functools
@@ -43,6 +43,11 @@ from metatokens.model.vocabulary import MetaVocabulary
 from metatokens.records import Result
 
 MODEL_TYPE = "meta_tokens"
+# The name of a model that is on no disk. Libraries that load a model again by its name show it in their error.
+UNSAVED = "this retrofitted model was not saved: call model.save_pretrained(folder) first"
+# Of the names of architectures on disk. A program that takes the class of transformers by this name, as TRL and serving
+# engines do, would leave meta-attention out.
+PREFIX = "MetaTokens"
 _AUTO_MAP = {"AutoConfig": "metatokens_classes.MetaTokensConfig"}
 
 
@@ -60,6 +65,7 @@ class MetaConfig(PreTrainedConfig):
         """As the base's, under this package's model type."""
         given = json.loads(super().to_json_string(*args, **kwargs))
         own = {"model_type": MODEL_TYPE, "base_model_type": type(self).model_type}
+        own["architectures"] = [PREFIX + one.removeprefix(PREFIX) for one in given.get("architectures") or ()]
         return json.dumps(given | own | {"auto_map": _AUTO_MAP}, indent=2, sort_keys=True) + "\n"
 
     def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
@@ -81,8 +87,13 @@ class MetaTokensConfig(PreTrainedConfig):
             UserError: if it names no language model of transformers.
         """
         given = {key: value for key, value in config_dict.items() if key not in ("model_type", "auto_map")}
+        if not given:
+            raise UserError(
+                "this folder holds what was added to a base, and not the base: metatokens.load_meta puts it into one."
+            )
         base = given.pop("base_model_type", None)
-        model = getattr(transformers, next(iter(given.get("architectures") or ()), ""), None)
+        name = next(iter(given.get("architectures") or ()), "").removeprefix(PREFIX)
+        model = getattr(transformers, name, None)
         if base not in CONFIG_MAPPING or not (isinstance(model, type) and issubclass(model, PreTrainedModel)):
             raise UserError(f"a retrofitted {base} with architectures {given.get('architectures')} is not known here.")
         return classes_of(model, CONFIG_MAPPING[base])[1].from_dict(given, **kwargs)
@@ -95,6 +106,20 @@ class MetaBody(MetaVocabulary):
         model: Any = super()
         model.__init__(config, *args, **kwargs)
         install(self)
+        first_weights(self)
+
+    def initialize_weights(self: Any) -> None:
+        """As transformers', which calls it for weights that are on no disk; also for those of what was added."""
+        model: Any = super()
+        model.initialize_weights()
+        first_weights(self)
+
+    def save_pretrained(self: Any, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
+        """As transformers'. A model that had no name is known by this folder from then on, to TRL and PEFT."""
+        model: Any = super()
+        model.save_pretrained(save_directory, *args, **kwargs)
+        if self.config.name_or_path == UNSAVED:
+            self.name_or_path = self.config.name_or_path = str(save_directory)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """As `MetaVocabulary`'s; the head, which may be another module then, leaves out what it did."""
@@ -114,6 +139,8 @@ class MetaModel(MetaBody, MetaTokenGenerationMixin):
 
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         """As the base's, but a meta-token among the labels counts as -100, in `shift_labels` too."""
+        if not torch.compiler.is_compiling():  # since then, an adapter may have replaced the head
+            connect_head(self)
         if labels is not None:
             labels, kwargs = without_meta_tokens(labels, self.config.meta_token_id, kwargs)
         return super().forward(*args, labels=labels, **kwargs)
@@ -264,7 +291,7 @@ def install(model: Any) -> None:
     model._keep_in_fp32_modules |= {f"meta_attention.attention.{name}" for name in ("qkv_proj", "out_proj")}
     if hasattr(decoder, "meta_settings"):  # by `AutoModel`, which a model with another head may be made from
         return
-    decoder.meta_settings = settings
+    decoder.meta_settings, decoder.meta_has_trained = settings, False
     decoder.register_forward_pre_hook(find_rows, with_kwargs=True)
     decoder.register_forward_hook(forget_rows, always_call=True)
     table = model.get_input_embeddings()
@@ -285,9 +312,16 @@ def connect_head(model: Any) -> None:
     if not isinstance(model, MetaModel):
         return
     head = model.get_output_embeddings()
-    if not hasattr(head, "meta_token_id"):
+    if "meta_token_id" not in vars(head):  # PEFT's wrappers show the attributes of what they wrap
         head.register_forward_hook(leave_out)
     head.meta_token_id, head.used_rows = model.config.meta_token_id, model.config.unpadded_vocab_size
+
+
+def first_weights(model: nn.Module) -> None:
+    """Give what was added weights with which it adds nothing, except where weights were loaded."""
+    for module in model.modules():
+        if isinstance(module, MetaModule | MetaRow):
+            module.start()
 
 
 def _give(module: Any, mixin: type) -> None:

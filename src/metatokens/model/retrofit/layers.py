@@ -6,16 +6,18 @@ variables of the thread that runs the model, so that several threads may run it 
 """
 
 import threading
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
+from transformers import initialization as init
 
 from metatokens.errors import UserError
 from metatokens.model.attention import MetaAttention
-from metatokens.model.cache import give_second_store
+from metatokens.model.cache import SecondStore, give_second_store
 from metatokens.model.positions import Rotary, rotary_tables
 from metatokens.model.retrofit.settings import MetaSettings
 from metatokens.model.rows import MetaRows, least_rows, positions_of
@@ -59,6 +61,10 @@ class MetaRow(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(width))
 
+    def start(self) -> None:
+        """Initial weights."""
+        init.normal_(self.weight, std=0.02)
+
     def forward(self, embeddings: Tensor, is_meta: Tensor) -> Tensor:
         """`embeddings` (batch, length, width) with the row where `is_meta` (batch, length)."""
         return torch.where(is_meta[..., None], self.weight.to(embeddings), embeddings)
@@ -85,8 +91,9 @@ class MetaModule(nn.Module):
 
     def start(self) -> None:
         """Initial weights with which the module adds exactly nothing."""
-        nn.init.normal_(self.attention.qkv_proj.weight, std=0.02)
-        nn.init.zeros_(self.attention.out_proj.weight)
+        init.ones_(self.norm.weight)
+        init.normal_(self.attention.qkv_proj.weight, std=0.02)
+        init.zeros_(self.attention.out_proj.weight)
 
     def forward(self, x: Tensor, step: Pass, cache: Cache | None) -> Tensor:
         """What is added to the rows x, (batch, most, width)."""
@@ -167,7 +174,28 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     else:
         return  # the base has a sentence for it
     past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
+    if not decoder.meta_has_trained and decoder.training and torch.is_grad_enabled():
+        _look_at_first_step(decoder, is_meta)
     _begin(decoder, is_meta, past, kwargs.get("attention_mask"), kwargs.get("position_ids"))
+
+
+@torch.compiler.disable
+def _look_at_first_step(decoder: Any, is_meta: Tensor) -> None:
+    """Warn, in the first training step, where nothing that was added learns anything."""
+    decoder.meta_has_trained, added = True, {"meta_attention", "meta_token"}
+    is_added = {bool(added & set(name.split("."))) for name, one in decoder.named_parameters() if one.requires_grad}
+    if is_added == {False}:
+        warnings.warn(
+            "nothing of what add_meta_attention added is trained. For PEFT, put into LoraConfig: exclude_modules="
+            '".*meta_attention.*", modules_to_save=["meta_attention", "meta_token"].',
+            stacklevel=2,
+        )
+    elif is_added and not bool(is_meta.any()):
+        warnings.warn(
+            "no meta-token is in this batch, so that meta-attention learns nothing from it. MetaTokenCollator puts "
+            "meta-tokens into batches.",
+            stacklevel=2,
+        )
 
 
 @torch.compiler.disable  # how many there are only the data tells; and what a thread is at, it would not see change
@@ -181,15 +209,22 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Any, positio
         seen = (mask if mask.dtype == torch.bool else mask > -1e4).any(dim=1, keepdim=True)
     elif mask is not None:  # beside a cache of a fixed size it may be longer than what was read
         is_meta = is_meta & mask[:, : cached + length][:, -length:].bool()
-    rows, settings = MetaRows.at(positions_of(is_meta, least=least), cached), decoder.meta_settings
-    if rows is None:
-        return
-    is_told = mask is None and isinstance(positions, Tensor) and positions.ndim == 2
-    if is_told and bool((positions.diff(dim=-1) < 0).any()):  # transformers tells packed sequences apart by that
+    settings = decoder.meta_settings
+    if not (isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == length):
+        positions = None  # of three axes, as for images
+    # transformers tells packed sequences apart by positions that begin again.
+    if mask is None and positions is not None and bool((positions.diff(dim=-1) < 0).any()):
         raise UserError(
             "sequences that are packed into one would see one another's meta-tokens; give each its own row."
         )
-    rotary = rotary_tables(rows.slots.clamp(min=0), settings.head_size, settings.rope_theta)
+    rows = MetaRows.at(positions_of(is_meta, least=least), cached, positions)
+    if rows is None:
+        return
+    if past is not None and settings.layers and settings.layers[0] < len(past.layers):
+        store = past.layers[settings.layers[0]]
+        if isinstance(store, SecondStore):
+            store.check_second(rows, cached, is_masked=seen is not None)
+    rotary = rotary_tables(rows.positions.clamp(min=0), settings.head_size, settings.rope_theta)
     _thread.step = Pass(rows, rotary, seen)
 
 

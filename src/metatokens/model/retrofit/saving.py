@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 
 from metatokens.errors import UserError
 from metatokens.files import write_whole
-from metatokens.model.retrofit.classes import MetaModel, decoder_of, own_parameters
+from metatokens.model.retrofit.classes import MODEL_TYPE, MetaModel, decoder_of, own_parameters
+from metatokens.model.retrofit.identity import difference, have_same_weights, settings_of, weight_checksums
 from metatokens.model.retrofit.layers import MetaModule
 from metatokens.model.retrofit.settings import MetaSettings
-from metatokens.model.retrofit.surgery import config_sha256, put_in
+from metatokens.model.retrofit.surgery import put_in
 
 DELTA = "meta_tokens.json"  # in a folder of what was added to a base
 DELTA_WEIGHTS = "meta_tokens.safetensors"
@@ -27,17 +28,22 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
 
     Args:
         model: a retrofitted model.
-        folder: for `meta_tokens.json`, with the base's name and the checksum of its configuration, and
-            `meta_tokens.safetensors`; made if it is not there.
+        folder: for `meta_tokens.json`, with the base's name, settings and checksums, and `meta_tokens.safetensors`;
+            made if it is not there.
 
     Raises:
-        UserError: if the model has no meta-attention, it is quantised, adapters of PEFT are in the model, or the folder
-            cannot be written to.
+        UserError: if the model has no meta-attention, it is quantised, adapters of PEFT are in the model, its base was
+            changed since meta-attention was added, or the folder cannot be written to.
     """
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
         raise UserError("adapters are in this model: save what their merge_and_unload() returns, by save_pretrained.")
     if not isinstance(model, MetaModel):
         raise UserError(f"this {type(model).__name__} is no retrofitted model: it has nothing to save by itself.")
+    if not have_same_weights(model.config.meta_attention["base_weights"], weight_checksums(model)):
+        raise UserError(
+            "the base's weights are not those that meta-attention was added to: it was trained too, or adapters were "
+            "merged into it. Save the whole model, by save_pretrained."
+        )
     weights = {name: one.detach().contiguous() for name, one in own_parameters(model).items()}
     if not all(one.is_floating_point() for one in weights.values()):
         raise UserError("what was added to this model is quantised, which loses what it was: save it before.")
@@ -46,6 +52,8 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         save_file(weights, Path(folder) / DELTA_WEIGHTS, metadata={"format": "pt"})
         write_whole(Path(folder) / DELTA, json.dumps(own, indent=1).encode())
+        if not (Path(folder) / "config.json").exists():  # for which the Auto classes look, to say what this folder is
+            write_whole(Path(folder) / "config.json", json.dumps({"model_type": MODEL_TYPE}).encode())
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder} cannot be written to: {error}.") from error
 
@@ -54,7 +62,8 @@ def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     """Put into a base, in place, what `save_meta` wrote; its own weights are frozen.
 
     Args:
-        base: a model without meta-attention, whose configuration is that of the one it was trained with.
+        base: a model without meta-attention, with the configuration and the weights that it was trained with; the
+            precision may be another.
         folder: that `save_meta` wrote to.
 
     Returns:
@@ -66,10 +75,12 @@ def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     settings, meta_token_id, used = _read(Path(folder))
     if isinstance(base, MetaModel) or not isinstance(base, PreTrainedModel):
         raise UserError(f"this {type(base).__name__} is no model of transformers without meta-tokens.")
-    if (given := config_sha256(base.config)) != settings.base_sha256:
+    if differing := difference(settings.base_settings, settings_of(base.config)):
+        raise UserError(f"{folder} was trained with another base{_named(settings)}: {differing}.")
+    if not have_same_weights(settings.base_weights, weight_checksums(base)):
         raise UserError(
-            f"{folder} was trained with another base, {settings.base or 'of no name'}: its configuration has the "
-            f"checksum {settings.base_sha256[:12]}, and that of the {type(base).__name__} given has {given[:12]}."
+            f"{folder} was trained with another base{_named(settings)}: one of the same configuration, whose weights "
+            "have other checksums than those of the base given."
         )
     try:
         weights = load_file(Path(folder) / DELTA_WEIGHTS)
@@ -86,6 +97,10 @@ def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
         for name, one in own_parameters(base).items():
             one.copy_(weights[name])
     return base
+
+
+def _named(settings: MetaSettings) -> str:
+    return f", {settings.base}" if settings.base else ""
 
 
 def _shapes(base: PreTrainedModel, settings: MetaSettings) -> dict[str, torch.Size] | None:

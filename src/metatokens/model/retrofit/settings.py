@@ -1,6 +1,7 @@
 """What a retrofitted model's configuration keeps of its meta-attention."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from metatokens.errors import UserError
 
@@ -17,7 +18,8 @@ class MetaSettings:
         sites: of each of these blocks the submodule whose output joins the residual stream, and is added to.
         site_has_residual: whether that output is the residual stream already, as in BLOOM.
         base: the base's name, for the reader.
-        base_sha256: checksum of the base's configuration, from before.
+        base_settings: what the base's configuration sets, from before meta-attention was added (`settings_of`).
+        base_weights: checksums of some of the base's weights, from before too (`weight_checksums`).
     """
 
     hidden_size: int
@@ -27,7 +29,8 @@ class MetaSettings:
     sites: tuple[str, ...]
     site_has_residual: bool
     base: str
-    base_sha256: str
+    base_settings: dict[str, Any]
+    base_weights: dict[str, str]
 
     # What `Attention` asks for beside them. The paper's code base has no biases.
     bias = False
@@ -37,6 +40,8 @@ class MetaSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, in any model."""
+        if not isinstance(self.base_settings, dict) or not isinstance(self.base_weights, dict):
+            raise UserError("base_settings and base_weights must be mappings.")
         sizes = self.hidden_size, self.num_attention_heads, self.head_size
         if type(self.site_has_residual) is not bool:
             raise UserError(f"site_has_residual is {self.site_has_residual!r}; it must be true or false.")

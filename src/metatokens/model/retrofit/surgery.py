@@ -1,8 +1,7 @@
 """Giving a pretrained decoder meta-tokens and meta-attention."""
 
-import json
-import re
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict
 from typing import Any
 
@@ -12,24 +11,19 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from metatokens.data.tokenizer import META_TOKEN
 from metatokens.errors import UserError
-from metatokens.files import sha256_of
 from metatokens.model.retrofit.classes import (
+    UNSAVED,
     MetaModel,
     classes_of,
     decoder_of,
+    first_weights,
     freeze_base,
     install,
     position_embedding_of,
 )
+from metatokens.model.retrofit.identity import settings_of, weight_checksums
 from metatokens.model.retrofit.settings import MetaSettings
 from metatokens.model.retrofit.sites import device_of, find_sites
-
-# What of a configuration does not tell one base from another: how it is called, stored, run and trained.
-_PASSING = re.compile(
-    r"_name_or_path|architectures|(torch_)?dtype|transformers_version|use_cache|output_.*|return_dict|"
-    r"(pad|bos|eos)_token_id|.*dropout.*|.*pdrop|quantization_config|_attn_implementation.*|"
-    r"meta_token_id|position_embedding"  # of a base that this package trained
-)
 
 
 def add_meta_attention(
@@ -46,8 +40,12 @@ def add_meta_attention(
 
     Between a block's attention and its feed-forward layer the meta-tokens attend causally to one another (paper,
     section 3), by heads and rotary angles of their own. The new output projections start at zero, so that until they
-    are trained the model computes what it did, and for text without meta-tokens exactly the same as long as the base is
-    not trained. Meta-tokens and rows that no text uses are never predicted.
+    are trained they add nothing. For text without meta-tokens the model computes exactly what it did, as long as the
+    base is not trained. Meta-tokens and rows that no text uses are never predicted.
+
+    The meta-token has to be trained before it is of use: a base has never seen one, and predicts the text among
+    untrained ones worse. With a tokenizer, its embedding begins at the mean of a space's, a newline's and a comma's,
+    which disturbs a base least of what was tried; otherwise at the mean of the table.
 
     Args:
         model: a causal language model, as `AutoModelForCausalLM` loads it; not one that PEFT has wrapped.
@@ -64,8 +62,8 @@ def add_meta_attention(
 
     Raises:
         UserError: if the model has meta-attention already, is an encoder-decoder, or has no attention beside which to
-            put it; if there is neither a tokenizer nor a row, or the tokenizer has other entries without one; or if a
-            number is impossible.
+            put it; if there is neither a tokenizer nor a row, or the tokenizer has other entries without one, or gaps
+            between its ids; or if a number is impossible.
     """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None or not model.can_generate():
@@ -90,7 +88,8 @@ def add_meta_attention(
         sites=sites,
         site_has_residual=site_has_residual,
         base=model.config.name_or_path,
-        base_sha256=config_sha256(model.config),
+        base_settings=settings_of(model.config),
+        base_weights=weight_checksums(model),
     )
     rows = used = model.get_input_embeddings().weight.shape[0]
     if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
@@ -102,20 +101,43 @@ def add_meta_attention(
                 f"the tokenizer has entries for which the model has no row, such as {further[0][1]!r}: resize the "
                 "model's embeddings for them, and save it, before it gets meta-tokens."
             )
+        highest = max(tokenizer.get_vocab().values())
+        if getattr(tokenizer, "meta_token", None) is None and highest >= len(tokenizer):
+            raise UserError(
+                f"the tokenizer's vocabulary has gaps: {len(tokenizer)} entries with ids up to {highest}. A token that "
+                "is added to it would share the id of another; number its entries from 0 without gaps first."
+            )
         meta_token_id = _in_tokenizer(tokenizer)
         used = max(rows, len(tokenizer))
     elif meta_token_id is None:
         raise UserError("give the model's tokenizer, or as meta_token_id a row of its embeddings that no text uses.")
     elif type(meta_token_id) is not int or not 0 <= meta_token_id < rows:
         raise UserError(f"meta_token_id {meta_token_id} is outside the {rows} rows of the table of embeddings.")
-    put_in(model, settings, meta_token_id, used, freeze=freeze)
+    alike = [] if tokenizer is None else _separators(tokenizer)
+    put_in(model, settings, meta_token_id, used, freeze=freeze, alike=alike)
     return model
 
 
 def put_in(
-    model: PreTrainedModel, settings: MetaSettings, meta_token_id: int, used: int, *, freeze: bool = True
+    model: PreTrainedModel,
+    settings: MetaSettings,
+    meta_token_id: int,
+    used: int,
+    *,
+    freeze: bool = True,
+    alike: Sequence[int] = (),
 ) -> None:
-    """Do what `settings` say: grow the table to `used` rows, if it has fewer, change the classes, add the modules."""
+    """Change a model as the settings tell: rows of its table, its classes, its modules.
+
+    Args:
+        model: the base, changed in place.
+        settings: sizes and places of meta-attention.
+        meta_token_id: the meta-token's.
+        used: the entries that are in use then; the table grows where it has fewer rows.
+        freeze: whether the base is frozen.
+        alike: ids of tokens at whose mean the meta-token begins.
+    """
+    _own_configuration(model)
     rows = model.get_input_embeddings().weight.shape[0]
     if used > rows:
         model.resize_token_embeddings(used, pad_to_multiple_of=64, mean_resizing=False)
@@ -131,21 +153,19 @@ def put_in(
         quantised.llm_int8_skip_modules = [*skipped, r".*\.meta_attention"]
     install(model)
     freeze_base(model, trained=not freeze)
-    _start(model, meta_token_id)
-    # It is not what stands there any more: who loads it again by this name, as PEFT and TRL do, would get the base.
-    model.name_or_path = model.config.name_or_path = ""
+    _start(model, alike)
+    # PEFT and TRL load a model again by its name, and by the base's they would get the base.
+    model.name_or_path = model.config.name_or_path = UNSAVED
 
 
-def config_sha256(config: PreTrainedConfig) -> str:
-    """A checksum of what a configuration says of a model's function, where that is not what its class says anyway.
-
-    So it stays the same with a release of transformers that knows of further settings.
-    """
-    usual, own = type(config)().to_dict(), config.to_dict()
-    given = {
-        key: own[key] for key in own if not _PASSING.fullmatch(key) and (key not in usual or own[key] != usual[key])
-    }
-    return sha256_of(json.dumps(given, sort_keys=True, default=str).encode())
+def _own_configuration(model: PreTrainedModel) -> None:
+    """Give a model a copy of its configuration, which other models may share."""
+    copies: dict[int, Any] = {}
+    deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                setattr(module, name, copies[id(value)])
 
 
 def _in_tokenizer(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -170,13 +190,25 @@ def _fill(model: PreTrainedModel, rows: int) -> None:
 
 
 @torch.no_grad()
-def _start(model: PreTrainedModel, meta_token_id: int) -> None:
-    """First weights, on the device of what they stand beside: an average token, and modules that add nothing."""
+def _start(model: PreTrainedModel, alike: Sequence[int]) -> None:
+    """First weights, on the devices of their neighbours: modules that add nothing, and a token between some others.
+
+    With no token to start from it is the mean of the table. Zero would disturb a base less, but the gradient of RMSNorm
+    is a thousand times too large there.
+    """
     table, (_, blocks) = model.get_input_embeddings(), decoder_of(model)
     device = device_of(table)
     table.meta_token.to(device)
-    ids = torch.arange(min(table.weight.shape[0], 32_768), device=device)
-    ids = ids[ids != meta_token_id]
-    table.meta_token.weight.copy_(table(ids).float().mean(dim=0))
     for index in model.config.meta_attention["layers"]:
-        blocks[index].meta_attention.to(device_of(blocks[index])).start()
+        blocks[index].meta_attention.to(device_of(blocks[index]))
+    first_weights(model)
+    ids = torch.tensor(alike or range(min(table.weight.shape[0], 32_768)), device=device)
+    table.meta_token.weight.copy_(table(ids[ids != model.config.meta_token_id]).float().mean(dim=0))
+
+
+def _separators(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of a space, a newline and a comma, each as far as a vocabulary has it, bytewise or of SentencePiece."""
+    vocabulary = tokenizer.get_vocab()
+    spellings = (("Ġ", "▁", " "), ("Ċ", "<0x0A>", "\n"), (",",))
+    found = (next((vocabulary[one] for one in names if one in vocabulary), None) for names in spellings)
+    return [one for one in found if one is not None]
