@@ -119,11 +119,11 @@ class SecondStore(AnyCacheLayer):
             if int(slots.max()) >= self.get_seq_length() or bool(is_behind.any()):
                 raise UserError("entries were dropped from this cache, so that it cannot be cropped.")
         super().crop(tokens_to_remove)
-        if self.second_slots is not None and tokens_to_remove:
+        if self.second_slots is not None and self.second_positions is not None and tokens_to_remove:
             gone = self.second_slots >= self.get_seq_length()
             kept = ~(gone | (self.second_slots < 0)).all(dim=0)
             self.second_slots = self.second_slots.masked_fill(gone, -1)
-            self.second_positions = torch.where(gone, -1, self.second_positions)
+            self.second_positions = self.second_positions.masked_fill(gone, -1)
             self._change_second(lambda entries: entries[..., kept] if entries.ndim == 2 else entries[:, :, kept])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -198,6 +198,7 @@ def load_model(folder: Path, second_attention: SecondAttention | None = None) ->
         _verify(folder)
         model: Any = load_meta(load_base(_base_folder(folder)), folder)
         model.base_is_elsewhere = True
+        model.name_or_path = model.config.name_or_path = ""  # PEFT would look for a configuration under that name
         return _placed(model)
     if (folder / ADAPTER).is_file() and not is_whole:
         return _with_adapter(folder)

@@ -21,6 +21,12 @@ from metatokens.model.configuration import MetaGPT2Config, never_generated
 from metatokens.model.positions import check_length, check_positions, position_ids_from_mask
 
 
+def mark_as_own(generation_config: GenerationConfig | None) -> None:
+    """Have transformers load `meta_every` again: it drops further settings of one that it derived from a model's."""
+    if generation_config is not None and getattr(generation_config, "meta_every", None) is not None:
+        generation_config._from_model_config = False
+
+
 class SuppressMetaToken(SuppressTokensLogitsProcessor):
     """A type of its own, since `generate()` drops its own processor for one of the same type that is passed in."""
 

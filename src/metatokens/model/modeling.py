@@ -6,6 +6,7 @@ LayerNorm before each module, exact GELU, a tied head without bias. `second_atte
 
 from copy import copy
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, Unpack
 
 import torch
@@ -33,7 +34,7 @@ from metatokens.model.attention import (
 )
 from metatokens.model.cache import MetaTokenCache, entries_in_second_store, give_second_stores
 from metatokens.model.configuration import MetaGPT2Config, SecondAttention
-from metatokens.model.generation import MetaTokenGenerationMixin
+from metatokens.model.generation import MetaTokenGenerationMixin, mark_as_own
 from metatokens.model.gpt2 import configuration_of, weights_of
 from metatokens.model.labels import without_meta_tokens
 from metatokens.model.positions import Rotary, check_positions, position_ids_from_mask
@@ -458,6 +459,11 @@ class MetaGPT2ForCausalLM(MetaVocabulary, MetaGPT2PreTrainedModel, MetaTokenGene
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache and kind != "static":
             model_kwargs["past_key_values"] = MetaTokenCache(self.config)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+
+    def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
+        """As transformers', with the `meta_every` of its generation configuration."""
+        mark_as_own(self.generation_config)
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
     def from_gpt2(cls, hf_model: GPT2LMHeadModel, second_attention: SecondAttention = "none") -> "MetaGPT2ForCausalLM":

@@ -25,7 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from metatokens.errors import UserError
 from metatokens.model.cache import derived, give
 from metatokens.model.configuration import write_remote_code
-from metatokens.model.generation import MetaTokenGenerationMixin
+from metatokens.model.generation import MetaTokenGenerationMixin, mark_as_own
 from metatokens.model.labels import without_meta_tokens
 from metatokens.model.retrofit.card import model_card
 from metatokens.model.retrofit.layers import (
@@ -96,13 +96,14 @@ class MetaTokensConfig(PreTrainedConfig):
         model = getattr(transformers, name, None)
         if base not in CONFIG_MAPPING or not (isinstance(model, type) and issubclass(model, PreTrainedModel)):
             raise UserError(f"a retrofitted {base} with architectures {given.get('architectures')} is not known here.")
-        return classes_of(model, CONFIG_MAPPING[base])[1].from_dict(given, **kwargs)
+        # TRL asks a configuration of an architecture that transformers does not have for its `auto_map`.
+        return classes_of(model, CONFIG_MAPPING[base])[1].from_dict(given | {"auto_map": _AUTO_MAP}, **kwargs)
 
 
 class MetaBody(MetaVocabulary):
     """Mixin for a model with a retrofitted decoder in it: it has meta-attention."""
 
-    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any):
+    def __init__(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any):
         model: Any = super()
         model.__init__(config, *args, **kwargs)
         install(self)
@@ -117,6 +118,7 @@ class MetaBody(MetaVocabulary):
     def save_pretrained(self: Any, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
         """As transformers'. A model that had no name is known by this folder from then on, to TRL and PEFT."""
         model: Any = super()
+        mark_as_own(getattr(self, "generation_config", None))
         model.save_pretrained(save_directory, *args, **kwargs)
         if self.config.name_or_path == UNSAVED:
             self.name_or_path = self.config.name_or_path = str(save_directory)

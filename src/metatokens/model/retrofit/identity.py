@@ -25,7 +25,8 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
     loaded. A setting that a later release of transformers adds counts only where it was changed.
     """
     declared = {field.name for field in fields(type(config))} - {field.name for field in fields(PreTrainedConfig)}
-    usual, own = type(config)(), {}
+    usual = type(config)()
+    own: dict[str, Any] = {}
     for name in sorted(declared):
         value, by_itself = getattr(config, name, None), getattr(usual, name, None)
         if isinstance(value, PreTrainedConfig):
