@@ -25,7 +25,7 @@ import torch
 from metatokens.benchmark.contestants import HEATS, Entry, Setting, Unit, make_unit, products_unit
 from metatokens.benchmark.peers import is_installed
 from metatokens.errors import UserError
-from metatokens.machine import worker_context
+from metatokens.machine import keep_freed_memory, worker_context
 from metatokens.records import Benchmark, Timing
 from metatokens.training.trainer import Progress, unwatched
 
@@ -235,6 +235,7 @@ def peak_memory(benchmark: Benchmark, entry: Entry, setting: Setting) -> int | N
 
 def _peak_resident(benchmark: Benchmark, entry: Entry, setting: Setting) -> int:
     """`peak_memory` of the process it runs in."""
+    keep_freed_memory()  # as the process has that times it
     torch.set_num_threads(setting.threads)
     small = make_unit(benchmark, entry, replace(setting, shape="tiny", length=16, batch=1))
     small.prepare()

@@ -19,7 +19,7 @@ from metatokens.cli.making import extend, finetune, plot, pretrain, report, repr
 from metatokens.cli.measuring import analyze, evaluate, harness, perplexity
 from metatokens.cli.output import say
 from metatokens.errors import UserError
-from metatokens.machine import process_count
+from metatokens.machine import keep_freed_memory, process_count
 
 # In the order in which they are used, as `--help` lists them.
 PANELS = {
@@ -56,6 +56,7 @@ def _options(
 
 def main() -> None:
     """Run the command; a user's mistake is one sentence on standard error and exit status 2."""
+    keep_freed_memory()
     # The libraries' notices and progress bars would stand between the lines of this command.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -22,7 +22,7 @@ import yaml
 from metatokens.errors import UserError
 from metatokens.experiment.plan import Stage
 from metatokens.experiment.runner import Outcome, Runner
-from metatokens.machine import available_cores, worker_context
+from metatokens.machine import available_cores, keep_freed_memory, worker_context
 from metatokens.recipe import parse_yaml
 from metatokens.training.trainer import Progress, unwatched
 
@@ -254,6 +254,7 @@ def _work_as_job(runner: Runner, stage: Stage) -> Done | UserError | OSError:
 
 
 def _work(runner: Runner, stage: Stage, progress: Progress) -> Done:
+    keep_freed_memory()
     began, began_on_cpu = time.monotonic(), time.process_time()
     outcome = runner.carry_out(stage, progress)
     return Done(outcome, time.monotonic() - began, time.process_time() - began_on_cpu)

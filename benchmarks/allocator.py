@@ -1,0 +1,101 @@
+"""What it saves and costs that commands have glibc keep the memory that they free: with that and without, in turns.
+
+    python benchmarks/allocator.py --tokenizer gpt2 --corpus 'my/*.txt' --out benchmarks/results/allocator.jsonl
+
+A command's whole process is measured, its start included: user and system time by the kernel, peak memory, wall time.
+"Without" sets one of glibc's variables to what it is anyway, which has the commands leave glibc alone.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+PLAIN = {"MALLOC_ARENA_TEST": "8"}  # glibc's default
+FIGURES = ("user", "system", "wall", "peak")  # seconds, seconds, seconds, MiB
+
+
+def main(
+    tokenizer: Annotated[str, typer.Option(help="For pretraining and what follows, as of `metatokens tokenize`.")],
+    corpus: Annotated[str, typer.Option(help="Text, likewise.")] = "builtin",
+    steps: Annotated[int, typer.Option(help="Of pretraining.")] = 16,
+    shape: Annotated[str, typer.Option(help="Of the training steps without a corpus, as of `benchmark`.")] = "paper",
+    rounds: Annotated[int, typer.Option(help="Runs of each command, in both ways.")] = 3,
+    only: Annotated[list[str] | None, typer.Option(help="Name of a command's row; may be repeated.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write JSON lines to.")] = None,
+) -> None:
+    """Print the table of ratios."""
+    with tempfile.TemporaryDirectory() as folder:
+        base, tokens = f"{folder}/base", f"{folder}/tokens"
+        pretrain = f"pretrain --recipe demo --set data.tokens={tokens} --overwrite --set training.max_steps="
+        tokenize = ["tokenize", "--corpus", corpus, "--tokenizer", tokenizer, "--overwrite", "--out"]
+        commands = {
+            "tokenize": [*tokenize, f"{folder}/again"],
+            "pretrain, the demo's model": [*f"{pretrain}{steps}".split(), "--out", f"{folder}/run"],
+            f"benchmark train, {shape}": f"benchmark train --shape {shape} --contestant gpt2 --rounds 3 --warmup 1 "
+            "--no-memory".split(),
+            "perplexity": ["perplexity", "--model", base, "--corpus", corpus, "--max-tokens", "20000"],
+            "generate": f"generate --model {base} --max-new-tokens 200 Once".split(),
+            "evaluate": ["evaluate", "--model", "example", "--task", "list_recall", "--lengths", "128", "-n", "200"],
+        }
+        if unknown := set(only or ()) - set(commands):
+            raise typer.BadParameter(f"{', '.join(unknown)}; there are: {'; '.join(commands)}")
+        for line in ([*tokenize, tokens], [*f"{pretrain}2".split(), "--out", base]):
+            measured(line, {})
+        runs: dict[tuple[str, bool], list[list[float]]] = {}
+        turns = [(name, kept) for name in only or commands for kept in (True, False)]
+        for name, kept in track(
+            [turn for _ in range(rounds) for turn in random.Random(0).sample(turns, len(turns))],
+            "runs",
+            console=Console(stderr=True),
+        ):
+            runs.setdefault((name, kept), []).append(measured(commands[name], {} if kept else PLAIN))
+    from metatokens.benchmark.speed import device_name  # with torch, whose size each new process would begin with
+
+    table = Table(title="glibc keeps freed memory, against what it does by itself (median, quartiles)")
+    for heading in ("", *FIGURES):
+        table.add_column(heading, justify="right" if heading else "left")
+    lines = []
+    for name in only or commands:
+        kept, plain = (np.array(runs[name, one]) for one in (True, False))
+        row = []
+        for index, figure in enumerate(FIGURES):
+            low, ratio, high = np.quantile(kept[:, index] / plain[:, index], (0.25, 0.5, 0.75)).tolist()
+            medians = [float(np.median(one[:, index])) for one in (kept, plain)]
+            row.append(f"{medians[0]:,.1f} / {medians[1]:,.1f} = {ratio:.2f} ({low:.2f} to {high:.2f})")
+            about = {"measured": name, "figure": figure, "kept": medians[0], "plain": medians[1], "ratio": ratio}
+            lines.append(about | {"low": low, "high": high, "n": rounds, "device": device_name("cpu")})
+        table.add_row(name, *row)
+    Console().print(table)
+    if out is not None:
+        out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def measured(arguments: list[str], variables: dict[str, str]) -> list[float]:
+    """The figures of a command's process."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    began = time.monotonic()
+    with tempfile.TemporaryFile() as said:
+        line = [sys.executable, "-m", "metatokens", *arguments]
+        process = subprocess.Popen(line, env=own | variables, stdout=said, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            said.seek(0)
+            raise RuntimeError(f"{' '.join(arguments)}: {said.read().decode()[-2000:]}")
+    return [usage.ru_utime, usage.ru_stime, time.monotonic() - began, usage.ru_maxrss / 1024]
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,50 @@
+"""Memory that is freed is kept by the commands and their workers, unless the user set glibc's allocator otherwise."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Page faults of eight buffers of 64 MiB, one after the other, behind what is given.
+PROGRAM = """
+import resource
+{}
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytearray(b"x") * 2**26
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(sum(faults() for _ in range(8)))
+"""
+KEPT = "from metatokens.machine import keep_freed_memory; keep_freed_memory()"
+COMMAND = "from metatokens import cli; cli.app = lambda: None; cli.main()"
+WORKER = """
+from metatokens.experiment.pools import _work
+from types import SimpleNamespace
+_work(SimpleNamespace(carry_out=lambda stage, progress: None), None, None)
+"""
+
+
+def faults(program: str, **variables: str) -> int:
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    line = [sys.executable, "-c", PROGRAM.format(program)]
+    return int(subprocess.run(line, env=own | variables, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def glibc() -> None:
+    if sys.platform != "linux" or faults("") < 1000:
+        pytest.skip("the C library of this machine is not glibc, or another allocator is preloaded")
+
+
+@pytest.mark.parametrize("program", [KEPT, COMMAND, WORKER], ids=["the function", "a command", "a worker"])
+def test_freed_memory_is_handed_out_again(program: str) -> None:
+    assert faults(program) < 100
+
+
+@pytest.mark.parametrize(
+    "variable", [("MALLOC_ARENA_TEST", "8"), ("GLIBC_TUNABLES", "glibc.malloc.arena_test=8")], ids=lambda one: one[0]
+)
+def test_settings_of_the_user_hold(variable: tuple[str, str]) -> None:
+    assert faults(KEPT, **dict([variable])) > 1000
