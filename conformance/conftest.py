@@ -1,6 +1,7 @@
 """What the tests here run with, which of them cannot apply, and a summary by member of the family."""
 
 import os
+import re
 import sys
 from collections import Counter, defaultdict
 from fnmatch import fnmatchcase
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from not_applicable import NOT_APPLICABLE
-from suite import FOLDER, has_generation
+from suite import FOLDER, VERSION, has_generation
 
 os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
 sys.path[:0] = [str(FOLDER), str(Path(__file__).parents[1])]
@@ -18,6 +19,7 @@ CANNOT_APPLY = "cannot apply: "
 HEADINGS = ("", "passed", "failed", "not applicable", "skipped alike", "sub-tests passed", "sub-tests failed")
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+SWEEP_HEAD = "\n## Every type\n"
 PAGE_HEAD = """# Architectures
 
 What `make conformance` measured of each decoder with meta-attention: a tiny model with random weights, in float32 but
@@ -34,6 +36,15 @@ for two columns. A figure is the largest difference, or in how many cases there 
 - **scored columns**: loss and gradients where the logits of scored columns alone are computed.
 - **generation**: of five ways to generate, those in which the cache changes a token.
 
+"""
+SWEEP_TEXT = """
+What became of every type of decoder that transformers {version} has, built small from its configuration class alone:
+{counts}. A type with `:multimodal` is the class that takes images or sound too, where there are two. Of each one that
+was taken, text has the logits of the base to the last bit, the model from disk is the one that was saved, and greedy
+generation with a meta-token every three tokens gives the same with and without a cache.
+
+| outcome | model types |
+| --- | --- |
 """
 
 
@@ -54,13 +65,18 @@ class Tally:
         self.reasons: dict[tuple[str, str], str] = {}
         self.subtests: dict[str, Counter[str]] = defaultdict(Counter)
         self.architectures: dict[str, dict[str, float]] = {}
+        self.types: dict[str, dict[str, str]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep a report of one test, a part of it, or its setting up."""
         *_, member, test = report.nodeid.split("::")
         if member == "test_architectures.py":
             if report.when == "call":
-                self.architectures[test.partition("[")[2].rstrip("]")] = dict(report.user_properties)
+                test, _, name = test.rstrip("]").partition("[")
+                found = self.types if test == "test_every_type" else self.architectures
+                found[name] = dict(report.user_properties)
+                if found is self.types and report.failed and not found[name]:
+                    found[name] = {"kind": "crashed", "sentence": report.longreprtext.splitlines()[-1]}
             return
         outcomes = self.outcomes[member]
         if isinstance(report, pytest.SubtestReport):
@@ -79,6 +95,23 @@ class Tally:
             for (member, test), reason in self.reasons.items()
             if self.outcomes[CONTROL].get(test) == "passed" and CANNOT_APPLY not in reason
         ]
+
+    def sweep(self) -> str:
+        """The outcome for every type of decoder, with the types that have it."""
+        rows: dict[str, list[str]] = defaultdict(list)
+        for name, found in sorted(self.types.items()):
+            sentence = re.sub(r"added to an? \w+", "added to it", found["sentence"]).replace("|", "/")
+            rows[": ".join(filter(None, (found["kind"], sentence)))].append(name)
+        counts = Counter(found["kind"] for found in self.types.values())
+        order = ("taken", "refused", "not built", "wrong", "crashed")
+        text = ", ".join(f"{counts[kind]} {kind}" for kind in order if counts[kind])
+        table = (
+            f"| {outcome} | {', '.join(names)} |\n"
+            for outcome, names in sorted(
+                rows.items(), key=lambda row: (order.index(row[0].split(":")[0]), -len(row[1]))
+            )
+        )
+        return SWEEP_TEXT.format(version=VERSION, counts=text) + "".join(table)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -100,14 +133,21 @@ class Tally:
         for member, test, reason in sorted(self.gaps()):
             terminalreporter.write_line(f"{member}: {test} is skipped, and runs for {CONTROL}: {reason}", red=True)
         from tests.retrofit.architectures import ARCHITECTURES  # by the path above
+        from tests.retrofit.small import every_name
 
         if self.architectures.keys() == ARCHITECTURES.keys():
             checks = list(next(iter(self.architectures.values())))
             rows = [("model type", *checks), ("---", *("---:" for _ in checks))]
             for name, values in sorted(self.architectures.items()):
                 rows.append((name, *(f"{value:.0e}" if value else "0" for value in values.values())))
-            PAGE.write_text(PAGE_HEAD + "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows), encoding="utf-8")
+            table = "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
+            _, head, sweep = PAGE.read_text(encoding="utf-8").partition(SWEEP_HEAD)
+            PAGE.write_text(PAGE_HEAD + table + head + sweep, encoding="utf-8")
             terminalreporter.write_line(f"{len(self.architectures)} architectures: {PAGE}")
+        if self.types.keys() == set(every_name()):
+            before = PAGE.read_text(encoding="utf-8").partition(SWEEP_HEAD)[0]
+            PAGE.write_text(before + SWEEP_HEAD + self.sweep(), encoding="utf-8")
+            terminalreporter.write_line(f"{len(self.types)} types: {PAGE}")
         if not has_generation():
             terminalreporter.write_line("The tests of generation were not fetched, and did not run.")
 

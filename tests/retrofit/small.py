@@ -1,6 +1,6 @@
 """Every type of decoder that transformers has, built small from what its configuration class declares.
 
-A name is a model type, such as `llama`, for what `AutoModelForCausalLM` makes of it; with `:images` behind it, for what
+The name `llama` is for what `AutoModelForCausalLM` makes of the type. A name such as `llava:multimodal` is for what
 `AutoModelForImageTextToText` makes of it, or else `AutoModelForMultimodalLM`, where that is another class.
 """
 
@@ -16,8 +16,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
+from metatokens.model.configuration import MetaGPT2Config
+
 ROWS, WIDTH, LAYERS, HEADS, HEAD = 320, 64, 3, 4, 16
-IMAGES = ":images"
+MULTIMODAL = ":multimodal"
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 # By the names of what a configuration class declares.
@@ -59,8 +61,11 @@ _SIZES = {
 }
 # What else a type asks for.
 FURTHER: dict[str, dict[str, Any]] = {
+    "blenderbot": {"encoder_layers": LAYERS},
+    "blenderbot-small": {"encoder_layers": LAYERS},
     "bamba": {"attn_layer_indices": [1]},
     "chameleon": {"vocabulary_map": {"<image>": 4}},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [3, 3, 2]}}},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
@@ -121,15 +126,15 @@ def shrunk(config_class: type[PreTrainedConfig], further: dict[str, Any]) -> Pre
 
 def small(name: str) -> PreTrainedConfig:
     """A small configuration by name."""
-    model_type = name.removesuffix(IMAGES)
+    model_type = name.removesuffix(MULTIMODAL)
     return shrunk(CONFIG_MAPPING[model_type], FURTHER.get(model_type, {}))
 
 
 def auto_class(name: str) -> Any:
     """The Auto class that makes a model of a configuration."""
-    if not name.endswith(IMAGES):
+    if not name.endswith(MULTIMODAL):
         return AutoModelForCausalLM
-    is_known = name.removesuffix(IMAGES) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    is_known = name.removesuffix(MULTIMODAL) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return AutoModelForImageTextToText if is_known else AutoModelForMultimodalLM
 
 
@@ -137,4 +142,5 @@ def every_name() -> list[str]:
     """All types, where two of them do not have one class."""
     with_images = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     further = with_images.items() - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
-    return sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(f"{name}{IMAGES}" for name, _ in further)])
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - {MetaGPT2Config.model_type}
+    return sorted([*causal, *(f"{name}{MULTIMODAL}" for name, _ in further)])

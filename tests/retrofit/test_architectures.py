@@ -4,15 +4,19 @@ import pytest
 import torch
 
 from metatokens import add_meta_attention
+from metatokens.errors import UserError
 from tests.retrofit.architectures import (
     ARCHITECTURES,
     CHECKS,
     META,
+    ROWS,
     SOME,
     base,
     error,
     logits,
+    outcome,
     retrofitted,
+    text,
     with_meta_tokens,
 )
 
@@ -44,3 +48,51 @@ def test_meta_attention_does_something_at_meta_tokens_and_behind_them(name: str)
     assert not torch.equal(elsewhere == META, ids == META)
     assert torch.equal(logits(model, elsewhere)[:, :20], after[:, :20])
     assert error(logits(model, others)[:, :20], after[:, :20]) < 1e-5
+
+
+# A type of each kind that the sweep in `conformance` finds.
+FOUND = {
+    "emu3": ("taken", ""),  # whose own folder AutoModelForCausalLM does not find
+    "gemma4": ("taken", ""),  # whose settings are in `text_config`, and which has a table for each layer
+    "gemma4_text": ("taken", ""),
+    "glmga:multimodal": ("taken", ""),  # whose class is another type's too
+    "mllama": ("taken", ""),  # whose head has fewer rows than its table
+    "qwen2_vl:multimodal": ("taken", ""),
+    "whisper": ("taken", ""),  # whose learned table has a name of its own
+    "deepseek_v32": ("taken", "the base's own cache"),
+    "bert": ("refused", "has no attention whose output joins the residual stream"),
+    "ernie4_5_vl_moe:multimodal": ("refused", "save what was added by save_meta"),
+    "jamba": ("refused", "two tokens that are read in one step come out otherwise than one by one"),
+    "kosmos-2:multimodal": ("refused", "it must read text alone"),
+    "pix2struct:multimodal": ("refused", "an encoder-decoder; give a decoder"),
+    "prophetnet": ("refused", "only supported for `decoder_input_ids` of length 1"),
+    "recurrent_gemma": ("refused", "has no attribute 'past_key_values'"),
+    "dbrx": ("not built", "AttributeError"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of types whose configuration has no use for all of the settings
+@pytest.mark.parametrize("name", FOUND)
+def test_a_type_of_the_sweep(name: str) -> None:
+    kind, sentence = outcome(name)
+    assert kind == FOUND[name][0], sentence
+    assert FOUND[name][1] in sentence
+
+
+@pytest.mark.parametrize("name", ["mllama", "moshi"])
+def test_a_head_with_fewer_rows_than_the_table(name: str) -> None:
+    assert base(name).get_input_embeddings().weight.shape[0] > ROWS
+    with pytest.raises(UserError, match=r"has 320 rows and its table of embeddings 32\d: give, without a tokenizer"):
+        add_meta_attention(base(name), meta_token_id=ROWS)
+    model = retrofitted(name)
+    assert torch.equal(logits(model, text()), logits(base(name), text()))
+
+
+def test_a_table_of_embeddings_for_each_layer_holds_no_positions() -> None:
+    model, ids = retrofitted("gemma4_text"), torch.full((1, 300), 5)
+    assert model.config.position_embedding == "rope"
+    assert model.config.max_position_embeddings < 300
+    assert model.generate(ids, max_new_tokens=4, meta_every=2, do_sample=False).shape[1] > 300
+    model = retrofitted("whisper")
+    with pytest.raises(UserError, match="is longer than the 256 learned positions of this model"):
+        model.generate(ids, max_new_tokens=4, meta_every=2, do_sample=False)

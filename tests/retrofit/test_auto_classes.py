@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoModel,
@@ -105,7 +106,7 @@ def test_adapters_of_peft_for_classes_of_texts(tmp_path: Path) -> None:
         assert torch.equal(again(with_meta_tokens()).logits, adapted.eval()(with_meta_tokens()).logits)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llama4:images", "qwen2_vl:images", "llava:images"])
+@pytest.mark.parametrize("name", ["gemma3", "llama4:multimodal", "qwen2_vl:multimodal", "llava:multimodal"])
 def test_a_model_of_text_and_images(name: str, tmp_path: Path) -> None:
     model = retrofitted(name)
     model.save_pretrained(tmp_path)
@@ -125,7 +126,7 @@ def test_a_model_of_text_and_images(name: str, tmp_path: Path) -> None:
         ("bart", AutoModel),  # which runs an encoder too
         ("bart", AutoModelForSeq2SeqLM),
         ("bart", AutoModelForSequenceClassification),
-        ("llama4:images", AutoModelForTextEncoding),  # which takes the configuration of the text's part
+        ("llama4:multimodal", AutoModelForTextEncoding),  # which takes the configuration of the text's part
     ],
 )
 def test_what_cannot_have_it_is_refused(name: str, auto: Any, tmp_path: Path) -> None:
@@ -137,3 +138,11 @@ def test_what_cannot_have_it_is_refused(name: str, auto: Any, tmp_path: Path) ->
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert torch.equal(logits(loaded, with_meta_tokens()), logits(model, with_meta_tokens()))
     assert (loaded(with_meta_tokens()).logits[..., META] == -1e4).all()
+
+
+def test_weights_that_lack_what_was_added_are_refused(tmp_path: Path) -> None:
+    retrofitted("llama").save_pretrained(tmp_path)
+    save_file(base("llama").state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for auto in (AutoModelForCausalLM, AutoModel):
+        with pytest.raises(UserError, match="the weights lack what was added to the Llama"):
+            auto.from_pretrained(tmp_path)

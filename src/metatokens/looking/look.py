@@ -19,6 +19,7 @@ from metatokens.data.prompts import encode_prompt
 from metatokens.data.tokenizer import meta_token_id
 from metatokens.errors import UserError
 from metatokens.model.interventions import Intervention, intervene
+from metatokens.model.positions import learned_positions
 from metatokens.model.retrofit.classes import decoder_of, position_embedding_of
 
 MAX_TOKENS = 4096  # of a prompt: attention weights take memory by the square of its length
@@ -219,7 +220,7 @@ def likeliest(model: PreTrainedModel, logits: Tensor) -> Likeliest:
 def _room(model: PreTrainedModel) -> int:
     """Tokens that a prompt may have."""
     has_table = position_embedding_of(model) == "learned"
-    return min(MAX_TOKENS, model.config.get_text_config().max_position_embeddings) if has_table else MAX_TOKENS
+    return min(MAX_TOKENS, learned_positions(model.config)) if has_table else MAX_TOKENS
 
 
 def _meta_token(model: PreTrainedModel) -> int | None:

@@ -2,9 +2,9 @@
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from metatokens.errors import UserError
-from metatokens.model.configuration import MetaGPT2Config
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, each (batch, length, head size)
 
@@ -21,12 +21,19 @@ def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
     return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
-def reaches(config: MetaGPT2Config, length: int) -> bool:
+def learned_positions(config: PreTrainedConfig) -> int:
+    """The tokens that a model's learned table of positions can number."""
+    text = config.get_text_config()  # where a model also takes images, these are other settings than its own
+    names = ("max_position_embeddings", "max_target_positions")
+    return next(getattr(text, name) for name in names if hasattr(text, name))
+
+
+def reaches(config: PreTrainedConfig, length: int) -> bool:
     """Whether a sequence of `length` tokens has positions in the model: not so beyond a learned table."""
-    return config.position_embedding != "learned" or length <= config.max_position_embeddings
+    return config.position_embedding != "learned" or length <= learned_positions(config)
 
 
-def check_length(config: MetaGPT2Config, length: int) -> None:
+def check_length(config: PreTrainedConfig, length: int) -> None:
     """Refuse a sequence that a learned table cannot number.
 
     Raises:
@@ -34,12 +41,12 @@ def check_length(config: MetaGPT2Config, length: int) -> None:
     """
     if not reaches(config, length):
         raise UserError(
-            f"a sequence of {length} tokens is longer than the {config.max_position_embeddings} learned positions of "
+            f"a sequence of {length} tokens is longer than the {learned_positions(config)} learned positions of "
             "this model; use a shorter one, or a model with position_embedding 'rope' or 'none'."
         )
 
 
-def check_positions(config: MetaGPT2Config, length: int, position_ids: Tensor) -> None:
+def check_positions(config: PreTrainedConfig, length: int, position_ids: Tensor) -> None:
     """Refuse positions that a learned table does not have; padding, which has none of its own, may reach beyond it.
 
     Args:

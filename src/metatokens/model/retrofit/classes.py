@@ -10,6 +10,7 @@ instead of leaving weights out. A class that a user names, such as `LlamaForCaus
 
 import functools
 import json
+import re
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -123,6 +124,22 @@ class MetaBody(MetaVocabulary):
         if self.config.name_or_path == UNSAVED:
             self.name_or_path = self.config.name_or_path = str(save_directory)
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As transformers'.
+
+        Raises:
+            UserError: if weights of meta-attention are not there, or not under names that transformers finds them by.
+        """
+        base: Any = super()
+        model, report = base.from_pretrained(*args, output_loading_info=True, **kwargs)
+        if lacking := sorted(own_parameters(model).keys() & set(report["missing_keys"])):
+            raise UserError(
+                f"the weights lack what was added to the {cls.__name__}, such as {lacking[0]}. If transformers gives "
+                "weights of this type other names, save what was added by save_meta, and load it by load_meta."
+            )
+        return (model, report) if output_loading_info else model
+
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """As `MetaVocabulary`'s; the head, which may be another module then, leaves out what it did."""
         table = super().resize_token_embeddings(*args, **kwargs)
@@ -211,9 +228,9 @@ def _config_of(config: Any) -> Any:
     for name, auto in vars(modeling_auto).items():
         if name.startswith("AutoModel") and (found := auto._model_mapping.get(config, None)) is not None:
             model = found[0] if isinstance(found, tuple) else found
-            # Some have a class for the text's part of a configuration, or run an encoder too.
-            is_right = model.config_class is config and not config.is_encoder_decoder
-            auto.register(meta_config, _class_of(model, meta_config) if is_right else NoClass, exist_ok=True)
+            # Some take only the text's part of a configuration, and some run an encoder too.
+            is_wrong = model.config_class is config.sub_configs.get("text_config") or config.is_encoder_decoder
+            auto.register(meta_config, NoClass if is_wrong else _class_of(model, meta_config), exist_ok=True)
     return meta_config
 
 
@@ -247,9 +264,9 @@ def decoder_of(model: PreTrainedModel) -> tuple[Any, Any]:
 
 
 def position_embedding_of(model: PreTrainedModel) -> str:
-    """`learned` if a decoder has a table of them, beside which a sequence has no place; otherwise `rope` or `none`."""
-    tokens = model.get_input_embeddings()
-    if any(isinstance(one, nn.Embedding) and one is not tokens for one in decoder_of(model)[0].children()):
+    """`learned` if a decoder has a table of them, beyond which a sequence has no place; otherwise `rope` or `none`."""
+    tables = (name for name, one in decoder_of(model)[0].named_children() if isinstance(one, nn.Embedding))
+    if any(re.search("pos|wpe", name) for name in tables):  # others are of tokens, some with one for each layer
         return "learned"
     has_angles = getattr(model.config.get_text_config(), "rope_parameters", None) or hasattr(model.config, "rotary_dim")
     return "rope" if has_angles else "none"

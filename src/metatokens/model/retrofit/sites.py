@@ -1,6 +1,7 @@
 """Where meta-attention goes: the submodule of a block whose output joins the residual stream."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +38,8 @@ def find_sites(model: PreTrainedModel, layers: Sequence[int]) -> tuple[tuple[str
         The names, and whether y has x in it.
 
     Raises:
-        UserError: if a block has no such submodule, as those of state-space models.
+        UserError: if a block has no such submodule, as those of state-space models; or if the model does not read text
+            alone, or not in steps with a cache.
     """
     called = _calls(model, layers, None)
     names = dict.fromkeys(call.name for calls in called.values() for call in calls[1:])
@@ -52,6 +54,10 @@ def find_sites(model: PreTrainedModel, layers: Sequence[int]) -> tuple[tuple[str
             f"meta-attention cannot be added to a {type(model).__name__}: block {layers[sites.index(None)]} has no "
             "attention whose output joins the residual stream ahead of a feed-forward layer, or beside one."
         )
+    with _a_text(model) as ids:  # generation reads an inserted meta-token in one step with the token before it
+        apart, together = _in_steps(model, ids, (6, 1, 1)), _in_steps(model, ids, (6, 2))
+        if (apart - together).norm() > 0.2 * apart.norm():  # as where a step of two tokens forgets a state
+            raise ValueError("two tokens that are read in one step come out otherwise than one by one")
     return tuple(filter(None, sites)), any(found[i][name] for i, name in zip(layers, sites, strict=True) if name)
 
 
@@ -65,17 +71,47 @@ def _calls(model: PreTrainedModel, layers: Sequence[int], replaced: str | None) 
             before, behind = _recorder(calls[index], name, name == replaced)
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(behind))
-    modes = {module: module.training for module in model.modules()}
     try:
-        model.eval()
-        ids = torch.arange(8)[None] % model.config.get_text_config().vocab_size
-        model(ids.to(device_of(model.get_input_embeddings())), use_cache=False)
+        with _a_text(model) as ids:
+            model(ids, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
+    return calls
+
+
+def _in_steps(model: PreTrainedModel, ids: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """The logits behind the first step, where a text is read in steps of these lengths with a cache."""
+    past, logits = None, []
+    for step in ids.split(lengths, dim=1):
+        out = model(step, past_key_values=past, use_cache=True)
+        past = out.past_key_values
+        past.get_seq_length()  # which a cache of states alone does not have
+        logits.append(out.logits.float())
+    return torch.cat(logits[1:], dim=1)
+
+
+@contextmanager
+def _a_text(model: PreTrainedModel) -> Iterator[Tensor]:
+    """Eight ids, (1, 8), to read without dropout.
+
+    Raises:
+        UserError: if the model cannot read them.
+    """
+    modes = {module: module.training for module in model.modules()}
+    ids = torch.arange(8)[None] % model.config.get_text_config().vocab_size
+    try:
+        model.eval()
+        yield ids.to(device_of(model.get_input_embeddings()))
+    except Exception as error:  # each model has others
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200].rstrip('.')}"
+        raise UserError(
+            f"meta-attention cannot be added to a {type(model).__name__}: it must read text alone, also in steps of "
+            f"two tokens with a cache, and fails ({reason})."
+        ) from error
+    finally:
         for module, mode in modes.items():
             module.training = mode
-    return calls
 
 
 def _recorder(calls: list[Call], name: str, is_replaced: bool) -> tuple[Any, Any]:

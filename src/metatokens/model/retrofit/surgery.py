@@ -94,6 +94,12 @@ def add_meta_attention(
     rows = used = model.get_input_embeddings().weight.shape[0]
     if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
         raise UserError(f"the tokenizer is a {type(tokenizer).__name__}; give one of transformers.")
+    head = model.get_output_embeddings().weight.shape[0]
+    if head < rows and (tokenizer is not None or meta_token_id is None or meta_token_id >= head):
+        raise UserError(
+            f"the output head of this {name} has {head} rows and its table of embeddings {rows}: give, without a "
+            "tokenizer, as meta_token_id one of the head's rows that no text uses."
+        )
     if tokenizer is not None:
         meta = getattr(tokenizer, "meta_token", None) or META_TOKEN
         if further := sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= rows and token != meta):
