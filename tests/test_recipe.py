@@ -16,6 +16,7 @@ PACKAGED = {
     "paper": PretrainRecipe,
     "paper_extend": PretrainRecipe,
     "paper_finetune": FinetuneRecipe,
+    "pretrained_finetune": FinetuneRecipe,
     "small": PretrainRecipe,
     "small_copying": FinetuneRecipe,
     "small_list_recall": FinetuneRecipe,

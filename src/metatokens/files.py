@@ -124,6 +124,25 @@ def _end_last_line(path: Path) -> None:
         file.write(b"\n")
 
 
+def name_from(folder: Path, base: str) -> str:
+    """How a file in `folder` names the folder or file of a base, so that no absolute path is told to others.
+
+    It is named from there, or as if it were next to `folder` where the two have nothing in common. A name on the Hub
+    stays.
+    """
+    path = Path(base)
+    if not base or not (path.exists() or path.is_absolute()):
+        return base
+    path, folder = path.resolve(), folder.resolve()
+    is_near = os.path.commonpath([path, folder]) != path.anchor
+    return Path(os.path.relpath(path, folder)).as_posix() if is_near else f"../{path.name}"
+
+
+def found_from(folder: Path, name: str) -> str:
+    """The path that `name_from` made a name of, if it is there; otherwise the name."""
+    return str((folder / name).resolve()) if name and (folder / name).exists() else name
+
+
 @contextmanager
 def library_writes(target: Path) -> Iterator[None]:
     """Make an OSError of what libraries raise where they write files by themselves and cannot.

@@ -105,7 +105,8 @@ class TrainingSettings(_Settings):
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     logging_steps: Positive = 10
-    # Measure the held-out loss every so many steps: 0 never; not given, ten times in a run that has a held-out split.
+    # Measure the held-out loss every so many steps: 0 never; not given, ten times in a run that has a held-out split,
+    # or less often where that would take longer than a third of the training (see `measured_every`).
     eval_steps: AtLeastZero | None = None
     save_steps: Positive = 1000
     save_total_limit: Positive = 2
@@ -116,6 +117,7 @@ class TrainingSettings(_Settings):
     train_base: bool = False  # of a retrofitted model: train its base too, beside what was added
     # Of adapters in all linear layers, trained in place of these and merged into them at the end; 0: none.
     lora_rank: AtLeastZero = 0
+    keep_adapter: bool = False  # write these adapters, as PEFT does, in place of the model with them in it
     dataloader_num_workers: AtLeastZero = 0
     report_to: str = "none"
     seed: AtLeastZero = 0
@@ -148,6 +150,12 @@ class TrainingSettings(_Settings):
         return self
 
     @model_validator(mode="after")
+    def _an_adapter_is_there_to_be_kept(self) -> "TrainingSettings":
+        if self.keep_adapter and not self.lora_rank:
+            raise ValueError("training.keep_adapter needs training.lora_rank (--lora rank=16): there is no adapter")
+        return self
+
+    @model_validator(mode="after")
     def _the_rate_never_rises_again(self) -> "TrainingSettings":
         if self.decay_steps is not None and self.decay_steps < self.max_steps:
             raise ValueError(
@@ -161,10 +169,12 @@ class TrainingSettings(_Settings):
             )
         return self
 
-    @property
-    def measured_every(self) -> int:
-        """Steps between two measurements of the held-out loss, where there is one."""
-        return max(1, self.max_steps // 10) if self.eval_steps is None else self.eval_steps
+    def measured_every(self, held_out: int) -> int:
+        """Steps between two measurements on so many held-out items; 0: there are none.
+
+        By default there are ten in a run, or as few as it takes to train on twice as many items as are measured.
+        """
+        return max(1, self.max_steps // 10, 2 * held_out // self.batch) if self.eval_steps is None else self.eval_steps
 
     @property
     def batch(self) -> int:

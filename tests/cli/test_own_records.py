@@ -9,7 +9,7 @@ from tests.cli.command_lines import Run
 
 OWN = [
     {"prompt": "the cat _PAUSE_ sat", "markers": [7], "completion": " hills"},
-    {"prompt": "the cat _PAUSE_ sat", "completion": " river"},
+    {"prompt": "the cat _PAUSE_ sat", "markers": [], "completion": " river"},
     {"prompt": "two dogs ran over", "completion": " river in spring"},
 ]
 
@@ -85,3 +85,17 @@ def test_records_with_landmarks_are_trained_on_and_measured_alike(
     assert status == 0
     again = [json.loads(line) for line in output.splitlines()]
     assert [(line["value"], line["condition"]) for line in again] == [(line["value"], "line") for line in printed]
+
+
+def test_a_record_with_a_marker_in_its_text_and_no_markers_is_named_once(
+    workplace: Path, small_model: Callable[..., Path], metatokens: Run
+) -> None:
+    text = {"prompt": "the cat _PAUSE_ sat", "completion": " river"}
+    silent = [text | {"markers": [7]}, text | {"markers": []}, {"prompt": "two dogs", "completion": " river"}]
+    line = f"evaluate --model {small_model()} --data"
+    for name, records in (("told", [*silent, text, text]), ("silent", silent)):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        _, _, error = metatokens(f"{line} {name}.jsonl")
+        lines = [one for one in error.splitlines() if "no markers" in one]
+        assert len(lines) == (name == "told")
+        assert all(one.startswith("told.jsonl, line 4: the prompt has ' _PAUSE_' and no markers") for one in lines)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -15,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.evaluation.perplexity import held_out_text
-from metatokens.model.checkpoint import weights_sha256
+from metatokens.files import name_from
+from metatokens.model.checkpoint import load_model, weights_sha256, weights_size
 from metatokens.training.batches import WithLogitsToKeep
 from tests.cli.command_lines import FINETUNE, Run
 
@@ -149,7 +151,7 @@ def test_a_base_that_is_gone_is_named(base: Path, metatokens: Run) -> None:
     assert metatokens(f"{RETROFIT} --delta")[0] == 0
     base.rename(base.with_name("moved"))
     status, _, error = metatokens("evaluate --model model --task parity")
-    assert (status, f"the base of model was {base}, and is not there" in error) == (2, True)
+    assert (status, "the base of model is not at model/../base: put it there (a link will do)." in error) == (2, True)
 
 
 def test_a_base_of_the_hub_keeps_its_name(base: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +225,124 @@ def test_lora_changes_the_base_and_comes_back(layers: str, base: Path, metatoken
     assert metatokens(line)[0] == 0
     again = load_file("tuned/64/model.safetensors")
     assert all(torch.equal(again[name], after[name]) for name in after)
+
+
+@pytest.mark.parametrize("delta", ["", " --delta"])
+def test_checkpoints_hold_what_is_trained_alone_and_go_on_exactly(delta: str, base: Path, metatokens: Run) -> None:
+    assert metatokens(RETROFIT + delta)[0] == 0
+    tune = FINETUNE.replace("max_steps=2", "max_steps=6")
+    line = f"{tune} --model model --out tuned --task parity --train-lengths 64 --set training.learning_rate=0.1"
+    assert metatokens(line)[0] == 0
+    folder, file = Path("tuned/64"), f"{'meta_tokens' if delta else 'model'}.safetensors"
+    expected = load_file(folder / file)
+    own = {name for name in load_file("model/" + file) if "meta_" in name}
+    for step in (4, 6):
+        (weights,) = (folder / f"checkpoints/checkpoint-{step}").glob("*.safetensors")
+        assert load_file(weights).keys() == own
+        for name in ("manifest.json", file):  # cut off at the end, then two steps before it
+            (folder / name).unlink()
+        if step == 4:
+            shutil.rmtree(folder / "checkpoints/checkpoint-6")
+        assert metatokens(line)[0] == 0
+        again = load_file(folder / file)
+        assert all(torch.equal(again[name], expected[name]) for name in expected)
+    assert metatokens("evaluate --model tuned/64/checkpoints/checkpoint-6 --task parity --lengths 64 -n 4")[0] == (
+        0 if delta else 2  # whose base would be the retrofitted model's, and where that was is not kept
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning", "ignore:Could not find a config file")
+@pytest.mark.parametrize("delta", ["", " --delta"])
+def test_adapters_that_are_kept_are_pefts_and_go_through_the_commands(delta: str, base: Path, metatokens: Run) -> None:
+    assert metatokens(f"{RETROFIT}{delta}".replace("--model base", f"--model {base}"))[0] == 0
+    train = f"{FINETUNE} --task parity --set training.learning_rate=0.01 --set training.warmup_steps=1"
+    model, lora = base.parent / "model", "--lora rank=2"
+    status, _, error = metatokens(f"{train} --model {model} --out kept --train-lengths 64 {lora} --keep-adapter")
+    assert status == 0, error
+    assert metatokens(f"{train} --model {model} --out merged --train-lengths 64 {lora}")[0] == 0
+    assert not list(Path("kept").rglob("model*.safetensors"))
+    assert json.loads(Path("kept/64/adapter_config.json").read_text())["base_model_name_or_path"] == "../../model"
+    # PEFT itself, on the retrofitted model, gives what the merged model does.
+    plain = load_model(Path("model"))
+    adapted, merged = PeftModel.from_pretrained(plain, "kept/64").eval(), load_model(Path("merged/64")).eval()
+    ids = torch.randint(3, 600, (1, 12))
+    ids[0, 5] = merged.config.meta_token_id
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-4)
+        assert not torch.equal(merged(ids).logits, load_model(Path("model"))(ids).logits)
+    assert metatokens("generate --model kept/64 --max-new-tokens 4 --meta-every 2 'the cat'")[0] == 0
+    further = f"{train} --out more --train-lengths 64 --model kept/64"
+    status, _, error = metatokens(f"{further} --lora rank=4")
+    assert (status, "the model has adapters of rank 2; `--lora rank=2` trains them further." in error) == (2, True)
+    assert metatokens(f"{further} --lora rank=2 --overwrite")[0] == 0
+    assert Path("more/64/model.safetensors").exists()  # the adapters are in it, also where the base was elsewhere
+    assert metatokens(f"{train} --model model --out two --train-lengths 32,64 {lora} --keep-adapter")[0] == 0
+    first, second = (load_file(f"two/{length}/adapter_model.safetensors") for length in (32, 64))
+    assert first.keys() == second.keys()
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+    status, _, error = metatokens(f"{train} --model model --out none --keep-adapter")
+    assert (status, "training.keep_adapter needs training.lora_rank" in error) == (2, True)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning", "ignore:Could not find a config file")
+@pytest.mark.parametrize("delta", ["", " --delta"])
+def test_no_file_names_the_place_of_the_base(delta: str, base: Path, metatokens: Run) -> None:
+    assert metatokens(f"{RETROFIT}{delta}".replace("--model base", f"--model {base}"))[0] == 0
+    model = base.parent / "model"
+    train = f"{FINETUNE} --task parity --train-lengths 64 --model {model}"
+    assert metatokens(f"{train} --out deeper/tuned")[0] == 0
+    assert metatokens(f"{train} --out kept --lora rank=2 --keep-adapter")[0] == 0
+    texts = [path for path in base.parent.rglob("*") if path.suffix in (".json", ".md", ".jsonl", ".jinja")]
+    assert [path for path in texts if str(base.parent) in path.read_text()] == []
+    for folder in ("deeper/tuned/64", "kept/64"):
+        assert metatokens(f"generate --model {folder} --max-new-tokens 2 'the cat'")[0] == 0
+    if delta:  # the folder is moved with its base, and then away from it
+        base.parent.joinpath("moved").mkdir()
+        for name in ("base", "model", "deeper"):
+            Path(name).rename(Path("moved") / name)
+        assert metatokens("generate --model moved/deeper/tuned/64 --max-new-tokens 2 'the cat'")[0] == 0
+        Path("moved/model").rename("model")
+        status, _, error = metatokens("generate --model model --max-new-tokens 2 'the cat'")
+        assert (status, "the base of model is not at model/../base: put it there (a link will do)." in error) == (
+            2,
+            True,
+        )
+        Path("base").symlink_to("moved/base")
+        assert metatokens("generate --model model --max-new-tokens 2 'the cat'")[0] == 0
+
+
+def test_a_base_far_from_its_delta_is_named_as_if_it_were_near(tmp_path: Path) -> None:
+    assert name_from(tmp_path / "delta", "/usr/bin") == "../bin"
+    assert name_from(tmp_path / "delta", "/nowhere/to/be/seen") == "../seen"
+    assert name_from(tmp_path / "delta", "someone/base") == "someone/base"
+
+
+def test_weights_of_a_pretrained_models_size_get_rates_that_fit(
+    base: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert metatokens(RETROFIT)[0] == 0
+    line = f"{FINETUNE} --model model --task parity --train-lengths 64"
+    assert "recipe" not in metatokens(f"{line} --out small")[2]
+    monkeypatch.setattr("metatokens.cli.making.LARGE", weights_size(Path("model")))
+    assert "recipe: pretrained_finetune, since" in metatokens(f"{line} --out large")[2]
+    rates = [
+        json.loads(Path(run, "settings.json").read_text())["recipe"]["training"]["learning_rate"]
+        for run in ("small", "large")
+    ]
+    assert rates == [4e-3, 5e-4]
+
+
+def test_gguf_files_are_for_retrofit(base: Path, metatokens: Run) -> None:
+    Path("quantised").mkdir()
+    Path("quantised/one.gguf").write_bytes(b"GGUF")
+    for given in ("quantised", "quantised/one.gguf"):
+        status, _, error = metatokens(f"perplexity --model {given} --corpus builtin")
+        assert (status, f"{given} is in GGUF form, which `metatokens retrofit` alone takes" in error) == (2, True)
+        status, _, error = metatokens(f"retrofit --model {given} --out new")
+        assert (status, error.count("\n")) == (2, 1), error
+    Path("quantised/two.gguf").write_bytes(b"GGUF")
+    status, _, error = metatokens("retrofit --model quantised --out new")
+    assert (status, "quantised holds 2 GGUF files, such as one.gguf; name one of them." in error) == (2, True)
 
 
 def test_a_rank_that_is_none_is_refused(base: Path, metatokens: Run) -> None:

@@ -48,10 +48,12 @@ class Steps(list[int]):
         super().__init__()
         self.stop_at = stop_at
         self.figures: list[dict[str, float]] = []
+        self.measured_at: list[dict[str, int]] = []
 
-    def __call__(self, done: int, total: int, figures: Mapping[str, float]) -> None:
+    def __call__(self, done: int, total: int, figures: Mapping[str, tuple[float, int]]) -> None:
         self.append(done)
-        self.figures.append(dict(figures))
+        self.figures.append({name: value for name, (value, _) in figures.items()})
+        self.measured_at.append({name: step for name, (_, step) in figures.items()})
         if done == self.stop_at:
             raise KeyboardInterrupt
 

@@ -105,12 +105,15 @@ def test_the_held_out_loss_is_the_mean_over_the_text_of_held_out_blocks(
     assert measured == pytest.approx(np.mean(losses), rel=1e-5)
 
 
-def test_the_held_out_loss_is_measured_ten_times_unless_told_otherwise(
+def test_the_held_out_loss_is_measured_ten_times_or_less_often_in_a_short_run(
     pretraining: Callable[..., PretrainRecipe], tmp_path: Path
 ) -> None:
     settings = ("training.max_steps=23", "training.save_steps=23", "training.eval_steps=null")
-    pretrain(pretraining(*settings), tmp_path / "run")
-    assert [point["step"] for point in curve(tmp_path / "run") if "eval_loss" in point] == list(range(2, 23, 2))
+    for batch, every in ((64, 2), (16, 8), (4, 32)):  # of 64 blocks; no more than twice as many are trained on between
+        size = f"training.per_device_train_batch_size={batch}"
+        pretrain(pretraining(*settings, size), tmp_path / f"{batch}")
+        steps = [point["step"] for point in curve(tmp_path / f"{batch}") if "eval_loss" in point]
+        assert steps == list(range(every, 24, every))
     long = ("data.block_size=6000", "model.max_position_embeddings=6000", "training.max_steps=1")
     with pytest.raises(UserError, match=r"the held_out split .* too few for one block of 6000"):
         pretrain(pretraining(*long, "training.eval_steps=1"), tmp_path / "asked")
@@ -129,6 +132,20 @@ def test_progress_has_the_latest_figures(
         assert [figures[name] for figures in seen.figures] == [points[step][name] for step in logged]
     # A step reads 4 blocks of 32 tokens, and every look at the clock finds it 2 seconds on.
     assert seen.figures[0]["tokens_per_second"] == 4 * 32 / 2
+
+
+def test_figures_bear_their_step_and_measuring_is_no_training_time(
+    pretraining: Callable[..., PretrainRecipe], steps: type, tmp_path: Path
+) -> None:
+    speeds = []
+    for every in (0, 3):
+        seen = steps()
+        settings = ("training.logging_steps=4", f"training.eval_steps={every}", "training.save_steps=100")
+        pretrain(pretraining(*settings), tmp_path / f"{every}", progress=seen)
+        speeds.append([figures["tokens_per_second"] for figures in seen.figures])
+    assert [at["loss"] for at in seen.measured_at] == [1, 1, 1, 4, 4, 4, 4, 8]
+    assert [at.get("eval_loss") for at in seen.measured_at] == [None, None, 3, 3, 3, 6, 6, 6]
+    assert speeds[0] == pytest.approx(speeds[1], rel=0.3)  # a look at the clock more, and not what was measured
 
 
 # --- cut off and resumed

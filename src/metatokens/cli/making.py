@@ -33,6 +33,7 @@ from metatokens.cli.output import PNG, progress_bar, say, write_figures, write_o
 from metatokens.errors import UserError
 from metatokens.machine import is_first_process
 
+LARGE = 100_000_000  # bytes of weights from which a model is taken for one that was pretrained elsewhere
 PRESETS = ("smoke", "demo", "small", "gpu", "paper")
 EXECUTORS = ("processes", "slurm", "local")
 
@@ -218,9 +219,12 @@ def finetune(
         Path | None, typer.Option(metavar="FILE", help="Held-out records to measure the model on.")
     ] = None,
     landmarks: Landmarks = None,
-    recipe: FinetuneRecipe = "demo_finetune",
+    recipe: FinetuneRecipe = None,
     overrides: Set = None,
     lora: Lora = None,
+    keep_adapter: Annotated[
+        bool, typer.Option("--keep-adapter", help="With --lora, write the adapters, as PEFT does, in place of a model.")
+    ] = False,
     corpus: TaskCorpus = "builtin",
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -232,7 +236,7 @@ def finetune(
     """
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.accuracy import evaluate, held_out_probe
-    from metatokens.model.checkpoint import load_model
+    from metatokens.model.checkpoint import load_model, weights_size
     from metatokens.recipe import FinetuneRecipe, load_recipe
     from metatokens.tasks.curriculum import documents_for
     from metatokens.tasks.example import Example, read_examples
@@ -242,10 +246,14 @@ def finetune(
         raise UserError("give either --task or --data.")
     if data is not None and train_lengths:
         say("--train-lengths is ignored: the records of --data are trained on as they are, whatever their length.")
+    if recipe is None:
+        recipe = "pretrained_finetune" if weights_size(model) >= LARGE else "demo_finetune"
+        if recipe == "pretrained_finetune":
+            say(f"recipe: {recipe}, since the weights take {LARGE / 1e6:.0f} MB or more; --recipe names another")
     own = [f"task.train_lengths={parse_lengths(train_lengths)}"] if train_lengths else []
-    settings = load_recipe(
-        FinetuneRecipe, recipe, [*own, *_landmarks("task.landmarks", landmarks), *_lora(lora), *(overrides or ())]
-    )
+    own += ["training.keep_adapter=true"] if keep_adapter else []
+    own += [*_landmarks("task.landmarks", landmarks), *_lora(lora)]
+    settings = load_recipe(FinetuneRecipe, recipe, [*own, *(overrides or ())])
     texts = documents_for(task or "", corpus)
     probe: Probing = unprobed
     records: Sequence[Example] = ()
@@ -276,7 +284,10 @@ def finetune(
 
 def retrofit(
     model: Annotated[
-        Path, typer.Option("--model", metavar="DIR|hf:NAME", help="The base: a folder, or hf:NAME from the Hub.")
+        Path,
+        typer.Option(
+            "--model", metavar="DIR|hf:NAME", help="The base: a folder, a GGUF file, or hf:NAME from the Hub."
+        ),
     ],
     out: Out,
     heads: Annotated[int, typer.Option(metavar="N", min=1, help="Heads of meta-attention in each block.")] = 8,
@@ -296,15 +307,18 @@ def retrofit(
     Most decoders of transformers; until the base is trained, its logits of text stay the same.
     """
     from metatokens.data.tokenizer import load_plain_tokenizer
-    from metatokens.model.checkpoint import fetch_model, load_base, save_model
+    from metatokens.model.checkpoint import fetch_model, gguf_file, load_base, save_model
     from metatokens.model.retrofit.surgery import add_meta_attention
 
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; give another folder.")
     folder = fetch_model(model)
-    if not folder.is_dir():
+    if not folder.exists():
         raise UserError(f"there is no folder {folder}; a model of the Hub is hf:NAME.")
-    tokenizer = load_plain_tokenizer(str(folder), f"the folder {folder} holds no tokenizer that can be loaded.")
+    file, complaint = gguf_file(folder), f"the folder {folder} holds no tokenizer that can be loaded."
+    tokenizer = load_plain_tokenizer(
+        str(folder if file is None else file.parent), complaint, **({} if file is None else {"gguf_file": file.name})
+    )
     base: Any = load_base(folder)
     # What is added may be read from elsewhere, or on another machine.
     base.config.name_or_path = str(folder.resolve()) if folder == model else model.as_posix().removeprefix("hf:")

@@ -95,7 +95,13 @@ Intervention = Annotated[
     ),
 ]
 PretrainRecipe = Annotated[str, _recipe("Settings of the pretraining", of_finetuning=False)]
-FinetuneRecipe = Annotated[str, _recipe("Settings of the fine-tuning", of_finetuning=True)]
+FinetuneRecipe = Annotated[
+    str | None,
+    _recipe(
+        "Settings of the fine-tuning (by default demo_finetune, or pretrained_finetune for weights of 100 MB or more)",
+        of_finetuning=True,
+    ),
+]
 SEVERAL = "LENGTH,..."  # of an option that takes several
 
 

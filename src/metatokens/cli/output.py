@@ -14,7 +14,7 @@ from metatokens.machine import is_first_process
 
 if TYPE_CHECKING:
     from metatokens.records import Measured, Record
-    from metatokens.training.trainer import Progress
+    from metatokens.training.trainer import Figures, Progress
 
 
 def say(text: str) -> None:
@@ -182,8 +182,15 @@ _SHOWN = {  # a run's figures, in this order
 }
 
 
-def _shown(figures: Mapping[str, float]) -> str:
-    return ", ".join(text.format(figures[name]) for name, text in _SHOWN.items() if name in figures)
+def _shown(done: int, figures: "Figures") -> str:
+    """The figures; those that were measured before the step that was just done are shown with their own step."""
+    by_step: dict[int, list[str]] = {}
+    for name, text in _SHOWN.items():
+        if name in figures:
+            value, step = figures[name]
+            by_step.setdefault(step, []).append(text.format(value))
+    shown = {step: ", ".join(told) for step, told in sorted(by_step.items(), reverse=True)}
+    return "; ".join(told if step == done else f"step {step:,}: {told}" for step, told in shown.items())
 
 
 class _Lines:
@@ -193,10 +200,10 @@ class _Lines:
         self._verb = verb
         self._last = -math.inf
 
-    def __call__(self, done: int, total: int, figures: Mapping[str, float]) -> None:
+    def __call__(self, done: int, total: int, figures: "Figures") -> None:
         if figures and (time.monotonic() - self._last > LINE_EVERY or done == total):
             self._last = time.monotonic()
-            print(f"{self._verb} {done:,}/{total:,}: {_shown(figures)}", file=sys.stderr, flush=True)
+            print(f"{self._verb} {done:,}/{total:,}: {_shown(done, figures)}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -234,8 +241,8 @@ def progress_bar(verb: str) -> "Iterator[Progress]":
         with Bar(*columns, console=console, transient=True) as bar:
             task = bar.add_task(verb, total=None)
 
-            def show(done: int, total: int, figures: Mapping[str, float]) -> None:
-                bar.figures = _shown(figures)
+            def show(done: int, total: int, figures: "Figures") -> None:
+                bar.figures = _shown(done, figures)
                 bar.update(task, completed=done, total=total)
 
             yield show

@@ -42,7 +42,7 @@ def held_out_probe(
 ) -> Probe | None:
     """The loss on held-out records (mean over answer tokens) and their exact match, while a model is fine-tuned.
 
-    They are measured every `training.eval_steps`, or ten times in a phase, whose name is `name`; None for never.
+    They are measured every `training.eval_steps`, or up to ten times in a phase, whose name is `name`; None for never.
 
     Raises:
         UserError: if a record is longer than the model's learned positions.
@@ -57,7 +57,8 @@ def held_out_probe(
         exact, _ = score(model, ordered)
         return loss | {"eval_exact_match": sum(exact) / len(exact)}
 
-    return Probe(settings.measured_every, measure) if settings.measured_every else None
+    every = settings.measured_every(len(records))
+    return Probe(every, measure) if every else None
 
 
 def evaluate(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -31,7 +32,16 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from metatokens.errors import UserError
-from metatokens.files import LOCK, PARTIAL, file_sha256, library_writes, sha256_of, write_whole
+from metatokens.files import (
+    LOCK,
+    PARTIAL,
+    file_sha256,
+    found_from,
+    library_writes,
+    name_from,
+    sha256_of,
+    write_whole,
+)
 from metatokens.machine import local_rank
 from metatokens.model.configuration import (
     MAX_LAYERS,
@@ -51,6 +61,7 @@ LanguageModel: TypeAlias = MetaGPT2ForCausalLM | GPTNeoForCausalLM | PreTrainedM
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_config.json"  # of an adapter that PEFT saved
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 SHARDS = "model.safetensors.index.json"  # which of several files of weights holds which tensor
 
 _CLASSES = {MetaGPT2Config: MetaGPT2ForCausalLM, GPT2Config: GPT2LMHeadModel, GPTNeoConfig: GPTNeoForCausalLM}
@@ -109,12 +120,24 @@ def save_model(
     """
     (folder / MANIFEST).unlink(missing_ok=True)
     with library_writes(folder):
-        if getattr(model, "base_is_elsewhere", False):
+        if getattr(model, "base_is_elsewhere", False) and not hasattr(model, "get_base_model"):
             save_meta(model, folder)
         else:
             model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
+    name_base(model, folder)
     write_manifest(folder)
+
+
+def name_base(model: Any, folder: Path) -> None:
+    """Have the adapter of a model, which PEFT has saved in `folder`, name its base as seen from there."""
+    if (folder / ADAPTER).is_file():
+        given = json.loads((folder / ADAPTER).read_bytes())
+        given["base_model_name_or_path"] = name_from(
+            folder, given["base_model_name_or_path"] or getattr(model, "read_from", "")
+        )
+        write_whole(folder / ADAPTER, json.dumps(given, indent=1).encode())
+        (folder / "README.md").unlink(missing_ok=True)  # a form to fill in, with the base's path
 
 
 def weights_sha256(folder: Path) -> str:
@@ -131,14 +154,31 @@ def weights_sha256(folder: Path) -> str:
     return sums[0] if files == [folder / WEIGHTS] else sha256_of("".join(sums).encode())
 
 
+def weights_size(folder: Path) -> int:
+    """Bytes of a model's weights on disk.
+
+    Raises:
+        UserError: if there are none.
+    """
+    try:
+        return sum(file.stat().st_size for file in _weight_files(folder))
+    except OSError as error:
+        raise UserError(f"there is no model in {folder}: it has no {WEIGHTS}.") from error
+
+
 def _weight_files(folder: Path) -> list[Path]:
     """The file of a model's weights, or the shards that an index names, in the order of their names.
 
     Raises:
         UserError: if the index is damaged, or a shard is missing.
     """
-    if (folder / DELTA_WEIGHTS).exists() and not (folder / WEIGHTS).exists():
-        return [folder / DELTA_WEIGHTS, *_weight_files(_base_folder(folder))]
+    if not (folder / WEIGHTS).exists():
+        if (folder / DELTA_WEIGHTS).exists():
+            return [folder / DELTA_WEIGHTS, *_weight_files(_base_folder(folder))]
+        if (folder / ADAPTER_WEIGHTS).exists():
+            return [folder / ADAPTER_WEIGHTS, *_weight_files(_adapted_folder(folder))]
+        if (file := gguf_file(folder)) is not None:
+            return [file]
     if (folder / WEIGHTS).exists() or not (folder / SHARDS).exists():
         return [folder / WEIGHTS]
     try:
@@ -197,7 +237,7 @@ def load_model(folder: Path, second_attention: SecondAttention | None = None) ->
     if (folder / DELTA).is_file() and not is_whole:
         _verify(folder)
         model: Any = load_meta(load_base(_base_folder(folder)), folder)
-        model.base_is_elsewhere = True
+        model.base_is_elsewhere, model.read_from = True, str(folder)
         model.name_or_path = model.config.name_or_path = ""  # PEFT would look for a configuration under that name
         return _placed(model)
     if (folder / ADAPTER).is_file() and not is_whole:
@@ -220,21 +260,53 @@ def _base_folder(delta: Path) -> Path:
     Raises:
         UserError: if it is neither where it was on disk nor on the Hub.
     """
-    base = Path(base_of(delta))
-    if base.is_dir():
-        return base
-    if base.is_absolute():
-        raise UserError(f"the base of {delta} was {base}, and is not there; load_meta takes another.")
-    return fetch_model(Path(f"hf:{base}"))
+    base = _there(delta, base_of(delta))
+    return base if base.exists() else fetch_model(Path(f"hf:{base.as_posix()}"))
+
+
+def _there(folder: Path, name: str) -> Path:
+    """The base of what a folder holds, which names it so (`name_from`); perhaps a name on the Hub."""
+    base = Path(found_from(folder, name))
+    if not base.exists() and (name.startswith("../") or base.is_absolute()):
+        raise UserError(f"the base of {folder} is not at {folder / name}: put it there (a link will do).")
+    return base
 
 
 def load_base(folder: Path) -> PreTrainedModel:
-    """Load a causal language model of transformers, for `add_meta_attention`.
+    """Load a causal language model of transformers, for `add_meta_attention`: of a folder, or of a GGUF file.
 
     Raises:
         UserError: if there is none, or it is damaged.
     """
-    return _load(folder, _DECODERS, is_base=True)
+    if (file := gguf_file(folder)) is None:
+        return _load(folder, _DECODERS, is_base=True)
+    # Weights as numbers; so releases that have no such configuration read them anyway.
+    plain = getattr(transformers, "GgufConfig", lambda dequantize: None)(dequantize=True)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, quantization_config=plain, local_files_only=True
+        )
+    except ImportError as error:
+        raise UserError("a model in GGUF form needs the package gguf: pip install gguf.") from error
+    except Exception as error:  # gguf and transformers raise whatever a damaged file leads to
+        raise UserError(f"{file} cannot be read: {_one_line(error)}") from error
+    if model.config.model_type not in _DECODERS:
+        raise UserError(f"{file} holds a {model.config.model_type} model, which is no decoder that is known here.")
+    return model
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path names, or that a folder without a `config.json` holds.
+
+    Raises:
+        UserError: if the folder holds several.
+    """
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    files = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise UserError(f"{path} holds {len(files)} GGUF files, such as {files[0].name}; name one of them.")
+    return next(iter(files), None)
 
 
 def _with_adapter(folder: Path) -> Any:
@@ -244,23 +316,37 @@ def _with_adapter(folder: Path) -> Any:
         UserError: if the adapter is damaged, its base is not there, or PEFT is not.
     """
     _verify(folder)
-    try:
-        if (folder / ADAPTER).stat().st_size > _MAX_CONFIG_BYTES:
-            raise ValueError(f"it has more than {_MAX_CONFIG_BYTES:,} bytes")
-        base = Path(json.loads((folder / ADAPTER).read_bytes())["base_model_name_or_path"])
-    except (OSError, ValueError, RecursionError, *_WRONG_VALUES) as error:
-        raise UserError(f"{folder / ADAPTER} does not say what the adapter belongs to.") from error
-    if not (folder / "adapter_model.safetensors").is_file():  # nor is a pickle taken
-        raise UserError(f"there is no adapter in {folder}: it has no adapter_model.safetensors.")
-    if (base / ADAPTER).is_file():  # which might be this one
-        raise UserError(f"the adapter in {folder} belongs to another adapter, {base}.")
+    base = _adapted_folder(folder)
+    if not (folder / ADAPTER_WEIGHTS).is_file():  # nor is a pickle taken
+        raise UserError(f"there is no adapter in {folder}: it has no {ADAPTER_WEIGHTS}.")
     model = load_model(base)
     try:
         from peft import PeftModel
 
-        return PeftModel.from_pretrained(model, folder, is_trainable=True)
+        adapted = PeftModel.from_pretrained(model, folder, is_trainable=True)
+        adapted.peft_config["default"].base_model_name_or_path = model.name_or_path
+        return adapted
     except (ImportError, SafetensorError, OSError, RuntimeError, ValueError, *_WRONG_VALUES) as error:
         raise UserError(f"the adapter in {folder} cannot be read: {_one_line(error)}") from error
+
+
+def _adapted_folder(folder: Path) -> Path:
+    """The base of an adapter.
+
+    Raises:
+        UserError: if its file is damaged, or the base is not there.
+    """
+    try:
+        if (folder / ADAPTER).stat().st_size > _MAX_CONFIG_BYTES:
+            raise ValueError(f"it has more than {_MAX_CONFIG_BYTES:,} bytes")
+        base = _there(folder, json.loads((folder / ADAPTER).read_bytes())["base_model_name_or_path"])
+    except UserError:
+        raise
+    except (OSError, ValueError, RecursionError, *_WRONG_VALUES) as error:
+        raise UserError(f"{folder / ADAPTER} does not say what the adapter belongs to.") from error
+    if (base / ADAPTER).is_file():  # which might be this one
+        raise UserError(f"the adapter in {folder} belongs to another adapter, {base}.")
+    return base
 
 
 def _verify(folder: Path) -> None:
@@ -275,6 +361,8 @@ def _placed(model: Any) -> Any:
 
 def _load(folder: Path, kinds: Set[str], *, is_base: bool = False) -> Any:
     if not (folder / "config.json").is_file():
+        if gguf_file(folder) is not None:
+            raise UserError(f"{folder} is in GGUF form, which `metatokens retrofit` alone takes; it writes a folder.")
         raise UserError(f"there is no model in {folder}: it has no config.json{_models_below(folder)}.")
     _verify(folder)
     config, files = _load_config(folder, kinds), _weight_files(folder)

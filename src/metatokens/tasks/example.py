@@ -6,6 +6,7 @@ stays text.
 """
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -170,7 +171,8 @@ def read_examples(
 ) -> list[Example]:
     """Read a JSON-lines file of records; `prompt` and `completion` suffice in each.
 
-    Without `markers` a prompt holds no meta-token, whatever its text.
+    Without `markers` a prompt holds no meta-token, whatever its text; the first such one with ` _PAUSE_` in it is
+    named on standard error.
 
     Args:
         path: the file.
@@ -188,13 +190,22 @@ def read_examples(
         raise UserError(f"cannot read the records in {path}: {error.strerror}.") from error
     encoder = SegmentEncoder(tokenizer)
     rule = None if landmarks is None else Landmarks(tokenizer, landmarks)
-    examples = []
+    examples: list[Example] = []
+    is_warned = False
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                examples.append(_example_from_record(encoder, line, _Record if needs_completion else _Prompt, rule))
+                record = (_Record if needs_completion else _Prompt).model_validate_json(line)
+                examples.append(_example_from_record(encoder, record, rule))
             except ValueError as error:
                 raise UserError(f"{path}, line {number}: {_first_reason(error)}.") from error
+            if MARKER in record.prompt and "markers" not in record.model_fields_set and not is_warned:
+                is_warned = True
+                print(
+                    f"{path}, line {number}: the prompt has {MARKER!r} and no markers, so it is read as text; list the "
+                    "offsets of meta-tokens in markers, or give markers: [].",
+                    file=sys.stderr,
+                )
     if not examples:
         raise UserError(f"{path} holds no record; each line is a JSON object with a prompt and a completion.")
     if rule is not None and not any(encoder.meta_token_id in example.input_ids for example in examples):
@@ -202,10 +213,7 @@ def read_examples(
     return examples
 
 
-def _example_from_record(
-    encoder: SegmentEncoder, line: bytes, kind: type[_Prompt], landmarks: Landmarks | None
-) -> Example:
-    record = kind.model_validate_json(line)
+def _example_from_record(encoder: SegmentEncoder, record: _Prompt, landmarks: Landmarks | None) -> Example:
     return encode_example(
         encoder,
         split_at(record.prompt, record.markers),

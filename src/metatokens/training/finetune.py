@@ -1,7 +1,7 @@
 """Fine-tuning on a task or on a user's own records, in phases of growing train length (paper, section 4.2)."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from metatokens.tasks.scoring import score
 from metatokens.tasks.store import Encoded, ExampleStore
 from metatokens.training.inside import check_inside
 from metatokens.training.run_folder import open_run
-from metatokens.training.trainer import Goal, Probe, Progress, SizedDataset, check_trackers, train, unwatched
+from metatokens.training.trainer import Figures, Goal, Probe, Progress, SizedDataset, check_trackers, train, unwatched
 
 VALIDATED = 200  # prompts that tell whether a stage has reached its goal
 _APART = 2**32  # the indices of two stages: more than one has examples
@@ -298,11 +298,13 @@ def finetune(
                 inside_weight=inside_weight,
             )
             trained = True
+            if own.keep_adapter:  # and not what PEFT has made of the model
+                model = load_model(folder)
     return trained
 
 
-def _report_phase(progress: Progress, before: int, total: int, done: int, _: int, figures: Mapping[str, float]) -> None:
-    progress(before + done, total, figures)
+def _report_phase(progress: Progress, before: int, total: int, done: int, _: int, figures: Figures) -> None:
+    progress(before + done, total, {name: (value, before + step) for name, (value, step) in figures.items()})
 
 
 def training_of(folder: Path) -> dict[str, Any]:

@@ -6,6 +6,17 @@ from metatokens.errors import UserError
 from metatokens.model.retrofit.classes import MetaModel
 
 
+def check_rank(model: Any, rank: int) -> None:
+    """Refuse adapters of another rank than the recipe asks for, 0 being none.
+
+    Raises:
+        UserError: if a model of PEFT has such ones.
+    """
+    ranks = {one.r for one in model.peft_config.values()}
+    if ranks != {rank}:
+        raise UserError(f"the model has adapters of rank {min(ranks)}; `--lora rank={min(ranks)}` trains them further.")
+
+
 def with_lora(model: Any, rank: int) -> Any:
     """A model whose linear layers have adapters, which alone are trained; of a retrofitted one also what was added.
 

@@ -164,7 +164,7 @@ def _blocks(recipe: PretrainRecipe, text: TokenStore | TextStream) -> BlockDatas
 def _probe(recipe: PretrainRecipe, text: TokenStore | TextStream) -> Probe | None:
     """The held-out loss every `training.eval_steps`, on blocks that are made like those that are trained on."""
     settings = recipe.training
-    if settings.measured_every == 0 or (isinstance(text, TextStream) and settings.eval_steps is None):
+    if settings.eval_steps == 0 or (isinstance(text, TextStream) and settings.eval_steps is None):
         return None
     if isinstance(text, TextStream):
         raise UserError(
@@ -182,7 +182,7 @@ def _probe(recipe: PretrainRecipe, text: TokenStore | TextStream) -> Probe | Non
         default_data_collator([blocks[index] for index in range(start, min(start + size, count))])
         for start in range(0, count, size)
     ]
-    return Probe(settings.measured_every, partial(held_out_loss, batches=batches))
+    return Probe(settings.measured_every(count), partial(held_out_loss, batches=batches))
 
 
 def _placed(recipe: PretrainRecipe) -> dict[str, Any]:

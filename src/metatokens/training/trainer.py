@@ -5,13 +5,15 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     PreTrainedTokenizerBase,
@@ -30,25 +32,27 @@ from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.errors import UserError
 from metatokens.files import library_writes
 from metatokens.machine import is_first_process, process_count
-from metatokens.model.checkpoint import load_model, save_model, verify_manifest, write_manifest
+from metatokens.model.checkpoint import load_model, name_base, save_model, verify_manifest, write_manifest
 from metatokens.model.modeling import MetaGPT2ForCausalLM
-from metatokens.model.retrofit.classes import MetaModel, freeze_base
+from metatokens.model.retrofit.classes import MetaModel, freeze_base, own_parameters
+from metatokens.model.retrofit.saving import DELTA_WEIGHTS, save_meta
 from metatokens.recipe import TrainingSettings
 from metatokens.training.batches import WithLogitsToKeep, WithPositions
 from metatokens.training.inside import inside_loss
-from metatokens.training.lora import with_lora
+from metatokens.training.lora import check_rank, with_lora
 from metatokens.training.muon import MuonWithAdamW, block_matrices
 from metatokens.training.positions import drawn_positions
 
 # FSDP2, in the layers that the model names; the weights of a checkpoint are saved whole.
 FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
 
-# Steps done, steps in all, and the latest of the run's figures by name: those of FIGURES, and tokens_per_second.
-Progress = Callable[[int, int, Mapping[str, float]], None]
+# The latest of a run's figures by name, each with the step that it is of: those of FIGURES, and tokens_per_second.
+Figures = Mapping[str, tuple[float, int]]
+Progress = Callable[[int, int, Figures], None]  # is called with the steps done, the steps in all, and figures
 FIGURES = ("loss", "learning_rate", "eval_loss", "eval_exact_match")
 
 
-def unwatched(done: int, total: int, figures: Mapping[str, float]) -> None:
+def unwatched(done: int, total: int, figures: Figures) -> None:
     """Progress that nobody follows."""
 
 
@@ -87,7 +91,19 @@ class MetaTokenTrainer(Trainer):
     def __init__(self, *args: Any, settings: TrainingSettings, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.settings = settings
-        self.tokens_read = 0
+        self.tokens_read, self.seconds_paused = 0, 0.0
+
+    @property
+    def saves_added_alone(self) -> bool:
+        """Whether checkpoints hold what was added to a base, which is not trained, and not the base again."""
+        return isinstance(self.model, MetaModel) and not (self.settings.train_base or self.settings.fsdp)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that is not spent on training, which the tokens a second leave out."""
+        start = time.monotonic()
+        yield
+        self.seconds_paused += time.monotonic() - start
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """AdamW; or Muon with what is left of it, where there is a matrix to train."""
@@ -114,8 +130,33 @@ class MetaTokenTrainer(Trainer):
         )
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with library_writes(Path(self.args.output_dir).parent):
+        with library_writes(Path(self.args.output_dir).parent), self.paused():
             super()._save_checkpoint(*args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if not self.saves_added_alone:
+            super()._save(output_dir, state_dict)
+            name_base(self.model, Path(output_dir or self.args.output_dir))
+        elif self.args.should_save and output_dir is not None:
+            save_meta(self.model, output_dir)
+            self.processing_class.save_pretrained(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not (Path(resume_from_checkpoint) / DELTA_WEIGHTS).exists():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        weights = load_file(Path(resume_from_checkpoint) / DELTA_WEIGHTS)
+        with torch.no_grad():
+            for name, one in own_parameters(self.model).items():
+                one.copy_(weights[name])
+
+    def restored(self, checkpoint: Path) -> Any:
+        """The model, with the weights of a checkpoint."""
+        if self.is_fsdp_enabled:  # the model is not wrapped yet
+            self.model.load_state_dict(load_model(checkpoint).state_dict())
+        else:
+            self._load_from_checkpoint(str(checkpoint))
+        return self.model
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Keeps the loss, to name it where training stops, and counts the tokens of all processes."""
@@ -146,7 +187,7 @@ class RunCallback(TrainerCallback):
         self.trainer, self.progress, self.kept, self.probe, self.goal = trainer, progress, kept, probe, goal
         self.last_report = 0.0
         self.last_log = (0.0, 0)  # when, and the tokens read until then
-        self.figures: dict[str, float] = {}  # the latest
+        self.figures: dict[str, tuple[float, int]] = {}  # the latest
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -154,7 +195,7 @@ class RunCallback(TrainerCallback):
         """Begin to take the time, with the figures of a run that goes on."""
         self.last_log = time.monotonic(), self.trainer.tokens_read
         for point in state.log_history:
-            self._keep(point)
+            self._keep(point, point["step"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the manifest of the checkpoint that was just saved, and only then drop an older one."""
@@ -167,11 +208,14 @@ class RunCallback(TrainerCallback):
         """Measure, where it is time, and report progress, unless the step's figures are still to come."""
         if self.probe is not None and state.global_step % self.probe.every == 0:
             model, is_due = kwargs["model"].eval(), control.should_log
-            self.trainer.log(self.probe.measure(model))  # to trackers too
+            with self.trainer.paused():
+                self.trainer.log(self.probe.measure(model))  # to trackers too
             model.train()
             control.should_log = is_due  # the loss, which that call would have taken for logged
         if self.goal is not None and state.global_step % GOAL_STEPS == 0:
-            if self.goal(kwargs["model"].eval()):
+            with self.trainer.paused():
+                is_reached = self.goal(kwargs["model"].eval())
+            if is_reached:
                 control.should_training_stop = control.should_log = True
             kwargs["model"].train()
         if not control.should_log:
@@ -181,14 +225,16 @@ class RunCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float], **_: Any
     ) -> None:
         """Take the figures and, since the last loss, the speed, and report progress."""
-        self._keep(logs)
+        self._keep(logs, state.global_step)
         if "loss" in logs:
             (before, tokens), self.last_log = self.last_log, (time.monotonic(), self.trainer.tokens_read)
-            self.figures["tokens_per_second"] = (self.last_log[1] - tokens) / max(self.last_log[0] - before, 1e-9)
+            seconds = self.last_log[0] - before - self.trainer.seconds_paused
+            self.trainer.seconds_paused = 0.0
+            self.figures["tokens_per_second"] = (self.last_log[1] - tokens) / max(seconds, 1e-9), state.global_step
             self._report(state)
 
-    def _keep(self, logs: Mapping[str, float]) -> None:
-        self.figures |= {name: logs[name] for name in FIGURES if name in logs}
+    def _keep(self, logs: Mapping[str, float], step: int) -> None:
+        self.figures |= {name: (logs[name], step) for name in FIGURES if name in logs}
 
     def _report(self, state: TrainerState) -> None:
         """Once a second at most, and at the end."""
@@ -242,20 +288,27 @@ def train(
     """
     if settings.lora_rank and settings.fsdp:
         raise UserError("training.lora_rank does not go with training.fsdp; leave one of them out.")
-    if isinstance(model, MetaModel):
+    tuned: Any = model
+    if hasattr(model, "get_base_model"):  # an adapter that was kept is trained further
+        model = model.get_base_model()
+        model.base_is_elsewhere = False
+        check_rank(tuned, settings.lora_rank)
+    elif isinstance(model, MetaModel):
         freeze_base(model, trained=settings.train_base)
         model.base_is_elsewhere &= not (settings.train_base or settings.lora_rank)
     if isinstance(model, MetaGPT2ForCausalLM):
         collator = WithPositions(collator, model.config.meta_token_id)
     elif model._supports_logits_to_keep():
         collator = WithLogitsToKeep(collator)
-    tuned: Any = with_lora(model, settings.lora_rank) if settings.lora_rank else model
+    if settings.lora_rank and tuned is model:
+        tuned = with_lora(model, settings.lora_rank)
     if any(one.requires_grad and one.dtype in (torch.bfloat16, torch.float16) for one in tuned.parameters()):
         tuned.float()  # half precision rounds small steps away
     checkpoints = out / "checkpoints"
     done_here = {
         "decay_steps", "eval_steps", "min_learning_rate", "report_to", "random_positions", "random_positions_from",
         "position_jumps", "save_total_limit", "optimizer", "muon_learning_rate", "train_base", "lora_rank",
+        "keep_adapter",
     }  # fmt: skip
     own = settings.model_dump(exclude=done_here)
     if not hasattr(TrainingArguments, "activation_checkpointing"):  # its name in older releases of transformers
@@ -296,9 +349,9 @@ def train(
     trainer.add_callback(RunCallback(trainer, progress, settings.save_total_limit, probe, goal))
     checkpoint = last_good_checkpoint(checkpoints)
     try:
-        if checkpoint is not None and _is_last(Path(checkpoint), settings.max_steps, goal):
+        if checkpoint is not None and _is_last(trainer, Path(checkpoint), goal):
             # Cut off between its last checkpoint and its end. The Trainer would do a step more.
-            tuned.load_state_dict(load_model(Path(checkpoint)).state_dict())
+            trainer.restored(Path(checkpoint))
             trainer.state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
         else:
             pieces = settings.batch // settings.per_device_train_batch_size
@@ -313,14 +366,16 @@ def train(
                 if "train_runtime" not in entry:  # the summary of the whole run
                     point = {"step": entry["step"]} | {key: entry[key] for key in sorted(entry.keys() - {"epoch"})}
                     file.write(json.dumps(point) + "\n")
-        save_model(tuned.merge_and_unload() if settings.lora_rank else model, tokenizer, out, weights)
+        is_merged = settings.lora_rank and not settings.keep_adapter
+        save_model(tuned.merge_and_unload() if is_merged else tuned, tokenizer, out, weights)
 
 
-def _is_last(checkpoint: Path, max_steps: int, goal: Goal | None) -> bool:
+def _is_last(trainer: MetaTokenTrainer, checkpoint: Path, goal: Goal | None) -> bool:
     """Whether the training that wrote a checkpoint was over with it."""
     step = int(checkpoint.name.removeprefix("checkpoint-"))
     is_due = goal is not None and step % GOAL_STEPS == 0
-    return step == max_steps or (is_due and goal is not None and goal(load_model(checkpoint).eval()))
+    is_over = step == trainer.settings.max_steps
+    return is_over or (is_due and goal is not None and goal(trainer.restored(checkpoint).eval()))
 
 
 def check_trackers(settings: TrainingSettings) -> None:

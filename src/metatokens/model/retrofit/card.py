@@ -54,7 +54,7 @@ def model_card(
         licence: as the Hub abbreviates it; by default that of the base's own card, where it can be read.
     """
     settings = MetaSettings(**model.config.meta_attention)
-    is_folder = Path(settings.base).is_dir() and settings.base != ""
+    is_folder = settings.base.startswith("../") or (Path(settings.base).is_dir() and settings.base != "")
     base = (Path(settings.base).name if is_folder else settings.base) or f"A {type(model).__name__}"
     licence = licence or (licence_of(settings.base) if settings.base else None)
     heads = f"{settings.num_attention_heads} heads of {settings.head_size}"

@@ -65,6 +65,8 @@ class MetaConfig(PreTrainedConfig):
     def to_json_string(self, *args: Any, **kwargs: Any) -> str:
         """As the base's, under this package's model type."""
         given = json.loads(super().to_json_string(*args, **kwargs))
+        if (base := Path(given["meta_attention"]["base"])).is_absolute():
+            given["meta_attention"]["base"] = f"../{base.name}"  # who reads it need not learn where it was
         own = {"model_type": MODEL_TYPE, "base_model_type": type(self).model_type}
         own["architectures"] = [PREFIX + one.removeprefix(PREFIX) for one in given.get("architectures") or ()]
         return json.dumps(given | own | {"auto_map": _AUTO_MAP}, indent=2, sort_keys=True) + "\n"

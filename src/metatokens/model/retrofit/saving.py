@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from metatokens.errors import UserError
-from metatokens.files import write_whole
+from metatokens.files import found_from, name_from, write_whole
 from metatokens.model.retrofit.classes import MODEL_TYPE, MetaModel, decoder_of, own_parameters
 from metatokens.model.retrofit.identity import difference, have_same_weights, settings_of, weight_checksums
 from metatokens.model.retrofit.layers import MetaModule
@@ -48,6 +48,7 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
     if not all(one.is_floating_point() for one in weights.values()):
         raise UserError("what was added to this model is quantised, which loses what it was: save it before.")
     own = {name: getattr(model.config, name) for name in ("meta_token_id", "unpadded_vocab_size", "meta_attention")}
+    own["meta_attention"] = own["meta_attention"] | {"base": name_from(Path(folder), own["meta_attention"]["base"])}
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         save_file(weights, Path(folder) / DELTA_WEIGHTS, metadata={"format": "pt"})
@@ -137,6 +138,7 @@ def _read(folder: Path) -> tuple[MetaSettings, int, int]:
             raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
         given = json.loads(path.read_bytes())
         settings = MetaSettings(**given["meta_attention"])
+        settings.base = found_from(folder, settings.base)
         meta_token_id, used = given["meta_token_id"], given["unpadded_vocab_size"]
         if not (type(meta_token_id) is type(used) is int and 0 <= meta_token_id < used):
             raise ValueError(f"the meta-token is {meta_token_id}, of {used} entries")
