@@ -13,7 +13,7 @@ from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     PreTrainedTokenizerBase,
@@ -138,7 +138,12 @@ class MetaTokenTrainer(Trainer):
             super()._save(output_dir, state_dict)
             name_base(self.model, Path(output_dir or self.args.output_dir))
         elif self.args.should_save and output_dir is not None:
-            save_meta(self.model, output_dir)
+            if self.model.base_is_elsewhere:
+                save_meta(self.model, output_dir)
+            else:  # its base may be another than the one that meta-attention was added to
+                Path(output_dir).mkdir(parents=True, exist_ok=True)
+                weights = {name: one.detach().contiguous() for name, one in own_parameters(self.model).items()}
+                save_file(weights, Path(output_dir) / DELTA_WEIGHTS, metadata={"format": "pt"})
             self.processing_class.save_pretrained(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
