@@ -7,7 +7,7 @@ The recipes that come with the package can be named without a path: `demo`, `dem
 import copy
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -26,24 +26,19 @@ _NEVER = 2**30  # steps over which a rate decays that is to stay as it is
 _PACKAGED = files("metatokens") / "recipes"
 
 
-def landmark_rule(rule: str) -> str:
-    """The rule for landmarks that is given.
+def landmark_rule(given: str, name: str = "the rule for landmarks", others: Sequence[str] = ()) -> str:
+    """The rule for landmarks that is given, or one of the others.
 
     Raises:
-        UserError: if it is none.
+        UserError: if it is none; the sentence calls it by the name.
     """
-    return _one_of(rule, "the rule for landmarks")
+    if given in others or re.fullmatch("line|paragraph|sentence|every:[1-9][0-9]{0,5}", str(given)):
+        return given
+    names = ", ".join((*others, "line", "paragraph", "sentence"))
+    raise UserError(f"{name} is {given!r}: give {names} or every:N, such as every:10.")
 
 
-def _placement(placement: str) -> str:
-    return _one_of(placement, "data.placement", "uniform", "periodic", "none")
-
-
-def _one_of(given: str, name: str, *others: str) -> str:
-    if given not in others and not re.fullmatch("line|paragraph|sentence|every:[1-9][0-9]{0,5}", str(given)):
-        names = ", ".join((*others, "line", "paragraph", "sentence"))
-        raise UserError(f"{name} is {given!r}: give {names} or every:N, such as every:10.")
-    return given
+_placement = partial(landmark_rule, name="data.placement", others=("uniform", "periodic", "none"))
 
 
 def _ascending(ends: tuple[int, int]) -> tuple[int, int]:

@@ -43,7 +43,7 @@ class BlockDataset:
     ) -> None:
         """See `insert_meta_tokens` for block_size, fraction and placement, which may be a rule of `Landmarks` too.
 
-        For a rule the split is read once, some ten million tokens a second; `fraction` is not used.
+        For a rule the split is read once, some eight million tokens a second; `fraction` is not used.
 
         Raises:
             UserError: if the split is shorter than a block or has no landmark, or a setting is out of its range.

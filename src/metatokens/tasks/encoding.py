@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
+from metatokens.data.landmarks import Landmarks
 from metatokens.data.tokenizer import beginning_of, encode_text, meta_token_id
 
 # How GPT-2's byte-level pre-tokenizer cuts ASCII text into words; byte-pair merges never cross its cuts.
@@ -17,11 +18,12 @@ class SegmentEncoder:
 
     Where the tokenizer is a byte-level BPE with GPT-2's word cuts, the ids of an ASCII text are those of its
     words put end to end. Other texts, and all texts with another tokenizer, are encoded whole. The ids are
-    the same.
+    the same. Prompts get landmarks by the rule that is given, see `Landmarks`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, landmarks: str | None = None):
         self._tokenizer = tokenizer
+        self._landmarks = None if landmarks is None else Landmarks(tokenizer, landmarks)
         self._word_ids: dict[str, list[int]] = {}
         self._words_are_independent = _cuts_words_like_gpt2(tokenizer)
         self.beginning = beginning_of(tokenizer)
@@ -44,7 +46,7 @@ class SegmentEncoder:
         for segment in segments[1:]:
             ids.append(self.meta_token_id)
             ids += self.encode_text(segment)
-        return ids
+        return ids if self._landmarks is None else self._landmarks.put_into(ids)
 
 
 def _cuts_words_like_gpt2(tokenizer: PreTrainedTokenizerBase) -> bool:

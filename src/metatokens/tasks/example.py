@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from metatokens.data.landmarks import Landmarks
 from metatokens.data.prompts import split_at
 from metatokens.errors import UserError
 from metatokens.records import MARKER
@@ -119,17 +118,10 @@ class Example:
         return dataclasses.asdict(self)
 
 
-def encode_example(
-    encoder: SegmentEncoder,
-    segments: Sequence[str],
-    completion: str,
-    landmarks: Landmarks | None = None,
-    **fields: Any,
-) -> Example:
+def encode_example(encoder: SegmentEncoder, segments: Sequence[str], completion: str, **fields: Any) -> Example:
     """Tokenise a prompt segment by segment and its completion; `fields` are the example's other fields."""
     ends = list(accumulate(len(segment) + len(MARKER) for segment in segments[:-1]))
     prompt_ids = encoder.encode_prompt(segments)
-    prompt_ids = prompt_ids if landmarks is None else landmarks.put_into(prompt_ids)
     return Example(
         prompt=MARKER.join(segments),
         markers=tuple(end - len(MARKER) for end in ends),
@@ -181,22 +173,21 @@ def read_examples(
         landmarks: a rule by which further meta-tokens are put into the `input_ids` of the prompts, see `Landmarks`.
 
     Raises:
-        UserError: if the file cannot be read, holds no record, or has a line that is none (it names the line), or the
-            rule is none for this tokenizer.
+        UserError: if the file cannot be read, holds no record, or has a line that is none (it names the line); or if
+            the rule is none for this tokenizer, or puts nothing in.
     """
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise UserError(f"cannot read the records in {path}: {error.strerror}.") from error
-    encoder = SegmentEncoder(tokenizer)
-    rule = None if landmarks is None else Landmarks(tokenizer, landmarks)
+    encoder = SegmentEncoder(tokenizer, landmarks)
     examples: list[Example] = []
     is_warned = False
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
                 record = (_Record if needs_completion else _Prompt).model_validate_json(line)
-                examples.append(_example_from_record(encoder, record, rule))
+                examples.append(_example_from_record(encoder, record))
             except ValueError as error:
                 raise UserError(f"{path}, line {number}: {_first_reason(error)}.") from error
             if MARKER in record.prompt and "markers" not in record.model_fields_set and not is_warned:
@@ -208,17 +199,16 @@ def read_examples(
                 )
     if not examples:
         raise UserError(f"{path} holds no record; each line is a JSON object with a prompt and a completion.")
-    if rule is not None and not any(encoder.meta_token_id in example.input_ids for example in examples):
+    if landmarks is not None and not any(encoder.meta_token_id in example.input_ids for example in examples):
         raise UserError(f"landmarks by {landmarks} have no place in any prompt of {path}.")
     return examples
 
 
-def _example_from_record(encoder: SegmentEncoder, record: _Prompt, landmarks: Landmarks | None) -> Example:
+def _example_from_record(encoder: SegmentEncoder, record: _Prompt) -> Example:
     return encode_example(
         encoder,
         split_at(record.prompt, record.markers),
         record.completion,
-        landmarks,
         **record.model_dump(include={"task", "phase", "seed", "index", "split", "condition"}),
     )
 
