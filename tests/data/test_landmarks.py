@@ -189,6 +189,21 @@ def test_a_part_of_a_text_has_the_landmarks_of_the_whole(
     assert around[start - before :][:size].tolist() == landmarks(ids)[start : start + size].tolist()
 
 
+@pytest.mark.parametrize(("blanks", "lines"), [("\t\r" * 16, 3), ("\t\r" * 16 + "\t", 1)])
+def test_a_line_may_end_in_32_blanks_of_which_a_part_sees_all(
+    blanks: str, lines: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    [ids] = encode_text(tokenizer, [f"(Prof.{blanks}\n{blanks}\nOne.{blanks}\n{blanks}\nEnd\n"])
+    assert len(ids) > 100
+    for rule, count in (("line", lines), ("paragraph", lines - 1), ("sentence", 1)):
+        landmarks = Landmarks(tokenizer, rule)
+        whole = landmarks(ids).tolist()
+        assert sum(whole) == count
+        for place, is_end in enumerate(whole):
+            before = max(0, place - BEFORE)
+            assert landmarks(ids[before : place + 1 + AFTER])[place - before] == is_end
+
+
 @pytest.mark.parametrize("rule", [*RULES, "every:2"])
 @given(segments=st.lists(drawn, min_size=1, max_size=4))
 def test_meta_tokens_that_are_there_stay_and_change_nothing_for_the_text(
