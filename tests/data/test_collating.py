@@ -88,7 +88,9 @@ def test_what_cannot_be_is_refused() -> None:
         ):
             MetaTokenCollator(list, TOKENIZER, rule)  # type: ignore[arg-type]
     for no_tokenizer in (META, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(TOKENS)))):
-        with pytest.raises(UserError, match="has no meta-token: add_meta_attention gives a tokenizer one"):
+        with pytest.raises(
+            UserError, match="this tokenizer has no meta-token: use the one that add_meta_attention was given"
+        ):
             MetaTokenCollator(list, no_tokenizer, "every:2")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="packed into one"):
         MetaTokenCollator(list, TOKENIZER, "every:2")([{"input_ids": [1, 2], "position_ids": [0, 0]}])

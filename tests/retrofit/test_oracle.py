@@ -124,6 +124,14 @@ def test_no_meta_token_is_put_in_beyond_a_learned_table(name: str) -> None:
     assert model.generate(ids, max_new_tokens=8, **options).shape[1] == most
     with pytest.raises(UserError, match=f"longer than the {most} learned positions of this model"):
         model.generate(ids, max_new_tokens=8, meta_every=2, **options)
+    # A collator that puts meta-tokens in lengthens what was cut to the table.
+    longer = torch.cat([ids, torch.full((1, 9), META)], dim=1)
+    assert model(longer[:, 1:]).logits.shape[1] == most
+    for mask in ({}, {"attention_mask": torch.ones_like(longer)}):
+        with pytest.raises(
+            UserError, match=f"of {most + 1} tokens is longer than the {most} learned positions of this"
+        ):
+            model(longer, **mask)
     # Padding has no positions.
     rows = torch.cat([ids, ids])
     mask = (torch.arange(most - 8) >= 20).long().expand(2, -1)

@@ -44,10 +44,6 @@ class MetaTokenCollator:
         *,
         max_length: int | None = None,
     ):
-        if not hasattr(tokenizer, "meta_token_id"):
-            raise UserError(
-                f"the {type(tokenizer).__name__} has no meta-token: add_meta_attention gives a tokenizer one."
-            )
         self.collator, self.max_length, self.meta_token_id = collator, max_length, meta_token_id(tokenizer)
         self.landmarks = None if landmarks is None else Landmarks(tokenizer, landmarks)
 

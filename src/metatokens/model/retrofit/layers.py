@@ -18,7 +18,7 @@ from transformers import initialization as init
 from metatokens.errors import UserError
 from metatokens.model.attention import MetaAttention
 from metatokens.model.cache import SecondStore, give_second_store
-from metatokens.model.positions import Rotary, rotary_tables
+from metatokens.model.positions import Rotary, check_positions, position_ids_from_mask, rotary_tables
 from metatokens.model.retrofit.settings import MetaSettings
 from metatokens.model.rows import MetaRows, least_rows, positions_of
 
@@ -157,7 +157,8 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
     Raises:
         UserError: if an adapter wraps the embeddings; if there are meta-tokens in sequences that are packed into one,
-            and no mask of four dimensions says so; or under such a mask in a model with a window that slides.
+            and no mask of four dimensions says so; or under such a mask in a model with a window that slides; or if
+            there are meta-tokens in a sequence that is longer than a learned table of positions.
     """
     embeddings: Any = kwargs.get("inputs_embeds")
     ids = kwargs.get("input_ids", args[0] if args else None)
@@ -212,6 +213,12 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Any, positio
     settings = decoder.meta_settings
     if not (isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == length):
         positions = None  # of three axes, as for images
+    if getattr(decoder.config, "position_embedding", None) == "learned":
+        numbers = positions
+        if numbers is None:  # padding has none
+            is_read = is_meta.new_ones(1, cached + length) if mask is None or mask.ndim == 4 else mask
+            numbers = position_ids_from_mask(is_read[:, : cached + length])
+        check_positions(decoder.config, cached + length, numbers)
     # transformers tells packed sequences apart by positions that begin again.
     if mask is None and positions is not None and bool((positions.diff(dim=-1) < 0).any()):
         raise UserError(
