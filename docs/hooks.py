@@ -21,6 +21,7 @@ OUTSIDE = (
     "SECURITY.md",
     "benchmarks/LOG.md",
     "examples/any_decoder.py",
+    "examples/first_ten_minutes.ipynb",
     REPORT,
     *PICTURES,
 )
