@@ -407,6 +407,14 @@ def saved_error(name: str, make: Callable[[str], PreTrainedModel]) -> float:
         return error(logits(auto.from_pretrained(folder).eval(), with_meta_tokens()), logits(model, with_meta_tokens()))
 
 
+def put_together_error(name: str) -> float:
+    """Of a base with what was added to another copy of it, from that one."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = retrofitted(name)
+        save_meta(model, folder)
+        return error(logits(load_meta(base(name), folder), with_meta_tokens()), logits(model, with_meta_tokens()))
+
+
 @torch.no_grad()
 def base_cache_error(name: str) -> float:
     """Of a text, padded on the left, that a base reads in steps with its cache, from the same read at once."""
@@ -430,8 +438,9 @@ def base_cache_error(name: str) -> float:
 def outcome(name: str) -> tuple[str, str]:
     """What becomes of a type of decoder: `taken`, `refused`, `wrong` or `not built`, and a sentence about it.
 
-    Of one that is taken, text has the base's logits, the model from disk is the one that was saved, and generation with
-    inserted meta-tokens is the same with and without a cache; except where the base itself falls short of that.
+    Of one that is taken, text has the base's logits, the model from disk is the one that was saved, whole and as what was
+    added alone, and generation with inserted meta-tokens is the same with and without a cache; except where the base
+    itself falls short of that.
     """
     try:
         if name not in ARCHITECTURES:
@@ -444,8 +453,8 @@ def outcome(name: str) -> tuple[str, str]:
         return "not built", f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     try:
         retrofitted(name)
-        found = {"text": text_error(name), "reloaded": saved_error(name, retrofitted)}
-        found["generation"] = generation_differences(name, WAYS[3:4])
+        found = {"text": text_error(name), "put together": put_together_error(name)}
+        found |= {"reloaded": saved_error(name, retrofitted), "generation": generation_differences(name, WAYS[3:4])}
     except UserError as refusal:
         return "refused", str(refusal)
     excuses = []

@@ -25,10 +25,10 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
     loaded. A setting that a later release of transformers adds counts only where it was changed.
     """
     declared = {field.name for field in fields(type(config))} - {field.name for field in fields(PreTrainedConfig)}
-    usual = type(config)()
+    given, usual = vars(config), vars(type(config)())  # asked by name, some refuse what may differ from layer to layer
     own: dict[str, Any] = {}
     for name in sorted(declared):
-        value, by_itself = getattr(config, name, None), getattr(usual, name, None)
+        value, by_itself = given.get(name), usual.get(name)
         if isinstance(value, PreTrainedConfig):
             own[name] = settings_of(value)
         elif value != by_itself and not _PASSING.fullmatch(name):
