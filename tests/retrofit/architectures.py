@@ -438,9 +438,9 @@ def base_cache_error(name: str) -> float:
 def outcome(name: str) -> tuple[str, str]:
     """What becomes of a type of decoder: `taken`, `refused`, `wrong` or `not built`, and a sentence about it.
 
-    Of one that is taken, text has the base's logits, the model from disk is the one that was saved, whole and as what was
-    added alone, and generation with inserted meta-tokens is the same with and without a cache; except where the base
-    itself falls short of that.
+    Of one that is taken, text has the base's logits, the model from disk is the one that was saved (whole, and as what
+    was added alone), and generation with inserted meta-tokens is the same with and without a cache. A base that falls
+    short of this itself is taken too.
     """
     try:
         if name not in ARCHITECTURES:
