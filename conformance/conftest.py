@@ -40,8 +40,8 @@ for two columns. A figure is the largest difference, or in how many cases there 
 """
 SWEEP_TEXT = """
 What became of every type of decoder that transformers {version} has, built small from its configuration class alone:
-{counts}. A type with `:multimodal` is the class that takes images or sound too, where there are two. A type is taken
-if text has the logits of the base to the last bit, if the model from disk is the one that was saved (whole, and as what
+{counts}.
+A type with `:multimodal` is the class that takes images or sound too, where there are two. A type is taken if text has the logits of the base to the last bit, if the model from disk is the one that was saved (whole, and as what
 was added alone), and if greedy generation with a meta-token every three tokens gives the same with and without a cache.
 
 | outcome | model types |
@@ -105,7 +105,7 @@ class Tally:
             rows[": ".join(filter(None, (found["kind"], sentence)))].append(name)
         counts = Counter(found["kind"] for found in self.types.values())
         order = ("taken", "refused", "not built", "wrong", "crashed")
-        text = ", ".join(f"{counts[kind]} {kind}" for kind in order if counts[kind])
+        text = ", ".join(f"{counts[kind]} {kind}" for kind in order)
         table = (
             f"| {outcome} | {', '.join(names)} |\n"
             for outcome, names in sorted(
