@@ -106,6 +106,7 @@ class TrainingSettings(_Settings):
     save_steps: Positive = 1000
     save_total_limit: Positive = 2
     bf16: bool = False
+    use_cpu: bool = False  # where there is a GPU too
     activation_checkpointing: bool = False
     torch_compile: bool = False
     fsdp: bool = False  # shard weights, gradients and optimizer over the GPUs (FSDP2) in place of copying them (DDP)

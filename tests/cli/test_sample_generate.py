@@ -2,10 +2,13 @@
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
+from transformers import AutoTokenizer
 
 from metatokens import encode_prompt
 from metatokens.data.store import TokenStore
@@ -75,7 +78,11 @@ def test_a_prompt_with_meta_tokens(
         metatokens(f"{generate} --landmarks line 'the cat'")[2] == "landmarks by line have no place in this prompt.\n"
     )
 
-    lines = [{"prompt": text, "markers": [7, 19]}, {"prompt": text}, {"prompt": "the", "completion": " cat"}]
+    lines = [
+        {"prompt": text, "markers": [7, 19]},
+        {"prompt": text, "markers": []},
+        {"prompt": "the", "completion": " cat"},
+    ]
     Path("prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     status, output, error = metatokens(f"{generate} --data prompts.jsonl")
     answers = [json.loads(line) for line in output.splitlines()]
@@ -88,3 +95,73 @@ def test_a_prompt_with_meta_tokens(
     assert with_lines.startswith("the cat\n<|meta|>sat<|meta|>\n<|meta|>the")
     (first, *_) = metatokens(f"{generate} --data prompts.jsonl --show-meta")[1].splitlines()
     assert json.loads(first)["with_meta"] == shown.strip()
+
+
+def test_text_is_streamed_as_it_is_generated(
+    small_model: Callable[..., Path], metatokens: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr("transformers.TextStreamer.put", lambda self, value: shown.append("put"))
+    generate = f"generate --model {small_model()} 'the cat' --max-new-tokens 8 --meta-every 2"
+    assert metatokens(generate)[0] == 0
+    assert len(shown) == 1 + 8  # the prompt, and each token by itself
+    shown.clear()
+    assert metatokens(f"{generate} --json")[0] == metatokens(f"{generate} --show-meta")[0] == 0
+    assert shown == []
+
+
+def test_prompts_of_a_batch_are_continued_like_single_ones(
+    workplace: Path, small_model: Callable[..., Path], metatokens: Run
+) -> None:
+    records = [{"prompt": "the cat"}, {"prompt": "two _PAUSE_ dogs ran over", "markers": [3]}, {"prompt": "a"}]
+    Path("prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    line = f"generate --model {small_model()} --data prompts.jsonl --max-new-tokens 8 --meta-every 3 --show-meta"
+    status, alone, error = metatokens(line)
+    assert status == 0, error
+    assert metatokens(f"{line} --batch-size 2")[1] == alone
+    assert metatokens(f"{line} --batch-size 3 --device cpu --dtype float32")[1] == alone
+
+
+def test_a_chat_of_several_messages_comes_from_a_file(
+    workplace: Path, small_model: Callable[..., Path], metatokens: Run
+) -> None:
+    model = Path(shutil.copytree(small_model(), "model"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+        "{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    tokenizer.save_pretrained(model)
+    (model / "manifest.json").unlink()
+    chat = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+    Path("chat.json").write_text(json.dumps(chat, indent=1))
+    line = f"generate --model {model} --max-new-tokens 4"
+    status, output, error = metatokens(f"{line} --messages chat.json 'two dogs' --show-meta")
+    assert status == 0, error
+    assert output.startswith("user: the cat\nassistant: sat\nuser: two dogs\n")
+    status, output, _ = metatokens(f"{line} --messages chat.json --json")
+    assert (status, json.loads(output)["messages"]) == (0, chat)
+    for content, sentence in (
+        ("{", "cannot be read as JSON"),
+        ("[]", "must hold a list of messages"),
+        ('[{"role": "user"}]', "must hold a list of messages"),
+        ('[{"role": "robot", "content": "x"}]', "the chat template does not take these messages: no robots."),
+    ):
+        Path("chat.json").write_text(content)
+        status, _, error = metatokens(f"{line} --messages chat.json")
+        assert (status, error.count("\n"), sentence in error) == (2, 1, True), error
+
+
+def test_a_device_or_type_that_is_not_there_is_refused(
+    small_model: Callable[..., Path], metatokens: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model()
+    assert load_model(model, dtype="bfloat16").dtype == torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for option, sentence in (
+        ("--device tpu", "unknown 'tpu'; choose cpu or cuda."),
+        ("--dtype int4", "unknown 'int4'; choose float32 or bfloat16."),
+        ("--device cuda", "there is no GPU that PyTorch can use"),
+    ):
+        status, _, error = metatokens(f"generate --model {model} {option} the")
+        assert (status, sentence in error) == (2, True), error

@@ -161,6 +161,17 @@ def test_an_example_brings_its_answer(page: Any) -> None:
     assert right in page.locator("#prompt textarea").input_value().split()
 
 
+def test_what_is_typed_has_no_right_answer_and_old_results_say_so(page: Any) -> None:
+    page.locator("#another").click()
+    page.wait_for_function("document.querySelector('#right textarea, #right input').value !== ''")
+    page.wait_for_function("document.querySelector('#tokens').innerText.includes('item')")
+    page.locator("#prompt textarea").press_sequentially(" owl")
+    page.wait_for_function("document.querySelector('#right textarea, #right input').value === ''")
+    page.get_by_text("The prompt has changed").wait_for()
+    page.locator("#ask").click()
+    page.get_by_text("The prompt has changed").wait_for(state="detached")
+
+
 def test_no_prompt_is_kept_in_the_browser(page: Any, folders: list[Path]) -> None:
     text = "owl owl owl owl"
     ask(page, text)

@@ -1,5 +1,6 @@
 """What `look` tells of a model, recomputed another way."""
 
+import io
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -198,3 +200,22 @@ def test_the_page_needs_no_other_file_and_escapes_what_was_typed(small_model: Ca
     assert look.to_html() == page
     assert "<iframe srcdoc=" in look._repr_html_()
     assert "<script" not in look._repr_html_()
+
+
+def test_layers_are_chosen_for_page_and_picture(small_model: Callable[..., Path]) -> None:
+    folder = small_model(second_attention="meta", num_hidden_layers=3)
+    whole, some = looked(folder), looked(folder, layers=[0, 2])
+    assert whole.modules["attention"] == [0, 1, 2]
+    assert some.modules == {name: [0, 2] for name in whole.modules}
+    assert torch.equal(some.attention("attention", 2), whole.attention("attention", 2))
+    with pytest.raises(UserError, match="there is no block 3; the model has the blocks 0 to 2"):
+        looked(folder, layers=[3])
+
+
+def test_the_picture_of_many_layers_is_as_wide_as_that_of_eight(small_model: Callable[..., Path]) -> None:
+    sizes = [
+        Image.open(io.BytesIO(draw([looked(small_model(second_attention="meta", num_hidden_layers=layers))]))).size
+        for layers in (8, 9)
+    ]
+    assert sizes[0][0] == sizes[1][0]
+    assert sizes[1][1] == 2 * sizes[0][1]

@@ -150,3 +150,20 @@ def test_weights_are_told_apart_by_lightness_alone(page: Any) -> None:
     lightness = [sum(int(c[i : i + 2], 16) * w for i, w in ((1, 0.2126), (3, 0.7152), (5, 0.0722))) for c in scale]
     assert lightness == sorted(lightness, reverse=True)
     assert lightness[0] - lightness[-1] > 150
+
+
+def test_a_map_of_several_tokens_a_cell_says_so_and_names_positions(
+    browser: Any, looks: list[Look], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("metatokens.looking.page.MAX_SIDE", 16)
+    file, step = tmp_path / "look.html", -(-len(looks[0].ids) // 16)
+    file.write_text(to_html(looks[:1]), encoding="utf-8")
+    opened = browser.new_page()
+    opened.goto(file.as_uri())
+    opened.wait_for_selector("body[data-ready]")
+    assert f"a cell for {step} tokens" in opened.locator("figcaption").first.text_content()
+    axis = opened.evaluate("document.querySelector('.plot').layout.xaxis")
+    assert [int(text) for text in axis["ticktext"]] == [cell * step for cell in axis["tickvals"]]
+    shades = opened.eval_on_selector_all(".tokens button", "all => all.map(one => one.style.background)")
+    assert any(shades)
+    opened.close()

@@ -9,9 +9,11 @@ import atexit
 import importlib.metadata
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
 
 from metatokens.cli.benchmarking import benchmark
 from metatokens.cli.looking import explore, generate, look, sample
@@ -31,11 +33,40 @@ PANELS = {
 }
 INTERRUPTED = 130  # typer's exit status after Ctrl-C
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+class _PlainHelp:
+    """Help that is text, in which rich would take `[explore]` for its markup; and flags, which take no `<bool>`."""
+
+    params: list[Any]
+    help: str | None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        for one in (self, *self.params):
+            one.help = one.help and escape(one.help)
+
+    def get_params(self, context: typer.Context) -> list[Any]:
+        """The options, `--help` among them."""
+        params: list[Any] = super().get_params(context)  # type: ignore[misc]
+        for flag in params:
+            if getattr(flag, "is_flag", False):
+                flag.metavar = ""
+        return params
+
+
+class _Verb(_PlainHelp, TyperCommand):  # type: ignore[misc]
+    pass
+
+
+class _Verbs(_PlainHelp, TyperGroup):  # type: ignore[misc]
+    pass
+
+
+app = typer.Typer(cls=_Verbs, no_args_is_help=True, pretty_exceptions_enable=False)
 for panel, verbs in PANELS.items():
     for verb in verbs:
         summary = (verb.__doc__ or "").partition("\n")[0]
-        app.command(rich_help_panel=panel, short_help=summary)(verb)
+        app.command(cls=_Verb, rich_help_panel=panel, short_help=summary)(verb)
 
 
 def _print_version(wanted: bool) -> None:

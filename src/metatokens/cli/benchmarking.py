@@ -6,7 +6,17 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from metatokens.cli.options import CORPUS, SEVERAL, TOKENIZER, AsJson, ResultFile, choice, parse_lengths
+from metatokens.cli.options import (
+    CORPUS,
+    DEVICES,
+    DTYPES,
+    SEVERAL,
+    TOKENIZER,
+    AsJson,
+    ResultFile,
+    choice,
+    parse_lengths,
+)
 from metatokens.cli.output import check_results_file, progress_bar, shows_tables, write_records
 from metatokens.errors import UserError
 
@@ -16,8 +26,6 @@ CONTESTANTS = (  # those whose names are one word
     "gpt2", "pause", "meta", "twin", "dense",
     "transformers", "gpt2-learned", "transformers-gelu", "gpt2-learned-gelu", "x-transformers", "plain",
 )  # fmt: skip
-DTYPES = ("float32", "bfloat16")
-DEVICES = ("cpu", "cuda")
 
 
 def benchmark(

@@ -7,7 +7,20 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from metatokens.cli.options import CORPUS, TOKENIZER, Condition, Landmarks, Model, ResultFile, Task, choice
+from metatokens.cli.options import (
+    CORPUS,
+    TOKENIZER,
+    BatchSize,
+    Condition,
+    Device,
+    Dtype,
+    Landmarks,
+    Model,
+    ResultFile,
+    Task,
+    choice,
+    parse_lengths,
+)
 from metatokens.cli.output import PNG, print_table, say, shows_tables, write_lines, write_own
 from metatokens.errors import UserError
 
@@ -44,7 +57,7 @@ def sample(
 def generate(
     model: Model,
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="Text to continue, unless --data is given.")
+        str | None, typer.Argument(metavar="PROMPT", help="Text to continue, unless a file is given.")
     ] = None,
     data: Annotated[
         Path | None,
@@ -61,6 +74,13 @@ def generate(
         bool,
         typer.Option("--chat", help="Give PROMPT as a user's message to the chat template; print the answer alone."),
     ] = False,
+    messages: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A chat so far, a JSON list of role and content; PROMPT, if given, goes on with it.",
+        ),
+    ] = None,
     show_meta: Annotated[
         bool, typer.Option("--show-meta", help="Show meta-tokens in the output, as <|meta|>.")
     ] = False,
@@ -73,10 +93,14 @@ def generate(
         float, typer.Option(metavar="T", min=0.0, help="Of sampling; 0 always takes the likeliest token.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the random draws.")] = 0,
+    device: Device = None,
+    dtype: Dtype = None,
+    batch_size: BatchSize = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines in place of text or a table.")] = False,
 ) -> None:
-    """Continue a text, or the prompts of a file."""
+    """Continue a text, a chat, or the prompts of a file."""
     import torch
+    from transformers import TextStreamer
 
     from metatokens.data.prompts import encode_chat, encode_prompt
     from metatokens.data.tokenizer import load_tokenizer
@@ -84,13 +108,16 @@ def generate(
     from metatokens.tasks.example import read_examples
     from metatokens.training.finetune import check_meta_token
 
-    if (prompt is None) == (data is None):
-        raise UserError("give either a prompt or --data.")
+    if (prompt is None and messages is None) == (data is None):
+        raise UserError("give either a prompt or --data; or a chat as --messages.")
     if data is not None and marker is not None:
         raise UserError("--marker goes with a prompt; the records of --data name their markers by offset.")
     if data is not None and chat:
         raise UserError("--chat goes with a prompt; the records of --data are continued as they stand.")
-    loaded, tokenizer = load_model(model).eval(), load_tokenizer(str(model))
+    asked = [*([] if messages is None else _read_messages(messages))]
+    asked += [] if prompt is None else [{"role": "user", "content": prompt}]
+    chat = chat or messages is not None
+    loaded, tokenizer = load_model(model, device=device, dtype=dtype).eval(), load_tokenizer(str(model))
     if chat and tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {model} has no chat template.")
     if marker is not None or meta_every is not None or landmarks is not None:
@@ -100,23 +127,29 @@ def generate(
     if meta_every is not None:
         sampling["meta_every"] = meta_every
 
-    def continuation(prompt_ids: Sequence[int]) -> tuple[str, str]:
-        """What follows a prompt, and all of it with its meta-tokens."""
-        ids = torch.tensor([prompt_ids], device=loaded.device)
+    def continuations(prompts: Sequence[Sequence[int]], streamer: Any = None) -> Iterator[tuple[str, str]]:
+        """What follows each prompt, and all of it with its meta-tokens."""
+        longest = max(map(len, prompts))
+        ids = torch.full((len(prompts), longest), tokenizer.eos_token_id)
+        mask = torch.zeros_like(ids)
+        for row, prompt_ids in enumerate(prompts):
+            ids[row, longest - len(prompt_ids) :] = torch.tensor(prompt_ids)
+            mask[row, longest - len(prompt_ids) :] = 1
         output = loaded.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
+            ids.to(loaded.device),
+            attention_mask=mask.to(loaded.device),
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.eos_token_id,
             return_dict_in_generate=True,
             use_cache=True,  # which knows where meta-tokens were inserted
+            streamer=streamer,
             **sampling,
         )
-        sequence = output.sequences[0].tolist()
-        new = tokenizer.decode(sequence[len(prompt_ids) :], skip_special_tokens=True)
-        for place in reversed(getattr(output.past_key_values, "inserted", [])):
-            sequence.insert(place, loaded.config.meta_token_id)
-        return new, tokenizer.decode(sequence)
+        for prompt_ids, sequence in zip(prompts, output.sequences.tolist(), strict=True):
+            new = tokenizer.decode(sequence[longest:], skip_special_tokens=True)
+            for place in reversed(getattr(output.past_key_values, "inserted", [])):
+                sequence.insert(place, loaded.config.meta_token_id)
+            yield new, tokenizer.decode(sequence[longest - len(prompt_ids) :])
 
     if data is not None:
         records = read_examples(data, tokenizer, needs_completion=False, landmarks=landmarks)
@@ -124,10 +157,12 @@ def generate(
             check_meta_token(loaded.config, tokenizer, model)
 
         def continued() -> Iterator[dict[str, Any]]:
-            for record in records:
-                new, whole = continuation(record.input_ids[: record.answer_start])
-                told = {"prompt": record.prompt, "markers": record.markers, "continuation": new}
-                yield told | ({"with_meta": whole} if show_meta else {})
+            size = batch_size or 1
+            for batch in (records[start : start + size] for start in range(0, len(records), size)):
+                followed = continuations([record.input_ids[: record.answer_start] for record in batch])
+                for record, (new, whole) in zip(batch, followed, strict=True):
+                    told = {"prompt": record.prompt, "markers": record.markers, "continuation": new}
+                    yield told | ({"with_meta": whole} if show_meta else {})
 
         if shows_tables(as_json):
             rows = list(continued())
@@ -138,25 +173,62 @@ def generate(
         else:
             write_lines((json.dumps(row, ensure_ascii=False) for row in continued()), None)
         return
-    assert prompt is not None
     if chat:
-        message = [{"role": "user", "content": prompt}]
-        text = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+        text = _chat_text(tokenizer, asked)
         ids = encode_chat(tokenizer, text, marker, landmarks=landmarks)
     else:
-        ids = encode_prompt(tokenizer, prompt, () if marker is None else marker, landmarks=landmarks)
+        ids = encode_prompt(tokenizer, str(prompt), () if marker is None else marker, landmarks=landmarks)
     if not ids:
         raise UserError("the prompt is empty.")
     if marker is not None and loaded.config.meta_token_id not in ids:
         raise UserError(f"the marker {marker!r} is not in the prompt.")
     if landmarks is not None and loaded.config.meta_token_id not in ids:
         say(f"landmarks by {landmarks} have no place in this prompt.")
-    new, whole = continuation(ids)
+    if not (as_json or show_meta):
+        print("" if chat else prompt, end="", flush=True)
+        list(continuations([ids], TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)))
+        return
+    ((new, whole),) = continuations([ids])
     if as_json:
-        told = {"prompt": prompt, "continuation": new} | ({"with_meta": whole} if show_meta else {})
-        print(json.dumps(told, ensure_ascii=False))
+        told: dict[str, Any] = {"prompt": prompt} if messages is None else {"messages": asked}
+        print(
+            json.dumps(told | {"continuation": new} | ({"with_meta": whole} if show_meta else {}), ensure_ascii=False)
+        )
     else:
-        print(whole if show_meta else new if chat else f"{prompt}{new}")
+        print(whole)
+
+
+def _read_messages(file: Path) -> list[dict[str, str]]:
+    """The messages of a chat.
+
+    Raises:
+        UserError: if the file cannot be read, or does not hold a list of messages.
+    """
+    try:
+        messages = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} cannot be read as JSON: {' '.join(str(error).split())}.") from error
+    keys = {"role", "content"}
+    if not (isinstance(messages, list) and messages) or not all(
+        isinstance(one, dict) and one.keys() == keys and all(isinstance(one[key], str) for key in keys)
+        for one in messages
+    ):
+        raise UserError(f'{file} must hold a list of messages, such as [{{"role": "user", "content": "Hello"}}].')
+    return messages
+
+
+def _chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """What a chat template writes of a chat.
+
+    Raises:
+        UserError: if it refuses the messages, such as two of the user's in succession.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:
+        raise UserError(f"the chat template does not take these messages: {error}.") from error
 
 
 def look(
@@ -171,6 +243,11 @@ def look(
         Path | None, typer.Option(metavar="DIR|hf:NAME", help="Another model, to be shown beside it.")
     ] = None,
     marker: Annotated[str, typer.Option(metavar="TEXT", help="What stands for a meta-token in PROMPT.")] = "_PAUSE_",
+    layers: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Blocks whose attention is shown, from 0; by default all.")
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="HTML file to write.")] = Path("look.html"),
     picture: Annotated[
         Path | None, typer.Option("--png", metavar="FILE", help="PNG file to draw into too, for a paper.")
@@ -187,10 +264,12 @@ def look(
     from metatokens.looking.page import SIGNATURE, to_html
     from metatokens.model.checkpoint import fetch_model, load_model
 
+    chosen = None if layers is None else parse_lengths(layers, least=0, name="layers")
     looks = []
     for given in filter(None, (model, compare)):
         folder = fetch_model(given)
-        looks.append(look_inside(load_model(folder), load_tokenizer(str(folder)), prompt, marker, name=str(given)))
+        loaded, tokenizer = load_model(folder, device=device, dtype=dtype), load_tokenizer(str(folder))
+        looks.append(look_inside(loaded, tokenizer, prompt, marker, name=str(given), layers=chosen))
     write_own(out, to_html(looks).encode(), SIGNATURE.encode())
     say(f"page: {out}")
     if picture is not None:
@@ -202,6 +281,8 @@ def explore(
     models: Annotated[
         list[Path], typer.Option("--model", metavar="DIR|hf:NAME", help="A model; may be repeated, to compare.")
     ],
+    device: Device = None,
+    dtype: Dtype = None,
     port: Annotated[int | None, typer.Option(metavar="PORT", help="Where to serve; by default the first free.")] = None,
 ) -> None:
     """Open a local page to try prompts with meta-tokens on.
@@ -211,4 +292,4 @@ def explore(
     """
     from metatokens.looking.explore import build, serve
 
-    serve(build(models), port, say)
+    serve(build(models, device=device, dtype=dtype), port, say)

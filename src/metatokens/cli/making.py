@@ -11,10 +11,15 @@ import typer
 
 from metatokens.cli.options import (
     CORPUS,
+    DEVICES,
+    DTYPES,
     RECORDS,
     SEVERAL,
     TOKENIZER,
     AsJson,
+    BatchSize,
+    Device,
+    Dtype,
     FinetuneRecipe,
     Landmarks,
     Lora,
@@ -137,6 +142,16 @@ def _landmarks(key: str, given: str | None) -> list[str]:
     return [] if given is None else [f"{key}={json.dumps(given)}"]
 
 
+def _placing(device: str | None, dtype: str | None, batch_size: int | None) -> list[str]:
+    """The overrides of a recipe that `--device`, `--dtype` and `--batch-size` stand for."""
+    for given, allowed in ((device, (None, *DEVICES)), (dtype, (None, *DTYPES))):
+        if given not in allowed:
+            raise UserError(f"unknown {given!r}; choose {' or '.join(filter(None, allowed))}.")
+    overrides = [] if device is None else [f"training.use_cpu={device == 'cpu'}"]
+    overrides += [] if dtype is None else [f"training.bf16={dtype == 'bfloat16'}"]
+    return overrides + ([] if batch_size is None else [f"training.per_device_train_batch_size={batch_size}"])
+
+
 def pretrain(
     recipe: PretrainRecipe,
     out: Out,
@@ -151,6 +166,9 @@ def pretrain(
     ] = None,
     landmarks: Landmarks = None,
     lora: Lora = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    batch_size: BatchSize = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Train a language model on token ids, or straight on text.
@@ -161,6 +179,7 @@ def pretrain(
     from metatokens.training.pretrain import pretrain
 
     own = [*_landmarks("data.placement", landmarks), *_lora(lora)]
+    own += _placing(device, dtype, batch_size)
     settings = load_recipe(PretrainRecipe, recipe, [*own, *(overrides or ())])
     with progress_bar("pretrain") as progress:
         trained = pretrain(settings, out, init=init, overwrite=overwrite, progress=progress)
@@ -180,6 +199,9 @@ def extend(
         int | None,
         typer.Option(metavar="TOKENS", min=1, help="Length that the model was trained at; by default its maximum."),
     ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    batch_size: BatchSize = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Lengthen the context of a model, and pretrain it further.
@@ -190,7 +212,8 @@ def extend(
     from metatokens.recipe import PretrainRecipe, load_recipe
     from metatokens.training.extend import extend
 
-    settings = load_recipe(PretrainRecipe, recipe, [*_landmarks("data.placement", landmarks), *(overrides or ())])
+    own = [*_landmarks("data.placement", landmarks), *_placing(device, dtype, batch_size)]
+    settings = load_recipe(PretrainRecipe, recipe, [*own, *(overrides or ())])
     with progress_bar("extend") as progress:
         trained = extend(
             model,
@@ -226,6 +249,9 @@ def finetune(
         bool, typer.Option("--keep-adapter", help="With --lora, write the adapters, as PEFT does, in place of a model.")
     ] = False,
     corpus: TaskCorpus = "builtin",
+    device: Device = None,
+    dtype: Dtype = None,
+    batch_size: BatchSize = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -252,7 +278,7 @@ def finetune(
             say(f"recipe: {recipe}, since the weights take {LARGE / 1e6:.0f} MB or more; --recipe names another")
     own = [f"task.train_lengths={parse_lengths(train_lengths)}"] if train_lengths else []
     own += ["training.keep_adapter=true"] if keep_adapter else []
-    own += [*_landmarks("task.landmarks", landmarks), *_lora(lora)]
+    own += [*_landmarks("task.landmarks", landmarks), *_lora(lora), *_placing(device, dtype, batch_size)]
     settings = load_recipe(FinetuneRecipe, recipe, [*own, *(overrides or ())])
     texts = documents_for(task or "", corpus)
     probe: Probing = unprobed
@@ -279,7 +305,7 @@ def finetune(
     say(f"models: {', '.join(str(path.parent) for path in sorted(out.glob('*/manifest.json')))}")
     if records and is_first_process():
         about = {"task": None, "condition": settings.task.landmarks, "name": str(last), **training_of(last)}
-        write_figures(evaluate(load_model(last), {None: records}, **about), None, as_json=as_json)
+        write_figures(evaluate(load_model(last, device=device), {None: records}, **about), None, as_json=as_json)
 
 
 def retrofit(

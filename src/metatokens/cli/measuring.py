@@ -10,7 +10,10 @@ from metatokens.cli.options import (
     RECORDS,
     SEVERAL,
     AsJson,
+    BatchSize,
     Condition,
+    Device,
+    Dtype,
     Intervention,
     Landmarks,
     Model,
@@ -57,6 +60,9 @@ def evaluate(
         Path | None,
         typer.Option(metavar="FILE", help="Append every prompt, with its answer and the model's, to this file."),
     ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    batch_size: BatchSize = None,
     out: ResultFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -86,7 +92,7 @@ def evaluate(
         raise UserError("--landmarks goes with --data; in a task --condition says where meta-tokens are.")
     check_results_file(out)
     check_results_file(predictions)
-    loaded, tokenizer = load_model(model), load_tokenizer(str(model))
+    loaded, tokenizer = load_model(model, device=device, dtype=dtype), load_tokenizer(str(model))
     check_meta_token(loaded.config, tokenizer, model)
     tests: dict[Any, list[Example]]
     if task is None:
@@ -113,6 +119,7 @@ def evaluate(
             condition=shown,
             intervention=None if changed is None else str(changed),
             noise_seed=noise_seed if is_noise else None,
+            batch=batch_size,
             **training_of(model),
         )
         if predictions is not None:
@@ -193,6 +200,8 @@ def analyze(
     ] = 3,
     name: Name = None,
     corpus: TaskCorpus = "builtin",
+    device: Device = None,
+    dtype: Dtype = None,
     out: ResultFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -216,7 +225,7 @@ def analyze(
     if intervention is not None and kind != "rate-distortion":
         raise UserError("--intervention goes with rate-distortion alone.")
     check_results_file(out)
-    loaded, tokenizer = load_model(model), load_tokenizer(str(model))
+    loaded, tokenizer = load_model(model, device=device, dtype=dtype), load_tokenizer(str(model))
     check_meta_token(loaded.config, tokenizer, model)
     count = n or (2_500 if kind == "rate-distortion" else 100)
     documents = documents_for(task, corpus)
@@ -253,6 +262,9 @@ def perplexity(
         int | None, typer.Option(metavar="TOKENS", min=1, help="Text to read at most; by default all.")
     ] = None,
     name: Name = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    batch_size: BatchSize = None,
     out: ResultFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -269,7 +281,7 @@ def perplexity(
     check_results_file(out)
     if landmarks is not None and placement != "none":
         raise UserError("give --placement or --landmarks: meta-tokens are put into a block by one of them.")
-    loaded, tokenizer = load_model(model), load_tokenizer(str(model))
+    loaded, tokenizer = load_model(model, device=device, dtype=dtype), load_tokenizer(str(model))
     text = held_out_text(corpus, tokenizer, max_tokens)
     result = perplexity(
         loaded,
@@ -281,5 +293,6 @@ def perplexity(
         name=name or str(model),
         source=corpus,
         seed=training_of(model).get("seed", 0),
+        batch=batch_size or 16,
     )
     write_figures([result], out, as_json=as_json)

@@ -39,6 +39,8 @@ CORPUS = "builtin, a file or glob (.txt, .jsonl, .gz, .parquet), or hf:NAME:CONF
 TOKENIZER = "gpt2, a folder, or train:N, which trains one of N tokens on the corpus"
 RECORDS = "JSON lines of prompt, markers and completion"
 LANDMARK_RULES = ("line", "paragraph", "sentence", "every:N")
+DTYPES = ("float32", "bfloat16")
+DEVICES = ("cpu", "cuda")
 CONDITIONS = ("paper", "landmark", "none", "decoy", "long_prompt")
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")]
@@ -69,6 +71,19 @@ Landmarks = Annotated[
     typer.Option(
         "--landmarks", metavar="RULE", **choice("Put a meta-token into the text behind each", *LANDMARK_RULES)
     ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device", metavar="NAME", **choice("Where the model runs (by default on a GPU if there is one)", *DEVICES)
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="NAME", **choice("Type of the model's numbers (by default as saved)", *DTYPES)),
+]
+BatchSize = Annotated[
+    int | None, typer.Option("--batch-size", metavar="N", min=1, help="Sequences at a time, which memory bounds.")
 ]
 Name = Annotated[
     str | None, typer.Option(metavar="NAME", help="The model's name in the results; by default its folder.")

@@ -74,6 +74,7 @@ def evaluate(
     train_length: int | None = None,
     train_condition: str | None = None,
     recipe: str | None = None,
+    batch: int | None = None,
 ) -> list[Result]:
     """Two results a length: `exact_match`, n counting examples, and `token_accuracy`, n counting answer tokens.
 
@@ -90,6 +91,7 @@ def evaluate(
         train_length: tokens of the longest prompts that it was fine-tuned on.
         train_condition: their marker condition.
         recipe: what its training is filed under.
+        batch: examples at a time; by default as many as `score` takes.
 
     Returns:
         The results; those of a length beyond the model's learned positions have no value, and n = 0.
@@ -113,7 +115,7 @@ def evaluate(
         if not reaches(model.config, max(length or 0, longest)):
             results += [Result(**about, length=length, metric=metric, value=None, n=0) for metric in METRICS]
             continue
-        exact, tokens = score(model, examples)
+        exact, tokens = score(model, examples, batch=batch)
         answer_tokens = sum(len(example.input_ids) - example.answer_start for example in examples)
         guessed = None if task is None else chance(task)
         measured = ((sum(exact), len(exact), guessed), (sum(tokens), answer_tokens, None))

@@ -100,6 +100,7 @@ def perplexity(
     source: str | None = None,
     seed: int = 0,
     recipe: str | None = None,
+    batch: int = 16,
 ) -> Result:
     """Perplexity of `text` with a 95 % interval over blocks.
 
@@ -117,6 +118,7 @@ def perplexity(
         source: where the text is from, for the record.
         seed: of the model's training, for the record.
         recipe: of the model's training, for the record.
+        batch: blocks of a forward pass.
 
     Raises:
         UserError: if the text has fewer than two blocks, a block nothing to predict, or the model no meta-token to
@@ -137,7 +139,9 @@ def perplexity(
         behind = landmarks(blocks.reshape(-1)).reshape(blocks.shape)
         longest = text_per_block + int(behind.sum(axis=1).max())
     check_length(model.config, longest)
-    a_token = block_losses(model, blocks, block_size=block_size, fraction=fraction, placement=placement, behind=behind)
+    a_token = block_losses(
+        model, blocks, block_size=block_size, fraction=fraction, placement=placement, behind=behind, batch=batch
+    )
     a_token /= text_per_block - 1
     mean, error = a_token.mean(), a_token.std(ddof=1) / math.sqrt(count)
     return Result(

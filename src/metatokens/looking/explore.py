@@ -39,6 +39,9 @@ prompt of your own with `_PAUSE_` for a meta-token. **Click between two tokens**
 take it away. Every model answers at once, and shows what its last token attends to."""
 
 
+CHANGED = "**The prompt has changed: what is shown below is about the one before. Ask again.**"
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a model does with a prompt.
@@ -57,8 +60,8 @@ class Answer:
 class Explorer:
     """Models, asked one at a time: what is observed of one is not mixed up with another user's."""
 
-    def __init__(self, models: Sequence[Path]):
-        """Load models: folders, `hf:NAME` or `example`.
+    def __init__(self, models: Sequence[Path], **placing: str | None):
+        """Load models: folders, `hf:NAME` or `example`; `placing` are the device and the dtype of `load_model`.
 
         Raises:
             UserError: if one cannot be loaded.
@@ -66,7 +69,7 @@ class Explorer:
         self.models: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
         for given in models:
             folder = fetch_model(given)
-            self.models[str(given)] = load_model(folder), load_tokenizer(str(folder))
+            self.models[str(given)] = load_model(folder, None, **placing), load_tokenizer(str(folder))
         self._lock = Lock()
         self._documents = {task: documents_for(task, "builtin") for task in TASKS}
 
@@ -150,11 +153,12 @@ def heat_map(weights: Tensor, labels: Sequence[str], title: str) -> graph_object
     return figure.update_yaxes(autorange="reversed", title="query").update_xaxes(title="key")
 
 
-def build(models: Sequence[Path]) -> Any:
+def build(models: Sequence[Path], **placing: str | None) -> Any:
     """The page, as Gradio's `Blocks`; its `launch` serves it.
 
     Args:
         models: one, or several that answer side by side: folders, `hf:NAME` or `example`.
+        **placing: the device and the dtype, as of `load_model`.
 
     Raises:
         UserError: if there is no Gradio, or a model cannot be loaded.
@@ -164,7 +168,7 @@ def build(models: Sequence[Path]) -> Any:
     except ImportError as error:
         raise UserError("explore needs Gradio: pip install 'metatokens[explore]'.") from error
 
-    explorer = Explorer(models)
+    explorer = Explorer(models, **placing)
     first = next(iter(explorer.models.values()))[0].config.get_text_config()
     layers = list(range(first.num_hidden_layers))
     heads = [MEAN, *range(first.num_attention_heads)]
@@ -174,7 +178,7 @@ def build(models: Sequence[Path]) -> Any:
             answers = explorer.ask(text)
         except UserError as error:
             raise gradio.Error(str(error), print_exception=False) from error
-        values: list[Any] = [explorer.spans(text)]
+        values: list[Any] = ["", explorer.spans(text)]
         for told in answers.values():
             values.append(told.probabilities)
             for module in ("attention", "second_attention"):
@@ -190,7 +194,8 @@ def build(models: Sequence[Path]) -> Any:
         text = gradio.Textbox(label="Prompt", lines=6, max_lines=12, elem_id="prompt")
         with gradio.Row():
             ask = gradio.Button("Ask", variant="primary", elem_id="ask")
-            right = gradio.Textbox(label="Right answer", interactive=False, elem_id="right")
+            right = gradio.Textbox(label="Right answer of this example", interactive=False, elem_id="right")
+        note = gradio.Markdown(elem_id="note")
         tokens = gradio.HighlightedText(
             label="Click between tokens", elem_id="tokens", show_inline_category=False, combine_adjacent=False,
             color_map={"meta-token": "#d55e00", "gap": "#e2e0db"}, show_whitespaces=False,
@@ -198,7 +203,7 @@ def build(models: Sequence[Path]) -> Any:
         with gradio.Row():
             layer = gradio.Radio(layers, value=layers[-1], label="Layer", elem_id="layer")
             head = gradio.Radio(heads, value=MEAN, label="Head", elem_id="head")
-        outputs: list[Any] = [tokens]
+        outputs: list[Any] = [note, tokens]
         with gradio.Row():
             for number, name in enumerate(explorer.models):
                 with gradio.Column(min_width=300):
@@ -210,6 +215,10 @@ def build(models: Sequence[Path]) -> Any:
             "trigger_mode": "always_last",  # what is asked meanwhile is answered after it, and not forgotten
         }  # fmt: skip
         gradio.on([ask.click, text.submit, layer.change, head.change], **asked)
+
+        # What the last example's answer was, and what the models said before, is not about what is typed now.
+        typed: dict[str, Any] = {"outputs": [right, note], "show_progress": "hidden", "trigger_mode": "always_last"}
+        text.input(lambda: ("", CHANGED), **typed)
 
         def example(task: str, condition: str) -> tuple[str, str]:
             try:

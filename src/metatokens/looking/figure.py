@@ -14,25 +14,32 @@ from metatokens.looking.page import title_of
 
 _PANEL = 2.1  # inches
 _TICKS = 40  # tokens that have room along a panel
+_COLUMNS = 8  # panels side by side
 
 
 def draw(looks: Sequence[Look]) -> bytes:
-    """A PNG of attention weights, the heads' mean, and of the rows' entropy: a column for each layer.
+    """A PNG of attention weights, the heads' mean, and of the rows' entropy: a panel for each layer, eight in a row.
 
     Args:
         looks: of one model, or of several on the same prompt, below each other.
     """
-    rows = [(look, module, kind) for kind in ("weights", "entropy") for look in looks for module in look.modules]
-    columns = max(len(layers) for look in looks for layers in look.modules.values())
+    rows = [
+        (look, module, kind, layers[start : start + _COLUMNS])
+        for kind in ("weights", "entropy")
+        for look in looks
+        for module, layers in look.modules.items()
+        for start in range(0, len(layers), _COLUMNS)
+    ]
+    columns = max(len(layers) for *_, layers in rows)
     figure = Figure((_PANEL * columns + 0.6, _PANEL * len(rows)), layout="constrained", facecolor="white")
     grid = figure.subplots(len(rows), columns, squeeze=False)
-    for (look, module, kind), panels in zip(rows, grid, strict=True):
-        for axes, layer in zip(panels, look.modules[module], strict=False):
+    for (look, module, kind, layers), panels in zip(rows, grid, strict=True):
+        for axes, layer in zip(panels, layers, strict=False):
             (_draw_weights if kind == "weights" else _draw_entropy)(axes, look, module, layer)
             name = f"{look.name}, " if len(looks) > 1 else ""
             axes.set_title(f"{name}{title_of(look, module)}, layer {layer}", fontsize=7, parse_math=False)
             axes.tick_params(labelsize=6)
-        for axes in panels[len(look.modules[module]) :]:
+        for axes in panels[len(layers) :]:
             axes.set_visible(False)
     written = io.BytesIO()
     figure.savefig(written, format="png", dpi=200)

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import chain
 from typing import Any
@@ -122,6 +122,7 @@ def look(
     *,
     name: str | None = None,
     seed: int = 0,
+    layers: Sequence[int] | None = None,
 ) -> Look:
     """Run a model on a prompt, and note what it attends to, what each layer would say, and what it answers.
 
@@ -138,19 +139,20 @@ def look(
             left out for a model without a meta-token.
         name: of the model; by default its class.
         seed: of the places of decoys.
+        layers: the blocks whose attention is kept, from 0; None: all.
 
     Raises:
-        UserError: if the prompt is empty or longer than 4,096 tokens or the model's positions, or the model computes
-            its attention where it cannot be read.
+        UserError: if there is no such block, the prompt is empty or longer than 4,096 tokens or the model's positions,
+            or the model computes its attention where it cannot be read.
     """
     meta = meta_token_id(tokenizer)
     ids = prompt_ids(model, tokenizer, text, markers)
     is_meta = ids == meta
-    observation, zeroed = observe(model, ids), None
+    observation, zeroed = _of_layers(observe(model, ids), layers), None
     followed = {WITHOUT: ids[~is_meta]}
     if is_meta.any():
         with intervene(model, Intervention("no_embed")):
-            zeroed = observe(model, ids)
+            zeroed = _of_layers(observe(model, ids), layers)
         decoys = min(int(is_meta.sum()), _room(model) - len(ids))
         followed = {WITH: ids, WITHOUT: ids[~is_meta], DECOYS: with_decoys(ids, is_meta, meta, decoys, seed)}
     return Look(
@@ -164,6 +166,17 @@ def look(
         answers={title: likeliest(model, _next(model, prompt)) for title, prompt in followed.items()},
         tokenizer=tokenizer,
     )
+
+
+def _of_layers(seen: Observation, layers: Sequence[int] | None) -> Observation:
+    """An observation, of the attention in some of the blocks alone."""
+    count = len(seen.states) - 1
+    if layers is None:
+        return seen
+    if unknown := set(layers) - set(range(count)):
+        raise UserError(f"there is no block {min(unknown)}; the model has the blocks 0 to {count - 1}.")
+    kept = {key: inputs for key, inputs in seen.attention.items() if key[1] in layers}
+    return replace(seen, attention=kept)
 
 
 def prompt_ids(

@@ -63,8 +63,14 @@ const drawMap = (view, module, plot) => {
   };
   const look = layout("key", "query", Math.min(plot.clientWidth || 400, 460, 120 + 20 * names.length));
   look.yaxis.autorange = "reversed";
-  if (names.length <= FEW) for (const axis of [look.xaxis, look.yaxis])
-    Object.assign(axis, {tickvals: names.map((_, index) => index), ticktext: names.map(name => name.split(" ")[0])});
+  // A cell's number is a position where each token has a cell of its own; elsewhere the axes name some positions.
+  const every = names.length <= FEW ? 1 : Math.ceil(names.length / 6);
+  if (every === 1 || part.step > 1 || part.positions.length < model.tokens.length) {
+    const tickvals = names.map((_, index) => index).filter(index => index % every === 0);
+    const ticktext = tickvals.map(index => String(part.positions[index * part.step]));
+    for (const axis of [look.xaxis, look.yaxis]) Object.assign(axis, {tickvals, ticktext});
+  }
+  plot.previousSibling.textContent = `${module.title}: weights` + (part.step > 1 ? `, a cell for ${part.step} tokens` : "");
   Plotly.react(plot, [trace], {...look, shapes}, OPTIONS);
 };
 
@@ -102,9 +108,10 @@ const drawEntropy = (view, module, plot) => {
 const shade = view => {
   const part = view.model.modules[0].layers[chosen.layer], weight = new Map();
   const index = row(part);
-  if (index >= 0 && part.step === 1) {
-    const weights = unpack(part.maps[Math.min(chosen.head, part.maps.length - 1)], part.positions.length)[index];
-    part.positions.forEach((position, key) => weight.set(position, weights[key]));
+  if (index >= 0) {  // a cell of several tokens has their weights together
+    const {step, positions} = part, width = Math.ceil(positions.length / step);
+    const weights = unpack(part.maps[Math.min(chosen.head, part.maps.length - 1)], width)[Math.floor(index / step)];
+    positions.forEach((position, key) => weight.set(position, weights[Math.floor(key / step)] / step));
   }
   view.buttons.forEach((button, position) => {
     const is = position === chosen.position;

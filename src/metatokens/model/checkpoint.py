@@ -219,8 +219,14 @@ def fetch_model(spec: Path) -> Path:
         raise UserError(f"the Hugging Face Hub gave no model {name!r}: {_one_line(error)}") from error
 
 
-def load_model(folder: Path, second_attention: SecondAttention | None = None) -> LanguageModel:
-    """Load a checkpoint of this package or of any causal language model of transformers; onto the GPU if there is one.
+def load_model(
+    folder: Path,
+    second_attention: SecondAttention | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> LanguageModel:
+    """Load a checkpoint of this package or of any causal language model of transformers.
 
     A GPT-2 is converted; a GPT-Neo is given a meta-token if it has none (`GPTNeoForCausalLM.add_meta_token`). Another
     one stays as it is, and has none: its configuration's `meta_token_id` is None.
@@ -229,29 +235,36 @@ def load_model(folder: Path, second_attention: SecondAttention | None = None) ->
         folder: holds `config.json` and `model.safetensors`, or the shards and the index that transformers writes; or
             what `save_meta` wrote, whose base is where it was: on disk or on the Hub.
         second_attention: what a GPT-2 is to be given (`MetaGPT2ForCausalLM.from_gpt2`); other checkpoints have theirs.
+        device: `cpu` or `cuda`; by default the GPU if there is one.
+        dtype: `float32` or `bfloat16`; by default that of the weights on disk. What was added to a base is in float32.
 
     Raises:
-        UserError: if there is no model, it is of another kind, cut short or damaged.
+        UserError: if there is no model, it is of another kind, cut short or damaged; or no such device or type.
     """
+    for given, allowed in ((device, (None, "cpu", "cuda")), (dtype, (None, "float32", "bfloat16"))):
+        if given not in allowed:
+            raise UserError(f"unknown {given!r}; choose {' or '.join(filter(None, allowed))}.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("there is no GPU that PyTorch can use; leave --device out, or give cpu.")
     is_whole = (folder / WEIGHTS).is_file() or (folder / SHARDS).is_file()
     if (folder / DELTA).is_file() and not is_whole:
         _verify(folder)
-        model: Any = load_meta(load_base(_base_folder(folder)), folder)
+        model: Any = load_meta(load_base(_base_folder(folder), dtype), folder)
         model.base_is_elsewhere, model.read_from = True, str(folder)
         model.name_or_path = model.config.name_or_path = ""  # PEFT would look for a configuration under that name
-        return _placed(model)
+        return _placed(model, device)
     if (folder / ADAPTER).is_file() and not is_whole:
-        return _with_adapter(folder)
-    model = _load(folder, {*_KINDS, MODEL_TYPE, *_DECODERS})
+        return _with_adapter(folder, device, dtype)
+    model = _load(folder, {*_KINDS, MODEL_TYPE, *_DECODERS}, dtype)
     if isinstance(model, MetaModel | MetaGPT2ForCausalLM):
-        return _placed(model)
+        return _placed(model, device)
     if isinstance(model, GPT2LMHeadModel):
         model = MetaGPT2ForCausalLM.from_gpt2(model, second_attention or "none")
     elif not isinstance(model, GPTNeoForCausalLM):
         model.config.meta_token_id, model.config.position_embedding = None, position_embedding_of(model)
     elif model.config.meta_token_id is None:
         model.add_meta_token()
-    return _placed(model)
+    return _placed(model, device)
 
 
 def _base_folder(delta: Path) -> Path:
@@ -272,19 +285,19 @@ def _there(folder: Path, name: str) -> Path:
     return base
 
 
-def load_base(folder: Path) -> PreTrainedModel:
+def load_base(folder: Path, dtype: str | None = None) -> PreTrainedModel:
     """Load a causal language model of transformers, for `add_meta_attention`: of a folder, or of a GGUF file.
 
     Raises:
         UserError: if there is none, or it is damaged.
     """
     if (file := gguf_file(folder)) is None:
-        return _load(folder, _DECODERS, is_base=True)
+        return _load(folder, _DECODERS, dtype, is_base=True)
     # Weights as numbers; so releases that have no such configuration read them anyway.
     plain = getattr(transformers, "GgufConfig", lambda dequantize: None)(dequantize=True)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, quantization_config=plain, local_files_only=True
+            file.parent, gguf_file=file.name, quantization_config=plain, local_files_only=True, dtype=dtype or "auto"
         )
     except ImportError as error:
         raise UserError("a model in GGUF form needs the package gguf: pip install gguf.") from error
@@ -309,7 +322,7 @@ def gguf_file(path: Path) -> Path | None:
     return next(iter(files), None)
 
 
-def _with_adapter(folder: Path) -> Any:
+def _with_adapter(folder: Path, device: str | None, dtype: str | None) -> Any:
     """The model that PEFT saved an adapter of, with the adapter.
 
     Raises:
@@ -319,7 +332,7 @@ def _with_adapter(folder: Path) -> Any:
     base = _adapted_folder(folder)
     if not (folder / ADAPTER_WEIGHTS).is_file():  # nor is a pickle taken
         raise UserError(f"there is no adapter in {folder}: it has no {ADAPTER_WEIGHTS}.")
-    model = load_model(base)
+    model = load_model(base, device=device, dtype=dtype)
     try:
         from peft import PeftModel
 
@@ -354,12 +367,12 @@ def _verify(folder: Path) -> None:
         verify_manifest(folder)
 
 
-def _placed(model: Any) -> Any:
-    gpus = torch.cuda.device_count()
+def _placed(model: Any, device: str | None) -> Any:
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
     return model.to(f"cuda:{local_rank() % gpus}") if gpus else model  # a process may be shown its own GPU alone
 
 
-def _load(folder: Path, kinds: Set[str], *, is_base: bool = False) -> Any:
+def _load(folder: Path, kinds: Set[str], dtype: str | None, *, is_base: bool = False) -> Any:
     if not (folder / "config.json").is_file():
         if gguf_file(folder) is not None:
             raise UserError(f"{folder} is in GGUF form, which `metatokens retrofit` alone takes; it writes a folder.")
@@ -372,7 +385,12 @@ def _load(folder: Path, kinds: Set[str], *, is_base: bool = False) -> Any:
         if parameters > size:
             raise ValueError(f"config.json asks for {parameters:,} parameters, and the weights have {size:,} bytes")
         model, report = loader.from_pretrained(
-            folder, config=config, use_safetensors=True, local_files_only=True, output_loading_info=True
+            folder,
+            config=config,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            dtype=dtype or "auto",
         )
     except (SafetensorError, OSError, RuntimeError, ValueError, *_WRONG_VALUES) as error:
         raise UserError(f"the weights in {folder} cannot be read: {_one_line(error)}") from error

@@ -12,7 +12,7 @@ from metatokens.tasks.store import Encoded
 
 
 def score(
-    model: LanguageModel, examples: Sequence[Encoded], *, tokens_per_batch: int | None = None
+    model: LanguageModel, examples: Sequence[Encoded], *, batch: int | None = None, tokens_per_batch: int | None = None
 ) -> tuple[list[bool], list[int]]:
     """Which of each example's answer tokens greedy decoding gets right.
 
@@ -23,6 +23,7 @@ def score(
     Args:
         model: in any mode; it is put into evaluation mode.
         examples: are never cut; those of similar length share a batch.
+        batch: examples at a time; where not given,
         tokens_per_batch: padded tokens of a batch; where not given, 16,384 on a GPU, and 4,096 on a CPU, whose cache
             larger ones leave (a tenth slower; GPT-Neo, which holds all attention scores, up to 1.6 times).
 
@@ -36,7 +37,7 @@ def score(
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].input_ids))
     exact, tokens = [False] * len(examples), [0] * len(examples)
     longest = max(len(example.input_ids) for example in examples)
-    batch = max(1, (tokens_per_batch or (16_384 if model.device.type == "cuda" else 4_096)) // longest)
+    batch = batch or max(1, (tokens_per_batch or (16_384 if model.device.type == "cuda" else 4_096)) // longest)
     for start in range(0, len(order), batch):
         rows = order[start : start + batch]
         for row, hits in zip(rows, _hits(model, [examples[row] for row in rows]), strict=True):

@@ -313,7 +313,7 @@ def train(
     done_here = {
         "decay_steps", "eval_steps", "min_learning_rate", "report_to", "random_positions", "random_positions_from",
         "position_jumps", "save_total_limit", "optimizer", "muon_learning_rate", "train_base", "lora_rank",
-        "keep_adapter",
+        "keep_adapter", "use_cpu",
     }  # fmt: skip
     own = settings.model_dump(exclude=done_here)
     if not hasattr(TrainingArguments, "activation_checkpointing"):  # its name in older releases of transformers
@@ -326,7 +326,7 @@ def train(
         remove_unused_columns=False,
         save_strategy="steps" if inside_weight is None else "no",
         dataloader_pin_memory=torch.cuda.is_available(),
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=settings.use_cpu or not torch.cuda.is_available(),
         disable_tqdm=True,
         logging_first_step=True,
         report_to=settings.report_to.split(","),
