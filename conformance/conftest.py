@@ -41,8 +41,9 @@ for two columns. A figure is the largest difference, or in how many cases there 
 SWEEP_TEXT = """
 What became of every type of decoder that transformers {version} has, built small from its configuration class alone:
 {counts}.
-A type with `:multimodal` is the class that takes images or sound too, where there are two. A type is taken if text has the logits of the base to the last bit, if the model from disk is the one that was saved (whole, and as what
-was added alone), and if greedy generation with a meta-token every three tokens gives the same with and without a cache.
+A type with `:multimodal` is the class that takes images or sound too, where there are two. A type is taken if text has
+the logits of the base to the last bit, if the model from disk is the one that was saved (whole, and as what was added
+alone), and if greedy generation with a meta-token every three tokens gives the same with and without a cache.
 
 | outcome | model types |
 | --- | --- |
