@@ -35,6 +35,7 @@ class MetaTokensLM(HFLM):
         marker: what stands for a meta-token in contexts, a space before it included, such as `_PAUSE_` in the tasks
             that `metatokens harness` writes.
         device: default: a GPU if there is one.
+        dtype: of the base's weights, `float32` or `bfloat16`; default: as they were saved.
         kwargs: of `HFLM`, but for its other ways to load a model.
 
     Raises:
@@ -47,15 +48,17 @@ class MetaTokensLM(HFLM):
         meta_every: int | None = None,
         marker: str | None = None,
         device: str | None = None,
+        dtype: str | torch.dtype = "auto",
         **kwargs: Any,
     ):
         if meta_every is not None and marker is not None:
             raise UserError("give meta_every or marker: meta-tokens stand at every so many tokens, or at markers.")
         if marker == "":
             raise UserError("the marker is empty; give the text that stands for a meta-token, such as _PAUSE_.")
-        if meta_every is not None and meta_every < 1:
-            raise UserError(f"meta_every is {meta_every}; it must be at least 1.")
+        if meta_every is not None and (type(meta_every) is not int or meta_every < 1):
+            raise UserError(f"meta_every is {meta_every!r}; it must be a whole number, at least 1.")
         self.meta_every, self.marker = meta_every, marker
+        self._dtype = None if dtype == "auto" else str(get_dtype(dtype)).removeprefix("torch.")
         self._is_chat = False
         self._max_length: int | None  # which `HFLM` sets
         super().__init__(pretrained, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **kwargs)
@@ -82,18 +85,16 @@ class MetaTokensLM(HFLM):
             self._max_length = given
 
     def _get_config(self, pretrained: str, **kwargs: Any) -> None:
-        self._model = load_model(fetch_model(Path(pretrained)))
+        self._model = load_model(fetch_model(Path(pretrained)), dtype=self._dtype)
         self._config = self._model.config
 
     def _create_tokenizer(self, pretrained: Any, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
         spec = pretrained if tokenizer is None else tokenizer
         self.tokenizer = load_tokenizer(str(fetch_model(Path(spec)))) if isinstance(spec, str) else spec
 
-    def _create_model(self, pretrained: str, dtype: Any = "auto", **kwargs: Any) -> None:
+    def _create_model(self, pretrained: str, **kwargs: Any) -> None:
         if asked := [name for name in _ELSEWHERE if kwargs.get(name)]:
             raise UserError(f"a model of kind metatokens is loaded by its folder alone, without {asked[0]}.")
-        if dtype != "auto":
-            self._model = self._model.to(get_dtype(dtype))
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> str:
         """The harness's own; from then on the special tokens of a template are recognised in a context."""
