@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from metatokens import add_meta_attention, encode_prompt, load_meta, save_meta
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.evaluation.perplexity import held_out_text
@@ -61,6 +62,41 @@ def test_from_a_base_to_answers(delta: str, base: Path, metatokens: Run) -> None
             metatokens(f"perplexity --model {model} --corpus builtin --max-tokens 600 --block-size 32 --json")[0] == 0
         )
         assert metatokens(f"generate --model {model} --max-new-tokens 4 --meta-every 2 'the cat'")[0] == 0
+
+
+def test_what_was_added_alone_goes_from_the_command_to_python_and_back(base: Path, metatokens: Run) -> None:
+    config = json.loads((base / "config.json").read_text())
+    config |= {"unk_token_id": 0, "_model_name_or_path": "somewhere"}  # which no class of configurations declares
+    (base / "config.json").write_text(json.dumps(config))
+    assert metatokens(RETROFIT + " --delta")[0] == 0
+    model = load_meta(AutoModelForCausalLM.from_pretrained(base), "model")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.add_(0.5 if "meta_attention" in name else 0)
+    save_meta(model, "again")
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    tokenizer.save_pretrained("again")
+    ids = torch.tensor([encode_prompt(tokenizer, "the cat", landmarks="every:1")])
+    new = model.generate(ids, max_new_tokens=6, meta_every=2, do_sample=False)[0, ids.shape[1] :]
+    generate = "generate --model again --landmarks every:1 --meta-every 2 --max-new-tokens 6 'the cat'"
+    assert metatokens(generate)[:2] == (0, f"the cat{tokenizer.decode(new, skip_special_tokens=True)}\n")
+    python = add_meta_attention(AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base))
+    save_meta(python, "from_python")
+    tokenizer.save_pretrained("from_python")
+    assert metatokens("generate --model from_python --max-new-tokens 2 'the cat'")[0] == 0
+
+
+def test_a_chat_template_still_works_after_fine_tuning(base: Path, metatokens: Run) -> None:
+    plain = AutoTokenizer.from_pretrained("base")
+    plain.chat_template = "{% for message in messages %}<|endoftext|>{{ message.content }}{% endfor %}"
+    plain.save_pretrained("base")
+    assert metatokens(RETROFIT)[0] == 0
+    assert metatokens(f"{FINETUNE} --model model --out tuned --task parity --train-lengths 64")[0] == 0
+    message = [{"role": "user", "content": "the cat"}]
+    expected = plain.apply_chat_template(message)["input_ids"]
+    assert expected[0] == plain.eos_token_id
+    for folder in ("model", "tuned/64"):
+        assert AutoTokenizer.from_pretrained(folder).apply_chat_template(message)["input_ids"] == expected
 
 
 def test_finetuning_computes_the_logits_that_it_is_scored_on_alone(
