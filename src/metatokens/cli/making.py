@@ -98,7 +98,7 @@ def reproduce(
             job=job_settings(job or ()),
             overwrite=overwrite,
         )
-        say(f"report: {write_report([out], out / 'report')}")
+        say(f"report: {write_report([out], out / 'report', say)}")
 
 
 def tokenize(
@@ -378,4 +378,4 @@ def report(
     """Write a page of tables and figures from result files."""
     from metatokens.report.page import write_report
 
-    say(f"report: {write_report(results, out)}")
+    say(f"report: {write_report(results, out, say)}")

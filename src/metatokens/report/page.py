@@ -4,7 +4,7 @@ import base64
 import html
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -28,13 +28,14 @@ from metatokens.report.text import name
 SIGNATURE = "metatokens report"  # stands in both files, so that no other file is ever overwritten
 
 
-def write_report(paths: Sequence[Path], out: Path) -> Path:
+def write_report(paths: Sequence[Path], out: Path, say: Callable[[str], None] = lambda text: None) -> Path:
     """Write `index.html`, `report.md` and `figures/*.png`. The same inputs give the same bytes.
 
     Args:
         paths: run folders (`results.jsonl` and, where there are, `analysis.jsonl`, `curves.jsonl`, `examples.jsonl`,
             `run.json`, and pages in `looks`) or files of lines of results or of benchmarks.
         out: the folder to write, made where it is missing; a report in it is replaced.
+        say: is told what is being done, which may take minutes.
 
     Returns:
         The path of `index.html`.
@@ -43,7 +44,11 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
         UserError: if an input is missing, empty or malformed, if `out` cannot be written, or if it holds an
             `index.html` or `report.md` that is not a report.
     """
-    content = _content(load(paths))
+    say(f"reading {len(paths)} folders or files")
+    inputs = load(paths)
+    say(f"{len(inputs.figures):,} figures; making the tables")
+    content = _content(inputs)
+    say("drawing and writing the page")
     files: dict[Path, bytes] = {
         out / "index.html": _rendered("page.html.j2", content, out, autoescape=True),
         # Every value is escaped where it is printed, but for what a template marks as markup.

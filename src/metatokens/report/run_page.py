@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import pandas as pd
 
@@ -47,7 +48,7 @@ def headline(inputs: Inputs) -> Headline:
         verdict = "No accuracy was measured."
         table = cost.perplexity(inputs, rows(inputs, metric="perplexity"))
     else:
-        verdict = " ".join(_learners(inputs, task) for task in conditions)
+        verdict = " ".join([_answer(inputs, conditions), *(_learners(inputs, task) for task in conditions)])
         table = tables.learned(inputs)
     positions = ", ".join(inputs.values("position_embedding"))
     about = {model: info["description"] for model, info in MODELS.items()}
@@ -63,8 +64,20 @@ def headline(inputs: Inputs) -> Headline:
     )
 
 
+def _answer(inputs: Inputs, tasks: Iterable[str]) -> str:
+    """What the page's question is answered by: the comparison of the models at the first length of each task."""
+    said: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for task in tasks:
+        for gain in islice(gains(inputs, task), 1):
+            said[gain.place][gain.verdict()].append(name(task).lower())
+    return " ".join(
+        f"At {place}: {'; '.join(f'in {_and(where)}, {what}' for what, where in found.items())}."
+        for place, found in said.items()
+    )
+
+
 def _learners(inputs: Inputs, task: str) -> str:
-    """Which models have learned a task: those whose interval, at the train length, lies above the best short cut."""
+    """Which models have learned a task: those whose interval, at the train length, lies above the floor."""
     condition, *_ = measured_conditions(inputs)[task]
     length, *_ = key_lengths(inputs, task)
     models = rows(inputs, metric="exact_match", task=task, condition=condition)
@@ -72,7 +85,7 @@ def _learners(inputs: Inputs, task: str) -> str:
     pooled = {label: cell.pooled() for (label, _), cell in zip(models, cells, strict=True) if cell}
     floor = inputs.floor(task, length, condition)
     if floor >= 1 - HAIR:
-        return f"{name(task)}: a short cut answers it as well."
+        return f"{name(task)}: tells nothing, since a short cut answers all of it."
     able = [label for label, one in pooled.items() if one and one.low is not None and one.low > floor]
     others = [label for label in pooled if label not in able]
     not_by = f", not by {_and(others)}" if able and others else ""

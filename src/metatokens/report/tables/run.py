@@ -22,7 +22,7 @@ _RATE = f"{100 * LEARNED:.0f}\u00a0%"
 def learned(inputs: Inputs) -> Table:
     """Each task's first lengths, other conditions, and how soon it was learned: a row for each task and model.
 
-    The last row of a task is what the best short cut scores. The figures are of the train length where no length is
+    The last row of a task is its floor. The figures are of the train length where no length is
     named, and have their intervals in the tables of each task.
     """
     conditions = measured_conditions(inputs)
@@ -41,7 +41,7 @@ def learned(inputs: Inputs) -> Table:
             lines.append((name(task), label, *values, *(_sooner(curves, task, label) if len(curves) else ())))
         is_asked = [one in conditions[task] for _, one in asked]
         floors = [percent(inputs.floor(task, *one)) if own else "" for one, own in zip(asked, is_asked, strict=True)]
-        lines.append((name(task), "best short cut", *floors, *(("", "") if len(curves) else ())))
+        lines.append((name(task), "floor", *floors, *(("", "") if len(curves) else ())))
     return replace(worded(table_words("learned").of(rate=_RATE), ("model", *header), lines), text_columns=2)
 
 
