@@ -105,6 +105,7 @@ def generate(
     from metatokens.data.prompts import encode_chat, encode_prompt
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.model.checkpoint import load_model
+    from metatokens.model.positions import reaches
     from metatokens.tasks.example import read_examples
     from metatokens.training.finetune import check_meta_token
 
@@ -184,7 +185,8 @@ def generate(
         raise UserError(f"the marker {marker!r} is not in the prompt.")
     if landmarks is not None and loaded.config.meta_token_id not in ids:
         say(f"landmarks by {landmarks} have no place in this prompt.")
-    if not (as_json or show_meta):
+    most = len(ids) + max_new_tokens + (max_new_tokens // meta_every if meta_every else 0)
+    if not (as_json or show_meta) and reaches(loaded.config, most):  # otherwise it may end in a mistake
         print("" if chat else prompt, end="", flush=True)
         list(continuations([ids], TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)))
         return
@@ -195,7 +197,7 @@ def generate(
             json.dumps(told | {"continuation": new} | ({"with_meta": whole} if show_meta else {}), ensure_ascii=False)
         )
     else:
-        print(whole)
+        print(whole if show_meta else new if chat else f"{prompt}{new}")
 
 
 def _read_messages(file: Path) -> list[dict[str, str]]:
