@@ -44,9 +44,8 @@ def write_report(paths: Sequence[Path], out: Path, say: Callable[[str], None] = 
         UserError: if an input is missing, empty or malformed, if `out` cannot be written, or if it holds an
             `index.html` or `report.md` that is not a report.
     """
-    say(f"reading {len(paths)} folders or files")
     inputs = load(paths)
-    say(f"{len(inputs.figures):,} figures; making the tables")
+    say(f"read {len(inputs.figures):,} figures; making the tables")
     content = _content(inputs)
     say("drawing and writing the page")
     files: dict[Path, bytes] = {
