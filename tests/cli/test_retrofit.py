@@ -44,7 +44,8 @@ def base(small_store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("delta", ["", " --delta"])
 def test_from_a_base_to_answers(delta: str, base: Path, metatokens: Run) -> None:
     status, _, error = metatokens(RETROFIT + delta)
-    assert (status, error.splitlines()[-1]) == (0, "model: model (2,096 new parameters beside 31,824)"), error
+    assert (status, error.splitlines()[0]) == (0, "model: model (2,096 new parameters next to 31,824)"), error
+    assert error.splitlines()[1].startswith("The meta-token is untrained")
     tune = f"{FINETUNE} --model model --out tuned --task parity --train-lengths 64 --set training.learning_rate=0.1"
     status, _, error = metatokens(tune)
     assert status == 0, error

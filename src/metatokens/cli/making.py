@@ -354,7 +354,10 @@ def retrofit(
     base.base_is_elsewhere = delta
     save_model(base, tokenizer, out)
     new = sum(weight.numel() for weight in base.parameters() if weight.requires_grad)
-    say(f"model: {out} ({new:,} new parameters beside {base.num_parameters() - new:,})")
+    say(f"model: {out} ({new:,} new parameters next to {base.num_parameters() - new:,})")
+    say(
+        "The meta-token is untrained: text among meta-tokens is predicted worse until you train, by finetune or pretrain."
+    )
 
 
 def plot(
