@@ -74,6 +74,21 @@ def test_landmarks_by_structure_in_all_fields_of_a_row() -> None:
     assert made["weights"] == [0.5, 0.5, 0, 0.5, 0.5, 0.5, 0, 0.5, 0.5]
 
 
+@pytest.mark.parametrize("rule", ["line", "paragraph", "sentence", "every:2"])
+@pytest.mark.parametrize("make", [list, torch.tensor])
+@pytest.mark.parametrize("padding", [92, 91])  # a control token, as mostly; and one that could end a line
+def test_padding_has_no_landmarks_and_moves_none(padding: int, make: Callable[[list[int]], Any], rule: str) -> None:
+    collator = MetaTokenCollator(lambda examples: examples, TOKENIZER, rule)
+    ids, padded = [1, 90, 2, 91, 91, 3, 90], {"input_ids": padding, "labels": -100, "attention_mask": 0, "weights": 0}
+    row = {"input_ids": ids, "labels": ids, "attention_mask": [1] * 7, "weights": [2] * 7}
+    (expected,) = collator([row])
+    assert META in expected["input_ids"]
+    for left, right in ((5, 0), (0, 5), (3, 2)):
+        around = {name: ([value] * left, [value] * right) for name, value in padded.items()}
+        (made,) = collator([{name: make(around[name][0] + row[name] + around[name][1]) for name in row}])
+        assert made == {name: around[name][0] + expected[name] + around[name][1] for name in row}
+
+
 def test_rows_with_landmarks_are_cut_to_a_length() -> None:
     collator = MetaTokenCollator(lambda examples: examples, TOKENIZER, "every:2", max_length=4)
     made = collator([{"input_ids": ids, "labels": ids, "weight": 1} for ids in ([1, 2, 3, 4], [1, 2, 3], [1])])

@@ -51,6 +51,7 @@ class MetaTokenCollator:
         """The batch of examples with `input_ids` and other fields of as many numbers.
 
         At a meta-token `labels` are -100, `attention_mask` is 1, and all other such fields are 0, as `completion_mask`.
+        Padding, where `attention_mask` is 0, stays as it is: it gets no meta-token, and no rule counts or reads it.
         """
         batch: Any = self.collator([self._with_meta_tokens(example) for example in examples])
         ids, labels = (batch.get(name) if isinstance(batch, Mapping) else None for name in ("input_ids", "labels"))
@@ -69,7 +70,9 @@ class MetaTokenCollator:
                 "before they are batched, by Landmarks(tokenizer, rule).put_into(ids)."
             )
         length = len(example["input_ids"])
-        behind = np.flatnonzero(self.landmarks(example["input_ids"])) + 1
+        mask = example.get("attention_mask")
+        text = np.arange(length) if mask is None else np.flatnonzero(np.asarray(mask))  # the rest is padding
+        behind = text[self.landmarks(np.asarray(example["input_ids"])[text])] + 1
         filled = {"input_ids": self.meta_token_id, "labels": IGNORED_LABEL, "attention_mask": 1}
         own = dict(example)
         for name, given in example.items():
