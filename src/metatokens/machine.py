@@ -6,8 +6,8 @@ import os
 import sys
 from multiprocessing.context import BaseContext
 
-# Of glibc's malloc.h, with what is set: no allocation from the kernel alone, nothing given back to it, and 256 MiB more
-# than is needed asked of it at a time.
+# Options of glibc's malloc.h with their values. glibc then serves every allocation from its heap, gives nothing back to
+# the kernel, and asks the kernel for 256 MiB more than it needs each time.
 _MALLOPT = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1), "M_TOP_PAD": (-2, 2**28)}
 
 

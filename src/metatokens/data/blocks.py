@@ -94,9 +94,9 @@ class BlockDataset:
 
 
 class _TextWithLandmarks:
-    """The ids of a split with its landmarks, of which a slice is made when it is asked for.
+    """The ids of a split with its landmarks; a slice of them is computed when it is asked for.
 
-    In memory is one number a stretch of text: where it begins among the ids with landmarks.
+    Memory holds one number for each stretch of text: where the stretch begins among the ids with landmarks.
     """
 
     def __init__(self, text: TokenSequence, landmarks: Landmarks) -> None:
@@ -115,7 +115,7 @@ class _TextWithLandmarks:
 
     def _stretch(self, number: int) -> npt.NDArray[np.int64]:
         start = number * self._size
-        before = max(0, start - BEFORE)  # the rule looks at what stands around
+        before = max(0, start - BEFORE)  # the rule reads tokens on both sides of a place
         around = self._text[before : start + self._size + AFTER]
         behind = np.flatnonzero(self._landmarks(around, before)) + 1 + before - start
         own = around[start - before :][: self._size]

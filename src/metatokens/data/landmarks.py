@@ -17,7 +17,8 @@ BEFORE, AFTER = 72, 4
 _CONTROL = b"\0\0"  # in place of a control token's text
 
 _BLANKS = 32  # between the text of a line and its line feed, at most
-_BEHIND_TEXT = b"|".join(rb"(?<=\S[^\S\n]{%d}\n)" % blanks for blanks in range(_BLANKS + 1))  # `re` knows no others
+# `re` looks back over a fixed number of characters only, so there is one pattern for each number.
+_BEHIND_TEXT = b"|".join(rb"(?<=\S[^\S\n]{%d}\n)" % blanks for blanks in range(_BLANKS + 1))
 _LINE = rb"\n(?:" + _BEHIND_TEXT + rb")"
 _ABBREVIATED = rb"(?<!(?<!['\x80-\xff])\b[A-Za-z]\.)" + b"".join(
     rb"(?<!\b%s\.)" % title for title in (b"Mr", b"Mrs", b"Ms", b"Dr", b"St", b"Prof")

@@ -3,7 +3,7 @@
 Each Auto class that has a class for the base has one for the retrofitted model: `AutoModel` the decoder without a head,
 `AutoModelForSequenceClassification` one with another head, and so on. All of them have meta-attention, or are refused.
 
-They have the base's names, since transformers and PEFT look up by name what they know of a model. On disk the model
+They have the base's names, since transformers and PEFT find their settings for a model by its name. On disk the model
 type is `meta_tokens`, and the architecture has a prefix, so that a program without this package refuses the folder,
 instead of leaving weights out. A class that a user names, such as `LlamaForCausalLM`, leaves them out, with a warning.
 """
@@ -46,8 +46,8 @@ from metatokens.records import Result
 MODEL_TYPE = "meta_tokens"
 # The name of a model that is on no disk. Libraries that load a model again by its name show it in their error.
 UNSAVED = "this retrofitted model was not saved: call model.save_pretrained(folder) first"
-# Of the names of architectures on disk. A program that takes the class of transformers by this name, as TRL and serving
-# engines do, would leave meta-attention out.
+# Names of architectures on disk begin with it. TRL and serving engines take the class of transformers that has the name
+# on disk. Without the prefix they would leave meta-attention out.
 PREFIX = "MetaTokens"
 _AUTO_MAP = {"AutoConfig": "metatokens_classes.MetaTokensConfig"}
 

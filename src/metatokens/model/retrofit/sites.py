@@ -52,7 +52,7 @@ def find_sites(model: PreTrainedModel, layers: Sequence[int]) -> tuple[tuple[str
     if None in sites:
         raise UserError(
             f"meta-attention cannot be added to a {type(model).__name__}: block {layers[sites.index(None)]} has no "
-            "attention whose output joins the residual stream ahead of a feed-forward layer, or beside one."
+            "attention whose output joins the residual stream ahead of a feed-forward layer, or next to one."
         )
     with _a_text(model) as ids:  # generation reads an inserted meta-token in one step with the token before it
         apart, together = _in_steps(model, ids, (6, 1, 1)), _in_steps(model, ids, (6, 2))
