@@ -300,7 +300,7 @@ PROMPT = torch.tensor([[1, 2, 3]])
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ({}, {"meta_every": 0}, "meta_every is 0; it must be a whole number, at least 1"),
+        ({}, {"meta_every": -1}, "meta_every is -1; it must be a whole number, at least 1"),
         ({}, {"meta_every": -3}, "meta_every is -3"),
         ({"meta_token_id": None, "second_attention": "none"}, {"meta_every": 4}, "needs a model with a meta_token_id"),
         ({}, {"meta_every": 2, "inputs": None}, "needs the whole sequence"),
@@ -346,6 +346,7 @@ def test_a_generation_configuration_says_how_often(tmp_path: Path) -> None:
     other = GenerationConfig(meta_every=3, **options)
     assert torch.equal(model.generate(ids, generation_config=other, meta_every=2), expected)
     assert not torch.equal(model.generate(ids, generation_config=other), expected)
+    assert torch.equal(model.generate(ids, meta_every=0, **options), tiny_model().generate(ids, **options))
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert torch.equal(again.generate(ids, **options), expected)

@@ -189,7 +189,7 @@ def test_rotary_interventions_are_positions_edited_by_hand() -> None:
     for overrides in ({}, {"rope_parameters": scaled, "max_position_embeddings": 48}):
         model = tiny_model(**overrides)
         for name, position_ids in edited.items():
-            expected = model(ids, position_ids=position_ids).logits
+            expected = model(ids, torch.ones_like(ids), position_ids=position_ids).logits  # with a mask: one sequence
             assert (logits_with(model, name, ids) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 

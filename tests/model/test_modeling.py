@@ -294,7 +294,7 @@ def test_rows_that_pad_the_vocabulary() -> None:
     assert never_generated(model.config) == [90, *range(94, 128)]
 
 
-PACKED = [{"input_ids": [3, META, 5, 6]}, {"input_ids": [7, 8, META]}, {"input_ids": [9]}]
+PACKED = [{"input_ids": [4]}, {"input_ids": [3, META, 5, 6]}, {"input_ids": [7, 8, META]}, {"input_ids": [9]}]
 
 
 @pytest.mark.parametrize("has_lengths", [True, False])

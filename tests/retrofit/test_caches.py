@@ -190,6 +190,23 @@ def test_the_length_of_a_cache_is_no_position_where_entries_were_dropped(name: s
         model(rest, past_key_values=dropped(model, ids), position_ids=positions, attention_mask=mask)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "meta_gpt2"])
+def test_entries_that_were_dropped_are_remembered(name: str) -> None:
+    """Also where the cache has grown since, so that no slot is beyond its length."""
+    model, ids = with_dropped_entries(name)
+    cache = model(ids[:, :8], use_cache=True).past_key_values
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, 2:].contiguous(), layer.values[:, :, 2:].contiguous()
+    ids[:, 8:12] = 5
+    model(ids[:, 8:12], past_key_values=cache, position_ids=torch.arange(8, 12).expand(2, -1))
+    with pytest.raises(UserError, match="so that it cannot be cropped"):
+        cache.crop(-6)
+    mask, positions = torch.ones(2, 1, 1, 11).bool(), torch.tensor([[15]]).expand(2, -1)
+    with pytest.raises(UserError, match="a mask of four dimensions"):
+        model(ids[:, 15:16], past_key_values=cache, position_ids=positions, attention_mask=mask)
+
+
 def test_a_conversation_goes_on_behind_inserted_tokens() -> None:
     model, ids = retrofitted("llama"), with_meta_tokens()[:1]
     options = {"max_new_tokens": 5, "do_sample": False, "meta_every": 2}

@@ -24,12 +24,13 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from metatokens import add_meta_attention, encode_prompt, freeze_base, load_meta, save_meta
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.errors import UserError
 from metatokens.model.retrofit.classes import UNSAVED
-from metatokens.model.retrofit.identity import settings_of
+from metatokens.model.retrofit.identity import difference, settings_of
 from metatokens.model.retrofit.saving import base_of
 from metatokens.tasks.curriculum import Phase, TaskData
 from metatokens.tasks.encoding import SegmentEncoder
@@ -171,7 +172,7 @@ def test_a_base_in_another_precision_is_the_same_base(
     assert load_meta(again, tmp_path / "meta").dtype == loaded
 
 
-@pytest.mark.parametrize("name", ["q_proj", "down_proj", "embed_tokens"])
+@pytest.mark.parametrize("name", ["layers.1.self_attn.q_proj", "down_proj", "embed_tokens", "model.norm", "lm_head"])
 def test_a_base_of_other_weights_is_refused(name: str, tmp_path: Path) -> None:
     save_meta(retrofitted("llama"), tmp_path)
     other = base("llama")
@@ -182,6 +183,30 @@ def test_a_base_of_other_weights_is_refused(name: str, tmp_path: Path) -> None:
     assert not hasattr(other.config, "meta_attention")
     with pytest.raises(UserError, match="whose weights have other checksums"):
         load_meta(other.to(torch.bfloat16), tmp_path)
+
+
+def test_of_two_half_precisions_the_size_is_compared(tmp_path: Path) -> None:
+    save_meta(add_meta_attention(base("llama").to(torch.bfloat16), meta_token_id=META), tmp_path)
+    other = base("llama")
+    for weight in other.parameters():
+        weight.data.mul_(1.1)
+    with pytest.raises(UserError, match="whose weights have other checksums"):
+        load_meta(other.to(torch.float16), tmp_path)
+
+
+def test_a_configuration_comes_back_from_its_file_as_the_same_settings() -> None:
+    differing = {}
+    for kind, config in CONFIG_MAPPING.items():
+        try:
+            made = config()
+            again = config.from_dict(json.loads(made.to_json_string(use_diff=False)))
+        except Exception as error:  # some cannot be made without arguments, or not be read again
+            differing.setdefault(type(error).__name__, []).append(kind)
+            continue
+        if found := difference(settings_of(made), settings_of(again)):
+            differing[kind] = found
+    found = {kind for kind, found in differing.items() if isinstance(found, str)}
+    assert found == {"moshi"}  # which computes a setting from another one when it is read
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
@@ -328,6 +353,9 @@ SITES = ["self_attn"] * 3
         ({"meta_token_id": 50, "unpadded_vocab_size": 100}, "which does not fit the 320 rows of the base"),
         ({"meta_token_id": 3.7}, "the meta-token is 3.7"),
         ({"site_has_residual": "x"}, "it must be true or false"),
+        ({"base_weights": {"float32": "x"}}, "base_weights must be empty, or checksums"),
+        ({"base_weights": {"dtype": ["a"]}}, "base_weights must be empty, or checksums"),
+        ({"base_settings": []}, "must be mappings"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class DenseMetaAttention(CausalAttention):
         """Attend, as `CausalAttention.forward`; `mask` and `attend` are not used, and `queries` are never given."""
         q, k, v = self.project(x, rotary, log_keys=log_keys)
         if cache is not None:
-            k, v, *_ = cache.layers[self.layer_index].update_second(k, v, self.slots, self.slots)
+            k, v, *_ = cache.layers[self.layer_index].update_second(k, v, self.slots, torch.full_like(self.slots, -1))
         out = scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=self.scaling)
         out = linear(self.out_proj, out.transpose(1, 2).reshape(x.shape))
         return out.masked_fill(self.slots[:, :, None] < 0, 0.0), None

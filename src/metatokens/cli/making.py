@@ -355,9 +355,7 @@ def retrofit(
     save_model(base, tokenizer, out)
     new = sum(weight.numel() for weight in base.parameters() if weight.requires_grad)
     say(f"model: {out} ({new:,} new parameters next to {base.num_parameters() - new:,})")
-    say(
-        "The meta-token is untrained: text among meta-tokens is predicted worse until you train, by finetune or pretrain."
-    )
+    say("The meta-token is untrained: the model predicts text among meta-tokens worse until you train it.")
 
 
 def plot(

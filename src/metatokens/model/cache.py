@@ -48,6 +48,23 @@ class SecondStore(AnyCacheLayer):
     second_values: Tensor | None = None
     second_slots: Tensor | None = None  # (batch, entries) int64, -1 where a row has no entry
     second_positions: Tensor | None = None  # the same of each entry's position in the sequence
+    first_length: int | None = None  # of the first store, when it was last looked at
+    has_lost_entries = False  # whether someone dropped entries of the first store
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As transformers', with a look at whether entries were dropped since."""
+        self.look_for_losses()
+        stored = super().update(*args, **kwargs)
+        self.first_length = self._length()
+        return stored
+
+    def _length(self) -> int | None:
+        """Of the first store; None in a layer that keeps a state in its place."""
+        return self.get_seq_length() if hasattr(self, "get_seq_length") else None
+
+    def look_for_losses(self) -> None:
+        """Notice that someone else changed the length of the first store."""
+        self.has_lost_entries |= self.first_length not in (None, self._length())
 
     def update_second(
         self, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor
@@ -74,15 +91,15 @@ class SecondStore(AnyCacheLayer):
             values = torch.cat([self.second_values, values], dim=-2)
             slots = torch.cat([self.second_slots, slots], dim=-1)
             positions = torch.cat([self.second_positions, positions], dim=-1)
+        self.first_length = self._length()
         self.second_keys, self.second_values, self.second_slots, self.second_positions = keys, values, slots, positions
         return keys, values, slots, places
 
-    def check_second(self, rows: MetaRows, cached: int, *, is_masked: bool) -> None:
+    def check_second(self, rows: MetaRows, *, is_masked: bool) -> None:
         """Refuse new meta-tokens that do not follow those in the store.
 
         Args:
             rows: the new ones.
-            cached: entries of the first store.
             is_masked: whether a mask over the first store's entries decides what the new ones see.
 
         Raises:
@@ -97,7 +114,8 @@ class SecondStore(AnyCacheLayer):
                 "a meta-token's position is not behind that of the last meta-token in the cache: give position_ids "
                 "that go on from there. The length of a cache is not the next position once entries were dropped."
             )
-        if is_masked and int(self.second_slots.max()) >= cached:
+        self.look_for_losses()
+        if is_masked and self.has_lost_entries:
             raise UserError(
                 "entries were dropped from this cache, so that a mask of four dimensions, or attention by 'eager', "
                 "cannot say which meta-tokens are seen; use 'sdpa' and no such mask."
@@ -107,6 +125,7 @@ class SecondStore(AnyCacheLayer):
         """Forget everything."""
         super().reset()
         self.second_keys = self.second_values = self.second_slots = self.second_positions = None
+        self.first_length, self.has_lost_entries = None, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens (transformers' convention: a negative number).
@@ -114,11 +133,11 @@ class SecondStore(AnyCacheLayer):
         Raises:
             UserError: if entries of the first store were dropped, so that slots do not tell which tokens are the last.
         """
-        if (slots := self.second_slots) is not None and slots.numel():
-            is_behind = (slots >= 0) & (slots < slots.cummax(dim=1).values)
-            if int(slots.max()) >= self.get_seq_length() or bool(is_behind.any()):
-                raise UserError("entries were dropped from this cache, so that it cannot be cropped.")
+        self.look_for_losses()
+        if self.has_lost_entries and self.second_slots is not None:
+            raise UserError("entries were dropped from this cache, so that it cannot be cropped.")
         super().crop(tokens_to_remove)
+        self.first_length = self._length()
         if self.second_slots is not None and self.second_positions is not None and tokens_to_remove:
             gone = self.second_slots >= self.get_seq_length()
             kept = ~(gone | (self.second_slots < 0)).all(dim=0)
@@ -158,6 +177,13 @@ class StaticSecondStore(SecondStore):
 
     second_room: int | None = None
     second_length: Tensor  # entries in use
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As transformers'."""
+        return super(SecondStore, self).update(*args, **kwargs)
+
+    def look_for_losses(self) -> None:
+        """Nothing: the first store has a fixed size, and its device alone has the number of its entries."""
 
     def update_second(
         self, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor
@@ -204,6 +230,7 @@ class MetaTokenCacheLayer(SecondStore, DynamicLayer):
         """
         if not self.is_initialized or key_states.requires_grad:
             return super().update(key_states, value_states, *args, **kwargs)
+        self.look_for_losses()
         length = self.keys.shape[-2]
         total = length + key_states.shape[-2]
         grown = []
@@ -215,6 +242,7 @@ class MetaTokenCacheLayer(SecondStore, DynamicLayer):
             room[:, :, length:total] = new
             grown.append(room[:, :, :total])
         self.keys, self.values = grown
+        self.first_length = total
         return self.keys, self.values
 
     def _room_for(self, length: int) -> tuple[Tensor, Tensor]:

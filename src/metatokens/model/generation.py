@@ -54,13 +54,13 @@ class MetaTokenGenerationMixin(GenerationMixin):
                 and that of the model's own `generation_config` where it has none either.
             *args: as in `GenerationMixin.generate`.
             meta_every: insert a meta-token after every so many generated text tokens, counted from the prompt's end
-                alike for all rows; None everywhere inserts none. `max_new_tokens` counts text tokens, and the returned
-                ids omit the inserted ones.
+                alike for all rows; 0, or None everywhere, inserts none. `max_new_tokens` counts text tokens, and the
+                returned ids omit the inserted ones.
             **kwargs: as in `GenerationMixin.generate`. A cache in `past_key_values` may hold the sequence's start, of
                 which the ids are given too; meta-tokens that were inserted when it was filled are put back into them.
 
         Raises:
-            UserError: if `meta_every` is below 1, the model has no meta-token, or the other arguments do not go with
+            UserError: if `meta_every` is below 0, the model has no meta-token, or the other arguments do not go with
                 meta-tokens that are inserted.
         """
         for config in (generation_config, self.generation_config):
@@ -71,10 +71,11 @@ class MetaTokenGenerationMixin(GenerationMixin):
                 suppressed, device=next(given, self.device)
             )  # where weights are offloaded: meta
             kwargs["logits_processor"] = LogitsProcessorList([*(kwargs.get("logits_processor") or ()), suppress])
+        meta_every = None if meta_every == 0 else meta_every
         if meta_every is not None and self.config.meta_token_id is None:
             raise UserError("meta_every needs a model with a meta_token_id, and this one has none.")
         if meta_every is not None and (type(meta_every) is not int or meta_every < 1):
-            raise UserError(f"meta_every is {meta_every!r}; it must be a whole number, at least 1.")
+            raise UserError(f"meta_every is {meta_every!r}; it must be a whole number, at least 1, or 0 for none.")
         if meta_every is not None or getattr(kwargs.get("past_key_values"), "inserted", None):
             prompt, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
             has_embeddings = kwargs.keys() & {"inputs_embeds", "meta_token_mask"}

@@ -37,7 +37,7 @@ from metatokens.model.configuration import MetaGPT2Config, SecondAttention
 from metatokens.model.generation import MetaTokenGenerationMixin, mark_as_own
 from metatokens.model.gpt2 import configuration_of, weights_of
 from metatokens.model.labels import without_meta_tokens
-from metatokens.model.positions import Rotary, check_positions, position_ids_from_mask
+from metatokens.model.positions import Rotary, are_packed, check_positions, position_ids_from_mask
 from metatokens.model.rows import Index, MetaRows, QueryRows, asked_positions, least_rows, positions_of
 from metatokens.model.vocabulary import MetaVocabulary
 
@@ -208,7 +208,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         """
         if input_ids is None and inputs_embeds is None:
             raise UserError("the model needs input_ids or inputs_embeds.")
-        is_packed = attention_mask is None and _are_packed(position_ids)
+        is_packed = are_packed(attention_mask, position_ids)
         if is_packed or kwargs.get("cu_seq_lens_q") is not None:
             self._check_packing(past_key_values, is_packed=is_packed)
         use_cache = not is_packed and (self.config.use_cache if use_cache is None else use_cache)
@@ -274,7 +274,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         if is_eager or (attention_mask is not None and attention_mask.ndim == 4):
             meta_mask = mask
         if meta_rows is not None and past_key_values is not None and not torch.compiler.is_compiling():
-            past_key_values.layers[0].check_second(meta_rows, int(cached), is_masked=meta_mask is not None)
+            past_key_values.layers[0].check_second(meta_rows, is_masked=meta_mask is not None)
         last, queries, is_sdpa = self.layers[-1], None, config._attn_implementation == "sdpa"
         if keep is not None and length > 2 and is_sdpa and last.takes_queries:  # a decoding step is not worth it
             queries = QueryRows.at(asked_positions(keep, x, is_meta, meta_positions), length)
@@ -309,13 +309,6 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         if input_ids is not None:
             return input_ids == meta
         return (embeddings == self.embed_tokens(torch.tensor(meta, device=embeddings.device))).all(dim=-1)
-
-
-def _are_packed(position_ids: Tensor | None) -> bool:
-    """Whether positions (batch, length) begin again, which tells where sequences are packed into one row."""
-    if position_ids is None or position_ids.shape[-1] < 2 or torch.compiler.is_compiling():
-        return False
-    return bool((position_ids.diff(dim=-1) < 0).any())
 
 
 def _log(counts: Tensor, dtype: torch.dtype) -> Tensor:

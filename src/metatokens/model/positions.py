@@ -28,6 +28,16 @@ def learned_positions(config: PreTrainedConfig) -> int:
     return next(getattr(text, name) for name in names if hasattr(text, name))
 
 
+def are_packed(attention_mask: Tensor | None, position_ids: Tensor | None) -> bool:
+    """Whether sequences are packed into a row: positions (batch, length) do not rise, and no mask tells them apart.
+
+    Inside a compiled graph, which cannot look at numbers, they are taken to rise.
+    """
+    if attention_mask is not None or position_ids is None or torch.compiler.is_compiling():
+        return False
+    return bool((position_ids.diff(dim=-1) <= 0).any())
+
+
 def reaches(config: PreTrainedConfig, length: int) -> bool:
     """Whether a sequence of `length` tokens has positions in the model: not so beyond a learned table."""
     return config.position_embedding != "learned" or length <= learned_positions(config)

@@ -106,6 +106,8 @@ class MetaTokensConfig(PreTrainedConfig):
 class MetaBody(MetaVocabulary):
     """Mixin for a model with a retrofitted decoder in it: it has meta-attention."""
 
+    saved_as = UNSAVED
+
     def __init__(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any):
         model: Any = super()
         model.__init__(config, *args, **kwargs)
@@ -119,12 +121,15 @@ class MetaBody(MetaVocabulary):
         first_weights(self)
 
     def save_pretrained(self: Any, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
-        """As transformers'. A model that had no name is known by this folder from then on, to TRL and PEFT."""
+        """As transformers'. TRL and PEFT then find a model that had no name of its own in the last such folder.
+
+        Except for a Trainer's checkpoints, which come and go.
+        """
         model: Any = super()
         mark_as_own(getattr(self, "generation_config", None))
         model.save_pretrained(save_directory, *args, **kwargs)
-        if self.config.name_or_path == UNSAVED:
-            self.name_or_path = self.config.name_or_path = str(save_directory)
+        if self.config.name_or_path == self.saved_as and not Path(save_directory).name.startswith("checkpoint-"):
+            self.saved_as = self.name_or_path = self.config.name_or_path = str(save_directory)
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """What tells one base from another: the settings of its configuration, and checksums of some of its weights."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -10,12 +11,12 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from metatokens.files import sha256_of
-from metatokens.model.retrofit.classes import decoder_of
+from metatokens.model.retrofit.classes import own_parameters
 
 # Settings that change neither the function of a model nor the shapes of its weights.
 _PASSING = re.compile(r"use_cache|.*_token_id|.*dropout.*|.*pdrop|pretraining_tp|initializer_range")
-_PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_ROWS = 4
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ROWS, _VALUES = 64, 64  # at most, of each weight
 
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
@@ -31,9 +32,13 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
         value, by_itself = given.get(name), usual.get(name)
         if isinstance(value, PreTrainedConfig):
             own[name] = settings_of(value)
-        elif value != by_itself and not _PASSING.fullmatch(name):
-            own[name] = value
-    return json.loads(json.dumps(own, default=str))
+        elif not _PASSING.fullmatch(name) and _as_json(value) != _as_json(by_itself):
+            own[name] = _as_json(value)
+    return own
+
+
+def _as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))
 
 
 def difference(trained_with: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> str:
@@ -51,28 +56,37 @@ def difference(trained_with: Mapping[str, Any], given: Mapping[str, Any], prefix
 
 @torch.no_grad()
 def weight_checksums(model: PreTrainedModel) -> dict[str, str]:
-    """Checksums of the first rows of a base's table of embeddings, and of the matrices of its first and last block.
+    """Checksums of a few values of each of a base's matrices and vectors, among their first rows.
+
+    So they stay what they are where a table of embeddings grows.
 
     Returns:
-        The checksum of their values in each of three precisions, since a base may be loaded in another one, and as
-        `dtype` the precision that they have. Empty where a matrix is quantised or not in memory.
+        The checksum of the values in each of three precisions, since a base may be loaded in another one; as `dtype`
+        the precision that they have; as `size` the mean of their magnitudes. Empty where a weight is quantised or not
+        in memory.
     """
-    _, blocks = decoder_of(model)
-    named = [*blocks[0].named_parameters(), *blocks[-1].named_parameters()]
-    matrices = [model.get_input_embeddings().weight]
-    matrices += [one for name, one in named if one.ndim == 2 and not name.startswith("meta_attention.")]
-    if any(one.is_meta or not one.is_floating_point() for one in matrices):
+    added = {id(one) for one in own_parameters(model).values()}
+    weights = [one for one in model.parameters() if id(one) not in added]
+    if any(one.is_meta or not one.is_floating_point() for one in weights):
         return {}
-    rows = torch.cat([one[:_ROWS].flatten().float().cpu() for one in matrices])
-    sums = {name: sha256_of(rows.to(dtype).view(torch.uint8).numpy().tobytes()) for name, dtype in _PRECISIONS.items()}
-    kept = {str(one.dtype).removeprefix("torch.") for one in matrices}
-    return sums | {"dtype": min(kept & {"bfloat16", "float16"}, default="float32")}
+    rows = [one[:_ROWS].flatten() for one in weights if one.ndim in (1, 2)]
+    values = torch.cat([one[:: max(1, len(one) // _VALUES)].float().cpu() for one in rows])
+    sums = {name: sha256_of(values.to(dtype).view(torch.uint8).numpy().tobytes()) for name, dtype in PRECISIONS.items()}
+    kept = {str(one.dtype).removeprefix("torch.") for one in weights}
+    half = sorted(kept & {"bfloat16", "float16"})
+    return sums | {"dtype": half[0] if half else "float32", "size": f"{float(values.abs().mean()):.6g}"}
 
 
 def have_same_weights(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Whether two results of `weight_checksums` may be of the same weights, compared in the coarser precision."""
+    """Whether two results of `weight_checksums` may be of the same weights.
+
+    They are compared in the coarser precision. Two half precisions are only compared in size, since neither tells the
+    other's values.
+    """
     if not before or not now:
         return True
-    half = {before["dtype"], now["dtype"]} - {"float32"}
-    coarsest = half.pop() if half else "float32"
-    return bool(half) or before[coarsest] == now[coarsest]  # of two halves neither tells the other's values
+    half = sorted({before["dtype"], now["dtype"]} - {"float32"})
+    if len(half) == 2:
+        return math.isclose(float(before["size"]), float(now["size"]), rel_tol=0.01)
+    coarsest = half[0] if half else "float32"
+    return before[coarsest] == now[coarsest]

@@ -18,7 +18,7 @@ from transformers import initialization as init
 from metatokens.errors import UserError
 from metatokens.model.attention import MetaAttention
 from metatokens.model.cache import SecondStore, give_second_store
-from metatokens.model.positions import Rotary, check_positions, position_ids_from_mask, rotary_tables
+from metatokens.model.positions import Rotary, are_packed, check_positions, position_ids_from_mask, rotary_tables
 from metatokens.model.retrofit.settings import MetaSettings
 from metatokens.model.rows import MetaRows, least_rows, positions_of
 
@@ -205,7 +205,7 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Any, positio
     if not (least or bool(is_meta.any())):  # text
         return
     cached, length = 0 if past is None else int(past.get_seq_length()), is_meta.shape[1]
-    mask, seen = _full_mask(decoder, mask, past), None
+    given, mask, seen = mask, _full_mask(decoder, mask, past), None
     if mask is not None and mask.ndim == 4:
         seen = (mask if mask.dtype == torch.bool else mask > -1e4).any(dim=1, keepdim=True)
     elif mask is not None:  # beside a cache of a fixed size it may be longer than what was read
@@ -219,8 +219,7 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Any, positio
             is_read = is_meta.new_ones(1, cached + length) if mask is None or mask.ndim == 4 else mask
             numbers = position_ids_from_mask(is_read[:, : cached + length])
         check_positions(decoder.config, cached + length, numbers)
-    # transformers tells packed sequences apart by positions that begin again.
-    if mask is None and positions is not None and bool((positions.diff(dim=-1) < 0).any()):
+    if are_packed(given, positions):
         raise UserError(
             "sequences that are packed into one would see one another's meta-tokens; give each its own row."
         )
@@ -230,7 +229,7 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Any, positio
     if past is not None and settings.layers and settings.layers[0] < len(past.layers):
         store = past.layers[settings.layers[0]]
         if isinstance(store, SecondStore):
-            store.check_second(rows, cached, is_masked=seen is not None)
+            store.check_second(rows, is_masked=seen is not None)
     rotary = rotary_tables(rows.positions.clamp(min=0), settings.head_size, settings.rope_theta)
     _thread.step = Pass(rows, rotary, seen)
 

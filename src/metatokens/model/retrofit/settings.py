@@ -40,8 +40,13 @@ class MetaSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, in any model."""
-        if not isinstance(self.base_settings, dict) or not isinstance(self.base_weights, dict):
+        sums = self.base_weights
+        if not isinstance(self.base_settings, dict) or not isinstance(sums, dict):
             raise UserError("base_settings and base_weights must be mappings.")
+        names = {"float32", "bfloat16", "float16"}
+        is_text = all(type(one) is str for one in sums.values())
+        if sums and not (sums.keys() == {*names, "dtype", "size"} and is_text and sums["dtype"] in names):
+            raise UserError("base_weights must be empty, or checksums in three precisions, with dtype and size.")
         sizes = self.hidden_size, self.num_attention_heads, self.head_size
         if type(self.site_has_residual) is not bool:
             raise UserError(f"site_has_residual is {self.site_has_residual!r}; it must be true or false.")
