@@ -48,7 +48,7 @@ def phrase_tokenizer():
     backend = Tokenizer(models.BPE(vocabulary, [("a", "Ġ"), ("aĠ", "b")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", meta_token="<|meta|>")
 
 
 def test_a_tokenizer_whose_words_depend_on_each_other_gets_whole_texts(phrase_tokenizer):
