@@ -96,7 +96,8 @@ def assert_one_sentence(status: int, said: str) -> str:
     """A command has ended as with a user's mistake; the sentence."""
     assert status == 2, said
     *notices, sentence = said.splitlines()
-    expected = r"It is dropped|half a line|^read [0-9,]+ figures|^drawing and writing|^ *[0-9]+% in |^(pretrain|finetune) [0-9]+/[0-9]+: "
+    expected = r"It is dropped|half a line|^ *[0-9]+% in |^(pretrain|finetune) [0-9]+/[0-9]+: "
+    expected += "|^read [0-9,]+ figures|^drawing and writing"  # of report
     assert not [line for line in notices if not re.search(expected, line)], said
     assert sentence.startswith("metatokens: ")
     assert sentence.endswith(".")
