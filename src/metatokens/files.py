@@ -125,22 +125,24 @@ def _end_last_line(path: Path) -> None:
 
 
 def name_from(folder: Path, base: str) -> str:
-    """How a file in `folder` names the folder or file of a base, so that no absolute path is told to others.
+    """The relative path by which a file in `folder` names the folder or file of a base; a name on the Hub stays.
 
-    It is named from there, or as if it were next to `folder` where the two have nothing in common. A name on the Hub
-    stays.
+    An absolute path would tell others where its writer keeps things. A base that is a link is named as that link.
     """
     path = Path(base)
     if not base or not (path.exists() or path.is_absolute()):
         return base
-    path, folder = path.resolve(), folder.resolve()
-    is_near = os.path.commonpath([path, folder]) != path.anchor
-    return Path(os.path.relpath(path, folder)).as_posix() if is_near else f"../{path.name}"
+    return Path(os.path.relpath(_placed(path), folder.resolve())).as_posix()
 
 
 def found_from(folder: Path, name: str) -> str:
     """The path that `name_from` made a name of, if it is there; otherwise the name."""
-    return str((folder / name).resolve()) if name and (folder / name).exists() else name
+    return str(_placed(folder / name)) if name and (folder / name).exists() else name
+
+
+def _placed(path: Path) -> Path:
+    """An absolute path, in which `..` means what the system takes it for; a link at its end stays."""
+    return path.parent.resolve() / path.name
 
 
 @contextmanager

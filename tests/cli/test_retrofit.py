@@ -17,7 +17,7 @@ from metatokens import add_meta_attention, encode_prompt, load_meta, save_meta
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.evaluation.perplexity import held_out_text
-from metatokens.files import name_from
+from metatokens.files import found_from, name_from
 from metatokens.model.checkpoint import load_model, weights_sha256, weights_size
 from metatokens.training.batches import WithLogitsToKeep
 from tests.cli.command_lines import FINETUNE, Run
@@ -208,6 +208,44 @@ def test_a_base_of_the_hub_keeps_its_name(base: Path, metatokens: Run, monkeypat
     assert metatokens("generate --model same --max-new-tokens 4 --meta-every 2 'the cat'")[1] == output
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning", "ignore:Could not find a config file")
+def test_an_adapter_of_a_model_of_the_hub_keeps_its_name(
+    base: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "metatokens.model.checkpoint.snapshot_download", lambda name, **_: {"someone/model": "cached"}[name]
+    )
+    assert metatokens(RETROFIT)[0] == 0
+    tune = f"{FINETUNE} --task parity --train-lengths 64 --lora rank=2 --keep-adapter"
+    assert metatokens(f"{tune} --model model --out first")[0] == 0
+    Path("model").rename("cached")
+    own = json.loads(Path("first/64/adapter_config.json").read_text()) | {"base_model_name_or_path": "someone/model"}
+    Path("first/64/adapter_config.json").write_text(json.dumps(own))
+    Path("first/64/manifest.json").unlink()
+    status, _, error = metatokens(f"{tune} --model first/64 --out second")
+    assert status == 0, error
+    named = json.loads(Path("second/64/adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == "someone/model"
+    assert metatokens("generate --model second/64 --max-new-tokens 2 'the cat'")[0] == 0
+
+
+def test_the_type_of_what_retrofit_writes_is_chosen(base: Path, metatokens: Run) -> None:
+    assert metatokens(f"{RETROFIT} --dtype bfloat16")[0] == 0
+    assert load_file("model/model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+    status, _, error = metatokens(f"{RETROFIT} --dtype int4".replace("--out model", "--out other"))
+    assert (status, "unknown 'int4'; choose float32 or bfloat16." in error) == (2, True)
+
+
+def test_a_checkpoint_without_the_base_is_no_checkpoint_for_fsdp(base: Path, metatokens: Run) -> None:
+    assert metatokens(RETROFIT)[0] == 0
+    train = f"{FINETUNE} --model model --out tuned --task parity --train-lengths 64"
+    assert metatokens(train)[0] == 0
+    Path("tuned/64/manifest.json").unlink()  # as where the run was cut off
+    status, _, error = metatokens(f"{train} --set training.fsdp=true")
+    assert (status, "checkpoint-2 lacks the base's weights, which FSDP reads too" in error) == (2, True), error
+    assert metatokens(train)[0] == 0
+
+
 def test_a_chat_goes_through_the_template(base: Path, metatokens: Run) -> None:
     status, _, error = metatokens("generate --model base --chat 'the cat'")
     assert (status, error) == (2, "metatokens: the tokenizer of base has no chat template.\n")
@@ -354,10 +392,30 @@ def test_no_file_names_the_place_of_the_base(delta: str, base: Path, metatokens:
         assert metatokens("generate --model model --max-new-tokens 2 'the cat'")[0] == 0
 
 
-def test_a_base_far_from_its_delta_is_named_as_if_it_were_near(tmp_path: Path) -> None:
-    assert name_from(tmp_path / "delta", "/usr/bin") == "../bin"
-    assert name_from(tmp_path / "delta", "/nowhere/to/be/seen") == "../seen"
-    assert name_from(tmp_path / "delta", "someone/base") == "someone/base"
+def test_a_base_is_found_from_folders_that_have_nothing_in_common_with_its_own(tmp_path: Path) -> None:
+    far = Path("/one/two")  # neither is there
+    assert name_from(far, "/nowhere/base") == "../../nowhere/base"
+    assert name_from(far, "someone/base") == "someone/base"
+    for folder in ("base", "elsewhere/deep", "written/run"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "base")
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere/deep")  # behind which `..` is elsewhere
+    assert name_from(tmp_path / "written", str(tmp_path / "link")) == "../link"
+    name = name_from(tmp_path / "out", str(tmp_path / "link"))
+    found = found_from(tmp_path / "out", name)
+    assert (name, found) == ("../../link", str(tmp_path / "link"))
+    assert name_from(tmp_path / "written/run", found) == "../../link"
+
+
+def test_a_linked_base_is_found_by_the_runs_that_follow(base: Path, metatokens: Run, tmp_path: Path) -> None:
+    assert metatokens(f"{RETROFIT} --delta")[0] == 0
+    Path("far/away").mkdir(parents=True)
+    base.rename("far/away/base")
+    base.symlink_to("far/away/base")
+    assert metatokens(f"{FINETUNE} --task parity --train-lengths 64 --model model --out runs/tuned")[0] == 0
+    named = json.loads(Path("runs/tuned/64/meta_tokens.json").read_text())["meta_attention"]["base"]
+    assert named == "../../../base"
+    assert metatokens("generate --model runs/tuned/64 --max-new-tokens 2 'the cat'")[0] == 0
 
 
 def test_weights_of_a_pretrained_models_size_get_rates_that_fit(
@@ -485,7 +543,7 @@ def test_adapters_that_cannot_be_read_are_refused(base: Path, metatokens: Run) -
         (" " * (2**20 + 1), b"", "does not say what the adapter belongs to"),
         ('{"base_model_name_or_path": "model"}', None, "it has no adapter_model.safetensors"),
         ('{"base_model_name_or_path": "adapter"}', b"", "belongs to another adapter"),
-        ('{"base_model_name_or_path": "nowhere"}', b"", "there is no model in nowhere"),
+        ('{"base_model_name_or_path": "../nowhere"}', b"", "the base of adapter is not at adapter/../nowhere"),
         ('{"base_model_name_or_path": "model", "peft_type": "LORA"}', b"x" * 50, "cannot be read"),
     ):
         file.write_text(text)

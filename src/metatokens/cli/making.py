@@ -11,8 +11,6 @@ import typer
 
 from metatokens.cli.options import (
     CORPUS,
-    DEVICES,
-    DTYPES,
     RECORDS,
     SEVERAL,
     TOKENIZER,
@@ -144,9 +142,9 @@ def _landmarks(key: str, given: str | None) -> list[str]:
 
 def _placing(device: str | None, dtype: str | None, batch_size: int | None) -> list[str]:
     """The overrides of a recipe that `--device`, `--dtype` and `--batch-size` stand for."""
-    for given, allowed in ((device, (None, *DEVICES)), (dtype, (None, *DTYPES))):
-        if given not in allowed:
-            raise UserError(f"unknown {given!r}; choose {' or '.join(filter(None, allowed))}.")
+    from metatokens.model.checkpoint import check_placing
+
+    check_placing(device, dtype)
     overrides = [] if device is None else [f"training.use_cpu={device == 'cpu'}"]
     overrides += [] if dtype is None else [f"training.bf16={dtype == 'bfloat16'}"]
     return overrides + ([] if batch_size is None else [f"training.per_device_train_batch_size={batch_size}"])
@@ -327,15 +325,17 @@ def retrofit(
     delta: Annotated[
         bool, typer.Option("--delta", help="Write what is added alone; the model is read from where it is.")
     ] = False,
+    dtype: Dtype = None,
 ) -> None:
     """Give a pretrained model meta-tokens and meta-attention.
 
     Most decoders of transformers; until the base is trained, its logits of text stay the same.
     """
     from metatokens.data.tokenizer import load_plain_tokenizer
-    from metatokens.model.checkpoint import fetch_model, gguf_file, load_base, save_model
+    from metatokens.model.checkpoint import check_placing, fetch_model, gguf_file, load_base, save_model
     from metatokens.model.retrofit.surgery import add_meta_attention
 
+    check_placing(None, dtype)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; give another folder.")
     folder = fetch_model(model)
@@ -345,9 +345,9 @@ def retrofit(
     tokenizer = load_plain_tokenizer(
         str(folder if file is None else file.parent), complaint, **({} if file is None else {"gguf_file": file.name})
     )
-    base: Any = load_base(folder)
+    base: Any = load_base(folder, dtype)
     # What is added may be read from elsewhere, or on another machine.
-    base.config.name_or_path = str(folder.resolve()) if folder == model else model.as_posix().removeprefix("hf:")
+    base.config.name_or_path = str(folder.absolute()) if folder == model else model.as_posix().removeprefix("hf:")
     chosen = None if layers is None else [] if layers == "none" else parse_lengths(layers, least=0, name="layers")
     add_meta_attention(base, tokenizer, heads=heads, head_size=head_size, layers=chosen)
     out.mkdir(parents=True, exist_ok=True)

@@ -134,7 +134,7 @@ def name_base(model: Any, folder: Path) -> None:
     if (folder / ADAPTER).is_file():
         given = json.loads((folder / ADAPTER).read_bytes())
         given["base_model_name_or_path"] = name_from(
-            folder, given["base_model_name_or_path"] or getattr(model, "read_from", "")
+            folder, getattr(model, "read_from", "") or given["base_model_name_or_path"]
         )
         write_whole(folder / ADAPTER, json.dumps(given, indent=1).encode())
         (folder / "README.md").unlink(missing_ok=True)  # a form to fill in, with the base's path
@@ -174,7 +174,7 @@ def _weight_files(folder: Path) -> list[Path]:
     """
     if not (folder / WEIGHTS).exists():
         if (folder / DELTA_WEIGHTS).exists():
-            return [folder / DELTA_WEIGHTS, *_weight_files(_base_folder(folder))]
+            return [folder / DELTA_WEIGHTS, *_weight_files(_there(folder, base_of(folder)))]
         if (folder / ADAPTER_WEIGHTS).exists():
             return [folder / ADAPTER_WEIGHTS, *_weight_files(_adapted_folder(folder))]
         if (file := gguf_file(folder)) is not None:
@@ -219,6 +219,19 @@ def fetch_model(spec: Path) -> Path:
         raise UserError(f"the Hugging Face Hub gave no model {name!r}: {_one_line(error)}") from error
 
 
+def check_placing(device: str | None, dtype: str | None) -> None:
+    """Refuse a device that is not there, or a type of numbers that `load_model` does not take.
+
+    Raises:
+        UserError: if one of them is given, and is such.
+    """
+    for given, allowed in ((device, (None, "cpu", "cuda")), (dtype, (None, "float32", "bfloat16"))):
+        if given not in allowed:
+            raise UserError(f"unknown {given!r}; choose {' or '.join(filter(None, allowed))}.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("there is no GPU that PyTorch can use; leave --device out, or give cpu.")
+
+
 def load_model(
     folder: Path,
     second_attention: SecondAttention | None = None,
@@ -241,15 +254,11 @@ def load_model(
     Raises:
         UserError: if there is no model, it is of another kind, cut short or damaged; or no such device or type.
     """
-    for given, allowed in ((device, (None, "cpu", "cuda")), (dtype, (None, "float32", "bfloat16"))):
-        if given not in allowed:
-            raise UserError(f"unknown {given!r}; choose {' or '.join(filter(None, allowed))}.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("there is no GPU that PyTorch can use; leave --device out, or give cpu.")
+    check_placing(device, dtype)
     is_whole = (folder / WEIGHTS).is_file() or (folder / SHARDS).is_file()
     if (folder / DELTA).is_file() and not is_whole:
         _verify(folder)
-        model: Any = load_meta(load_base(_base_folder(folder), dtype), folder)
+        model: Any = load_meta(load_base(_there(folder, base_of(folder)), dtype), folder)
         model.base_is_elsewhere, model.read_from = True, str(folder)
         model.name_or_path = model.config.name_or_path = ""  # PEFT would look for a configuration under that name
         return _placed(model, device)
@@ -267,22 +276,16 @@ def load_model(
     return _placed(model, device)
 
 
-def _base_folder(delta: Path) -> Path:
-    """The base of what `save_meta` wrote into a folder.
+def _there(folder: Path, name: str) -> Path:
+    """The base of what a folder holds, which names it so (`name_from`); it is fetched where that is a name on the Hub.
 
     Raises:
         UserError: if it is neither where it was on disk nor on the Hub.
     """
-    base = _there(delta, base_of(delta))
-    return base if base.exists() else fetch_model(Path(f"hf:{base.as_posix()}"))
-
-
-def _there(folder: Path, name: str) -> Path:
-    """The base of what a folder holds, which names it so (`name_from`); perhaps a name on the Hub."""
     base = Path(found_from(folder, name))
     if not base.exists() and (name.startswith("../") or base.is_absolute()):
         raise UserError(f"the base of {folder} is not at {folder / name}: put it there (a link will do).")
-    return base
+    return base if base.exists() else fetch_model(Path(f"hf:{base.as_posix()}"))
 
 
 def load_base(folder: Path, dtype: str | None = None) -> PreTrainedModel:
@@ -336,8 +339,10 @@ def _with_adapter(folder: Path, device: str | None, dtype: str | None) -> Any:
     try:
         from peft import PeftModel
 
-        adapted = PeftModel.from_pretrained(model, folder, is_trainable=True)
-        adapted.peft_config["default"].base_model_name_or_path = model.name_or_path
+        adapted: Any = PeftModel.from_pretrained(model, folder, is_trainable=True)
+        own = adapted.peft_config["default"]
+        adapted.read_from = found_from(folder, str(own.base_model_name_or_path))
+        own.base_model_name_or_path = model.name_or_path  # where PEFT looks for a configuration
         return adapted
     except (ImportError, SafetensorError, OSError, RuntimeError, ValueError, *_WRONG_VALUES) as error:
         raise UserError(f"the adapter in {folder} cannot be read: {_one_line(error)}") from error

@@ -310,6 +310,9 @@ def train(
     if any(one.requires_grad and one.dtype in (torch.bfloat16, torch.float16) for one in tuned.parameters()):
         tuned.float()  # half precision rounds small steps away
     checkpoints = out / "checkpoints"
+    checkpoint = last_good_checkpoint(checkpoints)
+    if settings.fsdp and checkpoint is not None and (Path(checkpoint) / DELTA_WEIGHTS).exists():
+        raise UserError(f"{checkpoint} lacks the base's weights, which FSDP reads too: go on without training.fsdp.")
     done_here = {
         "decay_steps", "eval_steps", "min_learning_rate", "report_to", "random_positions", "random_positions_from",
         "position_jumps", "save_total_limit", "optimizer", "muon_learning_rate", "train_base", "lora_rank",
@@ -352,7 +355,6 @@ def train(
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(RunCallback(trainer, progress, settings.save_total_limit, probe, goal))
-    checkpoint = last_good_checkpoint(checkpoints)
     try:
         if checkpoint is not None and _is_last(trainer, Path(checkpoint), goal):
             # Cut off between its last checkpoint and its end. The Trainer would do a step more.
