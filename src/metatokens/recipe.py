@@ -101,7 +101,7 @@ class TrainingSettings(_Settings):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     logging_steps: Positive = 10
     # Measure the held-out loss every so many steps: 0 never; not given, ten times in a run that has a held-out split,
-    # or less often where that would take longer than a third of the training (see `measured_every`).
+    # or less often, but once at least, where that would take longer than a third of the training (`measured_every`).
     eval_steps: AtLeastZero | None = None
     save_steps: Positive = 1000
     save_total_limit: Positive = 2
@@ -168,9 +168,11 @@ class TrainingSettings(_Settings):
     def measured_every(self, held_out: int) -> int:
         """Steps between two measurements on so many held-out items; 0: there are none.
 
-        By default there are ten in a run, or as few as it takes to train on twice as many items as are measured.
+        By default there are ten in a run, or as few as it takes to train on twice as many items as are measured, but
+        one at least, at the end.
         """
-        return max(1, self.max_steps // 10, 2 * held_out // self.batch) if self.eval_steps is None else self.eval_steps
+        often = max(1, self.max_steps // 10, 2 * held_out // self.batch)
+        return min(often, self.max_steps) if self.eval_steps is None else self.eval_steps
 
     @property
     def batch(self) -> int:
