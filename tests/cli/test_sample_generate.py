@@ -122,6 +122,36 @@ def test_prompts_of_a_batch_are_continued_like_single_ones(
     assert metatokens(f"{line} --batch-size 3 --device cpu --dtype float32")[1] == alone
 
 
+def test_a_row_of_a_batch_ends_at_its_own_end_of_text(
+    workplace: Path, small_model: Callable[..., Path], metatokens: Run
+) -> None:
+    model = Path(shutil.copytree(small_model(), "model"))
+    records = [{"prompt": "the cat"}, {"prompt": "two dogs ran over"}, {"prompt": "a"}]
+    Path("prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    loaded, tokenizer = load_model(model).eval(), AutoTokenizer.from_pretrained(model)
+    ids = torch.tensor([encode_prompt(tokenizer, "the cat")])
+    end = int(loaded.generate(ids, max_new_tokens=2, do_sample=False)[0, -1])
+    settings = json.loads((model / "generation_config.json").read_text()) | {"eos_token_id": [end]}
+    (model / "generation_config.json").write_text(json.dumps(settings))
+    (model / "manifest.json").unlink()
+    line = f"generate --model {model} --data prompts.jsonl --max-new-tokens 8 --meta-every 3 --show-meta"
+    status, alone, error = metatokens(line)
+    assert status == 0, error
+    assert len({len(json.loads(one)["with_meta"]) for one in alone.splitlines()}) > 1
+    assert metatokens(f"{line} --batch-size 3")[1] == alone
+
+
+def test_beams_are_not_streamed(workplace: Path, small_model: Callable[..., Path], metatokens: Run) -> None:
+    model = Path(shutil.copytree(small_model(), "model"))
+    settings = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(settings | {"num_beams": 2, "num_return_sequences": 2}))
+    (model / "manifest.json").unlink()
+    generate = f"generate --model {model} 'the cat' --max-new-tokens 4"
+    status, output, error = metatokens(generate)
+    assert status == 0, error
+    assert output == f"the cat{json.loads(metatokens(f'{generate} --json')[1])['continuation']}\n"
+
+
 def test_a_chat_of_several_messages_comes_from_a_file(
     workplace: Path, small_model: Callable[..., Path], metatokens: Run
 ) -> None:
@@ -153,7 +183,7 @@ def test_a_chat_of_several_messages_comes_from_a_file(
 
 
 def test_a_device_or_type_that_is_not_there_is_refused(
-    small_model: Callable[..., Path], metatokens: Run, monkeypatch: pytest.MonkeyPatch
+    workplace: Path, small_model: Callable[..., Path], metatokens: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_model()
     assert load_model(model, dtype="bfloat16").dtype == torch.bfloat16
@@ -163,5 +193,6 @@ def test_a_device_or_type_that_is_not_there_is_refused(
         ("--dtype int4", "unknown 'int4'; choose float32 or bfloat16."),
         ("--device cuda", "there is no GPU that PyTorch can use"),
     ):
-        status, _, error = metatokens(f"generate --model {model} {option} the")
-        assert (status, sentence in error) == (2, True), error
+        for verb in (f"generate the --model {model}", f"finetune --task parity --out tuned --model {model}"):
+            status, _, error = metatokens(f"{verb} {option}")
+            assert (status, sentence in error) == (2, True), error

@@ -142,14 +142,20 @@ def generate(
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.eos_token_id,
             return_dict_in_generate=True,
-            use_cache=True,  # which knows where meta-tokens were inserted
+            use_cache=True,  # the cache has the places of the meta-tokens that were inserted
             streamer=streamer,
+            num_return_sequences=1,
             **sampling,
         )
+        ends = loaded.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
         for prompt_ids, sequence in zip(prompts, output.sequences.tolist(), strict=True):
+            stops = (place for place, one in enumerate(sequence[longest:], longest + 1) if one in ends)
+            del sequence[next(stops, len(sequence)) :]  # behind it is padding
             new = tokenizer.decode(sequence[longest:], skip_special_tokens=True)
             for place in reversed(getattr(output.past_key_values, "inserted", [])):
-                sequence.insert(place, loaded.config.meta_token_id)
+                if place < len(sequence):
+                    sequence.insert(place, loaded.config.meta_token_id)
             yield new, tokenizer.decode(sequence[longest - len(prompt_ids) :])
 
     if data is not None:
@@ -186,7 +192,8 @@ def generate(
     if landmarks is not None and loaded.config.meta_token_id not in ids:
         say(f"landmarks by {landmarks} have no place in this prompt.")
     most = len(ids) + max_new_tokens + (max_new_tokens // meta_every if meta_every else 0)
-    if not (as_json or show_meta) and reaches(loaded.config, most):  # otherwise it may end in a mistake
+    has_beams = loaded.generation_config.num_beams not in (None, 1)  # they may take words back
+    if not (as_json or show_meta or has_beams) and reaches(loaded.config, most):  # otherwise it may end in a mistake
         print("" if chat else prompt, end="", flush=True)
         list(continuations([ids], TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)))
         return
