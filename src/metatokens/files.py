@@ -18,7 +18,7 @@ from pathlib import Path
 
 from metatokens.errors import UserError
 
-LOCK = ".lock"  # in a folder that a process works in; says nothing about what the folder holds
+LOCK = ".lock"  # in a folder that a process works in, or has worked in
 PARTIAL = ".partial"  # what a file that is being written has at its name's end
 
 
@@ -127,7 +127,7 @@ def _end_last_line(path: Path) -> None:
 def name_from(folder: Path, base: str) -> str:
     """The relative path by which a file in `folder` names the folder or file of a base; a name on the Hub stays.
 
-    An absolute path would tell others where its writer keeps things. A base that is a link is named as that link.
+    Others who get the file see no absolute path of its writer. A base that is a link keeps the link's name.
     """
     path = Path(base)
     if not base or not (path.exists() or path.is_absolute()):
@@ -141,7 +141,7 @@ def found_from(folder: Path, name: str) -> str:
 
 
 def _placed(path: Path) -> Path:
-    """An absolute path, in which `..` means what the system takes it for; a link at its end stays."""
+    """The absolute path. Links to its folder are followed, since the system takes `..` so; a link at its end stays."""
     return path.parent.resolve() / path.name
 
 

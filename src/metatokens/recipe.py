@@ -168,8 +168,8 @@ class TrainingSettings(_Settings):
     def measured_every(self, held_out: int) -> int:
         """Steps between two measurements on so many held-out items; 0: there are none.
 
-        By default there are ten in a run, or as few as it takes to train on twice as many items as are measured, but
-        one at least, at the end.
+        By default there are ten in a run, or fewer: between two of them, training reads twice as many items as are
+        measured. There is one at least, at the end.
         """
         often = max(1, self.max_steps // 10, 2 * held_out // self.batch)
         return min(often, self.max_steps) if self.eval_steps is None else self.eval_steps

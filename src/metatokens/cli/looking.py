@@ -66,7 +66,7 @@ def generate(
     marker: Annotated[
         str | None,
         typer.Option(
-            metavar="TEXT", help="What stands for a meta-token in PROMPT, such as _PAUSE_; by default all is text."
+            metavar="TEXT", help="Text that marks a meta-token in PROMPT, such as _PAUSE_; by default all is text."
         ),
     ] = None,
     landmarks: Landmarks = None,
@@ -114,7 +114,7 @@ def generate(
     if data is not None and marker is not None:
         raise UserError("--marker goes with a prompt; the records of --data name their markers by offset.")
     if data is not None and chat:
-        raise UserError("--chat goes with a prompt; the records of --data are continued as they stand.")
+        raise UserError("--chat goes with a prompt; the records of --data are continued as they are.")
     asked = [*([] if messages is None else _read_messages(messages))]
     asked += [] if prompt is None else [{"role": "user", "content": prompt}]
     chat = chat or messages is not None
@@ -168,8 +168,8 @@ def generate(
             for batch in (records[start : start + size] for start in range(0, len(records), size)):
                 followed = continuations([record.input_ids[: record.answer_start] for record in batch])
                 for record, (new, whole) in zip(batch, followed, strict=True):
-                    told = {"prompt": record.prompt, "markers": record.markers, "continuation": new}
-                    yield told | ({"with_meta": whole} if show_meta else {})
+                    line = {"prompt": record.prompt, "markers": record.markers, "continuation": new}
+                    yield line | ({"with_meta": whole} if show_meta else {})
 
         if shows_tables(as_json):
             rows = list(continued())
@@ -199,9 +199,9 @@ def generate(
         return
     ((new, whole),) = continuations([ids])
     if as_json:
-        told: dict[str, Any] = {"prompt": prompt} if messages is None else {"messages": asked}
+        line: dict[str, Any] = {"prompt": prompt} if messages is None else {"messages": asked}
         print(
-            json.dumps(told | {"continuation": new} | ({"with_meta": whole} if show_meta else {}), ensure_ascii=False)
+            json.dumps(line | {"continuation": new} | ({"with_meta": whole} if show_meta else {}), ensure_ascii=False)
         )
     else:
         print(whole if show_meta else new if chat else f"{prompt}{new}")
@@ -249,9 +249,9 @@ def look(
     ],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text, with a marker for each meta-token.")],
     compare: Annotated[
-        Path | None, typer.Option(metavar="DIR|hf:NAME", help="Another model, to be shown beside it.")
+        Path | None, typer.Option(metavar="DIR|hf:NAME", help="Another model, to be shown next to it.")
     ] = None,
-    marker: Annotated[str, typer.Option(metavar="TEXT", help="What stands for a meta-token in PROMPT.")] = "_PAUSE_",
+    marker: Annotated[str, typer.Option(metavar="TEXT", help="Text that marks a meta-token in PROMPT.")] = "_PAUSE_",
     layers: Annotated[
         str | None, typer.Option(metavar="N,...", help="Blocks whose attention is shown, from 0; by default all.")
     ] = None,
@@ -264,8 +264,8 @@ def look(
 ) -> None:
     """Look inside a model on one prompt, as a page.
 
-    What each position attends to, and what each layer would say.
-    What the model answers: with the meta-tokens, without them, and among others that stand anywhere.
+    The page shows the attention of each position, and the next token by each layer's state. It shows the model's
+    answer with the meta-tokens, without them, and among others at other places.
     """
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.looking.figure import draw

@@ -129,19 +129,23 @@ def _finished(out: Path, further: str) -> str:
 
 
 def _lora(given: str | None) -> list[str]:
-    """The override of a recipe that `--lora` stands for."""
+    """What `--lora` sets in a recipe, as overrides."""
     if given is not None and not re.fullmatch("rank=[1-9][0-9]{0,3}", given):
         raise UserError(f"--lora {given!r} must be rank=N, such as rank=16.")
     return [] if given is None else [f"training.lora_{given}"]
 
 
 def _landmarks(key: str, given: str | None) -> list[str]:
-    """The override of a recipe that `--landmarks` stands for."""
+    """What `--landmarks` sets in a recipe, as overrides."""
     return [] if given is None else [f"{key}={json.dumps(given)}"]
 
 
 def _placing(device: str | None, dtype: str | None, batch_size: int | None) -> list[str]:
-    """The overrides of a recipe that `--device`, `--dtype` and `--batch-size` stand for."""
+    """What `--device`, `--dtype` and `--batch-size` set in a recipe, as overrides.
+
+    Raises:
+        UserError: if there is no such device, or no such type.
+    """
     from metatokens.model.checkpoint import check_placing
 
     check_placing(device, dtype)

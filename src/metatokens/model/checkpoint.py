@@ -223,7 +223,7 @@ def check_placing(device: str | None, dtype: str | None) -> None:
     """Refuse a device that is not there, or a type of numbers that `load_model` does not take.
 
     Raises:
-        UserError: if one of them is given, and is such.
+        UserError: if one of them is given and cannot be had.
     """
     for given, allowed in ((device, (None, "cpu", "cuda")), (dtype, (None, "float32", "bfloat16"))):
         if given not in allowed:
@@ -277,7 +277,7 @@ def load_model(
 
 
 def _there(folder: Path, name: str) -> Path:
-    """The base of what a folder holds, which names it so (`name_from`); it is fetched where that is a name on the Hub.
+    """The base that a delta or an adapter in `folder` calls `name` (see `name_from`), fetched if it is on the Hub.
 
     Raises:
         UserError: if it is neither where it was on disk nor on the Hub.

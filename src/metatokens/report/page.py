@@ -25,7 +25,7 @@ from metatokens.report.provenance import provenance
 from metatokens.report.tables.claims import MARKS, PLURALS, SIDES, counts, quote, so_far, tally
 from metatokens.report.text import name
 
-SIGNATURE = "metatokens report"  # stands in both files, so that no other file is ever overwritten
+SIGNATURE = "metatokens report"  # in both files; a file without it is never overwritten
 
 
 def write_report(paths: Sequence[Path], out: Path, say: Callable[[str], None] = lambda text: None) -> Path:
@@ -35,7 +35,7 @@ def write_report(paths: Sequence[Path], out: Path, say: Callable[[str], None] = 
         paths: run folders (`results.jsonl` and, where there are, `analysis.jsonl`, `curves.jsonl`, `examples.jsonl`,
             `run.json`, and pages in `looks`) or files of lines of results or of benchmarks.
         out: the folder to write, made where it is missing; a report in it is replaced.
-        say: is told what is being done, which may take minutes.
+        say: called with a sentence before each step of the work; the steps may take minutes.
 
     Returns:
         The path of `index.html`.
