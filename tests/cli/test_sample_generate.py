@@ -193,6 +193,6 @@ def test_a_device_or_type_that_is_not_there_is_refused(
         ("--dtype int4", "unknown 'int4'; choose float32 or bfloat16."),
         ("--device cuda", "there is no GPU that PyTorch can use"),
     ):
-        for verb in (f"generate the --model {model}", f"finetune --task parity --out tuned --model {model}"):
+        for verb in (f"generate the --model {model}", "finetune --task parity --out tuned --model nowhere"):
             status, _, error = metatokens(f"{verb} {option}")
             assert (status, sentence in error) == (2, True), error

@@ -274,13 +274,13 @@ def finetune(
         raise UserError("give either --task or --data.")
     if data is not None and train_lengths:
         say("--train-lengths is ignored: the records of --data are trained on as they are, whatever their length.")
+    own = [f"task.train_lengths={parse_lengths(train_lengths)}"] if train_lengths else []
+    own += ["training.keep_adapter=true"] if keep_adapter else []
+    own += [*_landmarks("task.landmarks", landmarks), *_lora(lora), *_placing(device, dtype, batch_size)]
     if recipe is None:
         recipe = "pretrained_finetune" if weights_size(model) >= LARGE else "demo_finetune"
         if recipe == "pretrained_finetune":
             say(f"recipe: {recipe}, since the weights take {LARGE / 1e6:.0f} MB or more; --recipe names another")
-    own = [f"task.train_lengths={parse_lengths(train_lengths)}"] if train_lengths else []
-    own += ["training.keep_adapter=true"] if keep_adapter else []
-    own += [*_landmarks("task.landmarks", landmarks), *_lora(lora), *_placing(device, dtype, batch_size)]
     settings = load_recipe(FinetuneRecipe, recipe, [*own, *(overrides or ())])
     texts = documents_for(task or "", corpus)
     probe: Probing = unprobed
