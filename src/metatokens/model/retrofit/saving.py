@@ -144,4 +144,4 @@ def _read(folder: Path) -> tuple[MetaSettings, int, int]:
             raise ValueError(f"the meta-token is {meta_token_id}, of {used} entries")
         return settings, meta_token_id, used
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} is missing or damaged: {' '.join(str(error).split())[:200]}.") from error
+        raise UserError(f"{path} is missing or damaged: {' '.join(str(error).split())[:200].rstrip('.')}.") from error
