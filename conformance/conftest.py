@@ -23,19 +23,20 @@ PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 SWEEP_HEAD = "\n## Every type\n"
 PAGE_HEAD = """# Architectures
 
-What `make conformance` measured of each decoder with meta-attention: a tiny model with random weights, in float32 but
-for two columns. A figure is the largest difference, or in how many cases there was one;
+What `make conformance` measured of each decoder with meta-attention: a tiny model with random weights, in float32
+except for two columns. A figure is the largest difference, or in how many cases there was one;
 `tests/retrofit/architectures.py` says how each is measured, and how much is allowed.
 
 - **sites**: blocks whose site was not found, in three precisions, with and without an outlier among the embeddings.
-- **text**: logits of text without meta-tokens, beside the base's.
-- **start**: logits with meta-tokens before any training, beside the base with the meta-token's embedding.
-- **cached**, **padded**: logits read in pieces with a cache, or padded on the left, beside the same at once.
-- **reloaded**: logits of the model from disk, whole and as what was added alone; those of text, beside the base's.
-- **half precision**: the same in bfloat16, beside which what was added is in float32.
-- **checkpointed gradients**: with gradient checkpointing, in both its ways, beside without.
+- **text**: logits of text without meta-tokens, against the base's.
+- **start**: logits with meta-tokens before any training, against the base with the meta-token's embedding.
+- **cached**, **padded**: logits read in pieces with a cache, or padded on the left, against the same at once.
+- **reloaded**: logits of the model from disk, whole and as what was added alone; those of text, against the base's.
+- **half precision**: the same in bfloat16, where what was added is in float32.
+- **checkpointed gradients**: with gradient checkpointing, in both its ways, against without.
 - **scored columns**: loss and gradients where the logits of scored columns alone are computed.
-- **generation**: of five ways to generate, those in which the cache changes a token.
+- **logits in pieces**: logits computed a few at a time, as `perplexity` does, against all at once.
+- **generation**: in how many of five ways to generate the cache changes a token.
 
 """
 SWEEP_TEXT = """

@@ -206,7 +206,7 @@ def test_a_configuration_comes_back_from_its_file_as_the_same_settings() -> None
         if found := difference(settings_of(made), settings_of(again)):
             differing[kind] = found
     found = {kind for kind, found in differing.items() if isinstance(found, str)}
-    assert found == {"moshi"}  # which computes a setting from another one when it is read
+    assert found <= {"moshi"}  # some releases compute a setting of it when they read it
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
