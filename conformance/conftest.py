@@ -40,7 +40,7 @@ except for two columns. A figure is the largest difference, or in how many cases
 
 """
 SWEEP_TEXT = """
-What became of every type of decoder that transformers {version} has, built small from its configuration class alone:
+Every type of decoder in transformers {version} was tried, built small from its configuration class alone. The outcomes:
 {counts}.
 A type with `:multimodal` is the class that takes images or sound too, where there are two. A type is taken if text has
 the logits of the base to the last bit, if the model from disk is the one that was saved (whole, and as what was added

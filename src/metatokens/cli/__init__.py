@@ -47,18 +47,18 @@ class _PlainHelp:
 
     def get_params(self, context: typer.Context) -> list[Any]:
         """The options, `--help` among them."""
-        params: list[Any] = super().get_params(context)  # type: ignore[misc]
+        params: list[Any] = super().get_params(context)  # type: ignore[misc]  # of the class behind it
         for flag in params:
             if getattr(flag, "is_flag", False):
                 flag.metavar = ""
         return params
 
 
-class _Verb(_PlainHelp, TyperCommand):  # type: ignore[misc]
+class _Verb(_PlainHelp, TyperCommand):  # type: ignore[misc]  # two declarations of `params`
     pass
 
 
-class _Verbs(_PlainHelp, TyperGroup):  # type: ignore[misc]
+class _Verbs(_PlainHelp, TyperGroup):  # type: ignore[misc]  # the same
     pass
 
 

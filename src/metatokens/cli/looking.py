@@ -129,7 +129,7 @@ def generate(
         sampling["meta_every"] = meta_every
 
     def continuations(prompts: Sequence[Sequence[int]], streamer: Any = None) -> Iterator[tuple[str, str]]:
-        """What follows each prompt, and all of it with its meta-tokens."""
+        """The continuation of each prompt, and the whole text with its meta-tokens."""
         longest = max(map(len, prompts))
         ids = torch.full((len(prompts), longest), tokenizer.eos_token_id)
         mask = torch.zeros_like(ids)
@@ -227,7 +227,7 @@ def _read_messages(file: Path) -> list[dict[str, str]]:
 
 
 def _chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """What a chat template writes of a chat.
+    """Apply the chat template to a chat.
 
     Raises:
         UserError: if it refuses the messages, such as two of the user's in succession.

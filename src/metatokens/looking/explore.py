@@ -216,7 +216,7 @@ def build(models: Sequence[Path], **placing: str | None) -> Any:
         }  # fmt: skip
         gradio.on([ask.click, text.submit, layer.change, head.change], **asked)
 
-        # What the last example's answer was, and what the models said before, is not about what is typed now.
+        # The last example's answer and the models' earlier answers do not belong to the prompt that is typed now.
         typed: dict[str, Any] = {"outputs": [right, note], "show_progress": "hidden", "trigger_mode": "always_last"}
         text.input(lambda: ("", CHANGED), **typed)
 

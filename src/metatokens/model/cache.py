@@ -59,7 +59,7 @@ class SecondStore(AnyCacheLayer):
         return stored
 
     def _length(self) -> int | None:
-        """Of the first store; None in a layer that keeps a state in its place."""
+        """The length of the first store; None in a layer that has a state in its place."""
         return self.get_seq_length() if hasattr(self, "get_seq_length") else None
 
     def look_for_losses(self) -> None:

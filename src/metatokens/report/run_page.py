@@ -65,7 +65,7 @@ def headline(inputs: Inputs) -> Headline:
 
 
 def _answer(inputs: Inputs, tasks: Iterable[str]) -> str:
-    """What the page's question is answered by: the comparison of the models at the first length of each task."""
+    """The answer to the page's question: the comparison of the models at the first length of each task."""
     said: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for task in tasks:
         for gain in islice(gains(inputs, task), 1):

@@ -66,7 +66,7 @@ class MetaConfig(PreTrainedConfig):
         """As the base's, under this package's model type."""
         given = json.loads(super().to_json_string(*args, **kwargs))
         if (base := Path(given["meta_attention"]["base"])).is_absolute():
-            given["meta_attention"]["base"] = f"../{base.name}"  # who reads it need not learn where it was
+            given["meta_attention"]["base"] = f"../{base.name}"  # a reader of the file does not see where it was
         own = {"model_type": MODEL_TYPE, "base_model_type": type(self).model_type}
         own["architectures"] = [PREFIX + one.removeprefix(PREFIX) for one in given.get("architectures") or ()]
         return json.dumps(given | own | {"auto_map": _AUTO_MAP}, indent=2, sort_keys=True) + "\n"
@@ -201,7 +201,7 @@ class MetaModel(MetaBody, MetaTokenGenerationMixin):
 
 
 class NoClass:
-    """What an Auto class finds for a retrofitted model that it cannot load with meta-attention."""
+    """A refusal, registered where an Auto class cannot load a retrofitted model with meta-attention."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What tells one base from another: the settings of its configuration, and checksums of some of its weights."""
+"""The identity of a base: the settings of its configuration, and checksums of some of its weights."""
 
 import json
 import math
@@ -20,7 +20,7 @@ _ROWS, _VALUES = 64, 64  # at most, of each weight
 
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """What a configuration sets otherwise than its class does by itself, as JSON has it.
+    """The settings of a configuration that differ from its class's defaults, in the form that JSON gives them.
 
     Only fields that the class declares count. Everything else in a `config.json` depends on how the configuration was
     loaded. A setting that a later release of transformers adds counts only where it was changed.
