@@ -17,12 +17,12 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from metatokens import add_meta_attention
+from metatokens.checkpoint import load_model, save_model
 from metatokens.data.prompts import encode_prompt
 from metatokens.data.tokenizer import encode_text, load_tokenizer, meta_token_id, padded_vocab_size
 from metatokens.errors import UserError
-from metatokens.harness.model import MetaTokensLM
+from metatokens.evaluation.lm_eval import MetaTokensLM
 from metatokens.harness.tasks import HARNESS_TASKS, write_harness_tasks
-from metatokens.model.checkpoint import load_model, save_model
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import FinetuneRecipe

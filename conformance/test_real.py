@@ -25,7 +25,7 @@ import metatokens
 from metatokens.data.corpus import read_corpus
 from metatokens.data.landmarks import Landmarks
 from metatokens.errors import UserError
-from metatokens.harness.model import MetaTokensLM
+from metatokens.evaluation.lm_eval import MetaTokensLM
 
 pytestmark = [
     pytest.mark.skipif(not FOLDER.exists(), reason="there is no pretrained model here: make real fetches one"),

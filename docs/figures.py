@@ -16,8 +16,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
+from metatokens.paper.report.derive import learned_from
 from metatokens.records import CurvePoint, Result, read_lines
-from metatokens.report.derive import learned_from
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

@@ -166,8 +166,8 @@ def small_model(small_store: "TokenStore", tmp_path_factory: pytest.TempPathFact
     """A folder with a small untrained model of the given configuration and the store's tokenizer; not to be changed."""
     import torch
 
+    from metatokens.checkpoint import save_model
     from metatokens.data.tokenizer import padded_vocab_size
-    from metatokens.model.checkpoint import save_model
     from metatokens.model.configuration import MetaGPT2Config
     from metatokens.model.modeling import MetaGPT2ForCausalLM
 

@@ -14,7 +14,7 @@ from metatokens.machine import worker_context
 
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # processes of one training say that they end
 PATIENCE = 600  # seconds, for machines with other work
-IMPORTED = "metatokens.experiment.pools"  # which imports nearly all
+IMPORTED = "metatokens.paper.pools"  # which imports nearly all
 
 
 class Forked:

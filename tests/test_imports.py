@@ -15,11 +15,14 @@ PACKAGE = Path(metatokens.__file__).parent
 ORDER = [
     "errors",
     "machine",
+    "model",
     "files",
     "records",
     "recipe",
     "data",
-    "model",
+    "decoder",
+    "retrofit",
+    "checkpoint",
     "tasks",
     "training",
     "evaluation",
@@ -27,8 +30,7 @@ ORDER = [
     "analysis",
     "looking",
     "benchmark",
-    "experiment",
-    "report",
+    "paper",
     "cli",
     "__main__",
 ]
@@ -66,8 +68,8 @@ def test_imports_go_one_way(module: str) -> None:
 
 
 def test_the_check_sees_imports_inside_functions() -> None:
-    tree = ast.parse("def f():\n    from metatokens.cli import main\n    import metatokens.report.page as page")
-    assert sorted(imported(tree)) == ["metatokens.cli", "metatokens.report.page"]
+    tree = ast.parse("def f():\n    from metatokens.cli import main\n    import metatokens.paper.report.page as page")
+    assert sorted(imported(tree)) == ["metatokens.cli", "metatokens.paper.report.page"]
 
 
 def loaded_by(code: str) -> set[str]:
@@ -104,5 +106,5 @@ def test_the_public_names_load_when_asked_for() -> None:
 
 def test_what_a_report_reads_needs_no_model() -> None:
     assert loaded_by("import metatokens.records") & HEAVY == set()
-    assert loaded_by("import metatokens.report.frame") & {"torch", "transformers", "matplotlib"} == set()
-    assert "torch" not in loaded_by("import metatokens.report.page")
+    assert loaded_by("import metatokens.paper.report.frame") & {"torch", "transformers", "matplotlib"} == set()
+    assert "torch" not in loaded_by("import metatokens.paper.report.page")

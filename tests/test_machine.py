@@ -20,7 +20,7 @@ print(sum(faults() for _ in range(8)))
 KEPT = "from metatokens.machine import keep_freed_memory; keep_freed_memory()"
 COMMAND = "from metatokens import cli; cli.app = lambda: None; cli.main()"
 WORKER = """
-from metatokens.experiment.pools import _work
+from metatokens.paper.pools import _work
 from types import SimpleNamespace
 _work(SimpleNamespace(carry_out=lambda stage, progress: None), None, None)
 """

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from metatokens.model.cache import MetaTokenCache
     from metatokens.model.configuration import MetaGPT2Config
     from metatokens.model.modeling import MetaGPT2ForCausalLM, MetaGPT2Model
-    from metatokens.model.retrofit.classes import MetaTokensConfig, freeze_base
-    from metatokens.model.retrofit.saving import load_meta, save_meta
-    from metatokens.model.retrofit.surgery import add_meta_attention
+    from metatokens.retrofit.classes import MetaTokensConfig, freeze_base
+    from metatokens.retrofit.saving import load_meta, save_meta
+    from metatokens.retrofit.surgery import add_meta_attention
 
 _HOMES = {
     "Landmarks": "metatokens.data.landmarks",
@@ -34,15 +34,15 @@ _HOMES = {
     "MetaGPT2Model": "metatokens.model.modeling",
     "MetaTokenCache": "metatokens.model.cache",
     "MetaTokenCollator": "metatokens.data.collating",
-    "MetaTokensConfig": "metatokens.model.retrofit.classes",
-    "add_meta_attention": "metatokens.model.retrofit.surgery",
+    "MetaTokensConfig": "metatokens.retrofit.classes",
+    "add_meta_attention": "metatokens.retrofit.surgery",
     "encode_prompt": "metatokens.data.prompts",
-    "freeze_base": "metatokens.model.retrofit.classes",
+    "freeze_base": "metatokens.retrofit.classes",
     "insert_meta_tokens": "metatokens.data.insertion",
-    "load_meta": "metatokens.model.retrofit.saving",
+    "load_meta": "metatokens.retrofit.saving",
     "look": "metatokens.looking.look",
     "run_with_cache": "metatokens.analysis.activations",
-    "save_meta": "metatokens.model.retrofit.saving",
+    "save_meta": "metatokens.retrofit.saving",
 }
 
 __all__ = [

@@ -14,7 +14,7 @@ from metatokens.benchmark.contestants import DTYPES, HEATS
 from metatokens.benchmark.peers import SHAPES
 from metatokens.cli import benchmarking, looking, making, measuring, options
 from metatokens.data.insertion import Placement
-from metatokens.experiment.presets import PRESETS
+from metatokens.paper.presets import PRESETS
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe, recipe_names
 from metatokens.records import Analysis, Benchmark
 from metatokens.tasks.example import CONDITIONS, Split

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from metatokens.checkpoint import load_model
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.store import TokenStore
 from metatokens.evaluation.perplexity import perplexity
-from metatokens.model.checkpoint import load_model
 from tests.cli.command_lines import PRETRAIN, SMALL, Run
 
 

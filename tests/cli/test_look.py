@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from metatokens.model.checkpoint import EXAMPLE
+from metatokens.checkpoint import EXAMPLE
 from tests.cli.command_lines import Run
 
 PROMPT = '"the cat _PAUSE_ sat _PAUSE_"'

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import BertConfig
 
+from metatokens.checkpoint import write_manifest
 from metatokens.data.sharding import Plan
 from metatokens.data.store import TokenStore
 from metatokens.data.writing import write_token_store
-from metatokens.model.checkpoint import write_manifest
 from metatokens.training.run_folder import open_run
 from tests.cli.command_lines import PRETRAIN, SMALL, Contents, Run
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from metatokens import add_meta_attention, encode_prompt, load_meta, save_meta
+from metatokens.checkpoint import load_model, weights_sha256, weights_size
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.evaluation.perplexity import held_out_text
 from metatokens.files import found_from, name_from
-from metatokens.model.checkpoint import load_model, weights_sha256, weights_size
 from metatokens.training.batches import WithLogitsToKeep
 from tests.cli.command_lines import FINETUNE, Run
 
@@ -195,7 +195,7 @@ def test_a_base_of_the_hub_keeps_its_name(base: Path, metatokens: Run, monkeypat
     cached = base.rename(base.with_name("cached"))
     retrofit = "retrofit --model hf:someone/base --out model --heads 2 --head-size 8 --delta"
     monkeypatch.setattr(
-        "metatokens.model.checkpoint.snapshot_download",
+        "metatokens.checkpoint.snapshot_download",
         lambda name, **_: {"someone/base": str(cached)}[name],
     )
     assert metatokens(retrofit)[0] == 0
@@ -212,9 +212,7 @@ def test_a_base_of_the_hub_keeps_its_name(base: Path, metatokens: Run, monkeypat
 def test_an_adapter_of_a_model_of_the_hub_keeps_its_name(
     base: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "metatokens.model.checkpoint.snapshot_download", lambda name, **_: {"someone/model": "cached"}[name]
-    )
+    monkeypatch.setattr("metatokens.checkpoint.snapshot_download", lambda name, **_: {"someone/model": "cached"}[name])
     assert metatokens(RETROFIT)[0] == 0
     tune = f"{FINETUNE} --task parity --train-lengths 64 --lora rank=2 --keep-adapter"
     assert metatokens(f"{tune} --model model --out first")[0] == 0

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoTokenizer
 
 from metatokens import encode_prompt
+from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
-from metatokens.model.checkpoint import load_model
 from metatokens.tasks.example import read_examples
 from tests.cli.command_lines import Run
 

@@ -92,7 +92,7 @@ def test_pretraining_starts_from_a_model_of_the_hub(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     models = {"someone/small": small_model()}
-    monkeypatch.setattr("metatokens.model.checkpoint.snapshot_download", lambda name, **_: str(models[name]))
+    monkeypatch.setattr("metatokens.checkpoint.snapshot_download", lambda name, **_: str(models[name]))
     line = f"{PRETRAIN} --set data.tokens={small_store.path} --init"
     assert metatokens(f"{line} hf:someone/small --out fetched")[0] == 0
     assert metatokens(f"{line} {models['someone/small']} --out local")[0] == 0

@@ -11,9 +11,9 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments, default_data_collator
 
+from metatokens.checkpoint import load_model
 from metatokens.data.blocks import BlockDataset
 from metatokens.data.store import TokenStore
-from metatokens.model.checkpoint import load_model
 from metatokens.recipe import TrainingSettings
 from metatokens.training.trainer import MetaTokenTrainer
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from metatokens import MetaGPT2ForCausalLM
-from metatokens.model.checkpoint import load_model
+from metatokens.checkpoint import load_model
 from metatokens.training.batches import with_positions
 from tests.model.dense_oracle import DenseOracle
 from tests.model.tiny_models import META, random_rows, tiny_model

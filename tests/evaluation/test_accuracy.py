@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.evaluation.accuracy import TEST_SEED, evaluate, score, shortcut_rates, test_examples
-from metatokens.model.checkpoint import load_model
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.tasks.curriculum import TASKS
 from metatokens.tasks.example import Example

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from metatokens.checkpoint import load_model
 from metatokens.data.insertion import insert_meta_tokens
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.store import TokenStore
+from metatokens.decoder import logits_at
 from metatokens.errors import UserError
 from metatokens.evaluation.perplexity import held_out_text, perplexity, unigram_entropy
-from metatokens.model.checkpoint import load_model
-from metatokens.model.logits import logits_at
 
 BLOCK = {"block_size": 32, "fraction": 0.1}  # 29 text tokens and 3 meta-tokens
 

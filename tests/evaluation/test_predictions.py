@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
 from metatokens.evaluation.accuracy import evaluate
 from metatokens.evaluation.accuracy import test_examples as draw_tests
 from metatokens.evaluation.predictions import FURTHER, predict
-from metatokens.model.checkpoint import load_model
 from tests.evaluation.test_accuracy import some_answered_right
 
 

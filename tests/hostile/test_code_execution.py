@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from metatokens import cli
+from metatokens.checkpoint import MANIFEST, load_model, write_manifest
 from metatokens.data.corpus import read_corpus
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
-from metatokens.model.checkpoint import MANIFEST, load_model, write_manifest
 
 PICKLES = (
     "optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt", "pytorch_model.bin", "training_args.bin",

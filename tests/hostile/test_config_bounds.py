@@ -16,9 +16,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig
 
+from metatokens.checkpoint import MANIFEST, load_model
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
-from metatokens.model.checkpoint import MANIFEST, load_model
 from metatokens.model.configuration import MetaGPT2Config, check_memory, parameters_at_least
 from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM
@@ -101,7 +101,7 @@ LOADER = """
 import resource, sys
 from pathlib import Path
 from metatokens.errors import UserError
-from metatokens.model.checkpoint import load_model
+from metatokens.checkpoint import load_model
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     load_model(Path(sys.argv[1]))

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from metatokens import checkpoint
+from metatokens.checkpoint import MANIFEST, load_model, verify_manifest, write_manifest
 from metatokens.errors import UserError
-from metatokens.experiment.run_log import FILES, LOG, RunLog
-from metatokens.model import checkpoint
-from metatokens.model.checkpoint import MANIFEST, load_model, verify_manifest, write_manifest
+from metatokens.paper.report.page import write_report
+from metatokens.paper.run_log import FILES, LOG, RunLog
 from metatokens.records import Result, append_records, read_lines
-from metatokens.report.page import write_report
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import last_good_checkpoint
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from metatokens.checkpoint import MANIFEST, verify_manifest, write_manifest
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
-from metatokens.experiment.run_log import LOG, FinishedStage, RunLog
-from metatokens.model.checkpoint import MANIFEST, verify_manifest, write_manifest
+from metatokens.paper.report.frame import load
+from metatokens.paper.report.page import write_report
+from metatokens.paper.run_log import LOG, FinishedStage, RunLog
 from metatokens.records import Measurement, Result, read_lines
-from metatokens.report.frame import load
-from metatokens.report.page import write_report
 from metatokens.tasks.example import MARKER, read_examples
 from metatokens.tasks.store import ExampleStore
 from metatokens.training.finetune import training_of

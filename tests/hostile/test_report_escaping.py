@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from metatokens.report.page import write_report
+from metatokens.paper.report.page import write_report
 from metatokens.tasks.example import MARKER
-from tests.report.made_lines import inner, timing
-from tests.report.pages import Page, undrawn
+from tests.paper.report.made_lines import inner, timing
+from tests.paper.report.pages import Page, undrawn
 
 PAYLOADS = {
     "script": "<script>alert(1)</script>",

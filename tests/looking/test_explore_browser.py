@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from metatokens.checkpoint import EXAMPLE, load_model
 from metatokens.data.prompts import encode_prompt
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
 from metatokens.looking.explore import GAP, META, Explorer, build, settings
 from metatokens.looking.look import WITH, look
-from metatokens.model.checkpoint import EXAMPLE, load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 CHROMIUM = next(

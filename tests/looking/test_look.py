@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerFast
 
 import metatokens
 from metatokens import encode_prompt
+from metatokens.checkpoint import load_model
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.errors import UserError
 from metatokens.looking.figure import draw
 from metatokens.looking.look import DECOYS, WITH, WITHOUT, Look, with_decoys
 from metatokens.looking.page import coarse, to_html
-from metatokens.model.checkpoint import load_model
 from tests.analysis.recording_oracle import RecordingOracle
 from tests.retrofit.architectures import META, error, retrofitted, with_meta_tokens
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from metatokens.checkpoint import load_model
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.looking.look import Look, look
 from metatokens.looking.page import to_html
-from metatokens.model.checkpoint import load_model
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = next(

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTNeoConfig, GPTNeoForCausalLM, PreTrainedTokenizerFast
 
 from metatokens.analysis.observation import observe
+from metatokens.checkpoint import fetch_model, load_model, save_model
 from metatokens.errors import UserError
 from metatokens.model import gpt_neo
-from metatokens.model.checkpoint import fetch_model, load_model, save_model
 from metatokens.model.interventions import zero_positions
 from tests.model.tiny_models import META, QUICK, pad, random_rows, randomize, tiny_config
 
@@ -261,7 +261,7 @@ def test_a_folder_that_is_damaged_is_refused(tmp_path: Path, changes: dict[str, 
 
 
 def test_a_model_of_the_hub_is_fetched_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("metatokens.model.checkpoint.snapshot_download", lambda name, **_: str(tmp_path / name))
+    monkeypatch.setattr("metatokens.checkpoint.snapshot_download", lambda name, **_: str(tmp_path / name))
     assert fetch_model(Path("hf:EleutherAI/gpt-neo-125m")) == tmp_path / "EleutherAI" / "gpt-neo-125m"
     assert fetch_model(Path("EleutherAI/gpt-neo-125m")) == Path("EleutherAI/gpt-neo-125m")
 

@@ -25,8 +25,7 @@ from transformers import (
 )
 
 from metatokens import MetaGPT2ForCausalLM
-from metatokens.errors import UserError
-from metatokens.model.checkpoint import (
+from metatokens.checkpoint import (
     MANIFEST,
     fetch_model,
     load_base,
@@ -36,6 +35,7 @@ from metatokens.model.checkpoint import (
     weights_sha256,
     write_manifest,
 )
+from metatokens.errors import UserError
 from tests.model.tiny_models import FAMILY, random_rows, shared_model, tiny_config, tiny_model
 
 IDS = torch.tensor(random_rows((10, 10)))
@@ -167,7 +167,7 @@ def test_shards_are_fetched(monkeypatch: pytest.MonkeyPatch, sharded: Path) -> N
     for name in ("chat_template.jinja", "tokenizer.model", "pytorch_model.bin"):
         (sharded / name).write_bytes(b"")
 
-    monkeypatch.setattr("metatokens.model.checkpoint.snapshot_download", fetched)
+    monkeypatch.setattr("metatokens.checkpoint.snapshot_download", fetched)
     assert fetch_model(Path("hf:someone/large")) == sharded
 
 

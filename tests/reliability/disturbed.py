@@ -37,9 +37,9 @@ import metatokens.training.extend
 import metatokens.training.finetune  # noqa: F401
 from metatokens import records
 from metatokens.cli import main
-from metatokens.experiment import pools, presets
+from metatokens.paper import pools, presets
 from metatokens.training.trainer import RunCallback
-from tests.experiment import tiny_preset
+from tests.paper import tiny_preset
 
 DAY = 86_400  # seconds
 

@@ -69,7 +69,7 @@ def test_killed_at_random_moments(
     [
         ("pretrain", "transformers.modeling_utils:safe_save_file", 1),
         ("pretrain", "metatokens.training.trainer:write_manifest", 2),
-        ("finetune", "metatokens.model.checkpoint:write_manifest", 1),
+        ("finetune", "metatokens.checkpoint:write_manifest", 1),
         *(
             pytest.param(verb, *moment, marks=pytest.mark.thorough)
             for verb in ("pretrain", "finetune")
@@ -79,7 +79,7 @@ def test_killed_at_random_moments(
                 ("metatokens.training.trainer:save_model", 1),
             )
         ),
-        pytest.param("pretrain", "metatokens.model.checkpoint:write_manifest", 1, marks=pytest.mark.thorough),
+        pytest.param("pretrain", "metatokens.checkpoint:write_manifest", 1, marks=pytest.mark.thorough),
         pytest.param("finetune", "transformers.modeling_utils:safe_save_file", 1, marks=pytest.mark.thorough),
         pytest.param("finetune", "metatokens.training.trainer:write_manifest", 2, marks=pytest.mark.thorough),
     ],
@@ -101,5 +101,5 @@ def test_killed_while_a_checkpoint_is_written(
     if call > 1 or "save_model" in inside:
         return
     # The checkpoint that was being written is never taken for a good one, and a message says so.
-    is_of_checkpoint = inside != "metatokens.model.checkpoint:write_manifest"
+    is_of_checkpoint = inside != "metatokens.checkpoint:write_manifest"
     assert ("It is dropped, and an earlier one is used." in fate["said"]) == is_of_checkpoint

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from metatokens import add_meta_attention, load_meta, save_meta
+from metatokens.decoder import logits_at
 from metatokens.errors import UserError
-from metatokens.model.logits import logits_at
-from metatokens.model.retrofit.layers import MetaModule
+from metatokens.retrofit.layers import MetaModule
 from metatokens.training.batches import WithLogitsToKeep
 from tests.checkpointing import checkpoint_activations, keep_activations
 from tests.retrofit.small import auto_class, small

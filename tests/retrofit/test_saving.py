@@ -29,9 +29,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from metatokens import add_meta_attention, encode_prompt, freeze_base, load_meta, save_meta
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.errors import UserError
-from metatokens.model.retrofit.classes import UNSAVED
-from metatokens.model.retrofit.identity import difference, settings_of
-from metatokens.model.retrofit.saving import base_of
+from metatokens.retrofit.classes import UNSAVED
+from metatokens.retrofit.identity import difference, settings_of
+from metatokens.retrofit.saving import base_of
 from metatokens.tasks.curriculum import Phase, TaskData
 from metatokens.tasks.encoding import SegmentEncoder
 from tests.retrofit.architectures import (

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from metatokens.checkpoint import load_model, verify_manifest
 from metatokens.data.store import TokenStore
-from metatokens.model.checkpoint import load_model, verify_manifest
 from tests.forked import PATIENCE, QUIET, Run, Start, command
 from tests.training import distributed_gradients
 

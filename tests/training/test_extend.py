@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from metatokens.checkpoint import load_model
 from metatokens.data.blocks import BlockDataset
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.evaluation.perplexity import held_out_text, perplexity
-from metatokens.model.checkpoint import load_model
 from metatokens.recipe import PretrainRecipe
 from metatokens.training.extend import extend
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
-from metatokens.model.checkpoint import load_model
 from metatokens.recipe import FinetuneRecipe, TrainingSettings
 from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.example import Example, read_examples

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoConfig, GPTNeoForCausalLM
 
+from metatokens.checkpoint import load_model, verify_manifest
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.evaluation.accuracy import evaluate
 from metatokens.evaluation.accuracy import test_examples as draw_tests
 from metatokens.evaluation.perplexity import perplexity
-from metatokens.model.checkpoint import load_model, verify_manifest
 from metatokens.recipe import PretrainRecipe
 from metatokens.training.finetune import check_meta_token
 from metatokens.training.pretrain import pretrain

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
-from metatokens.model.checkpoint import load_model
 from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.recipe import FinetuneRecipe
 from metatokens.tasks.curriculum import TaskData

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from metatokens.model.checkpoint import load_model
+from metatokens.checkpoint import load_model
 from metatokens.recipe import FinetuneRecipe
 from metatokens.training.finetune import finetune
 from metatokens.training.muon import MuonWithAdamW, block_matrices

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from metatokens.checkpoint import load_model
 from metatokens.data.blocks import BlockDataset
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
-from metatokens.model.checkpoint import load_model
 from metatokens.recipe import PretrainRecipe
 from metatokens.training.pretrain import pretrain
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from metatokens.checkpoint import load_model
 from metatokens.errors import UserError
-from metatokens.model.checkpoint import load_model
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, TrainingSettings
 from metatokens.training.finetune import finetune
 from metatokens.training.positions import drawn_positions, jumped_positions, sample_positions

@@ -17,9 +17,9 @@ from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
+from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
 from metatokens.model.attention import CausalAttention, MetaAttention
-from metatokens.model.retrofit.classes import decoder_of
 from metatokens.tasks.example import Example
 
 _FUNCTION = "metatokens_observed"  # the attention function's name while a model is observed

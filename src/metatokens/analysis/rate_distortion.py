@@ -29,10 +29,10 @@ from transformers import PreTrainedModel
 
 from metatokens.analysis.observation import Prompt
 from metatokens.analysis.samples import About, summary
+from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
 from metatokens.evaluation.perplexity import unigram_entropy
 from metatokens.model.interventions import Intervention, intervene
-from metatokens.model.retrofit.classes import decoder_of
 from metatokens.records import Measurement, Part
 from metatokens.tasks.example import Example
 

@@ -102,9 +102,9 @@ def generate(
     import torch
     from transformers import TextStreamer
 
+    from metatokens.checkpoint import load_model
     from metatokens.data.prompts import encode_chat, encode_prompt
     from metatokens.data.tokenizer import load_tokenizer
-    from metatokens.model.checkpoint import load_model
     from metatokens.model.positions import reaches
     from metatokens.tasks.example import read_examples
     from metatokens.training.finetune import check_meta_token
@@ -267,11 +267,11 @@ def look(
     The page shows the attention of each position, and the next token by each layer's state. It shows the model's
     answer with the meta-tokens, without them, and among others at other places.
     """
+    from metatokens.checkpoint import fetch_model, load_model
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.looking.figure import draw
     from metatokens.looking.look import look as look_inside
     from metatokens.looking.page import SIGNATURE, to_html
-    from metatokens.model.checkpoint import fetch_model, load_model
 
     chosen = None if layers is None else parse_lengths(layers, least=0, name="layers")
     looks = []

@@ -74,9 +74,9 @@ def reproduce(
     Tokenize, pretrain, finetune, evaluate, analyze and report, for several models.
     The same command goes on where it was cut off.
     """
-    from metatokens.experiment.pools import job_settings
-    from metatokens.experiment.run import reproduce, unfinished
-    from metatokens.report.page import write_report
+    from metatokens.paper.pools import job_settings
+    from metatokens.paper.report.page import write_report
+    from metatokens.paper.run import reproduce, unfinished
 
     if dry_run:
         stages = unfinished(preset, out, table=only)
@@ -146,7 +146,7 @@ def _placing(device: str | None, dtype: str | None, batch_size: int | None) -> l
     Raises:
         UserError: if there is no such device, or no such type.
     """
-    from metatokens.model.checkpoint import check_placing
+    from metatokens.checkpoint import check_placing
 
     check_placing(device, dtype)
     overrides = [] if device is None else [f"training.use_cpu={device == 'cpu'}"]
@@ -262,9 +262,9 @@ def finetune(
     On a task there is a phase for each train length, which leaves a model.
     The same command goes on where it was cut off.
     """
+    from metatokens.checkpoint import load_model, weights_size
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.accuracy import evaluate, held_out_probe
-    from metatokens.model.checkpoint import load_model, weights_size
     from metatokens.recipe import FinetuneRecipe, load_recipe
     from metatokens.tasks.curriculum import documents_for
     from metatokens.tasks.example import Example, read_examples
@@ -335,9 +335,9 @@ def retrofit(
 
     Most decoders of transformers; until the base is trained, its logits of text stay the same.
     """
+    from metatokens.checkpoint import check_placing, fetch_model, gguf_file, load_base, save_model
     from metatokens.data.tokenizer import load_plain_tokenizer
-    from metatokens.model.checkpoint import check_placing, fetch_model, gguf_file, load_base, save_model
-    from metatokens.model.retrofit.surgery import add_meta_attention
+    from metatokens.retrofit.surgery import add_meta_attention
 
     check_placing(None, dtype)
     if out.exists() and any(out.iterdir()):
@@ -367,8 +367,8 @@ def plot(
     out: Annotated[Path, typer.Option(metavar="FILE", help="PNG file to draw into.")] = Path("curves.png"),
 ) -> None:
     """Draw the learning curves of runs, finished or not."""
-    from metatokens.report.figures.curves import draw_curves, read_curves
-    from metatokens.report.figures.style import png
+    from metatokens.looking.curves import draw_curves, read_curves
+    from metatokens.looking.style import png
 
     write_own(out, png(draw_curves(read_curves(runs))), PNG)
     say(f"picture: {out}")
@@ -381,6 +381,6 @@ def report(
     out: Out,
 ) -> None:
     """Write a page of tables and figures from result files."""
-    from metatokens.report.page import write_report
+    from metatokens.paper.report.page import write_report
 
     say(f"report: {write_report(results, out, say)}")

@@ -70,10 +70,10 @@ def evaluate(
 
     Exact match and token accuracy, by prompt length of a task or on your own records.
     """
+    from metatokens.checkpoint import load_model
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.accuracy import evaluate, test_examples
     from metatokens.evaluation.predictions import predict
-    from metatokens.model.checkpoint import load_model
     from metatokens.model.interventions import Intervention, intervene
     from metatokens.model.positions import check_length
     from metatokens.tasks.curriculum import documents_for
@@ -213,9 +213,9 @@ def analyze(
     from metatokens.analysis.rate_distortion import rate_distortion
     from metatokens.analysis.residual import residual
     from metatokens.analysis.sharpness import sharpness
+    from metatokens.checkpoint import load_model
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.accuracy import test_examples
-    from metatokens.model.checkpoint import load_model
     from metatokens.model.interventions import Intervention
     from metatokens.tasks.curriculum import documents_for
     from metatokens.training.finetune import check_meta_token, training_of
@@ -272,10 +272,10 @@ def perplexity(
 
     Its perplexity counts the text's tokens alone, not the meta-tokens among them.
     """
+    from metatokens.checkpoint import load_model
     from metatokens.data.landmarks import Landmarks
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.perplexity import held_out_text, perplexity
-    from metatokens.model.checkpoint import load_model
     from metatokens.training.finetune import training_of
 
     check_results_file(out)

@@ -13,7 +13,7 @@ def fetched(context: typer.Context, model: Path | None) -> Path | None:
     """The folder of a model, which is fetched from the Hub where its name says so."""
     if model is None or context.resilient_parsing:  # the shell completes a line that has a model
         return model
-    from metatokens.model.checkpoint import fetch_model
+    from metatokens.checkpoint import fetch_model
 
     return fetch_model(model)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from metatokens.checkpoint import LanguageModel
 from metatokens.evaluation.intervals import wilson_interval
-from metatokens.model.checkpoint import LanguageModel
 from metatokens.model.positions import check_length, reaches
 from metatokens.recipe import TrainingSettings
 from metatokens.records import Metric, Result

@@ -14,14 +14,14 @@ from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from metatokens.checkpoint import LanguageModel
 from metatokens.data.corpus import read_corpus
 from metatokens.data.insertion import IGNORED_LABEL, Placement, insert_meta_tokens, labels_of, meta_token_count
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import encode_documents
+from metatokens.decoder import logits_at
 from metatokens.errors import UserError
-from metatokens.model.checkpoint import LanguageModel
-from metatokens.model.logits import logits_at
 from metatokens.model.positions import check_length
 from metatokens.records import Result
 

@@ -6,7 +6,7 @@ from itertools import groupby
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from metatokens.model.checkpoint import LanguageModel
+from metatokens.checkpoint import LanguageModel
 from metatokens.model.positions import reaches
 from metatokens.records import Record
 from metatokens.tasks.example import Example

@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 
 from metatokens.data.tokenizer import load_tokenizer
-from metatokens.model.checkpoint import load_model, save_model, write_manifest
+from metatokens.checkpoint import load_model, save_model, write_manifest
 from metatokens.model.configuration import REMOTE_CODE_FILE
 
 source, target = map(Path, sys.argv[1:])

@@ -8,6 +8,6 @@ except ModuleNotFoundError:
     print("metatokens: the harness needs lm-evaluation-harness: pip install 'metatokens[lm-eval]'.", file=sys.stderr)
     sys.exit(2)
 
-import metatokens.harness.model  # noqa: F401  (which registers it)
+import metatokens.evaluation.lm_eval  # noqa: F401  (which registers it)
 
 cli_evaluate()

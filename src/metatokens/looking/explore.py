@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metatokens.analysis.observation import Observation, observe
+from metatokens.checkpoint import fetch_model, load_model
 from metatokens.data.prompts import encode_prompt
 from metatokens.data.tokenizer import beginning_of, load_tokenizer, meta_token_id
 from metatokens.errors import UserError
 from metatokens.looking.look import likeliest, prompt_ids
 from metatokens.looking.page import SCALE, readable
-from metatokens.model.checkpoint import fetch_model, load_model
 from metatokens.records import MARKER
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import TaskData, documents_for

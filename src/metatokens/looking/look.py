@@ -17,10 +17,10 @@ from metatokens.analysis.observation import Observation, observe
 from metatokens.analysis.sharpness import entropy
 from metatokens.data.prompts import encode_prompt
 from metatokens.data.tokenizer import meta_token_id
+from metatokens.decoder import decoder_of, position_embedding_of
 from metatokens.errors import UserError
 from metatokens.model.interventions import Intervention, intervene
 from metatokens.model.positions import learned_positions
-from metatokens.model.retrofit.classes import decoder_of, position_embedding_of
 
 MAX_TOKENS = 4096  # of a prompt: attention weights take memory by the square of its length
 ANSWERS = 5  # the likeliest tokens that are told

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from metatokens.model.checkpoint import LanguageModel
+from metatokens.checkpoint import LanguageModel
+from metatokens.decoder import logits_at
 from metatokens.model.configuration import never_generated
-from metatokens.model.logits import logits_at
 from metatokens.tasks.store import Encoded
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from metatokens.checkpoint import load_model, weights_sha256
 from metatokens.errors import UserError
-from metatokens.model.checkpoint import load_model, weights_sha256
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import PretrainRecipe
 from metatokens.training.pretrain import model_settings, open_text, train_on_blocks

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, set_seed
 
+from metatokens.checkpoint import MANIFEST, LanguageModel, load_model, weights_sha256
 from metatokens.data.blocks import shuffled
 from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id, text_vocab_size
 from metatokens.errors import UserError
 from metatokens.files import sha256_of
-from metatokens.model.checkpoint import MANIFEST, LanguageModel, load_model, weights_sha256
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, TrainingSettings

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from metatokens.checkpoint import LanguageModel
 from metatokens.errors import UserError
-from metatokens.model.checkpoint import LanguageModel
 from metatokens.model.gpt_neo import GPTNeoForCausalLM
 
 POSITIVE_WEIGHT = 3.0  # of tokens inside, which are fewer

@@ -3,7 +3,7 @@
 from typing import Any
 
 from metatokens.errors import UserError
-from metatokens.model.retrofit.classes import MetaModel
+from metatokens.retrofit.classes import MetaModel
 
 
 def check_rank(model: Any, rank: int) -> None:

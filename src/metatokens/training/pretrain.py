@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import GPTNeoConfig, PreTrainedTokenizerBase, default_data_collator, set_seed
 
+from metatokens.checkpoint import LanguageModel, load_model, weights_sha256
 from metatokens.data.blocks import BlockDataset
 from metatokens.data.store import TokenStore
 from metatokens.data.streaming import StreamedBlocks, TextStream
@@ -14,7 +15,6 @@ from metatokens.data.tokenizer import meta_token_id, padded_vocab_size, text_voc
 from metatokens.errors import UserError
 from metatokens.files import sha256_of
 from metatokens.machine import process_count
-from metatokens.model.checkpoint import LanguageModel, load_model, weights_sha256
 from metatokens.model.configuration import MetaGPT2Config, check_memory
 from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM

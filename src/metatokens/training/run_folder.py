@@ -8,10 +8,10 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from metatokens.checkpoint import MANIFEST
 from metatokens.errors import UserError
 from metatokens.files import LOCK, PARTIAL, exclusive, write_whole
 from metatokens.machine import is_first_process, process_count
-from metatokens.model.checkpoint import MANIFEST
 
 SETTINGS = "settings.json"
 PATIENCE = 300  # seconds; where the first process fails, torchrun ends the others sooner

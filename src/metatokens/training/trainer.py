@@ -28,15 +28,15 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
+from metatokens.checkpoint import load_model, name_base, save_model, verify_manifest, write_manifest
 from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.errors import UserError
 from metatokens.files import library_writes
 from metatokens.machine import is_first_process, process_count
-from metatokens.model.checkpoint import load_model, name_base, save_model, verify_manifest, write_manifest
 from metatokens.model.modeling import MetaGPT2ForCausalLM
-from metatokens.model.retrofit.classes import MetaModel, freeze_base, own_parameters
-from metatokens.model.retrofit.saving import DELTA_WEIGHTS, save_meta
 from metatokens.recipe import TrainingSettings
+from metatokens.retrofit.classes import MetaModel, freeze_base, own_parameters
+from metatokens.retrofit.saving import DELTA_WEIGHTS, save_meta
 from metatokens.training.batches import WithLogitsToKeep, WithPositions
 from metatokens.training.inside import inside_loss
 from metatokens.training.lora import check_rank, with_lora

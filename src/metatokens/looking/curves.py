@@ -1,0 +1,121 @@
+"""The curves of runs, side by side in one picture: of finished runs, and of those that are still going."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from metatokens.errors import UserError
+from metatokens.looking.style import (
+    FURTHER,
+    PAGE,
+    STYLES,
+    Panel,
+    Style,
+    by_step,
+    in_percent,
+    line,
+    small_multiples,
+)
+
+_CURVE, _STATE = "curve.jsonl", "trainer_state.json"
+
+
+class Point(BaseModel):
+    """What a run's curve says of one step; one line of it says some of these."""
+
+    step: int
+    loss: float | None = None
+    eval_loss: float | None = None
+    exact_match: float | None = None
+    eval_exact_match: float | None = None
+
+
+Curves = Mapping[str, Sequence[Point]]
+
+
+def read_curves(runs: Sequence[Path]) -> Curves:
+    """The curves of runs, by the names of their folders; of a fine-tuning run, one a phase.
+
+    A run that is not finished has its curve in its newest checkpoint.
+
+    Raises:
+        UserError: if a folder holds no run, or a curve cannot be read.
+    """
+    curves: dict[str, Sequence[Point]] = {}
+    for run in runs:
+        found = {str(folder): file for folder in (run, *_phases(run)) if (file := _curve_file(folder)) is not None}
+        if not found:
+            raise UserError(
+                f"there is no curve in {run}; give the folder of a run of pretrain, extend or finetune that has saved "
+                "a checkpoint at least."
+            )
+        curves |= {name: _read(file) for name, file in found.items()}
+    return curves
+
+
+def draw_curves(curves: Curves) -> Figure:
+    """Loss, held-out loss (with markers) and, where a curve has it, exact match by training step."""
+    styles = dict(zip(curves, cycle([*reversed(STYLES.values()), *FURTHER])))
+    panels: dict[str, Panel] = {"Loss": partial(_draw_losses, curves, styles)}
+    if any(_values(points, "exact_match", "eval_exact_match") for points in curves.values()):
+        panels["Exact match"] = partial(_draw_exact_match, curves, styles)
+    return small_multiples(panels, [label for name in curves for label in (name, f"{name}, held out")], PAGE)
+
+
+def _phases(run: Path) -> list[Path]:
+    if not run.is_dir():
+        return []
+    folders = [path for path in run.iterdir() if path.is_dir() and path.name != "checkpoints"]
+    return sorted(folders, key=lambda path: (len(path.name), path.name))  # 64 before 128
+
+
+def _curve_file(folder: Path) -> Path | None:
+    if (folder / _CURVE).is_file():
+        return folder / _CURVE
+    steps = {file: file.parent.name.removeprefix("checkpoint-") for file in folder.glob(f"checkpoints/*/{_STATE}")}
+    return max((file for file in steps if steps[file].isdecimal()), key=lambda file: int(steps[file]), default=None)
+
+
+def _read(file: Path) -> list[Point]:
+    try:
+        text = file.read_text(encoding="utf-8")
+        entries = json.loads(text)["log_history"] if file.name == _STATE else map(json.loads, text.splitlines())
+        return TypeAdapter(list[Point]).validate_python(list(entries))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, ValidationError) as error:
+        raise UserError(f"{file} is not the curve of a run.") from error
+
+
+def _values(points: Sequence[Point], *names: str) -> dict[int, float]:
+    """A figure by step, under whichever of its names."""
+    found = ((point.step, getattr(point, name)) for point in points for name in names)
+    return dict(sorted((step, value) for step, value in found if value is not None))
+
+
+def _draw_losses(curves: Curves, styles: Mapping[str, Style], axes: Axes) -> None:
+    for name, points in curves.items():
+        trained, held_out = _values(points, "loss"), _values(points, "eval_loss")
+        alpha = 0.55 if held_out else 1.0
+        axes.plot(list(trained), list(trained.values()), color=styles[name].colour, lw=1.6, alpha=alpha, label=name)
+        if held_out:
+            marked = _marked(styles[name], held_out)
+            axes.plot(list(held_out), list(held_out.values()), label=f"{name}, held out", **marked)
+    by_step(axes, "loss, nats a token")
+
+
+def _draw_exact_match(curves: Curves, styles: Mapping[str, Style], axes: Axes) -> None:
+    for name, points in curves.items():
+        if exact := _values(points, "exact_match", "eval_exact_match"):
+            axes.plot(list(exact), in_percent(exact.values()), **_marked(styles[name], exact))
+    by_step(axes, "exactly right, %")
+    axes.set(ylim=(-4, 104), yticks=range(0, 101, 25))
+
+
+def _marked(style: Style, values: Mapping[int, float]) -> dict[str, Any]:
+    return line(style, markevery=max(1, len(values) // 12), markersize=0.75 * style.size)

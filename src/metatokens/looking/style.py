@@ -1,0 +1,182 @@
+"""The report's figures: small multiples in which a model looks the same everywhere.
+
+Everything is drawn with matplotlib's object-oriented interface. An inch is 96 pixels of a page, drawn at twice the
+density, so that letters keep their size on a phone: there the panels stand in one column.
+"""
+
+import io
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
+from textwrap import fill
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.markers import MarkerStyle
+from matplotlib.ticker import MaxNLocator
+from PIL import Image
+
+SEPARATOR = " · "  # between a model's name and what sets its variant apart
+PHONE, PAGE = 3.5, 8.6  # inches
+_PANEL_HEIGHT, _LEGEND_HEIGHT = 2.5, 0.5
+INK, GREY, RULE, SHADE = "#22211f", "#66635e", "#e2e0db", "#f4f2ed"
+SIZE = 9.0  # points
+_LETTERS = 120.0  # of a point's size, in an inch
+
+Panel = Callable[[Axes], None]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a model's line looks. The colours are told apart by the colour-blind; dashes and markers differ as well."""
+
+    colour: str
+    dashes: tuple[float, ...]
+    marker: str
+    size: float
+    fill: str = "full"
+
+
+STYLES = {
+    "gpt2": Style("#4d4d4d", (1, 1.2), "s", 5.5),
+    "pause": Style("#00875f", (5, 1.5, 1, 1.5), "^", 6.5),
+    "twin": Style("#0072b2", (4, 1.8), "D", 5.2),
+    "meta": Style("#d55e00", (), "o", 6.0),
+}
+FURTHER = (
+    Style("#a3478a", (7, 2), "v", 6.5),
+    Style("#a07000", (2, 1), "P", 6.5),
+    Style("#2f97d0", (6, 1, 1, 1, 1, 1), "X", 6.5),
+)
+_FILLS = ("full", "none", "left", "bottom")  # the variants of one model, such as its position embeddings
+
+
+def model_of(label: str) -> str:
+    """The model that a label starts with."""
+    return label.split(SEPARATOR)[0]
+
+
+def palette(labels: Iterable[str]) -> dict[str, Style]:
+    """A style for each label; the four models of the project always look the same."""
+    further = cycle(FURTHER)
+    of_model = dict(STYLES)
+    variants: dict[str, int] = {}
+    styles = {}
+    for label in dict.fromkeys(labels):
+        model = model_of(label)
+        if model not in of_model:
+            of_model[model] = next(further)
+        variant = variants[model] = variants.get(model, -1) + 1
+        styles[label] = replace(of_model[model], fill=_FILLS[variant % len(_FILLS)])
+    return styles
+
+
+def swatch(style: Style) -> dict[str, str]:
+    """A style as the attributes of an SVG line and of the polygon of its marker, around the origin, y downwards."""
+    marker = MarkerStyle(style.marker)
+    outline = np.asarray(marker.get_path().transformed(marker.get_transform()).to_polygons()[0])
+    return {
+        "colour": style.colour,
+        "dashes": " ".join(f"{1.8 * length:g}" for length in style.dashes),
+        "points": " ".join(f"{style.size * x:.2f},{-style.size * y:.2f}" for x, y in outline),
+        "fill": style.colour if style.fill == "full" else "#fff",
+    }
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG file of 96 colours, a quarter of the size of all; the same figure gives the same bytes."""
+    drawn, packed = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=192)
+    Image.open(drawn).convert("RGB").quantize(96, dither=Image.Dither.NONE).save(packed, format="png", optimize=True)
+    return packed.getvalue()
+
+
+def small_multiples(panels: Mapping[str, Panel], order: Iterable[str], width: float, across: int = 2) -> Figure:
+    """A figure of panels, by title, with one legend in that order for all; on a phone they stand in one column."""
+    if not panels:
+        return Figure()
+    across = min(across, len(panels)) if width > PHONE else 1
+    down = math.ceil(len(panels) / across)
+    figure = Figure((width, down * _PANEL_HEIGHT + _LEGEND_HEIGHT), layout="constrained", facecolor="white")
+    grid = figure.subplots(down, across, squeeze=False)
+    drawn: dict[str, Any] = {}
+    shown = grid.flat[: len(panels)]
+    for axes, (title, draw) in zip(shown, panels.items(), strict=True):
+        size = SIZE + (1.5 if across < 3 else 0)
+        title = fill(_on_a_line(title), int((width / across - 0.3) * _LETTERS / size))
+        axes.set_title(title, loc="left", parse_math=False, fontsize=size, fontweight="bold", color=INK)
+        axes.grid(axis="y", color=RULE, linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color(GREY)
+        draw(axes)
+        axes.tick_params(which="both", length=0, labelsize=SIZE, labelcolor=INK)
+        handles, labels = axes.get_legend_handles_labels()
+        drawn |= dict(zip(labels, handles, strict=True))
+    below, beside = ([getattr(axes, f"get_{axis}label")() for axes in shown] for axis in "xy")
+    for place, axes in enumerate(shown):  # what an axis is of is said once, below a column and left of a row
+        is_said = place + across < len(panels) and below[place] == below[place + across]
+        axes.set_xlabel("" if is_said else below[place], fontsize=SIZE, color=INK)
+        is_said = place % across > 0 and beside[place] == beside[place - 1]
+        axes.set_ylabel("" if is_said else beside[place], fontsize=SIZE, color=INK)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    labels = sorted(drawn, key=lambda label: [*order, label].index(label))
+    names = list(map(_on_a_line, labels))
+    ncols = _legend_columns(names, width)
+    figure.set_figheight(down * _PANEL_HEIGHT + max(_LEGEND_HEIGHT, 0.2 * math.ceil(len(labels) / ncols) + 0.1))
+    legend = figure.legend(
+        [drawn[label] for label in labels], names, loc="outside upper left", frameon=False,
+        fontsize=SIZE, ncols=ncols, handlelength=3.2, labelcolor=INK, columnspacing=1.6,
+    )  # fmt: skip
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    return figure
+
+
+def _legend_columns(names: Sequence[str], width: float) -> int:
+    """How many columns of a legend have room in a width, in inches; they are filled one after the other."""
+    for ncols in range(6, 1, -1):
+        longest = [max(map(len, column), default=0) for column in np.array_split(names, ncols)]
+        if sum(0.68 + length * SIZE / _LETTERS for length in longest) <= width:
+            return ncols
+    return 1
+
+
+def _on_a_line(text: str) -> str:
+    """A name as a picture has room for it; without what a font cannot show."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())[:60]
+
+
+def in_percent(proportions: Iterable[float | None]) -> list[float]:
+    """Proportions in percent; one that is missing leaves a gap in the line."""
+    return [math.nan if value is None else 100 * value for value in proportions]
+
+
+def by_step(axes: Axes, what: str) -> None:
+    """Training steps to the right, and what is shown of each."""
+    axes.set(xlabel="training step", ylabel=what)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.margins(x=0.02)
+
+
+def line(style: Style, **changes: Any) -> dict[str, Any]:
+    """A style as matplotlib's line properties, with some changes."""
+    return {
+        "color": style.colour,
+        "linestyle": (0, style.dashes) if style.dashes else "solid",
+        "linewidth": 1.6,
+        "marker": style.marker,
+        "markersize": style.size,
+        "fillstyle": style.fill,
+        "markerfacecoloralt": "white",
+    } | changes
+
+
+def band(axes: Axes, x: Any, low: Any, high: Any, style: Style, **place: Any) -> None:
+    """Intervals, behind the line of a style."""
+    axes.fill_between(x, low, high, color=style.colour, alpha=0.13, linewidth=0, **place)

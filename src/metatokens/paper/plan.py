@@ -1,0 +1,327 @@
+"""Which runs answer which table: the stages that a preset expands to, each after the ones that it needs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from metatokens.data.insertion import meta_token_count
+from metatokens.errors import UserError
+from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.cost import flops, forward_products
+from metatokens.paper.models import (
+    Ablation,
+    Analysis,
+    FurtherTest,
+    Preset,
+    TrainedModel,
+    counts_of,
+    drawn_counts,
+    extend_recipe,
+    finetune_recipe,
+    lengths_tested,
+    pretrain_recipe,
+)
+from metatokens.recipe import FinetuneRecipe, PretrainRecipe, StageSettings
+
+# The paper's tables by task; a variant's `tables` stand in their place. `reproduce --only` takes these names.
+_TASK_TABLES = {"list_recall": "table7", "segment_counting": "table8", "parity": "table9", "copying": "table10"}
+
+PRETRAINED = {"pretrain": "pretrained", "extend": "extended"}  # the folder that the kind of stage writes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One unit of work, after the stages named in `after`: a method of `Runner`, given the subject and the options."""
+
+    name: str
+    kind: str  # what the name begins with
+    method: str
+    subject: dict[str, Any] = field(default_factory=dict)  # whom it is about: `model`, `task`, `condition`
+    options: dict[str, Any] = field(default_factory=dict)  # what its results depend on, beside the stages before
+    after: tuple[str, ...] = ()
+    product: str | None = None  # the last file that it writes of what later stages need, in the run's folder
+    tables: tuple[str, ...] = ()  # that its results stand in
+    priority: float = 0  # lower ones first
+    cost: float = 1.0  # seconds, estimated: on one core, or, of models trained in bfloat16, on one GPU
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options, recipes without defaults: so a setting that a later version adds leaves finished stages be."""
+        return {
+            name: one.model_dump(mode="json", exclude_defaults=True) if isinstance(one, BaseModel) else one
+            for name, one in self.options.items()
+        }
+
+    def fields(self, preset: str) -> dict[str, Any]:
+        """What it was, as `run.json` says it."""
+        about = {"kind": self.kind, "train_length": self.options.get("train_length")}
+        for key, one in self.subject.items():
+            if isinstance(one, TrainedModel):
+                about |= one.fields(preset)
+            elif isinstance(one, FinetuneRecipe):  # whose examples are drawn, for all models that read the same ones
+                about |= {"seed": one.training.seed, "condition": one.task.condition}
+            else:
+                about[key] = one
+        return about
+
+
+def stages(sizes: Preset) -> list[Stage]:
+    """The stages of a preset, each after the ones that it needs."""
+    plan = [
+        _stage("tokenize", product="tokens/manifest.json", cost=10),
+        _stage("describe_tasks", after=("tokenize",), priority=1),
+    ]
+    plan += [stage for task in sizes.tasks for stage in _test_stages(sizes, task)]
+    # Models of one seed and training condition read the same examples, which are made once.
+    drawn: dict[str, Stage] = {}
+    for model in sizes.models:
+        for task in model.tasks:
+            stage = _example_stage(model, finetune_recipe(sizes, model, task), task)
+            drawn.setdefault(stage.name, stage)
+    plan += drawn.values()
+    for model in sizes.models:
+        plan += _model_stages(model, sizes)
+    by_name = {model.name: model for model in sizes.models}
+    for inspection in sizes.inspections:
+        plan += [
+            _inspection_stage(inspection, by_name[name], task, sizes)
+            for name in inspection.models
+            for task in inspection.tasks
+        ]
+    if sizes.looked_into:
+        shown = [by_name[name] for name in sizes.looked_into]
+        plan += [_look_stage(shown, task, sizes) for task in sizes.tasks]
+    return plan
+
+
+def select(plan: list[Stage], table: str | None) -> list[Stage]:
+    """The stages whose results stand in a table, and those that they need; all of them for None.
+
+    Raises:
+        UserError: if no stage answers it.
+    """
+    if table is None:
+        return plan
+    known = sorted({name for stage in plan for name in stage.tables})
+    if table == "table3":
+        raise UserError("no stage answers 'table3', which is measured by `metatokens benchmark decode`.")
+    if table not in known:
+        raise UserError(f"no stage of this preset answers {table!r}; --only takes {', '.join(known) or 'nothing'}.")
+    needed: set[str] = set()
+    for stage in reversed(plan):  # every stage stands after the ones that it needs
+        if table in stage.tables or stage.name in needed:
+            needed |= {stage.name, *stage.after}
+    return [stage for stage in plan if stage.name in needed]
+
+
+def examples_name(recipe: FinetuneRecipe) -> str:
+    """What the encoded train examples of a recipe are called: recipes with the same name draw the same ones."""
+    stages = (
+        ("drill" * one.drill + "_".join(map(str, (*one.lists, *one.items))), count)
+        for one, count in _stage_examples(recipe)
+    )
+    sizes = (f"{which}x{count}" for which, count in (*stages, *_examples(recipe).items()))
+    return "-".join([recipe.task.condition, f"seed{recipe.training.seed}", *sizes])
+
+
+def _test_stages(sizes: Preset, task: str) -> Iterator[Stage]:
+    for condition, counts in drawn_counts(sizes, task).items():
+        yield _stage(
+            "draw_tests",
+            task=task,
+            condition=condition,
+            options={"counts": counts},
+            after=("tokenize",),
+            product=f"examples/{task}/tests-{condition}",
+            priority=_wait(task),
+            cost=10 + _seconds_to_draw(counts),
+        )
+
+
+def _example_stage(model: TrainedModel, recipe: FinetuneRecipe, task: str) -> Stage:
+    name = examples_name(recipe)
+    return Stage(
+        name=f"draw_examples-{task}-{name}",
+        kind="draw_examples",
+        method="draw_examples",
+        subject={"task": task, "recipe": recipe},
+        after=("tokenize",),
+        product=f"examples/{task}/{name}/complete",
+        priority=model.priority + _wait(task),
+        cost=5 + _seconds_to_draw(_examples(recipe)),
+    )
+
+
+def _model_stages(model: TrainedModel, sizes: Preset) -> Iterator[Stage]:
+    recipe = pretrain_recipe(sizes, model)
+    estimate = _Estimate(recipe, sizes.tokenizer)
+    if model.published is not None:
+        own = {"published": model.published}
+        yield _stage("fetch", model, options=own, after=("tokenize",), priority=model.priority)
+    elif model.extension is not None:
+        after, longer = f"pretrain-{model.pretrained_as}", extend_recipe(sizes, model, recipe)
+        yield _pretrain_stage(model, estimate, after, recipe=longer, factor=model.extension)
+    elif model.pretrained_as is None:
+        yield _pretrain_stage(model, estimate, "tokenize", recipe=recipe)
+    start = f"{model.made_by}-{model.start}"
+    if model.start == model.name:
+        tables = tuple(dict.fromkeys((*model.tables, "perplexity")))
+        yield _stage("perplexity", model, after=(start,), tables=tables, priority=model.priority, cost=40)
+    for task in model.tasks:
+        yield from _task_stages(model, sizes, task, estimate, start)
+
+
+def _pretrain_stage(
+    model: TrainedModel, estimate: "_Estimate", after: str, *, recipe: PretrainRecipe, **options: float
+) -> Stage:
+    data, blocks = recipe.data, recipe.training.max_steps * recipe.training.batch
+    inserted = meta_token_count(data.block_size, data.fraction, data.placement)
+    text = (data.block_size - inserted) / data.block_size
+    seconds = estimate.seconds(data.block_size, meta_tokens=inserted, scored=text, training=True)
+    return _stage(
+        model.made_by,
+        model,
+        options={"recipe": recipe, **options},
+        after=(after,),
+        product=f"models/{model.name}/{PRETRAINED[model.made_by]}/manifest.json",
+        priority=model.priority,
+        cost=10 + blocks * seconds,
+    )
+
+
+def _task_stages(model: TrainedModel, sizes: Preset, task: str, estimate: "_Estimate", start: str) -> Iterator[Stage]:
+    tables = model.tables or (_TASK_TABLES.get(task, task), "figure1")  # of a task that the paper has not, its name
+    recipe = finetune_recipe(sizes, model, task)
+    probe, counts = sizes.probe_steps.get(task), counts_of(sizes, model, task)
+    first, *_ = recipe.task.train_lengths
+    read = [*_examples(recipe).items(), *((first, n) for _, n in _stage_examples(recipe))]
+    trained = sum(n * estimate.seconds(_mean(length), training=True) for length, n in read)
+    yield _stage(
+        "finetune",
+        model,
+        task,
+        options={"recipe": recipe, "probe_steps": probe},
+        after=(
+            start,
+            f"draw_examples-{task}-{examples_name(recipe)}",
+            *(f"draw_tests-{task}-{condition}" for condition in counts),
+        ),
+        product=f"models/{model.name}/{task}/{recipe.task.train_lengths[-1]}/manifest.json",
+        tables=(*tables, "learning") if probe else tables,
+        priority=model.priority + _wait(task),
+        cost=10 + trained,
+    )
+    lengths = lengths_tested(sizes, model, task)
+    yield _stage(
+        "evaluate",
+        model,
+        task,
+        options={"counts": counts, "train_lengths": lengths},
+        after=(f"finetune-{model.name}-{task}",),
+        tables=(*tables, "markers") if len(counts) > 1 else tables,
+        priority=model.priority + _wait(task) - 0.25,  # a model is measured before the next one is made
+        cost=10 + len(lengths) * sum(estimate.seconds_to_test(own) for own in counts.values()),
+    )
+
+
+def _inspection_stage(one: FurtherTest | Ablation | Analysis, model: TrainedModel, task: str, sizes: Preset) -> Stage:
+    after = [f"finetune-{model.name}-{task}"]
+    estimate = _Estimate(pretrain_recipe(sizes, model), sizes.tokenizer)
+    if isinstance(one, FurtherTest):
+        after += [f"draw_tests-{task}-{condition}" for condition in one.counts]
+        cost = 10 + len(one.train_lengths) * sum(map(estimate.seconds_to_test, one.counts.values()))
+    elif isinstance(one, Ablation):
+        passes = len(one.interventions) * len(lengths_tested(sizes, model, task))
+        cost = 10 + passes * estimate.seconds_to_test(one.counts)
+    else:  # as measured on a core: the head is fitted for each rate, the rest is a few passes
+        cost = 100 * len(one.interventions) if one.kind == "rate-distortion" else 10
+    return _stage(
+        one.kind,
+        model,
+        task,
+        method=one.method,
+        options=one.options,
+        after=tuple(after),
+        tables=one.tables,
+        priority=model.priority + _wait(task),
+        cost=cost,
+    )
+
+
+def _look_stage(models: Sequence[TrainedModel], task: str, sizes: Preset) -> Stage:
+    trained = {one.name: finetune_recipe(sizes, one, task).task.train_lengths[-1] for one in models}
+    return _stage(
+        "look",
+        task=task,
+        options={"trained": trained},
+        after=("describe_tasks", *(f"finetune-{name}-{task}" for name in trained)),
+        priority=max(one.priority for one in models) + _wait(task),
+        cost=5,
+    )
+
+
+def _wait(task: str) -> float:
+    # Of equal priority, other tasks come after list recall: a run that is cut short has compared all models on one.
+    return 0 if task == "list_recall" else 0.5
+
+
+def _stage(
+    kind: str,
+    model: TrainedModel | None = None,
+    task: str | None = None,
+    condition: str | None = None,
+    *,
+    method: str | None = None,
+    **fields: Any,
+) -> Stage:
+    about = {"model": model, "task": task, "condition": condition}
+    subject = {key: value for key, value in about.items() if value is not None}
+    name = "-".join([kind, *(one.name if isinstance(one, TrainedModel) else one for one in subject.values())])
+    return Stage(name=name, kind=kind, method=method or kind, subject=subject, **fields)
+
+
+def _stage_examples(recipe: FinetuneRecipe) -> list[tuple[StageSettings, int]]:
+    counts = (settings.max_steps * settings.batch for settings in recipe.stages().values())
+    return list(zip(recipe.task.stages, counts, strict=True))
+
+
+def _examples(recipe: FinetuneRecipe) -> dict[int, int]:
+    return {length: settings.max_steps * settings.batch for length, settings in recipe.phases().items()}
+
+
+_DRAWN = 1.5e6  # tokens of examples made a second
+
+
+def _mean(length: int) -> int:
+    """Tokens of a prompt of at most `length`, on average."""
+    return length * 2 // 3
+
+
+class _Estimate:
+    """Of the seconds that a model's arithmetic takes."""
+
+    # Floating-point operations a second: of a core, what the models of `small` reach on an AMD EPYC; of a GPU, a fifth
+    # of what an H100 is sold with.
+    CORE, GPU = 5.2e10, 2e14
+
+    def __init__(self, recipe: PretrainRecipe, tokenizer: str):
+        trained = tokenizer.removeprefix("train:")
+        sizes = recipe.model.model_dump(exclude={"architecture"})
+        sizes["vocab_size"] = int(trained) if trained.isdigit() else 50_304  # GPT-2's, padded
+        self.config = MetaGPT2Config(**sizes, meta_token_id=1, bos_token_id=0, eos_token_id=0)
+        self.rate = self.GPU if recipe.training.bf16 else self.CORE
+
+    def seconds(self, length: int, *, meta_tokens: int = 2, scored: float = 0.0, training: bool = False) -> float:
+        """A sequence's share of a batch; `scored` is the share of its positions whose logits are needed."""
+        needed = max(1, int(scored * length))
+        products = forward_products(self.config, batch=1, length=length, meta_tokens=meta_tokens, scored=needed)
+        return flops(products, training=training) / self.rate
+
+    def seconds_to_test(self, counts: Mapping[int, int]) -> float:
+        return sum(n * self.seconds(_mean(length)) for length, n in counts.items())
+
+
+def _seconds_to_draw(counts: Mapping[int, int]) -> float:
+    return sum(n * _mean(length) for length, n in counts.items()) / _DRAWN

@@ -1,0 +1,181 @@
+"""Carries a plan out: what is done is skipped, what was cut off goes on."""
+
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+from metatokens.files import write_whole
+from metatokens.machine import available_cores
+from metatokens.paper.display import Display
+from metatokens.paper.models import Preset
+from metatokens.paper.plan import Stage, select, stages
+from metatokens.paper.pools import Pool, open_pool
+from metatokens.paper.presets import preset
+from metatokens.paper.run_log import RunLog
+from metatokens.paper.runner import WEIGHTS, Runner
+from metatokens.records import ModelInfo, RunInfo, library_versions, now
+from metatokens.training.run_folder import open_run
+
+
+def reproduce(
+    name: str,
+    out: Path,
+    *,
+    corpus: str | None = None,
+    book: str | None = None,
+    table: str | None = None,
+    executor: str = "processes",
+    workers: int | None = None,
+    job: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Carry out the stages of a preset; write `results.jsonl`, `analysis.jsonl`, `curves.jsonl` and `run.json`.
+
+    The files of lines are plain until the plan is done, and compressed then (`results.jsonl.gz`).
+
+    Args:
+        name: of the preset.
+        out: the run's folder. The same preset goes on with what is there; another one is refused.
+        corpus: the corpus spec to use in place of the preset's.
+        book: the corpus spec of a text that perplexity is measured on too, in place of the preset's.
+        table: carry out only the stages whose results stand in this table of the paper, and those that they need.
+        executor, workers, job: who carries the stages out, and how many at a time: see `open_pool`.
+        overwrite: replace another run in `out`.
+
+    Raises:
+        UserError: if the preset, the table or the executor is unknown, the folder holds something else, or a worker
+            was killed.
+    """
+    sizes = preset(name)
+    sizes = replace(sizes, corpus=corpus or sizes.corpus, book=book or sizes.book)
+    plan = select(stages(sizes), table)
+    about = {"preset": name, "corpus": sizes.corpus, "book": sizes.book, "tokenizer": sizes.tokenizer}
+    with open_run(out, about, overwrite=overwrite):
+        log = RunLog(out)
+        log.check(plan)
+        left = _unfinished(log, plan)
+        if left or not log.is_packed:
+            log.resume()
+        created, began, is_first = now(), time.monotonic(), not log.entries
+        if left or not (out / "run.json").exists():
+            pool = open_pool(Runner(out.resolve(), name, sizes), executor, workers, job or {})
+            (out / "run.json").unlink(missing_ok=True)  # which, if this try cannot write it, the next one is to
+            try:
+                _carry_out(log, plan, left, pool)
+            finally:
+                # Of a run that was cut off, the wall time is not known.
+                is_whole = is_first and len(left) == len(log.entries)
+                seconds = round(time.monotonic() - began, 1) if is_whole else None
+                _write_provenance(log, name, sizes, workers=pool.size, created=created, wall_seconds=seconds)
+        log.pack()
+
+
+def unfinished(name: str, out: Path, *, table: str | None = None) -> list[Stage]:
+    """The stages that `reproduce` would carry out.
+
+    Raises:
+        UserError: as `reproduce`.
+    """
+    plan = select(stages(preset(name)), table)
+    log = RunLog(out)
+    log.check(plan)
+    left = _unfinished(log, plan)
+    return [stage for stage in plan if stage.name in left]
+
+
+def _unfinished(log: RunLog, plan: list[Stage]) -> set[str]:
+    """The stages to carry out: those not in the log, and those whose product they need and is not there.
+
+    So a run goes on from its records alone, where the weights were not kept.
+    """
+    unfinished: set[str] = set()
+    needed: set[str] = set()
+    for stage in reversed(plan):  # every stage stands after the ones that it needs
+        product = None if stage.product is None else log.out / stage.product
+        is_missing = product is not None and stage.name in needed and not product.exists()
+        if is_missing or stage.name not in log.entries:
+            unfinished.add(stage.name)
+            needed.update(stage.after)
+    return unfinished
+
+
+def _carry_out(log: RunLog, plan: list[Stage], left: set[str], pool: Pool) -> None:
+    by_name = {stage.name: stage for stage in plan}
+    order = TopologicalSorter({stage.name: stage.after for stage in plan})
+    order.prepare()
+    ready: list[str] = []
+    running: set[str] = set()
+    with Display({stage.name: stage.cost for stage in plan}) as display, pool:
+        while order.is_active():
+            while names := order.get_ready():  # until what is done already has let all that can begin through
+                for name in names:
+                    if name not in left:
+                        display.skip(name)
+                        order.done(name)
+                    else:
+                        ready.append(name)
+            ready.sort(key=lambda name: (-by_name[name].priority, by_name[name].cost))
+            while ready and len(running) < pool.size:  # the longest first, so that none is left for the end
+                name = ready.pop()
+                pool.submit(by_name[name])
+                running.add(name)
+            if running:
+                finished = []
+                for name, found in pool.finished():  # filed one by one, since the next one may have failed
+                    log.add(by_name[name], found)
+                    finished.append(name)
+                for name, fraction in pool.progress():
+                    display.update(name, fraction)
+                for name in finished:
+                    running.remove(name)
+                    display.finish(name)
+                    order.done(name)
+                display.refresh(running)
+
+
+def _write_provenance(log: RunLog, name: str, sizes: Preset, **run: Any) -> None:
+    """Say what was run where: settings, versions, machine, data, sizes of the models, seconds of every stage so far."""
+    entries = log.entries
+    if "tokenize" not in entries:
+        return
+    plan = {stage.name: stage for stage in stages(sizes)}
+    given = {"corpus": sizes.corpus, "book": sizes.book}
+    options = [f" --{option} '{spec}'" for option, spec in given.items() if spec != getattr(preset(name), option)]
+    provenance = {
+        "command": f"metatokens reproduce --preset {name} --out {log.out.name}{''.join(options)}",
+        "preset": name,
+        "recipes": {  # whole, defaults too
+            stage.name: stage.options["recipe"].model_dump(mode="json")
+            for stage in plan.values()
+            if stage.name in entries and "recipe" in stage.options
+        },
+        "corpus": entries["tokenize"].facts["corpus"],
+        "models": {
+            one.name: ModelInfo(
+                parameters=entries[stage].facts.get("parameters"),
+                weights_sha256=entries[stage].facts.get(WEIGHTS),
+                description=one.description,
+            )
+            for one in sizes.models
+            if (stage := f"{one.made_by}-{one.name}") in entries
+        },
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": available_cores(),
+        "versions": library_versions(),
+        "finished": now(),
+        "stages": [
+            entry.model_dump(include={"name", "seconds", "cpu_seconds"})
+            | (plan[entry.name].fields(name) if entry.name in plan else {})
+            for entry in entries.values()
+        ],
+        **run,
+    }
+    write_whole(
+        log.out / "run.json",
+        RunInfo.model_validate(provenance).model_dump_json(exclude_defaults=True).encode(),
+    )

@@ -1,0 +1,185 @@
+"""What a run has done: a line a finished stage, and the lines that it found.
+
+`stages.jsonl` says of each finished stage how many lines it added to `results.jsonl`, `analysis.jsonl` and
+`curves.jsonl`. One process writes all of them, the stage's own line last; so lines beyond those that the log counts
+are of a stage that was cut off, and are dropped when the run goes on. A finished run's files are compressed. Whatever
+moment a process is killed at, a file is there as a whole: plain, compressed, or both with the same lines.
+"""
+
+import gzip
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from metatokens.errors import UserError
+from metatokens.files import append_lines, gzipped, write_whole
+from metatokens.paper.plan import Stage
+from metatokens.paper.pools import Done
+from metatokens.paper.runner import WEIGHTS
+from metatokens.records import PACKED, library_versions, now
+
+LOG = "stages.jsonl"
+MEASURED_EVERY = "recipe.training.eval_steps"  # says how often a run is looked at, and changes nothing of its result
+FILES = {"results": "results.jsonl", "measurements": "analysis.jsonl", "curves": "curves.jsonl"}
+
+
+class FinishedStage(BaseModel):
+    """A finished stage."""
+
+    name: str
+    seconds: float  # by the clock
+    cpu_seconds: float | None = None  # of one core
+    settings: dict[str, Any]
+    facts: dict[str, Any]
+    lines: dict[str, int]  # that it added to each of FILES
+    finished: str | None = None  # when
+    versions: dict[str, str] = {}  # that its lines were made with
+
+
+class RunLog:
+    """The finished stages of the run in `out`, in the order in which they were finished.
+
+    Raises:
+        UserError: if a line of the log is none.
+    """
+
+    def __init__(self, out: Path):
+        self.out = out
+        self.entries: dict[str, FinishedStage] = {}
+        for number, line in enumerate(_whole_lines(out / LOG), start=1):
+            try:
+                entry = FinishedStage.model_validate_json(line)
+            except ValidationError as error:
+                raise UserError(f"{out / LOG}, line {number} is no finished stage.") from error
+            if entry.name in self.entries:
+                raise UserError(f"{out / LOG}, line {number} names the stage {entry.name!r} once more.")
+            self.entries[entry.name] = entry
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether no file of lines is plain: the run is finished, or not begun."""
+        return not any((self.out / file).exists() for file in FILES.values())
+
+    def pack(self) -> None:
+        """Compress the files of lines. The same lines give the same bytes."""
+        for file in FILES.values():
+            plain = self.out / file
+            if plain.exists():
+                write_whole(_packed(plain), gzipped(plain.read_bytes()))
+                plain.unlink()
+
+    def resume(self) -> None:
+        """Have plain files to append to, without the lines of a stage that was cut off while they were written.
+
+        Raises:
+            UserError: if lines that the log counts are not there.
+        """
+        for file in FILES.values():
+            _unpack(self.out / file)
+        _cut(self.out / LOG, len(self.entries))
+        for kind, file in FILES.items():
+            counted = sum(entry.lines.get(kind, 0) for entry in self.entries.values())
+            if len(_whole_lines(self.out / file)) < counted:
+                raise UserError(f"{self.out / file} has fewer lines than {LOG} counts: they are not of one run.")
+            _cut(self.out / file, counted)
+
+    def check(self, plan: Iterable[Stage]) -> None:
+        """Refuse a plan that asks for a finished stage with other settings.
+
+        Raises:
+            UserError: naming the stage and the first setting that differs.
+        """
+        for stage in plan:
+            entry = self.entries.get(stage.name)
+            settings = json.loads(json.dumps(stage.settings))
+            for key, before, after in _differences(entry.settings, settings) if entry is not None else ():
+                if key != MEASURED_EVERY:
+                    raise UserError(
+                        f"{self.out} holds the stage {stage.name} with other settings ({key} was {before!r} and is "
+                        f"now {after!r}); give a new folder, or --overwrite to replace the run."
+                    )
+
+    def add(self, stage: Stage, done: Done) -> None:
+        """File what a stage found; of one that was carried out again, because its product was gone, nothing.
+
+        Training again on another machine gives other weights; a message says so, since stages that were finished
+        before were measured on the old ones.
+        """
+        if before := self.entries.get(stage.name):
+            then, found = (facts.get(WEIGHTS) for facts in (before.facts, done.outcome.facts))
+            if then is None and found is not None:
+                print(
+                    f"{stage.name} may have given other weights than those that finished stages measured: it was "
+                    "first carried out before checksums were kept.",
+                    file=sys.stderr,
+                )
+            elif then != found:
+                print(f"{stage.name} gave other weights than those that finished stages measured.", file=sys.stderr)
+            return
+        found = {
+            "results": [record.line() for record in done.outcome.results],
+            "measurements": [record.line() for record in done.outcome.measurements],
+            "curves": [record.line() for record in done.outcome.curves],
+        }
+        for kind, lines in found.items():
+            append_lines(self.out / FILES[kind], lines)
+        entry = FinishedStage(
+            name=stage.name,
+            seconds=round(done.seconds, 3),
+            cpu_seconds=round(done.cpu_seconds, 3),
+            settings=stage.settings,
+            facts=done.outcome.facts,
+            lines={kind: len(lines) for kind, lines in found.items() if lines},
+            finished=now(),
+            versions=library_versions(),
+        )
+        append_lines(self.out / LOG, [entry.model_dump_json()])
+        self.entries[stage.name] = entry
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """The lines that end in a line feed."""
+    try:
+        return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}.") from error
+
+
+def _packed(plain: Path) -> Path:
+    return plain.with_name(plain.name + PACKED)
+
+
+def _unpack(plain: Path) -> None:
+    packed = _packed(plain)
+    if packed.exists():
+        if not plain.exists():  # else a process was killed before it removed one of the two, which have the same lines
+            try:
+                content = gzip.decompress(packed.read_bytes())
+            except (OSError, EOFError, zlib.error) as error:
+                raise UserError(f"cannot read {packed}: {error}.") from error
+            write_whole(plain, content)
+        packed.unlink()
+
+
+def _cut(path: Path, count: int) -> None:
+    """Drop what follows the first `count` lines."""
+    if path.exists():
+        with path.open("rb") as file:
+            kept = sum(len(line) for line in islice(file, count))
+        if kept < path.stat().st_size:
+            os.truncate(path, kept)
+
+
+def _differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(before.keys() | now.keys()):
+            yield from _differences(before.get(key), now.get(key), f"{prefix}.{key}".lstrip("."))
+    elif before != now:
+        yield prefix, before, now

@@ -1,0 +1,408 @@
+"""What the stages of a plan do, in a worker process. A stage goes on from what an earlier try left."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from safetensors import safe_open
+from transformers import PreTrainedTokenizerBase
+
+from metatokens.analysis.rate_distortion import rate_distortion
+from metatokens.analysis.residual import residual
+from metatokens.analysis.samples import About
+from metatokens.analysis.sharpness import sharpness
+from metatokens.checkpoint import fetch_model, load_model, weights_sha256
+from metatokens.data.tokenizer import load_tokenizer, meta_token_id
+from metatokens.data.writing import write_token_store
+from metatokens.errors import UserError
+from metatokens.evaluation.accuracy import evaluate, shortcut_rates, test_examples
+from metatokens.evaluation.perplexity import held_out_text, perplexity
+from metatokens.files import write_whole
+from metatokens.looking.look import look
+from metatokens.looking.page import to_html
+from metatokens.model.interventions import Intervention, intervene
+from metatokens.paper.models import (
+    Preset,
+    TrainedModel,
+    finetune_recipe,
+    lengths_tested,
+    pretrain_recipe,
+)
+from metatokens.paper.plan import PRETRAINED, Stage, examples_name
+from metatokens.recipe import FinetuneRecipe, PretrainRecipe
+from metatokens.records import LOOKS, CurvePoint, Measurement, Result, ShownExample, read_lines
+from metatokens.tasks import TASKS
+from metatokens.tasks.curriculum import documents_for, task_texts
+from metatokens.tasks.scoring import score
+from metatokens.tasks.store import ExampleStore
+from metatokens.training.extend import extend
+from metatokens.training.finetune import finetune, stage_examples, train_examples, train_source
+from metatokens.training.pretrain import pretrain
+from metatokens.training.trainer import Probe, Progress
+
+WEIGHTS = "weights_sha256"  # the fact of a stage that trains
+MOST_TEXT = 10_000_000  # tokens for perplexity; the held-out part of C4 has 7.8 billion
+# What `metatokens analyze` measures and no report shows: half of all lines.
+UNREPORTED = {
+    "attention_entropy_kept",
+    "attention_entropy_zeroed",
+    "output_answer_log_probability_change",
+    "output_entropy_kept",
+    "output_entropy_zeroed",
+    "similarity",
+    "similarity_to_final",
+    "attention_of_final",
+    "information",
+}
+PROBED = 200  # test prompts that a model is probed on while it learns
+
+
+class Outcome(BaseModel):
+    """What a stage leaves in the run's records, weights and examples aside."""
+
+    results: list[Result] = []
+    measurements: list[Measurement] = []
+    curves: list[CurvePoint] = []
+    facts: dict[str, Any] = {}  # for `run.json`
+
+
+class Runner:
+    """Carries out a preset's stages in the run's folder. The methods that take `progress` are those that stages name.
+
+    The folder holds `tokens/` (the store), `examples/TASK` (encoded), and of each model `models/NAME/pretrained`,
+    `models/NAME/extended` where its context is lengthened, and `models/NAME/TASK/LENGTH`; in `looks/TASK.html` are
+    pages of what models attend to.
+    """
+
+    def __init__(self, out: Path, name: str, preset: Preset):
+        self.out, self.name, self.preset = out, name, preset
+        self.models = {model.name: model for model in preset.models}
+
+    def carry_out(self, stage: Stage, progress: Progress) -> Outcome:
+        """Do what a stage says."""
+        method: Callable[..., Outcome] = getattr(self, stage.method)
+        return method(progress, **stage.subject, **stage.options)
+
+    def tokenize(self, progress: Progress) -> Outcome:
+        """Write the token store, its tokenizer trained on the tasks' words too."""
+        store = write_token_store(
+            self.out / "tokens", self.preset.corpus, self.preset.tokenizer, extra_texts=task_texts()
+        )
+        corpus = store.manifest.model_dump(mode="json")
+        for counts in corpus["splits"].values():
+            del counts["shards"]  # of which there may be thousands
+        return Outcome(facts={"corpus": corpus})
+
+    def describe_tasks(self, progress: Progress) -> Outcome:
+        """Write an example of each task to `examples.jsonl`."""
+        tokenizer, shortest = self.tokenizer(), min(self.preset.test_counts)
+        with (self.out / "examples.jsonl").open("w", encoding="utf-8") as file:
+            for task in TASKS:
+                [example] = test_examples(
+                    task, shortest, 1, tokenizer, condition="paper", documents=self.documents(task)
+                )
+                file.write(ShownExample.model_validate(example.to_record()).line() + "\n")
+        return Outcome()
+
+    def draw_tests(self, progress: Progress, *, task: str, condition: str, counts: Mapping[int, int]) -> Outcome:
+        """Write a task's test examples, encoded, for all models that are tested in the condition.
+
+        What short cuts score on them is measured too.
+        """
+        tokenizer, documents = self.tokenizer(), self.documents(task)
+        tests = {
+            length: test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
+            for length, n in counts.items()
+        }
+        for length, examples in tests.items():
+            ExampleStore.write(self.test_file(task, condition, length), examples)
+        (self.out / "examples" / task / f"tests-{condition}").touch()
+        return Outcome(results=shortcut_rates(task, condition, tests, tokenizer, documents, recipe=self.name))
+
+    def draw_examples(self, progress: Progress, *, task: str, recipe: FinetuneRecipe) -> Outcome:
+        """Write the train examples of a recipe, and of those that read the same, encoded."""
+        source = train_source(recipe, task, self.tokenizer(), self.documents(task))
+        folder = self.examples(task, recipe)
+        for number in range(1, len(recipe.task.stages) + 1):
+            stage_examples(recipe, source, number, folder)
+        for length in recipe.task.train_lengths:
+            train_examples(recipe, source, length, folder)
+        (folder / "complete").touch()
+        return Outcome()
+
+    def pretrain(self, progress: Progress, *, model: TrainedModel, recipe: PretrainRecipe) -> Outcome:
+        """Pretrain one of the models."""
+        folder = self.pretrained(model)
+        pretrain(self._here(recipe), folder, progress=progress)
+        return self._pretrained(model, folder)
+
+    def fetch(self, progress: Progress, *, model: TrainedModel, published: str) -> Outcome:
+        """Have a published model here, whose vocabulary must be that of the token store."""
+        folder = self.pretrained(model)
+        if load_tokenizer(str(folder)).get_vocab() != self.tokenizer().get_vocab():
+            raise UserError(f"{published} and the token store {self.out / 'tokens'} have different vocabularies.")
+        return Outcome(facts={"parameters": _parameters(folder / "model.safetensors")})
+
+    def extend(self, progress: Progress, *, model: TrainedModel, recipe: PretrainRecipe, factor: float) -> Outcome:
+        """Lengthen the context of another pretrained model, and pretrain it further."""
+        assert model.pretrained_as is not None
+        folder = self.pretrained(model)
+        extend(
+            self.pretrained(self.models[model.pretrained_as]),
+            folder,
+            factor=factor,
+            recipe=self._here(recipe),
+            original_length=pretrain_recipe(self.preset, model).data.block_size,
+            progress=progress,
+        )
+        return self._pretrained(model, folder)
+
+    def perplexity(self, progress: Progress, *, model: TrainedModel) -> Outcome:
+        """Perplexity without inserted meta-tokens and, for models that know them, with: held-out text, and a book."""
+        own = pretrain_recipe(self.preset, model).data
+        # The same text for all, in the blocks of the plain `meta`.
+        data = pretrain_recipe(self.preset, TrainedModel(model="meta")).data
+        pretrained, tokenizer = load_model(self.pretrained(model)), self.tokenizer()
+        placements = ["none", own.placement] if own.fraction == data.fraction else ["none"]
+        texts = {"held_out": str(self.out / "tokens")} | ({"book": self.preset.book} if self.preset.book else {})
+        results = []
+        for source, spec in texts.items():
+            text = held_out_text(spec, tokenizer, MOST_TEXT)
+            for placement in dict.fromkeys(placements):
+                results.append(
+                    perplexity(
+                        pretrained,
+                        text,
+                        block_size=data.block_size,
+                        fraction=data.fraction,
+                        placement=placement,
+                        source=source,
+                        **self.about(model),
+                    )
+                )
+        return Outcome(results=results)
+
+    def finetune(
+        self,
+        progress: Progress,
+        *,
+        model: TrainedModel,
+        task: str,
+        recipe: FinetuneRecipe,
+        probe_steps: int | None,
+    ) -> Outcome:
+        """Fine-tune a pretrained model on a task."""
+        folder, examples = self.out / "models" / model.name / task, self.examples(task, recipe)
+        first, condition = recipe.task.train_lengths[0], recipe.task.condition
+        tests = ExampleStore(self.test_file(task, condition, first))[:PROBED]
+        finetune(
+            recipe,
+            self.pretrained(self.models[model.start]),
+            folder,
+            task=task,
+            documents=self.documents(task),
+            examples=examples,
+            progress=progress,
+            probe=lambda _, name, __: (
+                Probe(probe_steps, partial(_probe, tests=tests))
+                if probe_steps and name in (*recipe.stages(), str(first))
+                else None
+            ),
+        )
+        curves: list[CurvePoint] = []
+        weights: dict[str, str] = {}
+        steps, seen = 0, 0.0  # before the first train length, whose curve the stages begin
+        for name, settings in recipe.stages().items():
+            tokens = settings.batch * self.text_tokens(ExampleStore(examples / f"{name}.arrow"))
+            about = model.fields(self.name) | {"task": task, "train_length": first}
+            curves += _curve(folder / name, tokens, steps, seen, **about)
+            done = _logged(folder / name)[-1]["step"]
+            steps, seen = steps + done, seen + done * tokens
+        for length, settings in recipe.phases().items():
+            weights[str(length)] = weights_sha256(folder / str(length))
+            tokens = settings.batch * self.text_tokens(ExampleStore(examples / f"train-{length}.arrow"))
+            about = model.fields(self.name) | {"task": task, "train_length": length}
+            curves += _curve(folder / str(length), tokens, *((steps, seen) if length == first else ()), **about)
+        return Outcome(curves=curves, facts={WEIGHTS: weights})
+
+    def evaluate(
+        self,
+        progress: Progress,
+        *,
+        model: TrainedModel,
+        task: str,
+        counts: Mapping[str, Mapping[int, int]],
+        train_lengths: Sequence[int],
+    ) -> Outcome:
+        """Accuracy of a fine-tuned model at every length, in every condition asked for."""
+        results = [
+            result
+            for tuned, about in self._tuned(model, task, train_lengths)
+            for condition, own in counts.items()
+            for result in evaluate(tuned, self.tests(task, condition, own), condition=condition, **about)
+        ]
+        return Outcome(results=results)
+
+    def intervene(
+        self,
+        progress: Progress,
+        *,
+        model: TrainedModel,
+        task: str,
+        interventions: Sequence[str],
+        counts: Mapping[int, int],
+        noise_seeds: int,
+    ) -> Outcome:
+        """Accuracy of a fine-tuned model whose input is changed; noise of each seed on a part of the prompts."""
+        results = []
+        for tuned, about in self._tuned(model, task, lengths_tested(self.preset, model, task)):
+            tests = self.tests(task, "paper", counts)
+            for change in map(Intervention.parse, interventions):
+                seeds = range(noise_seeds) if change.kind == "noise" else [None]
+                for seed in seeds:
+                    part = (
+                        tests if seed is None else {length: each[seed::noise_seeds] for length, each in tests.items()}
+                    )
+                    with intervene(tuned, change, seed=seed or 0):
+                        results += evaluate(tuned, part, intervention=str(change), noise_seed=seed, **about)
+        return Outcome(results=results)
+
+    def analyze(
+        self,
+        progress: Progress,
+        *,
+        model: TrainedModel,
+        task: str,
+        kind: str,
+        train_length: int,
+        length: int,
+        n: int,
+        interventions: Sequence[str | None],
+    ) -> Outcome:
+        """Measure what meta-tokens do inside a fine-tuned model, and keep what a report shows."""
+        tuned = load_model(self.out / "models" / model.name / task / str(train_length))
+        examples = test_examples(task, length, n, self.tokenizer(), condition="paper", documents=self.documents(task))
+        about: About = {
+            "model": model.model,
+            "task": task,
+            "condition": "paper",
+            "train_condition": finetune_recipe(self.preset, model, task).task.condition,
+            "train_length": train_length,
+            "length": length,
+            "seed": model.seed,
+            "recipe": model.recipe(self.name),
+        }
+        found: list[Measurement] = []
+        for name in interventions:
+            if kind == "rate-distortion":
+                change = None if name is None else Intervention.parse(name)
+                found += rate_distortion(tuned, examples, about, fits=3, intervention=change, held_out=n // 5)
+            else:
+                assert name is None  # these take none
+                found += {"sharpness": sharpness, "residual": residual}[kind](tuned, examples, about)
+        reported = [one for one in found if one.metric not in UNREPORTED]
+        if kind != "sharpness":  # whose changes alone are shown with their spread
+            reported = [one.model_copy(update={"quantiles": None}) for one in reported]
+        return Outcome(measurements=reported)
+
+    def look(self, progress: Progress, *, task: str, trained: Mapping[str, int]) -> Outcome:
+        """Write a page of what models of some train lengths do with the example that `describe_tasks` wrote."""
+        shown = next(one for one in read_lines(self.out / "examples.jsonl", ShownExample) if one.task == task)
+        looks = [
+            look(
+                load_model(self.out / "models" / name / task / str(length)),
+                self.tokenizer(),
+                shown.prompt,
+                shown.markers,
+                name=name,
+            )
+            for name, length in trained.items()
+        ]
+        page = self.out / LOOKS / f"{task}.html"
+        page.parent.mkdir(exist_ok=True)
+        write_whole(page, to_html(looks).encode())
+        return Outcome()
+
+    def pretrained(self, model: TrainedModel) -> Path:
+        """The folder of a model as it is before fine-tuning."""
+        if model.published is not None:
+            return fetch_model(Path(model.published))
+        return self.out / "models" / model.name / PRETRAINED[model.made_by]
+
+    def examples(self, task: str, recipe: FinetuneRecipe) -> Path:
+        """The folder of a recipe's encoded train examples."""
+        return self.out / "examples" / task / examples_name(recipe)
+
+    def test_file(self, task: str, condition: str, length: int) -> Path:
+        """The encoded test examples of one bin of prompt length."""
+        return self.out / "examples" / task / f"test-{condition}-{length}.arrow"
+
+    def tests(self, task: str, condition: str, counts: Mapping[int, int]) -> dict[int, Sequence[Any]]:
+        """The first examples of each length."""
+        return {length: ExampleStore(self.test_file(task, condition, length))[:n] for length, n in counts.items()}
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """That of the token store."""
+        return load_tokenizer(str(self.out / "tokens" / "tokenizer"))
+
+    def text_tokens(self, examples: ExampleStore) -> float:
+        """Text tokens of an example, on average."""
+        marker = meta_token_id(self.tokenizer())
+        return sum(int((example.input_ids != marker).sum()) for example in examples) / len(examples)
+
+    def documents(self, task: str) -> Sequence[str]:
+        """The texts that a task takes its excerpts from."""
+        return documents_for(task, self.preset.corpus)
+
+    def about(self, model: TrainedModel) -> dict[str, Any]:
+        """The fields of a model's results that its folder does not tell."""
+        return {"name": model.model, "seed": model.seed, "recipe": model.recipe(self.name)}
+
+    def _here(self, recipe: PretrainRecipe) -> PretrainRecipe:
+        """The recipe, with the tokens of this folder."""
+        return recipe.model_copy(update={"data": recipe.data.model_copy(update={"tokens": self.out / "tokens"})})
+
+    def _pretrained(self, model: TrainedModel, folder: Path) -> Outcome:
+        facts = {"parameters": _parameters(folder / "model.safetensors"), WEIGHTS: weights_sha256(folder)}
+        return Outcome(curves=list(_curve(folder, None, **model.fields(self.name))), facts=facts)
+
+    def _tuned(
+        self, model: TrainedModel, task: str, train_lengths: Sequence[int]
+    ) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """The models of each train length, and the fields of their results."""
+        condition = finetune_recipe(self.preset, model, task).task.condition
+        for length in train_lengths:
+            about = {"task": task, "train_length": length, "train_condition": condition}
+            yield load_model(self.out / "models" / model.name / task / str(length)), self.about(model) | about
+
+
+def _probe(model: Any, tests: Sequence[Any]) -> dict[str, float]:
+    exact, _ = score(model, tests)
+    return {"exact_match": sum(exact) / len(exact), "n": len(exact)}
+
+
+def _curve(
+    folder: Path, tokens_a_step: float | None, steps: int = 0, seen: float = 0.0, **about: Any
+) -> Iterator[CurvePoint]:
+    """What a run of training says of loss and accuracy, after so many steps and text tokens of stages before it.
+
+    The learning rate and the like stay in its folder.
+    """
+    for entry in _logged(folder):
+        figures = {name: entry[name] for name in ("loss", "exact_match", "n") if name in entry}
+        if figures:
+            tokens = None if tokens_a_step is None else round(seen + entry["step"] * tokens_a_step)
+            yield CurvePoint(step=steps + entry["step"], text_tokens=tokens, **figures, **about)
+
+
+def _logged(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "curve.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _parameters(weights: Path) -> int:
+    with safe_open(weights, framework="np") as file:
+        return sum(prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118  (it is no mapping)

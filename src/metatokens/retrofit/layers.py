@@ -1,0 +1,261 @@
+"""What is put into a decoder: the meta-token's embedding, meta-attention in each block, and hooks that connect them.
+
+A forward pass of the decoder finds the meta-tokens' rows once. Each block takes them as an argument, so that a block
+whose gradients are checkpointed sees the same ones when it is run again. What a hook needs to know stands in
+variables of the thread that runs the model, so that several threads may run it at once.
+"""
+
+import threading
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers import initialization as init
+
+from metatokens.errors import UserError
+from metatokens.model.attention import MetaAttention
+from metatokens.model.cache import SecondStore, give_second_store
+from metatokens.model.positions import Rotary, are_packed, check_positions, position_ids_from_mask, rotary_tables
+from metatokens.model.rows import MetaRows, least_rows, positions_of
+from metatokens.retrofit.settings import MetaSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Where the meta-tokens of one forward pass stand, and the rotary tables of these places.
+
+    Attributes:
+        seen: what each position sees, (batch, 1, length, total), where the model was given a mask of four dimensions.
+    """
+
+    rows: MetaRows
+    rotary: Rotary
+    seen: Tensor | None
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Pass":
+        """The same on another device, which accelerate asks for where layers are on several."""
+        if self.rows.index.device == torch.device(device):
+            return self
+        cos, sin = (table.to(device, non_blocking=non_blocking) for table in self.rotary)
+        seen = None if self.seen is None else self.seen.to(device, non_blocking=non_blocking)
+        return Pass(self.rows.to(device, non_blocking=non_blocking), (cos, sin), seen)
+
+
+class _Thread(threading.local):
+    """What this thread is at: the pass of a decoder, and the block of it with its input and the cache."""
+
+    step: Pass | None = None
+    block: "tuple[MetaBlock, Tensor, Pass, Cache | None] | None" = None
+
+
+_thread = _Thread()
+
+
+class MetaRow(nn.Module):
+    """The meta-token's embedding, a parameter apart from the table, so that the table can stay frozen."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def start(self) -> None:
+        """Initial weights."""
+        init.normal_(self.weight, std=0.02)
+
+    def forward(self, embeddings: Tensor, is_meta: Tensor) -> Tensor:
+        """`embeddings` (batch, length, width) with the row where `is_meta` (batch, length)."""
+        return torch.where(is_meta[..., None], self.weight.to(embeddings), embeddings)
+
+
+class MetaEmbedding(nn.Module):
+    """Mixin for a table of embeddings: the meta-token's is a parameter of its own."""
+
+    meta_token: MetaRow
+    meta_token_id: int
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Embeddings (batch, length, width) of ids (batch, length)."""
+        return self.meta_token(super().forward(input, *args, **kwargs), input == self.meta_token_id)
+
+
+class MetaModule(nn.Module):
+    """LayerNorm and meta-attention of one block, over the meta-tokens' rows alone."""
+
+    def __init__(self, settings: MetaSettings, layer_index: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(settings.hidden_size, eps=settings.layer_norm_epsilon, bias=False)
+        self.attention = MetaAttention(settings, layer_index)
+
+    def start(self) -> None:
+        """Initial weights with which the module adds exactly nothing."""
+        init.ones_(self.norm.weight)
+        init.normal_(self.attention.qkv_proj.weight, std=0.02)
+        init.zeros_(self.attention.out_proj.weight)
+
+    def forward(self, x: Tensor, step: Pass, cache: Cache | None) -> Tensor:
+        """What is added to the rows x, (batch, most, width)."""
+        if cache is not None:
+            give_second_store(cache.layers[self.attention.layer_index])
+        if not torch.is_autocast_enabled(x.device.type):  # the base may be in another precision
+            x = x.to(self.norm.weight.dtype)
+        rotary = step.rotary[0].to(x.dtype), step.rotary[1].to(x.dtype)
+        return self.attention(self.norm(x), rows=step.rows, rotary=rotary, cache=cache, mask=step.seen)[0]
+
+
+class MetaBlock(nn.Module):
+    """Mixin for a block of a decoder: meta-attention between its attention and its feed-forward layer."""
+
+    meta_attention: MetaModule
+    meta_site_has_residual: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block's own, with the rows of the pass that is going on."""
+        # Taken here and not in `forward`, which is run again, later, where gradients are checkpointed.
+        return super().__call__(*args, meta_step=_thread.step, **kwargs)
+
+    def forward(self, hidden_states: Tensor, *args: Any, meta_step: Pass | None = None, **kwargs: Any) -> Any:
+        """As the block's own, where there are no meta-tokens exactly."""
+        if meta_step is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, Cache)), None)
+        _thread.block = self, hidden_states, meta_step, cache
+        try:
+            return super().forward(hidden_states, *args, **kwargs)
+        finally:  # checkpointing may stop the second run early, by an exception
+            _thread.block = None
+
+
+def add_at_site(site: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook of the submodule whose output joins the residual stream: meta-attention adds to it."""
+    if _thread.block is None:
+        return output
+    block, x, step, cache = _thread.block
+    y = output[0] if isinstance(output, tuple) else output
+    step = step.to(y.device)
+    state = step.rows.gather(y)
+    if not block.meta_site_has_residual:
+        state = state + step.rows.gather(x.to(y.device))
+    y = step.rows.scatter_add(y, block.meta_attention(state, step, cache))
+    return (y, *output[1:]) if isinstance(output, tuple) else y
+
+
+def leave_out(head: Any, args: tuple, logits: Tensor) -> Tensor:
+    """Forward hook of the output head: entries that no text has get (almost) no probability, as before they were there.
+
+    A finite number: a loss with label smoothing, which is a mean over all entries, is larger by it, and has no other
+    gradients.
+    """
+    logits[..., head.meta_token_id] = logits[..., head.used_rows :] = -1e4
+    return logits
+
+
+def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of the decoder: where are this pass's meta-tokens?
+
+    Raises:
+        UserError: if an adapter wraps the embeddings; if there are meta-tokens in sequences that are packed into one,
+            and no mask of four dimensions says so; or under such a mask in a model with a window that slides; or if
+            there are meta-tokens in a sequence that is longer than a learned table of positions.
+    """
+    embeddings: Any = kwargs.get("inputs_embeds")
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    table = decoder.get_input_embeddings()
+    if not hasattr(table, "meta_token_id"):  # an adapter of PEFT, which would be merged into a row that nobody reads
+        raise UserError(
+            f"a {type(table).__name__} around the embeddings passes the meta-token's by; train them by modules_to_save."
+        )
+    if ids is not None:
+        is_meta = ids == table.meta_token_id
+    elif embeddings is not None:  # where only embeddings are known, by those
+        row = table(torch.tensor([[table.meta_token_id]], device=embeddings.device)).to(embeddings)
+        is_meta = (embeddings == row).all(dim=-1)
+    else:
+        return  # the base has a sentence for it
+    past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
+    if not decoder.meta_has_trained and decoder.training and torch.is_grad_enabled():
+        _look_at_first_step(decoder, is_meta)
+    _begin(decoder, is_meta, past, kwargs.get("attention_mask"), kwargs.get("position_ids"))
+
+
+@torch.compiler.disable
+def _look_at_first_step(decoder: Any, is_meta: Tensor) -> None:
+    """Warn, in the first training step, where nothing that was added learns anything."""
+    decoder.meta_has_trained, added = True, {"meta_attention", "meta_token"}
+    is_added = {bool(added & set(name.split("."))) for name, one in decoder.named_parameters() if one.requires_grad}
+    if is_added == {False}:
+        warnings.warn(
+            "nothing of what add_meta_attention added is trained. For PEFT, put into LoraConfig: exclude_modules="
+            '".*meta_attention.*", modules_to_save=["meta_attention", "meta_token"].',
+            stacklevel=2,
+        )
+    elif is_added and not bool(is_meta.any()):
+        warnings.warn(
+            "no meta-token is in this batch, so that meta-attention learns nothing from it. MetaTokenCollator puts "
+            "meta-tokens into batches.",
+            stacklevel=2,
+        )
+
+
+@torch.compiler.disable  # how many there are only the data tells; and what a thread is at, it would not see change
+def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Any, positions: Any) -> None:
+    _thread.step, least = None, least_rows(decoder)
+    if not (least or bool(is_meta.any())):  # text
+        return
+    cached, length = 0 if past is None else int(past.get_seq_length()), is_meta.shape[1]
+    given, mask, seen = mask, _full_mask(decoder, mask, past), None
+    if mask is not None and mask.ndim == 4:
+        seen = (mask if mask.dtype == torch.bool else mask > -1e4).any(dim=1, keepdim=True)
+    elif mask is not None:  # beside a cache of a fixed size it may be longer than what was read
+        is_meta = is_meta & mask[:, : cached + length][:, -length:].bool()
+    settings = decoder.meta_settings
+    if not (isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == length):
+        positions = None  # of three axes, as for images
+    if getattr(decoder.config, "position_embedding", None) == "learned":
+        numbers = positions
+        if numbers is None:  # padding has none
+            is_read = is_meta.new_ones(1, cached + length) if mask is None or mask.ndim == 4 else mask
+            numbers = position_ids_from_mask(is_read[:, : cached + length])
+        check_positions(decoder.config, cached + length, numbers)
+    if are_packed(given, positions):
+        raise UserError(
+            "sequences that are packed into one would see one another's meta-tokens; give each its own row."
+        )
+    rows = MetaRows.at(positions_of(is_meta, least=least), cached, positions)
+    if rows is None:
+        return
+    if past is not None and settings.layers and settings.layers[0] < len(past.layers):
+        store = past.layers[settings.layers[0]]
+        if isinstance(store, SecondStore):
+            store.check_second(rows, is_masked=seen is not None)
+    rotary = rotary_tables(rows.positions.clamp(min=0), settings.head_size, settings.rope_theta)
+    _thread.step = Pass(rows, rotary, seen)
+
+
+def _full_mask(decoder: Any, mask: Any, past: Cache | None) -> Tensor | None:
+    """Of the masks that a model may be given, the one that hides nothing for being long ago; of two or four dimensions.
+
+    Where the model has a window that slides, one of four dimensions alone hides that too. `generate()` makes such ones
+    beside a cache of a fixed size, of sequences that are not packed.
+    """
+    if isinstance(mask, dict):  # by kind of layer
+        mask = mask.get("full_attention")
+    elif (
+        isinstance(mask, Tensor)
+        and mask.ndim == 4
+        and getattr(decoder.config.get_text_config(), "sliding_window", None)
+    ):
+        if past is None or not past.is_compileable:
+            raise UserError(
+                "in a model with a window that slides a mask of four dimensions does not say which meta-tokens see one "
+                'another; give a dictionary with one for "full_attention", or each sequence its own row.'
+            )
+        mask = None
+    return mask if isinstance(mask, Tensor) else None
+
+
+def forget_rows(decoder: nn.Module, args: tuple, output: Any) -> None:
+    """Forward hook of the decoder."""
+    _thread.step = None

@@ -1,0 +1,183 @@
+"""Where meta-attention goes: the submodule of a block whose output joins the residual stream."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from metatokens.decoder import decoder_of
+from metatokens.errors import UserError
+
+
+@dataclass
+class Call:
+    """A module's call: what went in and came out, flat and in float32."""
+
+    name: str
+    inputs: list[Tensor] = field(default_factory=list)
+    output: Tensor | None = None
+
+
+@torch.no_grad()
+def find_sites(model: PreTrainedModel, layers: Sequence[int]) -> tuple[tuple[str, ...], bool]:
+    """The site of each block, by what its submodules compute for a few tokens, whatever they are called.
+
+    With x the block's input and z its output, the site is the first submodule whose output y
+    - makes x + c y the input of a later one (c is 1 but in models that scale it), or
+    - makes x + y + y' the output z with a later one's output y' (attention beside the feed-forward layer), or
+    - is the input of a later one, where the submodule is given x too (then y has x in it, as in BLOOM).
+
+    Random numbers stand in for x, and for y of one submodule after the other. Their magnitudes are alike, but differ
+    from place to place; so half precision tells x + y from x, and nothing that a norm has made passes for it.
+
+    Returns:
+        The names, and whether y has x in it.
+
+    Raises:
+        UserError: if a block has no such submodule, as those of state-space models; or if the model does not read text
+            alone, or not in steps with a cache.
+    """
+    called = _calls(model, layers, None)
+    names = dict.fromkeys(call.name for calls in called.values() for call in calls[1:])
+    found: dict[int, dict[str, bool]] = {index: {} for index in layers}
+    for name in names:
+        for index, calls in _calls(model, layers, name).items():
+            if (has_residual := _joins(calls, name, torch.finfo(model.dtype).eps)) is not None:
+                found[index][name] = has_residual
+    sites = [next((name for call in called[i] if (name := call.name) in found[i]), None) for i in layers]
+    if None in sites:
+        raise UserError(
+            f"meta-attention cannot be added to a {type(model).__name__}: block {layers[sites.index(None)]} has no "
+            "attention whose output joins the residual stream ahead of a feed-forward layer, or next to one."
+        )
+    with _a_text(model) as ids:  # generation reads an inserted meta-token in one step with the token before it
+        apart, together = _in_steps(model, ids, (6, 1, 1)), _in_steps(model, ids, (6, 2))
+        if (apart - together).norm() > 0.2 * apart.norm():  # as where a step of two tokens forgets a state
+            raise ValueError("two tokens that are read in one step come out otherwise than one by one")
+    return tuple(filter(None, sites)), any(found[i][name] for i, name in zip(layers, sites, strict=True) if name)
+
+
+def _calls(model: PreTrainedModel, layers: Sequence[int], replaced: str | None) -> dict[int, list[Call]]:
+    """The calls of each block, its own first and its submodules' behind; one submodule's outputs are `replaced`."""
+    _, blocks = decoder_of(model)
+    calls: dict[int, list[Call]] = {index: [] for index in layers}
+    handles = []
+    for index in layers:
+        for name, module in [("", blocks[index]), *blocks[index].named_children()]:
+            before, behind = _recorder(calls[index], name, name == replaced)
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(behind))
+    try:
+        with _a_text(model) as ids:
+            model(ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _in_steps(model: PreTrainedModel, ids: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """The logits behind the first step, where a text is read in steps of these lengths with a cache."""
+    past, logits = None, []
+    for step in ids.split(lengths, dim=1):
+        out = model(step, past_key_values=past, use_cache=True)
+        past = out.past_key_values
+        past.get_seq_length()  # which a cache of states alone does not have
+        logits.append(out.logits.float())
+    return torch.cat(logits[1:], dim=1)
+
+
+@contextmanager
+def _a_text(model: PreTrainedModel) -> Iterator[Tensor]:
+    """Eight ids, (1, 8), to read without dropout.
+
+    Raises:
+        UserError: if the model cannot read them.
+    """
+    modes = {module: module.training for module in model.modules()}
+    ids = torch.arange(8)[None] % model.config.get_text_config().vocab_size
+    try:
+        model.eval()
+        yield ids.to(device_of(model.get_input_embeddings()))
+    except Exception as error:  # each model has others
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200].rstrip('.')}"
+        raise UserError(
+            f"meta-attention cannot be added to a {type(model).__name__}: it must read text alone, also in steps of "
+            f"two tokens with a cache, and fails ({reason})."
+        ) from error
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _recorder(calls: list[Call], name: str, is_replaced: bool) -> tuple[Any, Any]:
+    pending: list[Call] = []
+
+    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not name and args:
+            args = (_stand_in(args[0], 0), *args[1:])
+        elif not name:
+            kwargs = kwargs | {"hidden_states": _stand_in(kwargs["hidden_states"], 0)}
+        pending.append(Call(name, [_flat(one) for one in (*args, *kwargs.values()) if _is_state(one)]))
+        calls.append(pending[-1])
+        return args, kwargs
+
+    def behind(module: nn.Module, args: tuple, output: Any) -> Any:
+        y = output[0] if isinstance(output, tuple) else output
+        if is_replaced and _is_state(y) and y.numel() == calls[0].inputs[0].numel():
+            y = _stand_in(y, 1)
+            output = (y, *output[1:]) if isinstance(output, tuple) else y
+        pending.pop().output = _flat(y) if _is_state(y) else None
+        return output
+
+    return before, behind
+
+
+def _stand_in(x: Tensor, seed: int) -> Tensor:
+    """Random numbers of the shape of x, (..., width), larger at later places."""
+    numbers = torch.randn(x.numel() // x.shape[-1], x.shape[-1], generator=torch.Generator().manual_seed(seed))
+    return (numbers * torch.linspace(0.5, 2.0, len(numbers))[:, None]).view(x.shape).to(x)
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.detach().float().cpu().flatten().clone()  # some blocks add in place, and some merge batch and length
+
+
+def _joins(calls: list[Call], name: str, eps: float) -> bool | None:
+    """Whether y, a submodule's output, has the block's input in it, if it joins the residual stream; None if not."""
+    x, z = calls[0].inputs[0], calls[0].output
+    own = [number for number, call in enumerate(calls) if call.name == name]
+    if len(own) != 1 or (y := calls[own[0]].output) is None or y.shape != x.shape:  # a hook cannot tell two calls apart
+        return None
+
+    def same(a: Tensor, b: Tensor | None) -> bool:
+        return b is not None and a.shape == b.shape and bool((a - b).abs().max() <= 8 * eps * b.abs().max())
+
+    later = calls[own[0] + 1 :]
+    states = [one for call in later for one in call.inputs if one.shape == x.shape]
+    shares = [((state - x) @ y) / (y @ y) for state in states]
+    if any(share.abs() > 0.01 and same(x + share * y, state) for share, state in zip(shares, states, strict=True)):
+        return False
+    outputs = [call.output for call in later if call.output is not None and call.output.shape == x.shape]
+    if any(same(x + y + output, z) for output in outputs):
+        return False
+    if any(same(x, one) for one in calls[own[0]].inputs[1:]) and any(same(y, state) for state in states):
+        return True
+    return None
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes, also where accelerate keeps its weights elsewhere."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    if getattr(hook, "execution_device", None) is not None:
+        return torch.device(hook.execution_device)
+    own = (one.device for name, one in module.named_parameters() if "meta_" not in name and one.device.type != "meta")
+    return next(own, torch.device("cpu"))

@@ -1,0 +1,419 @@
+"""The presets and their stages: one text, one set of prompts and one budget for all models."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from graphlib import TopologicalSorter
+from inspect import signature
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from metatokens.data.insertion import meta_token_count
+from metatokens.errors import UserError
+from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.cost import flops, forward_products
+from metatokens.paper.models import (
+    Preset,
+    TrainedModel,
+    counts_of,
+    extend_recipe,
+    finetune_recipe,
+    lengths_tested,
+    pretrain_recipe,
+)
+from metatokens.paper.plan import Stage, examples_name, select, stages
+from metatokens.paper.presets import DEMO, GPU, PAPER, PRESETS, SMALL, preset
+from metatokens.paper.runner import Runner
+from metatokens.recipe import FinetuneRecipe, load_recipe
+from metatokens.tasks import curriculum, parity
+from metatokens.tasks.curriculum import CONDITIONS, TASKS
+
+MODELS = ("gpt2", "pause", "twin", "meta")
+
+all_presets = pytest.mark.parametrize("name", PRESETS)
+
+
+@cache
+def planned(name: str) -> list[Stage]:
+    """The plan of a preset, made once: that of a large one takes half a second."""
+    return stages(PRESETS[name])
+
+
+@all_presets
+def test_every_stage_comes_after_what_it_needs(name: str) -> None:
+    sizes, plan = PRESETS[name], {stage.name: stage for stage in planned(name)}
+    assert len(plan) == len(planned(name))
+    assert all(before in plan for stage in plan.values() for before in stage.after)
+    order = list(TopologicalSorter({name: stage.after for name, stage in plan.items()}).static_order())
+    place = {name: order.index(name) for name in plan}
+    for one in sizes.models:
+        pretrained = place[f"{'fetch' if one.published else 'pretrain'}-{one.pretrained_as or one.name}"]
+        assert place["tokenize"] < pretrained
+        if one.extension is not None:
+            assert pretrained < place[f"extend-{one.name}"] < place[f"perplexity-{one.name}"]
+        elif one.pretrained_as is None:
+            assert pretrained < place[f"perplexity-{one.name}"]
+        else:
+            assert f"perplexity-{one.name}" not in place
+        for task in one.tasks:
+            tuned, measured = place[f"finetune-{one.name}-{task}"], place[f"evaluate-{one.name}-{task}"]
+            assert pretrained < tuned < measured
+            assert place.get(f"extend-{one.name}", 0) < tuned
+            assert place["tokenize"] < place[f"draw_tests-{task}-paper"] < tuned
+    assert all(stage.cost > 0 for stage in plan.values())
+
+
+def test_a_new_task_is_planned_and_answers_to_its_name(
+    metatokens: Callable[[str], tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # What CONTRIBUTING.md says, step by step.
+    monkeypatch.setitem(curriculum._TASKS, "reversal", parity)
+    monkeypatch.setattr(curriculum, "TASKS", tuple(curriculum._TASKS))
+    models = tuple(replace(model, tasks=curriculum.TASKS) for model in DEMO.models)  # their default
+    recipes = {**DEMO.finetune_recipes, "reversal": "small_parity"}
+    monkeypatch.setitem(PRESETS, "demo", replace(DEMO, models=models, finetune_recipes=recipes))
+    for given, is_all in (("", True), ("--only reversal", False)):
+        status, output, error = metatokens(f"reproduce --preset demo --dry-run {given} --out {tmp_path}")
+        assert (status, error.splitlines()[-1].split(",")[0].endswith("stages")) == (0, True)
+        names = {line.split()[-1] for line in output.splitlines()}
+        expected = {f"{kind}-{model}-reversal" for kind in ("finetune", "evaluate") for model in ("gpt2", "meta")}
+        assert expected | {"draw_tests-reversal-paper", "tokenize"} <= names
+        assert ("finetune-meta-parity" in names) == is_all
+
+
+@all_presets
+def test_stages_stand_after_the_ones_that_they_need(name: str) -> None:
+    seen: set[str] = set()
+    for stage in planned(name):
+        assert seen.issuperset(stage.after), stage.name
+        seen.add(stage.name)
+
+
+@all_presets
+def test_every_stage_gives_its_method_what_it_takes(name: str) -> None:
+    for stage in planned(name):
+        signature(getattr(Runner, stage.method)).bind("the runner", "progress", **stage.subject, **stage.options)
+
+
+@all_presets
+def test_all_models_read_the_same_text_for_the_same_steps(name: str) -> None:
+    sizes = PRESETS[name]
+    plain = [TrainedModel(model=model) for model in MODELS]
+    assert {one.name for one in sizes.models} >= ({"gpt2", "meta"} if name == "demo" else {*MODELS})
+    recipes = {one.model: pretrain_recipe(sizes, one) for one in plain}
+    blocks = {model: recipe.data for model, recipe in recipes.items()}
+    text = {
+        model: data.block_size - meta_token_count(data.block_size, data.fraction, data.placement)
+        for model, data in blocks.items()
+    }
+    assert len(set(text.values())) == 1
+    assert len({recipe.training.model_dump_json() for recipe in recipes.values()}) == 1
+    others = {
+        recipe.model.model_copy(update={"second_attention": None}).model_dump_json() for recipe in recipes.values()
+    }
+    assert len(others) == 1
+    controls = {"gpt2": ("none", "none"), "pause": ("none", "uniform"), "twin": ("causal", "uniform")}
+    for model, recipe in recipes.items():
+        apart = (recipe.model.second_attention, recipe.data.placement)
+        assert apart == controls.get(model, ("meta", "uniform"))
+
+
+@all_presets
+def test_fine_tuning_fits_the_tests(name: str) -> None:
+    sizes = PRESETS[name]
+    for one in sizes.models:
+        for task in one.tasks:
+            recipe = finetune_recipe(sizes, one, task)
+            assert set(recipe.task.train_lengths) <= set(counts_of(sizes, one, task)["paper"])
+            assert recipe.task.condition == ("landmark" if one.variant == "landmark" else "paper")
+            assert recipe.training.seed == one.seed
+
+
+def test_the_demo_measures_what_it_should() -> None:
+    names = tuple(one.name for one in DEMO.models)
+    assert names == ("gpt2", "meta")
+    (length,) = finetune_recipe(DEMO, DEMO.models[0], "parity").task.train_lengths
+    assert DEMO.test_counts == {length: 500, 2 * length: 200, 4 * length: 200, 8 * length: 200}
+    assert set(CONDITIONS) == {"paper", "landmark", "none", "decoy", "long_prompt"}
+    assert DEMO.extra_conditions == dict.fromkeys(("list_recall", "parity"), ("landmark", "decoy"))
+    assert DEMO.corpus == "builtin"
+    recipes = [pretrain_recipe(DEMO, one) for one in DEMO.models]
+    assert {(recipe.model.position_embedding, recipe.training.seed) for recipe in recipes} == {("rope", 0)}
+
+
+def test_an_unknown_preset_names_the_known_ones() -> None:
+    with pytest.raises(UserError, match=r"no preset 'huge'; the presets are smoke, demo"):
+        preset("huge")
+
+
+def test_a_model_is_named_by_what_sets_it_apart() -> None:
+    assert TrainedModel(model="meta").name == "meta"
+    apart = TrainedModel(model="twin", position_embedding="learned", seed=2, variant="k=0.05")
+    assert apart.name == "twin-learned-seed2-k=0.05"
+
+
+def test_a_model_is_described_by_what_it_changes() -> None:
+    names = {one.name: one.description for one in SMALL.models}
+    assert names["meta"] == "meta-tokens in pretraining, meta-attention: the paper's model"
+    assert names["meta-k=0"] == f"{names['meta']}; but data.placement=none, data.block_size=922"
+    assert names["meta-yarn8"].endswith(", its context lengthened 8 times with YaRN")
+
+
+def test_a_model_changes_what_it_says_and_nothing_else() -> None:
+    unchanged = TrainedModel(model="meta")
+    changed = TrainedModel(
+        model="meta",
+        position_embedding="none",
+        seed=3,
+        pretrain_overrides=("data.fraction=0.05",),
+        finetune_overrides=("task.condition=none",),
+    )
+    plain, own = (pretrain_recipe(DEMO, one).model_dump() for one in (unchanged, changed))
+    assert own["data"] == plain["data"] | {"fraction": 0.05}
+    assert own["model"] == plain["model"] | {"position_embedding": "none"}
+    assert own["training"] == plain["training"] | {"seed": 3}
+    plain, own = (finetune_recipe(DEMO, one, "parity").model_dump() for one in (unchanged, changed))
+    assert own["task"] == plain["task"] | {"condition": "none"}
+    assert own["training"] == plain["training"] | {"seed": 3}
+
+
+def test_fine_tuning_another_models_weights_needs_that_one() -> None:
+    base = TrainedModel(model="meta", tasks=("parity",))
+    tuned = TrainedModel(model="meta", variant="again", tasks=("parity",), pretrained_as="meta")
+    plan = {stage.name: stage for stage in stages(replace(DEMO, models=(base, tuned), looked_into=()))}
+    assert "pretrain-meta-again" not in plan
+    [drawn] = [name for name in plan if name.startswith("draw_examples")]
+    tests = [f"draw_tests-parity-{condition}" for condition in ("paper", "landmark", "decoy")]
+    assert plan["finetune-meta-again-parity"].after == ("pretrain-meta", drawn, *tests)
+
+
+def test_marker_conditions_are_tested_with_rope_up_to_a_length() -> None:
+    sizes = replace(DEMO, extra_condition_limit=256)
+    assert counts_of(sizes, TrainedModel(model="meta"), "list_recall") == {
+        "paper": {128: 500, 256: 200, 512: 200, 1024: 200},
+        "landmark": {128: 500, 256: 200},
+        "decoy": {128: 500, 256: 200},
+    }
+    for one, task in (
+        (TrainedModel(model="meta"), "copying"),
+        (TrainedModel(model="meta", position_embedding="none"), "list_recall"),
+    ):
+        assert counts_of(sizes, one, task) == {"paper": {128: 500, 256: 200, 512: 200, 1024: 200}}
+
+
+def test_models_that_read_the_same_examples_share_them() -> None:
+    drawn = [stage for stage in planned("small") if stage.kind == "draw_examples"]
+    assert len({stage.product for stage in drawn}) == len(drawn)
+    # By task: three seeds, and one of 128 tokens alone; three on landmark; and for two longer contexts.
+    of_task = {task: sum(stage.subject["task"] == task for stage in drawn) for task in TASKS}
+    assert of_task == {"list_recall": 4 + 3 + 2, "segment_counting": 4 + 2, "parity": 4, "copying": 4}
+
+
+def test_the_small_grid_is_whole() -> None:
+    names = {one.name for one in SMALL.models}
+    assert len(names) == len(SMALL.models)
+    for model in MODELS:
+        assert {model, f"{model}-learned", f"{model}-none"} <= names
+        assert {f"{model}-seed1", f"{model}-seed2", f"{model}-learned-seed1", f"{model}-none-seed1"} <= names
+        assert {f"{model}-landmark", f"{model}-seed1-landmark", f"{model}-seed2-landmark"} <= names
+    assert {f"{model}-jumps" for model in ("gpt2", "twin", "meta")} <= names
+    assert {f"meta-{variant}" for variant in ("periodic", "k=0", "k=0.05", "k=0.2", "yarn4", "yarn8")} <= names
+    learned, rope = (TrainedModel(model="meta", position_embedding=position) for position in ("learned", "rope"))
+    plain = {128: 500, 256: 500, 512: 500, 1024: 200, 2048: 100}
+    marked = {condition: {128: 500, 256: 500, 512: 500} for condition in ("landmark", "decoy")}
+    assert counts_of(SMALL, learned, "parity") == {"paper": plain}
+    assert counts_of(SMALL, rope, "parity") == {"paper": plain} | marked
+    for one in SMALL.models:
+        recipe = pretrain_recipe(SMALL, one)
+        # A learned table has a position for each token of the longest prompt of bin 1,024 and of its answer.
+        assert recipe.model.max_position_embeddings == (2304 if one.model == "gpt-neo" else 1152)
+
+
+def test_one_recipe_a_task_for_all_models_of_a_preset() -> None:
+    for task in TASKS:
+        plain = [one for one in SMALL.models if not one.variant and one.seed == 0 and task in one.tasks]
+        assert len(plain) == 13
+        for sizes, models in ((SMALL, plain), (DEMO, DEMO.models)):
+            assert len({finetune_recipe(sizes, one, task).model_dump_json() for one in models}) == 1
+    unmarked = [one for one in SMALL.models if one.variant == "landmark" and one.seed == 0]
+    assert len(unmarked) == len({one.model for one in unmarked}) == 4
+    assert len({finetune_recipe(SMALL, one, "list_recall").model_dump_json() for one in unmarked}) == 1
+    for task in set(TASKS) - {"segment_counting"}:  # where the demo's models have fewer rotary layers
+        demo, small = (finetune_recipe(sizes, plain[0], task) for sizes in (DEMO, SMALL))
+        assert demo.task.stages == small.task.stages
+        assert demo.training == small.training
+        assert demo.task.train_lengths == small.task.train_lengths[:1]
+
+
+def test_the_small_grid_costs_a_day_of_one_core_at_most() -> None:
+    assert sum(stage.cost for stage in planned("small")) <= 24 * 3600
+    assert max(stage.cost for stage in planned("small")) <= 3600
+
+
+@pytest.mark.parametrize(("sizes", "block"), [(SMALL, 256), (PAPER, 1024)], ids=["small", "paper"])
+def test_contexts_are_extended_as_in_the_papers_first_table(sizes: Preset, block: int) -> None:
+    by_name = {one.name: one for one in sizes.models}
+    for factor in (4, 8):
+        one = by_name[f"meta-yarn{factor}"]
+        short = pretrain_recipe(sizes, one)
+        base = by_name[one.pretrained_as or ""]
+        assert short.model_dump() == pretrain_recipe(sizes, base).model_dump()
+        assert short.data.block_size == block
+        longer = extend_recipe(sizes, one, short)
+        assert longer.data.block_size == factor * block
+        assert longer.data.placement == "uniform"
+        assert lengths_tested(sizes, one, "list_recall") == (factor * block // 2, factor * block)
+        assert max(counts_of(sizes, one, "list_recall")["paper"]) >= 2 * factor * block
+
+
+@pytest.mark.parametrize(("sizes", "vocabulary"), [(SMALL, 4160), (PAPER, 50304)], ids=["small", "paper"])
+def test_as_much_compute_is_as_many_steps_as_the_formula_says(sizes: Preset, vocabulary: int) -> None:
+    def work(name: str) -> int:
+        recipe = pretrain_recipe(sizes, {one.name: one for one in sizes.models}[name])
+        config = MetaGPT2Config(
+            **recipe.model.model_dump(exclude={"architecture"}),
+            vocab_size=vocabulary,
+            meta_token_id=4096,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        length = recipe.data.block_size
+        metas = meta_token_count(length, recipe.data.fraction, recipe.data.placement)
+        scored = length - 1 - metas
+        products = forward_products(config, batch=1, length=length, meta_tokens=metas, scored=scored, skips_masked=True)
+        return recipe.training.max_steps * flops(products, training=True)
+
+    for model in ("gpt2", "pause", "twin"):
+        assert work(f"{model}-equal-compute") == pytest.approx(work("meta"), rel=2e-3)
+
+
+def test_the_papers_sizes_are_the_papers() -> None:
+    recipe = pretrain_recipe(PAPER, TrainedModel(model="meta"))
+    sizes = recipe.model.hidden_size, recipe.model.num_hidden_layers, recipe.model.num_attention_heads
+    assert (*sizes, recipe.data.block_size, recipe.training.max_steps) == (768, 12, 12, 1024, 200_000)
+    assert recipe.training.batch == 480
+    only_small = {one.name for one in SMALL.models} - {one.name for one in PAPER.models}
+    assert only_small == {"meta-short"}
+    (neo,) = (one for one in PAPER.models if one.model == "gpt-neo")
+    plan = {stage.name: stage for stage in planned("paper")}
+    assert neo.published == "hf:EleutherAI/gpt-neo-125m"
+    assert plan["finetune-gpt-neo-learned-parity"].after[0] == "fetch-gpt-neo-learned"
+    assert "pretrain-gpt-neo-learned" not in plan
+
+
+@pytest.mark.parametrize("sizes", [SMALL, PAPER])
+def test_learned_tables_hold_the_answers_to_the_longest_prompts_too(sizes: Preset) -> None:
+    learned = [one for one in sizes.models if one.position_embedding == "learned" and one.published is None]
+    tables = {pretrain_recipe(sizes, one).model.max_position_embeddings for one in learned}
+    assert len(learned) >= 4
+    assert min(tables) > 1024 + 64
+
+
+def test_what_a_gpu_does_in_half_an_hour() -> None:
+    assert sum(stage.cost for stage in stages(GPU)) <= 1800
+    shape = pretrain_recipe(GPU, TrainedModel(model="meta"))
+    assert shape.model == pretrain_recipe(PAPER, TrainedModel(model="meta")).model
+    assert finetune_recipe(GPU, TrainedModel(model="meta"), "parity").task.train_lengths == (128, 256, 512)
+
+
+def test_models_trained_on_landmark_are_tested_so_at_every_length() -> None:
+    plan = {stage.name: stage for stage in planned("small")}
+    own, others = (
+        plan[f"evaluate-meta{variant}-list_recall"].settings["counts"]["landmark"] for variant in ("-landmark", "")
+    )
+    assert own == {128: 500, 256: 500, 512: 500, 1024: 200, 2048: 100}
+    assert others == {128: 500, 256: 500, 512: 500}
+    assert plan["draw_tests-list_recall-landmark"].settings["counts"] == own
+
+
+@pytest.mark.parametrize("sizes", [SMALL, PAPER], ids=["small", "paper"])
+def test_models_read_the_same_text_whatever_their_share_of_meta_tokens(sizes: Preset) -> None:
+    shares = {}
+    for one in sizes.models:
+        if one.variant in ("", "periodic", "k=0", "k=0.05", "k=0.2"):
+            data = pretrain_recipe(sizes, one).data
+            inserted = 0 if data.placement == "none" else round(data.fraction * data.block_size)
+            shares[one.variant, inserted] = data.block_size - inserted
+    assert {inserted for _, inserted in shares} == {0, 48, 102, 230}
+    assert set(shares.values()) == {922}
+
+
+def test_jumps_have_a_control_of_as_many_steps() -> None:
+    by_variant = {one.variant: one for one in SMALL.models if one.name == "meta" or one.name == "meta-jumps"}
+    for task in TASKS:
+        jumps, plain = (finetune_recipe(SMALL, by_variant[name], task) for name in ("jumps", ""))
+        assert (jumps.training.position_jumps, plain.training.position_jumps) == (2304, None)
+        assert jumps.task.stages == plain.task.stages
+        assert jumps.phases()[128] == plain.phases()[128].model_copy(update={"position_jumps": 2304})
+    changed = pretrain_recipe(SMALL, by_variant["jumps"]).model
+    assert changed == pretrain_recipe(SMALL, by_variant[""]).model.model_copy(update={"attention_scale": "log_length"})
+
+
+def test_noise_of_every_kind_and_analyses_of_every_seed() -> None:
+    plan = {stage.name: stage for stage in planned("small")}
+    for one in ("gpt2", "gpt2-learned", "meta", "meta-learned"):
+        drawn = {
+            name for kind in ("noise", "raw-noise") for name in plan[f"{kind}-{one}-copying"].settings["interventions"]
+        }
+        scales, places, units = ("0.1", "0.5", "1", "2"), ("", ":meta"), ("", ":raw")
+        assert drawn == {f"noise:{s}{place}{unit}" for s in scales for place in places for unit in units}
+    for kind, models in {"sharpness": ("twin", "meta"), "rate-distortion": ("gpt2", "twin", "meta")}.items():
+        assert {f"{kind}-{one}{seed}-list_recall" for one in models for seed in ("", "-seed1", "-seed2")} <= set(plan)
+
+
+def test_three_seeds_with_rope_come_first_and_list_recall_before_the_other_tasks() -> None:
+    trained = [stage for stage in planned("small") if stage.kind == "finetune"]
+    by_seed = (("", 0), ("-seed1", 1), ("-seed2", 2))
+    for (seed, priority), (wait, tasks) in product(by_seed, ((0, ["list_recall"]), (0.5, {*TASKS} - {"list_recall"}))):
+        own = {stage.name for stage in trained if stage.priority == priority + wait}
+        assert own >= {f"finetune-{model}{seed}-{task}" for model, task in product(MODELS, tasks)}
+        measured = [stage for stage in planned("small") if stage.kind == "evaluate" and stage.after[0] in own]
+        assert {stage.priority for stage in measured} == {priority + wait - 0.25}
+    rope = [stage.priority for stage in trained if stage.subject["model"] in SMALL.models[:12]]
+    others = [stage.priority for stage in trained if stage.subject["model"].position_embedding != "rope"]
+    assert max(rope) < min(others)
+    assert {one.position_embedding for one in SMALL.models[:12]} == {"rope"}
+
+
+@pytest.mark.parametrize(
+    ("table", "some", "none"),
+    [
+        ("table7", "evaluate-gpt2-learned-list_recall", "evaluate-gpt2-parity"),
+        ("table1", "evaluate-meta-yarn8-segment_counting", "evaluate-meta-segment_counting"),
+        ("table14", "ablation-meta-learned-copying", "evaluate-meta-copying"),
+        ("table15", "noise-gpt2-list_recall", "evaluate-gpt2-list_recall"),
+        ("figure3", "rate-distortion-twin-list_recall", "evaluate-twin-list_recall"),
+        ("placement", "evaluate-meta-k=0.2-list_recall", "evaluate-meta-list_recall"),
+        ("lengths", "evaluate-twin-jumps-copying", "evaluate-twin-copying"),
+        ("perplexity", "perplexity-gpt2-equal-compute", "finetune-gpt2-parity"),
+    ],
+)
+def test_one_tables_part_of_the_plan(table: str, some: str, none: str) -> None:
+    plan = planned("small")
+    chosen = select(plan, table)
+    names = [stage.name for stage in chosen]
+    assert some in names
+    assert none not in names
+    assert {before for stage in chosen for before in stage.after} <= set(names)
+    assert chosen == [stage for stage in plan if stage.name in set(names)]
+
+
+def test_a_table_that_nothing_answers() -> None:
+    with pytest.raises(UserError, match=r"no stage of this preset answers 'table0'; --only takes figure1, .*table9\.$"):
+        select(planned("small"), "table0")
+    assert select(stages(DEMO), None) == stages(DEMO)
+    with pytest.raises(UserError, match=r"answers 'table3', which is measured by `metatokens benchmark decode`"):
+        select(planned("small"), "table3")
+
+
+def test_recipes_whose_stages_draw_other_prompts_do_not_share_them() -> None:
+    stage = "{lists: [2, 3], items: [3, 6], max_steps: 600}"
+    others = [("600", "601"), ("[2", "[1"), ("6]", "7]"), ("}", ", drill: true}")]
+    asked = ["", stage, *(stage.replace(*change) for change in others), f"{stage}, {stage}"]
+    recipes = [load_recipe(FinetuneRecipe, "demo_finetune", [f"task.stages=[{own}]"]) for own in asked]
+    assert len({examples_name(recipe) for recipe in recipes}) == len(recipes)
+    sooner = stage.replace("}", ", until: 0.9, learning_rate: 0.1}")  # which draws the same
+    same = load_recipe(FinetuneRecipe, "demo_finetune", [f"task.stages=[{sooner}]"])
+    assert examples_name(same) == examples_name(recipes[1])

@@ -1,0 +1,203 @@
+"""Who carries the plan out: processes with a GPU each, jobs of a cluster; and what happens when they are killed."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import submitit
+import torch
+
+from metatokens.errors import UserError
+from metatokens.paper import pools, presets, run
+from metatokens.paper.runner import Runner
+from tests.forked import PATIENCE, Forked
+from tests.paper import tiny_preset
+from tests.paper.run_lines import assert_same_run, lines, records
+
+# --- by workers with a GPU each
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5")
+
+
+def test_a_worker_a_gpu_by_default(two_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(tmp_path, "tiny", tiny_preset.tiny("builtin"))
+    assert pools.open_pool(runner, "processes", None, {}).size == 2
+    assert pools.gpus() == ["3", "GPU-5"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert pools.gpus() == ["0", "1"]
+
+
+def test_a_worker_sees_one_gpu(two_gpus: None, tmp_path: Path) -> None:
+    with pools.ProcessPool(Runner(tmp_path, "tiny", tiny_preset.tiny("builtin")), 1) as pool:
+        assert pool._pool.submit(os.getenv, "CUDA_VISIBLE_DEVICES").result() == "3"
+
+
+# --- as jobs of a cluster
+
+
+def test_jobs_give_the_same_results_and_one_that_is_killed_is_submitted_again(
+    small_corpus: Path, undisturbed: Path, tmp_path: Path, forked: Callable[..., Forked]
+) -> None:
+    environment = {"STALL": str(tmp_path / "stalled"), "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    # Few stages: a job takes its interpreter's start.
+    options = "--executor local --workers 2 --only perplexity"
+    preset = tiny_preset.tiny(str(small_corpus), models=("meta",))
+    running = forked(tiny_preset.reproduce, preset, tmp_path / "run", options, **environment)
+    assert wait_until(lambda: (tmp_path / "stalled").exists() or running.status is not None)
+    (folder,) = (tmp_path / ".cache" / "metatokens" / "jobs").iterdir()
+    assert folder.stat().st_mode & 0o077 == 0  # nobody else may put a pickle there
+    worker = int((tmp_path / "stalled").read_text())
+    (tmp_path / "stalled.once").touch()  # the next try does not stall
+    os.kill(worker, signal.SIGKILL)
+    status, output, error = running.wait()
+    assert (status, output) == (0, ""), error
+    assert set(records(tmp_path / "run")) == {"tokenize", "pretrain-meta", "perplexity-meta"}
+    found, whole = lines(tmp_path / "run"), lines(undisturbed)
+    expected = {name: [line for line in whole[name] if '"model":"meta"' in line] for name in whole}
+    assert found["results.jsonl"] == [line for line in expected["results.jsonl"] if '"perplexity"' in line]
+    assert found["curves.jsonl"] == [line for line in expected["curves.jsonl"] if '"task"' not in line]
+    assert not folder.exists()
+    assert not list((tmp_path / "run").rglob("*.pkl"))
+
+
+def kill_this_process(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("executor", "job", "sentence"),
+    [
+        ("threads", {}, "unknown executor 'threads'; choose processes, slurm or local"),
+        ("processes", {"slurm_partition": "gpu"}, "--job sets what a cluster's job gets"),
+        ("local", {"partitions": "gpu"}, "submitit does not take these jobs: "),
+    ],
+)
+def test_other_executors_and_settings_are_refused(
+    executor: str,
+    job: dict[str, str],
+    sentence: str,
+    reproduce: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UserError, match=sentence):
+        reproduce(tmp_path / "run", executor=executor, job=job)
+    assert not list(tmp_path.glob(".cache/metatokens/jobs/*"))
+
+
+def test_a_job_that_is_ended_again_and_again_is_one_sentence(
+    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(pools, "TRIES", 2)
+    monkeypatch.setattr(pools, "_work_as_job", kill_this_process)
+    monkeypatch.setattr(submitit.Job, "_results_timeout_s", 1)  # seconds for the answer of a job that was killed
+    monkeypatch.setattr(presets, "PRESETS", {"tiny": tiny_preset.tiny(str(small_corpus))})
+    with pytest.raises(UserError, match="the job of tokenize was ended 2 times; what it printed is in ") as caught:
+        run.reproduce("tiny", tmp_path / "run", executor="local", workers=1)
+    (folder,) = (tmp_path / ".cache" / "metatokens" / "jobs").iterdir()
+    assert str(caught.value).endswith(f" {folder}.")
+    assert "submitit" in "".join(log.read_text() for log in folder.glob("*_log.out"))
+    assert not list((tmp_path / "run").rglob("*.pkl"))
+
+
+def test_settings_of_jobs_are_read_as_yaml() -> None:
+    read = pools.job_settings(["slurm_partition=gpu", "timeout_min=90", "slurm_array_parallelism=", "a=b=c"])
+    assert read == {"slurm_partition": "gpu", "timeout_min": 90, "slurm_array_parallelism": None, "a": "b=c"}
+    for wrong in ("gpu", "=gpu", "a=[1"):
+        with pytest.raises(UserError, match="--job"):
+            pools.job_settings([wrong])
+
+
+# --- killed, for real
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    """Whether it came true."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.fixture
+def stalled(small_corpus: Path, tmp_path: Path, forked: Callable[..., Forked]) -> Iterator[Forked]:
+    """A run whose worker stands still after the first checkpoint of `meta`, ended with the test whatever happens."""
+    preset, stall = tiny_preset.tiny(str(small_corpus)), tmp_path / "stalled"
+    process = forked(tiny_preset.reproduce, preset, tmp_path / "run", "--workers 1", STALL=str(stall))
+    wait_until(lambda: stall.exists() or process.status is not None)
+    yield process
+    process.end()
+
+
+def assert_cut_off_in_pretraining(out: Path) -> None:
+    assert {"tokenize", "pretrain-meta"} & set(records(out)) == {"tokenize"}
+    checkpoints = out / "models" / "meta" / "pretrained" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["checkpoint-2"]
+
+
+def test_ctrl_c_and_going_on_in_worker_processes(
+    stalled: Forked, forked: Callable[..., Forked], small_corpus: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    os.killpg(stalled.pid, signal.SIGINT)  # as a terminal does
+    status, output, error = stalled.wait()
+    assert (status, output) == (130, "")
+    assert error.splitlines()[-1] == "metatokens: interrupted; the same command goes on from here."
+    assert "Traceback" not in error
+    assert wait_until(lambda: stalled.group_is_gone)
+    assert_cut_off_in_pretraining(tmp_path / "run")
+    before = records(tmp_path / "run")
+
+    again = forked(tiny_preset.reproduce, tiny_preset.tiny(str(small_corpus)), tmp_path / "run", "--workers 2")
+    status, output, error = again.wait()
+    assert (status, output) == (0, ""), error
+    *progress, _, _, last = error.splitlines()  # two of the report
+    assert last == f"report: {tmp_path / 'run' / 'report' / 'index.html'}"
+    assert len([line for line in progress if " left: " in line or "estimating the time left: " in line]) >= 4
+    assert progress[-1].startswith("100% in ")
+    assert (tmp_path / "run" / "report" / "index.html").stat().st_size > 10_000
+    after = records(tmp_path / "run")
+    assert {name: after[name] for name in before} == before
+    assert_same_run(tmp_path / "run", undisturbed)
+
+
+def test_a_worker_that_the_system_kills_is_one_sentence(
+    stalled: Forked, reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
+) -> None:
+    os.kill(int((tmp_path / "stalled").read_text()), signal.SIGKILL)
+    status, _, error = stalled.wait()
+    assert status == 2
+    assert error.splitlines()[-1].startswith("metatokens: a worker was killed while it did pretrain-meta (")
+    assert "Traceback" not in error
+    reproduce(tmp_path / "run")
+    assert_same_run(tmp_path / "run", undisturbed)
+
+
+def test_no_worker_outlives_a_command_that_was_killed(
+    stalled: Forked, reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
+) -> None:
+    worker = int((tmp_path / "stalled").read_text())
+    os.kill(worker, 0)  # it runs
+    stalled.kill()  # the command alone
+    stalled.wait()
+    assert wait_until(lambda: stalled.group_is_gone)
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
+    assert_cut_off_in_pretraining(tmp_path / "run")
+    before = records(tmp_path / "run")
+    reproduce(tmp_path / "run")
+    after = records(tmp_path / "run")
+    assert {name: after[name] for name in before} == before
+    assert_same_run(tmp_path / "run", undisturbed)

@@ -1,0 +1,115 @@
+"""A preset of seconds, and the command that carries it out.
+
+With a path in the environment variable STALL, the worker that pretrains `meta` writes its process id there after the
+first checkpoint, and then does nothing: so a test can cut the run off at a point that is the same on every machine.
+It goes on where there is a file of that name with `.once`.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import submitit
+
+from metatokens import cli
+from metatokens.evaluation import accuracy
+from metatokens.paper import presets
+from metatokens.paper.models import Ablation, Analysis, Preset, TrainedModel
+from metatokens.training.trainer import RunCallback
+
+accuracy.SHORTCUT_PROMPTS = 40  # of 2,000, which each run would draw once more
+
+TRAINING = ("training.save_steps=2", "training.logging_steps=1", "training.per_device_train_batch_size=4")
+SIZES = ("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2", "data.block_size=32")
+
+
+class Tiny(Preset):
+    """A preset that makes a worker, which gets it from the command, import this file, and so stall too."""
+
+
+def tiny(corpus: str, models: Sequence[str] = ("gpt2", "meta")) -> Tiny:
+    """Two models and one task."""
+    return Tiny(
+        corpus=corpus,
+        tokenizer="train:768",
+        pretrain_recipe="demo",
+        finetune_recipes={"parity": "demo_finetune"},
+        pretrain_overrides=("training.max_steps=4", *TRAINING, *SIZES),
+        finetune_overrides=("task.train_lengths=[64]", *TRAINING),
+        task_overrides={"parity": ("training.max_steps=4",)},
+        test_counts={64: 4, 128: 3},
+        models=tuple(TrainedModel(model=model, tasks=("parity",)) for model in models),
+        extra_conditions={"parity": ("decoy",)},
+    )
+
+
+def wide(corpus: str) -> Preset:
+    """One model, and each kind of stage that a preset can have."""
+    longer = TrainedModel(
+        model="meta",
+        variant="yarn",
+        pretrained_as="meta",
+        extension=2.0,
+        finetune_overrides=("task.train_lengths=[64, 128]",),
+        tasks=("parity",),
+        tested=(128,),
+    )
+    ablation = Ablation(
+        tables=("table13",),
+        models=("meta",),
+        tasks=("parity",),
+        interventions=("no_pos", "noise:1"),
+        counts={64: 4},
+        noise_seeds=2,
+    )
+    analyses = [
+        Analysis(
+            kind=kind,
+            tables=("figure3",),
+            models=("meta",),
+            tasks=("parity",),
+            train_length=64,
+            length=64,
+            n=n,
+            interventions=changes,
+        )
+        for kind, n, changes in (
+            ("sharpness", 2, (None,)),
+            ("residual", 2, (None,)),
+            ("rate-distortion", 70, (None, "no_pos")),
+        )
+    ]
+    return replace(
+        tiny(corpus),
+        book=corpus,
+        extend_recipe="small_extend",
+        models=(TrainedModel(model="meta", tasks=("parity",)), longer),
+        extra_conditions={},
+        probe_steps={"parity": 2},
+        inspections=(ablation, *analyses),
+        looked_into=("meta", "meta-yarn"),
+    )
+
+
+if stall := os.environ.get("STALL"):
+    save = RunCallback.on_save
+
+    def save_and_stall(self: RunCallback, args, state, control, **kwargs) -> None:
+        save(self, args, state, control, **kwargs)
+        was_here = Path(f"{stall}.once").exists()
+        if Path(args.output_dir).match("meta/pretrained/checkpoints") and not was_here:
+            Path(stall).write_text(str(os.getpid()))
+            time.sleep(600)
+
+    RunCallback.on_save = save_and_stall
+
+
+def reproduce(preset: Tiny, out: Path, options: str) -> None:
+    """The command."""
+    submitit.Job._results_timeout_s = 1  # not a quarter of a minute for the answer of a job that was killed
+    presets.PRESETS = {"tiny": preset}
+    sys.argv = ["metatokens", "reproduce", "--preset", "tiny", "--out", str(out), *options.split()]
+    cli.main()
