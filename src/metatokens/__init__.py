@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from metatokens.data.insertion import insert_meta_tokens
     from metatokens.data.landmarks import Landmarks
     from metatokens.data.prompts import encode_prompt
-    from metatokens.looking.look import Look, look
+    from metatokens.looking.look import look
+    from metatokens.looking.page import Look
     from metatokens.model.cache import MetaTokenCache
     from metatokens.model.configuration import MetaGPT2Config
     from metatokens.model.modeling import MetaGPT2ForCausalLM, MetaGPT2Model
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Landmarks": "metatokens.data.landmarks",
-    "Look": "metatokens.looking.look",
+    "Look": "metatokens.looking.page",
     "MetaGPT2Config": "metatokens.model.modeling",  # which makes the model's class known too
     "MetaGPT2ForCausalLM": "metatokens.model.modeling",
     "MetaGPT2Model": "metatokens.model.modeling",

@@ -18,8 +18,8 @@ from metatokens.checkpoint import load_model
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.errors import UserError
 from metatokens.looking.figure import draw
-from metatokens.looking.look import DECOYS, WITH, WITHOUT, Look, with_decoys
-from metatokens.looking.page import coarse, to_html
+from metatokens.looking.look import DECOYS, WITH, WITHOUT, with_decoys
+from metatokens.looking.page import Look, coarse, to_html
 from tests.analysis.recording_oracle import RecordingOracle
 from tests.retrofit.architectures import META, error, retrofitted, with_meta_tokens
 

@@ -9,8 +9,8 @@ import pytest
 
 from metatokens.checkpoint import load_model
 from metatokens.data.tokenizer import load_tokenizer
-from metatokens.looking.look import Look, look
-from metatokens.looking.page import to_html
+from metatokens.looking.look import look
+from metatokens.looking.page import Look, to_html
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = next(

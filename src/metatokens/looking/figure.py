@@ -9,8 +9,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from metatokens.looking.look import Look
-from metatokens.looking.page import title_of
+from metatokens.looking.page import Look, title_of
 
 _PANEL = 2.1  # inches
 _TICKS = 40  # tokens that have room along a panel

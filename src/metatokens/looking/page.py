@@ -1,10 +1,12 @@
-"""The page that `metatokens look` writes: one HTML file that needs no other, drawn by Plotly in a browser."""
+"""What `look` finds in a model, and the page that shows it: one self-contained HTML file, drawn by Plotly."""
 
 import base64
 import gzip
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
 from importlib.resources import files
 from typing import Any
 
@@ -14,14 +16,100 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
+from transformers import PreTrainedTokenizerBase
 
-from metatokens.looking.look import Likeliest, Look
+from metatokens.analysis.observation import Observation
+from metatokens.analysis.sharpness import entropy
 
 SIGNATURE = "metatokens look"  # stands in every page, so that no other file is ever overwritten
 MAX_SIDE = 256  # cells of a map, across and down; a longer prompt's are averages over several tokens
 # From light to dark, so that it is read without colour vision too.
 SCALE = [[0, "#ffffff"], [0.5, "#6baed6"], [1, "#08306b"]]
 MAX_CELLS = 12_000_000  # of all maps of a model together
+
+
+@dataclass(frozen=True, slots=True)
+class Likeliest:
+    """The likeliest next tokens, likeliest first; the meta-token is none of them.
+
+    Attributes:
+        ids: (..., 5) int64.
+        probabilities: (..., 5).
+    """
+
+    ids: Tensor
+    probabilities: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a model did with one prompt.
+
+    Attributes:
+        name: the model's.
+        tokens: the prompt's, as text; a meta-token is `<|meta|>`.
+        ids: (length,) int64.
+        is_meta: (length,) bool.
+        observation: states, queries, keys and values, logits (`analysis.observation`).
+        zeroed: the same while the meta-tokens' embeddings are zero (paper, Figure 2); None without a meta-token.
+        lens: what the head makes of the residual stream before the first block and after each, (layers + 1, length, 5):
+            the logit lens (nostalgebraist, 2020).
+        answers: what follows the prompt as it stands, `with its meta-tokens`; `without` them; and `among decoys`, as
+            many meta-tokens more at places that were drawn. Each (5,).
+        tokenizer: the model's.
+    """
+
+    name: str
+    tokens: list[str]
+    ids: Tensor
+    is_meta: Tensor
+    observation: Observation
+    zeroed: Observation | None
+    lens: Likeliest
+    answers: dict[str, Likeliest]
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def modules(self) -> dict[str, list[int]]:
+        """The layers that have an attention module, by its name: `attention`, `second_attention`."""
+        found: dict[str, list[int]] = {}
+        for module, layer in sorted(self.observation.attention):
+            found.setdefault(module, []).append(layer)
+        return found
+
+    def positions(self, module: str, layer: int) -> Tensor:
+        """Where the rows of an attention module stand in the prompt, (rows,) int64; all, or the meta-tokens'."""
+        return self.observation.attention[module, layer].positions
+
+    def attention(self, module: str, layer: int) -> Tensor:
+        """Attention weights, (heads, queries, keys); a row's sum is 1."""
+        return self.observation.attention[module, layer].weights()
+
+    def entropy(self, module: str, layer: int, *, zeroed: bool = False) -> Tensor:
+        """The entropy (nats) of each row of attention weights, (heads, rows).
+
+        Args:
+            module: `attention` or `second_attention`.
+            layer: number of the block.
+            zeroed: while the meta-tokens' embeddings are zero.
+
+        Raises:
+            ValueError: if there is no meta-token whose embedding could be zero.
+        """
+        if zeroed and self.zeroed is None:
+            raise ValueError("the prompt has no meta-token.")
+        seen = self.zeroed if zeroed and self.zeroed is not None else self.observation
+        return entropy(seen.attention[module, layer].logits())
+
+    def to_html(self) -> str:
+        """The page that `metatokens look` writes: one file that needs no other."""
+        return to_html([self])
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<iframe srcdoc="{escape(self.to_html())}" title="Inside {escape(self.name)}" '
+            'style="width: 100%; height: 50rem; border: 0"></iframe>'
+        )
 
 
 def to_html(looks: Sequence[Look]) -> str:
