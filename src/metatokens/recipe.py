@@ -54,9 +54,7 @@ class _Settings(BaseModel):
 class DataSettings(_Settings):
     """What a pretraining run reads, and how meta-tokens are put into it (paper, section 3)."""
 
-    tokens: Path | None = None  # the folder that `metatokens tokenize` wrote; or, in its place,
-    corpus: str | None = None  # a corpus that is tokenized while it is trained on (see `read_corpus`), and
-    tokenizer: str | None = None  # a tokenizer: a folder, or gpt2
+    tokens: Path | None = None  # the folder that `metatokens tokenize` wrote
     block_size: Annotated[int, Field(ge=2)] = 1024  # positions of a block, meta-tokens included
     fraction: float = 0.1  # of the block's positions that are meta-tokens: the paper's k, in [0, 0.5]
     # uniform, periodic or none; or a rule for landmarks (see `Landmarks`), which does not use the fraction.

@@ -85,8 +85,6 @@ EVALUATE = "evaluate --lengths 64 -n 2 --task parity"
 MISTAKES = {
     # recipes
     f"{PRETRAIN} --out new --set training.eval_steps=-1": "training.eval_steps is -1: input should be",
-    f"{PRETRAIN} --out new --set training.eval_steps=1 --set data.tokens=null --set data.corpus=text.txt "
-    "--set data.tokenizer=model": "a stream (data.corpus) has no held-out split",
     f"{TUNE} --task parity --set training.eval_steps=1": "which needs held-out records: give --eval-data",
     f"{TUNE} --task parity --eval-data nowhere.jsonl": "cannot read the records in nowhere.jsonl",
     "evaluate --model model": "give either --task or --data",
@@ -112,8 +110,6 @@ MISTAKES = {
     f"{PRETRAIN} --out new --landmarks word": "data.placement is 'word': give uniform, periodic, none, line,",
     f"{PRETRAIN} --out new --landmarks every:60000": "landmarks by every:60000 have no place in the train split",
     f"{PRETRAIN} --out new --landmarks every:3 --set data.block_size=90000": "one block of 90000, landmarks included",
-    f"{PRETRAIN} --out new --landmarks line --set data.tokens=null --set data.corpus=text.txt "
-    "--set data.tokenizer=model": "landmarks by line need a token store (data.tokens), and this is a stream",
     f"{PRETRAIN} --out new --set model.num_attention_heads=3": "hidden_size 16 is not a multiple of",
     f"{PRETRAIN} --out new --set model.activation=step": "activation 'step' is unknown; allowed are",
     f"{PRETRAIN} --out new --set training.report_to=paper": "names the tracker 'paper', which is not installed",

@@ -1,6 +1,5 @@
 """Tokenizers of other models: what they begin a text with, and how, is kept in corpora, prompts and on disk."""
 
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase
 
 from metatokens.data.prompts import encode_prompt
 from metatokens.data.store import TokenStore
-from metatokens.data.streaming import StreamedBlocks, TextStream
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.data.writing import write_token_store
 from metatokens.evaluation.perplexity import held_out_text
@@ -86,15 +84,6 @@ def test_the_documents_of_a_store(
     expected = expected_documents(folder)
     assert sorted(found) == sorted(expected)
     assert sum(counts.tokens for counts in store.manifest.splits.values()) == sum(len(one) - 1 for one in expected)
-
-
-def test_the_documents_of_a_stream(folder: Path, tokenizer: PreTrainedTokenizerBase, corpus: Path) -> None:
-    stream = TextStream.open(str(corpus), str(folder))
-    blocks = StreamedBlocks(stream, block_size=64, fraction=0, placement="none", seed=0)
-    ids = [token for block in islice(blocks, 5) for token in block["input_ids"].tolist()]
-    found = documents_in(ids, tokenizer)
-    assert len(found) > 5
-    assert set(found) <= set(expected_documents(folder))
 
 
 def test_the_documents_that_perplexity_reads(folder: Path, tokenizer: PreTrainedTokenizerBase, corpus: Path) -> None:

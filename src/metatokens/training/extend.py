@@ -8,7 +8,7 @@ from metatokens.checkpoint import load_model, weights_sha256
 from metatokens.errors import UserError
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import PretrainRecipe
-from metatokens.training.pretrain import model_settings, open_text, train_on_blocks
+from metatokens.training.pretrain import model_settings, open_store, train_on_blocks
 from metatokens.training.trainer import Progress, unwatched
 
 
@@ -41,7 +41,7 @@ def extend(
     Raises:
         UserError: if the model cannot be extended so, or the settings do not fit the data or the folder.
     """
-    text = open_text(recipe)
+    store = open_store(recipe)
     model = load_model(model_folder)
     original_length = original_length or model.config.max_position_embeddings
     apply_yarn(model, factor, original_length)
@@ -53,7 +53,7 @@ def extend(
         "original_length": original_length,
         "init_sha256": weights_sha256(model_folder),
     }
-    return train_on_blocks(model, recipe, text, out, run=run, overwrite=overwrite, progress=progress)
+    return train_on_blocks(model, recipe, store, out, run=run, overwrite=overwrite, progress=progress)
 
 
 def apply_yarn(model: MetaGPT2ForCausalLM, factor: float, original_length: int) -> None:

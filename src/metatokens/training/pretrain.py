@@ -10,16 +10,13 @@ from transformers import GPTNeoConfig, PreTrainedTokenizerBase, default_data_col
 from metatokens.checkpoint import LanguageModel, load_model, weights_sha256
 from metatokens.data.blocks import BlockDataset
 from metatokens.data.store import TokenStore
-from metatokens.data.streaming import StreamedBlocks, TextStream
 from metatokens.data.tokenizer import meta_token_id, padded_vocab_size, text_vocab_size
 from metatokens.errors import UserError
-from metatokens.files import sha256_of
-from metatokens.machine import process_count
 from metatokens.model.configuration import MetaGPT2Config, check_memory
 from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import check_length
-from metatokens.recipe import WITHOUT_EFFECT, ModelSettings, PretrainRecipe, TrainingSettings
+from metatokens.recipe import WITHOUT_EFFECT, ModelSettings, PretrainRecipe
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Probe, Progress, check_trackers, held_out_loss, train, unwatched
 
@@ -49,10 +46,10 @@ def pretrain(
     Raises:
         UserError: if the settings do not fit the data, the checkpoint or the folder.
     """
-    text = open_text(recipe)
+    store = open_store(recipe)
     set_seed(recipe.training.seed)
     if init is None:
-        config = _config(recipe, text.tokenizer)
+        config = _config(recipe, store.tokenizer)
         is_gpt_neo = recipe.model.architecture == "gpt_neo"
         check_memory(config, has_masks=is_gpt_neo)
         model = GPTNeoForCausalLM.like(config) if is_gpt_neo else MetaGPT2ForCausalLM(config)
@@ -60,30 +57,24 @@ def pretrain(
         model = load_model(init, recipe.model.second_attention)
         recipe = recipe.model_copy(update={"model": model_settings(model.config)})
     run = {"verb": "pretrain", "init_sha256": None if init is None else weights_sha256(init)}
-    return train_on_blocks(model, recipe, text, out, run=run, overwrite=overwrite, progress=progress)
+    return train_on_blocks(model, recipe, store, out, run=run, overwrite=overwrite, progress=progress)
 
 
-def open_text(recipe: PretrainRecipe) -> TokenStore | TextStream:
-    """What a recipe trains on.
+def open_store(recipe: PretrainRecipe) -> TokenStore:
+    """The token store that a recipe trains on.
 
     Raises:
-        UserError: if it names nothing, or too much, or that cannot be had.
+        UserError: if it names none, or there is none.
     """
-    data = recipe.data
-    if data.tokens is not None and data.corpus is None and data.tokenizer is None:
-        return TokenStore.open(data.tokens)
-    if data.tokens is None and data.corpus is not None and data.tokenizer is not None:
-        return TextStream.open(data.corpus, data.tokenizer)
-    raise UserError(
-        "the recipe must name data.tokens, the folder that `metatokens tokenize` wrote, or both data.corpus and "
-        "data.tokenizer, to tokenize while training."
-    )
+    if recipe.data.tokens is None:
+        raise UserError("the recipe must name data.tokens, the folder that `metatokens tokenize` wrote.")
+    return TokenStore.open(recipe.data.tokens)
 
 
 def train_on_blocks(
     model: LanguageModel,
     recipe: PretrainRecipe,
-    text: TokenStore | TextStream,
+    store: TokenStore,
     out: Path,
     *,
     run: dict[str, Any],
@@ -95,7 +86,7 @@ def train_on_blocks(
     Args:
         model: changed in place.
         recipe: the settings; the section `model` is recorded alone.
-        text: what `open_text` gave.
+        store: the text.
         out, overwrite, progress: as in `pretrain`.
         run: what determines the run's result beside recipe and text; recorded with them.
 
@@ -107,21 +98,21 @@ def train_on_blocks(
     """
     settings = recipe.training
     check_trackers(settings)
-    _check_vocabulary(model.config, text.tokenizer, recipe)
+    _check_vocabulary(model.config, store.tokenizer, recipe)
     check_length(model.config, recipe.data.block_size)
     run = run | {
-        "recipe": recipe.model_dump(mode="json", exclude={"data": {"tokens", "corpus", "tokenizer"}, **WITHOUT_EFFECT}),
+        "recipe": recipe.model_dump(mode="json", exclude={"data": {"tokens"}, **WITHOUT_EFFECT}),
         "batch": settings.batch,
-        **_identity(text, settings),
+        "tokens_sha256": store.manifest.splits["train"].sha256,
     }
-    dataset, probe = _blocks(recipe, text), _probe(recipe, text)
+    dataset, probe = _blocks(recipe, store), _probe(recipe, store)
     with open_run(out, run, overwrite=overwrite) as is_finished:
         if not is_finished:
             try:
                 train(
                     model,
                     dataset,
-                    text.tokenizer,
+                    store.tokenizer,
                     settings,
                     out,
                     collator=default_data_collator,
@@ -142,37 +133,20 @@ def model_settings(config: MetaGPT2Config | GPTNeoConfig) -> ModelSettings:
     return ModelSettings.model_construct(**own)
 
 
-def _identity(text: TokenStore | TextStream, settings: TrainingSettings) -> dict[str, Any]:
-    """What tells a run's text apart from another's."""
-    if isinstance(text, TokenStore):
-        return {"tokens_sha256": text.manifest.splits["train"].sha256}
-    readers = [process_count(), settings.dataloader_num_workers]  # that divide a stream among themselves
-    tokenizer = sha256_of(text.tokenizer.backend_tokenizer.to_str().encode())
-    return {"corpus": text.corpus, "tokenizer_sha256": tokenizer, "readers": readers}
-
-
-def _blocks(recipe: PretrainRecipe, text: TokenStore | TextStream) -> BlockDataset | StreamedBlocks:
+def _blocks(recipe: PretrainRecipe, store: TokenStore) -> BlockDataset:
     """Blocks for all of a recipe's steps."""
-    settings, own = recipe.training, _placed(recipe)
-    if isinstance(text, TextStream):
-        return StreamedBlocks(text, **own)
-    blocks = BlockDataset(text, "train", **own)
-    blocks.epochs = math.ceil(settings.max_steps * settings.batch / len(blocks))
+    blocks = BlockDataset(store, "train", **_placed(recipe))
+    blocks.epochs = math.ceil(recipe.training.max_steps * recipe.training.batch / len(blocks))
     return blocks
 
 
-def _probe(recipe: PretrainRecipe, text: TokenStore | TextStream) -> Probe | None:
+def _probe(recipe: PretrainRecipe, store: TokenStore) -> Probe | None:
     """The held-out loss every `training.eval_steps`, on blocks that are made like those that are trained on."""
     settings = recipe.training
-    if settings.eval_steps == 0 or (isinstance(text, TextStream) and settings.eval_steps is None):
+    if settings.eval_steps == 0:
         return None
-    if isinstance(text, TextStream):
-        raise UserError(
-            "training.eval_steps asks for a held-out loss, and a stream (data.corpus) has no held-out split; write a "
-            "token store with `metatokens tokenize` and name it in data.tokens."
-        )
     try:
-        blocks = BlockDataset(text, "held_out", **_placed(recipe))
+        blocks = BlockDataset(store, "held_out", **_placed(recipe))
     except UserError:  # it is shorter than a block
         if settings.eval_steps is None:
             return None

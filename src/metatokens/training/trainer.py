@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     PreTrainedTokenizerBase,
     PrinterCallback,
@@ -116,18 +115,6 @@ class MetaTokenTrainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule over `decay_steps`, where given."""
         return super().create_scheduler(self.settings.decay_steps or num_training_steps, optimizer)
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """A stream's readers divide it among themselves; accelerate would have each process read all of it."""
-        if not isinstance(self.train_dataset, IterableDataset):
-            return super().get_train_dataloader()
-        return DataLoader(
-            self.train_dataset,
-            self._train_batch_size,
-            collate_fn=self.data_collator,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory,
-        )
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with library_writes(Path(self.args.output_dir).parent), self.paused():
@@ -262,7 +249,7 @@ def held_out_loss(model: Any, batches: Iterable[Mapping[str, torch.Tensor]]) -> 
 
 def train(
     model: MetaGPT2ForCausalLM,
-    dataset: SizedDataset | IterableDataset[Any],
+    dataset: SizedDataset,
     tokenizer: PreTrainedTokenizerBase,
     settings: TrainingSettings,
     out: Path,
@@ -280,7 +267,7 @@ def train(
 
     Args:
         model: changed in place.
-        dataset: items in the order of training, enough for all steps; an iterable one gives each process its own.
+        dataset: items in the order of training, enough for all steps.
         tokenizer: saved beside the model.
         settings: of the recipe.
         out: an existing folder.
