@@ -7,6 +7,7 @@ The recipes that come with the package can be named without a path: `demo`, `dem
 import copy
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -22,7 +23,8 @@ Positive = Annotated[int, Field(gt=0, lt=2**31)]
 AtLeastZero = Annotated[int, Field(ge=0, lt=2**31)]
 
 MAX_BYTES = 2**16  # of a recipe
-_NEVER = 2**30  # steps over which a rate decays that is to stay as it is
+_NEVER = 2**30  # `decay_steps` of a learning rate that stays constant
+_APART = 2**32  # between the indices of two curriculum phases' examples: more than either has
 _PACKAGED = files("metatokens") / "recipes"
 
 
@@ -194,20 +196,19 @@ WITHOUT_EFFECT = {
 Range = Annotated[tuple[Positive, Positive], AfterValidator(_ascending)]
 
 
-class StageSettings(_Settings):
-    """Training before the first train length, on prompts of some sizes: short ones first, say. The rate is constant."""
+class CurriculumSettings(_Settings):
+    """A phase of training before the first train length, on prompts of given sizes. Its learning rate is constant."""
 
-    lists: Range  # how many a prompt has: the least and the most
-    items: Range  # of a list
+    lists: Range  # the fewest and the most lists of a prompt
+    items: Range  # the fewest and the most items of a list
     max_steps: Positive
-    # The stage ends sooner when so large a share of prompts of these sizes is answered that it was not trained on.
+    # The phase ends early once the model answers this share of validation prompts of the same sizes.
     until: Annotated[float, Field(gt=0, le=1)] | None = None
-    per_device_train_batch_size: Positive | None = None  # training's where not given, like
-    learning_rate: Annotated[float, Field(gt=0)] | None = None
-    # Copying of random entries of the tokenizer's vocabulary, whichever the task: it teaches to find bracket and token.
+    per_device_train_batch_size: Positive | None = None  # default: as in `training`
+    learning_rate: Annotated[float, Field(gt=0)] | None = None  # default: as in `training`
+    # For every task: copy random entries of the vocabulary. This teaches a model to find a bracket and a token.
     drill: bool = False
-    # Of segment counting: the weight of an auxiliary loss, of telling after each block but the last which tokens stand
-    # between the first two meta-tokens.
+    # For segment counting: the weight of an auxiliary loss (`metatokens.training.inside`).
     inside_loss: Annotated[float, Field(gt=0)] | None = None
 
 
@@ -216,7 +217,7 @@ class TaskSettings(_Settings):
 
     # Tokens; one phase of training and one checkpoint each.
     train_lengths: Annotated[tuple[Positive, ...], Field(min_length=1)] = (128, 256, 512)
-    stages: tuple[StageSettings, ...] = ()  # before them, with prompts of at most the first of these lengths
+    stages: tuple[CurriculumSettings, ...] = ()  # before them, with prompts of at most the first of these lengths
     train_steps: tuple[Positive, ...] | None = None  # of each train length; training.max_steps each where not given
     condition: Literal["paper", "landmark", "none", "decoy"] = "paper"
     # The rule for landmarks in the prompts of a user's own records, see `Landmarks`.
@@ -260,22 +261,39 @@ class FinetuneRecipe(_Settings):
             )
         return self
 
-    def stages(self) -> dict[str, TrainingSettings]:
-        """The settings of each stage, by the name of its folder."""
-        found = {}
-        for number, stage in enumerate(self.task.stages, start=1):
-            shared = stage.model_fields_set & TrainingSettings.model_fields.keys()
-            own = stage.model_dump(include=shared, exclude_none=True)
-            found[f"stage-{number}"] = self.training.model_copy(
-                update=own | {"decay_steps": _NEVER, "position_jumps": None}
-            )
+    def phases(self) -> list["Phase"]:
+        """The phases of training on a task, in order: those of `task.stages`, then one for each train length."""
+        lengths, found = self.task.train_lengths, []
+        for number, own in enumerate(self.task.stages, start=1):
+            shared = own.model_fields_set & TrainingSettings.model_fields.keys()
+            update = own.model_dump(include=shared, exclude_none=True)
+            settings = self.training.model_copy(update=update | {"decay_steps": _NEVER, "position_jumps": None})
+            found.append(Phase(f"stage-{number}", settings, lengths[0], curriculum=own, first_example=number * _APART))
+        steps = self.task.train_steps or (self.training.max_steps,) * len(lengths)
+        for length, count in zip(lengths, steps, strict=True):
+            found.append(Phase(str(length), self.training.model_copy(update={"max_steps": count}), length))
         return found
 
-    def phases(self) -> dict[int, TrainingSettings]:
-        """The settings with which each train length is trained on."""
-        steps = self.task.train_steps or (self.training.max_steps,) * len(self.task.train_lengths)
-        each = zip(self.task.train_lengths, steps, strict=True)
-        return {length: self.training.model_copy(update={"max_steps": count}) for length, count in each}
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a fine-tuning, which starts from the model of the phase before it and writes a checkpoint."""
+
+    name: str  # of its folder
+    settings: TrainingSettings
+    train_length: int  # tokens of its longest prompts
+    curriculum: CurriculumSettings | None = None  # its entry in `task.stages`; None for a train length
+    first_example: int = 0  # the index of its first example, so that no two phases read the same ones
+
+    @property
+    def examples(self) -> int:
+        """How many examples it reads."""
+        return self.settings.max_steps * self.settings.batch
+
+    @property
+    def file(self) -> str:
+        """The file of its encoded examples."""
+        return f"{self.name}.arrow" if self.curriculum else f"train-{self.name}.arrow"
 
 
 Recipe = TypeVar("Recipe", PretrainRecipe, FinetuneRecipe)

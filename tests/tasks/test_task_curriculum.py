@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 
 from metatokens.errors import UserError
 from metatokens.tasks import curriculum
-from metatokens.tasks.curriculum import Phase, TaskData
+from metatokens.tasks.curriculum import Sizes, TaskData
 from metatokens.tasks.inventory import INVENTORY
 
 
@@ -148,7 +148,7 @@ def test_excerpts_of_a_document_are_in_one_split(tokenizer):
     made = [text.replace(text[0], letter) for letter, text in zip(string.ascii_lowercase, made, strict=True)]
     data = TaskData("copying", tokenizer=tokenizer, documents=made)
     found = {
-        split: {data.train(index, 1000, Phase((3, 4), ((3, 5),)), split).completion.strip()[0] for index in range(200)}
+        split: {data.train(index, 1000, Sizes((3, 4), ((3, 5),)), split).completion.strip()[0] for index in range(200)}
         for split in ("train", "validation")
     }
     found["test"] = {data.sample(index, 1, "test").completion.strip()[0] for index in range(100)}
@@ -160,7 +160,7 @@ def test_excerpts_of_a_document_are_in_one_split(tokenizer):
 @pytest.mark.parametrize("task", curriculum.TASKS)
 def test_a_stages_prompts_have_its_sizes(task, tokenizer, documents):
     data = TaskData(task, tokenizer=tokenizer, documents=documents)
-    prompts = [data.train(index, 128, Phase((2, 3), ((6, 8),))) for index in range(40)]
+    prompts = [data.train(index, 128, Sizes((2, 3), ((6, 8),))) for index in range(40)]
     assert all(example.phase is None and example.n_tokens <= 128 for example in prompts)
     if task == "segment_counting":
         sizes = {

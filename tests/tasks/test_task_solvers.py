@@ -124,7 +124,7 @@ def test_solver_agrees(task, condition, phase, tokenizer, documents, is_thorough
 def test_one_list_is_enough(task, condition, tokenizer):
     data = curriculum.TaskData(task, tokenizer=tokenizer, condition=condition)
     for index in range(40):
-        example = data.train(index, 128, curriculum.Phase((1, 1), ((3, 6),)))
+        example = data.train(index, 128, curriculum.Sizes((1, 1), ((3, 6),)))
         assert solve(task, example.prompt, condition) == example.completion, (index, example.prompt)
 
 

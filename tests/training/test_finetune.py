@@ -15,7 +15,7 @@ from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
-from metatokens.recipe import FinetuneRecipe, TrainingSettings
+from metatokens.recipe import FinetuneRecipe, Phase
 from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.example import Example, read_examples
 from metatokens.tasks.store import Encoded
@@ -164,8 +164,8 @@ def test_a_model_is_probed_in_the_first_phase_and_learns_the_same(
         assert not model.training
         return {"norm": float(next(model.parameters()).detach().norm())}
 
-    def probe(model: torch.nn.Module, name: str, settings: TrainingSettings) -> Probe | None:
-        return Probe(2, norm) if name == "64" else None
+    def probe(model: torch.nn.Module, phase: Phase) -> Probe | None:
+        return Probe(2, norm) if phase.name == "64" else None
 
     finetune(recipe, model, tmp_path / "plain", task="parity")
     with pytest.raises(KeyboardInterrupt):

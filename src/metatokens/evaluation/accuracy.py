@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from metatokens.checkpoint import LanguageModel
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.model.positions import check_length, reaches
-from metatokens.recipe import TrainingSettings
+from metatokens.recipe import Phase
 from metatokens.records import Metric, Result
 from metatokens.tasks.curriculum import TaskData, chance
 from metatokens.tasks.example import Example
@@ -37,18 +37,17 @@ def test_examples(
     return [source.test(index, length) for index in range(n)]
 
 
-def held_out_probe(
-    records: Sequence[Encoded], pad_token_id: int, model: LanguageModel, name: str, settings: TrainingSettings
-) -> Probe | None:
+def held_out_probe(records: Sequence[Encoded], pad_token_id: int, model: LanguageModel, phase: Phase) -> Probe | None:
     """The loss on held-out records (mean over answer tokens) and their exact match, while a model is fine-tuned.
 
-    They are measured every `training.eval_steps`, or up to ten times in a phase, whose name is `name`; None for never.
+    They are measured every `training.eval_steps`, or up to ten times in a phase; None for never.
 
     Raises:
         UserError: if a record is longer than the model's learned positions.
     """
     check_length(model.config, max(len(record.input_ids) for record in records))
-    size, ordered = settings.per_device_train_batch_size, sorted(records, key=lambda record: len(record.input_ids))
+    size = phase.settings.per_device_train_batch_size
+    ordered = sorted(records, key=lambda record: len(record.input_ids))
 
     def measure(model: LanguageModel) -> dict[str, float]:
         collator = Collator(pad_token_id=pad_token_id, meta_token_id=model.config.meta_token_id, loss_on="answer")
@@ -57,7 +56,7 @@ def held_out_probe(
         exact, _ = score(model, ordered)
         return loss | {"eval_exact_match": sum(exact) / len(exact)}
 
-    every = settings.measured_every(len(records))
+    every = phase.settings.measured_every(len(records))
     return Probe(every, measure) if every else None
 
 

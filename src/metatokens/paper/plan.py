@@ -23,7 +23,7 @@ from metatokens.paper.models import (
     lengths_tested,
     pretrain_recipe,
 )
-from metatokens.recipe import FinetuneRecipe, PretrainRecipe, StageSettings
+from metatokens.recipe import FinetuneRecipe, Phase, PretrainRecipe
 
 # The paper's tables by task; a variant's `tables` stand in their place. `reproduce --only` takes these names.
 _TASK_TABLES = {"list_recall": "table7", "segment_counting": "table8", "parity": "table9", "copying": "table10"}
@@ -117,13 +117,14 @@ def select(plan: list[Stage], table: str | None) -> list[Stage]:
 
 
 def examples_name(recipe: FinetuneRecipe) -> str:
-    """What the encoded train examples of a recipe are called: recipes with the same name draw the same ones."""
-    stages = (
-        ("drill" * one.drill + "_".join(map(str, (*one.lists, *one.items))), count)
-        for one, count in _stage_examples(recipe)
-    )
-    sizes = (f"{which}x{count}" for which, count in (*stages, *_examples(recipe).items()))
+    """The name of a recipe's encoded train examples: recipes that give the same name draw the same examples."""
+    sizes = (f"{_sizes(phase)}x{phase.examples}" for phase in recipe.phases())
     return "-".join([recipe.task.condition, f"seed{recipe.training.seed}", *sizes])
+
+
+def _sizes(phase: Phase) -> str:
+    own = phase.curriculum
+    return phase.name if own is None else "drill" * own.drill + "_".join(map(str, (*own.lists, *own.items)))
 
 
 def _test_stages(sizes: Preset, task: str) -> Iterator[Stage]:
@@ -150,7 +151,7 @@ def _example_stage(model: TrainedModel, recipe: FinetuneRecipe, task: str) -> St
         after=("tokenize",),
         product=f"examples/{task}/{name}/complete",
         priority=model.priority + _wait(task),
-        cost=5 + _seconds_to_draw(_examples(recipe)),
+        cost=5 + sum(_seconds_to_draw({phase.train_length: phase.examples}) for phase in recipe.phases()),
     )
 
 
@@ -195,9 +196,8 @@ def _task_stages(model: TrainedModel, sizes: Preset, task: str, estimate: "_Esti
     tables = model.tables or (_TASK_TABLES.get(task, task), "figure1")  # of a task that the paper has not, its name
     recipe = finetune_recipe(sizes, model, task)
     probe, counts = sizes.probe_steps.get(task), counts_of(sizes, model, task)
-    first, *_ = recipe.task.train_lengths
-    read = [*_examples(recipe).items(), *((first, n) for _, n in _stage_examples(recipe))]
-    trained = sum(n * estimate.seconds(_mean(length), training=True) for length, n in read)
+    phases = recipe.phases()
+    trained = sum(one.examples * estimate.seconds(_mean(one.train_length), training=True) for one in phases)
     yield _stage(
         "finetune",
         model,
@@ -280,15 +280,6 @@ def _stage(
     subject = {key: value for key, value in about.items() if value is not None}
     name = "-".join([kind, *(one.name if isinstance(one, TrainedModel) else one for one in subject.values())])
     return Stage(name=name, kind=kind, method=method or kind, subject=subject, **fields)
-
-
-def _stage_examples(recipe: FinetuneRecipe) -> list[tuple[StageSettings, int]]:
-    counts = (settings.max_steps * settings.batch for settings in recipe.stages().values())
-    return list(zip(recipe.task.stages, counts, strict=True))
-
-
-def _examples(recipe: FinetuneRecipe) -> dict[int, int]:
-    return {length: settings.max_steps * settings.batch for length, settings in recipe.phases().items()}
 
 
 _DRAWN = 1.5e6  # tokens of examples made a second

@@ -40,7 +40,7 @@ from metatokens.tasks.curriculum import documents_for, task_texts
 from metatokens.tasks.scoring import score
 from metatokens.tasks.store import ExampleStore
 from metatokens.training.extend import extend
-from metatokens.training.finetune import finetune, stage_examples, train_examples, train_source
+from metatokens.training.finetune import finetune, train_examples, train_source
 from metatokens.training.pretrain import pretrain
 from metatokens.training.trainer import Probe, Progress
 
@@ -127,10 +127,8 @@ class Runner:
         """Write the train examples of a recipe, and of those that read the same, encoded."""
         source = train_source(recipe, task, self.tokenizer(), self.documents(task))
         folder = self.examples(task, recipe)
-        for number in range(1, len(recipe.task.stages) + 1):
-            stage_examples(recipe, source, number, folder)
-        for length in recipe.task.train_lengths:
-            train_examples(recipe, source, length, folder)
+        for phase in recipe.phases():
+            train_examples(recipe, source, phase, folder)
         (folder / "complete").touch()
         return Outcome()
 
@@ -207,26 +205,25 @@ class Runner:
             documents=self.documents(task),
             examples=examples,
             progress=progress,
-            probe=lambda _, name, __: (
+            probe=lambda _, phase: (
                 Probe(probe_steps, partial(_probe, tests=tests))
-                if probe_steps and name in (*recipe.stages(), str(first))
+                if probe_steps and phase.train_length == first
                 else None
             ),
         )
         curves: list[CurvePoint] = []
         weights: dict[str, str] = {}
-        steps, seen = 0, 0.0  # before the first train length, whose curve the stages begin
-        for name, settings in recipe.stages().items():
-            tokens = settings.batch * self.text_tokens(ExampleStore(examples / f"{name}.arrow"))
-            about = model.fields(self.name) | {"task": task, "train_length": first}
-            curves += _curve(folder / name, tokens, steps, seen, **about)
-            done = _logged(folder / name)[-1]["step"]
+        steps, seen = 0, 0.0
+        for phase in recipe.phases():
+            if phase.train_length != first:  # the first length's curve goes on from the phases before it
+                steps, seen = 0, 0.0
+            tokens = phase.settings.batch * self.text_tokens(ExampleStore(examples / phase.file))
+            about = model.fields(self.name) | {"task": task, "train_length": phase.train_length}
+            curves += _curve(folder / phase.name, tokens, steps, seen, **about)
+            done = _logged(folder / phase.name)[-1]["step"]
             steps, seen = steps + done, seen + done * tokens
-        for length, settings in recipe.phases().items():
-            weights[str(length)] = weights_sha256(folder / str(length))
-            tokens = settings.batch * self.text_tokens(ExampleStore(examples / f"train-{length}.arrow"))
-            about = model.fields(self.name) | {"task": task, "train_length": length}
-            curves += _curve(folder / str(length), tokens, *((steps, seen) if length == first else ()), **about)
+            if phase.curriculum is None:
+                weights[phase.name] = weights_sha256(folder / phase.name)
         return Outcome(curves=curves, facts={WEIGHTS: weights})
 
     def evaluate(

@@ -34,8 +34,8 @@ _ATTEMPTS = 10_000  # finds a test prompt (one in ten) of a length that one in a
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
-    """How many lists there are, and how many items each list has."""
+class Sizes:
+    """How many lists a prompt has, and how many items each list has."""
 
     lists: tuple[int, int]
     """The range of m, both ends included."""
@@ -57,14 +57,14 @@ class Phase:
 
 
 PHASES = {
-    1: Phase((3, 8), ((3, 10),)),
-    2: Phase((8, 12), ((3, 8), (9, 16))),
-    3: Phase((12, 19), ((3, 8), (9, 16), (17, 25))),
-    4: Phase((15, 20), ((40, 60),)),
-    5: Phase((15, 20), ((90, 110),)),
+    1: Sizes((3, 8), ((3, 10),)),
+    2: Sizes((8, 12), ((3, 8), (9, 16))),
+    3: Sizes((12, 19), ((3, 8), (9, 16), (17, 25))),
+    4: Sizes((15, 20), ((40, 60),)),
+    5: Sizes((15, 20), ((90, 110),)),
 }
 # Of parity, whose marked bits decide the split: with 10 at most, as in the paper, few would be left to test.
-_PARITY_PHASES = PHASES | {1: Phase((3, 8), ((3, 16),))}
+_PARITY_PHASES = PHASES | {1: Sizes((3, 8), ((3, 16),))}
 
 _PHASE_OF_LENGTH = {128: 1, 256: 2, 512: 3, 1024: 4, 2048: 5}
 
@@ -116,7 +116,7 @@ class TaskData:
         else:
             self._draw = _TASKS[task].draw
 
-    def train(self, index: int, train_length: int, sizes: Phase | None = None, split: Drawn = "train") -> Example:
+    def train(self, index: int, train_length: int, sizes: Sizes | None = None, split: Drawn = "train") -> Example:
         """The index-th training example with a prompt of at most `train_length` tokens.
 
         Args:
@@ -139,7 +139,7 @@ class TaskData:
         """Of the vocabulary, those that stand for text."""
         return np.setdiff1d(np.arange(self._vocabulary_size), [*self._special])
 
-    def drill(self, index: int, train_length: int, sizes: Phase, split: Drawn = "train") -> StoredExample:
+    def drill(self, index: int, train_length: int, sizes: Sizes, split: Drawn = "train") -> StoredExample:
         """The index-th drill: a prompt of copying with random entries of the vocabulary in place of the text.
 
         Question and markers are those of the condition `paper`, and whichever the task, it is copying that is asked
@@ -172,7 +172,7 @@ class TaskData:
         phase = phase_of_length(length)
         return self._find(generator, index, phase, self._sizes(phase, length), "test", length // 2, length)
 
-    def _sizes(self, phase: int, length: int = 0) -> Phase:
+    def _sizes(self, phase: int, length: int = 0) -> Sizes:
         """A phase's, and of a bin beyond the last one, longer lists; in `long_prompt`, the question as in phase 1."""
         sizes, times = self._phases[phase], max(1, length // max(_PHASE_OF_LENGTH))
         if times > 1:
@@ -203,7 +203,7 @@ class TaskData:
         generator: np.random.Generator,
         index: int,
         phase: int | None,
-        sizes: Phase,
+        sizes: Sizes,
         split: Split,
         above: int = 0,
         up_to: float = math.inf,

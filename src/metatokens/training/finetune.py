@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from metatokens.errors import UserError
 from metatokens.files import sha256_of
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.positions import check_length
-from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, TrainingSettings
-from metatokens.tasks.curriculum import Drawn, Phase, TaskData
+from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, Phase
+from metatokens.tasks.curriculum import Drawn, Sizes, TaskData
 from metatokens.tasks.example import read_examples
 from metatokens.tasks.scoring import score
 from metatokens.tasks.store import Encoded, ExampleStore
@@ -28,8 +28,7 @@ from metatokens.training.inside import check_inside
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Figures, Goal, Probe, Progress, SizedDataset, check_trackers, train, unwatched
 
-VALIDATED = 200  # prompts that tell whether a stage has reached its goal
-_APART = 2**32  # the indices of two stages: more than one has examples
+VALIDATED = 200  # prompts that decide whether a phase has reached its goal
 
 
 class TaskExamples:
@@ -128,74 +127,45 @@ def train_source(
     )
 
 
-def train_examples(recipe: FinetuneRecipe, source: TaskData, length: int, folder: Path) -> ExampleStore:
-    """The examples of one train length: those that `folder` has from an earlier run of the recipe, or new ones."""
-    count = min(recipe.task.examples, _examples_seen(recipe.phases()[length]))
-    return _examples(folder / f"train-{length}.arrow", count, partial(source.train, train_length=length))
+def train_examples(recipe: FinetuneRecipe, source: TaskData, phase: Phase, folder: Path) -> ExampleStore:
+    """The examples of one phase: those that `folder` has from an earlier run of the recipe, or new ones."""
+    path = folder / phase.file
+    if path.exists():
+        return ExampleStore(path)
+    count = min(recipe.task.examples, phase.examples)
+    return ExampleStore.write(path, map(_drawn(source, phase), range(count)))
 
 
-def stage_examples(recipe: FinetuneRecipe, source: TaskData, number: int, folder: Path) -> ExampleStore:
-    """The examples of a stage, counted from 1, as those of a train length."""
-    count = min(recipe.task.examples, _examples_seen(recipe.stages()[f"stage-{number}"]))
-    return _examples(folder / f"stage-{number}.arrow", count, _of_stage(recipe, source, number))
+def _drawn(source: TaskData, phase: Phase, split: Drawn = "train") -> Callable[[int], Encoded]:
+    """The function that draws a phase's example of an index."""
+    if phase.curriculum is None:
+        return partial(source.train, train_length=phase.train_length, split=split)
+    draw = source.drill if phase.curriculum.drill else source.train
+    sizes = Sizes(phase.curriculum.lists, (phase.curriculum.items,))
+    return lambda index: draw(phase.first_example + index, phase.train_length, sizes, split)
 
 
-def _examples(path: Path, count: int, draw: Callable[[int], Encoded]) -> ExampleStore:
-    return ExampleStore(path) if path.exists() else ExampleStore.write(path, map(draw, range(count)))
-
-
-def _of_stage(
-    recipe: FinetuneRecipe, source: TaskData, number: int, split: Drawn = "train"
-) -> Callable[[int], Encoded]:
-    """The example of an index, of a stage's sizes; stages of the same sizes have others."""
-    stage = recipe.task.stages[number - 1]
-    draw, first = source.drill if stage.drill else source.train, number * _APART
-    length, sizes = recipe.task.train_lengths[0], Phase(stage.lists, (stage.items,))
-    return lambda index: draw(first + index, length, sizes, split)
-
-
-def _stage_phase(
-    recipe: FinetuneRecipe, source: TaskData, number: int, settings: TrainingSettings, folder: Path
-) -> "_Phase":
-    stage = recipe.task.stages[number - 1]
-    _of_stage(recipe, source, number)(0)  # whether there is such a prompt at all is said before any training
-    validation = _of_stage(recipe, source, number, "validation")
-    asked = [validation(index) for index in range(VALIDATED if stage.until else 0)]
+def _goal(source: TaskData, phase: Phase) -> Goal | None:
+    """Whether a model answers as many validation prompts as the phase asks for; None if it asks for none."""
+    until = phase.curriculum.until if phase.curriculum else None
+    if until is None:
+        return None
+    asked = list(map(_drawn(source, phase, "validation"), range(VALIDATED)))
 
     def is_learned(model: LanguageModel) -> bool:
         exact, _ = score(model, asked)
-        return sum(exact) >= (stage.until or 1) * VALIDATED
+        return sum(exact) >= until * VALIDATED
 
-    def opened() -> TaskExamples:
-        return TaskExamples(stage_examples(recipe, source, number, folder), length=_examples_seen(settings))
-
-    return _Phase(f"stage-{number}", settings, opened, is_learned if stage.until else None, stage.inside_loss)
+    return is_learned
 
 
-def _task_examples(recipe: FinetuneRecipe, source: TaskData, length: int, folder: Path) -> TaskExamples:
-    seen = _examples_seen(recipe.phases()[length])
-    return TaskExamples(train_examples(recipe, source, length, folder), length=seen)
+# Gives the probe of a model that is about to be trained in a phase.
+Probing = Callable[[LanguageModel, Phase], Probe | None]
 
 
-def _examples_seen(settings: TrainingSettings) -> int:
-    return settings.max_steps * settings.batch
-
-
-# Of a model, about to be trained in a phase of this folder's name and with these settings: what is measured in between.
-Probing = Callable[[LanguageModel, str, TrainingSettings], Probe | None]
-
-
-def unprobed(model: LanguageModel, name: str, settings: TrainingSettings) -> Probe | None:
+def unprobed(model: LanguageModel, phase: Phase) -> Probe | None:
     """Nothing is measured in between."""
     return None
-
-
-class _Phase(NamedTuple):
-    name: str
-    settings: TrainingSettings
-    open_examples: Callable[[], SizedDataset]
-    goal: Goal | None = None
-    inside_weight: float | None = None
 
 
 def finetune(
@@ -238,36 +208,40 @@ def finetune(
     model = load_model(model_folder)
     tokenizer = load_tokenizer(str(model_folder))
     check_meta_token(model.config, tokenizer, model_folder)
-    phases = []
     run = {
         "verb": "finetune",
         "recipe": recipe.model_dump(mode="json", exclude=WITHOUT_EFFECT),
         "batch": settings.batch,
         "model_sha256": weights_sha256(model_folder),
     }
+    goals: dict[str, Goal | None] = {}
     if data is not None:
         records = read_examples(data, tokenizer, landmarks=recipe.task.landmarks)
-        check_length(model.config, max(len(record.input_ids) for record in records))
+        phases = [Phase("data", settings, max(len(record.input_ids) for record in records))]
+        check_length(model.config, phases[0].train_length)
         if recipe.task.stages:
             raise UserError("task.stages are for the tasks; with records, give a recipe without them.")
-        opened = partial(RecordExamples, records, seed=settings.seed, length=_examples_seen(settings))
-        phases.append(_Phase("data", settings, opened))
         run |= {"data_sha256": sha256_of(data.read_bytes())}
+
+        def open_examples(phase: Phase) -> SizedDataset:
+            return RecordExamples(records, seed=settings.seed, length=phase.examples)
+
     elif task is not None:
         if recipe.task.landmarks is not None:
             raise UserError("landmarks are for your own records (--data); task.condition places a task's meta-tokens.")
-        source = train_source(recipe, task, tokenizer, documents)
-        if any(stage.inside_loss for stage in recipe.task.stages):
+        source, phases = train_source(recipe, task, tokenizer, documents), recipe.phases()
+        if any(phase.curriculum and phase.curriculum.inside_loss for phase in phases):
             check_inside(model)
-        for number, own in enumerate(recipe.stages().values(), start=1):
-            check_length(model.config, recipe.task.train_lengths[0])
-            phases.append(_stage_phase(recipe, source, number, own, examples or out / "examples"))
-        for length, own in recipe.phases().items():
-            check_length(model.config, length)
-            source.train(0, length)  # whether there is such a prompt at all is said before any training
-            drawn = partial(_task_examples, recipe, source, length, examples or out / "examples")
-            phases.append(_Phase(str(length), own, drawn))
+        for phase in phases:
+            check_length(model.config, phase.train_length)
+            _drawn(source, phase)(0)  # fails before any training if there is no such prompt
+            goals[phase.name] = _goal(source, phase)
         run |= {"task": task, "documents_sha256": sha256_of("\0".join(documents).encode())}
+
+        def open_examples(phase: Phase) -> SizedDataset:
+            stored = train_examples(recipe, source, phase, examples or out / "examples")
+            return TaskExamples(stored, length=phase.examples)
+
     else:
         raise UserError("fine-tuning needs a task or a file of records.")
     collator = Collator(
@@ -275,27 +249,25 @@ def finetune(
     )
     before, trained, total = 0, False, sum(phase.settings.max_steps for phase in phases)
     with open_run(out, run, overwrite=overwrite):
-        for name, own, open_examples, goal, inside_weight in phases:
-            folder, report = out / name, partial(_report_phase, progress, before, total)
+        for phase in phases:
+            folder, own, report = out / phase.name, phase.settings, partial(_report_phase, progress, before, total)
             before += own.max_steps
             if (folder / MANIFEST).exists():
                 model = load_model(folder)
                 continue
             folder.mkdir(exist_ok=True)
             set_seed(own.seed)
-            dataset = ByLength(open_examples(), batch=own.batch, seed=own.seed)
-            watched = probe(model, name, own)
             train(
                 model,
-                dataset,
+                ByLength(open_examples(phase), batch=own.batch, seed=own.seed),
                 tokenizer,
                 own,
                 folder,
                 collator=collator,
                 progress=report,
-                probe=watched,
-                goal=goal,
-                inside_weight=inside_weight,
+                probe=probe(model, phase),
+                goal=goals.get(phase.name),
+                inside_weight=phase.curriculum.inside_loss if phase.curriculum else None,
             )
             trained = True
             if own.keep_adapter:  # and not what PEFT has made of the model
