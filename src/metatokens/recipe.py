@@ -40,7 +40,8 @@ def landmark_rule(given: str, name: str = "the rule for landmarks", others: Sequ
     raise UserError(f"{name} is {given!r}: give {names} or every:N, such as every:10.")
 
 
-_placement = partial(landmark_rule, name="data.placement", others=("uniform", "periodic", "none"))
+Placement = Literal["uniform", "periodic", "none"]  # the functions of `data.insertion.PLACEMENTS`
+_placement = partial(landmark_rule, name="data.placement", others=get_args(Placement))
 
 
 def _ascending(ends: tuple[int, int]) -> tuple[int, int]:

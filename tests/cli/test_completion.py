@@ -13,7 +13,7 @@ import pytest
 from metatokens.benchmark.contestants import DTYPES, HEATS
 from metatokens.benchmark.peers import SHAPES
 from metatokens.cli import benchmarking, looking, making, measuring, options
-from metatokens.data.insertion import Placement
+from metatokens.data.insertion import PLACEMENTS
 from metatokens.paper.presets import PRESETS
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe, recipe_names
 from metatokens.records import Analysis, Benchmark
@@ -96,5 +96,5 @@ def test_names_that_are_offered_are_those_that_there_are() -> None:
     assert (tuple(SHAPES), tuple(DTYPES)) == (benchmarking.SHAPES, benchmarking.DTYPES)
     assert tuple(PRESETS) == making.PRESETS
     assert tuple(name.replace("_", "-") for name in get_args(Analysis)) == measuring.ANALYSES
-    assert (get_args(Placement), get_args(Split)) == (measuring.PLACEMENTS, looking.SPLITS)
+    assert (tuple(PLACEMENTS), get_args(Split)) == (measuring.PLACEMENTS, looking.SPLITS)
     assert options.CONDITIONS == CONDITIONS

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import Counter
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,13 +13,15 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from metatokens import insert_meta_tokens
-from metatokens.data.insertion import meta_token_count
+from metatokens.data import insertion
+from metatokens.data.insertion import PLACEMENTS, meta_token_count
 from metatokens.errors import UserError
+from metatokens.recipe import Placement
 
 META = 999
 block_sizes = st.integers(1, 200)
 per_mille = st.integers(0, 500)  # the fraction in thousandths, so that the oracle counts in integers
-placements = st.sampled_from(["uniform", "periodic", "none"])
+placements = st.sampled_from([*PLACEMENTS])
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -81,17 +84,25 @@ def test_each_text_token_but_the_first_is_a_target_once_and_no_meta_token_is(n, 
     assert labels[0] == -100 or ids[0] != META
 
 
-def test_the_block_of_the_module_docstring():
-    a, b, c, d, e, f = range(6)
-    ids, labels = insert_meta_tokens(
-        [a, b, c, d, e, f],
+def test_the_block_that_the_module_draws():
+    rows = dict(line.split(maxsplit=1) for line in insertion.__doc__.splitlines() if line.startswith("    "))
+    text, block, labels = ([*map(number_of, rows[name].split())] for name in ("text", "input_ids", "labels"))
+    made = insert_meta_tokens(
+        text,
         meta_token_id=META,
         block_size=8,
         fraction=0.25,
-        generator=SimpleNamespace(choice=lambda *_, **__: [4, 0]),
+        generator=SimpleNamespace(choice=lambda *_, **__: np.flatnonzero(np.array(block) == META)),
     )
-    assert ids.tolist() == [META, a, b, c, META, d, e, f]
-    assert labels.tolist() == [-100, -100, b, c, -100, d, e, f]
+    assert [part.tolist() for part in made] == [block, labels]
+
+
+def number_of(drawn):
+    return {"M": META, "-100": -100}.get(drawn, ord(drawn[0]))
+
+
+def test_a_recipe_offers_the_placements_that_there_are():
+    assert get_args(Placement) == tuple(PLACEMENTS)
 
 
 def positions(n, k, draws):

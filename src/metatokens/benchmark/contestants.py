@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import StaticCache
 
 from metatokens.benchmark.peers import PEERS, Peer, shape_named
-from metatokens.data.insertion import IGNORED_LABEL, Placement, insert_meta_tokens, meta_token_count
+from metatokens.data.insertion import IGNORED_LABEL, insert_meta_tokens, meta_token_count
 from metatokens.errors import UserError
 from metatokens.model.attention import FEW_ROWS, linear
 from metatokens.model.configuration import MetaGPT2Config
@@ -330,7 +330,7 @@ def products_unit(unit: Unit, setting: Setting) -> Unit:
 def _sequences(config: MetaGPT2Config, setting: Setting, length: int) -> tuple[Tensor, Tensor]:
     """Random ids and their labels, (batch, length) each, with meta-tokens as in pretraining if the model has one."""
     generator = np.random.default_rng(0)
-    placement: Placement = "none" if config.meta_token_id is None else "uniform"
+    placement = "none" if config.meta_token_id is None else "uniform"
     text = length - meta_token_count(length, FRACTION, placement)
     pairs = [
         insert_meta_tokens(

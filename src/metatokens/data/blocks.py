@@ -2,12 +2,11 @@
 
 import hashlib
 import math
-from typing import cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from metatokens.data.insertion import Placement, insert_meta_tokens, labels_of, meta_token_count
+from metatokens.data.insertion import PLACEMENTS, insert_meta_tokens, labels_of, meta_token_count
 from metatokens.data.landmarks import AFTER, BEFORE, Landmarks
 from metatokens.data.store import Split, TokenSequence, TokenStore
 from metatokens.errors import UserError
@@ -51,7 +50,7 @@ class BlockDataset:
         if block_size < 2:
             raise UserError(f"the block size is {block_size}, but must be 2 or more.")
         self._tokens: TokenSequence | _TextWithLandmarks = store.tokens(split)
-        if placement in get_args(Placement):
+        if placement in PLACEMENTS:
             count = meta_token_count(block_size, fraction, placement)
             what = f"{block_size} ({block_size - count} of text, {count} meta-tokens)"
         else:
@@ -87,7 +86,7 @@ class BlockDataset:
             meta_token_id=self._meta_token_id,
             block_size=self._block_size,
             fraction=self._fraction,
-            placement=cast(Placement, self._placement),
+            placement=self._placement,
             generator=np.random.default_rng([self._seed, epoch, window]),
         )
         return {"input_ids": input_ids, "labels": labels}

@@ -1,38 +1,60 @@
-"""Meta-token insertion: where they go in a block, and what the loss asks for (paper, section 3).
+"""Insert meta-tokens into a block of text, and make its labels (paper, section 3).
 
-With meta-tokens `M` and text `a b c d e f`, a block of n = 8 and k = 0.25 may read
+A block of n = 8 positions with k = 0.25, where a to f are text tokens and M is the meta-token:
 
-    input_ids    M     a    b    c    M     d    e    f
-    labels      -100  -100  b    c   -100   d    e    f
+    text         a     b     c     d     e     f
+    input_ids    M     a     b     c     M     d     e     f
+    labels      -100  -100   b     c    -100   d     e     f
 
-Labels are not shifted: the model compares the logits at position i with the label at i + 1, as every
-Hugging Face causal model does. So `d` is predicted at the meta-token before it, and no meta-token is
-ever a target. The block's first text token is none either, whether or not a meta-token stands before
-it: models with and without inserted meta-tokens are scored on the same text tokens.
+Labels are not shifted: as in every causal model of transformers, the loss compares the logits at position i with the
+label at i + 1. So the model predicts d at the meta-token before it, and no meta-token is ever a target. The first text
+token is no target either, even behind a meta-token, so that models with and without inserted meta-tokens are scored on
+the same text tokens.
 """
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
-from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from metatokens.errors import UserError
 
-Placement = Literal["uniform", "periodic", "none"]
 MAX_FRACTION = 0.5
-IGNORED_LABEL = -100  # what the cross-entropies of torch and transformers leave out
+IGNORED_LABEL = -100  # which the cross-entropies of torch and transformers leave out
+
+
+def _uniform(block_size: int, count: int, generator: np.random.Generator) -> npt.ArrayLike:
+    """Draw positions without replacement, each set of them equally likely (the paper)."""
+    return generator.choice(block_size, size=count, replace=False)
+
+
+def _periodic(block_size: int, count: int, generator: np.random.Generator) -> npt.ArrayLike:
+    """Take the last position of each of `count` equal stretches of the block."""
+    return [stretch * block_size // count - 1 for stretch in range(1, count + 1)]
+
+
+def _none(block_size: int, count: int, generator: np.random.Generator) -> npt.ArrayLike:
+    return []
+
+
+PLACEMENTS: dict[str, Callable[[int, int, np.random.Generator], npt.ArrayLike]] = {
+    "uniform": _uniform,
+    "periodic": _periodic,
+    "none": _none,
+}
+"""By name, the functions (block_size, count, generator) that choose the positions of a block's meta-tokens."""
 
 
 def meta_token_count(block_size: int, fraction: float, placement: str = "uniform") -> int:
-    """The number of meta-tokens in a block: M = floor(k * n), or 0 with placement `none`.
+    """The number of meta-tokens in a block: M = floor(k n), or 0 with placement `none`.
 
-    The product is taken in decimal, where 0.29 * 100 is 29; in binary it is 28.999... and gives 28.
+    The product is taken in decimal, where 0.29 * 100 is 29; in binary it is 28.999..., which gives 28.
 
     Args:
         block_size: n, the block's length in tokens, meta-tokens included.
-        fraction: k, the share of the block that is meta-tokens.
+        fraction: k, the share of the positions that hold meta-tokens.
         placement: see `insert_meta_tokens`.
 
     Raises:
@@ -40,8 +62,8 @@ def meta_token_count(block_size: int, fraction: float, placement: str = "uniform
     """
     if not 0 <= fraction <= MAX_FRACTION:
         raise UserError(f"the fraction of meta-tokens is {fraction}, but must lie in [0, {MAX_FRACTION}].")
-    if placement not in get_args(Placement):
-        raise UserError(f"unknown placement {placement!r}: choose from {', '.join(get_args(Placement))}.")
+    if placement not in PLACEMENTS:
+        raise UserError(f"unknown placement {placement!r}: choose from {', '.join(PLACEMENTS)}.")
     return 0 if placement == "none" else math.floor(Fraction(str(fraction)) * block_size)
 
 
@@ -51,7 +73,7 @@ def insert_meta_tokens(
     meta_token_id: int,
     block_size: int,
     fraction: float = 0.1,
-    placement: Placement = "uniform",
+    placement: str = "uniform",
     generator: np.random.Generator,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Spread M meta-tokens over a block of n positions that is otherwise text (paper, section 3).
@@ -60,15 +82,14 @@ def insert_meta_tokens(
         input_ids: the n - M text ids, in order.
         meta_token_id: the id to insert.
         block_size: n, the length of the result.
-        fraction: k, in [0, 0.5]; M = floor(k * n).
-        placement: `uniform` draws M of the block's positions without replacement, each set of
-            positions equally likely (the paper); `periodic` puts one at the end of each of M equal
-            stretches of the block; `none` inserts none (M = 0).
-        generator: the source of randomness, read by `uniform` alone.
+        fraction: k, in [0, 0.5]; M = floor(k n).
+        placement: `uniform` draws M of the positions without replacement, each set of positions equally likely (the
+            paper); `periodic` puts one at the end of each of M equal stretches of the block; `none` inserts none.
+        generator: the source of randomness; only `uniform` uses it.
 
     Returns:
-        `input_ids` and `labels`, each of shape (block_size,). A position's label is its own id, or -100
-        at a meta-token and at the first text token.
+        `input_ids` and `labels`, each of shape (block_size,). A position's label is its own id, or -100 at a meta-token
+        and at the first text token.
 
     Raises:
         UserError: if the fraction is outside [0, 0.5], or the placement is unknown.
@@ -83,13 +104,8 @@ def insert_meta_tokens(
         )
     if (text == meta_token_id).any():
         raise ValueError(f"the text already holds the meta-token's id {meta_token_id}.")
-
     is_meta = np.zeros(block_size, dtype=bool)
-    if placement == "uniform":
-        is_meta[generator.choice(block_size, size=count, replace=False)] = True
-    elif placement == "periodic":
-        is_meta[[stretch * block_size // count - 1 for stretch in range(1, count + 1)]] = True
-
+    is_meta[PLACEMENTS[placement](block_size, count, generator)] = True
     block = np.full(block_size, meta_token_id, dtype=np.int64)
     block[~is_meta] = text
     return block, labels_of(block, meta_token_id)

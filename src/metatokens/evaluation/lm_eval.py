@@ -16,6 +16,7 @@ from metatokens.data.landmarks import Landmarks
 from metatokens.data.prompts import encode_chat, encode_prompt
 from metatokens.data.tokenizer import UNLIMITED, beginning_of, load_tokenizer
 from metatokens.errors import UserError
+from metatokens.recipe import landmark_rule
 
 # Ways of `HFLM` to load what `load_model` does not read.
 _ELSEWHERE = ("parallelize", "tp_plan", "peft", "delta", "autogptq", "gptqmodel", "gguf_file", "quantization_config")
@@ -55,8 +56,8 @@ class MetaTokensLM(HFLM):
             raise UserError("give meta_every or marker: meta-tokens stand at every so many tokens, or at markers.")
         if marker == "":
             raise UserError("the marker is empty; give the text that stands for a meta-token, such as _PAUSE_.")
-        if meta_every is not None and (type(meta_every) is not int or meta_every < 1):
-            raise UserError(f"meta_every is {meta_every!r}; it must be a whole number, at least 1.")
+        if meta_every is not None:
+            landmark_rule(f"every:{meta_every}", "the rule that meta_every gives")
         self.meta_every, self.marker = meta_every, marker
         self._dtype = None if dtype == "auto" else str(get_dtype(dtype)).removeprefix("torch.")
         self._is_chat = False

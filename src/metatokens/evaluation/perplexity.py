@@ -6,7 +6,6 @@ inserted tokens has nothing to predict it from. Meta-tokens are context, never t
 
 import math
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from metatokens.checkpoint import LanguageModel
 from metatokens.data.corpus import read_corpus
-from metatokens.data.insertion import IGNORED_LABEL, Placement, insert_meta_tokens, labels_of, meta_token_count
+from metatokens.data.insertion import IGNORED_LABEL, insert_meta_tokens, labels_of, meta_token_count
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import encode_documents
@@ -69,7 +68,7 @@ def block_losses(
                     meta_token_id=meta,
                     block_size=block_size,
                     fraction=fraction,
-                    placement=cast(Placement, placement),
+                    placement=placement,
                     generator=np.random.default_rng(row),
                 )
                 for row in rows
