@@ -28,7 +28,7 @@ from metatokens.training.finetune import (
     finetune,
     training_of,
 )
-from metatokens.training.trainer import Probe
+from metatokens.training.probe import Probe
 from tests.training.conftest import curve
 
 META, END = 9, 0

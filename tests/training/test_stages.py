@@ -73,15 +73,14 @@ def test_a_stage_ends_when_prompts_that_are_neither_trained_on_nor_tested_are_an
     monkeypatch.setattr(trainer, "GOAL_STEPS", 2)
     monkeypatch.setattr(finetuning_module, "VALIDATED", 10)
     asked = []
-    rates = iter([6, 8])
+    rates = iter([0.6, 0.8])
 
-    def score(model: object, examples: list) -> tuple[list[bool], list[int]]:
+    def exact_match(model: object, examples: list) -> float:
         assert not model.training  # type: ignore[attr-defined]
         asked.append(examples)
-        right = next(rates)
-        return [True] * right + [False] * (10 - right), []
+        return next(rates)
 
-    monkeypatch.setattr(finetuning_module, "score", score)
+    monkeypatch.setattr(finetuning_module, "exact_match", exact_match)
     recipe = finetuning("task.stages=[{lists: [2, 3], items: [6, 8], max_steps: 60, until: 0.8}]")
     finetune(recipe, model, tmp_path / "run", task="parity")
     assert curve(tmp_path / "run" / "stage-1")[-1]["step"] == 4

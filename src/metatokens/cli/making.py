@@ -264,11 +264,11 @@ def finetune(
     """
     from metatokens.checkpoint import load_model, weights_size
     from metatokens.data.tokenizer import load_tokenizer
-    from metatokens.evaluation.accuracy import evaluate, held_out_probe
+    from metatokens.evaluation.accuracy import evaluate
     from metatokens.recipe import FinetuneRecipe, load_recipe
     from metatokens.tasks.curriculum import documents_for
     from metatokens.tasks.example import Example, read_examples
-    from metatokens.training.finetune import Probing, finetune, training_of, unprobed
+    from metatokens.training.finetune import Probing, finetune, held_out_probe, training_of, unprobed
 
     if (task is None) == (data is None):
         raise UserError("give either --task or --data.")

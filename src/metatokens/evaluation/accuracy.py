@@ -7,16 +7,13 @@ from transformers import PreTrainedTokenizerBase
 
 from metatokens.checkpoint import LanguageModel
 from metatokens.evaluation.intervals import wilson_interval
-from metatokens.model.positions import check_length, reaches
-from metatokens.recipe import Phase
+from metatokens.model.positions import reaches
 from metatokens.records import Metric, Result
 from metatokens.tasks.curriculum import TaskData, chance
 from metatokens.tasks.example import Example
 from metatokens.tasks.scoring import score
 from metatokens.tasks.shortcuts import answers
 from metatokens.tasks.store import Encoded
-from metatokens.training.finetune import Collator
-from metatokens.training.trainer import Probe, held_out_loss
 
 METRICS: tuple[Metric, ...] = ("exact_match", "token_accuracy")
 SHORTCUT_PROMPTS = 2_000  # train prompts that a short cut's table is made from
@@ -35,29 +32,6 @@ def test_examples(
     """The first n examples of the fixed test set with prompts of (length / 2, length] tokens."""
     source = TaskData(task, tokenizer=tokenizer, condition=condition, seed=TEST_SEED, documents=documents)
     return [source.test(index, length) for index in range(n)]
-
-
-def held_out_probe(records: Sequence[Encoded], pad_token_id: int, model: LanguageModel, phase: Phase) -> Probe | None:
-    """The loss on held-out records (mean over answer tokens) and their exact match, while a model is fine-tuned.
-
-    They are measured every `training.eval_steps`, or up to ten times in a phase; None for never.
-
-    Raises:
-        UserError: if a record is longer than the model's learned positions.
-    """
-    check_length(model.config, max(len(record.input_ids) for record in records))
-    size = phase.settings.per_device_train_batch_size
-    ordered = sorted(records, key=lambda record: len(record.input_ids))
-
-    def measure(model: LanguageModel) -> dict[str, float]:
-        collator = Collator(pad_token_id=pad_token_id, meta_token_id=model.config.meta_token_id, loss_on="answer")
-        batches = (collator(ordered[start : start + size]) for start in range(0, len(ordered), size))
-        loss = held_out_loss(model, batches)  # first: FSDP gathers the weights for whoever calls the model itself
-        exact, _ = score(model, ordered)
-        return loss | {"eval_exact_match": sum(exact) / len(exact)}
-
-    every = phase.settings.measured_every(len(records))
-    return Probe(every, measure) if every else None
 
 
 def evaluate(

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from metatokens.analysis.rate_distortion import rate_distortion
 from metatokens.analysis.residual import residual
 from metatokens.analysis.samples import About
 from metatokens.analysis.sharpness import sharpness
-from metatokens.checkpoint import fetch_model, load_model, weights_sha256
+from metatokens.checkpoint import LanguageModel, fetch_model, load_model, weights_sha256
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
@@ -33,16 +32,16 @@ from metatokens.paper.models import (
     pretrain_recipe,
 )
 from metatokens.paper.plan import PRETRAINED, Stage, examples_name
-from metatokens.recipe import FinetuneRecipe, PretrainRecipe
+from metatokens.recipe import FinetuneRecipe, Phase, PretrainRecipe
 from metatokens.records import LOOKS, CurvePoint, Measurement, Result, ShownExample, read_lines
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import documents_for, task_texts
-from metatokens.tasks.scoring import score
 from metatokens.tasks.store import ExampleStore
 from metatokens.training.extend import extend
 from metatokens.training.finetune import finetune, train_examples, train_source
 from metatokens.training.pretrain import pretrain
-from metatokens.training.trainer import Probe, Progress
+from metatokens.training.probe import Probe, exact_match
+from metatokens.training.trainer import Progress
 
 WEIGHTS = "weights_sha256"  # the fact of a stage that trains
 MOST_TEXT = 10_000_000  # tokens for perplexity; the held-out part of C4 has 7.8 billion
@@ -197,6 +196,12 @@ class Runner:
         folder, examples = self.out / "models" / model.name / task, self.examples(task, recipe)
         first, condition = recipe.task.train_lengths[0], recipe.task.condition
         tests = ExampleStore(self.test_file(task, condition, first))[:PROBED]
+
+        def probe(model: LanguageModel, phase: Phase) -> Probe | None:
+            if not probe_steps or phase.train_length != first:
+                return None
+            return Probe(probe_steps, lambda model: {"exact_match": exact_match(model, tests), "n": len(tests)})
+
         finetune(
             recipe,
             self.pretrained(self.models[model.start]),
@@ -205,11 +210,7 @@ class Runner:
             documents=self.documents(task),
             examples=examples,
             progress=progress,
-            probe=lambda _, phase: (
-                Probe(probe_steps, partial(_probe, tests=tests))
-                if probe_steps and phase.train_length == first
-                else None
-            ),
+            probe=probe,
         )
         curves: list[CurvePoint] = []
         weights: dict[str, str] = {}
@@ -375,11 +376,6 @@ class Runner:
         for length in train_lengths:
             about = {"task": task, "train_length": length, "train_condition": condition}
             yield load_model(self.out / "models" / model.name / task / str(length)), self.about(model) | about
-
-
-def _probe(model: Any, tests: Sequence[Any]) -> dict[str, float]:
-    exact, _ = score(model, tests)
-    return {"exact_match": sum(exact) / len(exact), "n": len(exact)}
 
 
 def _curve(

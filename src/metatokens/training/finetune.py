@@ -22,11 +22,11 @@ from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, Phase
 from metatokens.tasks.curriculum import Drawn, Sizes, TaskData
 from metatokens.tasks.example import read_examples
-from metatokens.tasks.scoring import score
 from metatokens.tasks.store import Encoded, ExampleStore
 from metatokens.training.inside import check_inside
+from metatokens.training.probe import Probe, exact_match, held_out_loss
 from metatokens.training.run_folder import open_run
-from metatokens.training.trainer import Figures, Goal, Probe, Progress, SizedDataset, check_trackers, train, unwatched
+from metatokens.training.trainer import Figures, Goal, Progress, SizedDataset, check_trackers, train, unwatched
 
 VALIDATED = 200  # prompts that decide whether a phase has reached its goal
 
@@ -151,12 +151,7 @@ def _goal(source: TaskData, phase: Phase) -> Goal | None:
     if until is None:
         return None
     asked = list(map(_drawn(source, phase, "validation"), range(VALIDATED)))
-
-    def is_learned(model: LanguageModel) -> bool:
-        exact, _ = score(model, asked)
-        return sum(exact) >= until * VALIDATED
-
-    return is_learned
+    return lambda model: exact_match(model, asked) >= until
 
 
 # Gives the probe of a model that is about to be trained in a phase.
@@ -166,6 +161,28 @@ Probing = Callable[[LanguageModel, Phase], Probe | None]
 def unprobed(model: LanguageModel, phase: Phase) -> Probe | None:
     """Nothing is measured in between."""
     return None
+
+
+def held_out_probe(records: Sequence[Encoded], pad_token_id: int, model: LanguageModel, phase: Phase) -> Probe | None:
+    """Measure the loss on held-out records (mean over answer tokens) and their exact match.
+
+    They are measured every `training.eval_steps`, or up to ten times in a phase; None for never.
+
+    Raises:
+        UserError: if a record is longer than the model's learned positions.
+    """
+    check_length(model.config, max(len(record.input_ids) for record in records))
+    size = phase.settings.per_device_train_batch_size
+    ordered = sorted(records, key=lambda record: len(record.input_ids))
+
+    def measure(model: LanguageModel) -> dict[str, float]:
+        collator = Collator(pad_token_id=pad_token_id, meta_token_id=model.config.meta_token_id, loss_on="answer")
+        batches = (collator(ordered[start : start + size]) for start in range(0, len(ordered), size))
+        loss = held_out_loss(model, batches)  # first, since FSDP gathers the weights only in a call of the model itself
+        return loss | {"eval_exact_match": exact_match(model, ordered)}
+
+    every = phase.settings.measured_every(len(records))
+    return Probe(every, measure) if every else None
 
 
 def finetune(

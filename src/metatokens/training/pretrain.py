@@ -17,8 +17,9 @@ from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, ModelSettings, PretrainRecipe
+from metatokens.training.probe import Probe, held_out_loss
 from metatokens.training.run_folder import open_run
-from metatokens.training.trainer import Probe, Progress, check_trackers, held_out_loss, train, unwatched
+from metatokens.training.trainer import Progress, check_trackers, train, unwatched
 
 HELD_OUT_BLOCKS = 64  # that the held-out loss is measured on, at most
 

@@ -5,9 +5,8 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
@@ -28,7 +27,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from metatokens.checkpoint import load_model, name_base, save_model, verify_manifest, write_manifest
-from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.errors import UserError
 from metatokens.files import library_writes
 from metatokens.machine import is_first_process, process_count
@@ -41,6 +39,7 @@ from metatokens.training.inside import inside_loss
 from metatokens.training.lora import check_rank, with_lora
 from metatokens.training.muon import MuonWithAdamW, block_matrices
 from metatokens.training.positions import drawn_positions
+from metatokens.training.probe import Probe
 
 # FSDP2, in the layers that the model names; the weights of a checkpoint are saved whole.
 FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
@@ -61,19 +60,6 @@ class SizedDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What is measured of a model in between.
-
-    Attributes:
-        every: steps between two measurements.
-        measure: of the model in evaluation mode; its keys are those of a curve's points.
-    """
-
-    every: int
-    measure: Callable[[Any], dict[str, float]]
 
 
 Goal = Callable[[Any], bool]  # whether a model in evaluation mode has learned enough
@@ -233,18 +219,6 @@ class RunCallback(TrainerCallback):
         if time.monotonic() - self.last_report > 1.0 or state.global_step == state.max_steps:
             self.last_report = time.monotonic()
             self.progress(state.global_step, state.max_steps, dict(self.figures))
-
-
-@torch.no_grad()
-def held_out_loss(model: Any, batches: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-    """The mean loss (nats) over the scored tokens of some batches, each with `input_ids` and `labels`."""
-    total, scored = 0.0, 0
-    for batch in batches:
-        ids, labels = (batch[name].to(model.device) for name in ("input_ids", "labels"))
-        count = int((labels[:, 1:] != IGNORED_LABEL).sum())
-        total += float(model(ids, labels=labels, use_cache=False).loss) * count
-        scored += count
-    return {"eval_loss": total / scored}
 
 
 def train(
