@@ -5,8 +5,11 @@ import os
 import random
 import shlex
 import socket
+import stat
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +53,30 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     if any("forked" in item.fixturenames for item in session.items if isinstance(item, pytest.Function)):
         start_server()  # meanwhile other tests run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closes_its_sockets() -> Iterator[None]:
+    """Fail a module that leaves a socket open, as servers and event loops do.
+
+    The garbage collector would otherwise warn of it later, in a test of another module, which then fails.
+    """
+    before = _open_sockets()
+    yield
+    end = time.monotonic() + 20
+    while (left := _open_sockets() - before) and time.monotonic() < end:
+        time.sleep(0.05)  # a connection may still be closing in another thread
+    assert left == set(), f"sockets left open (file descriptor, inode): {left}"
+
+
+def _open_sockets() -> set[tuple[int, int]]:
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):  # the descriptor of the listing itself
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(name), status.st_ino))
+    return found
 
 
 @pytest.fixture(scope="session")

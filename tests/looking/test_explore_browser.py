@@ -1,5 +1,6 @@
 """The page of `metatokens explore` in a real browser, and what stands behind it."""
 
+import asyncio
 import runpy
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,11 +17,29 @@ from metatokens.errors import UserError
 from metatokens.looking.explore import GAP, META, Explorer, build, settings
 from metatokens.looking.look import WITH, look
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
 )
 PROMPT = "Birds: swan owl _PAUSE_ duck\nQ: What is item 3 of Birds? _PAUSE_"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loops() -> Iterator[None]:
+    """Close the event loops that Gradio opens for each page and never closes."""
+    opened: list[asyncio.AbstractEventLoop] = []
+    new = asyncio.new_event_loop
+
+    def noted() -> asyncio.AbstractEventLoop:
+        opened.append(new())
+        return opened[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "new_event_loop", noted)
+        yield
+    asyncio.set_event_loop(None)
+    for loop in opened:
+        loop.close()
 
 
 @pytest.fixture(scope="module")
