@@ -1,12 +1,12 @@
-"""Writes the figures of the README and of these pages, from committed result lines; `make figures` runs it.
+"""Writes the figures of the README and of these pages from committed result lines; `make figures` runs it.
 
-A block that begins with `<!-- figures: NAME -->` is what the function of that name below gives.
+The function NAME below writes the block that begins with `<!-- figures: NAME -->`.
 """
 
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
 
-Where = Mapping[str, Any]  # the fields of a result, and their values
+Where = Mapping[str, Any]  # fields of a result, and their values
+Rows = Mapping[str, Where]  # by label; columns too
 MODELS = {
-    "`gpt2`, a GPT-2": "gpt2",
-    "`pause`, meta-tokens added": "pause",
+    "`gpt2`, plain": "gpt2",
+    "`pause`, meta-tokens alone": "pause",
     "`twin`, second ordinary attention": "twin",
     "`meta`, meta-attention": "meta",
 }
@@ -34,14 +35,16 @@ DEMO_MODELS = {label: model for label, model in MODELS.items() if model in ("gpt
 TASKS = ("list_recall", "parity", "copying", "segment_counting")
 PLAIN: Where = {"condition": "paper", "train_condition": "paper", "metric": "exact_match", "intervention": None}
 SMALL: Where = PLAIN | {"recipe": "small", "position_embedding": "rope"}
-TO_512: Where = SMALL | {"train_length": 512}
+AT_128: Where = SMALL | {"train_length": 128, "length": 128}
+TWICE: Where = SMALL | {"task": "list_recall", "train_length": 512, "length": 1024}
+FAR: Where = AT_128 | {"task": "parity", "condition": "long_prompt", "length": 2048}
+LANDMARKS: Where = TWICE | {"recipe": "small/landmark", "condition": "landmark", "train_condition": "landmark"}
 _CURVE = ["recipe", "model", "position_embedding", "task", "seed"]
-RECALL: Where = TO_512 | {"task": "list_recall"}
 
 
 @cache
 def results(folder: str) -> pd.DataFrame:
-    """The result lines of a run, those of one figure by seed."""
+    """The result lines of a run, ordered by seed."""
     lines = read_lines(ROOT / folder / "results.jsonl.gz", Result)
     return pd.DataFrame(line.model_dump() for line in lines).sort_values("seed", kind="stable")
 
@@ -55,134 +58,159 @@ def curves(folder: str) -> pd.DataFrame:
 
 
 def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
-    """The lines whose fields have these values; a field that there is not is a KeyError."""
+    """The lines whose fields have these values."""
     conditions = [frame[name].isna() if value is None else frame[name] == value for name, value in where.items()]
     return frame[np.logical_and.reduce(conditions)]
 
 
 def percent(share: float) -> str:
-    """A proportion as a percentage with one decimal; none and all without it."""
+    """A proportion as a percentage: 0, 100, or one decimal."""
     return f"{100 * share:.{0 if share in (0, 1) else 1}f}"
 
 
 def cell(found: pd.DataFrame, shown: Callable[[float], str] = percent) -> str:
-    """One seed's figure with its interval, or the mean of several and each of them; a dash where nothing was run."""
+    """One seed's figure with its interval, or the mean and each of several seeds; a dash where nothing was run."""
     found = found.dropna(subset=["value"])
     if found.empty:
         return "\u2013"
     if len(found) == 1:
         (one,) = found.itertuples()
         return f"{shown(one.value)} ({shown(one.low)}\u2013{shown(one.high)})"
-    assert found.seed.is_unique, "more lines than one of a seed"
+    assert found.seed.is_unique, "more than one line of a seed"
     if found.value.nunique() == 1:
         return f"{shown(found.value.iloc[0])} ({'both' if len(found) == 2 else f'all {len(found)}'})"
     return f"{shown(found.value.mean())} ({', '.join(map(shown, found.value))})"
 
 
-def table(first: str, rows: Mapping[str, list[str]], columns: list[str]) -> str:
-    """A table in Markdown: a label and its cells in each row."""
-    lines = [[first, *columns], ["---"] * (1 + len(columns)), *([label, *cells] for label, cells in rows.items())]
+def table(first: str, rows: Mapping[str, list[str]], columns: Iterable[str]) -> str:
+    """A table in Markdown, each row with its label."""
+    lines = [[first, *columns], *([label, *cells] for label, cells in rows.items())]
+    lines.insert(1, ["---"] * len(lines[0]))
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def grid(first: str, rows: Mapping[str, Where], columns: Mapping[str, Where], folder: str = "results/small") -> str:
-    """A table whose cells are the results that have a row's and a column's fields, and what they rest on."""
-    found = {
-        label: [select(results(folder), **row, **column) for column in columns.values()] for label, row in rows.items()
-    }
-    used = pd.concat(chain.from_iterable(found.values()))
-    widest = ((used.high - used.low) / 2).max()
-    counts = " or ".join(f"{n:,}" for n in sorted(used.n[used.n > 0].unique(), reverse=True))
-    seeds = max(len(one) for one in chain.from_iterable(found.values()))
-    what = "of one training run, and its 95 % interval"
-    if seeds > 1:
-        what = f"the mean of {seeds} training runs (seeds) and each of them; of a single one its 95 % interval"
-    size = f"n = {counts} prompts; each run's interval is ±{100 * widest:.1f} points at most"
+def grid(first: str, rows: Rows, columns: Rows, folder: str = "results/small", floor: bool = True) -> str:
+    """A table of the results that have a row's and a column's fields, and below it their n and intervals.
+
+    The last row is the floor: the best shortcut on the prompts of each column.
+    """
+    found = {label: [select(results(folder), **row | one) for one in columns.values()] for label, row in rows.items()}
     cells = {label: [cell(one) for one in row] for label, row in found.items()}
-    return f"{table(first, cells, list(columns))}\nExactly right, in %: {what}.\n{size}.\n"
+    if floor:
+        prompts = next(iter(rows.values()))
+        cells["the best shortcut"] = [best_shortcut(prompts | column, folder) for column in columns.values()]
+    used = pd.concat(chain.from_iterable(found.values()))
+    seeds = max(len(one) for one in chain.from_iterable(found.values()))
+    what = "one seed, with its 95 % interval"
+    if seeds > 1:
+        what = f"the mean of {seeds} seeds, then each seed; where there is one seed, its 95 % interval"
+    widest = 100 * ((used.high - used.low) / 2).max()
+    return (
+        f"{table(first, cells, columns)}\nExact match in %: {what}.\n"
+        f"n = {counts(used)} prompts a seed; each seed's interval is at most \u00b1{widest:.1f} points.\n"
+    )
 
 
-def models(where: Where, names: Mapping[str, str] = MODELS) -> dict[str, Where]:
+def counts(found: pd.DataFrame) -> str:
+    """The numbers of test prompts, largest first."""
+    return " or ".join(f"{n:,}" for n in sorted(found.n[found.n > 0].unique(), reverse=True))
+
+
+def best_shortcut(where: Where, folder: str = "results/small") -> str:
+    """The most that a shortcut scores on these prompts."""
+    prompts = {name: where[name] for name in ("task", "condition", "length")}
+    return percent(select(results(folder), **prompts, metric="shortcut").value.max())
+
+
+def models(where: Where, names: Mapping[str, str] = MODELS) -> Rows:
     """A row for each model."""
     return {label: {**where, "model": name} for label, name in names.items()}
 
 
-def lengths(*tokens: int) -> dict[str, Where]:
+def lengths(*tokens: int) -> Rows:
     """A column for each prompt length."""
     return {f"{length:,}": {"length": length} for length in tokens}
 
 
-def best_shortcut(folder: str, **where: Any) -> str:
-    """The most that a short cut scores on the prompts of a column; a dash where there are no such prompts."""
-    found = select(results(folder), **{"condition": "paper"} | where, metric="shortcut").value
-    return percent(found.max()) if len(found) else "\u2013"
+def each_task(**where: Any) -> Rows:
+    """A column for each task."""
+    return {task.replace("_", " "): {"task": task, **where} for task in TASKS}
 
 
-def with_shortcuts(whole: str, columns: Iterable[Where], folder: str = "results/small") -> str:
-    """A table of `grid` with a last row: what the best short cut scores in each column."""
-    asked = ({name: column[name] for name in ("task", "condition", "length") if name in column} for column in columns)
-    best = [best_shortcut(folder, **one) for one in asked]
-    rows, note = whole.split("\n\n")
-    return f"{rows}\n| the best short cut | {' | '.join(best)} |\n\n{note}"
+def mean(model: str, where: Where) -> str:
+    """The mean of a model's seeds; a dash where nothing was run."""
+    values = select(results("results/small"), **where, model=model).value
+    return percent(values.mean()) if len(values) else "\u2013"
+
+
+def summary() -> str:
+    """The README's table: means on the four tasks at the trained length, and two beyond it."""
+    columns = each_task(**AT_128) | {"list recall, 2 \u00d7 as long": TWICE, "parity, 16 \u00d7 as long": FAR}
+    cells = {label: [mean(model, where) for where in columns.values()] for label, model in MODELS.items()}
+    cells["the best shortcut"] = [best_shortcut(where) for where in columns.values()]
+    runs = pd.concat(select(results("results/small"), **where) for where in columns.values())
+    seeds = runs[runs.model.isin(MODELS.values())].groupby(["model", "task", "length"]).value
+    assert set(seeds.size()) == {3}
+    stages = pd.read_json(ROOT / "results/small/stages.jsonl", lines=True)
+    sizes = [facts["parameters"] / 1e6 for facts in stages[stages.name.str.startswith("pretrain-")].facts]
+    return (
+        f"{table('exactly right, in %', cells, columns)}\n"
+        f"The models have {min(sizes):.2f} to {max(sizes):.2f} million parameters; the paper's have 152 million. They "
+        f"were trained and tested on prompts of up to 128 tokens; for the last two columns, trained on up to 512 and "
+        f"128 and tested at 1,024 and 2,048. Each figure is the mean of three seeds, with n = {counts(runs)} prompts a "
+        f"seed. Seeds differ by up to {100 * (seeds.max() - seeds.min()).max():.0f} points: see [each "
+        f"seed](docs/results.md). A *shortcut* is a simple rule that answers without doing the task. A dash: not run.\n"
+    )
 
 
 def answers() -> str:
-    """What meta-tokens do where they point at the answer, where they do not, and what of them does it."""
-    at_128 = SMALL | {"train_length": 128}
-    parity, copied = (at_128 | {"task": task, "length": 128} for task in ("parity", "copying"))
-    far = at_128 | {"task": "parity", "condition": "long_prompt", "length": 2048}
-    twice = RECALL | {"length": 1024}
-    led = RECALL | {"recipe": "small/landmark", "condition": "landmark", "train_condition": "landmark", "length": 128}
-    led |= {"train_length": 128}
-    cut = best_shortcut("results/small", task="list_recall", condition="landmark", length=128)
-
-    def of(model: str, where: Where) -> str:
-        return cell(select(results("results/small"), **where, model=model))
-
-    def count(where: Where) -> str:
-        (n,) = select(results("results/small"), **where, model="meta").n.unique()
-        return f"{n:,}"
-
+    """Whether meta-tokens help: at the trained length, beyond it, and where they do not point at the answer."""
+    parity, copied = AT_128 | {"task": "parity"}, AT_128 | {"task": "copying"}
+    each_line, marked = LANDMARKS | {"length": 128}, AT_128 | {"task": "list_recall"}
     return (
-        f"- **Where meta-tokens point at the answer** `meta` is not ahead of a plain GPT-2 at the train length: parity "
-        f"{of('meta', parity)} % against {of('gpt2', parity)}, copying {of('meta', copied)} against "
-        f"{of('gpt2', copied)}. In parity it is far ahead in prompts of 16 times that length: {of('meta', far)} "
-        f"against {of('gpt2', far)}.\n"
-        f"- **Where they do not point at it**, in list recall with one behind each line, `meta` is not ahead either, "
-        f"and the seed decides more than the model: `meta` has {of('meta', led)} %, `gpt2` {of('gpt2', led)}, `pause` "
-        f"{of('pause', led)}, `twin` {of('twin', led)}, and the best short cut {cut}.\n"
-        f"- **The mask, the parameters or the tokens?** Where `meta` is ahead it is not the parameters: in those long "
-        f"prompts `twin`, with as many and a second *ordinary* attention, has {of('twin', far)}. Nor is it, in two "
-        f"seeds of three, the tokens: in list recall at twice the train length `meta` has {of('meta', twice)}, `pause` "
-        f"{of('pause', twice)} and `twin` {of('twin', twice)}. In copying and counting `meta` has no such lead over "
-        f"`gpt2`.\n\n"
-        f"The mean of the training runs (seeds), and in brackets each of them. "
-        f"n = {count(parity)} prompts a run at 128 tokens, {count(twice)} in list recall at 1,024 and {count(far)} in "
-        f"prompts of 16 times the train length.\n"
+        f"- **At the trained length, no.** `meta` is not ahead of a plain GPT-2, even where the meta-tokens point at "
+        f"the answer. On parity it answers {mean('meta', parity)} % of the prompts and GPT-2 {mean('gpt2', parity)} %, "
+        f"with overlapping seeds; on copying {mean('meta', copied)} % and {mean('gpt2', copied)} %.\n"
+        f"- **Beyond it, on two tasks of four.** On list recall in prompts twice as long, `meta` answers "
+        f"{mean('meta', TWICE)} % and GPT-2 {mean('gpt2', TWICE)} %. On parity in prompts 16 times as long, whose "
+        f"question stays short, they answer {mean('meta', FAR)} % and {mean('gpt2', FAR)} %. The extra parameters do "
+        f"not explain it: `twin` has as many, and answers {mean('twin', TWICE)} % and {mean('twin', FAR)} %. Nor, in "
+        f"two of three seeds, do the meta-tokens alone: `pause` answers {mean('pause', TWICE)} % on list recall. On "
+        f"copying and counting, `meta` has no lead.\n"
+        f"- **Where no meta-token points at the answer, no.** In the paper's list recall, a meta-token follows the "
+        f"answer, so a shortcut, to repeat the word before it, is right in {best_shortcut(marked)} % of the prompts. "
+        f"With a meta-token after each line instead, `meta` answers {mean('meta', each_line)} % and GPT-2 "
+        f"{mean('gpt2', each_line)} %, and seeds differ more than models do.\n"
+    )
+
+
+def verdicts() -> str:
+    """The report's count of verdicts."""
+    report = (ROOT / "results/small/report/report.md").read_text(encoding="utf-8")
+    (found,) = re.findall(r"Of (\d+) claims of the paper (\d+) \D+(\d+) \D+(\d+) \D+(\d+) cannot be told\.", report)
+    return (
+        "Of the paper's {} claims, {} hold at this scale, {} do not hold, {} holds in part, and {} cannot be "
+        "decided.\n".format(*found)
     )
 
 
 def tasks() -> str:
-    """Models trained to 128 tokens on the four tasks; and to 512 on list recall, tested at twice that."""
-    columns = {
-        "list recall": {"task": "list_recall", "length": 128, "train_length": 128},
-        "list recall, 512 \u2192 1,024": {"task": "list_recall", "length": 1024, "train_length": 512},
-        "parity": {"task": "parity", "length": 128, "train_length": 128},
-        "copying": {"task": "copying", "length": 128, "train_length": 128},
-        "segment counting": {"task": "segment_counting", "length": 128, "train_length": 128},
-    }
-    return with_shortcuts(grid("trained to 128 tokens, tested there", models(SMALL), columns), columns.values())
+    """The four tasks at the trained length, and list recall at twice that."""
+    columns = each_task(train_length=128, length=128)
+    twice = {name: TWICE[name] for name in ("task", "train_length", "length")}
+    return grid(
+        "trained to 128 tokens, tested there", models(SMALL), columns | {"list recall, 512 \u2192 1,024": twice}
+    )
 
 
-def _by_length(task: str, train_length: int, *tokens: int) -> str:
-    where = SMALL | {"task": task, "train_length": train_length}
-    columns = lengths(*tokens)
-    whole = grid(f"{task.replace('_', ' ')}, prompt tokens", models(where), columns)
-    return with_shortcuts(whole, ({"task": task, **column} for column in columns.values()))
+def by_length(task: str, train_length: int, *tokens: int) -> str:
+    """One task by prompt length."""
+    rows = models(SMALL | {"task": task, "train_length": train_length})
+    return grid(f"{task.replace('_', ' ')}, prompt tokens", rows, lengths(*tokens))
 
 
 def sooner() -> str:
-    """Steps of fine-tuning until so many prompts of 128 tokens are answered right, by seed."""
+    """Steps of fine-tuning until a model answers a share of the prompts of 128 tokens, by seed."""
     points = select(curves("results/small"), position_embedding="rope")
     columns = {
         "list recall, 95 %": ("small", "list_recall", 0.95),
@@ -199,98 +227,63 @@ def sooner() -> str:
             steps = [learned_from(one, share)[0] for _, one in seeds]
             rows[label].append(" / ".join(f"{one:,.0f}" if np.isfinite(one) else "\u2013" for one in steps))
     (n,) = points.n.dropna().unique()
-    note = f"Of {n:.0f} test prompts; a dash: not within the steps given."
+    note = f"Of {n:.0f} test prompts. A dash: not within the steps given."
     return f"{table('steps, by seed', rows, [*columns])}\n{note}\n"
 
 
-def recall() -> str:
-    """List recall by prompt length."""
-    return _by_length("list_recall", 512, 128, 256, 512, 1024, 2048)
-
-
-def parity() -> str:
-    """Parity by prompt length."""
-    return _by_length("parity", 128, 128, 256, 512, 1024)
-
-
-def copying() -> str:
-    """Copying by prompt length."""
-    return _by_length("copying", 512, 128, 256, 512, 1024)
-
-
-def counting() -> str:
-    """Segment counting by prompt length."""
-    return _by_length("segment_counting", 128, 128, 256, 512, 1024)
-
-
 def markers() -> str:
-    """List recall in three conditions."""
+    """List recall with markers that point at the answer, with landmarks, and among decoys."""
     shown = {"as trained": "paper", "landmarks": "landmark", "decoys": "decoy"}
-    columns = {label: {"condition": condition, "length": 128} for label, condition in shown.items()}
-    where = {name: value for name, value in SMALL.items() if name != "condition"}
-    where |= {"task": "list_recall", "train_length": 128}
-    whole = grid("list recall, 128 tokens", models(where), columns)
-    return with_shortcuts(whole, ({"task": "list_recall", **column} for column in columns.values()))
+    columns = {label: {"condition": condition} for label, condition in shown.items()}
+    return grid("list recall, 128 tokens", models(AT_128 | {"task": "list_recall"}), columns)
 
 
 def unmarked() -> str:
-    """List recall of models that were trained where no marker knows the answer."""
-    where = RECALL | {"recipe": "small/landmark", "condition": "landmark", "train_condition": "landmark"}
-    columns = lengths(128, 256, 512)
-    whole = grid("trained and tested with landmarks", models(where), columns)
-    asked = ({"task": "list_recall", "condition": "landmark", **column} for column in columns.values())
-    return with_shortcuts(whole, asked)
+    """List recall of models trained where no marker points at the answer."""
+    return grid("trained and tested with landmarks", models(LANDMARKS), lengths(128, 256, 512))
 
 
 def positions() -> str:
     """The four tasks by kind of positions."""
     kinds = {"rotary": "rope", "learned": "learned", "none": "none"}
     rows = {
-        f"`{model}`, {label}": SMALL | {"model": model, "position_embedding": kind, "train_length": 128}
+        f"`{model}`, {label}": AT_128 | {"model": model, "position_embedding": kind}
         for label, kind in kinds.items()
         for model in MODELS.values()
     }
-    columns = {task.replace("_", " "): {"task": task, "length": 128} for task in TASKS}
-    return with_shortcuts(grid("trained to 128 tokens, tested there", rows, columns), columns.values())
+    return grid("trained to 128 tokens, tested there", rows, each_task())
 
 
 def no_pos() -> str:
     """List recall without the meta-tokens' positions."""
     changes = {"unchanged": None, "without the positions": "no_pos", "without the embeddings": "no_embed"}
-    where = {"task": "list_recall", "train_length": 128, "length": 128, **SMALL} | {"train_length": 128}
-    del where["intervention"]
-    return grid(
-        "list recall, 128 tokens", models(where), {label: {"intervention": kind} for label, kind in changes.items()}
-    )
+    columns = {label: {"intervention": kind} for label, kind in changes.items()}
+    return grid("list recall, 128 tokens", models(AT_128 | {"task": "list_recall"}), columns, floor=False)
 
 
 def yarn() -> str:
-    """List recall with windows that YaRN made longer."""
+    """List recall with windows that YaRN extended."""
     rows = {
         f"window {window:,}, fine-tuned to {train:,}": PLAIN
         | {"task": "list_recall", "model": "meta", "recipe": f"small/yarn{factor}", "train_length": train}
         for factor, window, train in ((4, 1024, 512), (4, 1024, 1024), (8, 2048, 1024), (8, 2048, 2048))
     }
-    return grid("list recall, prompt tokens", rows, lengths(128, 256, 512, 1024, 2048, 4096))
+    return grid("list recall, prompt tokens", rows, lengths(128, 256, 512, 1024, 2048, 4096), floor=False)
 
 
 def long_prompts() -> str:
-    """Prompts of 16 times the train length whose question stays as long as in training."""
+    """Prompts of 16 times the train length with questions as short as in training."""
     kinds = {"plain": "small", "jumps and scalable softmax": "small/jumps"}
-    where = {name: value for name, value in SMALL.items() if name != "condition"} | {"train_length": 128}
     rows = {
-        f"`{model}`, {label}": where | {"model": model, "recipe": recipe}
+        f"`{model}`, {label}": FAR | {"model": model, "recipe": recipe}
         for label, recipe in kinds.items()
         for model in ("gpt2", "twin", "meta")
     }
-    columns = {
-        f"{task.replace('_', ' ')}": {"task": task, "condition": "long_prompt", "length": 2048} for task in TASKS
-    }
-    return with_shortcuts(grid("prompts of 2,048 tokens", rows, columns), columns.values())
+    return grid("prompts of 2,048 tokens", rows, each_task())
 
 
 def added() -> str:
-    """A Llama that was pretrained without meta-tokens, by what was added to it and trained."""
+    """A Llama pretrained without meta-tokens, by what was added to it."""
     arms = {
         "meta-attention, LoRA": "meta+lora",
         "LoRA": "lora",
@@ -298,24 +291,21 @@ def added() -> str:
         "meta-attention": "meta",
         "the meta-token alone": "pause",
     }
-    folder, columns = "results/retrofit", lengths(128, 256, 512, 1024)
     shown = []
     for task, condition in {"list_recall": "landmark", "parity": "paper"}.items():
-        asked = {"task": task, "condition": condition}
-        rows = models({"metric": "exact_match", **asked}, arms)
-        whole = grid(f"{task.replace('_', ' ')}, prompt tokens", rows, columns, folder)
-        shown.append(with_shortcuts(whole, ({**asked, **column} for column in columns.values()), folder))
+        rows = models({"metric": "exact_match", "task": task, "condition": condition}, arms)
+        first = f"{task.replace('_', ' ')}, prompt tokens"
+        shown.append(grid(first, rows, lengths(128, 256, 512, 1024), "results/retrofit"))
     return "\n".join(shown)
 
 
 def long_texts() -> str:
-    """The two tasks of the harness that hide something in the text of a book."""
-    folder, columns = "results/long_texts", lengths(128, 256, 512, 1024, 2048)
+    """Two tasks that hide something in the text of a book."""
     rows = {
         "the number of a thing": {"task": "needle", "metric": "exact_match"},
         "the variables that have a value": {"task": "variable_tracking", "metric": "exact_match"},
     }
-    return grid("prompt tokens", rows, columns, folder)
+    return grid("prompt tokens", rows, lengths(128, 256, 512, 1024, 2048), "results/long_texts", floor=False)
 
 
 def perplexity() -> str:
@@ -351,13 +341,6 @@ def speed() -> str:
     return table("", cells, ["ratio of times", "by arithmetic"])
 
 
-def verdicts() -> str:
-    """The report's count of the paper's claims."""
-    report = (ROOT / "results/small/report/report.md").read_text(encoding="utf-8")
-    (count,) = re.findall(r"Of \d+ claims of the paper[^.]*\.", report)
-    return f"{count}\n"
-
-
 def cost() -> str:
     """What the grid took."""
     stages = pd.DataFrame(json.loads((ROOT / "results/small/run.json").read_text(encoding="utf-8"))["stages"])
@@ -368,9 +351,8 @@ def cost() -> str:
 
 def demo_tasks() -> str:
     """The demo's models on the four tasks."""
-    columns = {task.replace("_", " "): {"task": task, "length": 128} for task in TASKS}
-    whole = grid("exactly right, %", models(PLAIN | {"recipe": "demo"}, DEMO_MODELS), columns, "results/demo")
-    return with_shortcuts(whole, columns.values(), "results/demo")
+    rows = models(PLAIN | {"recipe": "demo"}, DEMO_MODELS)
+    return grid("exact match, %", rows, each_task(length=128), "results/demo")
 
 
 def demo_recall() -> str:
@@ -379,10 +361,8 @@ def demo_recall() -> str:
         "128, landmarks": {"length": 128, "condition": "landmark"},
         "128, decoys": {"length": 128, "condition": "decoy"},
     }
-    columns = {label: {"condition": "paper", **column} for label, column in columns.items()}
-    where = {name: value for name, value in PLAIN.items() if name != "condition"} | {"task": "list_recall"}
-    whole = grid("list recall, prompt tokens", models(where, DEMO_MODELS), columns, "results/demo")
-    return with_shortcuts(whole, ({"task": "list_recall", **column} for column in columns.values()), "results/demo")
+    rows = models(PLAIN | {"recipe": "demo", "task": "list_recall"}, DEMO_MODELS)
+    return grid("list recall, prompt tokens", rows, columns, "results/demo")
 
 
 def demo_perplexity() -> str:
@@ -393,31 +373,33 @@ def demo_perplexity() -> str:
 FIGURES = {
     function.__name__: function
     for function in (
-        answers, tasks, sooner, recall, parity, copying, counting, markers, unmarked, positions, no_pos, yarn,
-        long_prompts, added, long_texts, perplexity, speed, verdicts, cost, demo_tasks, demo_recall, demo_perplexity,
+        summary, answers, verdicts, cost, tasks, sooner, markers, unmarked, positions, no_pos, yarn,
+        long_prompts, added, long_texts, perplexity, speed, demo_tasks, demo_recall, demo_perplexity,
     )
 }  # fmt: skip
+FIGURES |= {
+    "recall": partial(by_length, "list_recall", 512, 128, 256, 512, 1024, 2048),
+    "parity": partial(by_length, "parity", 128, 128, 256, 512, 1024),
+    "copying": partial(by_length, "copying", 512, 128, 256, 512, 1024),
+    "counting": partial(by_length, "segment_counting", 128, 128, 256, 512, 1024),
+}
 
 
 def filled(text: str) -> str:
-    """A document with its blocks as the result lines give them."""
+    """A document with its figures written anew."""
     return BLOCK.sub(lambda block: f"{block[1]}{FIGURES[block[2]]()}{block[3]}", text)
 
 
 def draw(path: Path) -> None:
-    """Accuracy by prompt length on three tasks: the mean of each model's seeds, and each seed."""
+    """Draw accuracy by prompt length on three tasks: the mean of each model's seeds, and each seed."""
     looks = {"gpt2": ("#7d8590", "s", ":"), "twin": ("#2a86c7", "D", "--"), "meta": ("#d9640f", "o", "-")}
-    grey = {
-        "axes.edgecolor": "#7d8590",
-        "axes.labelcolor": "#7d8590",
-        "xtick.color": "#7d8590",
-        "ytick.color": "#7d8590",
-    }
-    with mpl.rc_context(grey | {"text.color": "#7d8590", "font.size": 11, "svg.fonttype": "none", "svg.hashsalt": "0"}):
+    greyed = ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "text.color")
+    style = dict.fromkeys(greyed, "#7d8590") | {"font.size": 11, "svg.fonttype": "none", "svg.hashsalt": "0"}
+    with mpl.rc_context(style):
         figure, axes = plt.subplots(1, 3, figsize=(10, 3), sharey=True, layout="constrained")
         for axis, task in zip(axes, TASKS[:3], strict=True):
             for model, (colour, marker, line) in looks.items():
-                found = select(results("results/small"), **TO_512, task=task, model=model)
+                found = select(results("results/small"), **SMALL, train_length=512, task=task, model=model)
                 found = found[found.length <= 2048]
                 mean = 100 * found.groupby("length").value.mean()
                 axis.plot(mean.index, mean, line, color=colour, marker=marker, label=model)

@@ -1,4 +1,4 @@
-"""Takes the README's picture of `metatokens look`, in a Chromium of the distribution: `python docs/screenshot.py`."""
+"""Takes the picture of `metatokens look` with the distribution's Chromium: `python docs/screenshot.py`."""
 
 import re
 import shutil
@@ -10,12 +10,13 @@ from tempfile import TemporaryDirectory
 from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).parents[1]
-HEIGHT = 1100  # of the page's beginning that is shown, in pixels
+PAGE = ROOT / "docs/how_to/look_inside.md"
+HEIGHT = 1100  # how much of the page is shown, in pixels
 
 
 def prompt() -> str:
-    """That of the README."""
-    [found] = re.findall(r'metatokens look --model example "([^"]+)"', (ROOT / "README.md").read_text(encoding="utf-8"))
+    """The prompt of the page that shows the picture."""
+    [found] = re.findall(r'metatokens look --model example [^"]*"([^"]+)"', PAGE.read_text(encoding="utf-8"))
     return found
 
 
