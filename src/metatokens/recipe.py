@@ -71,79 +71,63 @@ class ModelSettings(_Settings):
     hidden_size: Positive = 768
     num_hidden_layers: Positive = 12
     num_attention_heads: Positive = 12
-    intermediate_size: Positive | None = None
     max_position_embeddings: Positive = 1024
     position_embedding: Literal["learned", "rope", "none"] = "rope"
     rope_layers: list[AtLeastZero] | None = None  # with rope: the layers that have it, from 0; not given, all
     second_attention: Literal["meta", "causal", "none"] = "meta"
     attention_scale: Literal["constant", "log_length"] = "constant"
     bias: bool = False
-    activation: str = "gelu"
     initializer_range: Annotated[float, Field(gt=0)] = 0.02
 
 
-class TrainingSettings(_Settings):
-    """Names, meanings and units of transformers' `TrainingArguments`, where it has them."""
+class TrainerSettings(_Settings):
+    """The fields that transformers' `TrainingArguments` takes as they are: its names, meanings and units."""
 
     max_steps: Positive
-    decay_steps: Positive | None = None  # horizon of the learning rate's cosine; max_steps where not given
     per_device_train_batch_size: Positive = 12
     gradient_accumulation_steps: Positive = 1
-    # adamw; or muon (Jordan et al., 2024) for the matrices inside the blocks, and adamw for all else.
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    learning_rate: Annotated[float, Field(gt=0)] = 6e-4  # of adamw
-    # Of muon, warmed up and decayed by the same factors; its momentum is 0.95, and it has no weight decay.
-    muon_learning_rate: Annotated[float, Field(gt=0)] = 0.02
-    min_learning_rate: Annotated[float, Field(ge=0)] = 6e-5  # `min_lr` of the schedule "cosine_with_min_lr"
+    learning_rate: Annotated[float, Field(gt=0)] = 6e-4  # of AdamW
     warmup_steps: AtLeastZero = 0
     weight_decay: Annotated[float, Field(ge=0)] = 0.1  # on matrices only
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     logging_steps: Positive = 10
-    # Measure the held-out loss every so many steps: 0 never; not given, ten times in a run that has a held-out split,
-    # or less often, but once at least, where that would take longer than a third of the training (`measured_every`).
-    eval_steps: AtLeastZero | None = None
     save_steps: Positive = 1000
-    save_total_limit: Positive = 2
     bf16: bool = False
-    use_cpu: bool = False  # where there is a GPU too
-    activation_checkpointing: bool = False
     torch_compile: bool = False
-    fsdp: bool = False  # shard weights, gradients and optimizer over the GPUs (FSDP2) in place of copying them (DDP)
-    train_base: bool = False  # of a retrofitted model: train its base too, beside what was added
-    # Of adapters in all linear layers, trained in place of these and merged into them at the end; 0: none.
-    lora_rank: AtLeastZero = 0
-    keep_adapter: bool = False  # write these adapters, as PEFT does, in place of the model with them in it
     dataloader_num_workers: AtLeastZero = 0
-    report_to: str = "none"
     seed: AtLeastZero = 0
-    # Draw a training sequence's positions, in order, from 0 ... random_positions - 1; or, with the second setting, from
-    # a range of its own: log-uniform from so many (its length, if that is more) to random_positions.
-    random_positions: Annotated[int, Field(gt=0, le=2**20)] | None = None
-    random_positions_from: Positive | None = None
-    # Or: in half of the sequences one jump, of any size that keeps positions below so many; stages have none.
-    position_jumps: Annotated[int, Field(gt=0, le=2**20)] | None = None
 
-    @model_validator(mode="after")
-    def _a_range_has_two_ends(self) -> "TrainingSettings":
-        if self.random_positions_from is not None and self.random_positions_from > (self.random_positions or 0):
-            raise ValueError(
-                f"training.random_positions_from is {self.random_positions_from}, and training.random_positions "
-                f"{self.random_positions}; the latter must be as much at least"
-            )
-        return self
+
+class TrainingSettings(TrainerSettings):
+    """How a model is trained: the Trainer's fields, and those that this package adds or reads differently."""
+
+    decay_steps: Positive | None = None  # horizon of the learning rate's cosine; None: max_steps
+    min_learning_rate: Annotated[float, Field(ge=0)] = 6e-5  # where that cosine ends
+    # Muon (Jordan et al., 2024) updates the matrices inside the blocks; AdamW updates everything else.
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    # Muon's rate is warmed up and decayed by the same factors. Its momentum is 0.95, and it has no weight decay.
+    muon_learning_rate: Annotated[float, Field(gt=0)] = 0.02
+    # Steps between two measurements of the held-out loss; 0: never. None: ten in a run that has a held-out split, but
+    # fewer where they would take longer than a third of the training, and at least one (`measured_every`).
+    eval_steps: AtLeastZero | None = None
+    use_cpu: bool = False  # even if there is a GPU
+    fsdp: bool = False  # FSDP2: shard weights, gradients and optimizer over the GPUs instead of copying them (DDP)
+    train_base: bool = False  # of a retrofitted model: train the base too, not only what was added to it
+    # Of adapters in all linear layers, which are trained instead of these layers and merged into them at the end; 0: no
+    # adapters.
+    lora_rank: AtLeastZero = 0
+    keep_adapter: bool = False  # save the adapters in PEFT's format instead of merging them
+    report_to: str = "none"  # trackers, separated by commas; or none, or all
+    # Half of the training sequences have one jump in their positions, which all stay below this; None: no jumps. Stages
+    # have none.
+    position_jumps: Annotated[int, Field(gt=0, le=2**20)] | None = None
 
     @model_validator(mode="after")
     def _muon_sees_whole_matrices(self) -> "TrainingSettings":
         if self.optimizer == "muon" and self.fsdp:
             raise ValueError("training.optimizer is muon, which needs whole matrices, and training.fsdp cuts them up")
-        return self
-
-    @model_validator(mode="after")
-    def _positions_are_drawn_in_one_way(self) -> "TrainingSettings":
-        if self.random_positions is not None and self.position_jumps is not None:
-            raise ValueError("training.random_positions and training.position_jumps both say which positions are drawn")
         return self
 
     @model_validator(mode="after")
@@ -255,7 +239,7 @@ class FinetuneRecipe(_Settings):
                 "a stage's drill or inside_loss is for task.condition paper, whose markers bracket the answer, and "
                 f"task.condition is {self.task.condition}"
             )
-        hiding = [one for one in ("fsdp", "activation_checkpointing", "torch_compile") if getattr(self.training, one)]
+        hiding = [one for one in ("fsdp", "torch_compile") if getattr(self.training, one)]
         if hiding and any(stage.inside_loss for stage in self.task.stages):
             raise ValueError(
                 f"a stage's inside_loss reads the states after each block, which training.{hiding[0]} hides"

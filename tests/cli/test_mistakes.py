@@ -111,7 +111,6 @@ MISTAKES = {
     f"{PRETRAIN} --out new --landmarks every:60000": "landmarks by every:60000 have no place in the train split",
     f"{PRETRAIN} --out new --landmarks every:3 --set data.block_size=90000": "one block of 90000, landmarks included",
     f"{PRETRAIN} --out new --set model.num_attention_heads=3": "hidden_size 16 is not a multiple of",
-    f"{PRETRAIN} --out new --set model.activation=step": "activation 'step' is unknown; allowed are",
     f"{PRETRAIN} --out new --set training.report_to=paper": "names the tracker 'paper', which is not installed",
     # corpora
     "tokenize --corpus nowhere.txt --tokenizer train:300 --out new": "no file matches the corpus nowhere.txt",

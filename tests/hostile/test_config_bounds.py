@@ -126,7 +126,7 @@ def test_a_trillion_parameters_in_a_process_of_its_own(folders: dict[str, Path],
 @pytest.mark.parametrize(
     "settings",
     [
-        "model.hidden_size=1000000000", "model.num_hidden_layers=1000000000", "model.intermediate_size=2000000000",
+        "model.hidden_size=1000000000", "model.num_hidden_layers=1000000000",
         "model.hidden_size=1000000000000", "model.num_hidden_layers=-1", "model.num_attention_heads=0",
         "model.position_embedding=learned model.max_position_embeddings=2000000000",
         "model.architecture=gpt_neo model.position_embedding=learned model.second_attention=none "

@@ -21,7 +21,7 @@ GOOD = [path.read_bytes() for path in sorted((Path(metatokens.__file__).parent /
 KINDS = st.sampled_from([PretrainRecipe, FinetuneRecipe])
 SECTIONS = {
     "data": ["tokens", "block_size", "fraction", "placement"],
-    "model": ["hidden_size", "num_hidden_layers", "num_attention_heads", "activation", "position_embedding"],
+    "model": ["hidden_size", "num_hidden_layers", "num_attention_heads", "bias", "position_embedding"],
     "task": ["train_lengths", "train_steps", "condition", "examples", "loss_on"],
     "training": [
         "max_steps",
@@ -29,8 +29,7 @@ SECTIONS = {
         "seed",
         "report_to",
         "bf16",
-        "random_positions",
-        "random_positions_from",
+        "position_jumps",
         "warmup_steps",
     ],
 }
@@ -120,7 +119,7 @@ MERGES = "\n".join([f"a{i}: &a{i}\n  <<: [{f'*a{i - 1},' * 9}*a{i - 1}]" for i i
         ("training: {max_steps: 1e400}", "training.max_steps"),
         ("training: {max_steps: 3000000000}", "less than 2147483648"),
         ("training: {max_steps: 1, seed: 4294967296}", "less than 2147483648"),
-        ("training: {max_steps: 1, random_positions: 2000000000}", "less than or equal to 1048576"),
+        ("training: {max_steps: 1, position_jumps: 2000000000}", "less than or equal to 1048576"),
         ("training: {max_steps: 1, learning_rate: .nan}", "training.learning_rate"),
     ],
 )

@@ -130,7 +130,7 @@ def model_settings(config: MetaGPT2Config | GPTNeoConfig) -> ModelSettings:
     """What a recipe would say of a model that comes from elsewhere."""
     own = {name: getattr(config, name) for name in ModelSettings.model_fields if hasattr(config, name)}
     if isinstance(config, GPTNeoConfig):
-        own |= {"architecture": "gpt_neo", "activation": config.activation_function, "second_attention": "none"}
+        own |= {"architecture": "gpt_neo", "second_attention": "none"}
     return ModelSettings.model_construct(**own)
 
 

@@ -31,14 +31,14 @@ from metatokens.errors import UserError
 from metatokens.files import library_writes
 from metatokens.machine import is_first_process, process_count
 from metatokens.model.modeling import MetaGPT2ForCausalLM
-from metatokens.recipe import TrainingSettings
+from metatokens.recipe import TrainerSettings, TrainingSettings
 from metatokens.retrofit.classes import MetaModel, freeze_base, own_parameters
 from metatokens.retrofit.saving import DELTA_WEIGHTS, save_meta
 from metatokens.training.batches import WithLogitsToKeep, WithPositions
 from metatokens.training.inside import inside_loss
 from metatokens.training.lora import check_rank, with_lora
 from metatokens.training.muon import MuonWithAdamW, block_matrices
-from metatokens.training.positions import drawn_positions
+from metatokens.training.positions import position_jumps
 from metatokens.training.probe import Probe
 
 # FSDP2, in the layers that the model names; the weights of a checkpoint are saved whole.
@@ -64,6 +64,7 @@ class SizedDataset(Protocol):
 
 Goal = Callable[[Any], bool]  # whether a model in evaluation mode has learned enough
 GOAL_STEPS = 50  # between two looks
+KEPT = 2  # checkpoints
 
 
 class MetaTokenTrainer(Trainer):
@@ -159,10 +160,8 @@ class MetaTokenTrainer(Trainer):
 class RunCallback(TrainerCallback):
     """Marks saved checkpoints as complete, keeps the last few, probes the model, and says how far the run is."""
 
-    def __init__(
-        self, trainer: MetaTokenTrainer, progress: Progress, kept: int, probe: Probe | None, goal: Goal | None
-    ):
-        self.trainer, self.progress, self.kept, self.probe, self.goal = trainer, progress, kept, probe, goal
+    def __init__(self, trainer: MetaTokenTrainer, progress: Progress, probe: Probe | None, goal: Goal | None):
+        self.trainer, self.progress, self.probe, self.goal = trainer, progress, probe, goal
         self.last_report = 0.0
         self.last_log = (0.0, 0)  # when, and the tokens read until then
         self.figures: dict[str, tuple[float, int]] = {}  # the latest
@@ -180,7 +179,7 @@ class RunCallback(TrainerCallback):
         if state.is_world_process_zero:
             write_manifest(Path(args.output_dir) / f"checkpoint-{state.global_step}")
             # Not by the time that each was written, as the Trainer has it: a clock may go backwards.
-            rotate_checkpoints(args.output_dir, self.kept)
+            rotate_checkpoints(args.output_dir, KEPT)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Measure, where it is time, and report progress, unless the step's figures are still to come."""
@@ -274,14 +273,6 @@ def train(
     checkpoint = last_good_checkpoint(checkpoints)
     if settings.fsdp and checkpoint is not None and (Path(checkpoint) / DELTA_WEIGHTS).exists():
         raise UserError(f"{checkpoint} lacks the base's weights, which FSDP reads too: go on without training.fsdp.")
-    done_here = {
-        "decay_steps", "eval_steps", "min_learning_rate", "report_to", "random_positions", "random_positions_from",
-        "position_jumps", "save_total_limit", "optimizer", "muon_learning_rate", "train_base", "lora_rank",
-        "keep_adapter", "use_cpu",
-    }  # fmt: skip
-    own = settings.model_dump(exclude=done_here)
-    if not hasattr(TrainingArguments, "activation_checkpointing"):  # its name in older releases of transformers
-        own["gradient_checkpointing"] = own.pop("activation_checkpointing")
     arguments = TrainingArguments(
         output_dir=str(checkpoints),
         lr_scheduler_type="cosine_with_min_lr",
@@ -295,8 +286,9 @@ def train(
         logging_first_step=True,
         report_to=settings.report_to.split(","),
         ddp_find_unused_parameters=False,
+        fsdp=settings.fsdp,
         fsdp_config=FSDP if settings.fsdp else None,
-        **own,
+        **settings.model_dump(include={*TrainerSettings.model_fields}),
     )
     if arguments.n_gpu > 1:
         # The Trainer would give each of them a batch (DataParallel), and so read other items than the settings say.
@@ -315,7 +307,7 @@ def train(
         settings=settings,
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(RunCallback(trainer, progress, settings.save_total_limit, probe, goal))
+    trainer.add_callback(RunCallback(trainer, progress, probe, goal))
     try:
         if checkpoint is not None and _is_last(trainer, Path(checkpoint), goal):
             # Cut off between its last checkpoint and its end. The Trainer would do a step more.
@@ -323,7 +315,7 @@ def train(
             trainer.state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
         else:
             pieces = settings.batch // settings.per_device_train_batch_size
-            with drawn_positions(model, settings), inside_loss(model, inside_weight, pieces):
+            with position_jumps(model, settings.position_jumps), inside_loss(model, inside_weight, pieces):
                 trainer.train(resume_from_checkpoint=checkpoint)
     except UnpicklingError as error:  # Trainer takes tensors and numbers from a pickle, and runs nothing of it
         raise UserError(f"the checkpoint {checkpoint} cannot be loaded: it has more than tensors in it.") from error
