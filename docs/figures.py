@@ -145,7 +145,7 @@ def mean(model: str, where: Where) -> str:
 
 def summary() -> str:
     """The README's table: means on the four tasks at the trained length, and two beyond it."""
-    columns = each_task(**AT_128) | {"list recall, 2 \u00d7 as long": TWICE, "parity, 16 \u00d7 as long": FAR}
+    columns = each_task(**AT_128) | {"list recall, twice as long": TWICE, "parity, 16 times as long": FAR}
     cells = {label: [mean(model, where) for where in columns.values()] for label, model in MODELS.items()}
     cells["the best shortcut"] = [best_shortcut(where) for where in columns.values()]
     runs = pd.concat(select(results("results/small"), **where) for where in columns.values())

@@ -1,4 +1,4 @@
-"""What MkDocs does besides: a page that is made from the code, and the files that stand outside this folder."""
+"""Hooks of MkDocs: a page made from the code, and the pages from outside this folder."""
 
 import posixpath
 import re
@@ -12,10 +12,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-# In the site at their place in the repository, so that a link to one of them holds in both but for docs/.
+# The site keeps their paths in the repository, so that links hold in both, except for docs/. README.md is its home page.
 REPORT = "results/small/report/report.md"
 PICTURES = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / REPORT).parent.glob("figures/*.png")))
 OUTSIDE = (
+    "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
@@ -32,10 +33,10 @@ FROM_ELSEWHERE = re.compile(
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the command's page, and the files from outside docs/."""
+    """Add the page of the commands, and the files from outside docs/."""
     command = [sys.executable, "-m", "typer", "metatokens.cli", "utils", "docs", "--name", "metatokens"]
     commands = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    # `[:meta][:raw]`, what may be left out, would be a link.
+    # Markdown would read `[:meta][:raw]` as a link.
     files.append(File.generated(config, "command_line.md", content=commands.replace("][", "]\\[")))
     for path in OUTSIDE:
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
@@ -43,8 +44,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links between docs/ and what stands outside, as they hold in the site."""
-    if page.file.src_uri == REPORT:  # its hundreds of tables would be most of what a search finds
+    """Rewrite links between docs/ and the files outside it."""
+    if page.file.src_uri == REPORT:  # its hundreds of tables would crowd out other hits
         page.meta["search"] = {"exclude": True}
     folder = posixpath.dirname(page.file.src_uri)
     here = folder if page.file.src_uri in OUTSIDE else posixpath.join("docs", folder)
@@ -57,7 +58,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Refuse a site that would load anything from elsewhere."""
+    """Refuse a site that would load anything from another host."""
     for path in Path(config.site_dir).rglob("*"):
         if path.suffix in (".html", ".css") and FROM_ELSEWHERE.search(path.read_text(encoding="utf-8")):
             raise PluginError(f"{path} loads something from elsewhere.")
