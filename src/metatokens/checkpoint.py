@@ -6,6 +6,7 @@ Whatever a folder holds, no code of it is run, and its sizes are looked at befor
 """
 
 import json
+import re
 from collections.abc import Set
 from dataclasses import fields
 from pathlib import Path
@@ -20,7 +21,6 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    GPTNeoConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -52,12 +52,11 @@ from metatokens.model.configuration import (
     check_memory,
     parameters_at_least,
 )
-from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.retrofit.classes import MODEL_TYPE, MetaModel, MetaTokensConfig
 from metatokens.retrofit.saving import DELTA, DELTA_WEIGHTS, base_of, load_meta, save_meta
 
-LanguageModel: TypeAlias = MetaGPT2ForCausalLM | GPTNeoForCausalLM | PreTrainedModel
+LanguageModel: TypeAlias = MetaGPT2ForCausalLM | PreTrainedModel
 
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
@@ -65,10 +64,11 @@ ADAPTER = "adapter_config.json"  # of an adapter that PEFT saved
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 SHARDS = "model.safetensors.index.json"  # which of several files of weights holds which tensor
 
-_CLASSES = {MetaGPT2Config: MetaGPT2ForCausalLM, GPT2Config: GPT2LMHeadModel, GPTNeoConfig: GPTNeoForCausalLM}
+_CLASSES = {MetaGPT2Config: MetaGPT2ForCausalLM, GPT2Config: GPT2LMHeadModel}
 # Models that see what comes later, unless they are told not to, are in both.
 _DECODERS = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
 _KINDS = {config_class.model_type: config_class for config_class in _CLASSES}
+_OLD_MASK = re.compile(r"\.attn\.attention\.(masked_)?bias$")  # of a published GPT-Neo, next to its weights
 _MAX_CONFIG_BYTES, _MAX_INDEX_BYTES = 2**20, 2**24
 # Read beside what the configuration's own class declares. Whatever else transformers would take from a config.json is
 # left out: names of code to run or to download, tables of any size.
@@ -242,8 +242,7 @@ def load_model(
 ) -> LanguageModel:
     """Load a checkpoint of this package or of any causal language model of transformers.
 
-    A GPT-2 is converted; a GPT-Neo is given a meta-token if it has none (`GPTNeoForCausalLM.add_meta_token`). Another
-    one stays as it is, and has none: its configuration's `meta_token_id` is None.
+    A GPT-2 is converted. Any other model stays as it is, without a meta-token (`config.meta_token_id` is None).
 
     Args:
         folder: holds `config.json` and `model.safetensors`, or the shards and the index that transformers writes; or
@@ -270,10 +269,8 @@ def load_model(
         return _placed(model, device)
     if isinstance(model, GPT2LMHeadModel):
         model = MetaGPT2ForCausalLM.from_gpt2(model, second_attention or "none")
-    elif not isinstance(model, GPTNeoForCausalLM):
+    else:
         model.config.meta_token_id, model.config.position_embedding = None, position_embedding_of(model)
-    elif model.config.meta_token_id is None:
-        model.add_meta_token()
     return _placed(model, device)
 
 
@@ -400,9 +397,9 @@ def _load(folder: Path, kinds: Set[str], dtype: str | None, *, is_base: bool = F
         )
     except (SafetensorError, OSError, RuntimeError, ValueError, *_WRONG_VALUES) as error:
         raise UserError(f"the weights in {folder} cannot be read: {_one_line(error)}") from error
-    if report["missing_keys"] or report["unexpected_keys"]:
-        first = sorted([*report["missing_keys"], *report["unexpected_keys"]])[0]
-        raise UserError(f"the weights in {folder} do not fit its configuration: see {first}.")
+    unfit = {*report["missing_keys"], *(name for name in report["unexpected_keys"] if not _OLD_MASK.search(name))}
+    if unfit:
+        raise UserError(f"the weights in {folder} do not fit its configuration: see {min(unfit)}.")
     return model
 
 

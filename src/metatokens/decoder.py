@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from metatokens.errors import UserError
 from metatokens.model.attention import linear
-from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 
 PIECE = 2**21  # logits at a time, in 8 MB: a batch's are more than all weights where the vocabulary is large
@@ -52,7 +51,7 @@ def logits_at(model: Any, input_ids: Tensor, chosen: Tensor, *, most: int = PIEC
         most: logits of a piece, which is one position at least.
     """
     model = getattr(model, "get_base_model", lambda: model)()  # of PEFT, with its adapters in it
-    if isinstance(model, MetaGPT2ForCausalLM | GPTNeoForCausalLM):
+    if isinstance(model, MetaGPT2ForCausalLM):
         states = model.model(input_ids, use_cache=False, keep=chosen).last_hidden_state
         head: Callable[[Tensor], Tensor] = partial(linear, model.lm_head)
     else:

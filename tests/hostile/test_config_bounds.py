@@ -14,13 +14,12 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCausalLM
 
 from metatokens.checkpoint import MANIFEST, load_model
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config, check_memory, parameters_at_least
-from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import PretrainRecipe, load_recipe
 from metatokens.training.pretrain import pretrain

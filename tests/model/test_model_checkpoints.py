@@ -396,3 +396,20 @@ def test_pickled_weights_are_never_loaded(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         load_model(tmp_path)
     assert not sprung.exists()
+
+
+# --- models of the Hub
+
+
+def test_a_model_of_the_hub_is_fetched_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("metatokens.checkpoint.snapshot_download", lambda name, **_: str(tmp_path / name))
+    assert fetch_model(Path("hf:EleutherAI/gpt-neo-125m")) == tmp_path / "EleutherAI" / "gpt-neo-125m"
+    assert fetch_model(Path("EleutherAI/gpt-neo-125m")) == Path("EleutherAI/gpt-neo-125m")
+
+
+@pytest.mark.parametrize("name", ["", "a/b/c", "nobody/nothing"])
+def test_a_model_that_the_hub_does_not_give_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=f"the Hugging Face Hub gave no model '{name}': ") as refusal:
+        fetch_model(Path(f"hf:{name}"))
+    assert "\n" not in str(refusal.value)

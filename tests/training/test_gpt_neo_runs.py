@@ -1,4 +1,4 @@
-"""The baseline `gpt-neo` by the same commands as the other models: from scratch, and from a published checkpoint."""
+"""The baseline `gpt-neo`, transformers' own with a meta-token: from scratch, and from a published checkpoint."""
 
 import json
 import math
@@ -8,21 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoConfig, GPTNeoForCausalLM
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from metatokens.checkpoint import load_model, verify_manifest
 from metatokens.data.store import TokenStore
-from metatokens.data.tokenizer import load_tokenizer
+from metatokens.errors import UserError
 from metatokens.evaluation.accuracy import evaluate
 from metatokens.evaluation.accuracy import test_examples as draw_tests
 from metatokens.evaluation.perplexity import perplexity
+from metatokens.model.configuration import MetaGPT2Config
 from metatokens.recipe import PretrainRecipe
-from metatokens.training.finetune import check_meta_token
-from metatokens.training.pretrain import pretrain
+from metatokens.retrofit.classes import MetaModel
+from metatokens.training.positions import jumped_positions, position_jumps
+from metatokens.training.pretrain import new_gpt_neo, pretrain
 
 NEO = ("architecture=gpt_neo", "position_embedding=learned", "second_attention=none", "max_position_embeddings=72")
 NEO_MODEL = tuple(f"model.{setting}" for setting in NEO)
 STEPS = "--set training.max_steps=2 --set training.save_steps=2 --set training.logging_steps=1"
+WHOLE = "--set training.train_base=true"
 Run = Callable[[str], tuple[int, str, str]]
 
 
@@ -31,12 +36,12 @@ def empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def published(store: TokenStore, folder: Path, *, padding: int = 0) -> GPTNeoForCausalLM:
-    """A small random GPT-Neo as it is published: with a tokenizer, without a meta-token, perhaps with unused rows."""
+def published(store: TokenStore, folder: Path) -> GPTNeoForCausalLM:
+    """A small random GPT-Neo as it is published: with a tokenizer, without a meta-token."""
     torch.manual_seed(0)
     model = GPTNeoForCausalLM(
         GPTNeoConfig(
-            vocab_size=store.manifest.vocab_size + padding,
+            vocab_size=store.manifest.vocab_size,
             hidden_size=16,
             num_layers=2,
             num_heads=2,
@@ -59,7 +64,7 @@ def curve(folder: Path) -> list[dict[str, Any]]:
 # --- from scratch
 
 
-def test_a_new_one_learns_and_is_saved_in_transformers_format(
+def test_a_new_one_learns_and_is_saved_with_its_meta_token(
     pretraining: Callable[..., PretrainRecipe], small_store: TokenStore, tmp_path: Path
 ) -> None:
     steps = ("training.max_steps=60", "training.save_steps=60", "training.learning_rate=0.02")
@@ -68,9 +73,28 @@ def test_a_new_one_learns_and_is_saved_in_transformers_format(
     assert losses[0] == pytest.approx(math.log(832), abs=0.5)  # 769 entries padded to 832, none of them preferred
     assert sum(losses[-10:]) / 10 < 0.6 * losses[0]
     verify_manifest(tmp_path / "run")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
-    assert type(model) is GPTNeoForCausalLM
+    model = load_model(tmp_path / "run")
+    assert isinstance(model, GPTNeoForCausalLM)
+    assert isinstance(model, MetaModel)
     assert (model.config.meta_token_id, model.config.vocab_size) == (small_store.manifest.meta_token_id, 832)
+
+
+@pytest.mark.parametrize(
+    ("layers", "kinds"), [(1, ["global"]), (2, ["global", "local"]), (5, ["global", "local"] * 2 + ["global"])]
+)
+def test_a_new_one_has_the_sizes_asked_for_and_every_second_layer_local(
+    layers: int, kinds: list[str], small_store: TokenStore
+) -> None:
+    shared = {"num_hidden_layers": layers, "intermediate_size": 40, "layer_norm_epsilon": 1e-3, "hidden_size": 32}
+    positions = {"position_embedding": "learned", "second_attention": "none", "max_position_embeddings": 48}
+    config = MetaGPT2Config(**shared, **positions, num_attention_heads=4, activation="relu", initializer_range=0.05)
+    model = new_gpt_neo(config, small_store.tokenizer)
+    assert [block.attn.attention_type for block in model.transformer.h] == kinds
+    assert (model.config.window_size, model.config.activation_function) == (256, "relu")
+    assert model.config.layer_norm_epsilon == 1e-3
+    assert model.transformer.wpe.weight.shape == (48, 32)
+    assert model.transformer.h[0].mlp.c_fc.weight.shape == (40, 32)
+    assert model.transformer.wte.weight[:768].std().item() == pytest.approx(0.05, rel=0.1)
 
 
 def test_a_run_that_was_cut_off_ends_like_one_that_was_not(
@@ -92,7 +116,7 @@ def test_verb_by_verb(small_store: TokenStore, metatokens: Run, tmp_path: Path) 
     settings = " ".join(f"--set {setting}" for setting in (f"data.tokens={small_store.path}", *sizes))
     status, _, said = metatokens(f"pretrain --recipe demo {settings} {STEPS} --out base")
     assert (status, said.splitlines()[-1]) == (0, "model: base")
-    status, _, said = metatokens(f"finetune --model base --task parity --train-lengths 64 {STEPS} --out tuned")
+    status, _, said = metatokens(f"finetune --model base --task parity --train-lengths 64 {STEPS} {WHOLE} --out tuned")
     assert (status, said.splitlines()[-1]) == (0, "models: tuned/64")
     status, output, _ = metatokens("evaluate --model tuned/64 --task parity --lengths 64 -n 4 --name gpt-neo")
     results = [json.loads(line) for line in output.splitlines()]
@@ -108,32 +132,38 @@ def test_verb_by_verb(small_store: TokenStore, metatokens: Run, tmp_path: Path) 
 # --- a published one
 
 
+def retrofitted(metatokens: Run) -> str:
+    """The folder of `neo` with a meta-token, and nothing else."""
+    assert metatokens("retrofit --model neo --layers none --out neo-meta")[0] == 0
+    return "neo-meta"
+
+
 def test_a_published_one_is_fine_tuned_and_evaluated(small_store: TokenStore, metatokens: Run, tmp_path: Path) -> None:
     plain = published(small_store, tmp_path / "neo")
-    status, _, said = metatokens(f"finetune --model neo --task list_recall --train-lengths 64 {STEPS} --out tuned")
+    tune = f"finetune --model {retrofitted(metatokens)} --task list_recall --train-lengths 64 {STEPS} {WHOLE}"
+    status, _, said = metatokens(f"{tune} --out tuned")
     assert (status, said.splitlines()[-1]) == (0, "models: tuned/64")
     tuned = load_model(tmp_path / "tuned" / "64")
     assert tuned.config.meta_token_id == small_store.manifest.meta_token_id == small_store.tokenizer.meta_token_id
-    assert tuned.config.vocab_size == plain.config.vocab_size + 1
     moved = tuned.transformer.h[0].attn.attention.q_proj.weight - plain.transformer.h[0].attn.attention.q_proj.weight
     assert moved.abs().max() > 1e-5
     status, output, _ = metatokens("evaluate --model tuned/64 --task list_recall --lengths 64 -n 4")
     assert (status, json.loads(output.splitlines()[0])["n"]) == (0, 4)
 
 
-def test_its_answers_are_scored_like_transformers_own(small_store: TokenStore, tmp_path: Path) -> None:
-    plain = published(small_store, tmp_path)
+def test_its_answers_are_scored_like_transformers_own(small_store: TokenStore, metatokens: Run, tmp_path: Path) -> None:
+    plain = published(small_store, tmp_path / "neo")
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(1))
-    plain.save_pretrained(tmp_path)
-    model = load_model(tmp_path)
+    plain.save_pretrained(tmp_path / "neo")
+    model = load_model(tmp_path / retrofitted(metatokens))
     tests = draw_tests("parity", 64, 40, small_store.tokenizer, condition="paper", documents=())
-    meta, mean = small_store.manifest.meta_token_id, plain.transformer.wte.weight.mean(dim=0, keepdim=True)
+    meta = small_store.manifest.meta_token_id
     plain.resize_token_embeddings(meta + 1)
     right = total = 0
     with torch.no_grad():
-        plain.transformer.wte.weight[meta] = mean[0]
+        plain.transformer.wte.weight[meta] = model.transformer.wte.meta_token.weight
         for example in tests:
             logits = plain.eval()(torch.tensor([example.input_ids])).logits[0, :, :meta]
             for place in range(example.answer_start, len(example.input_ids)):
@@ -141,6 +171,73 @@ def test_its_answers_are_scored_like_transformers_own(small_store: TokenStore, t
                 total += 1
     result = evaluate(model, {64: tests}, task="parity", name="gpt-neo")[1]
     assert (result.value, result.n) == (right / total, total)
+
+
+def test_perplexity_is_that_of_transformers_own(small_store: TokenStore, metatokens: Run, tmp_path: Path) -> None:
+    plain = published(small_store, tmp_path / "neo")
+    text = small_store.tokens("held_out")[:320]
+    ids = torch.tensor(text).reshape(10, 32)
+    expected = math.exp(plain.eval()(ids, labels=ids).loss.item())
+    for folder in ("neo", retrofitted(metatokens)):
+        model = load_model(tmp_path / folder)
+        result = perplexity(model, text, block_size=32, fraction=0.0, placement="none", name="gpt-neo")
+        assert result.value == pytest.approx(expected, rel=1e-5)
+
+
+def test_masks_in_an_old_file_are_passed_over_and_other_tensors_are_not(
+    small_store: TokenStore, tmp_path: Path
+) -> None:
+    plain = published(small_store, tmp_path).eval()
+    file, block = tmp_path / "model.safetensors", "transformer.h.1.attn.attention"
+    weights, ids = load_file(file), torch.arange(20)[None]
+    old = {f"{block}.masked_bias": torch.tensor(-1e9), f"{block}.bias": torch.zeros(1, 1, 72, 72, dtype=torch.uint8)}
+    save_file(weights | old, file, metadata={"format": "pt"})
+    torch.testing.assert_close(load_model(tmp_path)(ids).logits, plain(ids).logits)
+    save_file(weights | {f"{block}.q_proj.bias": torch.zeros(16)}, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"do not fit its configuration: see {block}\.q_proj\.bias"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 3}, "config.json is not a model configuration"),
+        ({"num_heads": 5}, "embed_dim must be divisible by num_heads"),
+        ({"activation_function": "step"}, "the weights in .* cannot be read: .*step"),
+        ({"attention_layers": ["global", "sparse"]}, "Only attn layer types 'global' and 'local' exist"),
+        ({"max_position_embeddings": 25}, "the weights in .* cannot be read|do not fit"),
+    ],
+)
+def test_a_folder_that_is_damaged_is_refused(
+    changes: dict[str, Any], message: str, small_store: TokenStore, tmp_path: Path
+) -> None:
+    published(small_store, tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(UserError, match=message) as refusal:
+        load_model(tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_positions_that_jump_stay_one_sequence(small_store: TokenStore, tmp_path: Path) -> None:
+    published(small_store, tmp_path)
+    model = load_model(tmp_path).train()
+    ids, table = torch.arange(40).reshape(2, 20), model.transformer.wpe.weight
+    torch.manual_seed(3)
+    positions = jumped_positions(2, 20, 72)
+    assert positions.diff().max() > 1
+    torch.manual_seed(3)
+    with position_jumps(model, 72):
+        losses = model(ids, labels=ids).loss
+    expected = []
+    for row, own in zip(ids, positions, strict=True):  # a table that numbers the sequence from 0
+        with torch.no_grad():
+            before = table.clone()
+            table[:20] = before[own]
+            logits = model(row[None]).logits[0]
+            table.copy_(before)
+        expected.append(cross_entropy(logits[:-1], row[1:]))
+    torch.testing.assert_close(losses, torch.stack(expected).mean())
 
 
 def test_the_settings_of_a_run_from_a_published_one_state_its_sizes(
@@ -151,42 +248,19 @@ def test_the_settings_of_a_run_from_a_published_one_state_its_sizes(
     stated = json.loads((tmp_path / "run" / "settings.json").read_text())["recipe"]["model"]
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 72}
     kinds = {"architecture": "gpt_neo", "position_embedding": "learned", "second_attention": "none"}
-    assert stated == stated | sizes | kinds | {"activation": "gelu_new"}
-
-
-def test_perplexity_is_that_of_transformers_own(small_store: TokenStore, tmp_path: Path) -> None:
-    plain = published(small_store, tmp_path)
-    text = small_store.tokens("held_out")[:320]
-    result = perplexity(load_model(tmp_path), text, block_size=32, fraction=0.0, placement="none", name="gpt-neo")
-    ids = torch.tensor(text).reshape(10, 32)
-    expected = math.exp(plain.eval()(ids, labels=ids).loss.item())
-    # The meta-token's share moves no loss by more than log(1 + 1 / 768).
-    assert expected <= result.value * (1 + 1e-5)
-    assert result.value <= expected * (1 + 1 / 768) * (1 + 1e-5)
-
-
-def test_the_gpt2_vocabulary_gets_the_papers_meta_token(shared_data: Path, tmp_path: Path) -> None:
-    load_tokenizer(str(shared_data / "gpt2_tokenizer")).save_pretrained(tmp_path)
-    sizes = {"hidden_size": 8, "num_heads": 2, "num_layers": 2, "attention_types": [[["global", "local"], 1]]}
-    plain = GPTNeoForCausalLM(GPTNeoConfig(**sizes, max_position_embeddings=16)).eval()
-    plain.save_pretrained(tmp_path)
-    model = load_model(tmp_path)
-    assert (model.config.meta_token_id, model.config.vocab_size) == (50257, 50258)
-    check_meta_token(model.config, load_tokenizer(str(tmp_path)), tmp_path)
-    ids = torch.tensor([[0, 50256, 31337, 1000]])
-    torch.testing.assert_close(model(ids).logits[..., :50257], plain(ids).logits)
+    assert stated == stated | sizes | kinds
 
 
 # --- lengths, and mistakes
 
 
-def test_a_length_beyond_its_positions_has_no_figure(small_store: TokenStore, tmp_path: Path) -> None:
-    published(small_store, tmp_path)
+def test_a_length_beyond_its_positions_has_no_figure(small_store: TokenStore, metatokens: Run, tmp_path: Path) -> None:
+    published(small_store, tmp_path / "neo")
     tests = {
         length: draw_tests("parity", length, 2, small_store.tokenizer, condition="paper", documents=())
         for length in (64, 128)
     }
-    results = evaluate(load_model(tmp_path), tests, task="parity", name="gpt-neo")
+    results = evaluate(load_model(tmp_path / retrofitted(metatokens)), tests, task="parity", name="gpt-neo")
     assert [(result.length, result.n > 0, result.value is None) for result in results[::2]] == [
         (64, True, False),
         (128, False, True),
@@ -194,15 +268,14 @@ def test_a_length_beyond_its_positions_has_no_figure(small_store: TokenStore, tm
 
 
 MISTAKES = {
-    "evaluate --model neo --task parity --lengths 64,128 -n 2": "a sequence of 128 tokens is longer than the 72",
-    "evaluate --model neo --task parity --lengths 64 -n 2 --intervention no_pos": "for this package's own models",
-    "analyze residual --model neo --task parity --length 64 -n 2": "computes its attention itself",
-    "finetune --model neo --task parity --train-lengths 128 --out new": "longer than the 72 learned positions",
-    "finetune --model padded --task parity --out new": "meta_token_id 772, and its tokenizer's meta-token is 768",
+    "evaluate --model neo-meta --task parity --lengths 64,128 -n 2": "a sequence of 128 tokens is longer than the 72",
+    "evaluate --model neo-meta --task parity --lengths 64 -n 2 --intervention no_pos": "for this package's own models",
+    "analyze residual --model neo-meta --task parity --length 64 -n 2": "computes its attention itself",
+    "finetune --model neo --task parity --out new": "has no meta_token_id, which markers need; `metatokens retrofit`",
+    "finetune --model neo-meta --task parity --train-lengths 128 --out new": "longer than the 72 learned positions",
     "finetune --model hf:a/b/c --task parity --out new": "the Hugging Face Hub gave no model 'a/b/c'",
     "perplexity --model neo --corpus STORE --block-size 90": "longer than the 72 learned positions",
-    "generate --model neo the --max-new-tokens 80": "longer than the 72 learned positions",
-    "generate --model neo the --meta-every 2": "a gpt_neo generates without meta-tokens",
+    "generate --model neo-meta the --max-new-tokens 80": "longer than the 72 learned positions",
     "extend --model neo --factor 2 --recipe demo --set data.tokens=STORE --out new": "position_embedding 'learned'",
     "pretrain --recipe demo --set data.tokens=STORE --set model.architecture=gpt_neo --out new": (
         "set model.position_embedding=learned, model.second_attention=none and model.attention_scale=constant"
@@ -218,7 +291,8 @@ def test_a_mistake_is_one_sentence(
     line: str, said: str, small_store: TokenStore, metatokens: Run, tmp_path: Path
 ) -> None:
     published(small_store, tmp_path / "neo")
-    published(small_store, tmp_path / "padded", padding=4)
+    if "neo-meta" in line:
+        retrofitted(metatokens)
     status, output, error = metatokens(line.replace("STORE", str(small_store.path)))
     assert (status, output) == (2, "")
     assert error.startswith("metatokens: ")

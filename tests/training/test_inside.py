@@ -12,11 +12,11 @@ import torch
 from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
-from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.recipe import FinetuneRecipe
 from metatokens.tasks.curriculum import TaskData
 from metatokens.training.finetune import finetune
 from metatokens.training.inside import inside_labels, inside_loss
+from metatokens.training.pretrain import new_gpt_neo
 
 
 def slow_labels(row: Sequence[int], meta: int) -> list[tuple[bool, bool]]:
@@ -54,7 +54,7 @@ def test_the_auxiliary_loss_is_that_of_a_linear_head_after_each_block_but_the_la
 ) -> None:
     changes = {"position_embedding": "learned", "second_attention": "none"} if architecture == "gpt_neo" else {}
     model: Any = load_model(small_model(num_hidden_layers=3, **changes))
-    model = (GPTNeoForCausalLM.like(model.config) if changes else model).double()
+    model = (new_gpt_neo(model.config, small_store.tokenizer) if changes else model).double()
     meta = small_store.manifest.meta_token_id
     source = TaskData("segment_counting", tokenizer=small_store.tokenizer)
     examples = [source.train(index, 64) for index in range(3)]

@@ -28,7 +28,8 @@ from metatokens.recipe import FinetuneRecipe, Phase, PretrainRecipe
 # The paper's tables by task; a variant's `tables` stand in their place. `reproduce --only` takes these names.
 _TASK_TABLES = {"list_recall": "table7", "segment_counting": "table8", "parity": "table9", "copying": "table10"}
 
-PRETRAINED = {"pretrain": "pretrained", "extend": "extended"}  # the folder that the kind of stage writes
+# The folder that each kind of stage writes.
+PRETRAINED = {"pretrain": "pretrained", "fetch": "pretrained", "extend": "extended"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +161,8 @@ def _model_stages(model: TrainedModel, sizes: Preset) -> Iterator[Stage]:
     estimate = _Estimate(recipe, sizes.tokenizer)
     if model.published is not None:
         own = {"published": model.published}
-        yield _stage("fetch", model, options=own, after=("tokenize",), priority=model.priority)
+        product = f"models/{model.name}/{PRETRAINED['fetch']}/manifest.json"
+        yield _stage("fetch", model, options=own, after=("tokenize",), product=product, priority=model.priority)
     elif model.extension is not None:
         after, longer = f"pretrain-{model.pretrained_as}", extend_recipe(sizes, model, recipe)
         yield _pretrain_stage(model, estimate, after, recipe=longer, factor=model.extension)

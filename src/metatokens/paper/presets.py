@@ -299,6 +299,7 @@ SMALL = Preset(
     pretrain_recipe="small",
     finetune_recipes=_SMALL_RECIPES,
     extend_recipe="small_extend",
+    finetune_overrides=("training.train_base=true",),  # of GPT-Neo, whose meta-token a retrofit added
     test_counts=_COUNTS,
     models=(
         *_GRID,

@@ -14,7 +14,7 @@ from metatokens.analysis.rate_distortion import rate_distortion
 from metatokens.analysis.residual import residual
 from metatokens.analysis.samples import About
 from metatokens.analysis.sharpness import sharpness
-from metatokens.checkpoint import LanguageModel, fetch_model, load_model, weights_sha256
+from metatokens.checkpoint import LanguageModel, fetch_model, load_base, load_model, save_model, weights_sha256
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
@@ -34,6 +34,7 @@ from metatokens.paper.models import (
 from metatokens.paper.plan import PRETRAINED, Stage, examples_name
 from metatokens.recipe import FinetuneRecipe, Phase, PretrainRecipe
 from metatokens.records import LOOKS, CurvePoint, Measurement, Result, ShownExample, read_lines
+from metatokens.retrofit.surgery import add_meta_attention
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import documents_for, task_texts
 from metatokens.tasks.store import ExampleStore
@@ -138,10 +139,13 @@ class Runner:
         return self._pretrained(model, folder)
 
     def fetch(self, progress: Progress, *, model: TrainedModel, published: str) -> Outcome:
-        """Have a published model here, whose vocabulary must be that of the token store."""
-        folder = self.pretrained(model)
-        if load_tokenizer(str(folder)).get_vocab() != self.tokenizer().get_vocab():
+        """Give a published model a meta-token; its vocabulary must be that of the token store."""
+        source, folder = fetch_model(Path(published)), self.pretrained(model)
+        tokenizer = load_tokenizer(str(source))
+        if tokenizer.get_vocab() != self.tokenizer().get_vocab():
             raise UserError(f"{published} and the token store {self.out / 'tokens'} have different vocabularies.")
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(add_meta_attention(load_base(source), tokenizer, layers=[]), tokenizer, folder)
         return Outcome(facts={"parameters": _parameters(folder / "model.safetensors")})
 
     def extend(self, progress: Progress, *, model: TrainedModel, recipe: PretrainRecipe, factor: float) -> Outcome:
@@ -327,8 +331,6 @@ class Runner:
 
     def pretrained(self, model: TrainedModel) -> Path:
         """The folder of a model as it is before fine-tuning."""
-        if model.published is not None:
-            return fetch_model(Path(model.published))
         return self.out / "models" / model.name / PRETRAINED[model.made_by]
 
     def examples(self, task: str, recipe: FinetuneRecipe) -> Path:

@@ -191,7 +191,7 @@ def _look_at_first_step(decoder: Any, is_meta: Tensor) -> None:
             '".*meta_attention.*", modules_to_save=["meta_attention", "meta_token"].',
             stacklevel=2,
         )
-    elif is_added and not bool(is_meta.any()):
+    elif is_added and decoder.meta_settings.layers and not bool(is_meta.any()):
         warnings.warn(
             "no meta-token is in this batch, so that meta-attention learns nothing from it. MetaTokenCollator puts "
             "meta-tokens into batches.",
@@ -201,24 +201,22 @@ def _look_at_first_step(decoder: Any, is_meta: Tensor) -> None:
 
 @torch.compiler.disable  # how many there are only the data tells; and what a thread is at, it would not see change
 def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Any, positions: Any) -> None:
-    _thread.step, least = None, least_rows(decoder)
+    _thread.step, least, length = None, least_rows(decoder), is_meta.shape[1]
+    if not (isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == length):
+        positions = None  # of three axes, as for images
+    if getattr(decoder.config, "position_embedding", None) == "learned":
+        _check_positions(
+            decoder.config, length if past is None else int(past.get_seq_length()) + length, mask, positions
+        )
     if not (least or bool(is_meta.any())):  # text
         return
-    cached, length = 0 if past is None else int(past.get_seq_length()), is_meta.shape[1]
+    cached = 0 if past is None else int(past.get_seq_length())
     given, mask, seen = mask, _full_mask(decoder, mask, past), None
     if mask is not None and mask.ndim == 4:
         seen = (mask if mask.dtype == torch.bool else mask > -1e4).any(dim=1, keepdim=True)
     elif mask is not None:  # beside a cache of a fixed size it may be longer than what was read
         is_meta = is_meta & mask[:, : cached + length][:, -length:].bool()
     settings = decoder.meta_settings
-    if not (isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == length):
-        positions = None  # of three axes, as for images
-    if getattr(decoder.config, "position_embedding", None) == "learned":
-        numbers = positions
-        if numbers is None:  # padding has none
-            is_read = is_meta.new_ones(1, cached + length) if mask is None or mask.ndim == 4 else mask
-            numbers = position_ids_from_mask(is_read[:, : cached + length])
-        check_positions(decoder.config, cached + length, numbers)
     if are_packed(given, positions):
         raise UserError(
             "sequences that are packed into one would see one another's meta-tokens; give each its own row."
@@ -232,6 +230,13 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Any, positio
             store.check_second(rows, is_masked=seen is not None)
     rotary = rotary_tables(rows.positions.clamp(min=0), settings.head_size, settings.rope_theta)
     _thread.step = Pass(rows, rotary, seen)
+
+
+def _check_positions(config: Any, length: int, mask: Any, positions: Tensor | None) -> None:
+    """Refuse a sequence of `length` tokens, cached ones included, that a learned table of positions does not hold."""
+    if positions is None and isinstance(mask, Tensor) and mask.ndim == 2:  # padding has no positions
+        positions = position_ids_from_mask(mask[:, :length])
+    check_positions(config, length, torch.tensor(length - 1) if positions is None else positions)
 
 
 def _full_mask(decoder: Any, mask: Any, past: Cache | None) -> Tensor | None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from metatokens.checkpoint import LanguageModel
+from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
-from metatokens.model.gpt_neo import GPTNeoForCausalLM
 
 POSITIVE_WEIGHT = 3.0  # of tokens inside, which are fewer
 
@@ -25,7 +25,7 @@ def check_inside(model: LanguageModel) -> None:
     Raises:
         UserError: if it has one block alone.
     """
-    if len(_blocks(model)) == 1:
+    if len(decoder_of(model)[1]) == 1:
         raise UserError("a stage's inside_loss reads the states after each block but the last, and the model has one.")
 
 
@@ -60,7 +60,7 @@ def inside_loss(model: Any, weight: float | None, pieces: int) -> Iterator[None]
     if weight is None:
         yield
         return
-    blocks, states = _blocks(model)[:-1], []
+    blocks, states = decoder_of(model)[1][:-1], []
     heads = nn.ModuleList(nn.Linear(model.config.hidden_size, 1) for _ in blocks).to(model.device)
 
     def keep(block: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor | None]) -> None:
@@ -83,10 +83,6 @@ def inside_loss(model: Any, weight: float | None, pieces: int) -> Iterator[None]
         for hook in hooks:
             hook.remove()
         del model.inside_heads
-
-
-def _blocks(model: Any) -> nn.ModuleList:
-    return model.transformer.h if isinstance(model, GPTNeoForCausalLM) else model.model.layers
 
 
 def _loss(heads: nn.ModuleList, states: list[Tensor], input_ids: Tensor, meta_token_id: int) -> Tensor:

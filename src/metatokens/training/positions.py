@@ -33,8 +33,13 @@ def position_jumps(model: MetaGPT2ForCausalLM, limit: int | None) -> Iterator[No
     def draw(module: MetaGPT2ForCausalLM, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not module.training:
             return None
-        batch, length = kwargs["input_ids"].shape
-        return args, kwargs | {"position_ids": jumped_positions(batch, length, limit).to(module.device)}
+        ids = args[0] if args else kwargs["input_ids"]
+        batch, length = ids.shape
+        drawn = {"position_ids": jumped_positions(batch, length, limit).to(module.device)}
+        if not isinstance(module, MetaGPT2ForCausalLM):
+            # Without a mask, a model of transformers takes a gap in the positions for the start of another sequence.
+            drawn["attention_mask"] = kwargs.get("attention_mask", torch.ones_like(ids))
+        return args, kwargs | drawn
 
     hook = model.register_forward_pre_hook(draw, with_kwargs=True)
     try:

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import GPTNeoConfig, PreTrainedTokenizerBase, default_data_collator, set_seed
+from transformers import GPTNeoConfig, GPTNeoForCausalLM, PreTrainedTokenizerBase, default_data_collator, set_seed
 
 from metatokens.checkpoint import LanguageModel, load_model, weights_sha256
 from metatokens.data.blocks import BlockDataset
@@ -13,10 +13,10 @@ from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import meta_token_id, padded_vocab_size, text_vocab_size
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config, check_memory
-from metatokens.model.gpt_neo import GPTNeoForCausalLM
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, ModelSettings, PretrainRecipe
+from metatokens.retrofit.surgery import add_meta_attention
 from metatokens.training.probe import Probe, held_out_loss
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Progress, check_trackers, train, unwatched
@@ -53,7 +53,10 @@ def pretrain(
         config = _config(recipe, store.tokenizer)
         is_gpt_neo = recipe.model.architecture == "gpt_neo"
         check_memory(config, has_masks=is_gpt_neo)
-        model = GPTNeoForCausalLM.like(config) if is_gpt_neo else MetaGPT2ForCausalLM(config)
+        model: Any = new_gpt_neo(config, store.tokenizer) if is_gpt_neo else MetaGPT2ForCausalLM(config)
+        if is_gpt_neo:  # all of it is new, and not only the meta-token
+            training = recipe.training.model_copy(update={"train_base": True})
+            recipe = recipe.model_copy(update={"training": training})
     else:
         model = load_model(init, recipe.model.second_attention)
         recipe = recipe.model_copy(update={"model": model_settings(model.config)})
@@ -124,6 +127,38 @@ def train_on_blocks(
                 # A data-loading worker's comes with the worker's traceback before the sentence.
                 raise UserError(str(error).rpartition("metatokens.errors.UserError: ")[2].strip()) from error
     return not is_finished
+
+
+def new_gpt_neo(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """An untrained GPT-Neo of transformers in a model's sizes, with a meta-token (paper, section 4.1).
+
+    Its biases and initialisation are GPT-Neo's, and every second layer attends to the last 256 tokens alone.
+
+    Raises:
+        UserError: if the configuration asks for what GPT-Neo lacks.
+    """
+    if (config.position_embedding, config.second_attention, config.attention_scale) != ("learned", "none", "constant"):
+        raise UserError(
+            "a gpt_neo has learned positions, no second attention and constant scales: set "
+            "model.position_embedding=learned, model.second_attention=none and model.attention_scale=constant."
+        )
+    pairs, rest = divmod(config.num_hidden_layers, 2)
+    base = GPTNeoConfig(
+        vocab_size=text_vocab_size(tokenizer),
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        attention_types=[[["global", "local"], pairs]] + [[["global"], 1]] * rest,
+        num_heads=config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        max_position_embeddings=config.max_position_embeddings,
+        activation_function=config.activation,
+        layer_norm_epsilon=config.layer_norm_epsilon,
+        initializer_range=config.initializer_range,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+    )
+    return add_meta_attention(GPTNeoForCausalLM(base), tokenizer, layers=[], freeze=False)
 
 
 def model_settings(config: MetaGPT2Config | GPTNeoConfig) -> ModelSettings:
