@@ -276,6 +276,11 @@ class Phase:
         return self.settings.max_steps * self.settings.batch
 
     @property
+    def inside_loss(self) -> float | None:
+        """The weight of its auxiliary loss, if it has one."""
+        return self.curriculum.inside_loss if self.curriculum else None
+
+    @property
     def file(self) -> str:
         """The file of its encoded examples."""
         return f"{self.name}.arrow" if self.curriculum else f"train-{self.name}.arrow"

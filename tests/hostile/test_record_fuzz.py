@@ -20,8 +20,7 @@ from metatokens.paper.run_log import LOG, FinishedStage, RunLog
 from metatokens.records import Measurement, Result, read_lines
 from metatokens.tasks.example import MARKER, read_examples
 from metatokens.tasks.store import ExampleStore
-from metatokens.training.finetune import training_of
-from metatokens.training.run_folder import open_run
+from metatokens.training.run_folder import open_run, training_of
 from tests.hostile.drawing import JSON, cases, changed, damaged, json_file
 
 Clean = Callable[[], AbstractContextManager[None]]

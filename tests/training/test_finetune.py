@@ -13,22 +13,16 @@ from transformers import PreTrainedTokenizerBase
 
 from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
-from metatokens.data.tokenizer import load_tokenizer
+from metatokens.data.tokenizer import check_meta_token, load_tokenizer
 from metatokens.errors import UserError
 from metatokens.recipe import FinetuneRecipe, Phase
 from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.example import Example, read_examples
 from metatokens.tasks.store import Encoded
-from metatokens.training.finetune import (
-    ByLength,
-    Collator,
-    RecordExamples,
-    TaskExamples,
-    check_meta_token,
-    finetune,
-    training_of,
-)
+from metatokens.training.examples import ByLength, Collator, RecordExamples, TaskExamples
+from metatokens.training.finetune import finetune
 from metatokens.training.probe import Probe
+from metatokens.training.run_folder import training_of
 from tests.training.conftest import curve
 
 META, END = 9, 0

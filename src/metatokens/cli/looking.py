@@ -104,10 +104,9 @@ def generate(
 
     from metatokens.checkpoint import load_model
     from metatokens.data.prompts import encode_chat, encode_prompt
-    from metatokens.data.tokenizer import load_tokenizer
+    from metatokens.data.tokenizer import check_meta_token, load_tokenizer
     from metatokens.model.positions import reaches
     from metatokens.tasks.example import read_examples
-    from metatokens.training.finetune import check_meta_token
 
     if (prompt is None and messages is None) == (data is None):
         raise UserError("give either a prompt or --data; or a chat as --messages.")

@@ -268,7 +268,9 @@ def finetune(
     from metatokens.recipe import FinetuneRecipe, load_recipe
     from metatokens.tasks.curriculum import documents_for
     from metatokens.tasks.example import Example, read_examples
-    from metatokens.training.finetune import Probing, finetune, held_out_probe, training_of, unprobed
+    from metatokens.training.finetune import Probing, finetune
+    from metatokens.training.probe import held_out_probe
+    from metatokens.training.run_folder import training_of
 
     if (task is None) == (data is None):
         raise UserError("give either --task or --data.")
@@ -283,7 +285,7 @@ def finetune(
             say(f"recipe: {recipe}, since the weights take {LARGE / 1e6:.0f} MB or more; --recipe names another")
     settings = load_recipe(FinetuneRecipe, recipe, [*own, *(overrides or ())])
     texts = documents_for(task or "", corpus)
-    probe: Probing = unprobed
+    probe: Probing | None = None
     records: Sequence[Example] = ()
     if eval_data is not None:
         tokenizer = load_tokenizer(str(model))

@@ -71,14 +71,14 @@ def evaluate(
     Exact match and token accuracy, by prompt length of a task or on your own records.
     """
     from metatokens.checkpoint import load_model
-    from metatokens.data.tokenizer import load_tokenizer
+    from metatokens.data.tokenizer import check_meta_token, load_tokenizer
     from metatokens.evaluation.accuracy import evaluate, test_examples
     from metatokens.evaluation.predictions import predict
     from metatokens.model.interventions import Intervention, intervene
     from metatokens.model.positions import check_length
     from metatokens.tasks.curriculum import documents_for
     from metatokens.tasks.example import Example, read_examples
-    from metatokens.training.finetune import check_meta_token, training_of
+    from metatokens.training.run_folder import training_of
 
     if (task is None) == (data is None):
         raise UserError("give either --task or --data.")
@@ -214,11 +214,11 @@ def analyze(
     from metatokens.analysis.residual import residual
     from metatokens.analysis.sharpness import sharpness
     from metatokens.checkpoint import load_model
-    from metatokens.data.tokenizer import load_tokenizer
+    from metatokens.data.tokenizer import check_meta_token, load_tokenizer
     from metatokens.evaluation.accuracy import test_examples
     from metatokens.model.interventions import Intervention
     from metatokens.tasks.curriculum import documents_for
-    from metatokens.training.finetune import check_meta_token, training_of
+    from metatokens.training.run_folder import training_of
 
     if kind not in ANALYSES:
         raise UserError(f"unknown analysis {kind!r}; choose {', '.join(ANALYSES)}.")
@@ -276,7 +276,7 @@ def perplexity(
     from metatokens.data.landmarks import Landmarks
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.perplexity import held_out_text, perplexity
-    from metatokens.training.finetune import training_of
+    from metatokens.training.run_folder import training_of
 
     check_results_file(out)
     if landmarks is not None and placement != "none":

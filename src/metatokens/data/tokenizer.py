@@ -136,6 +136,25 @@ def padded_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return math.ceil(max(len(tokenizer), meta_token_id(tokenizer) + 1) / 64) * 64
 
 
+def check_meta_token(config: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Refuse a model without a meta-token, or whose vocabulary is not that of the tokenizer in its folder."""
+    if config.meta_token_id is None:
+        raise UserError(
+            f"the model in {folder} has no meta_token_id, which markers need; `metatokens retrofit` gives it one."
+        )
+    if config.meta_token_id != meta_token_id(tokenizer):
+        raise UserError(
+            f"the model in {folder} has meta_token_id {config.meta_token_id}, and its tokenizer's meta-token is "
+            f"{meta_token_id(tokenizer)}."
+        )
+    entries, used = text_vocab_size(tokenizer), getattr(config, "unpadded_vocab_size", None) or config.vocab_size
+    if entries > used:
+        raise UserError(
+            f"the tokenizer in {folder} has {entries} entries, and the model's unpadded_vocab_size is {used}: call "
+            "model.resize_token_embeddings(len(tokenizer)) after adding tokens, and save both."
+        )
+
+
 def _pretrained(name: str, complaint: str) -> PreTrainedTokenizerBase:
     tokenizer = load_plain_tokenizer(name, complaint)
     if hasattr(tokenizer, "meta_token"):

@@ -38,8 +38,9 @@ from metatokens.retrofit.surgery import add_meta_attention
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import documents_for, task_texts
 from metatokens.tasks.store import ExampleStore
+from metatokens.training.examples import train_examples, train_source
 from metatokens.training.extend import extend
-from metatokens.training.finetune import finetune, train_examples, train_source
+from metatokens.training.finetune import finetune
 from metatokens.training.pretrain import pretrain
 from metatokens.training.probe import Probe, exact_match
 from metatokens.training.trainer import Progress

@@ -1,4 +1,4 @@
-"""What is measured of a model while it is being trained."""
+"""Measurements of a model while it is trained."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,17 +8,20 @@ import torch
 
 from metatokens.checkpoint import LanguageModel
 from metatokens.data.insertion import IGNORED_LABEL
+from metatokens.model.positions import check_length
+from metatokens.recipe import Phase
 from metatokens.tasks.scoring import score
 from metatokens.tasks.store import Encoded
+from metatokens.training.examples import Collator
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A measurement that is repeated during a training.
+    """A measurement that is repeated during training.
 
     Attributes:
         every: steps between two measurements.
-        measure: takes the model in evaluation mode; the keys that it gives are those of a curve's points.
+        measure: takes the model in evaluation mode and returns the figures of a point of the curve, by name.
     """
 
     every: int
@@ -41,3 +44,19 @@ def exact_match(model: LanguageModel, examples: Sequence[Encoded]) -> float:
     """The share of examples whose whole answer greedy decoding gives."""
     exact, _ = score(model, examples)
     return sum(exact) / len(exact)
+
+
+def held_out_probe(records: Sequence[Encoded], pad_token_id: int, model: LanguageModel, phase: Phase) -> Probe | None:
+    """A probe of the loss (mean over answer tokens) and the exact match on held-out records; None: never measured."""
+    check_length(model.config, max(len(record.input_ids) for record in records))
+    size = phase.settings.per_device_train_batch_size
+    ordered = sorted(records, key=lambda record: len(record.input_ids))
+
+    def measure(model: LanguageModel) -> dict[str, float]:
+        collator = Collator(pad_token_id=pad_token_id, meta_token_id=model.config.meta_token_id, loss_on="answer")
+        batches = (collator(ordered[start : start + size]) for start in range(0, len(ordered), size))
+        loss = held_out_loss(model, batches)  # first, since FSDP gathers the weights only in a call of the model itself
+        return loss | {"eval_exact_match": exact_match(model, ordered)}
+
+    every = phase.settings.measured_every(len(records))
+    return Probe(every, measure) if every else None

@@ -108,3 +108,22 @@ def _compare(out: Path, before: dict[str, Any], now: dict[str, Any], prefix: str
                 f"{out} holds a run with other settings ({name} was {old!r} and is now {new!r}); "
                 f"give a new folder{further}, or --overwrite to replace it."
             )
+
+
+def training_of(folder: Path) -> dict[str, Any]:
+    """How the model in `folder` was trained, as fields of a result; empty if no run wrote it.
+
+    Returns:
+        `seed`; if the model was fine-tuned on a task, also `train_length` (tokens) and `train_condition`.
+    """
+    for place in (folder.parent, folder):  # fine-tuning writes each phase to a folder inside the run's
+        try:
+            run = json.loads((place / SETTINGS).read_text(encoding="utf-8"))
+            about = {"seed": run["recipe"]["training"]["seed"]}
+            if "task" in run:  # rather than on a user's own records
+                length = int(folder.name) if folder.name.isdecimal() else None
+                about |= {"train_condition": run["recipe"]["task"]["condition"], "train_length": length}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+        return about
+    return {}

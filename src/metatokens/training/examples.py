@@ -1,0 +1,136 @@
+"""The examples of a fine-tuning: which ones a phase reads, in which order, and in which batches."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from metatokens.data.blocks import shuffled
+from metatokens.data.insertion import IGNORED_LABEL
+from metatokens.errors import UserError
+from metatokens.recipe import FinetuneRecipe, Phase
+from metatokens.tasks.curriculum import Drawn, Sizes, TaskData
+from metatokens.tasks.store import Encoded, ExampleStore
+
+
+class Examples(Protocol):
+    """As many examples as a phase reads, in the order in which it reads them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Encoded: ...
+
+
+class TaskExamples:
+    """Examples of a task, over and over. They were drawn in random order, so the order stays."""
+
+    def __init__(self, examples: Sequence[Encoded], *, length: int):
+        self.examples, self.length = examples, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Encoded:
+        return self.examples[index % len(self.examples)]
+
+
+class RecordExamples:
+    """A user's records, over and over, shuffled anew in each epoch."""
+
+    def __init__(self, records: Sequence[Encoded], *, seed: int, length: int):
+        self.records, self.seed, self.length = records, seed, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Encoded:
+        epoch, place = divmod(index, len(self.records))
+        return self.records[shuffled(place, len(self.records), f"{self.seed} {epoch}")]
+
+
+class ByLength:
+    """The same examples, reordered so that a batch holds similar lengths and little padding.
+
+    The examples of every `WINDOW` batches are sorted by length and cut into batches, which come in random order. The
+    order depends on the arguments alone.
+    """
+
+    WINDOW = 16  # batches
+
+    def __init__(self, examples: Examples, *, batch: int, seed: int):
+        self.examples, self.batch, self.seed = examples, batch, seed
+        self._open: tuple[int, list[Encoded]] = (-1, [])  # the number and the examples of the window being read
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Encoded:
+        window, place = divmod(index, self.WINDOW * self.batch)
+        if self._open[0] != window:
+            self._open = (window, self._read(window))
+        return self._open[1][place]
+
+    def _read(self, window: int) -> list[Encoded]:
+        size = self.WINDOW * self.batch
+        numbers = range(window * size, min((window + 1) * size, len(self.examples)))
+        by_length = sorted((self.examples[number] for number in numbers), key=lambda example: example.answer_start)
+        batches = [by_length[start : start + self.batch] for start in range(0, len(by_length), self.batch)]
+        order = np.random.default_rng((self.seed, window)).permutation(len(batches))
+        return [example for number in order for example in batches[number]]
+
+
+class Collator:
+    """Makes batches padded on the right, where causal attention needs no mask for padding.
+
+    Labels are the completion and the end of text; with `loss_on="sequence"`, also the text of the prompt.
+    """
+
+    def __init__(self, *, pad_token_id: int, meta_token_id: int, loss_on: str):
+        self.pad_token_id, self.meta_token_id, self.loss_on = pad_token_id, meta_token_id, loss_on
+
+    def __call__(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
+        """`input_ids` and `labels`, each (batch, longest)."""
+        longest = max(len(example.input_ids) for example in examples)
+        input_ids = np.full((len(examples), longest), self.pad_token_id)
+        labels = np.full((len(examples), longest), IGNORED_LABEL)
+        for row, example in enumerate(examples):
+            ids = example.input_ids
+            first = example.answer_start if self.loss_on == "answer" else 1
+            input_ids[row, : len(ids)] = ids
+            labels[row, first : len(ids)] = ids[first:]
+        labels[labels == self.meta_token_id] = IGNORED_LABEL
+        return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+
+
+def train_source(
+    recipe: FinetuneRecipe, task: str, tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]
+) -> TaskData:
+    """The task, from which a recipe's examples are drawn."""
+    if task != "segment_counting" and any(stage.inside_loss for stage in recipe.task.stages):
+        raise UserError(f"a stage's inside_loss is for segment_counting, whose bracket is counted in, not for {task}.")
+    return TaskData(
+        task, tokenizer=tokenizer, condition=recipe.task.condition, seed=recipe.training.seed, documents=documents
+    )
+
+
+def train_examples(recipe: FinetuneRecipe, source: TaskData, phase: Phase, folder: Path) -> ExampleStore:
+    """The examples of a phase: those that an earlier run of the recipe left in `folder`, or new ones."""
+    path = folder / phase.file
+    if path.exists():
+        return ExampleStore(path)
+    count = min(recipe.task.examples, phase.examples)
+    return ExampleStore.write(path, map(drawn(source, phase), range(count)))
+
+
+def drawn(source: TaskData, phase: Phase, split: Drawn = "train") -> Callable[[int], Encoded]:
+    """The function that draws a phase's example of an index."""
+    if phase.curriculum is None:
+        return partial(source.train, train_length=phase.train_length, split=split)
+    draw = source.drill if phase.curriculum.drill else source.train
+    sizes = Sizes(phase.curriculum.lists, (phase.curriculum.items,))
+    return lambda index: draw(phase.first_example + index, phase.train_length, sizes, split)
