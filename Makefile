@@ -1,6 +1,7 @@
 # make install   the package in .venv, from the lock
 # make demo      train, evaluate and report small models (twelve minutes on two cores)
 # make test      the tests (about five minutes on two cores)
+# make test-outside  the tests of benchmarks/ and examples/ (two minutes on two cores)
 # make test-lowest  the tests with the oldest transformers that the package allows, in an environment of its own
 # make test-all  the tests with all kills, faults and drawn cases (docs/testing.md; twenty minutes on two cores)
 # make coverage  make test with line coverage
@@ -29,7 +30,7 @@ TOKENIZER ?= gpt2
 DEVICE ?= cuda
 PIECE ?= 540
 
-.PHONY: install demo smoke test test-lowest test-all coverage lint scale benchmark gpu gpu-train conformance real report figures demo-results docs lock audit clean
+.PHONY: install demo smoke test test-outside test-lowest test-all coverage lint scale benchmark gpu gpu-train conformance real report figures demo-results docs lock audit clean
 
 install: $(VENV)/.installed
 
@@ -42,11 +43,14 @@ smoke: install
 test: $(VENV)/.installed-test
 	$(PYTEST)
 
+test-outside: $(VENV)/.installed-test
+	$(PYTEST) benchmarks/tests examples/tests
+
 test-lowest: $(VENV)-lowest/.installed
 	$(VENV)-lowest/bin/python -m pytest -n auto --dist loadfile
 
 test-all: $(VENV)/.installed-test
-	$(PYTEST) --thorough
+	$(PYTEST) --thorough tests benchmarks/tests examples/tests
 
 coverage: $(VENV)/.installed-test
 	$(PYTEST) --cov --cov-report=term
@@ -57,13 +61,13 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 scale: $(VENV)/.installed-test
-	$(BIN)/python benchmarks/token_store_scale.py --tokenizer $(TOKENIZER)
+	$(BIN)/python -m benchmarks.token_store_scale --tokenizer $(TOKENIZER)
 
-benchmark: $(VENV)/.installed-benchmark
+benchmark: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" benchmarks/run
 
 gpu: $(VENV)/.installed-test
-	$(BIN)/python benchmarks/gpu.py --device $(DEVICE) --out benchmarks/results/gpu
+	$(BIN)/python -m benchmarks.gpu --device $(DEVICE) --out benchmarks/results/gpu
 
 gpu-train: install
 	timeout $(PIECE) $(BIN)/metatokens reproduce --preset gpu --out runs/gpu $(if $(CORPUS),--corpus '$(CORPUS)') || test $$? = 124
@@ -107,10 +111,6 @@ $(VENV)/.installed-test: requirements-test.lock $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.lock
 	touch $@
 
-$(VENV)/.installed-benchmark: requirements-benchmark.lock $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-benchmark.lock
-	touch $@
-
 $(VENV)/.installed-docs: requirements-docs.lock $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.lock
 	touch $@
@@ -139,8 +139,6 @@ lock:
 	$(BIN)/python -m pip freeze --exclude metatokens --exclude pip --exclude setuptools | sed 's/+cpu//' > requirements.lock
 	$(BIN)/python -m pip install --quiet '.[test]'
 	$(BIN)/python -m pip freeze --exclude metatokens --exclude pip --exclude setuptools | sed 's/+cpu//' > requirements-test.lock
-	$(BIN)/python -m pip install --quiet '.[benchmark]'
-	$(BIN)/python -m pip freeze --exclude metatokens --exclude pip --exclude setuptools | sed 's/+cpu//' > requirements-benchmark.lock
 	$(BIN)/python -m pip install --quiet '.[docs]'
 	$(BIN)/python -m pip freeze --exclude metatokens --exclude pip --exclude setuptools | sed 's/+cpu//' > requirements-docs.lock
 	rm -rf $(VENV)

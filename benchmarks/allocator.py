@@ -1,9 +1,9 @@
-"""What it saves and costs that commands have glibc keep the memory that they free: with that and without, in turns.
+"""What commands gain and lose by having glibc keep freed memory: runs with and without it, in turns.
 
-    python benchmarks/allocator.py --tokenizer gpt2 --corpus 'my/*.txt' --out benchmarks/results/allocator.jsonl
+    python -m benchmarks.allocator --tokenizer gpt2 --corpus 'my/*.txt' --out benchmarks/results/allocator.jsonl
 
-A command's whole process is measured, its start included: user and system time by the kernel, peak memory, wall time.
-"Without" sets one of glibc's variables to what it is anyway, which has the commands leave glibc alone.
+The figures are of a command's whole process, its start included: user and system time, wall time, peak memory.
+"Without" sets one of glibc's variables to its default, upon which the commands leave glibc alone.
 """
 
 import json
@@ -27,27 +27,38 @@ FIGURES = ("user", "system", "wall", "peak")  # seconds, seconds, seconds, MiB
 
 
 def main(
-    tokenizer: Annotated[str, typer.Option(help="For pretraining and what follows, as of `metatokens tokenize`.")],
-    corpus: Annotated[str, typer.Option(help="Text, likewise.")] = "builtin",
-    steps: Annotated[int, typer.Option(help="Of pretraining.")] = 16,
-    shape: Annotated[str, typer.Option(help="Of the training steps without a corpus, as of `benchmark`.")] = "paper",
-    rounds: Annotated[int, typer.Option(help="Runs of each command, in both ways.")] = 3,
-    only: Annotated[list[str] | None, typer.Option(help="Name of a command's row; may be repeated.")] = None,
+    tokenizer: Annotated[str, typer.Option(help="Tokenizer, as for `metatokens tokenize`.")],
+    corpus: Annotated[str, typer.Option(help="Text, as for `metatokens tokenize`.")] = "builtin",
+    steps: Annotated[int, typer.Option(help="Pretraining steps.")] = 16,
+    shape: Annotated[str, typer.Option(help="Shape of the model of `benchmark train`.")] = "paper",
+    rounds: Annotated[int, typer.Option(help="Runs of each command with, and as many without.")] = 3,
+    only: Annotated[list[str] | None, typer.Option(help="Name of a command's row; repeatable.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write JSON lines to.")] = None,
 ) -> None:
     """Print the table of ratios."""
     with tempfile.TemporaryDirectory() as folder:
         base, tokens = f"{folder}/base", f"{folder}/tokens"
-        pretrain = f"pretrain --recipe demo --set data.tokens={tokens} --overwrite --set training.max_steps="
-        tokenize = ["tokenize", "--corpus", corpus, "--tokenizer", tokenizer, "--overwrite", "--out"]
+        pretrain = f"metatokens pretrain --recipe demo --set data.tokens={tokens} --overwrite --set training.max_steps="
+        tokenize = ["metatokens", "tokenize", "--corpus", corpus, "--tokenizer", tokenizer, "--overwrite", "--out"]
         commands = {
             "tokenize": [*tokenize, f"{folder}/again"],
             "pretrain, the demo's model": [*f"{pretrain}{steps}".split(), "--out", f"{folder}/run"],
-            f"benchmark train, {shape}": f"benchmark train --shape {shape} --contestant gpt2 --rounds 3 --warmup 1 "
-            "--no-memory".split(),
-            "perplexity": ["perplexity", "--model", base, "--corpus", corpus, "--max-tokens", "20000"],
-            "generate": f"generate --model {base} --max-new-tokens 200 Once".split(),
-            "evaluate": ["evaluate", "--model", "example", "--task", "list_recall", "--lengths", "128", "-n", "200"],
+            f"benchmark train, {shape}": f"benchmarks.speed train --shape {shape} --contestant gpt2 --rounds 3 "
+            "--warmup 1 --no-memory".split(),
+            "perplexity": ["metatokens", "perplexity", "--model", base, "--corpus", corpus, "--max-tokens", "20000"],
+            "generate": f"metatokens generate --model {base} --max-new-tokens 200 Once".split(),
+            "evaluate": [
+                "metatokens",
+                "evaluate",
+                "--model",
+                "example",
+                "--task",
+                "list_recall",
+                "--lengths",
+                "128",
+                "-n",
+                "200",
+            ],
         }
         if unknown := set(only or ()) - set(commands):
             raise typer.BadParameter(f"{', '.join(unknown)}; there are: {'; '.join(commands)}")
@@ -61,7 +72,7 @@ def main(
             console=Console(stderr=True),
         ):
             runs.setdefault((name, kept), []).append(measured(commands[name], {} if kept else PLAIN))
-    from metatokens.benchmark.speed import device_name  # with torch, whose size each new process would begin with
+    from benchmarks.speed.speed import device_name  # with torch, whose size each new process would begin with
 
     table = Table(title="glibc keeps freed memory, against what it does by itself (median, quartiles)")
     for heading in ("", *FIGURES):
@@ -83,11 +94,11 @@ def main(
 
 
 def measured(arguments: list[str], variables: dict[str, str]) -> list[float]:
-    """The figures of a command's process."""
+    """Run a module with its arguments in a process; the process's figures."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     began = time.monotonic()
     with tempfile.TemporaryFile() as said:
-        line = [sys.executable, "-m", "metatokens", *arguments]
+        line = [sys.executable, "-m", *arguments]
         process = subprocess.Popen(line, env=own | variables, stdout=said, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)

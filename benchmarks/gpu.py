@@ -1,8 +1,8 @@
-"""The package on a GPU, in eight minutes: its tests there, then speed, memory and utilisation beside transformers.
+"""The package on a GPU, in eight minutes: its tests, then speed, memory and utilisation next to transformers.
 
-    python benchmarks/gpu.py --out benchmarks/results/gpu
+    python -m benchmarks.gpu --out benchmarks/results/gpu
 
-What does not fit in the time is left out, and named. On a CPU the sizes are tiny: so it is tested.
+It names the measurements that do not fit in the time. On a CPU, which its tests use, the sizes are tiny.
 """
 
 import argparse
@@ -26,7 +26,7 @@ OURS = ("gpt2", "pause", "meta", "dense")
 
 
 def measurements(device: str) -> list[tuple[str, list[str]]]:
-    """What is measured, the most asked for first: a file's name, and the arguments of `metatokens benchmark`."""
+    """The measurements, the most important first: a file's name, and the arguments of `benchmarks.speed`."""
     is_gpu = device == "cuda"
     shape, short, long, rounds = ("paper", "1024", "8192", "8") if is_gpu else ("tiny", "64", "128", "1")
     own = ["--shape", shape, "--device", device, "--rounds", rounds, "--warmup", "3" if is_gpu else "1"]
@@ -46,7 +46,7 @@ def measurements(device: str) -> list[tuple[str, list[str]]]:
 
 
 def contestants(names: Sequence[str]) -> list[str]:
-    """As options."""
+    """The options that name the contestants."""
     return [part for name in names for part in ("--contestant", name)]
 
 
@@ -70,11 +70,11 @@ def table(files: Sequence[Path], peak: float | None) -> Table:
 
 
 def main() -> int:
-    """Run all that fits, and say what came out; the status of the tests."""
+    """Run what fits, print the figures, and return the status of the tests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, required=True, help="folder for the lines of each measurement")
-    parser.add_argument("--minutes", type=float, default=8, help="no measurement begins after so many")
+    parser.add_argument("--minutes", type=float, default=8, help="no measurement starts later than this")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     end, console = time.monotonic() + 60 * given.minutes, Console(width=120)
@@ -89,7 +89,7 @@ def main() -> int:
             continue
         file = given.out / f"{measured}.jsonl"
         file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "metatokens", "benchmark", *arguments, "--out", str(file)]
+        command = [sys.executable, "-m", "benchmarks.speed", *arguments, "--out", str(file)]
         try:
             subprocess.run(command, check=True, stderr=subprocess.DEVNULL, timeout=max(1, end + 60 - time.monotonic()))
             files.append(file)

@@ -1,6 +1,6 @@
 """What meta-attention costs a decoder that it was added to: the same model with and without it, side by side.
 
-    python benchmarks/retrofit_overhead.py --out benchmarks/results/retrofit.jsonl
+    python -m benchmarks.retrofit_overhead --out benchmarks/results/retrofit.jsonl
 
 A Llama with random weights takes turns with itself after `add_meta_attention` (8 heads of 64 in every layer): on text,
 on as many positions of which every eighth is a meta-token, and generating, where a meta-token is one more position.
@@ -20,9 +20,9 @@ from rich.progress import track
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.speed.contestants import Setting, Unit
+from benchmarks.speed.speed import device_name, race
 from metatokens import add_meta_attention
-from metatokens.benchmark.contestants import Setting, Unit
-from metatokens.benchmark.speed import device_name, race
 
 META, VOCABULARY = 0, 4096
 EVERY = 8

@@ -1,6 +1,6 @@
 """How `metatokens tokenize` scales: memory over time, rate, and what they make of C4.
 
-    python benchmarks/token_store_scale.py --tokenizer DIR --gigabytes 2 --workers 1 --workers 2
+    python -m benchmarks.token_store_scale --tokenizer DIR --gigabytes 2 --workers 1 --workers 2
 
 A corpus of that size is generated in a temporary folder: sentences of Python's own documentation in random order, in
 JSON lines, one file of eight compressed. Memory is that of all processes together, without the pages of files.

@@ -16,13 +16,13 @@ from lm_eval.tasks import TaskManager
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from examples.lm_eval.tasks import HARNESS_TASKS, write_harness_tasks
 from metatokens import add_meta_attention
 from metatokens.checkpoint import load_model, save_model
 from metatokens.data.prompts import encode_prompt
 from metatokens.data.tokenizer import encode_text, load_tokenizer, meta_token_id, padded_vocab_size
 from metatokens.errors import UserError
 from metatokens.evaluation.lm_eval import MetaTokensLM
-from metatokens.harness.tasks import HARNESS_TASKS, write_harness_tasks
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import FinetuneRecipe
@@ -146,7 +146,9 @@ def test_the_command_gives_the_figures_of_evaluate(tuned: Path, tmp_path: Path) 
     tokenizer = load_tokenizer(str(tuned))
     write_harness_tasks(tmp_path, tokenizer, tasks=["parity"], lengths=[128], n=100, condition="paper", documents=[])
     model = ["--model", "metatokens", "--model_args", f"pretrained={tuned},marker=_PAUSE_", "--batch_size", "20"]
-    found = run(["-m", "metatokens.harness", *model, "--tasks", "metatokens", "--include_path", tmp_path], tmp_path)
+    found = run(
+        ["-m", "metatokens.evaluation.lm_eval", *model, "--tasks", "metatokens", "--include_path", tmp_path], tmp_path
+    )
     line = ["evaluate", "--model", tuned, "--task", "parity", "--lengths", "128", "-n", "100", "--json"]
     printed = subprocess.run([sys.executable, "-m", "metatokens", *line], capture_output=True, text=True, check=True)
     [expected] = [

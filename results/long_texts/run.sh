@@ -3,7 +3,7 @@
 #
 #     sh results/long_texts/run.sh runs/long_texts runs/retrofit book.txt.gz
 #
-# It begins with the retrofitted Llama of results/retrofit/run.sh. Two processes of one thread; the same command goes on
+# Run it from the root of the repository. It begins with the retrofitted Llama of results/retrofit/run.sh. Two processes of one thread; the same command goes on
 # where it was cut off. lm-evaluation-harness, which has to be installed too, measures them; the result lines are
 # gathered in results.jsonl.gz.
 set -eu
@@ -13,7 +13,7 @@ mkdir -p "$out"
 
 learn() { # task, tokens of the first records
     task=$1
-    hide() { metatokens harness --model "$meta" --tasks "$task" --corpus "$book" "$@"; }
+    hide() { python -m examples.lm_eval.tasks --model "$meta" --tasks "$task" --corpus "$book" "$@"; }
     [ -f "$out/easy-$task/metatokens.yaml" ] || hide --lengths "$2" -n 1 --train 32000 --out "$out/easy-$task"
     [ -f "$out/long/$task/metatokens.yaml" ] ||
         hide --lengths 128,256,512,1024,2048 -n 500 --train 32000 --out "$out/long/$task"
@@ -21,7 +21,7 @@ learn() { # task, tokens of the first records
         --data "$out/easy-$task/${task}_train.jsonl" --out "$out/$task-easy"
     metatokens finetune --recipe "$here/finetune.yaml" --model "$out/$task-easy/data" --lora rank=16 \
         --data "$out/long/$task/${task}_train.jsonl" --out "$out/$task"
-    python -m metatokens.harness --model metatokens --model_args "pretrained=$out/$task/data,marker=_PAUSE_" \
+    python -m metatokens.evaluation.lm_eval --model metatokens --model_args "pretrained=$out/$task/data,marker=_PAUSE_" \
         --include_path "$out/long/$task" --tasks "metatokens_${task}_*" --output_path "$out/harness-$task.json"
 }
 

@@ -373,7 +373,7 @@ def read_runs(paths: Sequence[Path]) -> RunLines:
 
     Args:
         paths: folders that hold `results.jsonl` and may hold `analysis.jsonl`, `curves.jsonl`, `examples.jsonl` and
-            `run.json`, and pages in `looks`, or files of result lines, or of lines that `metatokens benchmark` wrote.
+            `run.json`, and pages in `looks`, or files of result lines, or of lines that `benchmarks.speed` wrote.
             Files of lines may be compressed (`results.jsonl.gz`).
 
     Raises:
@@ -400,7 +400,7 @@ def read_runs(paths: Sequence[Path]) -> RunLines:
 
 
 def _is_of_benchmark(file: Path) -> bool:
-    """Whether a file's first line is one of `metatokens benchmark`; what cannot be read is left to who reads it."""
+    """Whether a file's first line is one of `benchmarks.speed`; what cannot be read is left to who reads it."""
     try:
         return "benchmark" in json.loads(read_text(file).partition("\n")[0])
     except (ValueError, TypeError, RecursionError):  # UserError is a ValueError

@@ -10,13 +10,11 @@ from typing import get_args
 
 import pytest
 
-from metatokens.benchmark.contestants import DTYPES, HEATS
-from metatokens.benchmark.peers import SHAPES
-from metatokens.cli import benchmarking, looking, making, measuring, options
+from metatokens.cli import looking, making, measuring, options
 from metatokens.data.insertion import PLACEMENTS
 from metatokens.paper.presets import PRESETS
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe, recipe_names
-from metatokens.records import Analysis, Benchmark
+from metatokens.records import Analysis
 from metatokens.tasks.example import CONDITIONS, Split
 from tests.test_imports import HEAVY
 
@@ -45,7 +43,6 @@ def test_bash_completes_verbs_options_and_names() -> None:
     assert completed("evaluate", "--ta") == ["--task"]
     assert completed("evaluate", "--model", "hf:nobody/nothing", "--task", "p") == ["parity"]  # which is not fetched
     assert completed("reproduce", "--preset", "sm") == ["smoke", "small"]
-    assert completed("benchmark", "decode", "--contestant", "meta") == ["meta"]
     assert completed("analyze", "r") == ["residual", "rate-distortion"]
 
 
@@ -90,10 +87,6 @@ except SystemExit:
 
 
 def test_names_that_are_offered_are_those_that_there_are() -> None:
-    contestants = {entry.name for heats in HEATS.values() for heat in heats for entry in heat}
-    assert set(benchmarking.CONTESTANTS) == {name for name in contestants if " " not in name}
-    assert (*get_args(Benchmark), "data") == benchmarking.BENCHMARKS
-    assert (tuple(SHAPES), tuple(DTYPES)) == (benchmarking.SHAPES, benchmarking.DTYPES)
     assert tuple(PRESETS) == making.PRESETS
     assert tuple(name.replace("_", "-") for name in get_args(Analysis)) == measuring.ANALYSES
     assert (tuple(PLACEMENTS), get_args(Split)) == (measuring.PLACEMENTS, looking.SPLITS)

@@ -45,7 +45,6 @@ def test_help_shows_the_text_as_it_is_written_and_no_types_of_flags(
     monkeypatch.setenv("COLUMNS", "300")
     for verb in ("", *COMMANDS):
         assert "<bool>" not in metatokens(f"{verb} --help")[1]
-    assert "It needs metatokens[explore], and" in " ".join(metatokens("explore --help")[1].split())
     assert "noise:S[:meta][:raw]" in metatokens("evaluate --help")[1]
 
 

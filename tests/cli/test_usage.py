@@ -31,7 +31,7 @@ def test_the_installed_command_is_this_one() -> None:
 def test_without_a_verb_the_verbs_are_listed(metatokens: Run) -> None:
     verbs = (
         "reproduce", "tokenize", "pretrain", "extend", "finetune", "report",
-        "sample", "evaluate", "analyze", "perplexity", "generate", "look", "benchmark",
+        "sample", "evaluate", "analyze", "perplexity", "generate", "look",
     )  # fmt: skip
     status, output, error = metatokens("")
     assert status == 2

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.speed.cost import flops, forward_products
 from metatokens.data.insertion import meta_token_count
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
-from metatokens.model.cost import flops, forward_products
 from metatokens.paper.models import (
     Preset,
     TrainedModel,
@@ -405,7 +405,7 @@ def test_a_table_that_nothing_answers() -> None:
     with pytest.raises(UserError, match=r"no stage of this preset answers 'table0'; --only takes figure1, .*table9\.$"):
         select(planned("small"), "table0")
     assert select(stages(DEMO), None) == stages(DEMO)
-    with pytest.raises(UserError, match=r"answers 'table3', which is measured by `metatokens benchmark decode`"):
+    with pytest.raises(UserError, match=r"answers 'table3', which `python -m benchmarks.speed decode` measures"):
         select(planned("small"), "table3")
 
 

@@ -15,10 +15,9 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
-from metatokens.cli.benchmarking import benchmark
-from metatokens.cli.looking import explore, generate, look, sample
+from metatokens.cli.looking import generate, look, sample
 from metatokens.cli.making import extend, finetune, plot, pretrain, report, reproduce, retrofit, tokenize
-from metatokens.cli.measuring import analyze, evaluate, harness, perplexity
+from metatokens.cli.measuring import analyze, evaluate, perplexity
 from metatokens.cli.output import say
 from metatokens.errors import UserError
 from metatokens.machine import keep_freed_memory, process_count
@@ -27,15 +26,15 @@ from metatokens.machine import keep_freed_memory, process_count
 PANELS = {
     "Everything in order": (reproduce,),
     "Train": (tokenize, pretrain, retrofit, extend, finetune),
-    "Look": (sample, generate, look, explore),
-    "Measure": (evaluate, perplexity, analyze, harness, benchmark),
+    "Look": (sample, generate, look),
+    "Measure": (evaluate, perplexity, analyze),
     "Report": (plot, report),
 }
 INTERRUPTED = 130  # typer's exit status after Ctrl-C
 
 
 class _PlainHelp:
-    """Help that is text, in which rich would take `[explore]` for its markup; and flags, which take no `<bool>`."""
+    """Help that is text, in which rich would take `[:meta]` for its markup; and flags, which take no `<bool>`."""
 
     params: list[Any]
     help: str | None
@@ -85,14 +84,14 @@ def _options(
     """Language models with learned meta-tokens: train, evaluate, report."""
 
 
-def main() -> None:
-    """Run the command; a user's mistake is one sentence on standard error and exit status 2."""
+def main(command: typer.Typer = app) -> None:
+    """Run a command line; a user's mistake is one sentence on standard error and exit status 2."""
     keep_freed_memory()
     # The libraries' notices and progress bars would stand between the lines of this command.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        app()
+        command()
     except UserError as error:
         if "--debug" in sys.argv:
             raise

@@ -283,21 +283,3 @@ def look(
     if picture is not None:
         write_own(picture, draw(looks), PNG)
         say(f"picture: {picture}")
-
-
-def explore(
-    models: Annotated[
-        list[Path], typer.Option("--model", metavar="DIR|hf:NAME", help="A model; may be repeated, to compare.")
-    ],
-    device: Device = None,
-    dtype: Dtype = None,
-    port: Annotated[int | None, typer.Option(metavar="PORT", help="Where to serve; by default the first free.")] = None,
-) -> None:
-    """Open a local page to try prompts with meta-tokens on.
-
-    Type a prompt, set and remove meta-tokens, and see answers and attention change. It needs
-    metatokens[explore], and is served to this computer alone.
-    """
-    from metatokens.looking.explore import build, serve
-
-    serve(build(models, device=device, dtype=dtype), port, say)

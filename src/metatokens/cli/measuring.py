@@ -1,4 +1,4 @@
-"""Verbs that measure a model: accuracies, perplexities, what is inside it; and that have others measure it."""
+"""Verbs that measure a model: accuracies, perplexities, what is inside it."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,21 +18,14 @@ from metatokens.cli.options import (
     Landmarks,
     Model,
     Name,
-    Out,
     ResultFile,
     Task,
     TaskCorpus,
     TaskOrData,
     choice,
-    fetched,
     parse_lengths,
 )
-from metatokens.cli.output import (
-    check_results_file,
-    say,
-    write_figures,
-    write_records,
-)
+from metatokens.cli.output import check_results_file, write_figures, write_records
 from metatokens.errors import UserError
 
 ANALYSES = ("sharpness", "residual", "rate-distortion")
@@ -126,55 +119,6 @@ def evaluate(
             reached = (tests[length] for length in dict.fromkeys(r.length for r in results if r.value is not None))
             write_records((each for examples in reached for each in predict(loaded, examples, tokenizer)), predictions)
     write_figures(results, out, as_json=as_json)
-
-
-def harness(
-    model: Annotated[
-        Path,
-        typer.Option(metavar="DIR|hf:NAME", callback=fetched, help="A model to be measured, for its tokenizer."),
-    ],
-    out: Out,
-    tasks: Annotated[
-        str,
-        typer.Option(
-            "--tasks", metavar="TASK,...", help="The four tasks, and needle and variable_tracking; by default all."
-        ),
-    ] = "",
-    lengths: Annotated[str, typer.Option(metavar=SEVERAL, help="Longest prompts in tokens.")] = "128,256,512,1024",
-    condition: Condition = "paper",
-    n: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Prompts of each length.")] = 500,
-    corpus: Annotated[
-        str,
-        typer.Option(
-            metavar="CORPUS", help=f"Text that copying copies from, and that the two others hide in: {CORPUS}."
-        ),
-    ] = "builtin",
-    train: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=0, help="Records to write for fine-tuning on the two others, of the first length."
-        ),
-    ] = 0,
-) -> None:
-    """Write tasks for lm-evaluation-harness.
-
-    The four, and two in long texts. Then lm_eval --model metatokens --include_path DIR --tasks metatokens.
-    """
-    from metatokens.data.tokenizer import load_tokenizer
-    from metatokens.harness.tasks import HARNESS_TASKS, write_harness_tasks
-    from metatokens.tasks.curriculum import documents_for
-
-    written = write_harness_tasks(
-        out,
-        load_tokenizer(str(model)),
-        tasks=tasks.split(",") if tasks else HARNESS_TASKS,
-        lengths=parse_lengths(lengths),
-        n=n,
-        condition=condition,
-        documents=documents_for("copying", corpus),
-        train=train,
-    )
-    say(f"{len(written) - 1} tasks of {n:,} prompts, and the group metatokens, in {out}")
 
 
 def _is_given(context: typer.Context, option: str) -> bool:

@@ -1,13 +1,14 @@
-"""Models of this package, and others with meta-tokens, in lm-evaluation-harness: `--model metatokens`."""
+"""Models with meta-tokens in lm-evaluation-harness: `--model metatokens`.
 
+`python -m metatokens.evaluation.lm_eval ...` is `lm_eval ...` for releases that ignore this package's entry point, as
+0.4.13 does.
+"""
+
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval.api.instance import Instance
-from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils_hf import get_dtype
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,6 +18,17 @@ from metatokens.data.prompts import encode_chat, encode_prompt
 from metatokens.data.tokenizer import UNLIMITED, beginning_of, load_tokenizer
 from metatokens.errors import UserError
 from metatokens.recipe import landmark_rule
+
+try:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.utils_hf import get_dtype
+except ModuleNotFoundError:
+    if __name__ != "__main__":
+        raise
+    print("metatokens: lm-evaluation-harness is missing: pip install 'metatokens[lm-eval]'.", file=sys.stderr)
+    sys.exit(2)
 
 # Ways of `HFLM` to load what `load_model` does not read.
 _ELSEWHERE = ("parallelize", "tp_plan", "peft", "delta", "autogptq", "gptqmodel", "gguf_file", "quantization_config")
@@ -34,7 +46,7 @@ class MetaTokensLM(HFLM):
         meta_every: insert a meta-token after so many tokens of text each. In a likelihood they stand in the whole
             sequence and are context, never targets; in what is generated they are counted from the context's end on.
         marker: what stands for a meta-token in contexts, a space before it included, such as `_PAUSE_` in the tasks
-            that `metatokens harness` writes.
+            that `examples/lm_eval/tasks.py` writes.
         device: default: a GPU if there is one.
         dtype: of the base's weights, `float32` or `bfloat16`; default: as they were saved.
         kwargs: of `HFLM`, but for its other ways to load a model.
@@ -149,3 +161,9 @@ class MetaTokensLM(HFLM):
         if self.meta_every is not None:
             kwargs["meta_every"] = self.meta_every
         return super()._model_generate(context, max_length, stop, **kwargs)
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

@@ -6,10 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from metatokens.data.insertion import meta_token_count
 from metatokens.errors import UserError
-from metatokens.model.configuration import MetaGPT2Config
-from metatokens.model.cost import flops, forward_products
 from metatokens.paper.models import (
     Ablation,
     Analysis,
@@ -107,7 +104,7 @@ def select(plan: list[Stage], table: str | None) -> list[Stage]:
         return plan
     known = sorted({name for stage in plan for name in stage.tables})
     if table == "table3":
-        raise UserError("no stage answers 'table3', which is measured by `metatokens benchmark decode`.")
+        raise UserError("no stage answers 'table3', which `python -m benchmarks.speed decode` measures.")
     if table not in known:
         raise UserError(f"no stage of this preset answers {table!r}; --only takes {', '.join(known) or 'nothing'}.")
     needed: set[str] = set()
@@ -179,10 +176,7 @@ def _model_stages(model: TrainedModel, sizes: Preset) -> Iterator[Stage]:
 def _pretrain_stage(
     model: TrainedModel, estimate: "_Estimate", after: str, *, recipe: PretrainRecipe, **options: float
 ) -> Stage:
-    data, blocks = recipe.data, recipe.training.max_steps * recipe.training.batch
-    inserted = meta_token_count(data.block_size, data.fraction, data.placement)
-    text = (data.block_size - inserted) / data.block_size
-    seconds = estimate.seconds(data.block_size, meta_tokens=inserted, scored=text, training=True)
+    tokens = recipe.training.max_steps * recipe.training.batch * recipe.data.block_size
     return _stage(
         model.made_by,
         model,
@@ -190,7 +184,7 @@ def _pretrain_stage(
         after=(after,),
         product=f"models/{model.name}/{PRETRAINED[model.made_by]}/manifest.json",
         priority=model.priority,
-        cost=10 + blocks * seconds,
+        cost=10 + estimate.seconds_to_pretrain(tokens),
     )
 
 
@@ -198,8 +192,7 @@ def _task_stages(model: TrainedModel, sizes: Preset, task: str, estimate: "_Esti
     tables = model.tables or (_TASK_TABLES.get(task, task), "figure1")  # of a task that the paper has not, its name
     recipe = finetune_recipe(sizes, model, task)
     probe, counts = sizes.probe_steps.get(task), counts_of(sizes, model, task)
-    phases = recipe.phases()
-    trained = sum(one.examples * estimate.seconds(_mean(one.train_length), training=True) for one in phases)
+    tokens = sum(one.examples * _mean(one.train_length) for one in recipe.phases())
     yield _stage(
         "finetune",
         model,
@@ -213,7 +206,7 @@ def _task_stages(model: TrainedModel, sizes: Preset, task: str, estimate: "_Esti
         product=f"models/{model.name}/{task}/{recipe.task.train_lengths[-1]}/manifest.json",
         tables=(*tables, "learning") if probe else tables,
         priority=model.priority + _wait(task),
-        cost=10 + trained,
+        cost=10 + estimate.seconds_to_finetune(tokens),
     )
     lengths = lengths_tested(sizes, model, task)
     yield _stage(
@@ -293,27 +286,32 @@ def _mean(length: int) -> int:
 
 
 class _Estimate:
-    """Of the seconds that a model's arithmetic takes."""
+    """The seconds that a model takes: 2 N operations per token, 6 N in training.
 
-    # Floating-point operations a second: of a core, what the models of `small` reach on an AMD EPYC; of a GPU, a fifth
-    # of what an H100 is sold with.
+    N counts the parameters of the blocks, and in pretraining those of the output layer as well: the other stages
+    compute the logits of a few positions alone.
+    """
+
+    # Operations per second: on a core, what the models of `small` reach on an AMD EPYC; on a GPU, a fifth of an H100's
+    # nominal rate.
     CORE, GPU = 5.2e10, 2e14
 
     def __init__(self, recipe: PretrainRecipe, tokenizer: str):
-        trained = tokenizer.removeprefix("train:")
-        sizes = recipe.model.model_dump(exclude={"architecture"})
-        sizes["vocab_size"] = int(trained) if trained.isdigit() else 50_304  # GPT-2's, padded
-        self.config = MetaGPT2Config(**sizes, meta_token_id=1, bos_token_id=0, eos_token_id=0)
+        sizes, trained = recipe.model, tokenizer.removeprefix("train:")
+        vocabulary = int(trained) if trained.isdigit() else 50_304  # GPT-2's, padded
+        attentions = 2 if sizes.second_attention == "causal" else 1  # meta-attention reads one position in ten
+        self.blocks = sizes.num_hidden_layers * (8 + 4 * attentions) * sizes.hidden_size**2
+        self.output_layer = vocabulary * sizes.hidden_size
         self.rate = self.GPU if recipe.training.bf16 else self.CORE
 
-    def seconds(self, length: int, *, meta_tokens: int = 2, scored: float = 0.0, training: bool = False) -> float:
-        """A sequence's share of a batch; `scored` is the share of its positions whose logits are needed."""
-        needed = max(1, int(scored * length))
-        products = forward_products(self.config, batch=1, length=length, meta_tokens=meta_tokens, scored=needed)
-        return flops(products, training=training) / self.rate
+    def seconds_to_pretrain(self, tokens: int) -> float:
+        return 6 * (self.blocks + self.output_layer) * tokens / self.rate
+
+    def seconds_to_finetune(self, tokens: int) -> float:
+        return 6 * self.blocks * tokens / self.rate
 
     def seconds_to_test(self, counts: Mapping[int, int]) -> float:
-        return sum(n * self.seconds(_mean(length)) for length, n in counts.items())
+        return 2 * self.blocks * sum(n * _mean(length) for length, n in counts.items()) / self.rate
 
 
 def _seconds_to_draw(counts: Mapping[int, int]) -> float:

@@ -3,19 +3,19 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import StaticCache
 
-from metatokens.benchmark.peers import PEERS, Peer, shape_named
+from benchmarks.speed.cost import Product, decode_bytes, flops, forward_products
+from benchmarks.speed.peers import PEERS, SHAPES, Peer, ShapeName
 from metatokens.data.insertion import IGNORED_LABEL, insert_meta_tokens, meta_token_count
 from metatokens.errors import UserError
 from metatokens.model.attention import FEW_ROWS, linear
 from metatokens.model.configuration import MetaGPT2Config
-from metatokens.model.cost import Product, decode_bytes, flops, forward_products
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.records import Benchmark
 from metatokens.training.batches import with_positions
@@ -31,7 +31,7 @@ class Setting:
     """What all contestants of a run share.
 
     Attributes:
-        shape: name of the models' sizes, in `peers.SHAPES`.
+        shape: name of the models' sizes.
         length: positions of a sequence: of a training block, a prompt, or the context of decoding.
         batch: sequences.
         new_tokens: text tokens that decoding adds to each.
@@ -42,26 +42,23 @@ class Setting:
         compiled: whether the models go through `torch.compile`.
 
     Raises:
-        UserError: if a value is not allowed.
+        UserError: if there is no such device, or a number is too small.
     """
 
-    shape: str = "small"
+    shape: ShapeName = "small"
     length: int = 1024
     batch: int = 1
     new_tokens: int = 6 * META_EVERY + 1
     rounds: int = 10
     warmup: int = 2
     threads: int = field(default_factory=torch.get_num_threads)
-    dtype: str = "float32"
-    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        shape_named(self.shape)
-        if self.dtype not in DTYPES:
-            raise UserError(f"dtype {self.dtype!r} is unknown; allowed are {', '.join(DTYPES)}.")
-        if self.device not in ("cpu", "cuda") or (self.device == "cuda" and not torch.cuda.is_available()):
-            raise UserError(f"device {self.device!r} is not available; allowed are cpu and, where there is one, cuda.")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("device cuda is not available.")
         if self.length < 16 or min(self.batch, self.new_tokens, self.rounds, self.warmup, self.threads) < 1:
             raise UserError("a benchmark needs a length of at least 16, and at least 1 of everything else.")
 
@@ -97,13 +94,7 @@ def _with_compiled(peer: str, *against: str) -> tuple[Entry, Entry]:
     return _entry(peer, *against), Entry(f"{peer}, compiled", peer, (peer,), compiled=True)
 
 
-_THEIRS = (
-    _entry("transformers"),
-    _entry("gpt2-learned"),
-    _entry("transformers-gelu"),
-    _entry("gpt2-learned-gelu", "transformers-gelu", "x-transformers"),
-    _entry("x-transformers"),
-)
+_THEIRS = (_entry("transformers"), _entry("gpt2-learned"))
 
 # The contestants of a heat take turns; the first one is the baseline. Memory holds the models of one heat at a time.
 HEATS: dict[Benchmark, tuple[tuple[Entry, ...], ...]] = {
@@ -131,16 +122,15 @@ HEATS: dict[Benchmark, tuple[tuple[Entry, ...], ...]] = {
             Entry("meta, inserting", "meta", ("gpt2", "meta"), inserts=True),
             Entry("dense, inserting", "dense", ("gpt2", "meta, inserting"), inserts=True),
         ),
-        (_entry("transformers"), _entry("gpt2-learned")),
+        _THEIRS,
     ),
     "length": ((_entry("gpt2"), _entry("meta"), _entry("dense", "gpt2", "meta")),),
-    # Steps, as in `train`. The second heat is one function, written down by three.
+    # Steps, as in `train`. The second heat is one function, implemented twice.
     "compile": (
         _with_compiled("meta"),
         (
             *_with_compiled("gpt2-learned"),
             *_with_compiled("transformers", "gpt2-learned"),
-            *_with_compiled("plain", "gpt2-learned"),
         ),
     ),
 }
@@ -182,7 +172,7 @@ class Unit:
 def make_unit(benchmark: Benchmark, entry: Entry, setting: Setting) -> Unit:
     """The contestant's unit of work in a benchmark, its model made afresh from a fixed seed."""
     torch.manual_seed(0)
-    peer, shape = PEERS[entry.peer], shape_named(setting.shape)
+    peer, shape = PEERS[entry.peer], SHAPES[setting.shape]
     if benchmark == "decode":
         return _decode(entry, setting, peer, peer.config(shape, setting.length + 2 * setting.new_tokens))
     config = peer.config(shape, setting.length)

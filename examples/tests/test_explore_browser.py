@@ -1,8 +1,9 @@
-"""The page of `metatokens explore` in a real browser, and what stands behind it."""
+"""The page of `examples/explore` in a real browser, and what stands behind it."""
 
 import asyncio
-import runpy
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from examples.explore.app import GAP, META, Explorer, build, serve
 from metatokens.checkpoint import EXAMPLE, load_model
 from metatokens.data.prompts import encode_prompt
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
-from metatokens.looking.explore import GAP, META, Explorer, build, settings
 from metatokens.looking.look import WITH, look
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -92,9 +93,12 @@ def test_users_at_once_get_their_own_answers(folders: list[Path]) -> None:
             assert answer.probabilities == alone[number % 4][name].probabilities
 
 
-def test_the_space_asks_the_model_that_comes_along() -> None:
-    app = runpy.run_path(str(Path(__file__).parents[2] / "examples/space/app.py"))
-    assert app["page"].title == "Meta-tokens"
+def test_the_script_serves_the_bundled_model_by_default() -> None:
+    script = Path(__file__).parents[1] / "explore/app.py"
+    with subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("page: http://127.0.0.1:")
+        process.terminate()
     prompt = "Birds: owl robin crow\nMetals: iron zinc copper\nBirds: owl robin _PAUSE_ crow\n"
     (answer,) = Explorer([EXAMPLE]).ask(f"{prompt}Q: What is item 2 of Birds? _PAUSE_").values()
     assert next(iter(answer.probabilities)) == " robin"
@@ -107,7 +111,7 @@ def page(folders: list[Path]) -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("there is no Chromium or Chrome on the path")
     served, noted = build(folders), []
-    _, address, _ = served.launch(server_name="127.0.0.1", prevent_thread_lock=True, quiet=True, **settings())
+    address = serve(served)
     with sync_api.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         opened = browser.new_page(viewport={"width": 1280, "height": 900})

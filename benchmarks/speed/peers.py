@@ -1,24 +1,20 @@
 """The models that the benchmarks compare, at shapes from the demo's to the paper's.
 
-Ours, by their names in the project: `gpt2`, `pause`, `twin`, `meta`. `dense` is `meta` computed as the paper computes
-it, under a mask of all rows. `transformers` is that library's GPT-2 in its default form (learned positions, biases,
-the tanh approximation of GELU); `gpt2-learned` is the same function in this package, converted from it. `plain` is the
-same function once more, written down with nothing beside it, in the manner of nanoGPT. The first two exist
-with the exact GELU as well, which `x-transformers` has too (its attention layers lack biases).
+This package's own models have the project's names: `gpt2`, `pause`, `twin`, `meta`. `dense` is `meta` computed as the
+paper computes it, under a mask over all positions. `transformers` is that library's GPT-2 in its default form (learned
+positions, biases, the tanh approximation of GELU). `gpt2-learned` is the same function in this package, converted from
+it.
 """
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel
-from transformers.modeling_outputs import CausalLMOutput
 
-from metatokens.errors import UserError
 from metatokens.model.attention import AttentionFunction, CausalAttention, linear
 from metatokens.model.cache import MetaTokenCache
 from metatokens.model.configuration import MetaGPT2Config
@@ -37,7 +33,8 @@ class Shape:
     vocabulary: int
 
 
-SHAPES = {
+ShapeName = Literal["tiny", "demo", "small", "medium", "paper"]
+SHAPES: dict[ShapeName, Shape] = {
     "tiny": Shape(32, 2, 2, 256),
     "demo": Shape(64, 2, 4, 2112),
     "small": Shape(256, 4, 4, 4096),
@@ -117,38 +114,6 @@ def dense_mask(x: Tensor, rows: MetaRows | None, cache: MetaTokenCache | None) -
     return slots, torch.zeros(seen.shape, dtype=dtype, device=x.device).masked_fill(~seen, -torch.inf)[:, None]
 
 
-class XTransformers(nn.Module):
-    """GPT-2's shape from the package x-transformers, with as much of transformers' interface as the benchmarks use."""
-
-    def __init__(self, config: MetaGPT2Config):
-        super().__init__()
-        from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
-
-        decoder = Decoder(
-            dim=config.hidden_size,
-            depth=config.num_hidden_layers,
-            heads=config.num_attention_heads,
-            attn_dim_head=config.head_size,
-            attn_flash=True,
-        )
-        net = TransformerWrapper(
-            num_tokens=config.vocab_size,
-            max_seq_len=config.max_position_embeddings,
-            tie_embedding=True,
-            attn_layers=decoder,
-        )
-        self.wrapper = AutoregressiveWrapper(net)
-
-    def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> CausalLMOutput:
-        """Logits and mean loss of (batch, length) ids and unshifted labels."""
-        logits = self.wrapper.net(input_ids)
-        return CausalLMOutput(loss=cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), logits=logits)
-
-    def generate(self, input_ids: Tensor, max_new_tokens: int, **_: Any) -> Tensor:
-        """Greedy continuation of (batch, length) ids, the new ones alone."""
-        return self.wrapper.generate(input_ids, max_new_tokens, temperature=0.0)
-
-
 def gpt2_of_transformers(config: MetaGPT2Config) -> GPT2LMHeadModel:
     """transformers' GPT-2 of the sizes in a configuration, without dropout, as the paper trains."""
     return GPT2LMHeadModel(
@@ -166,46 +131,6 @@ def gpt2_of_transformers(config: MetaGPT2Config) -> GPT2LMHeadModel:
             eos_token_id=None,
         )
     )
-
-
-class PlainGPT2(nn.Module):
-    """GPT-2 in as few lines as it takes, its weights named as in transformers."""
-
-    def __init__(self, config: MetaGPT2Config):
-        super().__init__()
-        width = config.hidden_size
-        self.wte, self.wpe = nn.Embedding(config.vocab_size, width), nn.Embedding(config.max_position_embeddings, width)
-        self.h = nn.ModuleList(_PlainBlock(width, config.num_attention_heads) for _ in range(config.num_hidden_layers))
-        self.ln_f = nn.LayerNorm(width)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=config.initializer_range)
-
-    def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> CausalLMOutput:
-        """Logits and mean loss of (batch, length) ids and unshifted labels."""
-        x = self.wte(input_ids) + self.wpe.weight[: input_ids.shape[1]]
-        for block in self.h:
-            x = block(x)
-        logits = self.ln_f(x) @ self.wte.weight.T
-        return CausalLMOutput(loss=cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), logits=logits)
-
-
-class _PlainBlock(nn.Module):
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attn = nn.ModuleDict({"c_attn": nn.Linear(width, 3 * width), "c_proj": nn.Linear(width, width)})
-        self.mlp = nn.Sequential()
-        self.mlp.add_module("c_fc", nn.Linear(width, 4 * width))
-        self.mlp.add_module("act", nn.GELU(approximate="tanh"))
-        self.mlp.add_module("c_proj", nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.attn["c_attn"](self.ln_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attn["c_proj"](mixed.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.ln_2(x))
 
 
 @dataclass(frozen=True)
@@ -240,8 +165,7 @@ class Peer:
 
 
 _PLAIN = {"second_attention": "none"}
-_LEARNED = _PLAIN | {"position_embedding": "learned", "bias": True}
-_LEARNED_TANH, _LEARNED_EXACT = _LEARNED | {"activation": "gelu_new"}, _LEARNED | {"activation": "gelu"}
+_LEARNED = _PLAIN | {"position_embedding": "learned", "bias": True, "activation": "gelu_new"}
 
 
 def _converted(config: MetaGPT2Config) -> MetaGPT2ForCausalLM:
@@ -256,26 +180,6 @@ PEERS = {
     "dense": Peer(
         lambda config: dense_model(MetaGPT2ForCausalLM(config)), {"second_attention": "meta"}, inserts=True, dense=True
     ),
-    "transformers": Peer(gpt2_of_transformers, _LEARNED_TANH),
-    "gpt2-learned": Peer(_converted, _LEARNED_TANH),
-    "transformers-gelu": Peer(gpt2_of_transformers, _LEARNED_EXACT),
-    "gpt2-learned-gelu": Peer(_converted, _LEARNED_EXACT),
-    "x-transformers": Peer(XTransformers, _LEARNED_EXACT),
-    "plain": Peer(PlainGPT2, _LEARNED_TANH),
+    "transformers": Peer(gpt2_of_transformers, _LEARNED),
+    "gpt2-learned": Peer(_converted, _LEARNED),
 }
-
-
-def is_installed(peer: str) -> bool:
-    """Whether the package of a peer is there; only `x-transformers` is optional."""
-    return peer != "x-transformers" or importlib.util.find_spec("x_transformers") is not None
-
-
-def shape_named(name: str) -> Shape:
-    """The shape of that name.
-
-    Raises:
-        UserError: if there is none.
-    """
-    if name not in SHAPES:
-        raise UserError(f"unknown shape {name!r}; the shapes are {', '.join(SHAPES)}.")
-    return SHAPES[name]

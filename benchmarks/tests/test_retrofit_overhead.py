@@ -5,12 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "retrofit_overhead.py"
-
 
 def test_it_writes_a_line_for_each_comparison(tmp_path: Path) -> None:
     sizes = ["--hidden", "64", "--layers", "1", "--length", "32", "--new-tokens", "9", "--rounds", "2"]
-    line = [sys.executable, str(SCRIPT), *sizes, "--out", str(tmp_path / "lines.jsonl")]
+    line = [sys.executable, "-m", "benchmarks.retrofit_overhead", *sizes, "--out", str(tmp_path / "lines.jsonl")]
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(one) for one in (tmp_path / "lines.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -5,6 +5,7 @@ import gc
 import io
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.pytorch_utils import Conv1D
 
-from metatokens.benchmark import peers, speed
-from metatokens.benchmark.contestants import HEATS, Entry, Setting, Unit, make_unit, products_unit
-from metatokens.benchmark.figures import draw, table
-from metatokens.benchmark.speed import device_name, peak_memory, race, run, run_lengths
+from benchmarks.speed import speed
+from benchmarks.speed.__main__ import app
+from benchmarks.speed.contestants import HEATS, Entry, Setting, Unit, make_unit, products_unit
+from benchmarks.speed.cost import flops
+from benchmarks.speed.figures import draw, table
+from benchmarks.speed.speed import device_name, peak_memory, race, run, run_lengths
 from metatokens.errors import UserError
 from metatokens.model.cache import MetaTokenCacheLayer
-from metatokens.model.cost import flops
 from metatokens.records import Timing
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 TINY = Setting(shape="tiny", length=32, batch=2, new_tokens=21, rounds=2, warmup=1, threads=1)
 OURS = [
     pytest.param(benchmark, entry, id=f"{benchmark}-{entry.name}")
@@ -198,9 +199,7 @@ def test_benchmarks_run(benchmark: str) -> None:
     timings = run(benchmark, TINY, memory=False, progress=lambda done, total, _: seen.append((done, total)))
     heats = HEATS[benchmark]
     assert seen == [(done, 3 * len(heats)) for done in range(1, 3 * len(heats) + 1)]
-    assert {timing.model for timing in timings} == {
-        entry.name for heat in heats for entry in heat if peers.is_installed(entry.peer)
-    }
+    assert {timing.model for timing in timings} == {entry.name for heat in heats for entry in heat}
     for timing in timings:
         assert timing.limit == 1 or timing.model != timing.against
         assert (timing.reads is not None) == (timing.flops is None) == (benchmark == "decode")
@@ -219,17 +218,6 @@ def test_only_chosen_contestants_take_part_and_their_baseline() -> None:
 
 
 @pytest.mark.usefixtures("once")
-def test_a_contestant_that_is_not_installed_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    models = ["transformers", "x-transformers"]
-    timings = run("prefill", TINY, models=models, memory=False)
-    assert [timing.model for timing in timings] == ["transformers"]
-    assert capsys.readouterr().err == "x-transformers is not installed and is left out.\n"
-
-
-@pytest.mark.usefixtures("once")
 def test_cost_against_length(tmp_path: Path) -> None:
     timings = run_lengths(TINY, (16, 32), memory=False)
     assert [(timing.length, timing.model) for timing in timings] == [
@@ -240,6 +228,37 @@ def test_cost_against_length(tmp_path: Path) -> None:
     seconds, both = imread(tmp_path / "seconds.png"), imread(tmp_path / "both.png")
     assert seconds.std() > 0 < both.std()
     assert both.shape[1] > seconds.shape[1]  # a panel more
+
+
+def test_the_command_prints_timings_and_draws_them(metatokens: Callable[..., Any], tmp_path: Path) -> None:
+    line = "train --shape tiny --lengths 32 --rounds 2 --warmup 1 --threads 1 --no-memory --contestant meta"
+    status, output, error = metatokens(f"{line} --figure {tmp_path}/ratios.png", app)
+    assert status == 0
+    timings = [Timing.model_validate_json(line) for line in output.splitlines()]
+    assert [(one.model, one.against) for one in timings] == [
+        ("pause", "pause"),
+        ("meta", "pause"),
+        ("gpt2", "gpt2"),
+        ("meta", "gpt2"),
+    ]
+    assert all(len(one.rounds) == one.n == 2 and one.seconds > 0 for one in timings)
+    assert "meta / gpt2" in error
+    assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("speed", "'speed' is not one of 'train', 'answers', 'prefill', 'decode', 'length', 'compile', 'data'"),
+        ("train --shape huge", "'huge' is not one of 'tiny', 'demo'"),
+        ("train --lengths 32,64", "the benchmark train takes one length"),
+        ("train --contestant bert", "'bert' takes no part in the benchmark train"),
+    ],
+)
+def test_a_mistake_is_named(line: str, sentence: str, metatokens: Callable[..., Any]) -> None:
+    status, output, error = metatokens(line, app)
+    assert (status, output) == (2, "")
+    assert sentence in " ".join(error.replace("│", "").split())
 
 
 def test_table_and_figure(trained: list[Timing], tmp_path: Path) -> None:
@@ -287,9 +306,6 @@ def test_peak_memory_is_that_of_what_backward_needs() -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"shape": "huge"}, "unknown shape 'huge'"),
-        ({"dtype": "int8"}, "dtype 'int8' is unknown; allowed are float32, bfloat16"),
-        ({"device": "tpu"}, "device 'tpu' is not available"),
         ({"length": 8}, "a length of at least 16"),
         ({"rounds": 0}, "at least 1 of everything else"),
     ],
@@ -314,13 +330,13 @@ def test_models_are_compiled_where_the_setting_says_so(benchmark: str, monkeypat
 def test_compiled_models_race_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda function, *_, **__: compiled.append(function) or function)
-    timings = run("compile", TINY, models=["meta, compiled", "plain", "plain, compiled"], memory=False)
+    timings = run("compile", TINY, models=["meta, compiled", "transformers", "transformers, compiled"], memory=False)
     assert [(timing.model, timing.against, timing.compiled) for timing in timings] == [
         ("meta", "meta", False),
         ("meta, compiled", "meta", True),
         ("gpt2-learned", "gpt2-learned", False),
-        ("plain", "gpt2-learned", False),
-        ("plain, compiled", "plain", True),
+        ("transformers", "gpt2-learned", False),
+        ("transformers, compiled", "transformers", True),
     ]
     assert len(compiled) == 2
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import typer
 from hypothesis import settings
 
 from metatokens import cli
@@ -129,29 +130,29 @@ def is_thorough(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture
 def metatokens(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Iterator[Callable[[str], tuple[int, str, str]]]:
-    """Runs the command in this process: exit status, standard output, standard error."""
+) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Runs a command line, of `metatokens` by default, in this process: exit status, standard output and error."""
     import torch
 
-    def run(line: str) -> tuple[int, str, str]:
+    def run(line: str, app: typer.Typer = cli.app) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["metatokens", *shlex.split(line)])
         capfd.readouterr()
         status = 0
         try:
-            cli.main()
+            cli.main(app)
         except SystemExit as exit_:
             status = int(exit_.code or 0)
         return status, *capfd.readouterr()
 
     threads = torch.get_num_threads()
     yield run
-    torch.set_num_threads(threads)  # which `benchmark` sets; more than one would wait for each other at full speed
+    torch.set_num_threads(threads)  # which a benchmark sets; more than one would wait for each other at full speed
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real text (C4, WikiText-2, books, the GPT-2 vocabulary), where there is one beside the project."""
-    folder = Path(__file__).parents[2] / "shared" / "data"
+    folder = Path(__file__).parents[1] / "shared" / "data"
     if not folder.is_dir():
         pytest.skip(f"real text is not at {folder}")
     return folder

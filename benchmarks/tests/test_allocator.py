@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "allocator.py"
-
 
 @pytest.mark.thorough
 def test_it_writes_a_line_for_each_figure(tmp_path: Path) -> None:
@@ -22,7 +20,7 @@ def test_it_writes_a_line_for_each_figure(tmp_path: Path) -> None:
         "--out",
         str(tmp_path / "lines.jsonl"),
     ]
-    done = subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "benchmarks.allocator", *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(one) for one in (tmp_path / "lines.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [one["figure"] for one in lines] == ["user", "system", "wall", "peak"]

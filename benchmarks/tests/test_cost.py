@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM
-from metatokens.benchmark.peers import dense_model
-from metatokens.model.cost import (
+from benchmarks.speed.cost import (
     decode_bytes,
     flops,
     forward_products,
     weights,
 )
+from benchmarks.speed.peers import dense_model
+from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM
 
 META = 40
 SECOND = {"gpt2": "none", "twin": "causal", "meta": "meta", "dense": "meta"}

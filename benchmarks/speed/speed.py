@@ -11,7 +11,6 @@ import gc
 import math
 import platform
 import random
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -22,8 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from metatokens.benchmark.contestants import HEATS, Entry, Setting, Unit, make_unit, products_unit
-from metatokens.benchmark.peers import is_installed
+from benchmarks.speed.contestants import HEATS, Entry, Setting, Unit, make_unit, products_unit
 from metatokens.errors import UserError
 from metatokens.machine import keep_freed_memory, worker_context
 from metatokens.records import Benchmark, Timing
@@ -85,7 +83,7 @@ def run_lengths(setting: Setting, lengths: Sequence[int], **options: Any) -> lis
 
 
 def _heats(benchmark: Benchmark, models: Sequence[str] | None) -> list[list[Entry]]:
-    """The heats of the chosen contestants, without those whose package is missing."""
+    """The heats of the chosen contestants."""
     known = [entry.name for heat in HEATS[benchmark] for entry in heat]
     for name in models or ():
         if name not in known:
@@ -94,10 +92,7 @@ def _heats(benchmark: Benchmark, models: Sequence[str] | None) -> list[list[Entr
     for first, *others in HEATS[benchmark]:
         chosen = [entry for entry in others if models is None or entry.name in models]
         if chosen or models is None or first.name in models:
-            heats.append([first, *(entry for entry in chosen if is_installed(entry.peer))])
-            for entry in chosen:
-                if not is_installed(entry.peer):
-                    print(f"{entry.name} is not installed and is left out.", file=sys.stderr)
+            heats.append([first, *chosen])
     return heats
 
 

@@ -12,12 +12,12 @@ import pytest
 import yaml
 from transformers import PreTrainedTokenizerBase
 
+from examples.lm_eval.long_context import LongContextData
+from examples.lm_eval.tasks import app, write_harness_tasks
 from metatokens.data.prompts import encode_prompt
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
 from metatokens.evaluation.accuracy import test_examples as drawn_examples
-from metatokens.harness.long_context import LongContextData
-from metatokens.harness.tasks import write_harness_tasks
 from metatokens.tasks.curriculum import task_texts
 from metatokens.tasks.example import read_examples
 
@@ -169,8 +169,33 @@ def test_without_the_harness_one_sentence_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module("metatokens.harness", run_name="__main__")
+        runpy.run_module("metatokens.evaluation.lm_eval", run_name="__main__")
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        "metatokens: the harness needs lm-evaluation-harness: pip install 'metatokens[lm-eval]'.\n"
+        "metatokens: lm-evaluation-harness is missing: pip install 'metatokens[lm-eval]'.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--tasks needle --lengths 16", "needle cannot be asked in 16 tokens"),
+        ("--lengths 0", "lengths '0' must be"),
+        ("--tasks parity --condition none --lengths 128 -n 2", "the tasks cannot be written to"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_sentence(
+    options: str, sentence: str, metatokens: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    status, _, error = metatokens(f"--model example --out {tmp_path}/file/new {options}", app)
+    assert status == 2
+    assert sentence in error
+
+
+def test_the_command_writes_the_tasks(metatokens: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    line = f"--model example --out {tmp_path}/tasks --tasks parity,needle --lengths 192 -n 2 --train 3"
+    status, _, error = metatokens(line, app)
+    assert (status, error) == (0, f"2 tasks of 2 prompts, and the group metatokens, in {tmp_path}/tasks\n")
+    written = {path.name for path in (tmp_path / "tasks").iterdir()}
+    assert {"metatokens.yaml", "metatokens_parity_paper_192.yaml", "needle_train.jsonl"} <= written

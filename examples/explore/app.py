@@ -1,22 +1,30 @@
-"""A page on which one types a prompt, sets and removes meta-tokens, and sees answers and attention change.
+"""A page where you type a prompt, set and remove meta-tokens, and see answers and attention change.
 
-It is drawn by Gradio, an extra: `pip install 'metatokens[explore]'`.
+    pip install gradio
+    python examples/explore/app.py --model DIR --model OTHER
+
+The folder is a Hugging Face Space as well: upload its files.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Annotated, Any
 
+import gradio
+import typer
 from plotly import graph_objects
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metatokens.analysis.observation import Observation, observe
 from metatokens.checkpoint import fetch_model, load_model
+from metatokens.cli import main
+from metatokens.cli.options import Device, Dtype
+from metatokens.cli.output import say
 from metatokens.data.prompts import encode_prompt
 from metatokens.data.tokenizer import beginning_of, load_tokenizer, meta_token_id
 from metatokens.errors import UserError
@@ -153,21 +161,16 @@ def heat_map(weights: Tensor, labels: Sequence[str], title: str) -> graph_object
     return figure.update_yaxes(autorange="reversed", title="query").update_xaxes(title="key")
 
 
-def build(models: Sequence[Path], **placing: str | None) -> Any:
-    """The page, as Gradio's `Blocks`; its `launch` serves it.
+def build(models: Sequence[Path], **placing: str | None) -> gradio.Blocks:
+    """The page.
 
     Args:
         models: one, or several that answer side by side: folders, `hf:NAME` or `example`.
         **placing: the device and the dtype, as of `load_model`.
 
     Raises:
-        UserError: if there is no Gradio, or a model cannot be loaded.
+        UserError: if a model cannot be loaded.
     """
-    try:
-        import gradio
-    except ImportError as error:
-        raise UserError("explore needs Gradio: pip install 'metatokens[explore]'.") from error
-
     explorer = Explorer(models, **placing)
     first = next(iter(explorer.models.values()))[0].config.get_text_config()
     layers = list(range(first.num_hidden_layers))
@@ -182,7 +185,7 @@ def build(models: Sequence[Path], **placing: str | None) -> Any:
         for told in answers.values():
             values.append(told.probabilities)
             for module in ("attention", "second_attention"):
-                values.append(_plot(gradio, told, module, layer, head))
+                values.append(_plot(told, module, layer, head))
         return values
 
     with gradio.Blocks(title="Meta-tokens", analytics_enabled=False, fill_width=True) as page:
@@ -236,41 +239,28 @@ def build(models: Sequence[Path], **placing: str | None) -> Any:
     return page
 
 
-def serve(page: Any, port: int | None, say: Callable[[str], None]) -> None:
-    """Serve a page to this computer alone, until Ctrl-C.
+def serve(page: gradio.Blocks, port: int | None = None) -> str:
+    """Serve a page in a thread; its address. `port` None takes the first free one.
 
-    Args:
-        page: what `build` made.
-        port: where; None takes the first that is free.
-        say: is told the address.
+    Gradio serves it to this computer alone unless the environment's GRADIO_SERVER_NAME differs, as in a Space. The
+    fonts are the computer's own, since Gradio's would be fetched. No run is kept in the browser: Gradio would keep all
+    maps, and each answer would take longer than the one before.
 
     Raises:
         UserError: if the port is taken.
     """
+    theme = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
     try:
         _, address, _ = page.launch(
-            server_name="127.0.0.1", server_port=port, prevent_thread_lock=True, quiet=True, share=False,
-            footer_links=[], **settings(),
+            server_port=port, prevent_thread_lock=True, quiet=True, share=False, footer_links=[], theme=theme,
+            run_history=False,
         )  # fmt: skip
     except OSError as error:
         raise UserError(f"port {port} is taken; give another." if port else "no port is free.") from error
-    say(f"page: {address}")
-    page.block_thread()
+    return str(address)
 
 
-def settings() -> dict[str, Any]:
-    """What the page is launched with, wherever it is served.
-
-    The letters are those of every computer, since Gradio's own are fetched. No run is kept in the browser: Gradio would
-    keep all maps, and each answer would take longer than the one before.
-    """
-    from gradio.themes import Default
-
-    theme = Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
-    return {"theme": theme, "run_history": False}
-
-
-def _plot(gradio: Any, told: Answer, module: str, layer: int, head: str | int) -> Any:
+def _plot(told: Answer, module: str, layer: int, head: str | int) -> Any:
     """The map of a module, or nothing where the model has none."""
     if (module, layer) not in told.observation.attention:
         return gradio.Plot(visible=False)
@@ -280,3 +270,23 @@ def _plot(gradio: Any, told: Answer, module: str, layer: int, head: str | int) -
     labels = [f"{position} {told.tokens[position]}" for position in inputs.positions.tolist()]
     title = "Causal attention" if module == "attention" else "Second attention"
     return gradio.Plot(heat_map(chosen, labels, title), visible=True)
+
+
+def explore(
+    models: Annotated[
+        list[Path], typer.Option("--model", metavar="DIR|hf:NAME", help="A model; repeatable, to compare several.")
+    ] = [Path("example")],  # noqa: B006  (typer reads it)
+    device: Device = None,
+    dtype: Dtype = None,
+    port: Annotated[int | None, typer.Option(metavar="PORT", help="Port; by default the first free one.")] = None,
+) -> None:
+    """Serve a page where you can try prompts with meta-tokens."""
+    page = build(models, device=device, dtype=dtype)
+    say(f"page: {serve(page, port)}")
+    page.block_thread()
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(explore)
+    main(app)

@@ -1,28 +1,81 @@
 """Tasks for lm-evaluation-harness, written to a folder for its `--include_path`.
 
-For each task and length there is a file of prompts, JSON lines, and the YAML file that describes it to the harness. The
-group `metatokens` is all of them. In a prompt each meta-token is shown as ` _PAUSE_`, which the model reads as one by
-`--model_args marker=_PAUSE_`.
+    python -m examples.lm_eval.tasks --model DIR --out tasks --lengths 128,512,2048 --corpus book.txt
+
+For each task and length there is a file of prompts (JSON lines) and the YAML file that describes it to the harness. The
+group `metatokens` has all of them. A prompt shows each meta-token as ` _PAUSE_`; with `--model_args marker=_PAUSE_` the
+model reads it as one.
 """
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 import yaml
 from transformers import PreTrainedTokenizerBase
 
+from examples.lm_eval.long_context import LONG_CONTEXT_TASKS, LongContextData
+from metatokens.cli import main
+from metatokens.cli.options import CORPUS, SEVERAL, Condition, Out, fetched, parse_lengths
+from metatokens.cli.output import say
+from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
 from metatokens.evaluation.accuracy import TEST_SEED, test_examples
 from metatokens.files import write_whole
-from metatokens.harness.long_context import LONG_CONTEXT_TASKS, LongContextData
 from metatokens.records import MARKER
 from metatokens.tasks import TASKS
+from metatokens.tasks.curriculum import documents_for
 from metatokens.tasks.example import Example
 
 HARNESS_TASKS = (*TASKS, *LONG_CONTEXT_TASKS)
 GROUP = "metatokens"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def write(
+    model: Annotated[
+        Path,
+        typer.Option(metavar="DIR|hf:NAME", callback=fetched, help="The model to be measured, for its tokenizer."),
+    ],
+    out: Out,
+    tasks: Annotated[
+        str, typer.Option(metavar="TASK,...", help="The four tasks, needle and variable_tracking; by default all.")
+    ] = ",".join(HARNESS_TASKS),
+    lengths: Annotated[str, typer.Option(metavar=SEVERAL, help="Longest prompts in tokens.")] = "128,256,512,1024",
+    condition: Condition = "paper",
+    n: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Prompts per length.")] = 500,
+    corpus: Annotated[
+        str,
+        typer.Option(metavar="CORPUS", help=f"Text for copying, and to hide needles and variables in: {CORPUS}."),
+    ] = "builtin",
+    train: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Fine-tuning records of the latter two to write, of the first length.",
+        ),
+    ] = 0,
+) -> None:
+    """Write tasks for lm-evaluation-harness.
+
+    Run them by python -m metatokens.evaluation.lm_eval --model metatokens --include_path DIR --tasks metatokens.
+    """
+    written = write_harness_tasks(
+        out,
+        load_tokenizer(str(model)),
+        tasks=tasks.split(","),
+        lengths=parse_lengths(lengths),
+        n=n,
+        condition=condition,
+        documents=documents_for("copying", corpus),
+        train=train,
+    )
+    say(f"{len(written) - 1} tasks of {n:,} prompts, and the group metatokens, in {out}")
 
 
 def write_harness_tasks(
@@ -117,3 +170,7 @@ def _write_yaml(path: Path, content: dict[str, Any]) -> None:
 
 def _write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+
+
+if __name__ == "__main__":
+    main(app)

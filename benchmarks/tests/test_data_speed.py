@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from metatokens.benchmark import data_speed
-from metatokens.benchmark.data_speed import example_rates, paper_examples, start_times, tokenizing, waiting_share
+from benchmarks.speed import data_speed
+from benchmarks.speed.data_speed import example_rates, paper_examples, start_times, tokenizing, waiting_share
 from metatokens.data.store import TokenStore
 
 

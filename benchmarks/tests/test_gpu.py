@@ -1,34 +1,30 @@
 """The script that measures on a GPU, run to its end on the processor with tiny sizes."""
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import gpu
+from benchmarks.speed.__main__ import app
 from metatokens.records import Timing, read_lines
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Its module, with a test of its own in place of the device's, which run anyway."""
-    spec = importlib.util.spec_from_file_location("gpu", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    """The script's module, with one small test in place of the device's, which `make test` runs anyway."""
     (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")
-    monkeypatch.setattr(module, "TESTS", tmp_path / "test_one.py")
+    monkeypatch.setattr(gpu, "TESTS", tmp_path / "test_one.py")
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--out", str(tmp_path / "out")])
-    return module
+    return gpu
 
 
-def test_it_measures_what_it_names(script: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_measures_what_it_names(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     [(name, arguments)] = [one for one in script.measurements("cpu") if one[0] == "train_64"]
-    script.measurements = lambda device: [(name, [*arguments, "--no-memory"])]
+    monkeypatch.setattr(gpu, "measurements", lambda device: [(name, [*arguments, "--no-memory"])])
     assert script.main() == 0
     train = read_lines(tmp_path / "out" / f"{name}.jsonl", Timing)
     assert {one.model for one in train} == {"gpt2", "pause", "meta", "dense", "transformers", "gpt2-learned"}
@@ -44,11 +40,11 @@ def test_it_measures_what_it_names(script: Any, tmp_path: Path, capfd: pytest.Ca
 def test_what_does_not_fit_or_fails_is_named(
     script: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    script.measurements = lambda device: [("broken", ["train", "--shape", "unknown"])]
+    monkeypatch.setattr(gpu, "measurements", lambda device: [("broken", ["train", "--shape", "unknown"])])
     assert script.main() == 0
     assert "left out: broken (CalledProcessError)" in capfd.readouterr().out
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--minutes", "0"])
-    script.measurements = lambda device: [("late", ["train"])]
+    monkeypatch.setattr(gpu, "measurements", lambda device: [("late", ["train"])])
     assert script.main() == 0
     assert "left out: late\n" in capfd.readouterr().out
 
@@ -56,9 +52,7 @@ def test_what_does_not_fit_or_fails_is_named(
 def test_every_gpu_measurement_is_a_command(script: Any) -> None:
     from typer.main import get_command
 
-    from metatokens.cli import app
-
-    benchmark = get_command(app).commands["benchmark"]
+    benchmark = get_command(app)
     found = script.measurements("cuda")
     assert len({name for name, _ in found}) == len(found) == 6
     for _, arguments in found:

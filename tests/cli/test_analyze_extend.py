@@ -1,11 +1,11 @@
-"""`evaluate --intervention`, `analyze`, `extend` and `benchmark`."""
+"""`evaluate --intervention`, `analyze` and `extend`."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 from metatokens.data.store import TokenStore
-from metatokens.records import Measurement, Timing
+from metatokens.records import Measurement
 from tests.cli.command_lines import SMALL, Run
 
 
@@ -43,19 +43,3 @@ def test_interventions_analyses_and_extension(
     assert (status, error.splitlines()[-1]) == (0, "model: longer")
     rope = json.loads((workplace / "longer" / "config.json").read_text())["rope_parameters"]
     assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 2.0, 32)
-
-
-def test_a_benchmark_prints_timings_and_draws_them(workplace: Path, metatokens: Run) -> None:
-    line = "benchmark train --shape tiny --lengths 32 --rounds 2 --warmup 1 --threads 1 --no-memory --contestant meta"
-    status, output, error = metatokens(f"{line} --figure ratios.png")
-    assert status == 0
-    timings = [Timing.model_validate_json(line) for line in output.splitlines()]
-    assert [(one.model, one.against) for one in timings] == [
-        ("pause", "pause"),
-        ("meta", "pause"),
-        ("gpt2", "gpt2"),
-        ("meta", "gpt2"),
-    ]
-    assert all(len(one.rounds) == one.n == 2 and one.seconds > 0 for one in timings)
-    assert "meta / gpt2" in error
-    assert (workplace / "ratios.png").read_bytes().startswith(b"\x89PNG")

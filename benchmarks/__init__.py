@@ -1,0 +1,1 @@
+"""Benchmarks, started from the repository's root: `python -m benchmarks.NAME`."""

@@ -1,1 +1,0 @@
-"""lm-evaluation-harness: a kind of model for its `--model`, and tasks for its `--tasks`."""
