@@ -4,12 +4,10 @@ A comparison of two implementations is shown beside what these formulas imply. T
 nothing else, as PyTorch's FLOP counter does; norms, activations and copies are what an implementation adds.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from metatokens.model.configuration import MetaGPT2Config
-from metatokens.model.rows import pays
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,6 @@ def forward_products(
     length: int,
     meta_tokens: int = 0,
     scored: int | None = None,
-    asked: int | None = None,
     cached: int = 0,
     cached_meta: int = 0,
     dense: bool = False,
@@ -52,11 +49,7 @@ def forward_products(
         batch: rows of the input.
         length: positions of each row.
         meta_tokens: the most that a row of the input has; rows with fewer are padded to it.
-        scored: positions, of all rows together, whose logits are computed. The last block's feed-forward layer and
-            what follows see no others. None means all.
-        asked: the most positions that the last block's queries come from in a row, if not from all: the scored ones
-            and, with gathered meta-attention, the meta-tokens. None means that no meta-token is scored, and that the
-            rows have as many scored positions each.
+        scored: positions, of all rows together, whose logits are computed. None means all.
         cached: positions of each row in the cache.
         cached_meta: meta-tokens among them.
         dense: meta-attention over all rows under a mask, as the paper computes it, instead of gathered.
@@ -67,33 +60,26 @@ def forward_products(
     width, heads = config.hidden_size, config.num_attention_heads
     inner = config.intermediate_size or 4 * width
 
-    def attention(rows: int, keys: int, *, queries: int | None = None, causal: bool = True) -> list[Product]:
-        """Projections of `rows` positions, and what those among them that ask find in `keys`, their own included."""
-        seen = keys - rows // 2 if causal and skips_masked and queries is None else keys
-        queries = rows if queries is None else queries
+    def attention(rows: int, keys: int, *, causal: bool = True) -> list[Product]:
+        """Projections of `rows` positions, and their attention to `keys`, their own included."""
+        seen = keys - rows // 2 if causal and skips_masked else keys
         return [
             Product(batch * rows, width, 3 * width),
-            Product(queries, width // heads, seen, batch * heads),
-            Product(queries, seen, width // heads, batch * heads),
-            Product(batch * queries, width, width),
+            Product(rows, width // heads, seen, batch * heads),
+            Product(rows, seen, width // heads, batch * heads),
+            Product(batch * rows, width, width),
         ]
 
     products = []
     positions = batch * length
-    scored = positions if scored is None else scored
-    if asked is None:
-        asked = math.ceil(scored / batch) + (meta_tokens if config.second_attention == "meta" else 0)
-    for layer in range(config.num_hidden_layers):
-        few = asked if layer == config.num_hidden_layers - 1 and pays(asked, length) and not dense else None
-        is_twin = config.second_attention == "causal"
-        products += attention(length, cached + length, queries=None if is_twin else few)
-        if is_twin or (config.second_attention == "meta" and dense):
-            products += attention(length, cached + length, queries=few, causal=not dense)
+    for _ in range(config.num_hidden_layers):
+        products += attention(length, cached + length)
+        if config.second_attention == "causal" or (config.second_attention == "meta" and dense):
+            products += attention(length, cached + length, causal=not dense)
         elif config.second_attention == "meta" and meta_tokens:
             products += attention(meta_tokens, cached_meta + meta_tokens, causal=cached_meta == 0)
-        rows = scored if layer == config.num_hidden_layers - 1 else positions
-        products += [Product(rows, width, inner), Product(rows, inner, width)]
-    return [*products, Product(scored, width, config.vocab_size)]
+        products += [Product(positions, width, inner), Product(positions, inner, width)]
+    return [*products, Product(positions if scored is None else scored, width, config.vocab_size)]
 
 
 def weights(config: MetaGPT2Config) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from metatokens.model.cache import MetaTokenCache
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import Rotary
-from metatokens.model.rows import MetaRows, QueryRows
+from metatokens.model.rows import MetaRows
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,8 @@ class DenseMetaAttention(CausalAttention):
         attend: AttentionFunction,
         cache: MetaTokenCache | None,
         log_keys: Tensor | None = None,
-        queries: QueryRows | None = None,
     ) -> tuple[Tensor, None]:
-        """Attend, as `CausalAttention.forward`; `mask` and `attend` are not used, and `queries` are never given."""
+        """Attend, as `CausalAttention.forward`, without `mask` and `attend`."""
         q, k, v = self.project(x, rotary, log_keys=log_keys)
         if cache is not None:
             k, v, *_ = cache.layers[self.layer_index].update_second(k, v, self.slots, torch.full_like(self.slots, -1))
@@ -86,8 +85,8 @@ def dense_model(model: MetaGPT2ForCausalLM) -> MetaGPT2ForCausalLM:
 
     def find(_: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
         """Make the mask once a forward pass, before the first block."""
-        (x,), rows, cache = args, kwargs["meta_rows"], kwargs["past_key_values"]
-        slots, mask = dense_mask(x, rows, cache)
+        (x,), meta, cache = args, kwargs["meta"], kwargs["past_key_values"]
+        slots, mask = dense_mask(x, None if meta is None else meta["rows"], cache)
         for dense in modules:
             dense.slots, dense.mask = slots, mask
 

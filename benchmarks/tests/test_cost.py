@@ -90,24 +90,6 @@ def test_forward_and_backward_equal_the_counter(name: str, position_embedding: s
 
 
 @MODELS
-@pytest.mark.parametrize("meta_counts", [[4, 4, 4], [5, 0, 2], [0, 0, 0]])
-@pytest.mark.parametrize("answer", [1, 3, 5])
-def test_few_answers_equal_the_counter(name: str, meta_counts: list[int], answer: int) -> None:
-    model, ids = tiny(name, position_embedding="none"), batch(meta_counts)
-    labels = ids.masked_fill(ids == META, -100)
-    labels[:, :-answer] = -100
-    is_scored = torch.nn.functional.pad(labels[:, 1:] != -100, (0, 1))
-    is_asked = is_scored | (ids == META) if name == "meta" else is_scored
-    sizes = {"meta_tokens": max(meta_counts), "scored": int(is_scored.sum()), "asked": int(is_asked.sum(dim=1).max())}
-    with Counter() as step:
-        model.train()(ids, labels=labels).loss.backward()
-    needed = forward_products(model.config, batch=3, length=19, dense=name == "dense", **sizes)
-    assert step.products == flops(needed, training=True)
-    in_all_rows = forward_products(model.config, batch=3, length=19, dense=name == "dense", **sizes | {"asked": 19})
-    assert (flops(needed) < flops(in_all_rows)) == (name != "dense" and 2 * sizes["asked"] < 19)
-
-
-@MODELS
 @pytest.mark.parametrize("meta_every", [None, 3])
 def test_generation_equals_the_counter(name: str, meta_every: int | None) -> None:
     model, ids = tiny(name, position_embedding="none"), batch([4, 2])

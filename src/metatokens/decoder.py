@@ -1,8 +1,7 @@
 """What every decoder has: its blocks, its kind of positions, and logits of chosen positions."""
 
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -11,8 +10,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from metatokens.errors import UserError
-from metatokens.model.attention import linear
-from metatokens.model.modeling import MetaGPT2ForCausalLM
 
 PIECE = 2**21  # logits at a time, in 8 MB: a batch's are more than all weights where the vocabulary is large
 
@@ -51,15 +48,10 @@ def logits_at(model: Any, input_ids: Tensor, chosen: Tensor, *, most: int = PIEC
         most: logits of a piece, which is one position at least.
     """
     model = getattr(model, "get_base_model", lambda: model)()  # of PEFT, with its adapters in it
-    if isinstance(model, MetaGPT2ForCausalLM):
-        states = model.model(input_ids, use_cache=False, keep=chosen).last_hidden_state
-        head: Callable[[Tensor], Tensor] = partial(linear, model.lm_head)
-    else:
-        decoder, _ = decoder_of(model)
-        output = decoder(input_ids, use_cache=False)
-        states, head = output[0][chosen], partial(_head, model, decoder, output)
-    for piece in states.split(max(1, most // model.config.get_text_config().vocab_size)):
-        yield head(piece)
+    decoder, _ = decoder_of(model)
+    output = decoder(input_ids, use_cache=False)
+    for piece in output[0][chosen].split(max(1, most // model.config.get_text_config().vocab_size)):
+        yield _head(model, decoder, output, piece)
 
 
 def _head(model: Any, decoder: Any, output: Any, states: Tensor) -> Tensor:

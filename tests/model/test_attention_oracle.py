@@ -150,7 +150,7 @@ def test_a_mask_of_four_dimensions_replaces_the_causal_one_in_both_attentions(
     expected = torch.stack([oracle.logits(row, causal=one[0]) for row, one in zip(rows, seen, strict=True)])
     tolerance = 1e-5 if attention == "eager" else TOLERANCE[position_embedding]  # its softmax is float32
     assert_close(model(torch.tensor(rows), attention_mask=mask).logits, expected, tolerance)
-    last = model(torch.tensor(rows), attention_mask=mask, logits_to_keep=1).logits  # the last block's queries alone
+    last = model(torch.tensor(rows), attention_mask=mask, logits_to_keep=1).logits
     assert_close(last, expected[:, -1:], tolerance)
     weighed = model(torch.tensor(rows), attention_mask=mask, output_attentions=True)
     assert_close(weighed.logits, expected, 1e-5)

@@ -57,17 +57,6 @@ def test_a_cache_counts_the_keys_of_the_whole_sequence(second_attention: str) ->
     assert (rest.logits - whole[:1, 5:]).abs().max() < 1e-11
 
 
-@SECOND
-def test_what_is_asked_for_alone_is_scaled_as_in_all(second_attention: str) -> None:
-    model = scaled_model(second_attention=second_attention)
-    ids, mask = pad(ROWS, "right")
-    whole = model.model(ids, attention_mask=mask).last_hidden_state
-    asked = torch.zeros_like(mask, dtype=torch.bool)
-    asked[:, 5], asked[0, 12] = mask[:, 5].bool(), True
-    kept = model.model(ids, attention_mask=mask, keep=asked).last_hidden_state
-    assert (kept - whole[asked]).abs().max() < 1e-11
-
-
 def test_the_logits_that_an_analysis_reads_are_scaled() -> None:
     model = scaled_model()
     row = ROWS[0]

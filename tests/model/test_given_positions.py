@@ -53,7 +53,7 @@ def gradients(model: MetaGPT2ForCausalLM, loss: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("attention_scale", ["constant", "log_length"])
-@pytest.mark.parametrize("label_columns", [13, 24])  # few enough for the last block to compute them alone, or not
+@pytest.mark.parametrize("label_columns", [13, 24])
 @FAMILIES
 def test_a_training_step_is_that_of_positions_found(
     position_embedding: str, second_attention: str, label_columns: int, attention_scale: str

@@ -1,6 +1,9 @@
-"""What a GPT-2 of transformers is in this family: the same sizes, and its weights under other names."""
+"""Conversion of transformers' GPT-2: the same sizes, and its weights under other names."""
 
-from torch import Tensor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from metatokens.errors import UserError
@@ -20,12 +23,42 @@ _NAMES = {
 }
 
 
-def configuration_of(gpt2: GPT2Config, second_attention: SecondAttention) -> MetaGPT2Config:
-    """The configuration of a converted GPT-2: see `MetaGPT2ForCausalLM.from_gpt2`.
+class FromGPT2:
+    """Mixin for a language model that can be converted from GPT-2."""
 
-    Raises:
-        UserError: if the model uses a GPT-2 option that this family lacks.
-    """
+    @classmethod
+    def from_gpt2(cls: Any, hf_model: GPT2LMHeadModel, second_attention: SecondAttention = "none") -> Any:
+        """Convert a transformers GPT-2; the logits of its vocabulary stay the same.
+
+        The output projection of a second attention module starts at zero, so that the function is unchanged until it is
+        trained. The vocabulary is then padded to a multiple of 64 rows. The first new row is the meta-token; its
+        embedding is the mean of the others. With `"none"` the vocabulary is kept as it is.
+
+        Args:
+            hf_model: the model to convert; it is not changed.
+            second_attention: the module to add.
+
+        Raises:
+            UserError: if the model is no GPT-2, or uses an option of GPT-2 that this family lacks.
+        """
+        if not isinstance(hf_model, GPT2LMHeadModel):
+            raise UserError(f"a {type(hf_model).__name__} cannot be converted; give transformers' GPT2LMHeadModel.")
+        config = _configuration_of(hf_model.config, second_attention)
+        model = cls(config).to(hf_model.dtype)
+        weights = _weights_of(hf_model)
+        embedding = weights["model.embed_tokens.weight"]
+        new_rows = embedding.mean(dim=0).expand(config.vocab_size - len(embedding), -1)
+        weights["model.embed_tokens.weight"] = torch.cat([embedding, new_rows])
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert not unexpected
+        assert all("second_" in name or name == "lm_head.weight" for name in missing)
+        model.tie_weights()
+        for layer in model.model.layers if second_attention != "none" else ():
+            nn.init.zeros_(layer.second_attention.out_proj.weight)
+        return model.to(hf_model.device).train(hf_model.training)
+
+
+def _configuration_of(gpt2: GPT2Config, second_attention: SecondAttention) -> MetaGPT2Config:
     if gpt2.scale_attn_by_inverse_layer_idx or gpt2.add_cross_attention or not gpt2.scale_attn_weights:
         raise UserError("only the plain GPT-2 can be converted (no cross-attention, attention scaled by sqrt(d)).")
     if not gpt2.tie_word_embeddings:
@@ -52,8 +85,8 @@ def configuration_of(gpt2: GPT2Config, second_attention: SecondAttention) -> Met
     )
 
 
-def weights_of(hf_model: GPT2LMHeadModel) -> dict[str, Tensor]:
-    """A GPT-2's weights under this family's names; its Conv1D stores them transposed."""
+def _weights_of(hf_model: GPT2LMHeadModel) -> dict[str, Tensor]:
+    """The weights under this family's names; GPT-2's Conv1D stores them transposed."""
     renamed = {}
     for name, weight in hf_model.state_dict().items():
         transposed = name.endswith("weight") and any(part in name for part in (".c_attn.", ".c_proj.", ".c_fc."))

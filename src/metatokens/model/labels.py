@@ -1,22 +1,23 @@
-"""Which tokens a language model is trained to predict: all but meta-tokens (paper, section 3)."""
+"""Labels: which tokens a language model is trained to predict, and where its logits are scored."""
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
 def without_meta_tokens(
     labels: Tensor, meta_token_id: int | None, kwargs: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Labels without meta-tokens, and how many there are in the whole batch without them.
+    """Labels, and the number of labels in the whole batch, without meta-tokens, which incur no loss (paper, section 3).
 
-    Of the other parts of a batch whose gradients are accumulated the share of meta-tokens is taken to be the same.
+    Under gradient accumulation, assumes that every micro-batch has the same share of meta-tokens.
 
     Args:
         labels: (batch, length), -100 where nothing is to be predicted.
         meta_token_id: the model's; None if it has none.
-        kwargs: further arguments of the model, of which `num_items_in_batch`, if it is there, counts labels, and
-            `shift_labels` are the labels of the tokens that follow.
+        kwargs: further arguments of the model. `num_items_in_batch` counts labels; `shift_labels` are the labels of the
+            tokens that follow.
     """
     if meta_token_id is None:
         return labels, kwargs
@@ -26,6 +27,21 @@ def without_meta_tokens(
         kwargs = kwargs | {"shift_labels": following.masked_fill(following == meta_token_id, -100)}
     if kwargs.get("num_items_in_batch") is not None:
         share = 1 - is_meta[:, 1:].sum() / (labels[:, 1:] != -100).sum().clamp(min=1)
-        share = share.clamp(min=1e-6)  # of meta-tokens alone the loss is 0
+        share = share.clamp(min=1e-6)  # the loss of meta-tokens alone is 0, not 0 / 0
         kwargs = kwargs | {"num_items_in_batch": kwargs["num_items_in_batch"] * share}
     return labels.masked_fill(is_meta, -100), kwargs
+
+
+def scored_labels(labels: Tensor, scored_positions: Tensor | None) -> tuple[Any, Tensor]:
+    """The positions that a label scores, as an index of (batch, length), and the labels there.
+
+    Args:
+        labels: (batch, length), the input's own ids, -100 where nothing is to be predicted.
+        scored_positions: (batch, most), these positions, -1 where a row has fewer; None finds them, by a device sync.
+    """
+    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    if scored_positions is None:
+        is_scored = targets != -100
+        return is_scored, targets[is_scored]
+    index = torch.arange(len(targets), device=targets.device)[:, None], scored_positions.clamp(min=0)
+    return index, targets[index].masked_fill(scored_positions < 0, -100)

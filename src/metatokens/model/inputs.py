@@ -1,0 +1,94 @@
+"""The inputs of one forward pass as transformers gives them: caches, padding, masks, attention functions."""
+
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from metatokens.model.attention import AttentionFunction
+from metatokens.model.positions import check_positions, position_ids_from_mask
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpan:
+    """The tokens that one forward pass reads: those that follow the cached ones.
+
+    Attributes:
+        cached: the number of tokens in the cache; a tensor if the cache is static, since only the device knows it.
+        cache_position: (length,) int64, the tokens' places in the cache.
+        padding_mask: (batch, cached + length), 1 at real tokens; None if there is no mask, or one of four dimensions.
+            For a static cache it may be longer than what has been read.
+        columns: which columns of `padding_mask` are those of the tokens.
+        is_static: whether the cache is static.
+    """
+
+    cached: int | Tensor
+    cache_position: Tensor
+    padding_mask: Tensor | None
+    columns: slice | Tensor
+    is_static: bool
+
+    @classmethod
+    def of(cls, x: Tensor, attention_mask: Tensor | None, cache: Cache | None) -> "InputSpan":
+        """The span of the embeddings x, (batch, length, width)."""
+        length = x.shape[1]
+        cached = 0 if cache is None else cache.get_seq_length()
+        cache_position = torch.arange(length, device=x.device) + cached
+        padding_mask = None if attention_mask is None or attention_mask.ndim == 4 else attention_mask
+        is_static = cache is not None and cache.is_compileable
+        columns = cache_position if is_static else slice(-length, None)
+        return cls(cached, cache_position, padding_mask, columns, is_static)
+
+    def position_ids(self) -> Tensor:
+        """Default positions, (batch or 1, length): real tokens counted from 0."""
+        if self.padding_mask is None:
+            return self.cache_position[None]
+        return position_ids_from_mask(self.padding_mask)[:, self.columns]
+
+    def check_positions(self, config: PreTrainedConfig, position_ids: Tensor) -> None:
+        """Refuse positions beyond a learned table; a compiled graph, which cannot look at them, takes them all."""
+        if not torch.compiler.is_compiling():
+            check_positions(config, int(self.cached) + len(self.cache_position), position_ids)
+
+    def real(self, chosen: Tensor) -> Tensor:
+        """`chosen`, (batch, length) bool, without padding."""
+        return chosen if self.padding_mask is None else chosen & self.padding_mask[:, self.columns].bool()
+
+    def key_counts(self, attention_mask: Tensor | None) -> Tensor:
+        """How many keys each query sees, (batch or 1, length)."""
+        if attention_mask is None:
+            return self.cache_position[None] + 1
+        if self.padding_mask is not None:
+            return self.padding_mask.long().cumsum(dim=1)[:, self.columns]
+        is_seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask > -1e4
+        return is_seen[:, 0].sum(dim=-1)
+
+
+def attention_function(
+    config: PreTrainedConfig,
+    x: Tensor,
+    attention_mask: Tensor | None,
+    cache: Cache | None,
+    packed_positions: Tensor | None,
+    *,
+    needs_weights: bool,
+) -> tuple[AttentionFunction, Any]:
+    """The attention function, and the causal mask M in the form that this function takes.
+
+    Only the eager function returns attention weights, so it replaces any other where they are needed. From positions
+    transformers infers packed sequences, one at each jump, so it gets none unless the sequences are packed.
+    """
+    if needs_weights and config._attn_implementation != "eager":
+        config = copy(config)
+        config._attn_implementation = "eager"
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
+    mask = create_causal_mask(config, x, attention_mask, cache, packed_positions)
+    if attend is eager_attention_forward and mask.dtype == torch.bool:  # a given mask of four dimensions; to be added
+        mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, torch.finfo(x.dtype).min)
+    return attend, mask
