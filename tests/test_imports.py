@@ -22,6 +22,7 @@ ORDER = [
     "data",
     "decoder",
     "retrofit",
+    "untrusted",
     "checkpoint",
     "tasks",
     "training",

@@ -1,89 +1,74 @@
-"""Model folders on disk: safetensors, and a manifest of checksums that is written last.
+"""Model folders: saved with checksums, and loaded from safetensors without running any code in them.
 
-A folder with a `manifest.json` is complete, and every file in it has the checksum that the manifest gives. A folder
+A folder with a `manifest.json` is complete: the manifest is written last and has the checksum of every file. A folder
 without one, such as a model that another program saved, is read as transformers reads it, from safetensors alone.
-Whatever a folder holds, no code of it is run, and its sizes are looked at before anything is allocated.
 """
 
 import json
 import re
 from collections.abc import Set
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
 from metatokens.decoder import position_embedding_of
-from metatokens.errors import UserError
+from metatokens.errors import UserError, one_line
 from metatokens.files import (
+    DAMAGED,
     LOCK,
     PARTIAL,
     file_sha256,
     found_from,
     library_writes,
     name_from,
+    read_json,
     sha256_of,
     write_whole,
 )
 from metatokens.machine import local_rank
-from metatokens.model.configuration import (
-    MAX_LAYERS,
-    REMOTE_CODE_FILE,
-    MetaGPT2Config,
-    SecondAttention,
-    check_memory,
-    parameters_at_least,
-)
+from metatokens.model.configuration import REMOTE_CODE_FILE, MetaGPT2Config, SecondAttention, parameters_at_least
 from metatokens.model.modeling import MetaGPT2ForCausalLM
-from metatokens.retrofit.classes import MODEL_TYPE, MetaModel, MetaTokensConfig
+from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
 from metatokens.retrofit.saving import DELTA, DELTA_WEIGHTS, base_of, load_meta, save_meta
+from metatokens.untrusted import MAX_CONFIG_BYTES, read_config
 
 LanguageModel: TypeAlias = MetaGPT2ForCausalLM | PreTrainedModel
 
+EXAMPLE = Path(__file__).parent / "example"  # the bundled model, and make.sh, which made it
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
+SHARDS = "model.safetensors.index.json"  # names the file of each tensor, where weights are in several files
 ADAPTER = "adapter_config.json"  # of an adapter that PEFT saved
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-SHARDS = "model.safetensors.index.json"  # which of several files of weights holds which tensor
 
+_MAX_INDEX_BYTES = 2**24
 _CLASSES = {MetaGPT2Config: MetaGPT2ForCausalLM, GPT2Config: GPT2LMHeadModel}
-# Models that see what comes later, unless they are told not to, are in both.
+# Encoder models that can also run as decoders (BERT, say) are in both lists.
 _DECODERS = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
-_KINDS = {config_class.model_type: config_class for config_class in _CLASSES}
-_OLD_MASK = re.compile(r"\.attn\.attention\.(masked_)?bias$")  # of a published GPT-Neo, next to its weights
-_MAX_CONFIG_BYTES, _MAX_INDEX_BYTES = 2**20, 2**24
-# Read beside what the configuration's own class declares. Whatever else transformers would take from a config.json is
-# left out: names of code to run or to download, tables of any size.
-_FURTHER_FIELDS = {
-    *("dtype", "torch_dtype", "meta_token_id", "unpadded_vocab_size", "attention_layers"),
-    # Rotary positions as releases of transformers before 5 wrote them.
-    *("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "rope_local_base_freq"),
-    *("global_rope_theta", "local_rope_theta", "sliding_window_pattern"),
-}
-_RETROFITTED = {"base_model_type", "architectures", "meta_attention", "position_embedding"}
-_WRONG_VALUES = (TypeError, LookupError, AttributeError, ArithmeticError)  # what transformers makes of some
+_KINDS = {"meta_gpt2", "gpt2", MODEL_TYPE, *_DECODERS}
+_OLD_MASK = re.compile(r"\.attn\.attention\.(masked_)?bias$")  # buffers in published GPT-Neo checkpoints
+
+
+# --- manifests
 
 
 def write_manifest(folder: Path) -> None:
-    """Record the SHA-256 of every file in `folder` (not of its subfolders), which marks it as complete."""
+    """Record the SHA-256 of every file in `folder`, but not in its subfolders, which marks it as complete."""
     others = (MANIFEST, MANIFEST + PARTIAL, LOCK)
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in others]
     sums = {path.name: file_sha256(path) for path in files}
@@ -91,21 +76,25 @@ def write_manifest(folder: Path) -> None:
 
 
 def verify_manifest(folder: Path) -> None:
-    """Compare a folder with its manifest.
-
-    Raises:
-        UserError: if a file is missing, cut short or changed; the sentence names it.
-    """
+    """Raise a `UserError` that names the first file of a folder that is missing or is not what its manifest records."""
     try:
         sums = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"].items()
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except DAMAGED as error:
         raise UserError(f"{folder / MANIFEST} is missing or damaged, so {folder} may not be complete.") from error
     files = {path.name for path in folder.iterdir() if path.is_file()}
     for name, expected in sums:
-        if name not in files:  # nor is a name taken that leads out of the folder
+        if name not in files:  # also refuses names that lead out of the folder
             raise UserError(f"{' '.join(str(folder / name).split())} is missing: the checkpoint is not complete.")
         if file_sha256(folder / name) != expected:
             raise UserError(f"{folder / name} is damaged: its checksum is not the one in {MANIFEST}.")
+
+
+def _verify_if_present(folder: Path) -> None:
+    if (folder / MANIFEST).exists():
+        verify_manifest(folder)
+
+
+# --- saving
 
 
 def save_model(
@@ -114,7 +103,13 @@ def save_model(
     folder: Path,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write model and tokenizer to `folder`, the manifest last; `weights` in place of the model's own, if given.
+    """Write a model and its tokenizer to `folder`, the manifest last.
+
+    Args:
+        model: any model that `load_model` returns. A retrofitted one whose base is elsewhere is saved by `save_meta`.
+        tokenizer: the model's tokenizer.
+        folder: where to write.
+        weights: what to save instead of the model's own weights.
 
     Raises:
         OSError: if they cannot be written.
@@ -131,81 +126,72 @@ def save_model(
 
 
 def name_base(model: Any, folder: Path) -> None:
-    """Have the adapter of a model, which PEFT has saved in `folder`, name its base as seen from there."""
+    """Rewrite the adapter that PEFT saved in `folder`, if it did, to name its base relative to the folder."""
     if (folder / ADAPTER).is_file():
         given = json.loads((folder / ADAPTER).read_bytes())
-        given["base_model_name_or_path"] = name_from(
-            folder, getattr(model, "read_from", "") or given["base_model_name_or_path"]
-        )
+        base = getattr(model, "read_from", "") or given["base_model_name_or_path"]
+        given["base_model_name_or_path"] = name_from(folder, base)
         write_whole(folder / ADAPTER, json.dumps(given, indent=1).encode())
-        (folder / "README.md").unlink(missing_ok=True)  # a form to fill in, with the base's path
+        (folder / "README.md").unlink(missing_ok=True)  # PEFT's form to fill in, with the base's absolute path
+
+
+# --- files of weights
 
 
 def weights_sha256(folder: Path) -> str:
-    """The checksum of a model's weights, or of their shards' checksums; it tells two models apart wherever they are.
-
-    Raises:
-        UserError: if there are no weights.
-    """
-    files = _weight_files(folder)
-    try:
-        sums = [file_sha256(file) for file in files]
-    except OSError as error:
-        raise UserError(f"there is no model in {folder}: it has no {WEIGHTS}.") from error
+    """Checksum of a model's weights, its base's included. Equal models have equal ones, wherever they are."""
+    files = _existing_weights(folder)
+    sums = [file_sha256(file) for file in files]
     return sums[0] if files == [folder / WEIGHTS] else sha256_of("".join(sums).encode())
 
 
 def weights_size(folder: Path) -> int:
-    """Bytes of a model's weights on disk.
+    """Bytes of a model's weights on disk, its base's included."""
+    return sum(file.stat().st_size for file in _existing_weights(folder))
 
-    Raises:
-        UserError: if there are none.
-    """
-    try:
-        return sum(file.stat().st_size for file in _weight_files(folder))
-    except OSError as error:
-        raise UserError(f"there is no model in {folder}: it has no {WEIGHTS}.") from error
+
+def _existing_weights(folder: Path) -> list[Path]:
+    files = _weight_files(folder)
+    if not all(file.is_file() for file in files):
+        raise UserError(f"there is no model in {folder}: it has no {WEIGHTS}.")
+    return files
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The file of a model's weights, or the shards that an index names, in the order of their names.
-
-    Raises:
-        UserError: if the index is damaged, or a shard is missing.
-    """
+    """The files that hold a model's weights, its base's included; WEIGHTS even where there is no such file."""
     if not (folder / WEIGHTS).exists():
         if (folder / DELTA_WEIGHTS).exists():
-            return [folder / DELTA_WEIGHTS, *_weight_files(_there(folder, base_of(folder)))]
+            return [folder / DELTA_WEIGHTS, *_weight_files(_base_folder(folder, base_of(folder)))]
         if (folder / ADAPTER_WEIGHTS).exists():
             return [folder / ADAPTER_WEIGHTS, *_weight_files(_adapted_folder(folder))]
         if (file := gguf_file(folder)) is not None:
             return [file]
-    if (folder / WEIGHTS).exists() or not (folder / SHARDS).exists():
-        return [folder / WEIGHTS]
+        if (folder / SHARDS).exists():
+            return _shards(folder)
+    return [folder / WEIGHTS]
+
+
+def _shards(folder: Path) -> list[Path]:
     try:
-        if (folder / SHARDS).stat().st_size > _MAX_INDEX_BYTES:
-            raise ValueError(f"it has more than {_MAX_INDEX_BYTES:,} bytes")
-        names = sorted(set(json.loads((folder / SHARDS).read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, RecursionError, *_WRONG_VALUES) as error:
-        raise UserError(f"{folder / SHARDS} does not say where the weights are: {_one_line(error)}") from error
-    there = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
+        names = sorted(set(read_json(folder / SHARDS, _MAX_INDEX_BYTES)["weight_map"].values()))
+    except DAMAGED as error:
+        raise UserError(f"{folder / SHARDS} does not say where the weights are: {one_line(error)}.") from error
+    present = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
     for name in names:
-        if name not in there:  # nor is a name taken that leads out of the folder, or to a pickle
+        if name not in present:  # also refuses pickles, and names that lead out of the folder
             shown = " ".join(str(name).split())[:100]
             raise UserError(f"the weights in {folder} are not complete: there is no {shown}, which {SHARDS} names.")
     return [folder / name for name in names]
 
 
-EXAMPLE = Path(__file__).parent / "example"  # what made it stands in it, make.sh
+# --- where a model is
 
 
 def fetch_model(spec: Path) -> Path:
-    """The folder of a model: `spec` itself, or where the Hugging Face Hub's model of the name in `hf:NAME` is kept.
+    """The folder that a user means by `spec`: a folder, `hf:NAME` for a model of the Hub, or `example`.
 
-    `example`, where there is no folder of that name, is the small model that comes with the package.
-
-    Raises:
-        UserError: if the Hub gives no such model, and none was fetched before.
+    A model of the Hub is downloaded unless it is in the cache. `example` is the bundled model, unless there is a
+    folder of that name.
     """
     prefix, _, name = spec.as_posix().partition(":")
     if prefix == "example" and not spec.exists():
@@ -213,24 +199,52 @@ def fetch_model(spec: Path) -> Path:
     if prefix != "hf":
         return spec
     tokenizer = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
-    patterns = [*tokenizer, WEIGHTS, "model-*-of-*.safetensors", REMOTE_CODE_FILE]  # which is not run
+    patterns = [*tokenizer, WEIGHTS, "model-*-of-*.safetensors", REMOTE_CODE_FILE]  # the last is never run
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:
-        raise UserError(f"the Hugging Face Hub gave no model {name!r}: {_one_line(error)}") from error
+        raise UserError(f"the Hugging Face Hub gave no model {name!r}: {one_line(error)}.") from error
 
 
-def check_placing(device: str | None, dtype: str | None) -> None:
-    """Refuse a device that is not there, or a type of numbers that `load_model` does not take.
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path names, or that a folder without a `config.json` holds."""
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    files = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise UserError(f"{path} holds {len(files)} GGUF files, such as {files[0].name}; name one of them.")
+    return next(iter(files), None)
 
-    Raises:
-        UserError: if one of them is given and cannot be had.
-    """
-    for given, allowed in ((device, (None, "cpu", "cuda")), (dtype, (None, "float32", "bfloat16"))):
-        if given not in allowed:
-            raise UserError(f"unknown {given!r}; choose {' or '.join(filter(None, allowed))}.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("there is no GPU that PyTorch can use; leave --device out, or give cpu.")
+
+def _base_folder(folder: Path, name: str) -> Path:
+    """The folder of the base that a delta or an adapter in `folder` names, by a path (`name_from`) or on the Hub."""
+    base = Path(found_from(folder, name))
+    if not base.exists() and (name.startswith("../") or base.is_absolute()):
+        raise UserError(f"the base of {folder} is not at {folder / name}: put it there (a link will do).")
+    return base if base.exists() else fetch_model(Path(f"hf:{base.as_posix()}"))
+
+
+def _adapted_folder(folder: Path) -> Path:
+    """The folder of the base of an adapter in `folder`."""
+    try:
+        name = read_json(folder / ADAPTER, MAX_CONFIG_BYTES)["base_model_name_or_path"]
+        found_from(folder, name)  # whether it can be a name at all
+    except DAMAGED as error:
+        raise UserError(f"{folder / ADAPTER} does not say what the adapter belongs to.") from error
+    base = _base_folder(folder, name)
+    if (base / ADAPTER).is_file():  # possibly the same one
+        raise UserError(f"the adapter in {folder} belongs to another adapter, {base}.")
+    return base
+
+
+def _models_below(folder: Path) -> str:
+    """The nearest models below a folder that holds none, such as those of a run's phases, as the end of a sentence."""
+    levels = (sorted(folder.glob(f"{'*/' * depth}config.json")) for depth in (1, 2, 3))
+    nearest = next(filter(None, levels), [])[:3]
+    return f"; there are models in {', '.join(str(path.parent) for path in nearest)}" if nearest else ""
+
+
+# --- loading
 
 
 def load_model(
@@ -240,61 +254,56 @@ def load_model(
     device: str | None = None,
     dtype: str | None = None,
 ) -> LanguageModel:
-    """Load a checkpoint of this package or of any causal language model of transformers.
+    """Load a model of this package, a retrofitted one, or any other causal language model of transformers.
 
-    A GPT-2 is converted. Any other model stays as it is, without a meta-token (`config.meta_token_id` is None).
+    A GPT-2 is converted to a `MetaGPT2ForCausalLM`. Any other model of transformers stays as it is, and has no
+    meta-token: its `config.meta_token_id` is None.
 
     Args:
-        folder: holds `config.json` and `model.safetensors`, or the shards and the index that transformers writes; or
-            what `save_meta` wrote, whose base is where it was: on disk or on the Hub.
-        second_attention: what a GPT-2 is to be given (`MetaGPT2ForCausalLM.from_gpt2`); other checkpoints have theirs.
+        folder: a folder that `save_model`, transformers' `save_pretrained`, `save_meta` or PEFT wrote. The base of a
+            delta or of an adapter is loaded from where it was, on disk or on the Hub.
+        second_attention: the second attention to give a GPT-2 (`MetaGPT2ForCausalLM.from_gpt2`).
         device: `cpu` or `cuda`; by default the GPU if there is one.
-        dtype: `float32` or `bfloat16`; by default that of the weights on disk. What was added to a base is in float32.
+        dtype: `float32` or `bfloat16`; by default that of the weights on disk. Meta-attention that was added to a base
+            stays in float32.
+
+    Returns:
+        The model, in evaluation mode.
 
     Raises:
-        UserError: if there is no model, it is of another kind, cut short or damaged; or no such device or type.
+        UserError: if the folder holds no such model, or a file is missing or damaged; if there is no such device or
+            type of numbers.
     """
     check_placing(device, dtype)
     is_whole = (folder / WEIGHTS).is_file() or (folder / SHARDS).is_file()
-    if (folder / DELTA).is_file() and not is_whole:
-        _verify(folder)
-        model: Any = load_meta(load_base(_there(folder, base_of(folder)), dtype), folder)
-        model.base_is_elsewhere, model.read_from = True, str(folder)
-        model.name_or_path = model.config.name_or_path = ""  # PEFT would look for a configuration under that name
-        return _placed(model, device)
-    if (folder / ADAPTER).is_file() and not is_whole:
+    if not is_whole and (folder / ADAPTER).is_file():
         return _with_adapter(folder, device, dtype)
-    model = _load(folder, {*_KINDS, MODEL_TYPE, *_DECODERS}, dtype)
-    if isinstance(model, MetaModel | MetaGPT2ForCausalLM):
-        return _placed(model, device)
-    if isinstance(model, GPT2LMHeadModel):
-        model = MetaGPT2ForCausalLM.from_gpt2(model, second_attention or "none")
+    if not is_whole and (folder / DELTA).is_file():
+        model = _with_delta(folder, dtype)
     else:
-        model.config.meta_token_id, model.config.position_embedding = None, position_embedding_of(model)
-    return _placed(model, device)
+        model = _load(folder, _KINDS, dtype)
+        if isinstance(model, GPT2LMHeadModel):
+            model = MetaGPT2ForCausalLM.from_gpt2(model, second_attention or "none")
+        elif not isinstance(model, MetaModel | MetaGPT2ForCausalLM):
+            model.config.meta_token_id, model.config.position_embedding = None, position_embedding_of(model)
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    return model.to(f"cuda:{local_rank() % gpus}") if gpus else model  # a process may see its own GPU alone
 
 
-def _there(folder: Path, name: str) -> Path:
-    """The base that a delta or an adapter in `folder` calls `name` (see `name_from`), fetched if it is on the Hub.
-
-    Raises:
-        UserError: if it is neither where it was on disk nor on the Hub.
-    """
-    base = Path(found_from(folder, name))
-    if not base.exists() and (name.startswith("../") or base.is_absolute()):
-        raise UserError(f"the base of {folder} is not at {folder / name}: put it there (a link will do).")
-    return base if base.exists() else fetch_model(Path(f"hf:{base.as_posix()}"))
+def check_placing(device: str | None, dtype: str | None) -> None:
+    """Refuse a device or a type of numbers that `load_model` does not take, or a GPU where there is none."""
+    for given, allowed in ((device, (None, "cpu", "cuda")), (dtype, (None, "float32", "bfloat16"))):
+        if given not in allowed:
+            raise UserError(f"unknown {given!r}; choose {' or '.join(filter(None, allowed))}.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("there is no GPU that PyTorch can use; leave --device out, or give cpu.")
 
 
 def load_base(folder: Path, dtype: str | None = None) -> PreTrainedModel:
-    """Load a causal language model of transformers, for `add_meta_attention`: of a folder, or of a GGUF file.
-
-    Raises:
-        UserError: if there is none, or it is damaged.
-    """
+    """Load a causal language model of transformers for `add_meta_attention`, from a folder or a GGUF file."""
     if (file := gguf_file(folder)) is None:
         return _load(folder, _DECODERS, dtype, is_base=True)
-    # Weights as numbers; so releases that have no such configuration read them anyway.
+    # Dequantised. Releases of transformers without GgufConfig always do that.
     plain = getattr(transformers, "GgufConfig", lambda dequantize: None)(dequantize=True)
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -302,36 +311,27 @@ def load_base(folder: Path, dtype: str | None = None) -> PreTrainedModel:
         )
     except ImportError as error:
         raise UserError("a model in GGUF form needs the package gguf: pip install gguf.") from error
-    except Exception as error:  # gguf and transformers raise whatever a damaged file leads to
-        raise UserError(f"{file} cannot be read: {_one_line(error)}") from error
+    except Exception as error:  # gguf and transformers raise many types for a damaged file
+        raise UserError(f"{file} cannot be read: {one_line(error)}.") from error
     if model.config.model_type not in _DECODERS:
         raise UserError(f"{file} holds a {model.config.model_type} model, which is no decoder that is known here.")
     return model
 
 
-def gguf_file(path: Path) -> Path | None:
-    """The GGUF file that a path names, or that a folder without a `config.json` holds.
-
-    Raises:
-        UserError: if the folder holds several.
-    """
-    if path.suffix == ".gguf" and path.is_file():
-        return path
-    files = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
-    if len(files) > 1:
-        raise UserError(f"{path} holds {len(files)} GGUF files, such as {files[0].name}; name one of them.")
-    return next(iter(files), None)
+def _with_delta(folder: Path, dtype: str | None) -> Any:
+    """The base of a delta that `save_meta` wrote to `folder`, with the delta in it."""
+    _verify_if_present(folder)
+    model: Any = load_meta(load_base(_base_folder(folder, base_of(folder)), dtype), folder)
+    model.base_is_elsewhere, model.read_from = True, str(folder)
+    model.name_or_path = model.config.name_or_path = ""  # PEFT would look for a configuration under that name
+    return model
 
 
 def _with_adapter(folder: Path, device: str | None, dtype: str | None) -> Any:
-    """The model that PEFT saved an adapter of, with the adapter.
-
-    Raises:
-        UserError: if the adapter is damaged, its base is not there, or PEFT is not.
-    """
-    _verify(folder)
+    """The base of an adapter that PEFT saved in `folder`, wrapped with the adapter."""
+    _verify_if_present(folder)
     base = _adapted_folder(folder)
-    if not (folder / ADAPTER_WEIGHTS).is_file():  # nor is a pickle taken
+    if not (folder / ADAPTER_WEIGHTS).is_file():  # PEFT would take a pickle instead
         raise UserError(f"there is no adapter in {folder}: it has no {ADAPTER_WEIGHTS}.")
     model = load_model(base, device=device, dtype=dtype)
     try:
@@ -341,47 +341,19 @@ def _with_adapter(folder: Path, device: str | None, dtype: str | None) -> Any:
         own = adapted.peft_config["default"]
         adapted.read_from = found_from(folder, str(own.base_model_name_or_path))
         own.base_model_name_or_path = model.name_or_path  # where PEFT looks for a configuration
-        return adapted
-    except (ImportError, SafetensorError, OSError, RuntimeError, ValueError, *_WRONG_VALUES) as error:
-        raise UserError(f"the adapter in {folder} cannot be read: {_one_line(error)}") from error
-
-
-def _adapted_folder(folder: Path) -> Path:
-    """The base of an adapter.
-
-    Raises:
-        UserError: if its file is damaged, or the base is not there.
-    """
-    try:
-        if (folder / ADAPTER).stat().st_size > _MAX_CONFIG_BYTES:
-            raise ValueError(f"it has more than {_MAX_CONFIG_BYTES:,} bytes")
-        base = _there(folder, json.loads((folder / ADAPTER).read_bytes())["base_model_name_or_path"])
-    except UserError:
-        raise
-    except (OSError, ValueError, RecursionError, *_WRONG_VALUES) as error:
-        raise UserError(f"{folder / ADAPTER} does not say what the adapter belongs to.") from error
-    if (base / ADAPTER).is_file():  # which might be this one
-        raise UserError(f"the adapter in {folder} belongs to another adapter, {base}.")
-    return base
-
-
-def _verify(folder: Path) -> None:
-    if (folder / MANIFEST).exists():
-        verify_manifest(folder)
-
-
-def _placed(model: Any, device: str | None) -> Any:
-    gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    return model.to(f"cuda:{local_rank() % gpus}") if gpus else model  # a process may be shown its own GPU alone
+    except (ImportError, SafetensorError, RuntimeError, *DAMAGED) as error:
+        raise UserError(f"the adapter in {folder} cannot be read: {one_line(error)}.") from error
+    return adapted
 
 
 def _load(folder: Path, kinds: Set[str], dtype: str | None, *, is_base: bool = False) -> Any:
+    """A whole model of one of these model types; `is_base`: of transformers' class, and not this package's."""
     if not (folder / "config.json").is_file():
         if gguf_file(folder) is not None:
             raise UserError(f"{folder} is in GGUF form, which `metatokens retrofit` alone takes; it writes a folder.")
         raise UserError(f"there is no model in {folder}: it has no config.json{_models_below(folder)}.")
-    _verify(folder)
-    config, files = _load_config(folder, kinds), _weight_files(folder)
+    _verify_if_present(folder)
+    config, files = read_config(folder, kinds), _weight_files(folder)
     loader = AutoModelForCausalLM if is_base else _CLASSES.get(type(config), AutoModelForCausalLM)
     try:
         size, parameters = sum(file.stat().st_size for file in files), parameters_at_least(config)
@@ -395,47 +367,9 @@ def _load(folder: Path, kinds: Set[str], dtype: str | None, *, is_base: bool = F
             output_loading_info=True,
             dtype=dtype or "auto",
         )
-    except (SafetensorError, OSError, RuntimeError, ValueError, *_WRONG_VALUES) as error:
-        raise UserError(f"the weights in {folder} cannot be read: {_one_line(error)}") from error
+    except (SafetensorError, RuntimeError, *DAMAGED) as error:
+        raise UserError(f"the weights in {folder} cannot be read: {one_line(error)}.") from error
     unfit = {*report["missing_keys"], *(name for name in report["unexpected_keys"] if not _OLD_MASK.search(name))}
     if unfit:
         raise UserError(f"the weights in {folder} do not fit its configuration: see {min(unfit)}.")
     return model
-
-
-def _models_below(folder: Path) -> str:
-    """The nearest models below a folder that holds none, such as those of a run's phases, as the end of a sentence."""
-    levels = (sorted(folder.glob(f"{'*/' * depth}config.json")) for depth in (1, 2, 3))
-    nearest = next(filter(None, levels), [])[:3]
-    return f"; there are models in {', '.join(str(path.parent) for path in nearest)}" if nearest else ""
-
-
-def _load_config(folder: Path, kinds: Set[str]) -> PreTrainedConfig:
-    path = folder / "config.json"
-    try:
-        if path.stat().st_size > _MAX_CONFIG_BYTES:
-            raise ValueError(f"it has more than {_MAX_CONFIG_BYTES:,} bytes")
-        given = json.loads(path.read_bytes())
-        kind = given.get("model_type")
-        if kind not in kinds:
-            if kind == MODEL_TYPE:
-                raise ValueError(f"the model in {folder} has meta-tokens already")
-            raise ValueError(f"{folder} holds a {kind} model, which is no decoder that is known here")
-        # Written out, item by item, when the configuration is made.
-        if sum(len(kinds) * abs(count) for kinds, count in given.get("attention_types") or ()) > MAX_LAYERS:
-            raise ValueError(f"attention_types has more than {MAX_LAYERS:,} layers")
-        base = given.get("base_model_type") if kind == MODEL_TYPE else kind
-        declared = _KINDS.get(base) or CONFIG_MAPPING[base]
-        known = {field.name for field in fields(declared)} - {field.name for field in fields(PreTrainedConfig)}
-        known |= _FURTHER_FIELDS | (_RETROFITTED if kind == MODEL_TYPE else set())
-        given = {declared.attribute_map.get(key, key): value for key, value in given.items()}
-        maker = MetaTokensConfig if kind == MODEL_TYPE else declared
-        config = maker.from_dict({key: given[key] for key in given.keys() & known})
-        check_memory(config, has_masks=base == "gpt_neo")
-    except (OSError, ValueError, RecursionError, StrictDataclassError, *_WRONG_VALUES) as error:
-        raise UserError(f"{path} is not a model configuration: {_one_line(error)}") from error
-    return config
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300].rstrip(".") + "."

@@ -2,7 +2,12 @@
 
 
 class UserError(ValueError):
-    """A mistake of the user's: one sentence that says what was wrong, where, and what is allowed.
+    """A mistake of the user's: one sentence that names what is wrong, where, and what is allowed.
 
     The command prints the sentence and exits with status 2, without a traceback.
     """
+
+
+def one_line(error: BaseException) -> str:
+    """The start of an error's message, on one line and without its full stop, to end a sentence with."""
+    return " ".join(str(error).split())[:300].rstrip(".")

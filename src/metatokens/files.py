@@ -1,6 +1,6 @@
-"""Writing for keeps: folders that one process has to itself, files that appear at once or not at all, checksums.
+"""Files that survive a crash: locks on folders, files that appear whole or not at all, checksums, relative paths.
 
-A disk may be full, and a process may end while it writes.
+A disk may be full, and a process may be killed while it writes. Functions that write raise OSError where they cannot.
 """
 
 import gzip
@@ -15,20 +15,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from metatokens.errors import UserError
+from metatokens.errors import UserError, one_line
 
 LOCK = ".lock"  # in a folder that a process works in, or has worked in
-PARTIAL = ".partial"  # what a file that is being written has at its name's end
+PARTIAL = ".partial"  # suffix of a file that is being written
+# What reading a damaged or hostile file may raise, here or in transformers.
+DAMAGED = (OSError, ValueError, RecursionError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a folder; the lock is the system's, so one that a dead process held is free.
-
-    Raises:
-        UserError: if another process works in the folder, or it cannot be written.
-    """
+    """Keep other processes out of a folder. The lock is the system's: when a process dies, its lock is released."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / LOCK)
@@ -45,11 +44,7 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Write a file that appears at once, on the disk, in place of the one there; where it cannot be, nothing changes.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Write a file atomically and flush it to the disk. On an error the file that was there stays."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         with partial.open("wb") as file:
@@ -58,12 +53,19 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError:
-        partial.unlink(missing_ok=True)  # on a full disk, room for others
+        partial.unlink(missing_ok=True)  # frees room on a full disk
         raise
 
 
+def read_json(path: Path, most: int) -> Any:
+    """The content of a JSON file of at most `most` bytes; raises one of DAMAGED if it is larger or not JSON."""
+    if path.stat().st_size > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return json.loads(path.read_bytes())
+
+
 def gzipped(content: bytes) -> bytes:
-    """Some bytes compressed; the same ones always, since neither a name nor a time is with them."""
+    """Compressed bytes, the same ones each time: the header has neither a name nor a time."""
     packed = io.BytesIO()
     with gzip.GzipFile(filename="", mode="wb", compresslevel=9, fileobj=packed, mtime=0) as file:
         file.write(content)
@@ -71,32 +73,24 @@ def gzipped(content: bytes) -> bytes:
 
 
 def sha256_of(content: bytes | memoryview) -> str:
-    """The checksum of some bytes, in hexadecimal digits."""
+    """The SHA-256 of bytes, in hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()
 
 
 def file_sha256(path: Path) -> str:
-    """The checksum of a file, in hexadecimal digits.
-
-    Raises:
-        OSError: if it cannot be read.
-    """
+    """The SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Append lines of JSON to a file: all of them or, where it cannot be written, none.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Append lines of JSON to a file: all of them or, on an error, none."""
     _end_last_line(path)
     before = path.stat().st_size if path.exists() else 0
     try:
         with path.open("a", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in lines)
-            if path.is_file():  # and no pipe
+            if path.is_file():  # not a pipe
                 file.flush()
                 os.fsync(file.fileno())
     except OSError:
@@ -106,7 +100,7 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def _end_last_line(path: Path) -> None:
-    """Have the next line begin as one: a record that a dead process left half written is dropped."""
+    """End a file's last line, or drop it if it is half a record that a killed process left."""
     if not path.is_file():
         return
     with path.open("a+b") as file:
@@ -117,7 +111,7 @@ def _end_last_line(path: Path) -> None:
         try:
             json.loads(last)
         except (ValueError, RecursionError):
-            if last.startswith(b"{"):  # no other line is a record
+            if last.startswith(b"{"):  # only records start so
                 print(f"{path} ended in half a line, which is dropped.", file=sys.stderr)
                 file.truncate(file.tell() - len(last))
                 return
@@ -125,35 +119,36 @@ def _end_last_line(path: Path) -> None:
 
 
 def name_from(folder: Path, base: str) -> str:
-    """The relative path by which a file in `folder` names the folder or file of a base; a name on the Hub stays.
+    """How a file in `folder` names a base: the relative path of a folder or file, or the name on the Hub unchanged.
 
-    Others who get the file see no absolute path of its writer. A base that is a link keeps the link's name.
+    So a published file does not show an absolute path of the machine that wrote it. A base that is a symbolic link
+    keeps the link's name.
     """
     path = Path(base)
     if not base or not (path.exists() or path.is_absolute()):
         return base
-    return Path(os.path.relpath(_placed(path), folder.resolve())).as_posix()
+    return Path(os.path.relpath(_resolved(path), folder.resolve())).as_posix()
 
 
 def found_from(folder: Path, name: str) -> str:
-    """The path that `name_from` made a name of, if it is there; otherwise the name."""
-    return str(_placed(folder / name)) if name and (folder / name).exists() else name
+    """The path that `name_from` gave the name for, if it exists; otherwise the name."""
+    return str(_resolved(folder / name)) if name and (folder / name).exists() else name
 
 
-def _placed(path: Path) -> Path:
-    """The absolute path. Links to its folder are followed, since the system takes `..` so; a link at its end stays."""
+def _resolved(path: Path) -> Path:
+    """The absolute path, with links in its parents resolved, as the system resolves `..`; a link at its end stays."""
     return path.parent.resolve() / path.name
 
 
 @contextmanager
 def library_writes(target: Path) -> Iterator[None]:
-    """Make an OSError of what libraries raise where they write files by themselves and cannot.
+    """Turn what libraries raise when they cannot write into an OSError.
 
-    That is SafetensorError, a bare Exception of tokenizers, and torch's RuntimeError, which does not say why. Anything
-    else is a mistake in a program, and passes.
+    safetensors raises SafetensorError, tokenizers a bare Exception, and torch a RuntimeError without a reason. All
+    other exceptions pass.
 
     Args:
-        target: an existing folder that the files are on the disk of.
+        target: an existing folder on the disk that is written to.
     """
     from safetensors import SafetensorError
 
@@ -162,5 +157,5 @@ def library_writes(target: Path) -> Iterator[None]:
     except Exception as error:  # tokenizers has no class of its own
         if type(error) is not Exception and not isinstance(error, SafetensorError | RuntimeError):
             raise
-        reason, free = " ".join(str(error).split()), shutil.disk_usage(target).free
-        raise OSError(f"{reason}, with {free:,} bytes free on its disk") from error
+        free = shutil.disk_usage(target).free
+        raise OSError(f"{one_line(error)}, with {free:,} bytes free on its disk") from error

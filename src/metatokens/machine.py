@@ -1,4 +1,4 @@
-"""What the machine gives a process: cores, memory, workers, a place among processes that train together."""
+"""The machine and the process: cores, memory, worker processes, and the rank in distributed training."""
 
 import ctypes
 import multiprocessing
@@ -6,16 +6,16 @@ import os
 import sys
 from multiprocessing.context import BaseContext
 
-# Options of glibc's malloc.h with their values. glibc then serves every allocation from its heap, gives nothing back to
-# the kernel, and asks the kernel for 256 MiB more than it needs each time.
+# Options of glibc's malloc.h with their values: serve every allocation from the heap, return nothing to the kernel, and
+# ask the kernel for 256 MiB more than is needed each time.
 _MALLOPT = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1), "M_TOP_PAD": (-2, 2**28)}
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep the memory that is freed, since the kernel zeroes each page that it hands out again.
+    """Make glibc keep freed memory, since the kernel zeroes each page that it hands out again.
 
-    To be called before torch allocates, in each process that computes. Settings that the user gave glibc hold instead:
-    any variable MALLOC_*, or malloc's in GLIBC_TUNABLES. Another C library or a preloaded allocator reads none of this.
+    Call it before torch allocates, in each process that computes. The user's own settings take precedence: any variable
+    MALLOC_*, or malloc's in GLIBC_TUNABLES. Another C library or a preloaded allocator ignores all of this.
     """
     is_set = any(name.startswith("MALLOC_") for name in os.environ)
     if sys.platform != "linux" or is_set or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
@@ -27,20 +27,20 @@ def keep_freed_memory() -> None:
 
 
 def available_cores() -> int:
-    """The cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def physical_memory() -> int | None:
-    """Bytes; None where the system does not say."""
+    """Bytes of memory in this machine; None where the system does not report it."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
 
 
 def worker_context(module: str) -> BaseContext:
-    """How workers start: on Linux as forks of a process that has imported a module and computes nothing.
+    """How to start workers: on Linux as forks of a server process that has imported a module and computes nothing.
 
-    So the imports, which take seconds, are done once for all workers. Elsewhere each worker begins anew, since
-    libraries of those systems do not survive a fork.
+    The imports, which take seconds, then happen once for all workers. Elsewhere each worker is spawned, since system
+    libraries do not survive a fork.
     """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -50,20 +50,15 @@ def worker_context(module: str) -> BaseContext:
 
 
 def process_count() -> int:
-    """The processes that torchrun or accelerate started to train together; 1 without them."""
+    """How many processes torchrun or accelerate started to train together; 1 without them."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def process_rank() -> int:
-    """The number of this one among them, from 0."""
-    return int(os.environ.get("RANK", "0"))
-
-
 def local_rank() -> int:
-    """The number of this one among those on its machine, and of its GPU."""
+    """The number of this process, and of its GPU, on its machine, from 0."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def is_first_process() -> bool:
-    """Whether this is the first of them, or the only one."""
-    return process_rank() == 0
+    """Whether this is the first process of a distributed training, or the only one."""
+    return os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,63 @@
+"""Reading a `config.json` that may be damaged or hostile: nothing is run, and sizes are bounded before they are used.
+
+transformers takes any field of a configuration: names of code to run or to download, tables of any size. Here only the
+fields that the configuration's own class declares are kept, and a few more that are known.
+"""
+
+from collections.abc import Set
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import GPT2Config, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from metatokens.errors import UserError, one_line
+from metatokens.files import DAMAGED, read_json
+from metatokens.model.configuration import MAX_LAYERS, MetaGPT2Config, check_memory
+from metatokens.retrofit.classes import MODEL_TYPE, MetaTokensConfig
+
+MAX_CONFIG_BYTES = 2**20
+
+_CLASSES: dict[str, type[PreTrainedConfig]] = {"meta_gpt2": MetaGPT2Config, "gpt2": GPT2Config}
+_FURTHER_FIELDS = {
+    *("dtype", "torch_dtype", "meta_token_id", "unpadded_vocab_size", "attention_layers"),
+    # Rotary positions as releases of transformers before 5 wrote them.
+    *("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "rope_local_base_freq"),
+    *("global_rope_theta", "local_rope_theta", "sliding_window_pattern"),
+}
+_RETROFITTED = {"base_model_type", "architectures", "meta_attention", "position_embedding"}
+
+
+def read_config(folder: Path, kinds: Set[str]) -> PreTrainedConfig:
+    """The configuration of the model in a folder, whose model type must be one of `kinds`.
+
+    A model that this machine's memory cannot hold is refused here, before anything is allocated for it.
+    """
+    path = folder / "config.json"
+    try:
+        given = read_json(path, MAX_CONFIG_BYTES)
+        kind = given.get("model_type")
+        if kind not in kinds:
+            if kind == MODEL_TYPE:
+                raise ValueError(f"the model in {folder} has meta-tokens already")
+            raise ValueError(f"{folder} holds a {kind} model, which is no decoder that is known here")
+        base = given.get("base_model_type") if kind == MODEL_TYPE else kind
+        config = _of_known_fields(given, _CLASSES.get(base) or CONFIG_MAPPING[base], kind == MODEL_TYPE)
+        check_memory(config, has_masks=base == "gpt_neo")
+    except (StrictDataclassError, *DAMAGED) as error:
+        raise UserError(f"{path} is not a model configuration: {one_line(error)}.") from error
+    return config
+
+
+def _of_known_fields(given: dict[str, Any], declared: type[PreTrainedConfig], is_retrofitted: bool) -> PreTrainedConfig:
+    """A configuration of the class `declared`, or a retrofitted model's with such a base."""
+    # A GPT-Neo's configuration writes its layers out, item by item.
+    if sum(len(kinds) * abs(count) for kinds, count in given.get("attention_types") or ()) > MAX_LAYERS:
+        raise ValueError(f"attention_types has more than {MAX_LAYERS:,} layers")
+    known = {field.name for field in fields(declared)} - {field.name for field in fields(PreTrainedConfig)}
+    known |= _FURTHER_FIELDS | (_RETROFITTED if is_retrofitted else set())
+    named = {declared.attribute_map.get(key, key): value for key, value in given.items()}
+    maker = MetaTokensConfig if is_retrofitted else declared
+    return maker.from_dict({key: named[key] for key in named.keys() & known})
