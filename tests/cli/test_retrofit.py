@@ -240,7 +240,7 @@ def test_a_checkpoint_without_the_base_is_no_checkpoint_for_fsdp(base: Path, met
     assert metatokens(train)[0] == 0
     Path("tuned/64/manifest.json").unlink()  # as where the run was cut off
     status, _, error = metatokens(f"{train} --set training.fsdp=true")
-    assert (status, "checkpoint-2 lacks the base's weights, which FSDP reads too" in error) == (2, True), error
+    assert (status, "checkpoint-2 lacks the base's weights, which FSDP needs" in error) == (2, True), error
     assert metatokens(train)[0] == 0
 
 

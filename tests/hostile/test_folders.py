@@ -92,7 +92,7 @@ def test_only_checkpoints_of_the_folder_are_removed(tmp_path: Path, capsys: pyte
     (checkpoints / "checkpoint-best").mkdir()
     (checkpoints / "checkpoint-3").mkdir()
     write_manifest(checkpoints / "checkpoint-3")
-    assert last_good_checkpoint(checkpoints) == str(checkpoints / "checkpoint-3")
+    assert last_good_checkpoint(checkpoints) == checkpoints / "checkpoint-3"
     assert "It is dropped" in capsys.readouterr().err
     assert (outside / "thesis.txt").read_text() == "years of work"
 

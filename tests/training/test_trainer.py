@@ -213,7 +213,7 @@ def test_a_loss_that_is_no_number_stops_and_leaves_the_last_good_checkpoint(
     assert "on the items 20 to 23 of the training data" in sentence
     assert "at learning rate 0.00" in sentence
     assert contents(tmp_path / "run" / "checkpoints") == kept
-    assert last_good_checkpoint(tmp_path / "run" / "checkpoints") == str(tmp_path / "run/checkpoints/checkpoint-4")
+    assert last_good_checkpoint(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / "checkpoint-4"
     monkeypatch.setattr(MetaTokenTrainer, "training_step", step)
     pretrain(pretraining(), tmp_path / "run")
     pretrain(pretraining(), tmp_path / "undisturbed")

@@ -1,5 +1,6 @@
-"""Batches that say where their meta-tokens and labels are, so that a model neither waits for the device nor computes
-logits that nothing is asked of.
+"""Batches that list the positions of their meta-tokens and labels.
+
+A model that has these positions needs no device sync to find them, and computes no logits that are not scored.
 """
 
 from collections.abc import Callable
@@ -12,17 +13,17 @@ from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.model.rows import positions_of
 
 Batch = dict[str, Tensor]
-MULTIPLE = 8  # of the numbers of positions: batches of few shapes, for a model that is compiled for each
+MULTIPLE = 8  # numbers of positions are rounded up to it: few shapes, for each of which a model is compiled
 
 
 class WithPositions:
-    """A collator whose batches say where everything is."""
+    """A collator whose batches have positions."""
 
     def __init__(self, collator: Callable[[list[Any]], Batch], meta_token_id: int | None):
         self.collator, self.meta_token_id = collator, meta_token_id
 
     def __call__(self, items: list[Any]) -> Batch:
-        """A batch."""
+        """A batch, as `with_positions` makes it."""
         return with_positions(self.collator(items), self.meta_token_id)
 
 
@@ -32,7 +33,7 @@ def with_positions(batch: Batch, meta_token_id: int | None, *, multiple: int = M
     Args:
         batch: `input_ids` and `labels`, each (batch, length).
         meta_token_id: the model's; None if it has none.
-        multiple: of which the numbers of positions are one.
+        multiple: round the numbers of positions up to a multiple of this.
     """
     labels = batch["labels"][:, 1:]
     counts = labels != IGNORED_LABEL
@@ -44,17 +45,17 @@ def with_positions(batch: Batch, meta_token_id: int | None, *, multiple: int = M
 
 
 class WithLogitsToKeep:
-    """A collator whose batches have a model of transformers compute the logits of scored columns alone.
+    """A collator whose batches make a model of transformers compute logits only in scored columns.
 
-    A prompt of a thousand tokens is scored on the few of its answer, and a vocabulary may be wider than the rest of the
-    model.
+    Of a prompt of a thousand tokens only the few of the answer are scored, and a vocabulary may have more parameters
+    than the rest of the model.
     """
 
     def __init__(self, collator: Callable[[list[Any]], Batch]):
         self.collator = collator
 
     def __call__(self, items: list[Any]) -> Batch:
-        """A batch with `logits_to_keep`, the columns before a label in any row, and their `shift_labels`."""
+        """A batch with `logits_to_keep`, the columns that precede a label in any row, and their `shift_labels`."""
         batch = self.collator(items)
         following = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
         columns = (following != IGNORED_LABEL).any(dim=0).nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""Context extension of a model with rotary positions: YaRN, then pretraining on longer blocks (paper, section 4.1)."""
+"""Context extension of a model with rotary positions: YaRN, then training on longer blocks (paper, section 4.1)."""
 
 from pathlib import Path
 
@@ -24,14 +24,14 @@ def extend(
 ) -> bool:
     """Extend a model's context by YaRN, and train it on blocks of the extended length until `training.max_steps`.
 
-    The paper goes from 1,024 tokens to 4,096 and 8,192, and gives neither the steps nor the text.
+    The paper extends 1,024 tokens to 4,096 and 8,192. It gives neither the number of steps nor the text.
 
     Args:
         model_folder: the checkpoint to extend, with plain rotary positions.
-        out: the run's folder, as of `pretrain`: the model, `settings.json`, ... Resumed if it holds this run.
-        factor: by how much the context grows.
-        recipe: of pretraining. The section `model` is not used, and the blocks are of the extended length.
-        original_length: tokens that the model was trained on; None: its `max_position_embeddings`.
+        out: the run's folder, as in `pretrain`. Resumed if it holds this run.
+        factor: the extended length divided by the original one.
+        recipe: of pretraining. Its section `model` is not used, and its blocks have the extended length.
+        original_length: tokens of the blocks that the model was trained on; None: its `max_position_embeddings`.
         overwrite: replace another run in `out`.
         progress: called with the steps done, the steps in all and the latest figures.
 
@@ -39,7 +39,7 @@ def extend(
         Whether anything was left to train.
 
     Raises:
-        UserError: if the model cannot be extended so, or the settings do not fit the data or the folder.
+        UserError: if the model cannot be extended, or the settings do not fit the data or the folder.
     """
     store = open_store(recipe)
     model = load_model(model_folder)
@@ -57,21 +57,12 @@ def extend(
 
 
 def apply_yarn(model: MetaGPT2ForCausalLM, factor: float, original_length: int) -> None:
-    """Give a model the rotary tables of YaRN (Peng et al., 2023), in both attentions; its weights stay.
+    """Give both attentions of a model the rotary tables of YaRN (Peng et al., 2023), in place; its weights stay.
 
-    A frequency that turns more than `beta_fast` times within the original length stays as it is, one that turns less
-    than `beta_slow` times is divided by the factor, with a linear ramp between them; cosines and sines are multiplied
-    by 0.1 ln(factor) + 1. Nothing of it depends on a sequence's length. The parameters are those of the paper's
-    appendix on YaRN.
-
-    Args:
-        model: changed in place.
-        factor: by how much the context grows.
-        original_length: tokens that the model was trained on.
-
-    Raises:
-        UserError: if the positions are not rotary or scaled already, the factor gives no longer context, or the model
-            is another decoder, whose rotary tables are its own.
+    A frequency that turns more than `beta_fast` times within the original length stays the same. One that turns less
+    than `beta_slow` times is divided by the factor. There is a linear ramp between the two. Cosines and sines are
+    multiplied by 0.1 ln(factor) + 1. None of this depends on the length of a sequence. The parameters are those of the
+    paper's Appendix C.
     """
     config = model.config
     if config.position_embedding != "rope":
@@ -80,13 +71,13 @@ def apply_yarn(model: MetaGPT2ForCausalLM, factor: float, original_length: int) 
         )
     if not isinstance(model, MetaGPT2ForCausalLM):
         raise UserError(
-            f"extend is for this package's own models; this is a {type(model).__name__}. Lengthen its context by "
-            "transformers' means (rope_parameters) before `metatokens retrofit`."
+            f"extend is for this package's own models; this is a {type(model).__name__}. Extend its context in "
+            "transformers (rope_parameters) before `metatokens retrofit`."
         )
     if config.rope_parameters["rope_type"] != "default":
         raise UserError(
             f"the model's rotary positions are scaled already (rope_type {config.rope_parameters['rope_type']!r}); "
-            "extend the model that it came from by the whole factor."
+            "extend the model that it came from, by the whole factor."
         )
     length = factor * original_length
     if not length > original_length or not float(length).is_integer():

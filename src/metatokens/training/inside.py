@@ -1,7 +1,7 @@
-"""An auxiliary loss: which tokens of a prompt stand between its first two meta-tokens?
+"""An auxiliary loss: which tokens of a prompt are between its first two meta-tokens?
 
-Counting in a bracket needs to know what is inside before it can compare anything. This has a linear head tell it from
-the residual stream, block by block, and the head is thrown away afterwards.
+To count in a bracket, a model must first know what is inside it. After each block a linear head predicts this from the
+residual stream. The heads are discarded after training.
 """
 
 from collections.abc import Iterator
@@ -16,46 +16,44 @@ from metatokens.checkpoint import LanguageModel
 from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
 
-POSITIVE_WEIGHT = 3.0  # of tokens inside, which are fewer
+POSITIVE_WEIGHT = 3.0  # of tokens inside the bracket, which are fewer
 
 
 def check_inside(model: LanguageModel) -> None:
-    """Refuse a model that has no states to tell it from.
-
-    Raises:
-        UserError: if it has one block alone.
-    """
+    """Refuse a model with a single block, which leaves no states to predict from."""
     if len(decoder_of(model)[1]) == 1:
         raise UserError("a stage's inside_loss reads the states after each block but the last, and the model has one.")
 
 
 def inside_labels(input_ids: Tensor, meta_token_id: int) -> tuple[Tensor, Tensor]:
-    """Which tokens are asked about, and which of them are inside.
+    """The tokens that the loss is on, and those of them that are inside.
 
     Args:
-        input_ids: (batch, length), each row a prompt that ends with a meta-token, a completion without, and padding.
-        meta_token_id: the meta-token's.
+        input_ids: (batch, length); each row is a prompt that ends with a meta-token, a completion without meta-tokens,
+            and padding.
+        meta_token_id: the meta-token.
 
     Returns:
-        Two masks, (batch, length): the prompt's tokens but for meta-tokens; and those between the first two of these.
+        Two masks, (batch, length): the prompt's tokens except meta-tokens; those between the first two meta-tokens.
     """
     is_meta = input_ids == meta_token_id
     before = is_meta.cumsum(dim=1)
-    asked = ~is_meta & (before < before[:, -1:])  # what follows the last meta-token is no prompt
+    asked = ~is_meta & (before < before[:, -1:])  # the completion follows the last meta-token
     return asked, asked & (before == 1)
 
 
 @contextmanager
 def inside_loss(model: Any, weight: float | None, pieces: int) -> Iterator[None]:
-    """Add `weight` times a mean over the asked tokens to each training step's loss, for every block but the last.
+    """Within the context, add `weight` times the auxiliary loss of every block except the last to the training loss.
 
-    It is the binary cross-entropy of a linear head on the layer-normed states, in which tokens inside count
-    `POSITIVE_WEIGHT` times. With a weight of None nothing is added.
+    A block's loss is the binary cross-entropy of a linear head on its layer-normed states. It is a mean over the tokens
+    of the prompt, in which tokens inside count `POSITIVE_WEIGHT` times.
 
     Args:
-        model: gets the heads, drawn from torch's generator, as its module `inside_heads` for as long, and hooks.
-        weight: of the sum over blocks.
-        pieces: how many batches, of all processes, make up an optimizer step: each one's mean counts that much less.
+        model: has hooks and the heads, as its module `inside_heads`, within the context. The heads are drawn from
+            torch's generator.
+        weight: of the sum over blocks; None: no auxiliary loss.
+        pieces: micro-batches of an optimizer step, over all processes; each one's loss is divided by it.
     """
     if weight is None:
         yield
@@ -65,7 +63,9 @@ def inside_loss(model: Any, weight: float | None, pieces: int) -> Iterator[None]
 
     def keep(block: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor | None]) -> None:
         if block.training:
-            states.append(output[0] if isinstance(output, tuple) else output)  # GPT-Neo's has weights beside it
+            states.append(
+                output[0] if isinstance(output, tuple) else output
+            )  # some blocks also return attention weights
 
     def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         if module.training:
@@ -76,7 +76,7 @@ def inside_loss(model: Any, weight: float | None, pieces: int) -> Iterator[None]
     meta_token_id = model.config.meta_token_id
     hooks = [block.register_forward_hook(keep) for block in blocks]
     hooks.append(model.register_forward_hook(add, with_kwargs=True))
-    model.inside_heads = heads  # where the optimizer finds them
+    model.inside_heads = heads  # so that the optimizer finds them
     try:
         yield
     finally:
@@ -88,7 +88,7 @@ def inside_loss(model: Any, weight: float | None, pieces: int) -> Iterator[None]
 def _loss(heads: nn.ModuleList, states: list[Tensor], input_ids: Tensor, meta_token_id: int) -> Tensor:
     asked, inside = inside_labels(input_ids, meta_token_id)
     targets, more = inside.float(), torch.full((1,), POSITIVE_WEIGHT, device=input_ids.device)
-    weights = asked / asked.sum()  # of the others none, in place of an index that only the data tells the size of
+    weights = asked / asked.sum()  # a mask, since an index would have a data-dependent shape
     losses = []
     for head, state in zip(heads, states, strict=True):
         normed = functional.layer_norm(state, state.shape[-1:])

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA; Hu et al., 2022) by PEFT, trained in place of a model and then merged into it."""
+"""Low-rank adapters (LoRA; Hu et al., 2022) by PEFT."""
 
 from typing import Any
 
@@ -7,25 +7,18 @@ from metatokens.retrofit.classes import MetaModel
 
 
 def check_rank(model: Any, rank: int) -> None:
-    """Refuse adapters of another rank than the recipe asks for, 0 being none.
-
-    Raises:
-        UserError: if a model of PEFT has such ones.
-    """
+    """Refuse to train a model's adapters further if their rank is not the recipe's."""
     ranks = {one.r for one in model.peft_config.values()}
     if ranks != {rank}:
         raise UserError(f"the model has adapters of rank {min(ranks)}; `--lora rank={min(ranks)}` trains them further.")
 
 
 def with_lora(model: Any, rank: int) -> Any:
-    """A model whose linear layers have adapters, which alone are trained; of a retrofitted one also what was added.
+    """Give the linear layers of a model adapters, which alone are trained; in a retrofitted model also what was added.
 
     Args:
-        model: any that `load_model` gives; its layers are wrapped in place.
-        rank: of each adapter; its output is scaled by 2 (alpha = 2 rank).
-
-    Raises:
-        UserError: if PEFT is not installed.
+        model: any that `load_model` returns; its layers are wrapped in place.
+        rank: of each adapter, whose output is scaled by 2 (alpha = 2 rank).
     """
     try:
         from peft import LoraConfig, get_peft_model

@@ -1,6 +1,6 @@
-"""Muon for the matrices inside the blocks, AdamW for everything else, as one optimizer (Jordan et al., 2024).
+"""One optimizer: Muon (Jordan et al., 2024) for the matrices inside the blocks, AdamW for everything else.
 
-Muon takes the momentum of a matrix's gradient to the nearest orthogonal matrix, by Newton-Schulz iterations.
+Muon steps along the orthogonal matrix nearest to the momentum of a matrix's gradient, by Newton-Schulz iterations.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from torch import nn
 
 
 def block_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The matrices to train inside a language model's blocks: neither embeddings nor the output projection.
+    """The trainable matrices inside a language model's blocks: neither embeddings nor the output projection.
 
-    Blocks are what is numbered, whatever an architecture calls the list of them.
+    A parameter is in a block if its name has a number in it, since architectures name the list of blocks differently.
     """
     named = model.named_parameters()
     return [
@@ -22,13 +22,13 @@ def block_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` for some matrices, and an AdamW for its other parameters.
+    """`torch.optim.Muon` for some matrices, AdamW for the other parameters.
 
-    The learning rates are those of the parameter groups, Muon's group being the last one.
+    The learning rates are those of the parameter groups. Muon's group is the last one.
 
     Args:
-        matrices: those for Muon, with momentum 0.95 and without weight decay.
-        adamw: over all of a model's parameters; the matrices are taken out of it.
+        matrices: for Muon, with momentum 0.95 and without weight decay.
+        adamw: over all parameters of a model; the matrices are removed from it.
         learning_rate: of Muon.
     """
 
@@ -40,13 +40,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._muon = torch.optim.Muon(
             matrices, lr=learning_rate, momentum=0.95, weight_decay=0.0, adjust_lr_fn="original"
         )
-        # A schedule that says its lowest rate in absolute terms finds AdamW's here.
+        # The schedule divides its absolute `min_lr` by this default, AdamW's rate.
         super().__init__([*adamw.param_groups, *self._muon.param_groups], {"lr": adamw.defaults["lr"]})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Change every parameter by its own rule."""
+        """Update each parameter by its own rule."""
         loss = closure() if closure else None
-        # Groups and state are this optimizer's, whatever it has loaded since.
+        # Loading a state replaces this optimizer's groups and state, so both parts are given them again.
         self._adamw.param_groups, self._muon.param_groups = self.param_groups[:-1], self.param_groups[-1:]
         for part in (self._adamw, self._muon):
             part.state = self.state

@@ -21,7 +21,7 @@ from metatokens.training.probe import Probe, held_out_loss
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Progress, check_trackers, train, unwatched
 
-HELD_OUT_BLOCKS = 64  # that the held-out loss is measured on, at most
+HELD_OUT_BLOCKS = 64  # at most, for the held-out loss
 
 
 def pretrain(
@@ -32,12 +32,12 @@ def pretrain(
     overwrite: bool = False,
     progress: Progress = unwatched,
 ) -> bool:
-    """Train a language model, or go on with one, until `training.max_steps`.
+    """Train a language model, from random weights or from a checkpoint, until `training.max_steps`.
 
     Args:
-        recipe: the settings; with `init`, of the section `model` only what second attention a GPT-2 is given.
+        recipe: the settings; with `init`, only `second_attention` of its section `model` is used, for a GPT-2.
         out: the run's folder: the model, `settings.json`, `curve.jsonl`, `checkpoints/`. Resumed if it holds this run.
-        init: a checkpoint to start from, a GPT-2 or GPT-Neo of transformers included.
+        init: a checkpoint to start from, which may be a GPT-2 or GPT-Neo of transformers.
         overwrite: replace another run in `out`.
         progress: called with the steps done, the steps in all and the latest figures.
 
@@ -65,11 +65,7 @@ def pretrain(
 
 
 def open_store(recipe: PretrainRecipe) -> TokenStore:
-    """The token store that a recipe trains on.
-
-    Raises:
-        UserError: if it names none, or there is none.
-    """
+    """The token store that a recipe trains on."""
     if recipe.data.tokens is None:
         raise UserError("the recipe must name data.tokens, the folder that `metatokens tokenize` wrote.")
     return TokenStore.open(recipe.data.tokens)
@@ -85,20 +81,17 @@ def train_on_blocks(
     overwrite: bool,
     progress: Progress,
 ) -> bool:
-    """Train a model on blocks of text until `training.max_steps`, or find that the run is finished.
+    """Train a model on blocks of text until `training.max_steps`.
 
     Args:
         model: changed in place.
-        recipe: the settings; the section `model` is recorded alone.
+        recipe: the settings; its section `model` is only recorded.
         store: the text.
         out, overwrite, progress: as in `pretrain`.
-        run: what determines the run's result beside recipe and text; recorded with them.
+        run: what determines the result besides recipe and text; recorded with them.
 
     Returns:
         Whether anything was left to train.
-
-    Raises:
-        UserError: if the settings do not fit the data, the model or the folder.
     """
     settings = recipe.training
     check_trackers(settings)
@@ -124,7 +117,7 @@ def train_on_blocks(
                     probe=probe,
                 )
             except UserError as error:
-                # A data-loading worker's comes with the worker's traceback before the sentence.
+                # From a data-loading worker, the sentence comes after the worker's traceback.
                 raise UserError(str(error).rpartition("metatokens.errors.UserError: ")[2].strip()) from error
     return not is_finished
 
@@ -162,7 +155,7 @@ def new_gpt_neo(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase) -> A
 
 
 def model_settings(config: MetaGPT2Config | GPTNeoConfig) -> ModelSettings:
-    """What a recipe would say of a model that comes from elsewhere."""
+    """The section `model` of a recipe that would make such a model."""
     own = {name: getattr(config, name) for name in ModelSettings.model_fields if hasattr(config, name)}
     if isinstance(config, GPTNeoConfig):
         own |= {"architecture": "gpt_neo", "second_attention": "none"}
@@ -170,20 +163,20 @@ def model_settings(config: MetaGPT2Config | GPTNeoConfig) -> ModelSettings:
 
 
 def _blocks(recipe: PretrainRecipe, store: TokenStore) -> BlockDataset:
-    """Blocks for all of a recipe's steps."""
+    """The blocks that a recipe trains on."""
     blocks = BlockDataset(store, "train", **_placed(recipe))
     blocks.epochs = math.ceil(recipe.training.max_steps * recipe.training.batch / len(blocks))
     return blocks
 
 
 def _probe(recipe: PretrainRecipe, store: TokenStore) -> Probe | None:
-    """The held-out loss every `training.eval_steps`, on blocks that are made like those that are trained on."""
+    """The held-out loss, on blocks that are made like those for training; None: never measured."""
     settings = recipe.training
     if settings.eval_steps == 0:
         return None
     try:
         blocks = BlockDataset(store, "held_out", **_placed(recipe))
-    except UserError:  # it is shorter than a block
+    except UserError:  # the split is shorter than a block
         if settings.eval_steps is None:
             return None
         raise
@@ -196,7 +189,7 @@ def _probe(recipe: PretrainRecipe, store: TokenStore) -> Probe | None:
 
 
 def _placed(recipe: PretrainRecipe) -> dict[str, Any]:
-    """What a recipe's blocks are, beside their text."""
+    """How a recipe makes blocks of a text."""
     return recipe.data.model_dump(include={"block_size", "fraction", "placement"}) | {"seed": recipe.training.seed}
 
 

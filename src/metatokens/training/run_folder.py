@@ -1,4 +1,4 @@
-"""The folder of a run: one process at a time, and the same settings to go on with."""
+"""The folder of a run: used by one process at a time, and resumed only with the same settings."""
 
 import json
 import shutil
@@ -14,27 +14,23 @@ from metatokens.files import LOCK, PARTIAL, exclusive, write_whole
 from metatokens.machine import is_first_process, process_count
 
 SETTINGS = "settings.json"
-PATIENCE = 300  # seconds; where the first process fails, torchrun ends the others sooner
+PATIENCE = 300  # seconds; if the first process fails, torchrun ends the others sooner
 
 
 @contextmanager
 def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) -> Iterator[bool]:
-    """Make `out` the folder of a run with these settings, and keep other processes out of it.
+    """Make `out` the folder of a run with these settings, and lock it against other processes.
 
-    The lock is the system's, so one that a dead process held is free. Of processes that train one model together,
-    the first holds it for all.
+    The operating system holds the lock, so it is free once its owner is dead. If several processes train one model, the
+    first one holds it for all.
 
     Args:
-        out: new, empty, or holding a run with the same settings, which is then resumed.
-        settings: all that determines the run's result; compared with, and written to, `settings.json`.
+        out: a new or empty folder, or one of a run with the same settings, which is resumed.
+        settings: everything that determines the result; compared with `settings.json`, or written to it.
         overwrite: replace what is there.
 
     Yields:
-        Whether the run in the folder is finished already.
-
-    Raises:
-        UserError: if the folder holds something else, cannot be written (now or later), or another process works in
-            it; or if several processes are to replace it, of which some would still find the old run.
+        Whether the run is finished already.
     """
     if overwrite and process_count() > 1:
         raise UserError(
@@ -43,7 +39,7 @@ def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) ->
     settings = json.loads(json.dumps(settings, default=str))
     with _explained(out):
         out.mkdir(parents=True, exist_ok=True)
-        _check(out, settings, overwrite)  # before anything is put into a folder of other things
+        _check(out, settings, overwrite)  # before anything is written to a folder that holds other things
     with exclusive(out) if is_first_process() else nullcontext():
         try:
             if is_first_process():
@@ -52,11 +48,11 @@ def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) ->
                 _wait_for_settings(out)
             yield (out / MANIFEST).exists()
         except OSError as error:
-            raise UserError(f"the run in {out} stopped: {error}; the same command goes on from here.") from error
+            raise UserError(f"the run in {out} stopped: {error}; the same command resumes it.") from error
 
 
 def _check(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
-    names = {path.name for path in out.iterdir()}  # at one look: the first process may be writing the settings
+    names = {path.name for path in out.iterdir()}  # read once, since the first process may be writing the settings
     if SETTINGS in names:
         if not overwrite:
             before = json.loads((out / SETTINGS).read_text(encoding="utf-8"))
@@ -69,7 +65,7 @@ def _check(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
 
 def _prepare(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
     if overwrite:
-        # The settings last: what is left of an interrupted removal is still a run's folder.
+        # The settings last, so that an interrupted removal leaves a folder that is still a run's.
         for path in sorted(out.iterdir(), key=lambda path: path.name == SETTINGS):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -80,7 +76,7 @@ def _prepare(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
 
 
 def _wait_for_settings(out: Path) -> None:
-    """What a process puts into the folder before the first one looks would be somebody else's files to that one."""
+    """Wait before anything is written here, which the first process would take for files of somebody else."""
     end = time.monotonic() + PATIENCE
     while not (out / SETTINGS).exists():
         if time.monotonic() > end:
