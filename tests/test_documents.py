@@ -18,6 +18,7 @@ from typer.main import get_command
 import metatokens
 from metatokens.cli import app
 from metatokens.data.store import TokenStore
+from tests.test_imports import ORDER
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/how_to").glob("*.md"))]
@@ -181,12 +182,21 @@ def test_files_that_are_named_exist() -> None:
     named = {
         (page.name, path)
         for page in pages
-        for path in re.findall(r"`((?:\w+/)+[\w.]*\w)`", page.read_text(encoding="utf-8"))
+        for path in re.findall(r"`((?:\w+/)+[\w.]*)`", page.read_text(encoding="utf-8"))
         if not path.startswith(("my/", "runs/", "build/")) and "NAME" not in path
     }
     assert len(named) > 60
     places = (ROOT, ROOT / "src/metatokens")
     assert [(page, path) for page, path in named if not any((place / path).exists() for place in places)] == []
+
+
+def test_the_readme_names_the_folders_in_the_order_of_their_imports() -> None:
+    tree = next(text for _, text in blocks(ROOT / "README.md") if text.startswith("src/metatokens/"))
+    shown = re.findall(r"^  (\w+)/ ", tree, re.MULTILINE)
+    folders = {path.parent.name for path in (ROOT / "src/metatokens").glob("*/*.*")}
+    assert sorted(shown) == sorted(folders)
+    assert [name for name in ORDER if name in folders] == [name for name in shown if name in ORDER]
+    assert all((ROOT / folder).is_dir() for folder in re.findall(r"(\w+)/", tree.splitlines()[-1]))
 
 
 def test_the_record_is_read_as_shown(demo: Path, small_store: TokenStore) -> None:
