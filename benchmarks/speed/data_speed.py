@@ -30,7 +30,7 @@ from metatokens.recipe import FinetuneRecipe, load_recipe
 from metatokens.records import Measured
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import TaskData, documents_for, task_texts
-from metatokens.tasks.store import ExampleStore
+from metatokens.tasks.example_store import ExampleStore
 from metatokens.training.examples import ByLength, Collator, TaskExamples, train_source
 
 PAPER_EXAMPLES = {"train": 90_000, "test": 10_000}  # of each task

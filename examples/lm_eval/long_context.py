@@ -21,8 +21,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.errors import UserError
+from metatokens.records import Split
+from metatokens.tasks.content import stable_hash
 from metatokens.tasks.encoding import SegmentEncoder
-from metatokens.tasks.example import Example, Split, encode_example, stable_hash
+from metatokens.tasks.example import Example, encode_example
 from metatokens.tasks.inventory import INVENTORY
 
 LONG_CONTEXT_TASKS = ("needle", "variable_tracking")

@@ -56,7 +56,24 @@ AnalysisMetric = Literal[
 ]
 KeyClass = Literal["itself", "earlier_meta", "before_meta", "after_meta", "first", "near", "other"]
 Part = Literal["fit", "train", "held_out"]  # of an analysis's prompts; `fit`: few, scored on themselves
+Condition = Literal["paper", "landmark", "none", "decoy", "long_prompt"]  # which meta-tokens a task's prompts have
+Split = Literal["train", "validation", "test"]  # of a task's examples
 Benchmark = Literal["train", "answers", "prefill", "decode", "length", "compile"]
+
+
+def split_at(prompt: str, offsets: Sequence[int]) -> list[str]:
+    """The segments of a prompt between the markers at the given character offsets, which ascend.
+
+    Raises:
+        UserError: if there is no marker at one of them.
+    """
+    segments, start = [], 0
+    for offset in offsets:
+        if offset < start or not prompt.startswith(MARKER, offset):
+            raise UserError(f"markers: no further {MARKER!r} begins at offset {offset} of the prompt.")
+        segments.append(prompt[start:offset])
+        start = offset + len(MARKER)
+    return [*segments, prompt[start:]]
 
 
 class Record(BaseModel):
@@ -204,38 +221,36 @@ class Timing(Measured):
     compiled: bool
 
 
-class ShownExample(Record):
-    """One example of a task, as `metatokens sample` prints it."""
+class ExampleRecord(Record):
+    """One example as a line: `metatokens sample` prints it, and users write their own."""
+
+    model_config = ConfigDict(strict=True)
 
     task: str | None = None
     phase: int | None = None
     seed: int | None = None
     index: int | None = None
-    split: str | None = None
-    condition: str | None = None
+    split: Split | None = None
+    condition: Condition | None = None
     prompt: str
-    markers: list[int] = []  # the offsets in the prompt at which MARKER stands for a meta-token
-    completion: str
-    input_ids: list[int] = []  # prompt, completion, end of text
+    markers: tuple[int, ...] = ()  # the offsets in the prompt at which MARKER is a meta-token
+    completion: str = ""
+    input_ids: tuple[int, ...] = ()  # of prompt, completion and end of text
     answer_start: int | None = None  # the index of the completion's first id
     n_tokens: int | None = None  # of the prompt, meta-tokens included
 
     @model_validator(mode="after")
-    def _markers_stand_in_prompt(self) -> "ShownExample":
-        end = 0
-        for offset in self.markers:
-            if offset < end or not self.prompt.startswith(MARKER, offset):
-                raise ValueError(f"markers names offset {offset}, where the prompt has no {MARKER!r}")
-            end = offset + len(MARKER)
+    def _markers_are_in_the_prompt(self) -> "ExampleRecord":
+        split_at(self.prompt, self.markers)
         return self
 
     def pieces(self) -> list[tuple[str, bool]]:
         """The prompt as (text, is a meta-token) pairs; a literal `_PAUSE_` in the text is text."""
-        pieces, start = [], 0
-        for offset in self.markers:
-            pieces += [(self.prompt[start:offset], False), (MARKER.strip(), True)]
-            start = offset + len(MARKER)
-        return [piece for piece in [*pieces, (self.prompt[start:], False)] if piece[0]]
+        first, *others = split_at(self.prompt, self.markers)
+        pieces = [(first, False)]
+        for segment in others:
+            pieces += [(MARKER.strip(), True), (segment, False)]
+        return [piece for piece in pieces if piece[0]]
 
     def facts(self) -> str:
         """Where the example comes from, in one line."""
@@ -363,7 +378,7 @@ class RunLines:
     measurements: list[Measurement] = field(default_factory=list)
     points: list[CurvePoint] = field(default_factory=list)
     timings: list[Timing] = field(default_factory=list)
-    examples: list[ShownExample] = field(default_factory=list)
+    examples: list[ExampleRecord] = field(default_factory=list)
     runs: list[RunInfo] = field(default_factory=list)
     looks: dict[str, Path] = field(default_factory=dict)  # by task, a page of what models attend to
 
@@ -391,7 +406,7 @@ def read_runs(paths: Sequence[Path]) -> RunLines:
         if path.is_dir():
             lines.measurements += _read_if_there(lines_file(path, "analysis"), Measurement)
             lines.points += _read_if_there(lines_file(path, "curves"), CurvePoint)
-            lines.examples += _read_if_there(lines_file(path, "examples"), ShownExample)
+            lines.examples += _read_if_there(lines_file(path, "examples"), ExampleRecord)
             lines.runs += [read_record(path / "run.json", RunInfo)] if (path / "run.json").exists() else []
             lines.looks |= {page.stem: page for page in sorted((path / LOOKS).glob("*.html"))}
     if not lines.results:

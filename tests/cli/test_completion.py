@@ -14,8 +14,8 @@ from metatokens.cli import looking, making, measuring, options
 from metatokens.data.insertion import PLACEMENTS
 from metatokens.paper.presets import PRESETS
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe, recipe_names
-from metatokens.records import Analysis
-from metatokens.tasks.example import CONDITIONS, Split
+from metatokens.records import Analysis, Split
+from metatokens.tasks.curriculum import CONDITIONS
 from tests.test_imports import HEAVY
 
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")

@@ -66,7 +66,7 @@ def test_a_tasks_own_prompt_gives_its_own_ids(task, tokenizer):
     )
 
 
-@pytest.mark.parametrize(("markers", "message"), [("", "the marker is empty"), ([3], "offset 3 is not that of a")])
+@pytest.mark.parametrize(("markers", "message"), [("", "the marker is empty"), ([3], "begins at offset 3 of")])
 def test_what_marks_nothing_is_refused(markers, message, tokenizer):
     with pytest.raises(UserError, match=message):
         encode_prompt(tokenizer, "the cat _PAUSE_", markers)

@@ -14,9 +14,10 @@ from metatokens import insert_meta_tokens
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import encode_text
 from metatokens.errors import UserError
-from metatokens.tasks.curriculum import TASKS, TaskData
+from metatokens.records import MARKER
+from metatokens.tasks.curriculum import CONDITIONS, TASKS, TaskData
 from metatokens.tasks.encoding import SegmentEncoder
-from metatokens.tasks.example import CONDITIONS, MARKER, encode_example, read_examples
+from metatokens.tasks.example import encode_example, read_examples
 from tests.hostile.drawing import TEXT, cases
 from tests.tasks.test_task_solvers import solve
 

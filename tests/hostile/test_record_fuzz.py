@@ -17,9 +17,9 @@ from metatokens.errors import UserError
 from metatokens.paper.report.frame import load
 from metatokens.paper.report.page import write_report
 from metatokens.paper.run_log import LOG, FinishedStage, RunLog
-from metatokens.records import Measurement, Result, read_lines
-from metatokens.tasks.example import MARKER, read_examples
-from metatokens.tasks.store import ExampleStore
+from metatokens.records import MARKER, Measurement, Result, read_lines
+from metatokens.tasks.example import read_examples
+from metatokens.tasks.example_store import ExampleStore
 from metatokens.training.run_folder import open_run, training_of
 from tests.hostile.drawing import JSON, cases, changed, damaged, json_file
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from metatokens.paper.report.page import write_report
-from metatokens.tasks.example import MARKER
+from metatokens.records import MARKER
 from tests.paper.report.made_lines import inner, timing
 from tests.paper.report.pages import Page, undrawn
 

@@ -26,7 +26,7 @@ from metatokens.paper.report.frame import load
 from metatokens.paper.run_log import RunLog
 from metatokens.paper.runner import Outcome, Runner
 from metatokens.records import Result, RunInfo, lines_file, read_lines, read_record
-from metatokens.tasks.store import ExampleStore
+from metatokens.tasks.example_store import ExampleStore
 from tests.paper import tiny_preset
 from tests.paper.run_lines import assert_same_run, lines, records, unpack
 

@@ -32,8 +32,10 @@ from metatokens.errors import UserError
 from metatokens.retrofit.classes import UNSAVED
 from metatokens.retrofit.identity import difference, settings_of
 from metatokens.retrofit.saving import base_of
-from metatokens.tasks.curriculum import Sizes, TaskData
+from metatokens.tasks.curriculum import TaskData
+from metatokens.tasks.drills import draw_drill
 from metatokens.tasks.encoding import SegmentEncoder
+from metatokens.tasks.phases import Sizes
 from tests.retrofit.architectures import (
     META,
     ROWS,
@@ -487,5 +489,5 @@ def test_prompts_begin_as_the_bases_tokenizer_begins_a_text() -> None:
     assert encoder.encode_prompt(["the cat", " sat"]) == plain
     texts = [f"{CORPUS[0]} and {number} more" for number in range(9)]
     source = TaskData("copying", tokenizer=tokenizer, condition="paper", seed=0, documents=texts)
-    drill = source.drill(0, 60, Sizes(lists=(2, 3), lengths=((3, 4),)))
+    drill = draw_drill(source, 0, 60, Sizes(lists=(2, 3), lengths=((3, 4),)))
     assert drill.input_ids[0] == tokenizer.eos_token_id

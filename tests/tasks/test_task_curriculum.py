@@ -14,8 +14,9 @@ from scipy.stats import chisquare
 
 from metatokens.errors import UserError
 from metatokens.tasks import curriculum
-from metatokens.tasks.curriculum import Sizes, TaskData
+from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.inventory import INVENTORY
+from metatokens.tasks.phases import Sizes, phase_of_length
 
 
 def test_inventory_is_twenty_categories_of_ten_items_in_one_category_each():
@@ -100,7 +101,7 @@ def test_lengths_hold(task, length, tokenizer, documents):
 
 
 def test_lengths_between_the_listed_ones_take_the_next_phase():
-    assert [curriculum.phase_of_length(length) for length in (64, 128, 129, 512, 700, 2048, 4096)] == [
+    assert [phase_of_length(length) for length in (64, 128, 129, 512, 700, 2048, 4096)] == [
         1,
         1,
         2,

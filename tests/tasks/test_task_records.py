@@ -69,8 +69,8 @@ GOOD = {"prompt": "a", "completion": "b"}
     [
         ("{\n", "Invalid JSON"),
         ("[]\n", "object"),
-        ({"prompt": "a"}, "completion: Field required"),
-        ({**GOOD, "completion": ""}, "completion"),
+        ({"prompt": "a"}, "completion is missing or empty"),
+        ({**GOOD, "completion": ""}, "completion is missing or empty"),
         ({**GOOD, "prompt": 3}, "prompt: .*string"),
         ({**GOOD, "phase": "1"}, "phase: .*integer"),
         ({**GOOD, "condition": "bars"}, "condition: .*paper"),

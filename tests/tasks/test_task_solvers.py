@@ -6,7 +6,8 @@ from itertools import product
 import pytest
 
 from metatokens.tasks import curriculum
-from metatokens.tasks.example import CONDITIONS
+from metatokens.tasks.curriculum import CONDITIONS
+from metatokens.tasks.phases import Sizes
 
 MARKER = " _PAUSE_"
 
@@ -124,7 +125,7 @@ def test_solver_agrees(task, condition, phase, tokenizer, documents, is_thorough
 def test_one_list_is_enough(task, condition, tokenizer):
     data = curriculum.TaskData(task, tokenizer=tokenizer, condition=condition)
     for index in range(40):
-        example = data.train(index, 128, curriculum.Sizes((1, 1), ((3, 6),)))
+        example = data.train(index, 128, Sizes((1, 1), ((3, 6),)))
         assert solve(task, example.prompt, condition) == example.completion, (index, example.prompt)
 
 

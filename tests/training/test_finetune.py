@@ -17,8 +17,7 @@ from metatokens.data.tokenizer import check_meta_token, load_tokenizer
 from metatokens.errors import UserError
 from metatokens.recipe import FinetuneRecipe, Phase
 from metatokens.tasks.curriculum import TaskData
-from metatokens.tasks.example import Example, read_examples
-from metatokens.tasks.store import Encoded
+from metatokens.tasks.example import Encoded, Example, read_examples
 from metatokens.training.examples import ByLength, Collator, RecordExamples, TaskExamples
 from metatokens.training.finetune import finetune
 from metatokens.training.probe import Probe

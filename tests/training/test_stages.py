@@ -10,8 +10,10 @@ from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import meta_token_id
 from metatokens.errors import UserError
 from metatokens.recipe import FinetuneRecipe, load_recipe
-from metatokens.tasks.curriculum import Sizes, TaskData
-from metatokens.tasks.store import ExampleStore
+from metatokens.tasks.curriculum import TaskData
+from metatokens.tasks.drills import draw_drill
+from metatokens.tasks.example_store import ExampleStore
+from metatokens.tasks.phases import Sizes
 from metatokens.training import finetune as finetuning_module
 from metatokens.training import trainer
 from metatokens.training.finetune import finetune
@@ -157,7 +159,7 @@ def test_a_drill_asks_for_what_stands_in_its_bracket(task: str, split: str, smal
     source = TaskData(task, tokenizer=tokenizer, documents=["a b c d e f g h i j " + one for one in "xyz"])
     distinct, sizes = 0, set()
     for index in range(300):
-        drill = source.drill(index, 64, Sizes((2, 3), ((3, 10),)), split)
+        drill = draw_drill(source, index, 64, Sizes((2, 3), ((3, 10),)), split)
         ids = drill.input_ids.tolist()
         first, second, last = (place for place, one in enumerate(ids) if one == meta)
         assert last == drill.answer_start - 1 < 64
@@ -173,8 +175,8 @@ def test_a_drill_asks_for_what_stands_in_its_bracket(task: str, split: str, smal
         distinct += len({*context}) == len(context)
     assert sizes == set(range(3, 11))
     assert 60 < distinct < 200
-    same = source.drill(7, 64, Sizes((2, 3), ((3, 10),)), split)
-    assert same.input_ids.tolist() == source.drill(7, 64, Sizes((2, 3), ((3, 10),)), split).input_ids.tolist()
+    same = draw_drill(source, 7, 64, Sizes((2, 3), ((3, 10),)), split)
+    assert same.input_ids.tolist() == draw_drill(source, 7, 64, Sizes((2, 3), ((3, 10),)), split).input_ids.tolist()
 
 
 def test_a_run_may_begin_with_a_drill(
@@ -194,9 +196,7 @@ def test_a_run_may_begin_with_a_drill(
     assert words["stage-2"] <= known
     assert len(words["stage-1"] - known) > 20
     with pytest.raises(UserError, match=r"no drill of 8 lists of 9 items has at most 64 tokens"):
-        TaskData("copying", tokenizer=small_store.tokenizer, documents=["a b c d e f g h i " + a for a in "xyz"]).drill(
-            0, 64, Sizes((8, 8), ((9, 9),))
-        )
+        draw_drill(TaskData("parity", tokenizer=small_store.tokenizer), 0, 64, Sizes((8, 8), ((9, 9),)))
 
 
 @pytest.mark.parametrize(

@@ -25,21 +25,21 @@ MAX_FRACTION = 0.5
 IGNORED_LABEL = -100  # which the cross-entropies of torch and transformers leave out
 
 
-def _uniform(block_size: int, count: int, generator: np.random.Generator) -> npt.ArrayLike:
+def _uniform(block_size: int, count: int, generator: np.random.Generator) -> list[int]:
     """Draw positions without replacement, each set of them equally likely (the paper)."""
-    return generator.choice(block_size, size=count, replace=False)
+    return generator.choice(block_size, size=count, replace=False).tolist()
 
 
-def _periodic(block_size: int, count: int, generator: np.random.Generator) -> npt.ArrayLike:
+def _periodic(block_size: int, count: int, generator: np.random.Generator) -> list[int]:
     """Take the last position of each of `count` equal stretches of the block."""
     return [stretch * block_size // count - 1 for stretch in range(1, count + 1)]
 
 
-def _none(block_size: int, count: int, generator: np.random.Generator) -> npt.ArrayLike:
+def _none(block_size: int, count: int, generator: np.random.Generator) -> list[int]:
     return []
 
 
-PLACEMENTS: dict[str, Callable[[int, int, np.random.Generator], npt.ArrayLike]] = {
+PLACEMENTS: dict[str, Callable[[int, int, np.random.Generator], list[int]]] = {
     "uniform": _uniform,
     "periodic": _periodic,
     "none": _none,

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.tokenizer import META_TOKEN, beginning_of, encode_text, meta_token_id
 from metatokens.errors import UserError
-from metatokens.records import MARKER
+from metatokens.records import split_at
 
 
 def encode_prompt(
@@ -78,18 +78,3 @@ def _split(text: str, marker: str) -> list[str]:
     if not marker:
         raise UserError("the marker is empty; give the text that stands for a meta-token, such as _PAUSE_.")
     return re.split(f" ?{re.escape(marker)}", text)
-
-
-def split_at(prompt: str, offsets: Sequence[int]) -> list[str]:
-    """The text between markers, whose character offsets are given in ascending order.
-
-    Raises:
-        UserError: if there is no marker at one of them.
-    """
-    segments, start = [], 0
-    for offset in offsets:
-        if offset < start or not prompt.startswith(MARKER, offset):
-            raise UserError(f"markers: offset {offset} is not that of a further {MARKER!r} in the prompt.")
-        segments.append(prompt[start:offset])
-        start = offset + len(MARKER)
-    return [*segments, prompt[start:]]

@@ -10,10 +10,9 @@ from metatokens.evaluation.intervals import wilson_interval
 from metatokens.model.positions import reaches
 from metatokens.records import Metric, Result
 from metatokens.tasks.curriculum import TaskData, chance
-from metatokens.tasks.example import Example
+from metatokens.tasks.example import Encoded, Example
 from metatokens.tasks.scoring import score
 from metatokens.tasks.shortcuts import answers
-from metatokens.tasks.store import Encoded
 
 METRICS: tuple[Metric, ...] = ("exact_match", "token_accuracy")
 SHORTCUT_PROMPTS = 2_000  # train prompts that a short cut's table is made from

@@ -6,6 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
@@ -33,11 +34,11 @@ from metatokens.paper.models import (
 )
 from metatokens.paper.plan import PRETRAINED, Stage, examples_name
 from metatokens.recipe import FinetuneRecipe, Phase, PretrainRecipe
-from metatokens.records import LOOKS, CurvePoint, Measurement, Result, ShownExample, read_lines
+from metatokens.records import LOOKS, CurvePoint, ExampleRecord, Measurement, Result, read_lines
 from metatokens.retrofit.surgery import add_meta_attention
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import documents_for, task_texts
-from metatokens.tasks.store import ExampleStore
+from metatokens.tasks.example_store import ExampleStore
 from metatokens.training.examples import train_examples, train_source
 from metatokens.training.extend import extend
 from metatokens.training.finetune import finetune
@@ -106,7 +107,7 @@ class Runner:
                 [example] = test_examples(
                     task, shortest, 1, tokenizer, condition="paper", documents=self.documents(task)
                 )
-                file.write(ShownExample.model_validate(example.to_record()).line() + "\n")
+                file.write(ExampleRecord.model_validate(example.to_record()).line() + "\n")
         return Outcome()
 
     def draw_tests(self, progress: Progress, *, task: str, condition: str, counts: Mapping[int, int]) -> Outcome:
@@ -314,7 +315,7 @@ class Runner:
 
     def look(self, progress: Progress, *, task: str, trained: Mapping[str, int]) -> Outcome:
         """Write a page of what models of some train lengths do with the example that `describe_tasks` wrote."""
-        shown = next(one for one in read_lines(self.out / "examples.jsonl", ShownExample) if one.task == task)
+        shown = next(one for one in read_lines(self.out / "examples.jsonl", ExampleRecord) if one.task == task)
         looks = [
             look(
                 load_model(self.out / "models" / name / task / str(length)),
@@ -353,7 +354,7 @@ class Runner:
     def text_tokens(self, examples: ExampleStore) -> float:
         """Text tokens of an example, on average."""
         marker = meta_token_id(self.tokenizer())
-        return sum(int((example.input_ids != marker).sum()) for example in examples) / len(examples)
+        return sum(int((np.asarray(example.input_ids) != marker).sum()) for example in examples) / len(examples)
 
     def documents(self, task: str) -> Sequence[str]:
         """The texts that a task takes its excerpts from."""

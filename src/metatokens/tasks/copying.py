@@ -19,7 +19,8 @@ from itertools import pairwise
 import numpy as np
 
 from metatokens.errors import UserError
-from metatokens.tasks.example import Content, Split
+from metatokens.records import Split
+from metatokens.tasks.content import Content
 
 QUESTION = "Q: Copy the bracketed text."
 DECOY_QUESTION = "Q: Copy the first bracketed text."
@@ -37,21 +38,6 @@ _PIECE = re.compile(r"\s*(?:\w+|[^\w\s]+)")  # a word or a run of punctuation, w
 _SPLITS: dict[int, Split] = {0: "train", 1: "test", 2: "validation"}  # of ten documents; the others as the first
 _BEFORE = 2  # pieces that say after which place to copy
 _SHORTEST = 3 * 3  # pieces: the smallest m * n of any phase
-_DISTINCT = 0.3  # of drills
-
-
-def draw_drill(generator: np.random.Generator, entries: np.ndarray, m: int, n: int) -> tuple[np.ndarray, int]:
-    """Draw m * n of a vocabulary's entries in place of an excerpt, and where n of them in a row are bracketed.
-
-    In three of ten drills no entry is repeated. The others repeat some of a few, so that one entry before a place does
-    not tell the next.
-    """
-    total = m * n
-    few = generator.choice(entries, size=min(total, len(entries)), replace=False)
-    if generator.random() >= _DISTINCT or total > len(few):
-        several = int(generator.integers(max(2, len(few) // 3), len(few) + 1))
-        few = few[generator.integers(several, size=total)]
-    return few, int(generator.integers(total - n + 1))
 
 
 class Excerpts:

@@ -13,7 +13,8 @@ example: the question is positional, and the meta-token stands right after the i
 
 import numpy as np
 
-from metatokens.tasks.example import Content, Split, split_of
+from metatokens.records import Split
+from metatokens.tasks.content import Content, split_of
 from metatokens.tasks.inventory import INVENTORY, draw_lists, gap_before, line_ends, list_pieces
 
 QUESTION = "Q: What is item {place} of {category}?"

@@ -8,7 +8,8 @@ One example of phase 1 (paper, appendix "Example Prompts"); the completion is " 
 
 import numpy as np
 
-from metatokens.tasks.example import Content, Split, split_of
+from metatokens.records import Split
+from metatokens.tasks.content import Content, split_of
 
 QUESTION = "Q: What is the XOR of all bits before this pause?"
 LANDMARK_QUESTION = "Q: What is the XOR of the first {marked} bits?"

@@ -8,7 +8,7 @@ import torch
 from metatokens.checkpoint import LanguageModel
 from metatokens.decoder import logits_at
 from metatokens.model.configuration import never_generated
-from metatokens.tasks.store import Encoded
+from metatokens.tasks.example import Encoded
 
 
 def score(

@@ -10,7 +10,8 @@ One example of phase 1 (paper, appendix "Example Prompts"); the completion is " 
 
 import numpy as np
 
-from metatokens.tasks.example import Content, Split, split_of
+from metatokens.records import Split
+from metatokens.tasks.content import Content, split_of
 from metatokens.tasks.inventory import INVENTORY, draw_lists, gap_before, line_ends, list_pieces
 
 QUESTION = "Q: How many times does {item} appear between the pauses around {category}?"

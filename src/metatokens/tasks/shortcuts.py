@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from metatokens.data.prompts import split_at
+from metatokens.records import split_at
 from metatokens.tasks.example import Example
 
 _MARK = "\x00"  # stands for a meta-token in a prompt that is cut into words

@@ -14,8 +14,11 @@ from metatokens.data.blocks import shuffled
 from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.errors import UserError
 from metatokens.recipe import FinetuneRecipe, Phase
-from metatokens.tasks.curriculum import Drawn, Sizes, TaskData
-from metatokens.tasks.store import Encoded, ExampleStore
+from metatokens.tasks.curriculum import Drawn, TaskData
+from metatokens.tasks.drills import draw_drill
+from metatokens.tasks.example import Encoded
+from metatokens.tasks.example_store import ExampleStore
+from metatokens.tasks.phases import Sizes
 
 
 class Examples(Protocol):
@@ -131,6 +134,6 @@ def drawn(source: TaskData, phase: Phase, split: Drawn = "train") -> Callable[[i
     """The function that draws a phase's example of an index."""
     if phase.curriculum is None:
         return partial(source.train, train_length=phase.train_length, split=split)
-    draw = source.drill if phase.curriculum.drill else source.train
+    draw = partial(draw_drill, source) if phase.curriculum.drill else source.train
     sizes = Sizes(phase.curriculum.lists, (phase.curriculum.items,))
     return lambda index: draw(phase.first_example + index, phase.train_length, sizes, split)

@@ -12,8 +12,7 @@ from metatokens.errors import UserError
 from metatokens.files import sha256_of
 from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, Phase
-from metatokens.tasks.example import read_examples
-from metatokens.tasks.store import Encoded
+from metatokens.tasks.example import Encoded, read_examples
 from metatokens.training.examples import (
     ByLength,
     Collator,

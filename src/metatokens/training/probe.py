@@ -10,8 +10,8 @@ from metatokens.checkpoint import LanguageModel
 from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.model.positions import check_length
 from metatokens.recipe import Phase
+from metatokens.tasks.example import Encoded
 from metatokens.tasks.scoring import score
-from metatokens.tasks.store import Encoded
 from metatokens.training.examples import Collator
 
 

@@ -12,7 +12,7 @@ from pandas.testing import assert_frame_equal
 
 from metatokens.errors import UserError
 from metatokens.paper.report.frame import Inputs, load, one_seed, shared
-from metatokens.records import MARKER, ShownExample
+from metatokens.records import MARKER, ExampleRecord
 from tests.paper.report.made_lines import (
     EXAMPLES,
     RUN,
@@ -164,7 +164,7 @@ def test_markers_split_a_prompt_back_into_its_segments(segments: list[str]) -> N
     for segment in segments[1:]:
         markers.append(len(prompt))
         prompt += MARKER + segment
-    pieces = ShownExample(prompt=prompt, markers=markers, completion="x").pieces()
+    pieces = ExampleRecord(prompt=prompt, markers=tuple(markers), completion="x").pieces()
     assert [text for text, is_meta_token in pieces if is_meta_token] == ["_PAUSE_"] * (len(segments) - 1)
     assert [text for text, is_meta_token in pieces if not is_meta_token] == [segment for segment in segments if segment]
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from metatokens.looking.style import PAGE, PHONE, png
 from metatokens.paper.report.tables.table import Table
-from metatokens.records import ShownExample
+from metatokens.records import ExampleRecord
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Link:
     page: Path
 
 
-Block = str | Table | Picture | Fold | ShownExample | Link  # a string is a paragraph
+Block = str | Table | Picture | Fold | ExampleRecord | Link  # a string is a paragraph
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.tasks.curriculum import TaskData
-from metatokens.tasks.store import ExampleStore
+from metatokens.tasks.example_store import ExampleStore
 
 
 def test_examples_come_back(small_store: TokenStore, tmp_path: Path) -> None:

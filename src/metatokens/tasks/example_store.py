@@ -1,41 +1,20 @@
-"""Encoded examples on disk: drawn once, then read by every run that needs them."""
+"""Encoded examples on disk: drawn once, and read by every run that needs them."""
 
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, overload
+from typing import overload
 
 import numpy as np
 import pyarrow as pa
 
 from metatokens.errors import UserError
-
-
-class Encoded(Protocol):
-    """What training and evaluation read of an example."""
-
-    @property
-    def input_ids(self) -> Sequence[int] | np.ndarray:
-        """Ids of prompt, completion and end of text."""
-        ...
-
-    @property
-    def answer_start(self) -> int:
-        """Tokens of the prompt."""
-        ...
-
-
-class StoredExample(NamedTuple):
-    """An example of a store."""
-
-    input_ids: np.ndarray
-    answer_start: int
-
+from metatokens.tasks.example import Encoded
 
 _SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "answer_start": pa.int32()})
 
 
-class ExampleStore(Sequence[StoredExample]):
+class ExampleStore(Sequence[Encoded]):
     """The examples of one file, memory-mapped.
 
     Args:
@@ -92,14 +71,14 @@ class ExampleStore(Sequence[StoredExample]):
         return len(self._answer_starts)
 
     @overload
-    def __getitem__(self, index: int) -> StoredExample: ...
+    def __getitem__(self, index: int) -> Encoded: ...
 
     @overload
-    def __getitem__(self, index: slice) -> list[StoredExample]: ...
+    def __getitem__(self, index: slice) -> list[Encoded]: ...
 
-    def __getitem__(self, index: int | slice) -> StoredExample | list[StoredExample]:
+    def __getitem__(self, index: int | slice) -> Encoded | list[Encoded]:
         if isinstance(index, slice):
             return [self[one] for one in range(*index.indices(len(self)))]
         index = range(len(self))[index]
         ids = self._ids[self._offsets[index] : self._offsets[index + 1]]
-        return StoredExample(ids, int(self._answer_starts[index]))
+        return Encoded(input_ids=ids, answer_start=int(self._answer_starts[index]))

@@ -1,0 +1,50 @@
+"""Drills: prompts of copying with random entries of the vocabulary in place of the text.
+
+Every task needs a model to find a bracket, or a token that occurred before. A drill trains only that.
+"""
+
+import numpy as np
+
+from metatokens.errors import UserError
+from metatokens.tasks.copying import QUESTION
+from metatokens.tasks.curriculum import ATTEMPTS, Drawn, TaskData
+from metatokens.tasks.example import Encoded
+from metatokens.tasks.phases import Sizes
+
+_DISTINCT = 0.3  # of drills repeat no entry
+
+
+def draw_drill(data: TaskData, index: int, train_length: int, sizes: Sizes, split: Drawn = "train") -> Encoded:
+    """Draw the index-th drill of a task; the arguments are those of `TaskData.train`.
+
+    Whatever the task, the question and the markers are those of copying in condition `paper`.
+
+    Raises:
+        UserError: if no prompt is so short.
+    """
+    encoder, generator = data.encoder, data.generator(index, f"drill {split} {train_length}")
+    question, marker = encoder.encode_text(f"\n{QUESTION}"), encoder.meta_token_id
+    most = train_length - len(encoder.beginning) - len(question) - 3  # markers
+    for _ in range(ATTEMPTS):
+        m, n, _ = sizes.draw(generator)
+        if m * n <= most:
+            ids = _draw_text(generator, data.text_entries, m * n)
+            start = int(generator.integers(m * n - n + 1))
+            before, bracketed, after = np.split(ids, [start, start + n])
+            prompt = [*encoder.beginning, *before, marker, *bracketed, marker, *after, *question, marker]
+            whole = np.array([*prompt, *bracketed, encoder.eos_token_id], dtype=np.int32)
+            return Encoded(input_ids=whole, answer_start=len(prompt))
+    raise UserError(f"no drill of {sizes} has at most {train_length} tokens; try another length.")
+
+
+def _draw_text(generator: np.random.Generator, entries: np.ndarray, length: int) -> np.ndarray:
+    """Draw `length` entries of a vocabulary.
+
+    In three of ten drills none is repeated. The others repeat some of a few, so that one entry before a place does not
+    determine the next.
+    """
+    few = generator.choice(entries, size=min(length, len(entries)), replace=False)
+    if generator.random() >= _DISTINCT or length > len(few):
+        several = int(generator.integers(max(2, len(few) // 3), len(few) + 1))
+        few = few[generator.integers(several, size=length)]
+    return few

@@ -1,0 +1,55 @@
+"""The sizes of prompts: the five phases of the paper's curriculum (Table 6), and the phase of a prompt length."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many lists a prompt has, and how many items each list has."""
+
+    lists: tuple[int, int]
+    """The range of m, both ends included."""
+    lengths: tuple[tuple[int, int], ...]
+    """Ranges of n, both ends included; each is drawn equally often."""
+    asked: tuple[int, int] | None = None
+    """The range of how much the question is about: items of a list, or bits or words up to a marker; default: n."""
+
+    def __str__(self) -> str:
+        lists, *lengths = (" to ".join(map(str, dict.fromkeys(ends))) for ends in (self.lists, *self.lengths))
+        return f"{lists} lists of {' or '.join(lengths)} items"
+
+    def draw(self, generator: np.random.Generator) -> tuple[int, int, int]:
+        """Draw m, n, and how much of n the question is about."""
+        low, high = self.lengths[generator.integers(len(self.lengths))]
+        m_low, m_high = self.lists
+        m, n = int(generator.integers(m_low, m_high + 1)), int(generator.integers(low, high + 1))
+        return m, n, n if self.asked is None else min(n, int(generator.integers(self.asked[0], self.asked[1] + 1)))
+
+
+PHASES = {
+    1: Sizes((3, 8), ((3, 10),)),
+    2: Sizes((8, 12), ((3, 8), (9, 16))),
+    3: Sizes((12, 19), ((3, 8), (9, 16), (17, 25))),
+    4: Sizes((15, 20), ((40, 60),)),
+    5: Sizes((15, 20), ((90, 110),)),
+}
+# In parity the marked bits decide the split: with 10 at most, as in the paper, few sequences would be left to test.
+_PARITY_PHASES = PHASES | {1: Sizes((3, 8), ((3, 16),))}
+
+_PHASE_OF_LENGTH = {128: 1, 256: 2, 512: 3, 1024: 4, 2048: 5}
+_LONGEST = max(_PHASE_OF_LENGTH)
+
+
+def phase_of_length(length: int) -> int:
+    """The hardest phase at a prompt length in tokens: that of the next listed length, 5 beyond 2,048."""
+    return next((phase for listed, phase in _PHASE_OF_LENGTH.items() if length <= listed), max(PHASES))
+
+
+def sizes_of(task: str, phase: int, length: int = 0) -> Sizes:
+    """A phase's sizes in a task, multiplied where the prompts are to be longer than the longest listed length."""
+    sizes, times = (_PARITY_PHASES if task == "parity" else PHASES)[phase], max(1, length // _LONGEST)
+    if times == 1:
+        return sizes
+    return replace(sizes, lengths=tuple((low * times, high * times) for low, high in sizes.lengths))
