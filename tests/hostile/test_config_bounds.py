@@ -19,10 +19,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCau
 from metatokens.checkpoint import MANIFEST, load_model
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
-from metatokens.model.configuration import MetaGPT2Config, check_memory, parameters_at_least
+from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import PretrainRecipe, load_recipe
 from metatokens.training.pretrain import pretrain
+from metatokens.untrusted import check_memory, parameters_at_least
 from tests.hostile.drawing import JSON, NUMBER, SCALAR, cases, damaged
 
 Clean = Callable[[], AbstractContextManager[None]]
