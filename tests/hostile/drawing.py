@@ -1,6 +1,7 @@
 """Random input: texts, JSON, and bytes that were good once."""
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -52,11 +53,22 @@ def damaged(draw: st.DrawFn, good: bytes) -> bytes:
 
 
 @st.composite
-def changed(draw: st.DrawFn, good: dict[str, Any], fields: list[str]) -> dict[str, Any]:
+def one_damaged(draw: st.DrawFn, good: dict[str, bytes]) -> dict[str, bytes]:
+    """Good files, one of them damaged: somewhere, or at a place of 200 bytes."""
+    name = draw(st.sampled_from(sorted(good)))
+    content = good[name]
+    size = draw(st.sampled_from([200, len(content)]))
+    start = draw(st.integers(0, max(0, len(content) - size)))
+    damage = draw(damaged(content[start : start + size]))
+    return good | {name: content[:start] + damage + content[start + size :]}
+
+
+@st.composite
+def changed(draw: st.DrawFn, good: dict[str, Any], fields: Collection[str]) -> dict[str, Any]:
     """A good record with some of its values replaced, left out, or further ones put in."""
     record = dict(good)
     for _ in range(draw(st.integers(1, 3))):
-        field = draw(st.sampled_from(fields) | TEXT)
+        field = draw(st.sampled_from([*fields]) | TEXT)
         if draw(st.booleans()) and field in record:
             del record[field]
         else:
@@ -65,7 +77,7 @@ def changed(draw: st.DrawFn, good: dict[str, Any], fields: list[str]) -> dict[st
 
 
 @st.composite
-def json_file(draw: st.DrawFn, good: list[dict[str, Any]], fields: list[str]) -> bytes:
+def json_file(draw: st.DrawFn, good: list[dict[str, Any]], fields: Collection[str]) -> bytes:
     """A file of JSON lines: good and changed records, other JSON, other bytes; sometimes damaged as a whole."""
     line = st.sampled_from(good).map(_dumped) | st.sampled_from(good).flatmap(
         lambda record: changed(record, fields).map(_dumped)

@@ -2,17 +2,13 @@
 
 import json
 import pickle
-import shlex
 import shutil
-import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from metatokens import cli
 from metatokens.checkpoint import MANIFEST, load_model, write_manifest
 from metatokens.data.corpus import read_corpus
 from metatokens.data.store import TokenStore
@@ -24,23 +20,6 @@ PICKLES = (
     "optimizer.bin", "adapter_model.bin", "vocab.pkl",
 )  # fmt: skip
 FOREIGN = "from pathlib import Path\nPath({marker!r}).touch()\nclass Foreign: pass\n"
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], tuple[int, str]]:
-    """Runs the command in this process: exit status, standard error."""
-
-    def run(line: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["metatokens", *shlex.split(line)])
-        capsys.readouterr()
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as exit_:
-            status = int(exit_.code or 0)
-        return status, capsys.readouterr().err
-
-    return run
 
 
 def test_the_payloads_would_run(trap, tmp_path: Path) -> None:
@@ -70,7 +49,14 @@ def plant(trap, folder: Path, *, zipped: bool, sealed: bool) -> None:
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("has_weights", [True, False])
 def test_pickles_beside_a_model(
-    sealed: bool, zipped: bool, has_weights: bool, trap, small_model, small_store: TokenStore, tmp_path: Path, run
+    sealed: bool,
+    zipped: bool,
+    has_weights: bool,
+    trap,
+    small_model,
+    small_store: TokenStore,
+    tmp_path: Path,
+    metatokens,
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(small_model(), model)
@@ -85,14 +71,14 @@ def test_pickles_beside_a_model(
             f"finetune --model {model} --task parity --train-lengths 64 {train}",
         ]
     ):
-        status, error = run(f"{line} --out {tmp_path / str(number)}")
+        status, _, error = metatokens(f"{line} --out {tmp_path / str(number)}")
         assert (status == 0) is has_weights, error
     for line in (
         f"evaluate --model {model} --task parity --lengths 64 -n 2",
         f"analyze residual --model {model} --task parity --length 64 -n 2",
         f"generate --model {model} the --max-new-tokens 2",
     ):
-        status, error = run(line)
+        status, _, error = metatokens(line)
         assert (status == 0) is has_weights, error
     assert not trap.was_sprung
 
@@ -100,7 +86,7 @@ def test_pickles_beside_a_model(
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "pytorch_model.bin"])
 @pytest.mark.parametrize("sealed", [True, False])
 def test_pickles_in_a_checkpoint_that_training_goes_on_from(
-    name: str, sealed: bool, trap, small_store: TokenStore, tmp_path: Path, run
+    name: str, sealed: bool, trap, small_store: TokenStore, tmp_path: Path, metatokens
 ) -> None:
     out = tmp_path / "run"
     sizes = (
@@ -109,7 +95,7 @@ def test_pickles_in_a_checkpoint_that_training_goes_on_from(
         "training.per_device_train_batch_size=2",
     )  # fmt: skip
     line = f"pretrain --recipe demo {' '.join(f'--set {size}' for size in sizes)} --out {out}"
-    assert run(line)[0] == 0
+    assert metatokens(line)[0] == 0
     weights = (out / "model.safetensors").read_bytes()
     for path in (out / MANIFEST, out / "model.safetensors", out / "curve.jsonl"):
         path.unlink()
@@ -123,7 +109,7 @@ def test_pickles_in_a_checkpoint_that_training_goes_on_from(
         write_manifest(checkpoint)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, on what it did not load
-        status, error = run(line)
+        status, _, error = metatokens(line)
     assert not trap.was_sprung
     if sealed:
         assert status == 2

@@ -11,27 +11,21 @@ import pytest
 
 from metatokens import checkpoint
 from metatokens.checkpoint import MANIFEST, load_model, verify_manifest, write_manifest
+from metatokens.data.store import TokenStore
+from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.paper.report.page import write_report
 from metatokens.paper.run_log import FILES, LOG, RunLog
 from metatokens.records import Result, append_records, read_lines
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import last_good_checkpoint
+from tests.hostile.test_readers import seal
+from tests.paper.report.pages import undrawn
 
 Clean = Callable[[], AbstractContextManager[None]]
 ESCAPES = [
-    "../../etc/passwd",
-    "/etc/passwd",
-    "..",
-    ".",
-    "",
-    "a/b",
-    "x\0",
-    "x" * 5_000,
-    "../secret",
-    "/dev/zero",
-    "\ud800",
-]
+    "../../etc/passwd", "/etc/passwd", "..", ".", "", "a/b", "x\0", "x" * 5_000, "../secret", "/dev/zero", "\ud800",
+]  # fmt: skip
 
 
 def whole(folder: Path) -> set[tuple[str, bytes]]:
@@ -126,9 +120,36 @@ def test_names_in_records_are_no_paths(name: str, tmp_path: Path) -> None:
     run = {"preset": name, "recipes": {name: {}}, "stages": [{"name": name, "seconds": 1}], "models": {name: {}}}
     (inner / "run.json").write_text(json.dumps(run))
     before = whole(tmp_path)
-    write_report([inner], inner / "report")
+    with undrawn():
+        write_report([inner], inner / "report")
     written = {path for path, _ in whole(tmp_path) - before}
     assert written
     assert all(path.startswith(str(inner / "report")) for path in written)
     assert {path.name for path in (inner / "report" / "figures").iterdir()} == {"accuracy.png", "markers_1.png"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["inner"]
+
+
+@pytest.mark.parametrize(
+    "name", ["../../outside", "/etc/hostname", "../manifest.json", "tokenizer.json\0", "x" * 5_000]
+)
+def test_a_token_store_that_names_other_files(
+    name: str, small_store: TokenStore, tmp_path: Path, clean: Clean, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tokens"
+    shutil.copytree(small_store.path, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_bytes(seal(manifest | {"tokenizer": {name: "0" * 64}}))
+    opened: list[Path] = []
+    open_file = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, *a, **k: opened.append(self) or open_file(self, *a, **k))
+    with clean(), pytest.raises(UserError):
+        _ = TokenStore.open(folder).tokenizer
+    assert [path for path in opened if not os.path.abspath(path).startswith(str(folder))] == []
+
+
+@pytest.mark.parametrize("out", ["../escaped", "new/../../escaped"])
+def test_a_store_is_written_where_the_user_says_and_nowhere_else(out: str, small_corpus: Path, tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    write_token_store(inner / out.split("/")[-1], str(small_corpus), "train:300", workers=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["inner"]

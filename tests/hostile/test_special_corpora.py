@@ -6,16 +6,24 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
 
 from metatokens.data.corpus import HARD_CUT, read_corpus
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.tasks.curriculum import task_texts
+from tests.hostile.drawing import TEXT, cases
 
+Clean = Callable[[], AbstractContextManager[None]]
 MIB = 2**20
 
 READER = """
@@ -156,3 +164,32 @@ def test_reading_takes_time_in_proportion(tmp_path: Path) -> None:
 
     seconds(1_000)
     assert seconds(300_000) < 40 * seconds(30_000)
+
+
+COLUMNS = {
+    "string": pa.array(["the cat", "", None, "sat"]), "large": pa.array(["a", "b"], pa.large_string()),
+    "view": pa.array(["a" * 40, "b"], pa.string_view()), "binary": pa.array([b"the", b"\xff"]),
+    "number": pa.array([1, None]), "list": pa.array([["a"], []]), "nothing": pa.nulls(3),
+    "dictionary": pa.array(["a", "b", "a"]).dictionary_encode(), "struct": pa.array([{"text": "a"}, None]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+@pytest.mark.parametrize("name", ["text", "Text", "other"])
+def test_parquet_columns_of_any_type(kind: str, name: str, tmp_path: Path, clean: Clean) -> None:
+    pq.write_table(pa.table({name: COLUMNS[kind]}), tmp_path / "a.parquet")
+    with clean():
+        assert list(read_corpus(str(tmp_path / "a.parquet"))) == [text for text in COLUMNS[kind].to_pylist() if text]
+
+
+@cases(15)
+@example(spec="~0")
+@example(spec="~\0")
+@given(spec=TEXT | st.sampled_from(["hf:", "hf::", "~", "*", "[", "**", "/", ".", "builtin/", "/dev/null", "a.txt\0"]))
+def test_any_spec(spec: str, tmp_path: Path, clean: Clean, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assume("\n" not in spec)  # the sentence shows it as it is
+    with clean():
+        for document in read_corpus(spec):
+            assert document.strip()
+            break
