@@ -41,11 +41,11 @@ from metatokens.files import (
     write_whole,
 )
 from metatokens.machine import local_rank
-from metatokens.model.configuration import REMOTE_CODE_FILE, MetaGPT2Config, SecondAttention, parameters_at_least
+from metatokens.model.configuration import REMOTE_CODE_FILE, MetaGPT2Config, SecondAttention
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
 from metatokens.retrofit.saving import DELTA, DELTA_WEIGHTS, base_of, load_meta, save_meta
-from metatokens.untrusted import MAX_CONFIG_BYTES, read_config
+from metatokens.untrusted import MAX_CONFIG_BYTES, parameters_at_least, read_config
 
 LanguageModel: TypeAlias = MetaGPT2ForCausalLM | PreTrainedModel
 

@@ -3,7 +3,10 @@
 import ctypes
 import multiprocessing
 import os
+import signal
 import sys
+import threading
+from multiprocessing import connection
 from multiprocessing.context import BaseContext
 
 # Options of glibc's malloc.h with their values: serve every allocation from the heap, return nothing to the kernel, and
@@ -47,6 +50,25 @@ def worker_context(module: str) -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
     return context
+
+
+def end_with_parent(*watched: connection.Connection) -> None:
+    """Have a worker process exit when its parent does, and ignore Ctrl-C, which its parent handles.
+
+    Args:
+        watched: ends of pipes; the worker exits too when the other end of one is closed.
+    """
+    # Ctrl-C reaches every process of the terminal. A worker that it ended could make the parent report a broken pool.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    sentinels = [parent.sentinel, *watched]
+
+    def wait() -> None:
+        connection.wait(sentinels)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def process_count() -> int:

@@ -15,10 +15,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from metatokens.errors import UserError, one_line
 from metatokens.files import DAMAGED, read_json
-from metatokens.model.configuration import MAX_LAYERS, MetaGPT2Config, check_memory
+from metatokens.machine import physical_memory
+from metatokens.model.configuration import MetaGPT2Config
 from metatokens.retrofit.classes import MODEL_TYPE, MetaTokensConfig
 
 MAX_CONFIG_BYTES = 2**20
+MAX_LAYERS = 10_000  # a layer takes some 50 kB of Python objects, however narrow it is
 
 _CLASSES: dict[str, type[PreTrainedConfig]] = {"meta_gpt2": MetaGPT2Config, "gpt2": GPT2Config}
 _FURTHER_FIELDS = {
@@ -61,3 +63,36 @@ def _of_known_fields(given: dict[str, Any], declared: type[PreTrainedConfig], is
     named = {declared.attribute_map.get(key, key): value for key, value in given.items()}
     maker = MetaTokensConfig if is_retrofitted else declared
     return maker.from_dict({key: named[key] for key in named.keys() & known})
+
+
+def parameters_at_least(config: PreTrainedConfig) -> int:
+    """A lower bound of a model's parameters: its tables, causal attention and feed-forward layers.
+
+    For bases of other architectures, whose layers have other shapes, only the projections to queries or outputs count.
+    """
+    width, layers = config.hidden_size, config.num_hidden_layers
+    if config.model_type not in ("meta_gpt2", "gpt2", "gpt_neo"):
+        return config.vocab_size * width + layers * width * width
+    inner = getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None)
+    has_table = getattr(config, "position_embedding", "learned") == "learned"
+    rows = config.vocab_size + has_table * config.max_position_embeddings
+    return rows * width + layers * 2 * width * (2 * width + (inner or 4 * width))
+
+
+def check_memory(config: PreTrainedConfig, *, has_masks: bool = False) -> None:
+    """Refuse a model that this machine cannot hold in two-byte parameters, before anything is allocated for it.
+
+    Args:
+        config: of any causal language model; the classes of transformers do not check that sizes are positive.
+        has_masks: whether each layer has a causal mask, as in GPT-Neo.
+    """
+    layers, positions = config.num_hidden_layers, getattr(config, "max_position_embeddings", 1)
+    inner = getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None) or 1
+    if min(config.vocab_size, config.hidden_size, layers, config.num_attention_heads, positions, inner) < 1:
+        raise UserError("sizes in a model configuration must be positive.")
+    if layers > MAX_LAYERS:
+        raise UserError(f"the model has {layers:,} layers; allowed are {MAX_LAYERS:,}.")
+    needed = 2 * parameters_at_least(config) + has_masks * layers * positions**2
+    memory = physical_memory()
+    if memory is not None and needed > memory:
+        raise UserError(f"the model takes {needed:,} bytes at least, and this machine's memory has {memory:,}.")

@@ -12,7 +12,7 @@ from metatokens.analysis.rate_distortion import final_states
 from metatokens.analysis.residual import residual
 from metatokens.analysis.sharpness import sharpness
 from metatokens.errors import UserError
-from metatokens.model.interventions import Intervention, intervene, zero_positions
+from metatokens.model.interventions import NoEmbedding, NoPosition, intervene
 from metatokens.records import Measurement
 from tests.analysis.recording_oracle import bare_example
 from tests.retrofit.architectures import (
@@ -98,7 +98,7 @@ def test_no_embed_is_a_row_of_zeros(name: str) -> None:
     with torch.no_grad():
         row.normal_()
     plain = logits(model, ids)
-    with intervene(model, Intervention("no_embed")):
+    with intervene(model, NoEmbedding()):
         without = logits(model, ids)
     with torch.no_grad():
         row.zero_()
@@ -109,8 +109,8 @@ def test_no_embed_is_a_row_of_zeros(name: str) -> None:
 def test_positions_of_another_model_are_not_touched() -> None:
     model = retrofitted("llama")
     with (
-        pytest.raises(UserError, match=r"no_pos is for this package's own models, .* only no_embed is possible"),
-        zero_positions(model),
+        pytest.raises(UserError, match=r"no_pos is for this package's own models; on a .* use no_embed"),
+        intervene(model, NoPosition()),
     ):
         pass
 

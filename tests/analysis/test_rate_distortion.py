@@ -25,7 +25,7 @@ from metatokens.analysis.rate_distortion import (
     score,
 )
 from metatokens.errors import UserError
-from metatokens.model.interventions import Intervention, intervene
+from metatokens.model.interventions import NoPosition, intervene
 from metatokens.records import Measurement
 from metatokens.tasks.example import Example
 from tests.analysis.recording_oracle import bare_example
@@ -254,7 +254,7 @@ def test_held_out_examples_are_not_trained_on() -> None:
 def test_an_intervention_is_in_force_and_filed() -> None:
     model = tiny_model()
     examples = examples_of([5 + i % 7 for i in range(60)])
-    no_pos = Intervention("no_pos")
+    no_pos = NoPosition()
     found = rate_distortion(model, examples, ABOUT, held_out=10, fits=1, intervention=no_pos)
     assert {m.intervention for m in found} == {"no_pos"}
     with intervene(model, no_pos):

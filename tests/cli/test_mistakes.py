@@ -14,9 +14,8 @@ import torch
 from transformers import BertConfig
 
 from metatokens.checkpoint import write_manifest
-from metatokens.data.sharding import Plan
 from metatokens.data.store import TokenStore
-from metatokens.data.writing import write_token_store
+from metatokens.data.writing import Plan, write_token_store
 from metatokens.training.run_folder import open_run
 from tests.cli.command_lines import PRETRAIN, SMALL, Contents, Run
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from metatokens.data import sharding, writing
+from metatokens.data import writing
 from metatokens.data.store import TokenStore
 from metatokens.data.writing import write_token_store
 from tests.data.small_corpora import make_documents, write_corpus
@@ -24,7 +24,7 @@ def store(corpus, tmp_path_factory):
 def small_shards(monkeypatch):
     """Makes shards of some twenty documents, encoded a few at a time."""
     monkeypatch.setattr(writing, "SHARD_CHARACTERS", 4_000)
-    monkeypatch.setattr(sharding, "BATCH_CHARACTERS", 700)
+    monkeypatch.setattr(writing, "BATCH_CHARACTERS", 700)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from metatokens.data import corpus as corpus_module
-from metatokens.data import sharding, writing
+from metatokens.data import writing
 from metatokens.data.corpus import corpus_parts, read_corpus, read_part
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import encode_documents
@@ -41,7 +41,7 @@ def three_parts(files, monkeypatch):
     """What to write a store of three parts with, each of several shards."""
     monkeypatch.setattr(corpus_module, "PART_BYTES", 2_000)
     monkeypatch.setattr(writing, "SHARD_CHARACTERS", 800)
-    monkeypatch.setattr(sharding, "BATCH_CHARACTERS", 300)
+    monkeypatch.setattr(writing, "BATCH_CHARACTERS", 300)
     assert [len(part.files) for part in corpus_parts(files["corpus_spec"])] == [2, 2, 1]
     return files | {"held_out": 0.2, "workers": 1}
 
@@ -76,7 +76,7 @@ def test_a_store_cut_off_at_any_file_ends_like_one_that_was_not(
         encoded.extend(texts)
         return encode_documents(tokenizer, texts)
 
-    monkeypatch.setattr(sharding, "encode_documents", noting)
+    monkeypatch.setattr(writing, "encode_documents", noting)
     for at in count(1):
         with monkeypatch.context() as patch, suppress(CutOff):
             patch.setattr(os, "replace", interrupting(os.replace, at))
@@ -130,7 +130,7 @@ def test_a_replacement_cut_off_half_way_does_not_pass_for_a_store(
     else:
         with pytest.raises(UserError, match="holds no complete token store"):
             TokenStore.open(out)
-        monkeypatch.setattr(sharding, "encode_documents", None)  # nothing is encoded again
+        monkeypatch.setattr(writing, "encode_documents", None)  # nothing is encoded again
     write_token_store(out, **three_parts, overwrite=True)
     assert contents(out) == contents(undisturbed)
 
@@ -242,7 +242,7 @@ def test_a_worker_killed_by_the_system_is_one_sentence(three_parts, tmp_path):
 
     thread = threading.Thread(target=kill_one)
     thread.start()
-    with pytest.raises(UserError, match="was killed, perhaps for want of memory: the same command goes on"):
+    with pytest.raises(UserError, match="was killed, perhaps because memory ran out: run the same command again"):
         write_token_store(tmp_path / "tokens", **three_parts | {"workers": 2})
     thread.join()
     assert write_token_store(tmp_path / "tokens", **three_parts).manifest.splits["train"].shards
@@ -251,13 +251,13 @@ def test_a_worker_killed_by_the_system_is_one_sentence(three_parts, tmp_path):
 SCRIPT = """if True:
     import json, sys, time
     from pathlib import Path
-    from metatokens.data import corpus, sharding, writing
+    from metatokens.data import corpus, writing
 
-    def slow(tokenizer, texts, encode=sharding.encode_documents):
+    def slow(tokenizer, texts, encode=writing.encode_documents):
         time.sleep(0.05)
         return encode(tokenizer, texts)
 
-    corpus.PART_BYTES, writing.SHARD_CHARACTERS, sharding.encode_documents = 2_000, 400, slow
+    corpus.PART_BYTES, writing.SHARD_CHARACTERS, writing.encode_documents = 2_000, 400, slow
     if __name__ == "__main__":
         writing.write_token_store(Path(sys.argv[1]), **json.loads(sys.argv[2]))
 """

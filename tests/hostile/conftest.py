@@ -11,10 +11,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCau
 
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
-from metatokens.model.configuration import MetaGPT2Config, parameters_at_least
+from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.tasks.example import read_examples
 from metatokens.tasks.example_store import ExampleStore
+from metatokens.untrusted import parameters_at_least
 from tests.hostile.good import RECORDS, Good, lines_of
 
 SECONDS = 60  # of processor time for one case; the slowest takes one or two

@@ -15,9 +15,10 @@ import torch
 from metatokens.checkpoint import MANIFEST, load_model
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
-from metatokens.model.configuration import MetaGPT2Config, check_memory
+from metatokens.model.configuration import MetaGPT2Config
 from metatokens.recipe import PretrainRecipe, load_recipe
 from metatokens.training.pretrain import pretrain
+from metatokens.untrusted import check_memory
 from tests.forked import Forked
 
 Clean = Callable[[], AbstractContextManager[None]]

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
 from metatokens.errors import UserError
-from metatokens.model.interventions import Intervention, intervene, zero_positions
+from metatokens.model.interventions import Intervention, Neither, NoEmbedding, Noise, NoPosition, intervene
 from tests.model.dense_oracle import DenseOracle
 from tests.model.tiny_models import META, pad, random_rows, shared_model, tiny_config, tiny_model
 
@@ -39,14 +39,14 @@ def logits_with(model: MetaGPT2ForCausalLM, name: str, ids: Tensor, seed: int = 
 @pytest.mark.parametrize(
     ("name", "intervention"),
     [
-        ("no_pos", Intervention("no_pos")),
-        ("no_embed", Intervention("no_embed")),
-        ("neither", Intervention("neither")),
-        ("noise:0", Intervention("noise", 0.0)),
-        ("noise:0.5", Intervention("noise", 0.5)),
-        ("noise:1:meta", Intervention("noise", 1.0, meta_only=True)),
-        ("noise:2:raw", Intervention("noise", 2.0, raw=True)),
-        ("noise:1e-05:meta:raw", Intervention("noise", 1e-5, meta_only=True, raw=True)),
+        ("no_pos", NoPosition()),
+        ("no_embed", NoEmbedding()),
+        ("neither", Neither()),
+        ("noise:0", Noise(0.0)),
+        ("noise:0.5", Noise(0.5)),
+        ("noise:1:meta", Noise(1.0, meta_only=True)),
+        ("noise:2:raw", Noise(2.0, raw=True)),
+        ("noise:1e-05:meta:raw", Noise(1e-5, meta_only=True, raw=True)),
     ],
 )
 def test_names(name: str, intervention: Intervention) -> None:
@@ -56,23 +56,34 @@ def test_names(name: str, intervention: Intervention) -> None:
 
 @given(scale=st.floats(0, allow_infinity=False), meta_only=st.booleans(), raw=st.booleans())
 def test_every_noise_has_a_name(scale: float, meta_only: bool, raw: bool) -> None:
-    intervention = Intervention("noise", scale, meta_only, raw)
+    intervention = Noise(scale, meta_only, raw)
     assert Intervention.parse(str(intervention)) == intervention
 
 
 @pytest.mark.parametrize(
     "name",
-    ["", "full", "no_pos:", "no_pos:meta", "neither:0.5", "noise", "noise:", "noise:meta", "noise:-1", "noise:inf"],
+    ["", "full", "no_pos:", "no_pos:meta", "neither:0.5", "noise", "noise:", "noise:meta", "noise:-1", "noise:inf"]
+    + [f"noise:1:{options}" for options in ("", "all", "std", "raw:meta", "meta:meta", "META")],
 )
 def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(UserError, match=f"^no intervention '{name}'; allowed are no_pos, no_embed, neither and noise"):
+    allowed = r"no_pos, no_embed, neither, noise:S\[:meta\]\[:raw\] with S at least 0\.$"
+    with pytest.raises(UserError, match=f"^no intervention '{name}'; allowed are {allowed}"):
         Intervention.parse(name)
 
 
-@pytest.mark.parametrize("options", ["", "all", "std", "raw:meta", "meta:meta", "META"])
-def test_other_options_of_noise_are_refused(options: str) -> None:
-    with pytest.raises(UserError, match=f"^no intervention 'noise:1:{options}'.*then :meta.*then :raw"):
-        Intervention.parse(f"noise:1:{options}")
+def test_a_new_intervention_is_a_new_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Intervention, "kinds", dict(Intervention.kinds))
+
+    class Doubled(Intervention, usage="doubled"):
+        has_positions = False
+
+        def change_embeddings(self, embeddings: Tensor) -> Tensor:
+            return 2 * embeddings
+
+    model, ids = tiny_model(), torch.tensor([ROWS[0]])
+    embeddings = model.get_input_embeddings()(ids) * torch.where(ids == META, 2, 1)[..., None]
+    expected = model(inputs_embeds=embeddings, meta_token_mask=ids == META).logits
+    assert torch.equal(logits_with(model, "doubled", ids), expected)
 
 
 # --- what they do
@@ -196,7 +207,7 @@ def test_rotary_interventions_are_positions_edited_by_hand() -> None:
 @SECOND
 def test_rows_of_the_head_are_never_zeroed(second_attention: str) -> None:
     model, ids = shared_model(second_attention=second_attention), torch.tensor([ROWS[0]])
-    with intervene(model, Intervention.parse("no_embed")):
+    with intervene(model, NoEmbedding()):
         states, logits = model.model(ids).last_hidden_state, model(ids).logits
     assert torch.equal(logits, states @ model.model.embed_tokens.weight.T)
     assert logits[..., META].abs().min() > 0
@@ -205,7 +216,7 @@ def test_rows_of_the_head_are_never_zeroed(second_attention: str) -> None:
 @POSITIONS
 def test_contexts_can_be_nested(position_embedding: str) -> None:
     model, ids = shared_model(position_embedding=position_embedding), torch.tensor([ROWS[0]])
-    with zero_positions(model):
+    with intervene(model, NoPosition()):
         assert torch.equal(model(ids).logits, logits_with(model, "no_pos", ids))
         assert torch.equal(logits_with(model, "no_embed", ids), logits_with(model, "neither", ids))
 
@@ -309,7 +320,7 @@ def test_a_model_without_positions_has_an_embedding_to_lose_and_no_more(edited: 
     assert torch.equal(actual, expected)
     for name in ("no_pos", "neither", "noise:0.5", "noise:0.5:meta"):
         with (
-            pytest.raises(UserError, match=f"^{name} is about positions.*position_embedding 'none'"),
+            pytest.raises(UserError, match=f"^{name} changes positions.*position_embedding 'none'"),
             intervene(model, Intervention.parse(name)),
         ):
             pass
@@ -322,7 +333,7 @@ def test_a_gpt2_without_meta_token_can_be_given_noise_and_no_more() -> None:
     assert not torch.equal(logits_with(model, "noise:0.5", ids), model(ids).logits)
     for name in AT_META:
         with (
-            pytest.raises(UserError, match=f"^{name} is about meta-tokens, and this model has no meta_token_id"),
+            pytest.raises(UserError, match=f"^{name} changes meta-tokens, and this model has no meta_token_id"),
             intervene(model, Intervention.parse(name)),
         ):
             pass

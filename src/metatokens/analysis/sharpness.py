@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from metatokens.analysis.observation import AttentionInputs, Observation, Prompt, observe
 from metatokens.analysis.samples import About, Samples
-from metatokens.model.interventions import Intervention, intervene
+from metatokens.model.interventions import NoEmbedding, intervene
 from metatokens.records import Measurement
 from metatokens.tasks.example import Example
 
@@ -99,7 +99,7 @@ def sharpness(model: PreTrainedModel, examples: Sequence[Example], about: About)
     for number, example in enumerate(examples):
         prompt = Prompt.of(example, model.config.meta_token_id)
         kept = observe(model, prompt.ids)
-        with intervene(model, Intervention("no_embed")):
+        with intervene(model, NoEmbedding()):
             zeroed = observe(model, prompt.ids)
         for (module, layer), inputs in kept.attention.items():
             _compare_attention(samples, number, prompt, inputs, zeroed.attention[module, layer], module, layer)

@@ -102,7 +102,6 @@ def evaluate(
             for length in bins
         }
     changed = None if intervention is None else Intervention.parse(intervention)
-    is_noise = changed is not None and changed.kind == "noise"
     with intervene(loaded, changed, seed=noise_seed):
         results = evaluate(
             loaded,
@@ -111,7 +110,7 @@ def evaluate(
             name=name or str(model),
             condition=shown,
             intervention=None if changed is None else str(changed),
-            noise_seed=noise_seed if is_noise else None,
+            noise_seed=noise_seed if changed is not None and changed.is_random else None,
             batch=batch_size,
             **training_of(model),
         )

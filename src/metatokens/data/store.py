@@ -33,7 +33,6 @@ Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
-HELD_OUT = 0.05  # of the documents, where nothing else is asked for
 
 Count = Annotated[int, Field(ge=0, lt=2**48)]
 
@@ -222,11 +221,6 @@ class TokenSequence:
         except (OSError, pa.ArrowInvalid) as error:
             raise UserError(_damaged(path)) from error
         raise UserError(_damaged(path))
-
-
-def is_held_out(sha256: str, share: float) -> bool:
-    """Whether the document with this checksum is among the share that is held out."""
-    return int(sha256[:16], 16) < share * 2**64
 
 
 def _has_sha256(path: Path, checksum: str) -> bool:

@@ -1,46 +1,86 @@
-"""Writing a token store, so that it appears at once and goes on after whatever stopped it.
+"""Write a token store: it appears at once, and an interrupted writing continues where it stopped.
 
 While it is written, a store is the subfolder `.partial` of its folder:
 
-    plan.json                 the settings, the parts of the corpus, what else the shards depend on
-    tokenizer/                there before the plan
+    tokenizer/                written before the plan
+    plan.json                 the settings, the parts of the corpus, and what else the shards depend on
     train/, held_out/         the finished shards
-    done/PART-SHARD.json      what the manifest will say of a shard, of both splits: put there last
-    done/PART                 an empty file: all of the part is done
+    done/PART-SHARD.json      the manifest's entries of a shard, of both splits; written last
+    done/PART                 an empty file: the whole part is done
+
+Processes write the parts of the corpus side by side. A shard depends only on the plan and its place in the corpus, so
+neither the number of processes nor an interruption changes a byte of the store.
 """
 
 import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from metatokens.data.corpus import corpus_parts, read_corpus
-from metatokens.data.sharding import Done, Plan, Work, write_parts
+from metatokens.data.corpus import Part, corpus_parts, read_corpus, read_part
 from metatokens.data.store import (
-    HELD_OUT,
     MANIFEST,
     SPLITS,
     TOKENIZER,
     Manifest,
+    Record,
+    Shard,
+    Split,
     SplitCounts,
     StoreSettings,
     TokenStore,
 )
-from metatokens.data.tokenizer import load_tokenizer, meta_token_id, text_vocab_size
+from metatokens.data.tokenizer import encode_documents, load_tokenizer, meta_token_id, text_vocab_size
 from metatokens.errors import UserError
 from metatokens.files import LOCK, exclusive, file_sha256, library_writes, sha256_of, write_whole
-from metatokens.machine import available_cores
+from metatokens.machine import available_cores, end_with_parent, worker_context
 
 PLAN = "plan.json"
-# Of a shard, both splits together: 15 MB of GPT-2's ids, which a reader checks in some 20 ms. C4 has some 22,000 such
-# shards; a process can have them all mapped at once (Linux allows 65,530 mappings).
+HELD_OUT = 0.05  # the share of documents that is held out by default
+# Both splits of a shard together: 15 MB of GPT-2's ids, which a reader checks in about 20 ms. C4 has about 22,000 such
+# shards; a process can map all of them at once (Linux allows 65,530 mappings).
 SHARD_CHARACTERS = 2**25
+BATCH_CHARACTERS = 400_000  # encoded at a time: enough for every core, and few enough for the next batch to overlap
+
+
+class Plan(Record):
+    """What the shards of a store depend on."""
+
+    settings: StoreSettings
+    parts: tuple[Part, ...]
+    shard_characters: int
+    first: tuple[str, ...]  # the checksums of the first two distinct documents
+
+
+class Done(Record):
+    """The manifest's entries of a finished shard."""
+
+    shards: dict[Split, Shard]
+
+
+class Work(NamedTuple):
+    """What every process needs to write shards."""
+
+    folder: Path
+    plan: Plan
+    tokenizer: PreTrainedTokenizerBase
+
+
+# --- the folder
 
 
 def write_token_store(
@@ -53,15 +93,15 @@ def write_token_store(
     overwrite: bool = False,
     workers: int | None = None,
 ) -> TokenStore:
-    """Encode a corpus once, or go on with it, or open the store that already holds it.
+    """Encode a corpus, continue an interrupted encoding, or open the finished store.
 
-    A document is held out if the SHA-256 of its text, read as a fraction, is below `held_out`, so copies of
-    a text are on one side. Of the first two distinct documents the first is always for training and the
-    second always held out, so that neither split is empty.
+    A document is held out if the SHA-256 of its text, read as a fraction, is below `held_out`, so copies of a text are
+    in one split. The first document is always for training, and the first one that differs from it is always held out,
+    so that neither split is empty.
 
-    The store is built in a subfolder and moved into place when it is complete. Cut off, it keeps every finished shard
-    and goes on when called with the same arguments. Whether the files behind a corpus spec changed since is not
-    looked at. Memory holds a shard's ids and a few documents for each worker.
+    If it is interrupted, a store keeps its finished shards, and a call with the same arguments continues. Whether the
+    files behind a corpus spec have changed since then is not checked. Memory holds the ids of one shard and a few
+    documents for each worker.
 
     Args:
         out: the store's folder.
@@ -69,14 +109,14 @@ def write_token_store(
         tokenizer_spec: see `load_tokenizer`.
         held_out: the share of documents that is held out, between 0 and 1.
         extra_texts: see `load_tokenizer`.
-        overwrite: replace the store that the folder holds, if any.
-        workers: processes, each of which reads and encodes a part of the corpus at a time (see `corpus_parts`). Where
-            all is one part, this process does it, in the threads of the library tokenizers; with 1, in a single one.
-            By default the cores there are.
+        overwrite: replace the store in the folder, if there is one.
+        workers: the number of processes, each of which encodes one part of the corpus at a time (see `corpus_parts`);
+            by default the number of cores. This process encodes a corpus of a single part itself, in several threads
+            unless `workers` is 1.
 
     Raises:
-        UserError: if the corpus or the tokenizer cannot be had, the corpus has no text, the folder cannot be
-            written, is being written by another process, or holds a store with other settings, finished or not, and
+        UserError: if the corpus or the tokenizer cannot be loaded, or the corpus has no text; if the folder cannot be
+            written, or another process is writing it; or if it holds a store with other settings, finished or not, and
             `overwrite` is not set.
     """
     if not 0 < held_out < 1:
@@ -91,11 +131,7 @@ def write_token_store(
     )
     if (out / MANIFEST).exists() and not overwrite:
         store = TokenStore.open(out)
-        if store.manifest.settings != settings:
-            raise UserError(
-                f"{out} holds a token store made with other settings ({store.manifest.settings}): "
-                "choose another folder, or --overwrite."
-            )
+        _check_same(settings, store.manifest.settings, f"{out} holds a token store")
         return store
     staging, is_new = out / ".partial", not out.exists()
     is_store = (out / MANIFEST).exists() or staging.exists()
@@ -106,11 +142,8 @@ def write_token_store(
         out.mkdir(parents=True, exist_ok=True)
         with exclusive(out):
             before = _settings_of(staging)
-            if before not in (None, settings) and not overwrite:
-                raise UserError(
-                    f"{out} holds an unfinished token store made with other settings ({before}): "
-                    "choose another folder, or --overwrite."
-                )
+            if before is not None and not overwrite:
+                _check_same(settings, before, f"{out} holds an unfinished token store")
             try:
                 tokenizer = _begin(staging, settings, texts) if before != settings else None
                 if not (staging / MANIFEST).exists():
@@ -125,10 +158,15 @@ def write_token_store(
         raise UserError(f"the token store {out} cannot be written: {error}.") from error
     except BrokenProcessPool as error:
         raise UserError(
-            "a process that wrote the token store was killed, perhaps for want of memory: the same command goes on, "
-            "with fewer --workers if need be."
+            "a process that wrote the token store was killed, perhaps because memory ran out: run the same command "
+            "again to continue, with fewer --workers if need be."
         ) from error
     return TokenStore.open(out)
+
+
+def _check_same(settings: StoreSettings, found: StoreSettings, what: str) -> None:
+    if found != settings:
+        raise UserError(f"{what} made with other settings ({found}): choose another folder, or --overwrite.")
 
 
 def _begin(staging: Path, settings: StoreSettings, extra_texts: Sequence[str]) -> PreTrainedTokenizerBase:
@@ -145,10 +183,33 @@ def _begin(staging: Path, settings: StoreSettings, extra_texts: Sequence[str]) -
     return tokenizer
 
 
+def _first_documents(corpus: str) -> tuple[str, ...]:
+    first: dict[str, None] = {}
+    for text in read_corpus(corpus):
+        first[sha256_of(text.encode())] = None
+        if len(first) == len(SPLITS):
+            break
+    if not first:
+        raise UserError(f"the corpus {corpus} holds no text.")
+    return tuple(first)
+
+
+def _settings_of(staging: Path) -> StoreSettings | None:
+    """The settings of the unfinished store in a folder; None if there is none that can be continued."""
+    try:
+        if (staging / MANIFEST).exists():  # it was being moved into place
+            return Manifest.read(staging).settings
+        if (staging / SPLITS[0]).exists():  # the first to be moved
+            return Plan.model_validate_json((staging / PLAN).read_bytes()).settings
+    except (FileNotFoundError, ValidationError, UserError):
+        pass
+    return None
+
+
 def _finish(staging: Path, tokenizer: PreTrainedTokenizerBase, workers: int) -> None:
-    """Write the shards that the store in `staging` lacks, and its manifest."""
+    """Write the missing shards of the store in `staging`, and its manifest."""
     plan = Plan.model_validate_json((staging / PLAN).read_bytes())
-    write_parts(Work(staging, plan, tokenizer), workers)
+    _write_parts(Work(staging, plan, tokenizer), workers)
     done = [Done.model_validate_json(path.read_bytes()).shards for path in staging.glob("done/*.json")]
     done.sort(key=lambda shards: (shards["train"].part, shards["train"].number))
     manifest = Manifest(
@@ -163,31 +224,8 @@ def _finish(staging: Path, tokenizer: PreTrainedTokenizerBase, workers: int) -> 
     write_whole(staging / MANIFEST, manifest.sealed())
 
 
-def _settings_of(staging: Path) -> StoreSettings | None:
-    """What the store that is being written in a folder is made from, if there is one that can be gone on with."""
-    try:
-        if (staging / MANIFEST).exists():  # it was being moved into place
-            return Manifest.read(staging).settings
-        if (staging / SPLITS[0]).exists():  # the first to be moved
-            return Plan.model_validate_json((staging / PLAN).read_bytes()).settings
-    except (FileNotFoundError, ValidationError, UserError):
-        pass
-    return None
-
-
-def _first_documents(corpus: str) -> tuple[str, ...]:
-    first: dict[str, None] = {}
-    for text in read_corpus(corpus):
-        first[sha256_of(text.encode())] = None
-        if len(first) == len(SPLITS):
-            break
-    if not first:
-        raise UserError(f"the corpus {corpus} holds no text.")
-    return tuple(first)
-
-
 def _move_into_place(staging: Path, out: Path) -> None:
-    """Make a complete store in `staging` the store of `out`; can be cut off and called again."""
+    """Make the complete store in `staging` the store of `out`; a call that was cut off can be repeated."""
     (out / MANIFEST).unlink(missing_ok=True)
     for name in (*SPLITS, TOKENIZER):
         if (staging / name).exists():
@@ -195,3 +233,137 @@ def _move_into_place(staging: Path, out: Path) -> None:
             os.replace(staging / name, out / name)
     os.replace(staging / MANIFEST, out / MANIFEST)
     shutil.rmtree(staging)
+
+
+# --- the parts, in this process or in others
+
+
+def _write_parts(work: Work, workers: int) -> None:
+    """Write the missing shards, in at most `workers` processes."""
+    left = [number for number in range(len(work.plan.parts)) if not (work.folder / "done" / f"{number:05}").exists()]
+    processes = min(workers, len(left))
+    if processes <= 1:
+        _write_parts_here(work, left, in_threads=workers > 1)
+        return
+    context = worker_context(__name__)
+    watched, held = context.Pipe(duplex=False)
+    with (
+        ProcessPoolExecutor(processes, context, _start_worker, (work, workers // processes, watched)) as pool,
+        held,  # closed first, however this ends: workers stop at once
+    ):
+        for future in as_completed([pool.submit(_write_own_part, number) for number in left]):
+            future.result()
+
+
+def _write_parts_here(work: Work, parts: Iterable[int], *, in_threads: bool) -> None:
+    before = os.environ["TOKENIZERS_PARALLELISM"]
+    if not in_threads:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        for part in parts:
+            _write_part(work, part)
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+_work: Work  # of a worker process
+
+
+def _start_worker(work: Work, threads: int, watched: Connection) -> None:
+    global _work
+    _work = work
+    os.environ |= {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": str(threads > 1).lower()}
+    end_with_parent(watched)
+
+
+def _write_own_part(number: int) -> None:
+    _write_part(_work, number)
+
+
+def _write_part(work: Work, number: int) -> None:
+    """Write the missing shards of a part."""
+    shard = written = 0
+    while (path := work.folder / "done" / f"{number:05}-{shard:05}.json").exists():
+        written += sum(counts.documents for counts in Done.model_validate_json(path.read_bytes()).shards.values())
+        shard += 1
+    documents = islice(read_part(work.plan.settings.corpus, work.plan.parts[number]), written, None)
+    while _write_shard(work, documents, number, shard):
+        shard += 1
+    (work.folder / "done" / f"{number:05}").touch()
+
+
+# --- a shard
+
+
+def _write_shard(work: Work, documents: Iterator[str], part: int, number: int) -> bool:
+    """Write the next shard of a part, of both splits; return whether any document was left."""
+    dtype = np.uint16 if text_vocab_size(work.tokenizer) <= 2**16 else np.uint32
+    counts: dict[Split, Counter[str]] = {split: Counter(documents=0, characters=0, tokens=0) for split in SPLITS}
+    ids: dict[Split, list[npt.NDArray[np.unsignedinteger]]] = {split: [] for split in SPLITS}
+    for batch, encoded in _encoded(_batches(documents, work.plan.shard_characters), work.tokenizer):
+        batch_ids: dict[Split, list[list[int]]] = {split: [] for split in SPLITS}
+        for text, text_ids in zip(batch, encoded, strict=True):
+            split = _split_of(text, work.plan)
+            batch_ids[split].append(text_ids)
+            counts[split].update(documents=1, characters=len(text), tokens=len(text_ids) - 1)  # without end of text
+        for split in SPLITS:
+            ids[split].append(np.fromiter(chain.from_iterable(batch_ids[split]), dtype))
+    if not ids[SPLITS[0]]:
+        return False
+    shards: dict[Split, Shard] = {}
+    for split in SPLITS:
+        content = _arrow_file(np.concatenate(ids[split]))
+        shards[split] = Shard(part=part, number=number, sha256=sha256_of(content), **counts[split])
+        if shards[split].documents:
+            write_whole(work.folder / split / shards[split].name, content)
+    done = work.folder / "done" / f"{part:05}-{number:05}.json"
+    write_whole(done, Done(shards=shards).model_dump_json().encode())
+    return True
+
+
+def _arrow_file(ids: npt.NDArray[np.unsignedinteger]) -> memoryview:
+    batch = pa.record_batch({"ids": ids})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return memoryview(sink.getvalue())
+
+
+def _split_of(text: str, plan: Plan) -> Split:
+    digest = sha256_of(text.encode())
+    if digest in plan.first:
+        return SPLITS[plan.first.index(digest)]
+    return "held_out" if int(digest[:16], 16) < plan.settings.held_out * 2**64 else "train"
+
+
+def _encoded(
+    batches: Iterable[list[str]], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[list[str], list[list[int]]]]:
+    """Batches of texts with their ids. A thread encodes the next batch, outside Python, while one is in use."""
+    with ThreadPoolExecutor(1) as thread:
+        ahead: deque[tuple[list[str], Future[list[list[int]]]]] = deque()
+        for batch in batches:
+            ahead.append((batch, thread.submit(encode_documents, tokenizer, batch)))
+            if len(ahead) == 2:
+                texts, ids = ahead.popleft()
+                yield texts, ids.result()
+        for texts, ids in ahead:
+            yield texts, ids.result()
+
+
+def _batches(documents: Iterable[str], most: int) -> Iterator[list[str]]:
+    """Batches of documents, up to the document with which all of them have `most` characters."""
+    batch: list[str] = []
+    characters = before = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document)
+        is_last = before + characters >= most
+        if characters >= BATCH_CHARACTERS or is_last:
+            yield batch
+            if is_last:
+                return
+            before += characters
+            batch, characters = [], 0
+    if batch:
+        yield batch

@@ -18,7 +18,7 @@ from metatokens.data.tokenizer import meta_token_id
 from metatokens.decoder import decoder_of, position_embedding_of
 from metatokens.errors import UserError
 from metatokens.looking.page import Likeliest, Look
-from metatokens.model.interventions import Intervention, intervene
+from metatokens.model.interventions import NoEmbedding, intervene
 from metatokens.model.positions import learned_positions
 
 MAX_TOKENS = 4096  # of a prompt: attention weights take memory by the square of its length
@@ -64,7 +64,7 @@ def look(
     observation, zeroed = _of_layers(observe(model, ids), layers), None
     followed = {WITHOUT: ids[~is_meta]}
     if is_meta.any():
-        with intervene(model, Intervention("no_embed")):
+        with intervene(model, NoEmbedding()):
             zeroed = _of_layers(observe(model, ids), layers)
         decoys = min(int(is_meta.sum()), _room(model) - len(ids))
         followed = {WITH: ids, WITHOUT: ids[~is_meta], DECOYS: with_decoys(ids, is_meta, meta, decoys, seed)}

@@ -1,6 +1,5 @@
 """Configuration of the GPT-2 family with meta-tokens (paper, Appendix A and B)."""
 
-import math
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -11,16 +10,13 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from metatokens.errors import UserError
-from metatokens.machine import physical_memory
 
 PositionEmbedding = Literal["learned", "rope", "none"]
 SecondAttention = Literal["meta", "causal", "none"]
 AttentionScale = Literal["constant", "log_length"]
 
-MAX_LAYERS = 10_000  # a layer takes some 50 kB of Python objects, however narrow it is
-
-# What a saved configuration says to a program that has not imported this package: the file beside it, which needs the
-# package installed and `trust_remote_code=True`, has the classes.
+# For programs that have not imported this package: a saved configuration names this file, which imports the classes.
+# They need `trust_remote_code=True`, and the package installed.
 REMOTE_CODE_FILE = "metatokens_classes.py"
 _AUTO_MAP = {
     "AutoConfig": "metatokens_classes.MetaGPT2Config",
@@ -31,26 +27,26 @@ _AUTO_MAP = {
 
 @strict
 class MetaGPT2Config(PreTrainedConfig):
-    """Sizes and choices of a `MetaGPT2ForCausalLM`; the defaults are the paper's 152M model (`paper()`).
+    """Sizes and choices of a `MetaGPT2ForCausalLM`; the defaults are those of the paper's 152M model (`paper()`).
 
     Attributes:
-        vocab_size: rows of the embedding table, which is tied to the head. GPT-2's 50,257 entries padded to a
-            multiple of 64; the meta-token is one of the padding rows.
+        vocab_size: rows of the embedding table, which is tied to the head. By default GPT-2's 50,257 entries, padded
+            to a multiple of 64; the first padding row is the meta-token's.
         hidden_size: width of the residual stream.
         num_hidden_layers: number of transformer blocks.
-        num_attention_heads: heads of every attention module; must divide `hidden_size`.
+        num_attention_heads: heads of each attention module; must divide `hidden_size`.
         intermediate_size: width of the feed-forward layer; `None` means four times `hidden_size`.
         max_position_embeddings: positions trained on, and rows of the table if positions are learned.
-        position_embedding: `learned` (a table added to the embeddings), `rope` (queries and keys rotated), `none`.
-        rope_layers: with `rope`, the layers, counted from 0, that rotate queries and keys, in both attentions; the
-            others have no positions (Yang et al., 2025). `None`: all of them.
+        position_embedding: `learned` (a table added to the embeddings), `rope` (rotated queries and keys) or `none`.
+        rope_layers: with `rope`, the layers, counted from 0, that rotate queries and keys in both attentions; the
+            others have no positions (Yang et al., 2025). `None` means all layers.
         second_attention: the module between causal attention and the feed-forward layer: `meta` (meta-tokens attend
-            causally to meta-tokens), `causal` (all positions: the parameter-matched control), `none` (GPT-2).
-        attention_scale: what multiplies attention logits beside 1 / sqrt(head size): `constant` (nothing), or
-            `log_length`, a learned number of each head times the logarithm of how many keys the query sees (scalable
-            softmax), so that attention stays as sharp in longer sequences.
-        meta_token_id: the vocabulary entry of the meta-token; `None` for a model that has none.
-        unpadded_vocab_size: entries in use; the rows behind them pad the table, and are never generated. `None`: all.
+            causally to meta-tokens), `causal` (over all positions: the parameter-matched control) or `none` (GPT-2).
+        attention_scale: a factor of attention logits in addition to 1 / sqrt(head size): `constant` (none), or
+            `log_length`, a number that each head learns times the logarithm of how many keys the query sees (scalable
+            softmax), which keeps attention sharp in longer sequences.
+        meta_token_id: the meta-token's id; `None` for a model that has none.
+        unpadded_vocab_size: entries in use; later rows pad the table and are never generated. `None` means all.
         bias: whether linear layers and LayerNorms have biases.
         activation: name of the feed-forward activation in `transformers.activations`.
         layer_norm_epsilon: added to the variance in LayerNorm.
@@ -105,7 +101,7 @@ class MetaGPT2Config(PreTrainedConfig):
         if self.rope_layers is not None:
             self._check_rope_layers(self.rope_layers)
         if not self.initializer_range >= 0:
-            raise UserError(f"initializer_range is {self.initializer_range}, a standard deviation below 0.")
+            raise UserError(f"initializer_range is {self.initializer_range}; a standard deviation is at least 0.")
         if self.second_attention == "meta" and self.meta_token_id is None:
             raise UserError("second_attention 'meta' needs a meta_token_id.")
         if self.activation not in ACT2FN:
@@ -123,7 +119,6 @@ class MetaGPT2Config(PreTrainedConfig):
                 f"unpadded_vocab_size is {self.unpadded_vocab_size}; it must be above the meta_token_id "
                 f"{self.meta_token_id} and at most the vocab_size {self.vocab_size}."
             )
-        self.base_model_tp_plan = _tensor_parallel_plan(self.second_attention)
         super().__post_init__(**{"auto_map": dict(_AUTO_MAP)} | kwargs)
 
     def _check_rope_layers(self, layers: list[int]) -> None:
@@ -133,24 +128,16 @@ class MetaGPT2Config(PreTrainedConfig):
             )
         if not layers or sorted(set(layers)) != layers or not 0 <= layers[0] <= layers[-1] < self.num_hidden_layers:
             raise UserError(
-                f"rope_layers is {layers}; give the numbers of one layer or more, ascending, from 0 to "
+                f"rope_layers is {layers}; give at least one layer, in ascending order, from 0 to "
                 f"{self.num_hidden_layers - 1}."
             )
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "MetaGPT2Config":
-        """As transformers'. A configuration from before `unpadded_vocab_size` is of a table that was padded."""
-        padded = {
-            "unpadded_vocab_size": unpadded_before(config_dict.get("vocab_size"), config_dict.get("meta_token_id"))
-        }
-        return super().from_dict(padded | config_dict, **kwargs)
-
-    @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing: `auto_map` names the package's own class, and no copy of its file is to be saved with a model."""
+        """Do nothing: `auto_map` names the package's class, so that no copy of its file is saved with a model."""
 
     def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
-        """As transformers', with the file that `auto_map` names beside `config.json`."""
+        """Save as transformers does, with the file that `auto_map` names."""
         write_remote_code(save_directory, _AUTO_MAP)
         super().save_pretrained(save_directory, *args, **kwargs)
 
@@ -174,70 +161,8 @@ def write_remote_code(folder: str | PathLike, auto_map: dict[str, str]) -> None:
     (Path(folder) / REMOTE_CODE_FILE).write_text(line, encoding="utf-8")
 
 
-def _tensor_parallel_plan(second_attention: SecondAttention) -> dict[str, str]:
-    """How transformers spreads a block's layers over GPUs; queries, keys and values, of one product, are gathered."""
-    plan = {"layers.*.mlp.in_proj": "colwise", "layers.*.mlp.out_proj": "rowwise"}
-    for module in ("attention",) if second_attention == "none" else ("attention", "second_attention"):
-        plan[f"layers.*.{module}.qkv_proj"] = "colwise_gather_output"
-        plan[f"layers.*.{module}.out_proj"] = "rowwise_split_input"
-    return plan
-
-
-def unpadded_before(rows: int | None, meta_token_id: int | None) -> int | None:
-    """The entries in use of a model that was saved before its configuration said so.
-
-    Such a model's meta-token is the last of them, where the table was padded to a multiple of 64 for it.
-    """
-    used = None if meta_token_id is None else meta_token_id + 1
-    return used if used is not None and rows == math.ceil(used / 64) * 64 else None
-
-
 def never_generated(config: PreTrainedConfig) -> list[int]:
-    """The ids that no text has: the meta-token's, and those of rows that pad the vocabulary.
-
-    Args:
-        config: of one of this package's models.
-    """
+    """The ids that no text has: the meta-token's, and those of rows that pad the vocabulary."""
     rows = config.get_text_config().vocab_size
     meta, used = config.meta_token_id, getattr(config, "unpadded_vocab_size", None) or rows
     return [*([] if meta is None else [meta]), *range(used, rows)]
-
-
-def parameters_at_least(config: PreTrainedConfig) -> int:
-    """The parameters of a model's tables, causal attention and feed-forward layers, which are most of it.
-
-    Of a base of another architecture, whose layers are of other shapes, only what any has: queries and outputs.
-
-    Args:
-        config: of any causal language model.
-    """
-    width, layers = config.hidden_size, config.num_hidden_layers
-    if config.model_type not in ("meta_gpt2", "gpt2", "gpt_neo"):
-        return config.vocab_size * width + layers * width * width
-    inner = getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None)
-    has_table = getattr(config, "position_embedding", "learned") == "learned"
-    rows = config.vocab_size + has_table * config.max_position_embeddings
-    return rows * width + layers * 2 * width * (2 * width + (inner or 4 * width))
-
-
-def check_memory(config: PreTrainedConfig, *, has_masks: bool = False) -> None:
-    """Refuse a model that this machine cannot hold, before anything is allocated for it.
-
-    Args:
-        config: see `parameters_at_least`.
-        has_masks: whether each layer has a causal mask of its own, as a GPT-Neo's do.
-
-    Raises:
-        UserError: if a size is not positive, there are too many layers, or the model, with parameters of two bytes,
-            is larger than the machine's memory.
-    """
-    layers, positions = config.num_hidden_layers, getattr(config, "max_position_embeddings", 1)
-    inner = getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None) or 1
-    if min(config.vocab_size, config.hidden_size, layers, config.num_attention_heads, positions, inner) < 1:
-        raise UserError("sizes in a model configuration must be positive.")
-    if layers > MAX_LAYERS:
-        raise UserError(f"the model has {layers:,} layers; allowed are {MAX_LAYERS:,}.")
-    needed = 2 * parameters_at_least(config) + has_masks * layers * positions**2
-    memory = physical_memory()
-    if memory is not None and needed > memory:
-        raise UserError(f"the model takes {needed:,} bytes at least, and this machine's memory has {memory:,}.")

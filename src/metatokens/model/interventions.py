@@ -1,19 +1,20 @@
 """Interventions at inference: no position or no embedding at the meta-tokens, noise on the positions.
 
 Paper, sections 4.3 and 5.2, Tables 2 and 11-17. They are hooks on the modules that embed tokens and number positions,
-so the model's code and weights stay as they are, and any checkpoint can be examined:
+so that the model's code and weights stay as they are, and any checkpoint can be examined:
 
     with intervene(model, Intervention.parse("no_pos")):
         model.generate(...)
 
-The paper defines none of them for rotary positions, and gives the noise no unit; `Intervention` says what is done here.
+The paper does not define them for rotary positions, and gives no unit for the noise; the classes below document what
+is done here. A new intervention is a new subclass of `Intervention`, and nothing else.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -24,38 +25,29 @@ from metatokens.errors import UserError
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import Rotary
 
-Kind = Literal["no_pos", "no_embed", "neither", "noise"]
+Draw = Callable[[int], Tensor]  # width -> standard normal numbers by position, (batch or 1, length, width)
 
 
-@dataclass(frozen=True, slots=True)
 class Intervention:
-    """What is changed at the model's input; `str()` gives the name that `parse` reads.
+    """A change to the model's input; `str()` gives the name that `parse` reads.
 
-    `no_pos`: a meta-token has no position. Learned: p_t = 0. Rotary: its query and key are not rotated, in either
-    attention, as if it stood at position 0; YaRN's scale of the rotation, which is no position, is kept.
-
-    `no_embed`: the embedding of a meta-token is 0, its position stays. As a row of the head, to which the table is
-    tied, it stays too.
-
-    `neither`: both.
-
-    `noise`: each position t gets Gaussian noise of standard deviation S, one draw for all sequences, layers, heads and
-    both attentions. Learned: it is added to every entry of p_t, S in standard deviations of the table's entries.
-    Rotary: it is added to t, S in positions, so that every frequency's angle moves by its own step times the same
-    number. `raw` instead takes the numbers as they are. Learned: S in the table's units. Rotary: every frequency's
-    angle moves by a number of its own, S in radians.
-
-    Attributes:
-        kind: one of the above.
-        scale: S, the standard deviation of the noise.
-        meta_only: whether the noise is at the meta-tokens alone; otherwise at all tokens.
-        raw: whether the noise is in raw units.
+    A subclass overrides the methods for what it changes. `intervene` puts their results at the meta-tokens or, with
+    `is_everywhere`, at all tokens.
     """
 
-    kind: Kind
-    scale: float = 0.0
-    meta_only: bool = False
-    raw: bool = False
+    kinds: ClassVar[dict[str, type["Intervention"]]] = {}
+    usage: ClassVar[str]  # the name, with its options
+    has_positions: ClassVar[bool] = True  # whether it changes positions
+    is_random: ClassVar[bool] = False
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether it changes all tokens; otherwise meta-tokens alone."""
+        return False
+
+    def __init_subclass__(cls, *, usage: str) -> None:
+        cls.usage = usage
+        cls.kinds[usage.partition(":")[0]] = cls
 
     @classmethod
     def parse(cls, name: str) -> "Intervention":
@@ -64,52 +56,147 @@ class Intervention:
         Raises:
             UserError: if there is none of that name.
         """
-        if name in ("no_pos", "no_embed", "neither"):
-            return cls(cast(Kind, name))
-        kind, _, rest = name.partition(":")
-        scale, *options = rest.split(":")
+        kind, *options = name.split(":")
         try:
-            number = float(scale) if kind == "noise" else math.nan
-        except ValueError:
-            number = math.nan
-        if not 0 <= number < math.inf or options not in ([], ["meta"], ["raw"], ["meta", "raw"]):
-            raise UserError(
-                f"no intervention {name!r}; allowed are no_pos, no_embed, neither and noise:S with a number S of at "
-                "least 0, then :meta for the meta-tokens alone, then :raw for raw units."
-            )
-        return cls("noise", number, "meta" in options, "raw" in options)
+            return cls.kinds[kind].from_options(options)
+        except (KeyError, ValueError):
+            allowed = ", ".join(one.usage for one in cls.kinds.values())
+            raise UserError(f"no intervention {name!r}; allowed are {allowed}.") from None
+
+    @classmethod
+    def from_options(cls, options: list[str]) -> Self:
+        """The intervention with what follows its name, split at colons; a ValueError if it has no such options."""
+        if options:
+            raise ValueError
+        return cls()
 
     def __str__(self) -> str:
-        if self.kind != "noise":
-            return self.kind
+        return self.usage
+
+    def change_embeddings(self, embeddings: Tensor) -> Tensor:
+        """Token embeddings E(x_t), (batch, length, width)."""
+        return embeddings
+
+    def change_learned(self, vectors: Tensor, table: nn.Embedding, draw: Draw) -> Tensor:
+        """Vectors p_t of a learned table of positions, (batch or 1, length, width)."""
+        return vectors
+
+    def change_rotary(self, rotary: Rotary, module: Any, draw: Draw) -> Rotary:
+        """Cosines and sines of a rotary module, each (batch or 1, length, head size)."""
+        return rotary
+
+
+@dataclass(frozen=True)
+class NoPosition(Intervention, usage="no_pos"):
+    """A meta-token has no position.
+
+    Learned: p_t = 0. Rotary: its query and key are not rotated, in either attention, as if its position were 0; YaRN's
+    scale of the rotation, which is no position, stays.
+    """
+
+    def change_learned(self, vectors: Tensor, table: nn.Embedding, draw: Draw) -> Tensor:
+        """Zeros."""
+        return torch.zeros_like(vectors)
+
+    def change_rotary(self, rotary: Rotary, module: Any, draw: Draw) -> Rotary:
+        """An angle of 0."""
+        return torch.full_like(rotary[0], module.attention_scaling), torch.zeros_like(rotary[1])
+
+
+@dataclass(frozen=True)
+class NoEmbedding(Intervention, usage="no_embed"):
+    """The embedding of a meta-token is 0; its position stays, and so does its row of the head, tied to the table."""
+
+    has_positions = False
+
+    def change_embeddings(self, embeddings: Tensor) -> Tensor:
+        """Zeros."""
+        return torch.zeros_like(embeddings)
+
+
+@dataclass(frozen=True)
+class Neither(NoPosition, NoEmbedding, usage="neither"):
+    """A meta-token has neither position nor embedding."""
+
+    has_positions = True
+
+
+@dataclass(frozen=True)
+class Noise(Intervention, usage="noise:S[:meta][:raw] with S at least 0"):
+    """Each position t gets Gaussian noise, one draw for all sequences, layers, heads and both attentions.
+
+    Learned: every entry of p_t gets noise of `scale` standard deviations of the table's entries. Rotary: t gets noise
+    of `scale` positions, so that the angles of all frequencies move together, each by its own step.
+
+    Attributes:
+        scale: S, the standard deviation of the noise.
+        meta_only: whether only meta-tokens get it; otherwise all tokens do.
+        raw: whether it is in raw units instead. Learned: the table's. Rotary: the angle of each frequency gets its own
+            noise, in radians.
+    """
+
+    scale: float
+    meta_only: bool = False
+    raw: bool = False
+
+    is_random = True
+
+    @classmethod
+    def from_options(cls, options: list[str]) -> "Noise":
+        """Noise with options such as `["0.5", "meta", "raw"]`."""
+        scale, flags = float(options[0] if options else ""), options[1:]
+        if not 0 <= scale < math.inf or flags not in ([], ["meta"], ["raw"], ["meta", "raw"]):
+            raise ValueError
+        return cls(scale, "meta" in flags, "raw" in flags)
+
+    def __str__(self) -> str:
         scale = str(self.scale).removesuffix(".0")
         return f"noise:{scale}{':meta' * self.meta_only}{':raw' * self.raw}"
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether text tokens get it too."""
+        return not self.meta_only
+
+    def change_learned(self, vectors: Tensor, table: nn.Embedding, draw: Draw) -> Tensor:
+        """p_t with noise."""
+        unit = 1.0 if self.raw else table.weight.std()
+        return vectors + self.scale * unit * draw(vectors.shape[-1])
+
+    def change_rotary(self, rotary: Rotary, module: Any, draw: Draw) -> Rotary:
+        """Angles with noise: cos(a + b) and sin(a + b)."""
+        cos, sin = rotary
+        if self.raw:
+            angle = (self.scale * draw(cos.shape[-1] // 2)).repeat(1, 1, 2)
+        else:
+            angle = self.scale * draw(1) * module.inv_freq.repeat(2)
+        return cos * angle.cos() - sin * angle.sin(), sin * angle.cos() + cos * angle.sin()
 
 
 @contextmanager
 def intervene(model: PreTrainedModel, intervention: Intervention | None, *, seed: int = 0) -> Iterator[None]:
-    """Run a model with an intervention, from `generate()` too, as long as the context lasts.
+    """Run a model with an intervention, in `generate()` too, as long as the context lasts.
 
-    Keys that are cached while it lasts keep it. Contexts can be nested: the inner one changes what the outer one left.
+    Keys that are cached meanwhile keep it. Contexts can be nested: the inner one changes what the outer one left.
 
     Args:
         model: of this package, or for `no_embed` any other with a meta-token; left as it was.
         intervention: what to do; None does nothing.
-        seed: of the noise. That of position t is row t of `numpy.random.default_rng(seed).standard_normal((T, width))`
-            in float32, whatever T; so it depends neither on the batch nor on what is cached.
+        seed: of the noise. The noise of position t is row t of `numpy.random.default_rng(seed).standard_normal((T,
+            width))` in float32, for any T, so it depends neither on the batch nor on what is cached.
 
     Raises:
-        UserError: if the model lacks the positions or the meta-token that the intervention is about.
+        UserError: if the model lacks the positions or the meta-token that the intervention changes.
     """
     if intervention is None:
         yield
         return
     _check(intervention, model)
-    hooks = _Hooks(intervention, model.config, seed)
+    hooks = _Hooks(intervention, model.config.meta_token_id, seed)
     handles = [model.get_input_embeddings().register_forward_hook(hooks.on_embedding)]
-    if intervention.kind != "no_embed" and model.model.learned_positions is not None:
+    if intervention.has_positions and model.model.learned_positions is not None:
         handles.append(model.model.learned_positions.register_forward_hook(hooks.on_learned))
-    if intervention.kind != "no_embed" and model.model.rotary_emb is not None:
+    if intervention.has_positions and model.model.rotary_emb is not None:
         handles.append(model.model.rotary_emb.register_forward_hook(hooks.on_rotary))
     try:
         yield
@@ -118,75 +205,55 @@ def intervene(model: PreTrainedModel, intervention: Intervention | None, *, seed
             handle.remove()
 
 
-def zero_positions(model: MetaGPT2ForCausalLM) -> AbstractContextManager[None]:
-    """Run a model without positions at the meta-tokens: the intervention `no_pos`."""
-    return intervene(model, Intervention("no_pos"))
-
-
 def _check(intervention: Intervention, model: PreTrainedModel) -> None:
-    config = model.config
-    if intervention.kind != "no_embed" and not isinstance(model, MetaGPT2ForCausalLM):
+    if intervention.has_positions and not isinstance(model, MetaGPT2ForCausalLM):
+        raise UserError(f"{intervention} is for this package's own models; on a {type(model).__name__} use no_embed.")
+    if intervention.has_positions and model.config.position_embedding == "none":
         raise UserError(
-            f"{intervention} is for this package's own models, whose positions it knows; of a {type(model).__name__} "
-            "only no_embed is possible."
+            f"{intervention} changes positions, and this model has position_embedding 'none'; use no_embed."
         )
-    if intervention.kind != "no_embed" and config.position_embedding == "none":
-        raise UserError(
-            f"{intervention} is about positions, and this model has position_embedding 'none'; only no_embed applies."
-        )
-    if config.meta_token_id is None and (intervention.kind != "noise" or intervention.meta_only):
-        raise UserError(f"{intervention} is about meta-tokens, and this model has no meta_token_id.")
+    if not intervention.is_everywhere and model.config.meta_token_id is None:
+        raise UserError(f"{intervention} changes meta-tokens, and this model has no meta_token_id.")
 
 
 class _Hooks:
-    """What replaces the outputs of the embedding (always called first), the learned table and the rotary tables."""
+    """Forward hooks of the embedding (always called first), the learned table and the rotary module."""
 
-    def __init__(self, intervention: Intervention, config: Any, seed: int):
-        self.kind, self.scale, self.raw = intervention.kind, intervention.scale, intervention.raw
-        self.everywhere = intervention.kind == "noise" and not intervention.meta_only
-        self.meta_token_id = -1 if config.meta_token_id is None else config.meta_token_id
-        self.is_meta: Tensor  # (batch, length, 1), of the forward pass that is going on
-        width = config.hidden_size
-        if config.position_embedding == "rope":
-            width = config.head_size // 2 if intervention.raw else 1
-        self.noise = _Noise(width, seed)
+    def __init__(self, intervention: Intervention, meta_token_id: int | None, seed: int):
+        self.intervention, self.meta_token_id = intervention, -1 if meta_token_id is None else meta_token_id
+        self.noise = _Noise(seed)
+        self.is_meta: Tensor  # (batch, length, 1), of the current forward pass
 
     def on_embedding(self, module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
         self.is_meta = (args[0] == self.meta_token_id).unsqueeze(-1)
-        return torch.where(self.is_meta, 0.0, output) if self.kind in ("no_embed", "neither") else output
+        return self._select(self.intervention.change_embeddings(output), output)
 
     def on_learned(self, table: nn.Embedding, args: tuple[Tensor], output: Tensor) -> Tensor:
-        if self.kind != "noise":
-            return self._where_meant(torch.zeros_like(output), output)
-        unit = 1.0 if self.raw else table.weight.std()
-        return self._where_meant(output + self.scale * unit * self.noise(args[0]), output)
+        changed = self.intervention.change_learned(output, table, lambda width: self.noise(args[0], width))
+        return self._select(changed, output)
 
     def on_rotary(self, module: Any, args: tuple[Tensor, Tensor], output: Rotary) -> Rotary:
-        cos, sin = output
-        if self.kind != "noise":
-            turned = torch.full_like(cos, module.attention_scaling), torch.zeros_like(sin)
-        else:
-            angle = self.scale * self.noise(args[1])
-            angle = angle.repeat(1, 1, 2) if self.raw else angle * module.inv_freq.repeat(2)
-            turned = cos * angle.cos() - sin * angle.sin(), sin * angle.cos() + cos * angle.sin()
-        return self._where_meant(turned[0], cos), self._where_meant(turned[1], sin)
+        cos, sin = self.intervention.change_rotary(output, module, lambda width: self.noise(args[1], width))
+        return self._select(cos, output[0]), self._select(sin, output[1])
 
-    def _where_meant(self, changed: Tensor, plain: Tensor) -> Tensor:
-        """`changed`, (batch or 1, length, features), at the positions that the intervention is about."""
-        return changed.to(plain) if self.everywhere else torch.where(self.is_meta, changed.to(plain), plain)
+    def _select(self, changed: Tensor, plain: Tensor) -> Tensor:
+        """`changed`, (batch or 1, length, features), where the intervention applies."""
+        changed = changed.to(plain)
+        return changed if self.intervention.is_everywhere else torch.where(self.is_meta, changed, plain)
 
 
 class _Noise:
     """Standard normal numbers by position, drawn in the order of positions, so that later ones change none before."""
 
-    def __init__(self, width: int, seed: int):
+    def __init__(self, seed: int):
         self.generator = np.random.default_rng(seed)
-        self.rows = np.empty((0, width), dtype=np.float32)
+        self.rows: np.ndarray | None = None
 
-    def __call__(self, position_ids: Tensor) -> Tensor:
-        """(batch or 1, length) -> (batch or 1, length, width), on the same device."""
-        missing = int(position_ids.max()) + 1 - len(self.rows)
+    def __call__(self, position_ids: Tensor, width: int) -> Tensor:
+        """(batch or 1, length) -> (batch or 1, length, width), on the same device; always of the same width."""
+        rows = np.empty((0, width), dtype=np.float32) if self.rows is None else self.rows
+        missing = int(position_ids.max()) + 1 - len(rows)
         if missing > 0:
-            drawn = self.generator.standard_normal((missing, self.rows.shape[1]), dtype=np.float32)
-            self.rows = np.concatenate([self.rows, drawn])
-        return torch.from_numpy(self.rows[position_ids.cpu().numpy()]).to(position_ids.device)
+            rows = np.concatenate([rows, self.generator.standard_normal((missing, width), dtype=np.float32)])
+        self.rows = rows
+        return torch.from_numpy(rows[position_ids.cpu().numpy()]).to(position_ids.device)

@@ -2,15 +2,12 @@
 
 import multiprocessing
 import os
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import cycle, islice
-from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from shutil import rmtree
 from types import TracebackType
@@ -20,7 +17,7 @@ import torch
 import yaml
 
 from metatokens.errors import UserError
-from metatokens.machine import available_cores, keep_freed_memory, worker_context
+from metatokens.machine import available_cores, end_with_parent, keep_freed_memory, worker_context
 from metatokens.paper.plan import Stage
 from metatokens.paper.runner import Outcome, Runner
 from metatokens.recipe import parse_yaml
@@ -228,18 +225,8 @@ def _start_worker(reports: Any, left: Any) -> None:
     _reports = reports
     if (gpu := left.get()) is not None:  # workers that see several would all take the first
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-    # Ctrl-C reaches every process of the terminal. The parent hears it and ends its workers; a worker that ended by
-    # itself could make the parent report a broken pool instead.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     torch.set_num_threads(1)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait_for_any([parent.sentinel])
-    os._exit(1)
 
 
 def _work_and_report(runner: Runner, stage: Stage) -> Done:

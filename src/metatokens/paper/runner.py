@@ -266,7 +266,7 @@ class Runner:
         for tuned, about in self._tuned(model, task, lengths_tested(self.preset, model, task)):
             tests = self.tests(task, "paper", counts)
             for change in map(Intervention.parse, interventions):
-                seeds = range(noise_seeds) if change.kind == "noise" else [None]
+                seeds = range(noise_seeds) if change.is_random else [None]
                 for seed in seeds:
                     part = (
                         tests if seed is None else {length: each[seed::noise_seeds] for length, each in tests.items()}
