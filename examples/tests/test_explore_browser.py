@@ -76,7 +76,7 @@ def test_a_click_between_tokens_sets_a_meta_token_and_one_on_it_takes_it_away(fo
 
 def test_what_is_too_long_or_empty_is_refused(folders: list[Path]) -> None:
     explorer = Explorer(folders)
-    with pytest.raises(UserError, match=r"the prompt has [\d,]+ tokens; at most 512 can be looked into"):
+    with pytest.raises(UserError, match=r"the prompt has [\d,]+ tokens; at most 512 can be shown"):
         explorer.ask("owl " * 600)
     with pytest.raises(UserError, match="no text"):
         explorer.ask(" _PAUSE_")
@@ -166,7 +166,7 @@ def test_what_is_typed_is_text(page: Any) -> None:
 
 def test_a_mistake_is_one_sentence(page: Any) -> None:
     ask(page, "owl " * 600)
-    page.get_by_text("at most 512 can be looked into").first.wait_for()
+    page.get_by_text("at most 512 can be shown").first.wait_for()
 
 
 @pytest.mark.parametrize("width", [375, 1280])

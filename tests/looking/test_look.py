@@ -153,7 +153,7 @@ def test_a_model_without_a_meta_token_is_asked_without(small_model: Callable[...
     [
         ("", "the prompt has no text"),
         (" _PAUSE_ _PAUSE_", "the prompt has no text"),
-        ("owl swan " * 60, r"the prompt has \d+ tokens; at most 64 can be looked into"),
+        ("owl swan " * 60, r"the prompt has \d+ tokens; at most 64 can be shown"),
     ],
 )
 def test_what_cannot_be_looked_into_is_refused(small_model: Callable[..., Path], text: str, message: str) -> None:
@@ -212,10 +212,10 @@ def test_layers_are_chosen_for_page_and_picture(small_model: Callable[..., Path]
         looked(folder, layers=[3])
 
 
-def test_the_picture_of_many_layers_is_as_wide_as_that_of_eight(small_model: Callable[..., Path]) -> None:
+def test_the_ninth_layer_is_in_a_second_row_of_the_picture(small_model: Callable[..., Path]) -> None:
     sizes = [
         Image.open(io.BytesIO(draw([looked(small_model(second_attention="meta", num_hidden_layers=layers))]))).size
         for layers in (8, 9)
     ]
     assert sizes[0][0] == sizes[1][0]
-    assert sizes[1][1] == 2 * sizes[0][1]
+    assert sizes[1][1] > 1.9 * sizes[0][1]

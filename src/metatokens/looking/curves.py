@@ -1,4 +1,4 @@
-"""The curves of runs, side by side in one picture: of finished runs, and of those that are still going."""
+"""The curves of finished and unfinished runs in one figure."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ _CURVE, _STATE = "curve.jsonl", "trainer_state.json"
 
 
 class Point(BaseModel):
-    """What a run's curve says of one step; one line of it says some of these."""
+    """A step of a run's curve. Each line of the file has some of these figures."""
 
     step: int
     loss: float | None = None
@@ -41,12 +41,9 @@ Curves = Mapping[str, Sequence[Point]]
 
 
 def read_curves(runs: Sequence[Path]) -> Curves:
-    """The curves of runs, by the names of their folders; of a fine-tuning run, one a phase.
+    """The curves of runs, by folder. A fine-tuning run has one for each phase.
 
-    A run that is not finished has its curve in its newest checkpoint.
-
-    Raises:
-        UserError: if a folder holds no run, or a curve cannot be read.
+    The curve of an unfinished run is read from its newest checkpoint.
     """
     curves: dict[str, Sequence[Point]] = {}
     for run in runs:
@@ -54,14 +51,14 @@ def read_curves(runs: Sequence[Path]) -> Curves:
         if not found:
             raise UserError(
                 f"there is no curve in {run}; give the folder of a run of pretrain, extend or finetune that has saved "
-                "a checkpoint at least."
+                "at least one checkpoint."
             )
         curves |= {name: _read(file) for name, file in found.items()}
     return curves
 
 
 def draw_curves(curves: Curves) -> Figure:
-    """Loss, held-out loss (with markers) and, where a curve has it, exact match by training step."""
+    """Loss, held-out loss (with markers) and, if a curve has it, exact match, by training step."""
     styles = dict(zip(curves, cycle([*reversed(STYLES.values()), *FURTHER])))
     panels: dict[str, Panel] = {"Loss": partial(_draw_losses, curves, styles)}
     if any(_values(points, "exact_match", "eval_exact_match") for points in curves.values()):
@@ -93,7 +90,7 @@ def _read(file: Path) -> list[Point]:
 
 
 def _values(points: Sequence[Point], *names: str) -> dict[int, float]:
-    """A figure by step, under whichever of its names."""
+    """A figure by step, under any of its names."""
     found = ((point.step, getattr(point, name)) for point in points for name in names)
     return dict(sorted((step, value) for step, value in found if value is not None))
 

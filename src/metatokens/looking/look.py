@@ -1,4 +1,4 @@
-"""A model on one prompt: what it attends to, what each layer would say, and what it answers."""
+"""Run a model on one prompt, and record what it attends to, what each layer predicts, and what it answers."""
 
 import random
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from metatokens.looking.page import Likeliest, Look
 from metatokens.model.interventions import NoEmbedding, intervene
 from metatokens.model.positions import learned_positions
 
-MAX_TOKENS = 4096  # of a prompt: attention weights take memory by the square of its length
-ANSWERS = 5  # the likeliest tokens that are told
+MAX_TOKENS = 4096  # of a prompt: attention weights take memory quadratic in its length
+ANSWERS = 5  # next tokens that are shown
 WITH, WITHOUT, DECOYS = "with its meta-tokens", "without", "among decoys"
 
 
@@ -37,26 +37,26 @@ def look(
     seed: int = 0,
     layers: Sequence[int] | None = None,
 ) -> Look:
-    """Run a model on a prompt, and note what it attends to, what each layer would say, and what it answers.
+    """Run a model on a prompt, and record what it attends to, what each layer predicts, and what it answers.
 
         look = metatokens.look(model, tokenizer, "Bits: 0 _PAUSE_ 1 0", markers="_PAUSE_")
         look.attention("second_attention", 2)  # (heads, meta-tokens, meta-tokens)
 
-    In a notebook the object shows itself, as the page that `metatokens look` writes.
+    A notebook shows the result as the page that `metatokens look` writes.
 
     Args:
-        model: any decoder that `observe` can read, with meta-tokens or without; is put into evaluation mode.
-        tokenizer: the model's.
+        model: any decoder that `observe` can read, with or without meta-tokens; is put into evaluation mode.
+        tokenizer: of the model.
         text: the prompt.
-        markers: what stands for a meta-token in it, or the offsets at which ` _PAUSE_` does (`encode_prompt`). They are
-            left out for a model without a meta-token.
+        markers: the text that marks a meta-token, or the offsets of those ` _PAUSE_` that do (`encode_prompt`). They
+            are left out for a model without a meta-token.
         name: of the model; by default its class.
-        seed: of the places of decoys.
+        seed: for the places of decoys.
         layers: the blocks whose attention is kept, from 0; None: all.
 
     Raises:
         UserError: if there is no such block, the prompt is empty or longer than 4,096 tokens or the model's positions,
-            or the model computes its attention where it cannot be read.
+            or the model's attention cannot be read.
     """
     meta = meta_token_id(tokenizer)
     ids = prompt_ids(model, tokenizer, text, markers)
@@ -82,7 +82,7 @@ def look(
 
 
 def _of_layers(seen: Observation, layers: Sequence[int] | None) -> Observation:
-    """An observation, of the attention in some of the blocks alone."""
+    """An observation with the attention of only some blocks."""
     count = len(seen.states) - 1
     if layers is None:
         return seen
@@ -99,11 +99,7 @@ def prompt_ids(
     markers: str | Sequence[int],
     limit: int = MAX_TOKENS,
 ) -> Tensor:
-    """The ids of a prompt, (length,) int64; without meta-tokens for a model that has none.
-
-    Raises:
-        UserError: if the prompt has no text, or more than `limit` tokens or learned positions.
-    """
+    """The ids of a prompt, (length,) int64; without meta-tokens if the model has none."""
     ids = torch.tensor(encode_prompt(tokenizer, text, markers), dtype=torch.int64)
     is_text = ids != meta_token_id(tokenizer)
     if not is_text.any():
@@ -111,22 +107,14 @@ def prompt_ids(
     ids = ids if _meta_token(model) is not None else ids[is_text]
     room = min(limit, _room(model))
     if len(ids) > room:
-        raise UserError(f"the prompt has {len(ids):,} tokens; at most {room:,} can be looked into.")
+        raise UserError(f"the prompt has {len(ids):,} tokens; at most {room:,} can be shown.")
     return ids
 
 
 def with_decoys(ids: Tensor, is_meta: Tensor, meta_token_id: int, count: int, seed: int) -> Tensor:
-    """A prompt with more meta-tokens, each before another text token, not the first, that has none before it.
+    """A prompt with `count` extra meta-tokens, or fewer if it has not enough places, (length + count,) int64.
 
-    Args:
-        ids: (length,) int64.
-        is_meta: (length,) bool.
-        meta_token_id: the meta-token.
-        count: how many; there are fewer where there are not so many places.
-        seed: of the places.
-
-    Returns:
-        (length + count,) int64.
+    A place is before a text token that is not the first token and has no meta-token before it.
     """
     places = [i for i in range(1, len(ids)) if not is_meta[i] and not is_meta[i - 1]]
     drawn = set(random.Random(seed).sample(places, min(len(places), count)))
@@ -135,7 +123,7 @@ def with_decoys(ids: Tensor, is_meta: Tensor, meta_token_id: int, count: int, se
 
 
 def likeliest(model: PreTrainedModel, logits: Tensor) -> Likeliest:
-    """The five likeliest tokens by logits (..., vocabulary), the meta-token not among them."""
+    """The five likeliest tokens by logits (..., vocabulary), without the meta-token."""
     logits = logits.double()
     if (meta := _meta_token(model)) is not None:
         logits[..., meta] = -torch.inf
@@ -144,7 +132,7 @@ def likeliest(model: PreTrainedModel, logits: Tensor) -> Likeliest:
 
 
 def _room(model: PreTrainedModel) -> int:
-    """Tokens that a prompt may have."""
+    """The most tokens that a prompt may have."""
     has_table = position_embedding_of(model) == "learned"
     return min(MAX_TOKENS, learned_positions(model.config)) if has_table else MAX_TOKENS
 
@@ -154,14 +142,14 @@ def _meta_token(model: PreTrainedModel) -> int | None:
 
 
 def _next(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The logits of what follows a prompt, (vocabulary,)."""
+    """The logits of the token after a prompt, (vocabulary,)."""
     return model(ids[None].to(model.device), use_cache=False).logits[0, -1]
 
 
 def _lens(model: PreTrainedModel, ids: Tensor, states: Sequence[Tensor]) -> Likeliest:
-    """What the model makes of each state, were it the one behind the last block.
+    """The model's next tokens from each state, as if the last block had returned it.
 
-    The model itself is run, with every block returning that state: so each norm, scale and cap behind the blocks is the
+    The model itself runs, with every block returning that state, so each norm, scale and cap after the blocks is the
     architecture's own.
     """
     _, blocks = decoder_of(model)

@@ -1,12 +1,12 @@
-// The page of `metatokens look`: three choices (layer, head, position), and everything drawn from them by Plotly.
+// The page of `metatokens look`: three choices (layer, head, position), from which Plotly draws everything.
 const chosen = {layer: 0, head: 0, position: 0};  // head 0 is the mean of all
 const OPTIONS = {responsive: true, displayModeBar: false};
-// By the square root, so that small weights show.
+// Colours follow the square root, so that small weights show.
 const COLOURS = {
   colorscale: SCALE, zmin: 0, zmax: 1,
   colorbar: {thickness: 10, len: 0.9, outlinewidth: 0, tickvals: [0, 0.1, 0.25, 0.5, 1].map(Math.sqrt), ticktext: ["0", ".1", ".25", ".5", "1"]},
 };
-const FEW = 24;  // tokens that have room beside a map
+const FEW = 24;  // tokens that have room at the side of a map
 
 const element = (name, properties = {}, ...children) => {
   const made = Object.assign(document.createElement(name), properties);
@@ -30,7 +30,7 @@ const unpack = (text, width) => {
 
 const label = (model, position) => `${position} ${model.isMeta[position] ? "◆" : model.tokens[position]}`;
 
-const cells = (model, part) => {  // the positions that each row and column of a map stands for
+const cells = (model, part) => {  // the positions in each row and column of a map
   const starts = part.positions.filter((_, index) => index % part.step === 0);
   return part.step === 1
     ? starts.map(position => label(model, position))
@@ -63,7 +63,7 @@ const drawMap = (view, module, plot) => {
   };
   const look = layout("key", "query", Math.min(plot.clientWidth || 400, 460, 120 + 20 * names.length));
   look.yaxis.autorange = "reversed";
-  // A cell's number is a position where each token has a cell of its own; elsewhere the axes name some positions.
+  // The number of a cell is a position only if each token has a cell. Otherwise the axes name some positions.
   const every = names.length <= FEW ? 1 : Math.ceil(names.length / 6);
   if (every === 1 || part.step > 1 || part.positions.length < model.tokens.length) {
     const tickvals = names.map((_, index) => index).filter(index => index % every === 0);
@@ -108,7 +108,7 @@ const drawEntropy = (view, module, plot) => {
 const shade = view => {
   const part = view.model.modules[0].layers[chosen.layer], weight = new Map();
   const index = row(part);
-  if (index >= 0) {  // a cell of several tokens has their weights together
+  if (index >= 0) {  // the weight of a cell is the sum over its tokens
     const {step, positions} = part, width = Math.ceil(positions.length / step);
     const weights = unpack(part.maps[Math.min(chosen.head, part.maps.length - 1)], width)[Math.floor(index / step)];
     positions.forEach((position, key) => weight.set(position, weights[Math.floor(key / step)] / step));
@@ -183,7 +183,7 @@ const build = (model, choose) => {
   for (const module of model.modules) figures.append(figure(`${module.title}: weights`, plots));
   for (const module of model.modules) figures.append(figure(`${module.title}: entropy of each row`, plots));
   const count = model.modules.length;
-  section.append(figure("Logit lens: probability of the likeliest token, were each layer the last", plots));
+  section.append(figure("Logit lens: probability of the likeliest token if each layer were the last", plots));
   view.parts = model.modules.map((module, index) => [module, plots[index], plots[count + index]]);
   view.lens = plots[2 * count];
   view.listen = () => {

@@ -21,16 +21,16 @@ from transformers import PreTrainedTokenizerBase
 from metatokens.analysis.observation import Observation
 from metatokens.analysis.sharpness import entropy
 
-SIGNATURE = "metatokens look"  # stands in every page, so that no other file is ever overwritten
-MAX_SIDE = 256  # cells of a map, across and down; a longer prompt's are averages over several tokens
-# From light to dark, so that it is read without colour vision too.
-SCALE = [[0, "#ffffff"], [0.5, "#6baed6"], [1, "#08306b"]]
+SIGNATURE = "metatokens look"  # is in every page, so that no other file is ever overwritten
+MAX_SIDE = 256  # cells of a map, across and down; in longer prompts each covers several tokens
 MAX_CELLS = 12_000_000  # of all maps of a model together
+# From light to dark, so that it can be read without colour vision.
+SCALE = [[0, "#ffffff"], [0.5, "#6baed6"], [1, "#08306b"]]
 
 
 @dataclass(frozen=True, slots=True)
 class Likeliest:
-    """The likeliest next tokens, likeliest first; the meta-token is none of them.
+    """The likeliest next tokens, likeliest first, without the meta-token.
 
     Attributes:
         ids: (..., 5) int64.
@@ -43,20 +43,20 @@ class Likeliest:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a model did with one prompt.
+    """What a model does with one prompt.
 
     Attributes:
-        name: the model's.
-        tokens: the prompt's, as text; a meta-token is `<|meta|>`.
+        name: of the model.
+        tokens: of the prompt, as text; a meta-token is `<|meta|>`.
         ids: (length,) int64.
         is_meta: (length,) bool.
-        observation: states, queries, keys and values, logits (`analysis.observation`).
-        zeroed: the same while the meta-tokens' embeddings are zero (paper, Figure 2); None without a meta-token.
-        lens: what the head makes of the residual stream before the first block and after each, (layers + 1, length, 5):
-            the logit lens (nostalgebraist, 2020).
-        answers: what follows the prompt as it stands, `with its meta-tokens`; `without` them; and `among decoys`, as
-            many meta-tokens more at places that were drawn. Each (5,).
-        tokenizer: the model's.
+        observation: states, queries, keys, values and logits (`analysis.observation`).
+        zeroed: the same while the embeddings of meta-tokens are zero (paper, Figure 2); None without a meta-token.
+        lens: the logit lens (nostalgebraist, 2020), (layers + 1, length, 5): what the head makes of the residual stream
+            before the first block and after each block.
+        answers: the next tokens, each (5,): `with its meta-tokens`, `without` them, and `among decoys`, which are as
+            many extra meta-tokens at random places.
+        tokenizer: of the model.
     """
 
     name: str
@@ -71,30 +71,24 @@ class Look:
 
     @property
     def modules(self) -> dict[str, list[int]]:
-        """The layers that have an attention module, by its name: `attention`, `second_attention`."""
+        """For each kind of attention, `attention` and `second_attention`, the layers that have it."""
         found: dict[str, list[int]] = {}
         for module, layer in sorted(self.observation.attention):
             found.setdefault(module, []).append(layer)
         return found
 
     def positions(self, module: str, layer: int) -> Tensor:
-        """Where the rows of an attention module stand in the prompt, (rows,) int64; all, or the meta-tokens'."""
+        """The positions of an attention module's rows, (rows,) int64: those of all tokens, or of the meta-tokens."""
         return self.observation.attention[module, layer].positions
 
     def attention(self, module: str, layer: int) -> Tensor:
-        """Attention weights, (heads, queries, keys); a row's sum is 1."""
+        """Attention weights, (heads, queries, keys); each row sums to 1."""
         return self.observation.attention[module, layer].weights()
 
     def entropy(self, module: str, layer: int, *, zeroed: bool = False) -> Tensor:
         """The entropy (nats) of each row of attention weights, (heads, rows).
 
-        Args:
-            module: `attention` or `second_attention`.
-            layer: number of the block.
-            zeroed: while the meta-tokens' embeddings are zero.
-
-        Raises:
-            ValueError: if there is no meta-token whose embedding could be zero.
+        With `zeroed`, the embeddings of meta-tokens are zero; a prompt without one raises a ValueError.
         """
         if zeroed and self.zeroed is None:
             raise ValueError("the prompt has no meta-token.")
@@ -102,7 +96,7 @@ class Look:
         return entropy(seen.attention[module, layer].logits())
 
     def to_html(self) -> str:
-        """The page that `metatokens look` writes: one file that needs no other."""
+        """The page that `metatokens look` writes: one self-contained file."""
         return to_html([self])
 
     def _repr_html_(self) -> str:
@@ -113,7 +107,7 @@ class Look:
 
 
 def to_html(looks: Sequence[Look]) -> str:
-    """One page of one model or of several side by side, on the same prompt."""
+    """The page of one model, or of several on the same prompt, next to each other."""
     models = [_model(look) for look in looks]
     data = gzip.compress(json.dumps(models).encode(), mtime=0)
     environment = Environment(
@@ -133,12 +127,12 @@ def to_html(looks: Sequence[Look]) -> str:
 
 
 def readable(token: str) -> str:
-    """A token as it can be shown: what is only white space is made visible."""
+    """A token in which line breaks and tabs, and spaces without other characters, are visible."""
     return token.replace("\n", "⏎").replace("\t", "⇥") if token.strip() else token.replace("\n", "⏎").replace(" ", "␣")
 
 
 def _answers(look: Look) -> list[tuple[str, list[tuple[str, float]]]]:
-    """For each prompt the likeliest next tokens with their probabilities."""
+    """The likeliest next tokens after each prompt, with their probabilities."""
     return [
         (title, list(zip(_texts(look, likeliest.ids), likeliest.probabilities.tolist(), strict=True)))
         for title, likeliest in look.answers.items()
@@ -150,7 +144,7 @@ def _texts(look: Look, ids: Tensor) -> list[str]:
 
 
 def _model(look: Look) -> dict[str, Any]:
-    """What the page's script reads of a model."""
+    """A model's data for the page's script."""
     modules = look.modules
     maps = sum(len(inputs.queries) + 1 for inputs in look.observation.attention.values())
     side = min(MAX_SIDE, max(16, math.isqrt(MAX_CELLS // maps)))
@@ -170,7 +164,7 @@ def _model(look: Look) -> dict[str, Any]:
 
 
 def title_of(look: Look, module: str) -> str:
-    """What an attention module is called, by what its rows are."""
+    """The title of an attention module; its rows decide between meta-attention and a second attention."""
     if module == "attention":
         return "Causal attention"
     rows = len(look.positions(module, look.modules[module][0]))
@@ -178,7 +172,7 @@ def title_of(look: Look, module: str) -> str:
 
 
 def _module(look: Look, module: str, layer: int, side: int) -> dict[str, Any]:
-    """One layer's attention: maps of the heads' mean and of each head, and each row's entropy."""
+    """A layer's attention: maps and row entropies, of the mean over heads and of each head."""
     weights = look.attention(module, layer).float()
     weights = torch.cat([weights.mean(dim=0, keepdim=True), weights])
     step = math.ceil(weights.shape[-1] / side)
@@ -189,7 +183,7 @@ def _module(look: Look, module: str, layer: int, side: int) -> dict[str, Any]:
         "positions": look.positions(module, layer).tolist(),
         "step": step,
         "maps": [_bytes(one) for one in coarse(weights, step)],
-        # A mean over heads of entropies: that of the mean of their weights would be another number.
+        # The mean of the heads' entropies, which is not the entropy of their mean weights.
         "entropy": {
             name: [[round(x, 4) for x in row] for row in torch.cat([of.mean(dim=0, keepdim=True), of]).tolist()]
             for name, of in entropies.items()
@@ -198,14 +192,10 @@ def _module(look: Look, module: str, layer: int, side: int) -> dict[str, Any]:
 
 
 def coarse(weights: Tensor, step: int) -> Tensor:
-    """Attention weights summed over `step` keys and averaged over as many queries.
-
-    Args:
-        weights: (maps, queries, keys).
-        step: tokens that a cell stands for, across and down; the last ones may stand for fewer.
+    """Attention weights (maps, queries, keys), summed over `step` keys and averaged over as many queries.
 
     Returns:
-        (maps, ceil(queries / step), ceil(keys / step)); a row's sum stays 1.
+        (maps, ceil(queries / step), ceil(keys / step)); each row still sums to 1.
     """
     if step == 1:
         return weights
@@ -216,7 +206,7 @@ def coarse(weights: Tensor, step: int) -> Tensor:
 
 
 def _bytes(weights: Tensor) -> str:
-    """A map as bytes of 255 times the square root, so that small weights are not all 0."""
+    """A map as bytes, 255 times the square root of each weight, so that small weights are not all 0."""
     return base64.b64encode((weights.clamp(0, 1).sqrt() * 255).round().to(torch.uint8).numpy().tobytes()).decode()
 
 

@@ -1,7 +1,7 @@
-"""The report's figures: small multiples in which a model looks the same everywhere.
+"""The style of every figure: small multiples in which a model looks the same everywhere.
 
-Everything is drawn with matplotlib's object-oriented interface. An inch is 96 pixels of a page, drawn at twice the
-density, so that letters keep their size on a phone: there the panels stand in one column.
+Figures use matplotlib's object-oriented interface. An inch is 96 pixels of a page, drawn at twice the density. On a
+phone the panels form one column, so that letters keep their size.
 """
 
 import io
@@ -19,19 +19,19 @@ from matplotlib.markers import MarkerStyle
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-SEPARATOR = " · "  # between a model's name and what sets its variant apart
+SEPARATOR = " · "  # between the names of a model and of its variant
 PHONE, PAGE = 3.5, 8.6  # inches
 _PANEL_HEIGHT, _LEGEND_HEIGHT = 2.5, 0.5
 INK, GREY, RULE, SHADE = "#22211f", "#66635e", "#e2e0db", "#f4f2ed"
 SIZE = 9.0  # points
-_LETTERS = 120.0  # of a point's size, in an inch
+_LETTERS = 120.0  # in an inch, times the size in points
 
 Panel = Callable[[Axes], None]
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a model's line looks. The colours are told apart by the colour-blind; dashes and markers differ as well."""
+    """How a model's line looks. Colour-blind readers can tell the colours apart; dashes and markers differ too."""
 
     colour: str
     dashes: tuple[float, ...]
@@ -75,7 +75,7 @@ def palette(labels: Iterable[str]) -> dict[str, Style]:
 
 
 def swatch(style: Style) -> dict[str, str]:
-    """A style as the attributes of an SVG line and of the polygon of its marker, around the origin, y downwards."""
+    """A style as the attributes of an SVG line and of its marker, a polygon around the origin with y downwards."""
     marker = MarkerStyle(style.marker)
     outline = np.asarray(marker.get_path().transformed(marker.get_transform()).to_polygons()[0])
     return {
@@ -87,7 +87,7 @@ def swatch(style: Style) -> dict[str, str]:
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG file of 96 colours, a quarter of the size of all; the same figure gives the same bytes."""
+    """The figure as a PNG file of 96 colours, a quarter of the full size; the same figure gives the same bytes."""
     drawn, packed = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=192)
     Image.open(drawn).convert("RGB").quantize(96, dither=Image.Dither.NONE).save(packed, format="png", optimize=True)
@@ -95,35 +95,42 @@ def png(figure: Figure) -> bytes:
 
 
 def small_multiples(panels: Mapping[str, Panel], order: Iterable[str], width: float, across: int = 2) -> Figure:
-    """A figure of panels, by title, with one legend in that order for all; on a phone they stand in one column."""
+    """A figure of panels, by title, with `across` panels in a row; on a phone one."""
     if not panels:
         return Figure()
     across = min(across, len(panels)) if width > PHONE else 1
-    down = math.ceil(len(panels) / across)
+    titled = list(panels.items())
+    return rows_of_panels([titled[first : first + across] for first in range(0, len(titled), across)], order, width)
+
+
+def rows_of_panels(rows: Sequence[Sequence[tuple[str, Panel]]], order: Iterable[str], width: float) -> Figure:
+    """A figure of rows of panels, each with its title, and one legend for all, whose labels are in that order."""
+    down, across = len(rows), max(map(len, rows))
     figure = Figure((width, down * _PANEL_HEIGHT + _LEGEND_HEIGHT), layout="constrained", facecolor="white")
     grid = figure.subplots(down, across, squeeze=False)
+    size = SIZE + (1.5 if across < 3 else 0)
     drawn: dict[str, Any] = {}
-    shown = grid.flat[: len(panels)]
-    for axes, (title, draw) in zip(shown, panels.items(), strict=True):
-        size = SIZE + (1.5 if across < 3 else 0)
-        title = fill(_on_a_line(title), int((width / across - 0.3) * _LETTERS / size))
-        axes.set_title(title, loc="left", parse_math=False, fontsize=size, fontweight="bold", color=INK)
-        axes.grid(axis="y", color=RULE, linewidth=0.7)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.spines["bottom"].set_color(GREY)
-        draw(axes)
-        axes.tick_params(which="both", length=0, labelsize=SIZE, labelcolor=INK)
-        handles, labels = axes.get_legend_handles_labels()
-        drawn |= dict(zip(labels, handles, strict=True))
-    below, beside = ([getattr(axes, f"get_{axis}label")() for axes in shown] for axis in "xy")
-    for place, axes in enumerate(shown):  # what an axis is of is said once, below a column and left of a row
-        is_said = place + across < len(panels) and below[place] == below[place + across]
-        axes.set_xlabel("" if is_said else below[place], fontsize=SIZE, color=INK)
-        is_said = place % across > 0 and beside[place] == beside[place - 1]
-        axes.set_ylabel("" if is_said else beside[place], fontsize=SIZE, color=INK)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
+    for row, line_of_axes in zip(rows, grid, strict=True):
+        for axes in line_of_axes[len(row) :]:
+            axes.set_visible(False)
+        for axes, (title, draw) in zip(line_of_axes, row, strict=False):
+            title = fill(_on_a_line(title), int((width / across - 0.3) * _LETTERS / size))
+            axes.set_title(title, loc="left", parse_math=False, fontsize=size, fontweight="bold", color=INK)
+            axes.grid(axis="y", color=RULE, linewidth=0.7)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right", "left"]].set_visible(False)
+            axes.spines["bottom"].set_color(GREY)
+            draw(axes)
+            axes.tick_params(which="both", length=0, labelsize=SIZE, labelcolor=INK)
+            handles, labels = axes.get_legend_handles_labels()
+            drawn |= dict(zip(labels, handles, strict=True))
+    for y, row in enumerate(rows):  # equal labels of axes appear once, below a column and left of a row
+        for x in reversed(range(len(row))):
+            below = grid[y + 1, x].get_xlabel() if y + 1 < down and x < len(rows[y + 1]) else None
+            left = grid[y, x - 1].get_ylabel() if x else None
+            across_text, up_text = grid[y, x].get_xlabel(), grid[y, x].get_ylabel()
+            grid[y, x].set_xlabel("" if across_text == below else across_text, fontsize=SIZE, color=INK)
+            grid[y, x].set_ylabel("" if up_text == left else up_text, fontsize=SIZE, color=INK)
     labels = sorted(drawn, key=lambda label: [*order, label].index(label))
     names = list(map(_on_a_line, labels))
     ncols = _legend_columns(names, width)
@@ -138,7 +145,7 @@ def small_multiples(panels: Mapping[str, Panel], order: Iterable[str], width: fl
 
 
 def _legend_columns(names: Sequence[str], width: float) -> int:
-    """How many columns of a legend have room in a width, in inches; they are filled one after the other."""
+    """How many columns of a legend fit into a width, in inches; they are filled one after the other."""
     for ncols in range(6, 1, -1):
         longest = [max(map(len, column), default=0) for column in np.array_split(names, ncols)]
         if sum(0.68 + length * SIZE / _LETTERS for length in longest) <= width:
@@ -147,17 +154,17 @@ def _legend_columns(names: Sequence[str], width: float) -> int:
 
 
 def _on_a_line(text: str) -> str:
-    """A name as a picture has room for it; without what a font cannot show."""
+    """A name as one short line of characters that a font can show."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())[:60]
 
 
 def in_percent(proportions: Iterable[float | None]) -> list[float]:
-    """Proportions in percent; one that is missing leaves a gap in the line."""
+    """Proportions in percent; a missing one leaves a gap in the line."""
     return [math.nan if value is None else 100 * value for value in proportions]
 
 
 def by_step(axes: Axes, what: str) -> None:
-    """Training steps to the right, and what is shown of each."""
+    """Label the axes: training steps to the right, `what` upwards."""
     axes.set(xlabel="training step", ylabel=what)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -165,7 +172,7 @@ def by_step(axes: Axes, what: str) -> None:
 
 
 def line(style: Style, **changes: Any) -> dict[str, Any]:
-    """A style as matplotlib's line properties, with some changes."""
+    """A style as matplotlib's line properties, with changes."""
     return {
         "color": style.colour,
         "linestyle": (0, style.dashes) if style.dashes else "solid",
