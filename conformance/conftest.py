@@ -23,28 +23,28 @@ PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 SWEEP_HEAD = "\n## Every type\n"
 PAGE_HEAD = """# Architectures
 
-What `make conformance` measured of each decoder with meta-attention: a tiny model with random weights, in float32
-except for two columns. A figure is the largest difference, or in how many cases there was one;
-`tests/retrofit/architectures.py` says how each is measured, and how much is allowed.
+`make conformance` measures each decoder with meta-attention, as a tiny model with random weights, in float32 except for
+two columns. A figure is the largest difference, or the number of cases with one. `tests/retrofit/architectures.py` sets
+how each is measured, and how much is allowed.
 
 - **sites**: blocks whose site was not found, in three precisions, with and without an outlier among the embeddings.
 - **text**: logits of text without meta-tokens, against the base's.
 - **start**: logits with meta-tokens before any training, against the base with the meta-token's embedding.
-- **cached**, **padded**: logits read in pieces with a cache, or padded on the left, against the same at once.
+- **cached**, **padded**: logits read in pieces with a cache, or padded on the left, against those of one pass.
 - **reloaded**: logits of the model from disk, whole and as what was added alone; those of text, against the base's.
-- **half precision**: the same in bfloat16, where what was added is in float32.
-- **checkpointed gradients**: with gradient checkpointing, in both its ways, against without.
-- **scored columns**: loss and gradients where the logits of scored columns alone are computed.
+- **half precision**: the same in bfloat16, with what was added in float32.
+- **checkpointed gradients**: with gradient checkpointing, in both its forms, against without.
+- **scored columns**: loss and gradients if only the logits of scored columns are computed.
 - **logits in pieces**: logits computed a few at a time, as `perplexity` does, against all at once.
 - **generation**: in how many of five ways to generate the cache changes a token.
 
 """
 SWEEP_TEXT = """
-Every type of decoder in transformers {version} was tried, built small from its configuration class alone. The outcomes:
+Every type of decoder in transformers {version} was built small, from its configuration class alone, and tried:
 {counts}.
-A type with `:multimodal` is the class that takes images or sound too, where there are two. A type is taken if text has
-the logits of the base to the last bit, if the model from disk is the one that was saved (whole, and as what was added
-alone), and if greedy generation with a meta-token every three tokens gives the same with and without a cache.
+`:multimodal` marks the class that also takes images or sound, if there are two. A type is taken if text has the logits
+of the base to the last bit, if the model from disk equals the saved one (whole, and as what was added alone), and if
+greedy generation with a meta-token every three tokens gives the same with and without a cache.
 
 | outcome | model types |
 | --- | --- |

@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-# The site keeps their paths in the repository, so that links hold in both, except for docs/. README.md is its home page.
+# The site keeps their paths in the repository, so links hold in both, except for docs/. README.md is its home page.
 REPORT = "results/small/report/report.md"
 PICTURES = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / REPORT).parent.glob("figures/*.png")))
 OUTSIDE = (
