@@ -25,33 +25,23 @@ LOOKS = "looks"  # the folder of a run's pages of what its models attend to, eac
 PACKED = ".gz"  # what a compressed file has at its name's end
 _GZIP = b"\x1f\x8b"  # begins what is compressed, and no text
 
-# A "shortcut" is a rule that does not do the task; of earlier versions the "majority_rate", of the commonest answer.
 Metric = Literal["exact_match", "token_accuracy", "perplexity", "shortcut", "majority_rate"]
 Analysis = Literal["sharpness", "residual", "rate_distortion"]
 AnalysisMetric = Literal[
     "attention_logit_change",
     "attention_log_odds_change",
-    "attention_entropy_kept",
-    "attention_entropy_zeroed",
     "attention_entropy_change",
     "premise_holds",
     "entropy_fell",
     "output_top_logit_change",
     "output_answer_logit_change",
-    "output_answer_log_probability_change",
-    "output_entropy_kept",
-    "output_entropy_zeroed",
     "output_entropy_change",
-    "similarity",
     "similarity_centred",
-    "similarity_to_final",
     "similarity_to_final_centred",
     "attention_weight",
     "attention_weight_if_uniform",
-    "attention_of_final",
     "rate",
     "distortion",
-    "information",
     "answer_entropy",
 ]
 KeyClass = Literal["itself", "earlier_meta", "before_meta", "after_meta", "first", "near", "other"]
@@ -86,28 +76,48 @@ class Record(BaseModel):
         return self.model_dump_json(exclude_defaults=True)
 
 
+class About(Record):
+    """What a figure is about: a model, its training, and the prompts. Lines have these fields among their own."""
+
+    model: str  # gpt2, pause, twin, meta, gpt-neo, the name of a folder or of a shortcut
+    position_embedding: str | None = None  # learned, rope, none
+    task: str | None = None
+    condition: str | None = None  # the marker condition of the prompts; for perplexity the placement of meta-tokens
+    train_condition: str | None = None
+    train_length: int | None = None  # tokens of the longest prompts in training
+    length: int | None = None  # tokens; bin L holds prompts of (L/2, L] tokens
+    intervention: str | None = None
+    noise_seed: int | None = None  # of an intervention that draws noise
+    seed: int = 0  # of the model's training
+    recipe: str | None = None  # the preset, or preset/variant
+
+    def known(self, **more: Any) -> dict[str, Any]:
+        """The fields that are not null, and further ones."""
+        return self.model_dump(exclude_none=True) | more
+
+
 class Measured(Record):
     """A measured figure."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    versions: dict[str, str] = {}  # by package; empty in a run, which says once what it was made with, and when
+    versions: dict[str, str] = {}  # by package; empty in a run, whose run.json has them
     created: str | None = None
 
 
 class Result(Measured):
-    """An accuracy, a perplexity, or how often a short cut is right."""
+    """An accuracy, a perplexity, or the share of prompts that a shortcut answers. Fields as in `About`, and more."""
 
-    model: str  # gpt2, pause, twin, meta, gpt-neo, a folder's name; or the short cut's
-    position_embedding: str | None = None  # learned, rope, none
+    model: str
+    position_embedding: str | None = None
     task: str | None = None
-    condition: str | None = None  # the tasks' marker condition; for perplexity the placement of meta-tokens
+    condition: str | None = None
     train_condition: str | None = None
-    train_length: int | None = None  # tokens
-    length: int | None = None  # tokens; bin L holds prompts of (L/2, L] tokens
+    train_length: int | None = None
+    length: int | None = None
     intervention: str | None = None
-    noise_seed: int | None = None  # of an intervention that draws noise
-    text: str | None = None  # that perplexity is measured on: held_out, book, or a path
+    noise_seed: int | None = None
+    text: str | None = None  # for perplexity: held_out, book, or a path
     metric: Metric
     value: float | None = None  # proportions in [0, 1]; null where the model cannot be run
     n: Annotated[int, Field(ge=0)]  # examples (accuracies) or scored tokens (token_accuracy, perplexity)
@@ -124,15 +134,15 @@ class Measurement(Measured):
     model_config = ConfigDict(strict=True)
 
     analysis: Analysis
-    model: str  # gpt2, pause, twin, meta, or a folder's name
-    position_embedding: str  # learned, rope, none
+    model: str
+    position_embedding: str
     task: str | None = None
-    condition: str | None = None  # the marker condition of the prompts
+    condition: str | None = None
     train_condition: str | None = None
-    train_length: int | None = None  # tokens
-    length: int | None = None  # tokens; bin L holds prompts of (L/2, L] tokens
-    intervention: str | None = None  # in force throughout; "sharpness" compares with and without `no_embed` itself
-    seed: int  # of the model's training
+    train_length: int | None = None
+    length: int | None = None
+    intervention: str | None = None  # "sharpness", which compares with and without `no_embed`, has none
+    seed: int
     recipe: str | None = None
 
     metric: AnalysisMetric
@@ -171,10 +181,6 @@ class CurvePoint(Record):
     loss: float | None = None  # nats per target token
     exact_match: float | None = None  # on `n` test prompts, always the same
     n: int | None = None
-
-    # Older files have these too, and nothing reads them.
-    learning_rate: Any = Field(default=None, exclude=True)
-    grad_norm: Any = Field(default=None, exclude=True)
 
     @model_validator(mode="after")
     def _says_something(self) -> "CurvePoint":

@@ -73,10 +73,10 @@ def test_nothing_to_average_and_a_single_example() -> None:
 
 def test_samples_are_filed_by_their_fields() -> None:
     samples = Samples()
-    samples.add(0, torch.tensor([[1.0, 2.0]]), metric="similarity", layer=0)
-    samples.add(1, torch.tensor(6.0), metric="similarity", layer=0)
-    samples.add(0, torch.tensor(5.0), metric="similarity", layer=1)
-    samples.add(0, torch.tensor(3.0), metric="similarity", layer=0)
+    samples.add(0, torch.tensor([[1.0, 2.0]]), metric="similarity_centred", layer=0)
+    samples.add(1, torch.tensor(6.0), metric="similarity_centred", layer=0)
+    samples.add(0, torch.tensor(5.0), metric="similarity_centred", layer=1)
+    samples.add(0, torch.tensor(3.0), metric="similarity_centred", layer=0)
     first, second = samples.measurements(**FIELDS | {"analysis": "residual"})
     assert (first.layer, first.value, first.n, second.layer, second.value, second.n) == (0, 3.0, 4, 1, 5.0, 1)
     expected = summary([np.array([1.0, 2.0, 3.0]), np.array([6.0])])

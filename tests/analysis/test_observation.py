@@ -7,13 +7,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from metatokens import add_meta_attention
+from metatokens.analysis import rate_distortion
 from metatokens.analysis.observation import AttentionInputs, Prompt, observe
 from metatokens.analysis.rate_distortion import final_states
 from metatokens.analysis.residual import residual
 from metatokens.analysis.sharpness import sharpness
 from metatokens.errors import UserError
 from metatokens.model.interventions import NoEmbedding, NoPosition, intervene
-from metatokens.records import Measurement
+from metatokens.records import About, Measurement
 from tests.analysis.recording_oracle import bare_example
 from tests.retrofit.architectures import (
     ARCHITECTURES,
@@ -79,10 +80,11 @@ def test_the_model_stays_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon", "opt", "gemma2"])
-def test_the_final_states_are_what_the_head_reads(name: str) -> None:
+def test_the_final_states_are_what_the_head_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rate_distortion, "TOKENS_A_BATCH", 48)
     model, heard = retrofitted(name), []
     rows = [with_meta_tokens()[0, :length].tolist() for length in (24, 14, 19)]
-    states = final_states(model, [bare_example(row) for row in rows], tokens_per_batch=48)
+    states = final_states(model, [bare_example(row) for row in rows])
     model.get_output_embeddings().register_forward_pre_hook(lambda module, args: heard.append(args[0][0]))
     for number, row in enumerate(rows):
         logits(model, torch.tensor([row]))
@@ -139,7 +141,7 @@ def windowed() -> PreTrainedModel:
 
 def test_keys_behind_a_window_are_not_counted() -> None:
     ids = with_meta_tokens()[0].tolist()
-    measured = sharpness(windowed(), [bare_example(ids)], {"model": "mistral", "seed": 0})
+    measured = sharpness(windowed(), [bare_example(ids)], About(model="mistral"))
     metas = [i for i, one in enumerate(ids) if one == META]
     pairs = [(row, meta) for row in range(1, len(ids)) for meta in metas if row - 8 < meta <= row]
     (logit,) = select(measured, "attention_logit_change", module="attention", layer=2, head=1)
@@ -152,7 +154,7 @@ def test_keys_behind_a_window_are_not_counted() -> None:
 
 def test_what_spread_attention_would_give_is_said_of_each_module() -> None:
     """Also of one that the first block does not have."""
-    measured = residual(windowed(), [bare_example(with_meta_tokens()[0].tolist())], {"model": "mistral", "seed": 0})
+    measured = residual(windowed(), [bare_example(with_meta_tokens()[0].tolist())], About(model="mistral"))
     uniform = select(measured, "attention_weight_if_uniform")
     assert {one.module for one in uniform} == {"attention", "second_attention"}
     earlier = select(measured, "attention_weight", module="second_attention", keys="earlier_meta")

@@ -9,7 +9,7 @@ import torch
 
 from metatokens.analysis.observation import Prompt
 from metatokens.analysis.residual import DISTANCES, key_classes, residual
-from metatokens.records import Measurement
+from metatokens.records import About, Measurement
 from tests.analysis.recording_oracle import RecordingOracle, bare_example
 from tests.model.tiny_models import META, tiny_model
 
@@ -48,7 +48,7 @@ def measured(request: pytest.FixtureRequest) -> tuple[list[RecordingOracle], lis
         oracles.append(RecordingOracle(model))
         with torch.no_grad():
             oracles[-1].logits(ids)
-    about = {"model": "x", "seed": 4, "task": "parity", "length": 64}
+    about = About(model="x", seed=4, task="parity", length=64)
     return oracles, residual(model, [bare_example(ids) for ids in PROMPTS], about)
 
 
@@ -74,11 +74,10 @@ def test_similarities_of_meta_tokens_and_their_controls(
                     for layer, states in enumerate(oracle.states):
                         if ids[before] != META:
                             key = ("final" if meta == metas[-1] else "context", subject, layer, bin_of(place - before))
-                            found["similarity", *key].append(cosine(states[place], states[before]))
                             middle = centred(ids, states)
-                            found["similarity_centred", *key].append(cosine(middle[place], middle[before]))
-    for m in (m for name in ("similarity", "similarity_centred") for m in select(measurements, name)):
-        numbers = found.pop((m.metric, m.marker, m.subject, m.layer, m.distance))
+                            found[key].append(cosine(middle[place], middle[before]))
+    for m in select(measurements, "similarity_centred"):
+        numbers = found.pop((m.marker, m.subject, m.layer, m.distance))
         assert m.n == len(numbers)
         assert m.value == pytest.approx(sum(numbers) / len(numbers), abs=1e-5)
     assert not found
@@ -118,24 +117,17 @@ def test_evenly_spread_attention_for_comparison(measured: tuple[list[RecordingOr
         assert sum(shares.values()) == pytest.approx(1)
 
 
-def test_heat_maps_show_the_first_example(measured: tuple[list[RecordingOracle], list[Measurement]]) -> None:
+def test_similarities_to_the_final_meta_token_are_of_the_first_example(
+    measured: tuple[list[RecordingOracle], list[Measurement]],
+) -> None:
     oracles, measurements = measured
     ids, oracle = PROMPTS[0], oracles[0]
-    for metric in ("similarity_to_final", "similarity_to_final_centred"):
-        similarity = {(m.layer, m.position): m for m in select(measurements, metric)}
-        assert similarity.keys() == {(layer, i) for layer in range(3) for i in range(len(ids))}
-        for (layer, i), m in similarity.items():
-            states = centred(ids, oracle.states[layer]) if metric.endswith("centred") else oracle.states[layer]
-            assert m.value == pytest.approx(cosine(states[i], states[-1]), abs=1e-5)
-            assert m.subject == ("meta" if ids[i] == META else "text")
-    attention = {(m.module, m.layer, m.position): m for m in select(measurements, "attention_of_final")}
-    for place, scores in oracle.scores.items():
-        for i in range(len(ids)):
-            weight = scores[:, -1].softmax(-1).mean(dim=0)[i].item()
-            m = attention.pop((*place, i), None)
-            assert (m.value if m else 0) == pytest.approx(weight, abs=1e-6)
-            assert m is None or m.subject == ("meta" if ids[i] == META else "text")
-    assert not attention
+    similarity = {(m.layer, m.position): m for m in select(measurements, "similarity_to_final_centred")}
+    assert similarity.keys() == {(layer, i) for layer in range(3) for i in range(len(ids))}
+    for (layer, i), m in similarity.items():
+        states = centred(ids, oracle.states[layer])
+        assert m.value == pytest.approx(cosine(states[i], states[-1]), abs=1e-5)
+        assert m.subject == ("meta" if ids[i] == META else "text")
 
 
 def test_classes_of_keys() -> None:

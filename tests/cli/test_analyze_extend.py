@@ -24,7 +24,7 @@ def test_interventions_analyses_and_extension(
 
     for kind, metrics in {
         "sharpness": {"attention_entropy_change", "premise_holds"},
-        "residual": {"similarity", "attention_of_final"},
+        "residual": {"similarity_centred", "attention_weight"},
         "rate-distortion": {"rate", "distortion"},
     }.items():
         n = 70 if kind == "rate-distortion" else 3

@@ -11,6 +11,7 @@ from metatokens.checkpoint import load_model
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.store import TokenStore
 from metatokens.evaluation.perplexity import perplexity
+from metatokens.records import About
 from tests.cli.command_lines import PRETRAIN, SMALL, Run
 
 
@@ -54,10 +55,10 @@ def test_perplexity_with_landmarks(tokens: TokenStore, small_model: Callable[...
     expected = perplexity(
         load_model(folder),
         tokens.tokens("held_out")[:600],
+        About(model="x"),
         block_size=32,
         fraction=0.1,
         placement="none",
         landmarks=Landmarks(tokens.tokenizer, "sentence"),
-        name="x",
     )
     assert lines["--landmarks sentence"]["value"] == expected.value

@@ -183,7 +183,7 @@ def test_a_table_of_one_figure_still_says_what_it_is(printed: Callable[..., list
 
 
 def test_what_rows_lack_stands_in_no_row(printed: Callable[..., list[str]]) -> None:
-    about = {"analysis": "residual", "model": "m", "metric": "similarity", "n": 4}
+    about = {"analysis": "residual", "model": "m", "metric": "similarity_centred", "n": 4}
     above, headings, *rows = printed(
         about | {"value": -0.25, "low": -0.5, "high": 0.125, "layer": 0},
         about | {"layer": 1, "premise": False},
@@ -191,8 +191,8 @@ def test_what_rows_lack_stands_in_no_row(printed: Callable[..., list[str]]) -> N
     assert above == "analysis residual, model m"
     assert "chance" not in headings
     assert [row.split() for row in rows] == [
-        ["similarity,", "layer", "0", "-0.25", "-0.5", "to", "0.125", "4"],
-        ["similarity,", "layer", "1,", "premise", "no", "-", "4"],
+        ["similarity", "centred,", "layer", "0", "-0.25", "-0.5", "to", "0.125", "4"],
+        ["similarity", "centred,", "layer", "1,", "premise", "no", "-", "4"],
     ]
 
 

@@ -13,6 +13,7 @@ from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.evaluation.accuracy import TEST_SEED, evaluate, score, shortcut_rates, test_examples
 from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.records import About
 from metatokens.tasks.curriculum import TASKS
 from metatokens.tasks.example import Example
 
@@ -134,8 +135,8 @@ def test_batches_do_not_change_the_scores(
     ]
     examples = some_answered_right(model.eval(), examples)
     assert len({len(example.input_ids) for example in examples}) > 5
-    alone = score(model, examples, tokens_per_batch=1)
-    assert score(model, examples, tokens_per_batch=500) == alone
+    alone = score(model, examples, batch=1)
+    assert score(model, examples, batch=4) == alone
     assert score(model.train(), examples) == alone
     backwards = score(model, examples[::-1])
     assert (backwards[0][::-1], backwards[1][::-1]) == alone
@@ -168,7 +169,7 @@ def test_results_count_examples_and_answer_tokens(
         length: test_examples("copying", length, n, small_store.tokenizer, condition="none", documents=documents)
         for length, n in ((64, 6), (128, 5))
     }
-    results = evaluate(model, tests, task="copying", name="meta", condition="none", **training)
+    results = evaluate(model, tests, About(model="meta", task="copying", condition="none", **training))
     assert [(r.length, r.metric) for r in results] == [
         (64, "exact_match"),
         (64, "token_accuracy"),
@@ -204,7 +205,7 @@ def test_beyond_learned_positions_there_is_no_figure(
 
     def values(positions: int) -> dict[int, list[tuple[float | None, int]]]:
         model = load_model(small_model(position_embedding="learned", max_position_embeddings=positions))
-        results = evaluate(model, tests, task="copying", name="x")
+        results = evaluate(model, tests, About(model="x", task="copying"))
         return {length: [(r.value, r.n) for r in results if r.length == length] for length in (64, 128, 256)}
 
     enough = values(200)

@@ -18,6 +18,7 @@ from metatokens.data.store import TokenStore
 from metatokens.decoder import logits_at
 from metatokens.errors import UserError
 from metatokens.evaluation.perplexity import held_out_text, perplexity, unigram_entropy
+from metatokens.records import About
 
 BLOCK = {"block_size": 32, "fraction": 0.1}  # 29 text tokens and 3 meta-tokens
 
@@ -50,7 +51,7 @@ def test_a_model_without_a_meta_token_reads_any_text(small_model: Callable[..., 
     folder = small_model(second_attention="none", meta_token_id=None)
     with_every_id = text.copy()
     with_every_id[5] = 0  # the end of text in a tokenizer of ours, "!" in GPT-2's
-    result = perplexity(load_model(folder), with_every_id, placement="none", name="gpt2", **BLOCK)
+    result = perplexity(load_model(folder), with_every_id, placement="none", about=About(model="gpt2"), **BLOCK)
     assert result.value == pytest.approx(math.exp(losses_by_hand(folder, with_every_id, "none").mean()), rel=1e-5)
 
 
@@ -60,7 +61,9 @@ def test_perplexity_and_its_interval(
     second_attention: str, placement: str, small_model: Callable[..., Path], text: np.ndarray
 ) -> None:
     folder = small_model(second_attention=second_attention)
-    result = perplexity(load_model(folder), text, placement=placement, name="meta", seed=3, recipe="demo", **BLOCK)
+    result = perplexity(
+        load_model(folder), text, placement=placement, about=About(model="meta", seed=3, recipe="demo"), **BLOCK
+    )
     losses = losses_by_hand(folder, text, placement)
     assert result.value == pytest.approx(math.exp(losses.mean()), rel=1e-5)
     assert result.n == losses.size == 20 * 28
@@ -77,7 +80,8 @@ def test_meta_tokens_change_the_figure_and_not_what_is_counted(
 ) -> None:
     model = load_model(small_model())
     without, with_some = (
-        perplexity(model, text, placement=placement, name="meta", **BLOCK) for placement in ("none", "uniform")
+        perplexity(model, text, placement=placement, about=About(model="meta"), **BLOCK)
+        for placement in ("none", "uniform")
     )
     assert without.n == with_some.n
     assert without.chance == with_some.chance
@@ -89,7 +93,9 @@ def test_landmarks_are_put_into_the_same_text(
     rule: str, small_store: TokenStore, small_model: Callable[..., Path], text: np.ndarray
 ) -> None:
     landmarks, folder = Landmarks(small_store.tokenizer, rule), small_model()
-    result = perplexity(load_model(folder), text, placement="none", landmarks=landmarks, name="meta", **BLOCK)
+    result = perplexity(
+        load_model(folder), text, placement="none", landmarks=landmarks, about=About(model="meta"), **BLOCK
+    )
     model = load_model(folder).double()
     meta, losses, sizes = model.config.meta_token_id, [], set()
     behind = landmarks(text[: 29 * 20])
@@ -114,7 +120,7 @@ def test_a_model_without_preferences_has_the_vocabulary_as_its_perplexity(
     model = load_model(small_model())
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    result = perplexity(model, text, placement=placement, name="uniform", **BLOCK)
+    result = perplexity(model, text, placement=placement, about=About(model="uniform"), **BLOCK)
     assert result.value == pytest.approx(model.config.vocab_size)
     assert result.low == pytest.approx(result.high)
 
@@ -125,14 +131,16 @@ def test_chance_is_the_perplexity_of_the_tokens_own_frequencies(
     counts = Counter(text[: 29 * 20].tolist())
     entropy = -sum(count / 580 * math.log(count / 580) for count in counts.values())
     assert unigram_entropy(text[: 29 * 20]) == pytest.approx(entropy)
-    result = perplexity(load_model(small_model()), text, placement="none", name="x", **BLOCK)
+    result = perplexity(load_model(small_model()), text, placement="none", about=About(model="x"), **BLOCK)
     assert result.chance == pytest.approx(math.exp(entropy))
 
 
 def test_batches_do_not_change_the_figure(small_model: Callable[..., Path], text: np.ndarray) -> None:
     model = load_model(small_model())
-    whole = perplexity(model, text, placement="uniform", name="x", **BLOCK)  # 20 blocks: a batch of 16 and one of 4
-    first = perplexity(model, text[: 29 * 17], placement="uniform", name="x", **BLOCK)
+    whole = perplexity(
+        model, text, placement="uniform", about=About(model="x"), **BLOCK
+    )  # 20 blocks: a batch of 16 and one of 4
+    first = perplexity(model, text[: 29 * 17], placement="uniform", about=About(model="x"), **BLOCK)
     rest = math.log(whole.value) * 20 - math.log(first.value) * 17
     losses = losses_by_hand(small_model(), text, "uniform").mean(axis=1)
     assert rest == pytest.approx(losses[17:].sum(), rel=1e-4)
@@ -172,14 +180,14 @@ def test_what_cannot_be_measured_is_refused(small_model: Callable[..., Path], te
         ({"block_size": 2, "fraction": 0.5}, "has nothing to predict"),
     ]:
         with pytest.raises(UserError, match=sentence):
-            perplexity(model, text, **{"placement": "uniform", "name": "x", **BLOCK, **changes})
+            perplexity(model, text, **{"placement": "uniform", "about": About(model="x"), **BLOCK, **changes})
     without = load_model(small_model(second_attention="none", meta_token_id=None))
     with pytest.raises(UserError, match="has no meta_token_id"):
-        perplexity(without, text, placement="uniform", name="x", **BLOCK)
-    assert perplexity(without, text, placement="none", name="x", **BLOCK).n == 20 * 28
+        perplexity(without, text, placement="uniform", about=About(model="x"), **BLOCK)
+    assert perplexity(without, text, placement="none", about=About(model="x"), **BLOCK).n == 20 * 28
     learned = load_model(small_model(position_embedding="learned", max_position_embeddings=31))
     with pytest.raises(UserError, match="a sequence of 32 tokens is longer than the 31 learned positions"):
-        perplexity(learned, text, placement="uniform", name="x", **BLOCK)
+        perplexity(learned, text, placement="uniform", about=About(model="x"), **BLOCK)
 
 
 def test_logits_are_never_all_there_at_once(
@@ -195,8 +203,10 @@ def test_logits_are_never_all_there_at_once(
             return made
 
     model = load_model(small_model(second_attention="meta"))
-    whole = perplexity(model, text, placement="uniform", name="meta", **BLOCK)
+    whole = perplexity(model, text, placement="uniform", about=About(model="meta"), **BLOCK)
     monkeypatch.setitem(logits_at.__kwdefaults__, "most", 7 * model.config.vocab_size)
     with Largest() as largest:
-        assert perplexity(model, text, placement="uniform", name="meta", **BLOCK).value == pytest.approx(whole.value)
+        assert perplexity(model, text, placement="uniform", about=About(model="meta"), **BLOCK).value == pytest.approx(
+            whole.value
+        )
     assert largest.size == 7 * model.config.vocab_size

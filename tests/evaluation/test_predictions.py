@@ -12,6 +12,7 @@ from metatokens.data.store import TokenStore
 from metatokens.evaluation.accuracy import evaluate
 from metatokens.evaluation.accuracy import test_examples as draw_tests
 from metatokens.evaluation.predictions import FURTHER, predict
+from metatokens.records import About
 from tests.evaluation.test_accuracy import some_answered_right
 
 
@@ -32,7 +33,7 @@ def test_predictions_are_those_of_greedy_generation(
     )
     examples = some_answered_right(model, examples)
     predictions = list(predict(model, examples, tokenizer))
-    (exact, _) = evaluate(model, {64: examples}, task="copying", name="it")
+    (exact, _) = evaluate(model, {64: examples}, About(model="it", task="copying"))
     assert exact.value == sum(one.exact for one in predictions) / len(predictions)
     assert 0 < exact.value < 1
     for example, one in zip(examples, predictions, strict=True):

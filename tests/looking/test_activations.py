@@ -79,5 +79,5 @@ def test_what_there_is_not_is_refused() -> None:
     model = retrofitted("llama")
     with pytest.raises(UserError, match=r"no activation 'blocks\.9\.resid_pre'"):
         run_with_cache(model, with_meta_tokens()[0], "blocks.9.resid_pre")
-    with pytest.raises(UserError, match=r"one prompt at a time: input_ids has the shape \(2, 24\)"):
+    with pytest.raises(UserError, match=r"takes one prompt, and input_ids has the shape \(2, 24\)"):
         run_with_cache(model, with_meta_tokens()[:1].repeat(2, 1))

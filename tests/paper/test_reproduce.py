@@ -20,11 +20,11 @@ from metatokens.errors import UserError
 from metatokens.files import write_whole
 from metatokens.paper import pools, presets, run
 from metatokens.paper import run_log as run_log_module
-from metatokens.paper.models import TrainedModel
 from metatokens.paper.plan import Stage, stages
 from metatokens.paper.report.frame import load
 from metatokens.paper.run_log import RunLog
 from metatokens.paper.runner import Outcome, Runner
+from metatokens.paper.variants import TrainedModel
 from metatokens.records import Result, RunInfo, lines_file, read_lines, read_record
 from metatokens.tasks.example_store import ExampleStore
 from tests.paper import tiny_preset

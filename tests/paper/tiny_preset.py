@@ -17,7 +17,7 @@ import submitit
 from metatokens import cli
 from metatokens.evaluation import accuracy
 from metatokens.paper import presets
-from metatokens.paper.models import Ablation, Analysis, Preset, TrainedModel
+from metatokens.paper.variants import Ablation, Analysis, Preset, TrainedModel
 from metatokens.training.trainer import RunCallback
 
 accuracy.SHORTCUT_PROMPTS = 40  # of 2,000, which each run would draw once more

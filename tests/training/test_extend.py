@@ -15,6 +15,7 @@ from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.evaluation.perplexity import held_out_text, perplexity
 from metatokens.recipe import PretrainRecipe
+from metatokens.records import About
 from metatokens.training.extend import extend
 
 LENGTH, FACTOR = 32, 4.0  # tokens that the start was made for, and by how much they grow
@@ -92,7 +93,9 @@ def test_the_result_is_a_model_of_the_longer_context_and_can_read_beyond_it(
     assert model.config.rope_parameters["original_max_position_embeddings"] == LENGTH
     text = held_out_text(str(small_store.path), small_store.tokenizer)
     for length in (128, 256):
-        figure = perplexity(model, text, block_size=length, fraction=0.1, placement="uniform", name="extended")
+        figure = perplexity(
+            model, text, block_size=length, fraction=0.1, placement="uniform", about=About(model="extended")
+        )
         assert 1 < figure.value < 1000
 
 

@@ -20,6 +20,7 @@ from metatokens.evaluation.accuracy import test_examples as draw_tests
 from metatokens.evaluation.perplexity import perplexity
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.recipe import PretrainRecipe
+from metatokens.records import About
 from metatokens.retrofit.classes import MetaModel
 from metatokens.training.positions import jumped_positions, position_jumps
 from metatokens.training.pretrain import new_gpt_neo, pretrain
@@ -169,7 +170,7 @@ def test_its_answers_are_scored_like_transformers_own(small_store: TokenStore, m
             for place in range(example.answer_start, len(example.input_ids)):
                 right += int(logits[place - 1].argmax() == example.input_ids[place])
                 total += 1
-    result = evaluate(model, {64: tests}, task="parity", name="gpt-neo")[1]
+    result = evaluate(model, {64: tests}, About(model="gpt-neo", task="parity"))[1]
     assert (result.value, result.n) == (right / total, total)
 
 
@@ -180,7 +181,7 @@ def test_perplexity_is_that_of_transformers_own(small_store: TokenStore, metatok
     expected = math.exp(plain.eval()(ids, labels=ids).loss.item())
     for folder in ("neo", retrofitted(metatokens)):
         model = load_model(tmp_path / folder)
-        result = perplexity(model, text, block_size=32, fraction=0.0, placement="none", name="gpt-neo")
+        result = perplexity(model, text, About(model="gpt-neo"), block_size=32, fraction=0.0, placement="none")
         assert result.value == pytest.approx(expected, rel=1e-5)
 
 
@@ -260,7 +261,7 @@ def test_a_length_beyond_its_positions_has_no_figure(small_store: TokenStore, me
         length: draw_tests("parity", length, 2, small_store.tokenizer, condition="paper", documents=())
         for length in (64, 128)
     }
-    results = evaluate(load_model(tmp_path / retrofitted(metatokens)), tests, task="parity", name="gpt-neo")
+    results = evaluate(load_model(tmp_path / retrofitted(metatokens)), tests, About(model="gpt-neo", task="parity"))
     assert [(result.length, result.n > 0, result.value is None) for result in results[::2]] == [
         (64, True, False),
         (128, False, True),

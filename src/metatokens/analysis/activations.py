@@ -1,4 +1,4 @@
-"""Any activation of a model on one prompt, by its name, in the manner of TransformerLens."""
+"""Any activation of a model on one prompt, by name, as in TransformerLens."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,38 +16,37 @@ from metatokens.errors import UserError
 def run_with_cache(
     model: PreTrainedModel, input_ids: Tensor, names: Callable[[str], bool] | str | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Run a model on one prompt, and return its logits with the activations on the way.
+    """Run a model on one prompt, and return its logits and its activations.
 
         logits, cache = metatokens.run_with_cache(model, ids)
         cache["blocks.2.second_attention.pattern"]  # (heads, meta-tokens, meta-tokens)
 
-    Names, L being the number of a block and M `attention` or `second_attention` (meta-attention, or a twin's):
+    Names, where L is the number of a block and M is `attention` or `second_attention` (meta-attention, or a twin's):
 
     - `blocks.L.resid_pre`, `blocks.L.resid_post`: the residual stream before and after a block, (length, width);
-    - `blocks.L.M.queries`, `.keys`, `.values`: (heads, rows, head size), positions applied to the first two;
-    - `blocks.L.M.scores`, `.pattern`: before and after softmax, (heads, rows, rows); a score is -inf where a key is not
-      seen;
-    - `blocks.L.M.positions`: (rows,) int64, where the rows stand in the prompt; the meta-tokens' in meta-attention;
-    - every name in `model.named_modules()`: what that submodule returned, or the first of it, without the batch
-      dimension; nothing where that is no tensor.
+    - `blocks.L.M.queries`, `.keys`, `.values`: (heads, rows, head size), the first two with positions applied;
+    - `blocks.L.M.scores`, `.pattern`: before and after softmax, (heads, rows, rows); masked scores are -inf;
+    - `blocks.L.M.positions`: (rows,) int64, the rows' positions in the prompt; in meta-attention, the meta-tokens';
+    - every name in `model.named_modules()`: the submodule's output, or its first part, without the batch dimension; no
+      entry if that is no tensor.
 
     Args:
-        model: any decoder, with meta-tokens or without; is put into evaluation mode.
+        model: any decoder, with or without meta-tokens; it is put into evaluation mode.
         input_ids: (length,) or (1, length) int64.
-        names: one name, or a function that says of each name whether it is kept; by default all but the submodules'.
+        names: one name, or a function that decides which names are kept; by default all except submodules.
 
     Returns:
-        The logits, (length, vocabulary), and the activations by name; those named above are float64.
+        The logits, (length, vocabulary), and the activations by name; those of blocks are float64.
 
     Raises:
-        UserError: if there is no such name, or the model computes its attention where it cannot be read.
+        UserError: if there is no such name, or the model's attention cannot be read.
     """
     if input_ids.squeeze(0).dim() != 1:
-        raise UserError(f"one prompt at a time: input_ids has the shape {tuple(input_ids.shape)}.")
+        raise UserError(f"run_with_cache takes one prompt, and input_ids has the shape {tuple(input_ids.shape)}.")
     modules = [name for name, _ in model.named_modules() if name] if names is not None else []
     wanted = (lambda name: True) if names is None else names.__eq__ if isinstance(names, str) else names
     seen = observe(model, input_ids.squeeze(0), [name for name in modules if wanted(name)])
-    # What is not wanted is not computed: the scores of a long prompt take more room than the rest together.
+    # Compute only what is wanted: the scores of a long prompt take more memory than everything else.
     makers: dict[str, Callable[[], Tensor]] = {}
     for layer, states in enumerate(pairwise(seen.states)):
         for part, state in zip(("resid_pre", "resid_post"), states, strict=True):
@@ -59,5 +58,5 @@ def run_with_cache(
         makers[f"blocks.{layer}.{module}.pattern"] = inputs.weights
     kept = seen.outputs | {name: make() for name, make in makers.items() if wanted(name)}
     if isinstance(names, str) and not kept:
-        raise UserError(f"no activation {names!r}; see the names that run_with_cache gives without one.")
+        raise UserError(f"no activation {names!r}; without a name, run_with_cache gives all of them.")
     return seen.logits, kept

@@ -1,8 +1,8 @@
-"""What a model does with one prompt: states, attention logits, and what the head says, read off as they pass.
+"""Record states, attention and logits of a model while it reads one prompt.
 
-It is read where every model has the same parts: at its blocks, at the attention function that transformers lets a
-caller choose by name, and at the meta-attention modules of this package. So any decoder can be observed whose attention
-is computed by such a function; BLOOM, Falcon, GPT-J, GPT-Neo and MPT are among the few that compute it themselves.
+Hooks are on the parts that all models share: the blocks, the attention function, which transformers lets a caller
+choose by name, and this package's meta-attention modules. So any decoder that uses such a function can be observed;
+BLOOM, Falcon, GPT-J, GPT-Neo and MPT are among the few that compute attention themselves.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,73 +22,52 @@ from metatokens.errors import UserError
 from metatokens.model.attention import CausalAttention, MetaAttention
 from metatokens.tasks.example import Example
 
-_FUNCTION = "metatokens_observed"  # the attention function's name while a model is observed
+_FUNCTION = "metatokens_observed"  # the attention function's name during an observation
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt's ids, without the answer, and its meta-tokens.
+    """A prompt's ids, without the answer, and its meta-tokens."""
 
-    Attributes:
-        ids: (length,) int64.
-        is_meta: (length,) bool.
-        metas: the meta-tokens' positions, ascending; one at least, and the last has text before it.
-        answer: the first id of the answer.
-    """
-
-    ids: Tensor
-    is_meta: Tensor
-    metas: list[int]
-    answer: int
+    ids: Tensor  # (length,) int64
+    is_meta: Tensor  # (length,) bool
+    metas: list[int]  # the meta-tokens' positions, ascending; there is at least one, and the last has text before it
+    answer: int  # the answer's first id
 
     @classmethod
     def of(cls, example: Example, meta_token_id: int | None) -> "Prompt":
-        """The prompt of an example.
-
-        Raises:
-            UserError: if it has no meta-token with text before it.
-        """
+        """The prompt of an example, which must have a meta-token with text before it."""
         ids = torch.tensor(example.input_ids[: example.answer_start])
         is_meta = ids == meta_token_id if meta_token_id is not None else torch.zeros_like(ids, dtype=torch.bool)
         metas = is_meta.nonzero()[:, 0].tolist()
         if not metas or is_meta[: metas[-1]].all():
-            raise UserError("a prompt to analyse has no meta-token of the model's after some text; each needs one.")
+            raise UserError("an analysed prompt has no meta-token of the model's after some text; each needs one.")
         return cls(ids, is_meta, metas, example.input_ids[example.answer_start])
 
     def text_before(self, position: int) -> int | None:
-        """The position of the nearest text token before another position, None if there is none."""
+        """The position of the nearest text token before a position; None if there is none."""
         return next((i for i in range(position - 1, -1, -1) if not self.is_meta[i]), None)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Queries and keys of one attention module.
+    """Queries, keys and values of one attention module, each (heads, rows, head size) float64.
 
-    Attributes:
-        queries, keys: (heads, rows, head size) float64, positions applied; a key's head stands for each that shares it.
-        values: (heads, rows, head size) float64.
-        positions: (rows,) int64, where the rows stand in the prompt; all positions, or the meta-tokens'.
-        scaling: what their products are multiplied by, mostly 1 / sqrt(head size).
-        softcap: c, where a logit x is made c tanh(x / c), as in Gemma 2; None: it is not.
-        mask: (rows, rows) float64, added to the logits; None: -inf where the key comes later.
+    Positions are applied to queries and keys. Shared key and value heads are repeated.
     """
 
     queries: Tensor
     keys: Tensor
     values: Tensor
-    positions: Tensor
-    scaling: float
-    softcap: float | None = None
-    mask: Tensor | None = None
+    positions: Tensor  # (rows,) int64, the rows' positions in the prompt: all of them, or the meta-tokens'
+    scaling: float  # of the logits, mostly 1 / sqrt(head size)
+    softcap: float | None = None  # c, if a logit x becomes c tanh(x / c), as in Gemma 2
+    mask: Tensor | None = None  # (rows, rows) float64, added to the logits; None is a causal mask
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
-        """What softmax is taken of: q k^T / sqrt(d), and -inf where a key is not seen.
+        """The inputs of softmax, q k^T / sqrt(d), and -inf for masked keys: (heads, n, rows) float64.
 
-        Args:
-            rows: (n,) int64, which of the rows; by default all.
-
-        Returns:
-            (heads, n, rows) float64.
+        `rows`, (n,) int64, selects the queries; by default all.
         """
         if rows is None:
             rows = torch.arange(len(self.positions), device=self.positions.device)
@@ -107,35 +86,22 @@ class AttentionInputs:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One forward pass.
+    """The record of one forward pass."""
 
-    Attributes:
-        states: the residual stream before the first block and after each, (length, width) float64.
-        attention: by name of the module, `attention` or `second_attention`, and number of the block.
-        logits: of what follows each position, (length, vocabulary); the meta-token's own mean nothing.
-        outputs: of the submodules that were asked for by name, without the batch dimension.
-    """
-
-    states: list[Tensor]
-    attention: dict[tuple[str, int], AttentionInputs]
-    logits: Tensor
-    outputs: dict[str, Tensor]
+    states: list[Tensor]  # the residual stream before the first block and after each, (length, width) float64
+    attention: dict[tuple[str, int], AttentionInputs]  # by module, `attention` or `second_attention`, and block
+    logits: Tensor  # (length, vocabulary); the meta-token's own mean nothing
+    outputs: dict[str, Tensor]  # of the requested submodules, without the batch dimension
 
 
 @torch.no_grad()
 def observe(model: PreTrainedModel, ids: Tensor, modules: Iterable[str] = ()) -> Observation:
-    """Run a model on one prompt, and note what passes.
-
-    The model is put into evaluation mode; its code and its weights stay as they are.
+    """Run a model on one prompt, and record the pass.
 
     Args:
-        model: any decoder, with meta-tokens or without.
+        model: any decoder, with or without meta-tokens; it is put into evaluation mode, and not changed otherwise.
         ids: (length,) int64.
-        modules: names of submodules, as in `model.named_modules()`, whose outputs to keep.
-
-    Raises:
-        UserError: if the prompt is longer than the model's learned positions, or the model computes its attention in
-            a way that is not read here.
+        modules: names of submodules, as in `model.named_modules()`, whose outputs are kept.
     """
     model.eval()
     _, blocks = decoder_of(model)
@@ -173,9 +139,9 @@ def observe(model: PreTrainedModel, ids: Tensor, modules: Iterable[str] = ()) ->
         softcap: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """An attention function of transformers, as plain as can be."""
+        """A plain attention function with the interface of transformers."""
         if kwargs.get("s_aux") is not None:
-            raise UserError(f"the attention of a {type(model).__name__} has sinks, which are not read here.")
+            raise UserError(f"the attention of a {type(model).__name__} has sinks, which cannot be observed.")
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         mask = None
@@ -206,7 +172,7 @@ def observe(model: PreTrainedModel, ids: Tensor, modules: Iterable[str] = ()) ->
 
 @contextmanager
 def _attending(model: PreTrainedModel, attend: Any) -> Iterator[None]:
-    """Let a model compute its attention by a function of transformers' kind."""
+    """Have a model use `attend` as its attention function."""
     if not model._can_set_attn_implementation():
         raise _unreadable(model)
     before = model.config._attn_implementation
@@ -215,7 +181,7 @@ def _attending(model: PreTrainedModel, attend: Any) -> Iterator[None]:
     try:
         model.set_attn_implementation(_FUNCTION)
         yield
-    finally:  # a function that stayed would keep the model and all that was noted
+    finally:  # a registered function would keep the model and the record in memory
         model.set_attn_implementation(before)
         del ALL_ATTENTION_FUNCTIONS[_FUNCTION]
 
@@ -226,6 +192,6 @@ def _first(output: Any) -> Any:
 
 def _unreadable(model: PreTrainedModel) -> UserError:
     return UserError(
-        f"a {type(model).__name__} computes its attention itself, where it cannot be read; of the analyses, "
-        "rate-distortion alone is possible."
+        f"a {type(model).__name__} computes its attention itself, so it cannot be observed; only the analysis "
+        "rate-distortion is possible."
     )

@@ -1,18 +1,18 @@
-"""How much of the answer a state tells, by how many nats of it are kept (paper, section 5, Figure 3, Theorem 5.1).
+"""How well a compressed state predicts the answer, by rate in nats (paper, section 5, Figure 3, Theorem 5.1).
 
 A variational information bottleneck (Alemi et al., 2017) on a frozen model: a code z is drawn from
-N(mu(h), diag(sigma(h)^2)), with h the final state at one position, and a linear softmax guesses the answer from z.
-Trained is distortion + beta * rate. The distortion is the cross-entropy -ln q(y | z), the rate is
-KL(q(z | h) || N(0, I)), never below the information I(h; z) that the code has of the state; all are in nats.
+N(mu(h), diag(sigma(h)^2)), where h is the final state at one position, and a linear softmax predicts the answer from z.
+The loss is distortion + beta * rate, both in nats: the distortion is the cross-entropy -ln q(y | z), and the rate is
+KL(q(z | h) || N(0, I)), an upper bound of the information I(h; z).
 
-Theorem 5.1 compares models with and without meta-tokens, Figure 3 two positions of one model. Both are measured: the
-last meta-token and the last text token of the prompt, for whatever model is given. The theorem would follow if one
-model contained the other; trained models do not, so nothing is assumed. What does follow, for the examples that a code
-is scored on, is distortion >= H(y) - information >= H(y) - rate, with H(y) the entropy of their answers.
+Theorem 5.1 compares models with and without meta-tokens, Figure 3 two positions of one model. `rate_distortion`
+measures both positions, the last meta-token and the last text token of the prompt, of any model. The theorem would
+follow if one model contained the other, which trained models do not. For the examples that a code is scored on,
+distortion >= H(y) - rate does hold, where H(y) is the entropy of their answers.
 
-The paper leaves open: mu and sigma (here linear, softplus after sigma), the size of z (32), the learning rate.
-The state is the one that the head reads, after the last LayerNorm, each feature scaled to mean 0 and variance 1 over
-the examples trained on. The answer is its first token, among the answers that occur.
+The paper does not specify mu and sigma (here linear, with softplus for sigma), the size of z (32) or the learning rate.
+h is the state that the head reads, after the last LayerNorm, with each feature scaled to mean 0 and variance 1 over the
+training examples. y is the answer's first token, one of those that occur.
 """
 
 import math
@@ -28,37 +28,33 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from metatokens.analysis.observation import Prompt
-from metatokens.analysis.samples import About, summary
+from metatokens.analysis.samples import summary
 from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
 from metatokens.evaluation.perplexity import unigram_entropy
 from metatokens.model.interventions import Intervention, intervene
-from metatokens.records import Measurement, Part
+from metatokens.records import About, Measurement, Part
 from metatokens.tasks.example import Example
+from metatokens.tasks.scoring import by_length
 
 BETAS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # the paper's
 CODE_SIZE = 32
-DRAWS = 4  # of z for each example, where a code is scored
+DRAWS = 4  # of z for each example when a code is scored
+TOKENS_A_BATCH = 16_384  # padded
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How a bottleneck is trained, by Adam.
+    """Settings of a bottleneck's training with Adam."""
 
-    Attributes:
-        batch: examples of a step.
-        epochs: passes over the examples.
-        learning_rate: falls linearly to 0.
-    """
-
-    batch: int
+    batch: int  # examples per step
     epochs: int
-    learning_rate: float
+    learning_rate: float  # falls linearly to 0
 
 
 PAPER_EXAMPLES = 50
-PAPER_SCHEDULE = Schedule(batch=1, epochs=5, learning_rate=1e-2)  # at Adam's usual 1e-3 it is worse than guessing
-SCHEDULE = Schedule(batch=250, epochs=100, learning_rate=3e-2)  # within a few per cent of four times as many passes
+PAPER_SCHEDULE = Schedule(batch=1, epochs=5, learning_rate=1e-2)  # Adam's usual 1e-3 gives less than guessing
+SCHEDULE = Schedule(batch=250, epochs=100, learning_rate=3e-2)  # four times as many epochs gain a few per cent
 
 
 class Bottleneck(nn.Module):
@@ -70,13 +66,13 @@ class Bottleneck(nn.Module):
         self.decoder = nn.Linear(CODE_SIZE, answers)
 
     def encode(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """mu and sigma of the codes, each (examples, code size), of states (examples, width)."""
+        """mu and sigma of the codes, each (examples, code size), for states (examples, width)."""
         mu, raw = self.encoder(states).chunk(2, dim=-1)
         return mu, softplus(raw)
 
 
 def draw_code(mu: Tensor, sigma: Tensor, generator: torch.Generator) -> Tensor:
-    """z ~ N(mu, diag(sigma^2)), differentiable in both."""
+    """Draw z ~ N(mu, diag(sigma^2)), differentiable in both."""
     return mu + sigma * torch.randn(mu.shape, generator=generator, dtype=mu.dtype)
 
 
@@ -85,32 +81,16 @@ def code_rate(mu: Tensor, sigma: Tensor) -> Tensor:
     return (mu**2 + sigma**2 - 1 - 2 * sigma.log()).sum(dim=-1) / 2
 
 
-def code_information(z: Tensor, mu: Tensor, sigma: Tensor) -> Tensor:
-    """ln q(z_i | h_i) - ln q(z_i), q(z) being the mean of the examples' own q(z | h), (examples,).
-
-    Its expectation is the mutual information of code and example, at most ln(examples) and at most the rate.
-
-    Args:
-        z: a code drawn for each example, (examples, code size), like mu and sigma.
-    """
-    z, mu, sigma = z.double(), mu.double(), sigma.double()
-    precision = sigma**-2
-    # The density of each code under each example, the square of z - mu multiplied out; 2 pi cancels.
-    squares = z**2 @ precision.T - 2 * z @ (mu * precision).T + (mu**2 * precision).sum(dim=-1)
-    log_density = -squares / 2 - sigma.log().sum(dim=-1)
-    return log_density.diagonal() - log_density.logsumexp(dim=1) + math.log(len(z))
-
-
 def fit(states: Tensor, answers: Tensor, *, classes: int, beta: float, schedule: Schedule, seed: int) -> Bottleneck:
-    """Train a bottleneck; the seed decides everything.
+    """Train a bottleneck.
 
     Args:
         states: (examples, width).
         answers: (examples,) int64 below `classes`.
-        classes: how many answers there are.
-        beta: what a nat of rate costs.
-        schedule: of the training.
-        seed: of the initial weights, the order of the examples and the codes drawn.
+        classes: the number of possible answers.
+        beta: the weight of the rate.
+        schedule: the settings.
+        seed: of the initial weights, the order of the examples and the codes.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -133,44 +113,31 @@ def fit(states: Tensor, answers: Tensor, *, classes: int, beta: float, schedule:
 
 @torch.inference_mode()
 def score(bottleneck: Bottleneck, states: Tensor, answers: Tensor, *, seed: int) -> dict[str, Tensor]:
-    """`rate`, `distortion` and `information` of each example, (examples,), the latter two the means of some draws."""
+    """`rate` and `distortion` of each example, (examples,), the latter a mean over draws."""
     generator = torch.Generator().manual_seed(seed)
     mu, sigma = bottleneck.encode(states)
-    distortion, information = torch.zeros(len(states)), torch.zeros(len(states), dtype=torch.float64)
+    distortion = torch.zeros(len(states))
     for _ in range(DRAWS):
         z = draw_code(mu, sigma, generator)
         distortion += cross_entropy(bottleneck.decoder(z), answers, reduction="none") / DRAWS
-        information += code_information(z, mu, sigma) / DRAWS
-    return {"rate": code_rate(mu, sigma), "distortion": distortion, "information": information}
+    return {"rate": code_rate(mu, sigma), "distortion": distortion}
 
 
 @torch.inference_mode()
-def final_states(
-    model: PreTrainedModel, examples: Sequence[Example], *, tokens_per_batch: int = 16_384
-) -> dict[str, Tensor]:
-    """What the head reads at the last meta-token of each prompt (`meta`) and at the text token before it (`text`).
+def final_states(model: PreTrainedModel, examples: Sequence[Example]) -> dict[str, Tensor]:
+    """The head's inputs at the last meta-token of each prompt (`meta`) and at the text token before it (`text`).
 
-    Args:
-        model: is put into evaluation mode.
-        examples: their prompts are read, in batches of similar length.
-        tokens_per_batch: padded tokens of a batch.
-
-    Returns:
-        Each (examples, width) float32, on the CPU.
-
-    Raises:
-        UserError: if a prompt has no meta-token with text before it, or is longer than the model's learned positions.
+    Each is (examples, width) float32, on the CPU. The model is put into evaluation mode.
     """
     model.eval()
     prompts = [Prompt.of(example, model.config.meta_token_id) for example in examples]
     places = torch.tensor([(prompt.text_before(prompt.metas[-1]), prompt.metas[-1]) for prompt in prompts])
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
+    lengths = [len(prompt.ids) for prompt in prompts]
     decoder, _ = decoder_of(model)
-    parts = []
-    batch = max(1, tokens_per_batch // max(len(prompt.ids) for prompt in prompts))
-    for start in range(0, len(order), batch):
-        rows = order[start : start + batch]
-        # Padding is on the right, where causal attention never looks, so no mask is needed.
+    parts, order = [], []
+    for rows in by_length(lengths, max(1, TOKENS_A_BATCH // max(lengths))):
+        order += rows
+        # Padding is on the right, which causal attention never sees, so no mask is needed.
         ids = pad_sequence([prompts[row].ids for row in rows], batch_first=True)
         hidden = decoder(input_ids=ids.to(model.device), use_cache=False).last_hidden_state.float().cpu()
         parts.append(hidden[torch.arange(len(rows))[:, None], places[rows]])
@@ -189,29 +156,25 @@ def rate_distortion(
 ) -> list[Measurement]:
     """Points of the rate-distortion curves at the last meta-token and at the last text token (`subject`).
 
-    For each beta and seed of a fit, means over examples of `rate`, `distortion` and `information`:
+    For each beta and seed, means over examples of `rate` and `distortion`:
 
-    - as in the paper, trained and scored on the same first 50 examples, 5 passes one by one (`split` fit);
-    - trained on all but the last `held_out` examples, scored on these (train) and on the others (held_out).
+    - as in the paper, trained and scored on the same first 50 examples, in 5 epochs with batches of 1 (`split` fit);
+    - trained on all except the last `held_out` examples, and scored on both parts (train and held_out).
 
-    And once for each split `answer_entropy`, the distortion at rate 0 of who knows how frequent each answer is.
+    And for each split `answer_entropy`, the distortion at rate 0 if the frequency of each answer is known.
 
     Args:
-        model: is put into evaluation mode and stays as it is.
+        model: is put into evaluation mode, and not changed.
         examples: their prompts and the first tokens of their answers are read.
-        about: fields of the records.
-        held_out: how many examples are kept for scoring.
-        fits: how many bottlenecks are trained for each beta, with seeds from 0.
-        intervention: in force while the states are computed.
-
-    Raises:
-        UserError: if there are too few examples, a prompt has no meta-token with text before it, or the model cannot
-            be run on it.
+        about: the fields that all records share.
+        held_out: the number of examples kept for scoring.
+        fits: the number of bottlenecks trained for each beta, with seeds from 0.
+        intervention: applied while the states are computed.
     """
     if held_out < 1 or len(examples) - held_out < PAPER_EXAMPLES:
         raise UserError(
-            f"{len(examples)} examples, {held_out} of them held out, do not suffice: {PAPER_EXAMPLES} at least are "
-            "trained on and 1 at least is held out."
+            f"{len(examples)} examples with {held_out} held out are too few: training needs {PAPER_EXAMPLES} and the "
+            "held-out part 1."
         )
     with intervene(model, intervention):
         places = final_states(model, examples)
@@ -220,13 +183,12 @@ def rate_distortion(
     classes = int(answers.max()) + 1
     few, most = slice(PAPER_EXAMPLES), slice(len(examples) - held_out)
     parts: dict[Part, slice] = {"fit": few, "train": most, "held_out": slice(most.stop, None)}
-    common: dict[str, Any] = {
-        "analysis": "rate_distortion",
-        "position_embedding": model.config.position_embedding,
-        "intervention": None if intervention is None else str(intervention),
-        "marker": "final",
-        **about,
-    }
+    common = about.known(
+        analysis="rate_distortion",
+        position_embedding=model.config.position_embedding,
+        intervention=None if intervention is None else str(intervention),
+        marker="final",
+    )
     measured = [
         Measurement(
             **common,

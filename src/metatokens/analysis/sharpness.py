@@ -1,15 +1,14 @@
 """Does a meta-token sharpen attention? (paper, section 4.4, Theorem 4.1, Lemma E.1, Figure 2)
 
-Theorem 4.1 says that boosting the logit of any one key lowers the entropy H of a row of attention. It does not: with
-logits (5, 0), adding 1 to the second raises H from 0.040 to 0.090. What holds is dH/dt = -alpha (ln alpha + H) for a
-key of weight alpha whose logit grows by t. So every boost lowers H where alpha >= exp(-H), and boosts that are small
-enough raise it elsewhere. (Where alpha > exp(-H) at t = 0 it stays so: ln alpha + H has the derivative 1 - alpha > 0
-wherever it is 0.) Measured here is how often that premise holds, and what became of the entropy there and elsewhere.
+Theorem 4.1 claims that boosting the logit of any one key lowers the entropy H of a row of attention. It does not: with
+logits (5, 0), adding 1 to the second raises H from 0.040 to 0.090. If the logit of a key of weight alpha grows by t,
+dH/dt = -alpha (ln alpha + H). So every boost lowers H where alpha >= exp(-H), and small boosts raise it elsewhere.
+(The premise alpha > exp(-H) stays true while t grows: wherever ln alpha + H is 0, its derivative is 1 - alpha > 0.)
+`sharpness` measures how often the premise holds, and how the entropy changes where it does and where it does not.
 
-As in the paper, a model that reads its meta-tokens is compared with itself while their token embeddings are zero.
+As in the paper, a model is compared with itself while the embeddings of its meta-tokens are zero.
 """
 
-import math
 from collections.abc import Sequence
 from itertools import product
 
@@ -18,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from metatokens.analysis.observation import AttentionInputs, Observation, Prompt, observe
-from metatokens.analysis.samples import About, Samples
+from metatokens.analysis.samples import Samples
 from metatokens.model.interventions import NoEmbedding, intervene
-from metatokens.records import Measurement
+from metatokens.records import About, Measurement
 from metatokens.tasks.example import Example
 
 
@@ -32,21 +31,15 @@ def entropy(logits: Tensor) -> Tensor:
 def log_odds(logits: Tensor, index: Tensor) -> Tensor:
     """ln(alpha / (1 - alpha)) of one entry of softmax, (..., entries) -> (...).
 
-    Adding a constant to all logits leaves it as it is, and boosting the entry's logit by t adds t to it. So its change
-    is the boost that the theorem speaks of, whatever happened to the other logits.
+    Adding a constant to all logits does not change it; boosting the entry's logit by t adds t. So its change is the
+    boost of the theorem, however the other logits changed.
 
     Args:
-        logits: (..., entries); two finite ones at least in each row.
-        index: (...) int64, which entry.
+        logits: (..., entries), each row with at least two finite ones.
+        index: (...) int64, the entry.
     """
     others = logits.scatter(-1, index[..., None], -torch.inf)
     return _take(logits, index) - others.logsumexp(-1)
-
-
-def entropy_slope(logits: Tensor, index: Tensor) -> Tensor:
-    """dH/dt = -alpha (ln alpha + H), t being added to the logit of one entry, (..., entries) -> (...)."""
-    log_alpha = _take(logits.log_softmax(-1), index)
-    return -log_alpha.exp() * (log_alpha + entropy(logits))
 
 
 def premise_holds(logits: Tensor, index: Tensor) -> Tensor:
@@ -54,46 +47,30 @@ def premise_holds(logits: Tensor, index: Tensor) -> Tensor:
     return _take(logits.log_softmax(-1), index) > -entropy(logits)
 
 
-def entropy_bound(margin: Tensor, count: int) -> Tensor:
-    """The largest entropy of `count` >= 2 weights of which one's logit exceeds the others' by `margin` >= 0 at least.
-
-    Lemma E.1 says that H falls as the margin grows. H need not; this bound does, which is what its proof shows.
-    """
-    others = (count - 1) * torch.exp(-margin)  # their sum, relative to the one
-    p = 1 / (1 + others)
-    rest = others / (1 + others)
-    return torch.special.entr(p) + torch.special.entr(rest) + rest * math.log(count - 1)
-
-
 def sharpness(model: PreTrainedModel, examples: Sequence[Example], about: About) -> list[Measurement]:
-    """What the meta-tokens' embeddings change, all of a prompt's being zeroed at once, averaged over examples.
+    """The effect of the meta-tokens' embeddings: a pass that keeps them minus one where all are zero.
 
-    By attention module, layer and head, and over all layers and heads of a module together:
+    Means over examples, for each attention module, layer and head, and for all layers and heads of a module together:
 
-    - `attention_logit_change` and `attention_log_odds_change`, kept minus zeroed, of each query at each meta-token
-      that it sees;
-    - `attention_entropy_kept`, `_zeroed` and `_change` of each row that sees a meta-token;
-    - `premise_holds`: in what fraction of these rows alpha > exp(-H) held in the zeroed pass for j*, the meta-token
-      of the largest weight in it;
-    - `entropy_fell`: in what fraction of the rows the entropy fell, by whether the premise held (`premise`) and
-      whether the log-odds of j* rose (`boosted`). The theorem, corrected, speaks of those where both are true.
+    - `attention_logit_change` and `attention_log_odds_change` of each query at each meta-token that it sees;
+    - `attention_entropy_change` of each row that sees a meta-token;
+    - `premise_holds`: the share of these rows with alpha > exp(-H) in the zeroed pass at j*, the meta-token with the
+      largest weight in that pass;
+    - `entropy_fell`: the share of rows whose entropy fell, by whether the premise held (`premise`) and whether the
+      log-odds of j* rose (`boosted`). The corrected theorem is about the rows where both are true.
 
-    Rows with a single key are left out. In meta-attention every key is a meta-token; of two, one's log-odds are the
-    other's with the sign turned, so that their mean change says nothing there.
+    Rows with a single key are left out. In meta-attention every key is a meta-token; between two keys, one's log-odds
+    are the negative of the other's, so that their mean change means nothing there.
 
     At the meta-tokens within the prompt and at the last one (`marker`):
 
-    - `output_top_logit_change`; for the last one also `output_answer_logit_change` and
-      `output_answer_log_probability_change`, of the first token of the answer;
-    - `output_entropy_kept`, `_zeroed` and `_change`, the meta-token being no output.
+    - `output_top_logit_change`; at the last one also `output_answer_logit_change`, of the answer's first token;
+    - `output_entropy_change`, with the meta-token masked out.
 
     Args:
         model: is put into evaluation mode.
-        examples: their prompts are read, each with a meta-token at least.
-        about: fields of the records.
-
-    Raises:
-        UserError: if a prompt has no meta-token, or the model cannot be observed on it (`observe`).
+        examples: their prompts are read; each needs a meta-token.
+        about: the fields that all records share.
     """
     samples = Samples()
     for number, example in enumerate(examples):
@@ -104,7 +81,8 @@ def sharpness(model: PreTrainedModel, examples: Sequence[Example], about: About)
         for (module, layer), inputs in kept.attention.items():
             _compare_attention(samples, number, prompt, inputs, zeroed.attention[module, layer], module, layer)
         _compare_outputs(samples, number, prompt, model.config.meta_token_id, kept, zeroed)
-    return samples.measurements(analysis="sharpness", position_embedding=model.config.position_embedding, **about)
+    shared = about.known(position_embedding=model.config.position_embedding)
+    return samples.measurements(analysis="sharpness", **shared)
 
 
 def _compare_attention(
@@ -119,7 +97,7 @@ def _compare_attention(
     metas = prompt.is_meta.to(kept.positions.device)[kept.positions].nonzero()[:, 0]
     rows = torch.arange(max(1, int(metas[0])), len(kept.positions), device=metas.device)
     before, after = (inputs.logits(rows) for inputs in (zeroed, kept))  # (heads, rows, keys)
-    seen = before[0].isfinite()  # not all earlier keys, where attention has a window
+    seen = before[0].isfinite()  # fewer than all earlier keys in windowed attention
     sees = seen[:, metas]
     counted = sees.any(dim=1) & (seen.sum(dim=1) > 1)
     before, after, sees = before[:, counted], after[:, counted], sees[counted]  # `sees` is (rows, metas)
@@ -132,13 +110,10 @@ def _compare_attention(
     )  # (heads, rows, metas)
     most = before[..., metas].argmax(-1)
     premise, boosted = premise_holds(before, metas[most]), _take(boosts, most) > 0
-    entropy_before, entropy_after = entropy(before), entropy(after)
-    change = entropy_after - entropy_before
+    change = entropy(after) - entropy(before)
     values = {
         "attention_logit_change": after[..., metas][:, sees] - before[..., metas][:, sees],
         "attention_log_odds_change": boosts[:, sees],
-        "attention_entropy_kept": entropy_after,
-        "attention_entropy_zeroed": entropy_before,
         "attention_entropy_change": change,
         "premise_holds": premise,
     }
@@ -161,8 +136,6 @@ def _compare_outputs(
         logits[:, meta_token_id] = -torch.inf
     values = {
         "output_top_logit_change": after.amax(-1) - before.amax(-1),
-        "output_entropy_kept": entropy(after),
-        "output_entropy_zeroed": entropy(before),
         "output_entropy_change": entropy(after) - entropy(before),
     }
     for metric, value in values.items():
@@ -170,8 +143,6 @@ def _compare_outputs(
         samples.add(number, value[-1], metric=metric, marker="final")
     boost = (after - before)[-1, prompt.answer]
     samples.add(number, boost, metric="output_answer_logit_change", marker="final")
-    gain = boost - (after.logsumexp(-1) - before.logsumexp(-1))[-1]
-    samples.add(number, gain, metric="output_answer_log_probability_change", marker="final")
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:

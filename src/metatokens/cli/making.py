@@ -266,6 +266,7 @@ def finetune(
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.accuracy import evaluate
     from metatokens.recipe import FinetuneRecipe, load_recipe
+    from metatokens.records import About
     from metatokens.tasks.curriculum import documents_for
     from metatokens.tasks.example import Example, read_examples
     from metatokens.training.finetune import Probing, finetune
@@ -308,8 +309,8 @@ def finetune(
         say(_finished(out, f"finetune --model {last}"))
     say(f"models: {', '.join(str(path.parent) for path in sorted(out.glob('*/manifest.json')))}")
     if records and is_first_process():
-        about = {"task": None, "condition": settings.task.landmarks, "name": str(last), **training_of(last)}
-        write_figures(evaluate(load_model(last, device=device), {None: records}, **about), None, as_json=as_json)
+        about = About(model=str(last), condition=settings.task.landmarks, **training_of(last))
+        write_figures(evaluate(load_model(last, device=device), {None: records}, about), None, as_json=as_json)
 
 
 def retrofit(

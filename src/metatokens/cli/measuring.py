@@ -69,6 +69,7 @@ def evaluate(
     from metatokens.evaluation.predictions import predict
     from metatokens.model.interventions import Intervention, intervene
     from metatokens.model.positions import check_length
+    from metatokens.records import About
     from metatokens.tasks.curriculum import documents_for
     from metatokens.tasks.example import Example, read_examples
     from metatokens.training.run_folder import training_of
@@ -103,17 +104,15 @@ def evaluate(
         }
     changed = None if intervention is None else Intervention.parse(intervention)
     with intervene(loaded, changed, seed=noise_seed):
-        results = evaluate(
-            loaded,
-            tests,
+        about = About(
+            model=name or str(model),
             task=task,
-            name=name or str(model),
             condition=shown,
             intervention=None if changed is None else str(changed),
             noise_seed=noise_seed if changed is not None and changed.is_random else None,
-            batch=batch_size,
             **training_of(model),
         )
+        results = evaluate(loaded, tests, about, batch=batch_size)
         if predictions is not None:
             reached = (tests[length] for length in dict.fromkeys(r.length for r in results if r.value is not None))
             write_records((each for examples in reached for each in predict(loaded, examples, tokenizer)), predictions)
@@ -160,6 +159,7 @@ def analyze(
     from metatokens.data.tokenizer import check_meta_token, load_tokenizer
     from metatokens.evaluation.accuracy import test_examples
     from metatokens.model.interventions import Intervention
+    from metatokens.records import About
     from metatokens.tasks.curriculum import documents_for
     from metatokens.training.run_folder import training_of
 
@@ -173,8 +173,7 @@ def analyze(
     count = n or (2_500 if kind == "rate-distortion" else 100)
     documents = documents_for(task, corpus)
     examples = test_examples(task, length, count, tokenizer, condition=condition, documents=documents)
-    about: Any = {"seed": 0, **training_of(model), "task": task, "condition": condition, "length": length}
-    about["model"] = name or str(model)
+    about = About(model=name or str(model), task=task, condition=condition, length=length, **training_of(model))
     if kind == "rate-distortion":
         changed = None if intervention is None else Intervention.parse(intervention)
         measured = rate_distortion(loaded, examples, about, fits=fits, intervention=changed, held_out=count // 5)
@@ -219,6 +218,7 @@ def perplexity(
     from metatokens.data.landmarks import Landmarks
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.perplexity import held_out_text, perplexity
+    from metatokens.records import About
     from metatokens.training.run_folder import training_of
 
     check_results_file(out)
@@ -229,13 +229,12 @@ def perplexity(
     result = perplexity(
         loaded,
         text,
+        About(model=name or str(model), seed=training_of(model).get("seed", 0)),
         block_size=block_size,
         fraction=fraction,
         placement=placement,
         landmarks=None if landmarks is None else Landmarks(tokenizer, landmarks),
-        name=name or str(model),
         source=corpus,
-        seed=training_of(model).get("seed", 0),
         batch=batch_size or 16,
     )
     write_figures([result], out, as_json=as_json)

@@ -1,4 +1,4 @@
-"""All 95 % intervals: of a proportion, of the mean of several figures, and of the difference of two."""
+"""All 95 % intervals: of a proportion, of a mean, of the mean of several figures, and of the difference of two."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from scipy.stats import t as student_t
 
 
 class Estimate(NamedTuple):
-    """One figure, or the difference of two; `value` is None where the model cannot be run, ends where not known."""
+    """A figure with its interval; `value` is None where the model cannot be run, `low` and `high` where unknown."""
 
     value: float | None
     low: float | None
@@ -20,7 +20,7 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of(cls, ends: Iterable[float], n: int = 0, chance: float = math.nan) -> "Estimate":
-        """From the value, the two ends and chance as a frame has them, NaN where there is none."""
+        """Make an estimate from (value, low, high) and chance as a data frame holds them, with NaN for None."""
         value, low, high, chance_or_none = (None if math.isnan(end) else end for end in (*ends, chance))
         return cls(value, low, high, n, chance_or_none)
 
@@ -43,11 +43,16 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
     return float(interval.low), float(interval.high)
 
 
-def mean(ones: Iterable[Estimate]) -> Estimate | None:
-    """The mean of several figures of the same prompts, such as those of seeds, or of heads; None where there is none.
+def normal_interval(mean: float, standard_error: float) -> tuple[float, float]:
+    """The 95 % interval of a mean with this standard error, as (low, high), by the normal approximation."""
+    return mean - 1.96 * standard_error, mean + 1.96 * standard_error
 
-    They are taken as wholly dependent: the half-widths of their intervals are averaged. How far the prompts move them
-    together cannot be told from the lines, and independent ones would have a narrower interval.
+
+def mean(ones: Iterable[Estimate]) -> Estimate | None:
+    """The mean of several figures of the same prompts, such as those of seeds or heads; None if there are none.
+
+    The figures are taken as fully dependent, so the half-widths of their intervals are averaged. Result lines do not
+    show how much the shared prompts move them together; independent figures would have a narrower interval.
     """
     run = [one for one in ones if one.value is not None]
     if not run:
@@ -58,10 +63,10 @@ def mean(ones: Iterable[Estimate]) -> Estimate | None:
 
 
 def newcombe(a: Estimate | None, b: Estimate | None) -> Difference | None:
-    """a - b with Newcombe's hybrid score interval, made from the intervals of the two; None where one is missing.
+    """a - b with Newcombe's hybrid score interval, made from the two intervals; None if one is missing.
 
-    Source: R. G. Newcombe, Statistics in Medicine 17 (1998), method 10. It takes the two samples as independent; on a
-    test set that the models share it is usually the wider one.
+    Source: R. G. Newcombe, Statistics in Medicine 17 (1998), method 10. The method assumes independent samples; for
+    models that share a test set its interval is usually too wide.
     """
     if a is None or a.value is None or a.low is None or a.high is None:
         return None
@@ -74,7 +79,7 @@ def newcombe(a: Estimate | None, b: Estimate | None) -> Difference | None:
 
 
 def student(gaps: Sequence[float]) -> Difference | None:
-    """The mean of differences with Student's interval; None of fewer than two."""
+    """The mean of differences with Student's interval; None for fewer than two."""
     if len(gaps) < 2:
         return None
     reach = float(student_t.ppf(0.975, len(gaps) - 1)) * stdev(gaps) / math.sqrt(len(gaps))
@@ -82,9 +87,9 @@ def student(gaps: Sequence[float]) -> Difference | None:
 
 
 def student_pooled(a: Sequence[float], b: Sequence[float], groups: Iterable[Sequence[float]]) -> Difference | None:
-    """mean(a) - mean(b) with Student's interval; the spread is that within all the groups, taken to be alike.
+    """mean(a) - mean(b) with Student's interval, whose variance is pooled over all the groups.
 
-    So a side of a single value can be compared too. None where a side is empty, or no group has two values.
+    So a side with a single value can be compared too. None if a side is empty or no group has two values.
     """
     spread = [(variance(group), len(group) - 1) for group in groups if len(group) > 1]
     freedom = sum(degrees for _, degrees in spread)
@@ -97,9 +102,9 @@ def student_pooled(a: Sequence[float], b: Sequence[float], groups: Iterable[Sequ
 
 
 def order(a: Sequence[float], b: Sequence[float]) -> Difference | None:
-    """1 where all of a come before all of b, -1 where after, 0 where they overlap; None where a side is empty.
+    """1 if all of a come before all of b, -1 if after, 0 if they overlap; None if a side is empty.
 
-    Of three on each side, one chance in twenty each way.
+    With three values on each side, chance gives 1 once in twenty times, and -1 as often.
     """
     if not a or not b:
         return None

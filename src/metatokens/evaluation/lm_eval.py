@@ -30,26 +30,26 @@ except ModuleNotFoundError:
     print("metatokens: lm-evaluation-harness is missing: pip install 'metatokens[lm-eval]'.", file=sys.stderr)
     sys.exit(2)
 
-# Ways of `HFLM` to load what `load_model` does not read.
+# Options of `HFLM` for ways of loading that `load_model` does not have.
 _ELSEWHERE = ("parallelize", "tp_plan", "peft", "delta", "autogptq", "gptqmodel", "gguf_file", "quantization_config")
 
 
 @register_model("metatokens")
 class MetaTokensLM(HFLM):
-    """`HFLM` for every model that `metatokens` loads, a retrofitted one and what `save_meta` wrote among them.
+    """`HFLM` for every model that `metatokens` loads, including retrofitted models and those that `save_meta` wrote.
 
-    Text stays text: neither the marker nor `<|meta|>` is looked for in a context unless `marker` says so.
+    Contexts are plain text: the marker and `<|meta|>` have no meaning in them unless you pass `marker`.
 
     Args:
-        pretrained: a model's folder with its tokenizer, `hf:NAME` for one of the Hugging Face Hub, or a model that
-            `load_model` gave, with its `tokenizer`.
-        meta_every: insert a meta-token after so many tokens of text each. In a likelihood they stand in the whole
-            sequence and are context, never targets; in what is generated they are counted from the context's end on.
-        marker: what stands for a meta-token in contexts, a space before it included, such as `_PAUSE_` in the tasks
-            that `examples/lm_eval/tasks.py` writes.
+        pretrained: a model's folder with its tokenizer, `hf:NAME` for the Hugging Face Hub, or a model from
+            `load_model`, with its `tokenizer`.
+        meta_every: insert a meta-token after every so many tokens of text. For likelihoods the whole sequence gets
+            them, as context and never as targets; in generation they are counted from the end of the context.
+        marker: the text that stands for a meta-token in contexts, together with a space before it, such as `_PAUSE_`
+            in the tasks of `examples/lm_eval`.
         device: default: a GPU if there is one.
-        dtype: of the base's weights, `float32` or `bfloat16`; default: as they were saved.
-        kwargs: of `HFLM`, but for its other ways to load a model.
+        dtype: of the base's weights, `float32` or `bfloat16`; default: as saved.
+        kwargs: of `HFLM`, except those for its other ways to load a model.
 
     Raises:
         UserError: if there is no such model, it has no meta-token to insert, or both kinds of insertion are asked for.
@@ -65,7 +65,7 @@ class MetaTokensLM(HFLM):
         **kwargs: Any,
     ):
         if meta_every is not None and marker is not None:
-            raise UserError("give meta_every or marker: meta-tokens stand at every so many tokens, or at markers.")
+            raise UserError("give meta_every or marker: meta-tokens are put after every so many tokens, or at markers.")
         if marker == "":
             raise UserError("the marker is empty; give the text that stands for a meta-token, such as _PAUSE_.")
         if meta_every is not None:
@@ -73,14 +73,14 @@ class MetaTokensLM(HFLM):
         self.meta_every, self.marker = meta_every, marker
         self._dtype = None if dtype == "auto" else str(get_dtype(dtype)).removeprefix("torch.")
         self._is_chat = False
-        self._max_length: int | None  # which `HFLM` sets
+        self._max_length: int | None  # set by `HFLM`
         super().__init__(pretrained, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **kwargs)
         if meta_every is not None and self.config.meta_token_id is None:
             raise UserError(f"{pretrained} has no meta_token_id, so no meta-tokens can be inserted.")
 
     @property
     def max_length(self) -> int:
-        """Tokens of text that go into the model at once: no limit but a learned table's, so contexts stay whole."""
+        """Tokens of text that fit into the model; only learned positions have a limit, so contexts stay whole."""
         if self._max_length:
             return self._max_length
         limit = super().max_length if self.config.position_embedding == "learned" else UNLIMITED
@@ -90,7 +90,7 @@ class MetaTokensLM(HFLM):
         return tokens if self.meta_every is None else tokens * self.meta_every // (self.meta_every + 1)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of whole texts, in windows as long as the model was made for."""
+        """The log-likelihood of whole texts, in windows of the length that the model was trained for."""
         given, self._max_length = self._max_length, self._max_length or self._text_in(super().max_length)
         try:
             return super().loglikelihood_rolling(requests, disable_tqdm)
@@ -107,10 +107,10 @@ class MetaTokensLM(HFLM):
 
     def _create_model(self, pretrained: str, **kwargs: Any) -> None:
         if asked := [name for name in _ELSEWHERE if kwargs.get(name)]:
-            raise UserError(f"a model of kind metatokens is loaded by its folder alone, without {asked[0]}.")
+            raise UserError(f"--model metatokens loads a model from its folder, without {asked[0]}.")
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> str:
-        """The harness's own; from then on the special tokens of a template are recognised in a context."""
+        """Apply the template as the harness does; from then on, special tokens in contexts are recognised."""
         self._is_chat = True
         return super().apply_chat_template(*args, **kwargs)
 
@@ -121,7 +121,7 @@ class MetaTokensLM(HFLM):
         left_truncate_len: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """The ids of a text, behind those that the tokenizer begins a text with, meta-tokens at markers alone."""
+        """The ids of a text, after those with which the tokenizer begins a text; meta-tokens only at markers."""
         if self._is_chat:
             ids = encode_chat(self.tokenizer, string, self.marker)
         else:
@@ -136,7 +136,7 @@ class MetaTokensLM(HFLM):
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Ids and attention mask, (contexts, tokens), padded on the left; each context with its meta-tokens."""
+        """Ids and attention mask, (contexts, tokens), left-padded, with the meta-tokens of each context."""
         rows = [self.tok_encode(string) for string in strings]
         if self.meta_every is not None:
             rows = list(map(Landmarks(self.tokenizer, f"every:{self.meta_every}").put_into, rows))
@@ -148,11 +148,11 @@ class MetaTokensLM(HFLM):
         return ids, mask
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """Logits for the token of text after each of `inps`, (rows, tokens, vocabulary)."""
+        """Logits for the text token that follows each of `inps`, (rows, tokens, vocabulary)."""
         if self.meta_every is None:
             return super()._model_call(inps)
         text = torch.arange(inps.shape[1] + 1, device=inps.device)
-        places = text + text // self.meta_every  # of the text, and of what would follow
+        places = text + text // self.meta_every  # of the text tokens, and of the next one
         whole = inps.new_full((len(inps), int(places[-1])), self.config.meta_token_id)
         whole[:, places[:-1]] = inps
         return super()._model_call(whole)[:, places[1:] - 1]

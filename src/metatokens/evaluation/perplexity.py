@@ -1,7 +1,7 @@
-"""Perplexity on held-out text, counted on identical text tokens for every model.
+"""Perplexity on held-out text, over the same text tokens for every model.
 
-The text is cut into the same blocks for all models; the first token of a block is not scored, since a model without
-inserted tokens has nothing to predict it from. Meta-tokens are context, never targets.
+All models read the same blocks of text. The first token of a block is not scored, since without inserted tokens
+nothing precedes it. Meta-tokens are context, never targets.
 """
 
 import math
@@ -21,8 +21,9 @@ from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import encode_documents
 from metatokens.decoder import logits_at
 from metatokens.errors import UserError
+from metatokens.evaluation.intervals import normal_interval
 from metatokens.model.positions import check_length
-from metatokens.records import Result
+from metatokens.records import About, Result
 
 
 @torch.inference_mode()
@@ -33,22 +34,19 @@ def block_losses(
     block_size: int,
     fraction: float,
     placement: str,
-    behind: np.ndarray | None = None,
-    batch: int = 16,
+    behind: np.ndarray | None,
+    batch: int,
 ) -> np.ndarray:
-    """The summed negative log-likelihood (nats) of each block's text tokens but the first.
+    """The summed negative log-likelihood (nats) of each block's text tokens except the first, (blocks,) float64.
 
     Args:
-        model: in any mode; it is put into evaluation mode.
-        blocks: text ids, (blocks, text tokens a block).
-        block_size: positions of a block with its meta-tokens, n.
-        fraction: of the positions that are meta-tokens, k.
-        placement: of the meta-tokens: `uniform` or `periodic`; `none` reads the same text without any.
-        behind: or: which text ids have one behind them, bool, as `blocks`.
-        batch: blocks of a forward pass.
-
-    Returns:
-        (blocks,) float64.
+        model: any model; it is put into evaluation mode.
+        blocks: text ids, (blocks, text tokens per block).
+        block_size: positions of a block including meta-tokens, n.
+        fraction: share of the positions that are meta-tokens, k.
+        placement: `uniform` or `periodic`; `none` reads the same text without meta-tokens.
+        behind: in place of a placement, a bool for each text id: whether a meta-token follows it.
+        batch: blocks per forward pass.
     """
     model.eval()
     losses: list[float] = []
@@ -61,7 +59,7 @@ def block_losses(
         elif placement == "none":
             pairs = [(blocks[row].astype(np.int64),) * 2 for row in rows]
         else:
-            assert meta is not None  # `perplexity` has asked
+            assert meta is not None  # checked by `perplexity`
             pairs = [
                 insert_meta_tokens(
                     blocks[row],
@@ -90,42 +88,38 @@ def block_losses(
 def perplexity(
     model: LanguageModel,
     text: np.ndarray,
+    about: About,
     *,
     block_size: int,
     fraction: float,
     placement: str,
     landmarks: Landmarks | None = None,
-    name: str,
     source: str | None = None,
-    seed: int = 0,
-    recipe: str | None = None,
     batch: int = 16,
 ) -> Result:
-    """Perplexity of `text` with a 95 % interval over blocks.
-
-    The interval treats blocks as independent: exp(mean +- 1.96 standard errors) of the loss a token.
+    """Perplexity of `text` with a 95 % interval over blocks, which are treated as independent.
 
     Args:
         model: the model.
         text: token ids of the held-out text, (tokens,).
-        block_size: n. A block has n - floor(k n) text tokens, whether meta-tokens are inserted or not; what is left of
-            the text after the last whole block is not read.
+        about: the model, for the result.
+        block_size: n. A block has n - floor(k n) text tokens, with or without meta-tokens. Text after the last whole
+            block is ignored.
         fraction: k.
-        placement: of the meta-tokens inserted; `none` inserts none.
-        landmarks: or: the rule by which they are inserted into the text, with which a block may be longer than n.
-        name: what the figure is filed under.
-        source: where the text is from, for the record.
-        seed: of the model's training, for the record.
-        recipe: of the model's training, for the record.
-        batch: blocks of a forward pass.
+        placement: of the inserted meta-tokens; `none` inserts none.
+        landmarks: in place of a placement, a rule for inserting meta-tokens; it may make blocks longer than n.
+        source: the name of the text, for the result.
+        batch: blocks per forward pass.
 
     Raises:
-        UserError: if the text has fewer than two blocks, a block nothing to predict, or the model no meta-token to
-            insert; or if a block is longer than the model's learned positions.
+        UserError: if the text has fewer than two blocks, a block has nothing to predict, the model has no meta-token to
+            insert, or a block is longer than the model's learned positions.
     """
     condition = placement if landmarks is None else landmarks.rule
     if condition != "none" and model.config.meta_token_id is None:
-        raise UserError(f"{name} has no meta_token_id, so no meta-tokens can be inserted: set the placement to none.")
+        raise UserError(
+            f"{about.model} has no meta_token_id, so no meta-tokens can be inserted: set the placement to none."
+        )
     text_per_block = block_size - meta_token_count(block_size, fraction)
     if text_per_block < 2:
         raise UserError(f"a block of {block_size} with a fraction {fraction} of meta-tokens has nothing to predict.")
@@ -142,44 +136,34 @@ def perplexity(
         model, blocks, block_size=block_size, fraction=fraction, placement=placement, behind=behind, batch=batch
     )
     a_token /= text_per_block - 1
-    mean, error = a_token.mean(), a_token.std(ddof=1) / math.sqrt(count)
+    mean = a_token.mean()
+    low, high = normal_interval(mean, a_token.std(ddof=1) / math.sqrt(count))
+    position = model.config.position_embedding
     return Result(
-        model=name,
-        position_embedding=model.config.position_embedding,
-        condition=condition,
+        **about.known(position_embedding=position, condition=condition, length=block_size, metric="perplexity"),
         text=source,
-        length=block_size,
-        metric="perplexity",
         value=math.exp(mean),
         n=count * (text_per_block - 1),
-        low=math.exp(mean - 1.96 * error),
-        high=math.exp(mean + 1.96 * error),
+        low=math.exp(low),
+        high=math.exp(high),
         chance=math.exp(unigram_entropy(blocks)),
-        seed=seed,
-        recipe=recipe,
     )
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
-    """Entropy (nats) of the tokens' own frequencies: no model without context can have a lower loss on them."""
+    """Entropy (nats) of the tokens' frequencies, the lowest loss on them that is possible without context."""
     counts = np.bincount(tokens.reshape(-1))
     frequencies = counts[counts > 0] / counts.sum()
     return float(-(frequencies * np.log(frequencies)).sum())
 
 
 def held_out_text(source: str, tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> np.ndarray:
-    """The text to measure perplexity on.
+    """Read the text that perplexity is measured on, as token ids, (tokens,) int64.
 
     Args:
-        source: the folder of a token store, of which the held-out split is read; or a corpus spec, read whole.
-        tokenizer: of the model.
-        most: tokens to read; all where not given.
-
-    Returns:
-        Token ids, (tokens,) int64, as `encode_documents` gives them.
-
-    Raises:
-        UserError: if the source cannot be read, has no text, or is a store made with another tokenizer.
+        source: the folder of a token store, whose held-out split is read; or a corpus spec, read whole.
+        tokenizer: the model's.
+        most: tokens to read at most.
     """
     if Path(source, "manifest.json").is_file():
         store = TokenStore.open(Path(source))

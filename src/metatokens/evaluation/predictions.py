@@ -1,7 +1,7 @@
-"""What a model answers, prompt by prompt."""
+"""A model's answers, prompt by prompt."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -10,14 +10,14 @@ from metatokens.checkpoint import LanguageModel
 from metatokens.model.positions import reaches
 from metatokens.records import Record
 from metatokens.tasks.example import Example
-from metatokens.tasks.scoring import score
+from metatokens.tasks.scoring import by_length, score
 
-FURTHER = 8  # tokens that a wrong answer may have beyond the right one's
+FURTHER = 8  # tokens that a generated answer may have more than the right one
 TOKENS_A_BATCH = 4_096  # padded
 
 
 class Prediction(Record):
-    """A prompt, the right completion, and the model's: the same text if it is exactly right."""
+    """A prompt, the right completion, and the model's, which is the same text if it is exactly right."""
 
     prompt: str
     markers: list[int]
@@ -31,26 +31,25 @@ def predict(
 ) -> Iterator[Prediction]:
     """The model's greedy answers, in the order of the examples.
 
-    Which are exactly right is what `score` finds. The others are generated, up to their end of text or `FURTHER` tokens
-    more than the right answer has.
-
-    Raises:
-        UserError: if a sequence is longer than the model's learned positions.
+    `score` finds the answers that are exactly right. The others are generated, up to their end of text or `FURTHER`
+    tokens more than the right answer has.
     """
     exact, _ = score(model, examples)
     answers = {place: example.completion for place, example in enumerate(examples)}
-    wrong = [place for place, is_right in enumerate(exact) if not is_right]
-    sizes = {place: len(examples[place].input_ids) - examples[place].answer_start for place in wrong}
-    wrong.sort(key=lambda place: (sizes[place], examples[place].answer_start))
-    # Answers of one size share a batch: if there are positions for the longest prompt's answer, then for all.
-    for size, group in groupby(wrong, key=sizes.__getitem__):
-        places = list(group)
-        rows = max(1, TOKENS_A_BATCH // (examples[places[-1]].answer_start + size + FURTHER))
-        for start in range(0, len(places), rows):
-            batch = places[start : start + rows]
-            prompts = [examples[place].input_ids[: examples[place].answer_start] for place in batch]
+    wrong: dict[int, list[int]] = defaultdict(list)  # places by size of the answer
+    for place, example in enumerate(examples):
+        if not exact[place]:
+            wrong[len(example.input_ids) - example.answer_start].append(place)
+    # Answers of one size share a batch: if the longest prompt has positions left for its answer, all have.
+    for size, places in wrong.items():
+        lengths = [examples[place].answer_start for place in places]
+        for rows in by_length(lengths, max(1, TOKENS_A_BATCH // (max(lengths) + size + FURTHER))):
+            prompts = [examples[places[row]].input_ids[: lengths[row]] for row in rows]
             ids = _continue(model, prompts, size, tokenizer.eos_token_id)
-            answers |= zip(batch, tokenizer.batch_decode(ids, skip_special_tokens=True), strict=True)
+            answers |= {
+                places[row]: text
+                for row, text in zip(rows, tokenizer.batch_decode(ids, skip_special_tokens=True), strict=True)
+            }
     for place, example in enumerate(examples):
         yield Prediction(
             prompt=example.prompt,
@@ -62,7 +61,7 @@ def predict(
 
 
 def _continue(model: LanguageModel, prompts: Sequence[Sequence[int]], size: int, eos_token_id: int) -> torch.Tensor:
-    """Greedy continuations of `size + FURTHER` tokens at most, as far as there are positions: (prompts, tokens)."""
+    """Greedy continuations of up to `size + FURTHER` tokens, as far as positions reach: (prompts, tokens)."""
     longest = max(map(len, prompts))
     further = next(more for more in range(FURTHER, -1, -1) if reaches(model.config, longest + size + more - 1))
     ids = torch.full((len(prompts), longest), eos_token_id)

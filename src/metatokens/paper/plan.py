@@ -1,4 +1,10 @@
-"""Which runs answer which table: the stages that a preset expands to, each after the ones that it needs."""
+"""The plan of a preset: its stages, each after the stages that it needs, and the tables that its results are for.
+
+`stages` walks through the preset once. It yields the tokenizing, the test and training examples of each task, then for
+each model its pretraining, perplexity, fine-tuning and evaluation, and then the inspections of fine-tuned models. A
+stage only describes work: its method of `Runner` (runner.py) does it. Everything that its result depends on is in its
+options, which the run log compares when a run goes on.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from metatokens.errors import UserError
-from metatokens.paper.models import (
+from metatokens.paper.variants import (
     Ablation,
     Analysis,
     FurtherTest,
@@ -22,7 +28,7 @@ from metatokens.paper.models import (
 )
 from metatokens.recipe import FinetuneRecipe, Phase, PretrainRecipe
 
-# The paper's tables by task; a variant's `tables` stand in their place. `reproduce --only` takes these names.
+# The paper's tables by task, unless a model has its own. `reproduce --only` takes these names.
 _TASK_TABLES = {"list_recall": "table7", "segment_counting": "table8", "parity": "table9", "copying": "table10"}
 
 # The folder that each kind of stage writes.
@@ -31,48 +37,48 @@ PRETRAINED = {"pretrain": "pretrained", "fetch": "pretrained", "extend": "extend
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One unit of work, after the stages named in `after`: a method of `Runner`, given the subject and the options."""
+    """One unit of work: a method of `Runner`, which gets the subject and the options."""
 
     name: str
-    kind: str  # what the name begins with
+    kind: str  # the beginning of the name
     method: str
-    subject: dict[str, Any] = field(default_factory=dict)  # whom it is about: `model`, `task`, `condition`
-    options: dict[str, Any] = field(default_factory=dict)  # what its results depend on, beside the stages before
-    after: tuple[str, ...] = ()
-    product: str | None = None  # the last file that it writes of what later stages need, in the run's folder
-    tables: tuple[str, ...] = ()  # that its results stand in
-    priority: float = 0  # lower ones first
-    cost: float = 1.0  # seconds, estimated: on one core, or, of models trained in bfloat16, on one GPU
+    subject: dict[str, Any] = field(default_factory=dict)  # some of `model`, `task`, `condition`, `recipe`
+    options: dict[str, Any] = field(default_factory=dict)  # all else that its results depend on, except other stages
+    after: tuple[str, ...] = ()  # the stages that it needs
+    product: str | None = None  # the last file that it writes for later stages, in the run's folder
+    tables: tuple[str, ...] = ()  # the tables that show its results
+    priority: float = 0  # lower priorities run first
+    cost: float = 1.0  # estimated seconds on one core, or on one GPU for models trained in bfloat16
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The options, recipes without defaults: so a setting that a later version adds leaves finished stages be."""
+        """The options as JSON values; recipes omit defaults, so finished stages stay valid when a setting is added."""
         return {
             name: one.model_dump(mode="json", exclude_defaults=True) if isinstance(one, BaseModel) else one
             for name, one in self.options.items()
         }
 
     def fields(self, preset: str) -> dict[str, Any]:
-        """What it was, as `run.json` says it."""
-        about = {"kind": self.kind, "train_length": self.options.get("train_length")}
+        """Its kind and subject, as fields of a `records.Stage`."""
+        found = {"kind": self.kind, "train_length": self.options.get("train_length")}
         for key, one in self.subject.items():
             if isinstance(one, TrainedModel):
-                about |= one.fields(preset)
-            elif isinstance(one, FinetuneRecipe):  # whose examples are drawn, for all models that read the same ones
-                about |= {"seed": one.training.seed, "condition": one.task.condition}
+                found |= one.about(preset).known()
+            elif isinstance(one, FinetuneRecipe):
+                found |= {"seed": one.training.seed, "condition": one.task.condition}
             else:
-                about[key] = one
-        return about
+                found[key] = one
+        return found
 
 
 def stages(sizes: Preset) -> list[Stage]:
-    """The stages of a preset, each after the ones that it needs."""
+    """The stages of a preset, each after those that it needs."""
     plan = [
         _stage("tokenize", product="tokens/manifest.json", cost=10),
         _stage("describe_tasks", after=("tokenize",), priority=1),
     ]
     plan += [stage for task in sizes.tasks for stage in _test_stages(sizes, task)]
-    # Models of one seed and training condition read the same examples, which are made once.
+    # Models with the same seed and training condition share their training examples.
     drawn: dict[str, Stage] = {}
     for model in sizes.models:
         for task in model.tasks:
@@ -95,11 +101,7 @@ def stages(sizes: Preset) -> list[Stage]:
 
 
 def select(plan: list[Stage], table: str | None) -> list[Stage]:
-    """The stages whose results stand in a table, and those that they need; all of them for None.
-
-    Raises:
-        UserError: if no stage answers it.
-    """
+    """The stages whose results a table shows, and the stages that they need; all stages for None."""
     if table is None:
         return plan
     known = sorted({name for stage in plan for name in stage.tables})
@@ -108,14 +110,14 @@ def select(plan: list[Stage], table: str | None) -> list[Stage]:
     if table not in known:
         raise UserError(f"no stage of this preset answers {table!r}; --only takes {', '.join(known) or 'nothing'}.")
     needed: set[str] = set()
-    for stage in reversed(plan):  # every stage stands after the ones that it needs
+    for stage in reversed(plan):  # each stage follows those that it needs
         if table in stage.tables or stage.name in needed:
             needed |= {stage.name, *stage.after}
     return [stage for stage in plan if stage.name in needed]
 
 
 def examples_name(recipe: FinetuneRecipe) -> str:
-    """The name of a recipe's encoded train examples: recipes that give the same name draw the same examples."""
+    """The name of a recipe's encoded training examples: recipes with the same name draw the same examples."""
     sizes = (f"{_sizes(phase)}x{phase.examples}" for phase in recipe.phases())
     return "-".join([recipe.task.condition, f"seed{recipe.training.seed}", *sizes])
 
@@ -189,7 +191,7 @@ def _pretrain_stage(
 
 
 def _task_stages(model: TrainedModel, sizes: Preset, task: str, estimate: "_Estimate", start: str) -> Iterator[Stage]:
-    tables = model.tables or (_TASK_TABLES.get(task, task), "figure1")  # of a task that the paper has not, its name
+    tables = model.tables or (_TASK_TABLES.get(task, task), "figure1")
     recipe = finetune_recipe(sizes, model, task)
     probe, counts = sizes.probe_steps.get(task), counts_of(sizes, model, task)
     tokens = sum(one.examples * _mean(one.train_length) for one in recipe.phases())
@@ -216,7 +218,7 @@ def _task_stages(model: TrainedModel, sizes: Preset, task: str, estimate: "_Esti
         options={"counts": counts, "train_lengths": lengths},
         after=(f"finetune-{model.name}-{task}",),
         tables=(*tables, "markers") if len(counts) > 1 else tables,
-        priority=model.priority + _wait(task) - 0.25,  # a model is measured before the next one is made
+        priority=model.priority + _wait(task) - 0.25,  # before the next model is trained
         cost=10 + len(lengths) * sum(estimate.seconds_to_test(own) for own in counts.values()),
     )
 
@@ -230,7 +232,7 @@ def _inspection_stage(one: FurtherTest | Ablation | Analysis, model: TrainedMode
     elif isinstance(one, Ablation):
         passes = len(one.interventions) * len(lengths_tested(sizes, model, task))
         cost = 10 + passes * estimate.seconds_to_test(one.counts)
-    else:  # as measured on a core: the head is fitted for each rate, the rest is a few passes
+    else:  # measured on one core: rate-distortion trains many bottlenecks, the others take a few passes
         cost = 100 * len(one.interventions) if one.kind == "rate-distortion" else 10
     return _stage(
         one.kind,
@@ -258,7 +260,7 @@ def _look_stage(models: Sequence[TrainedModel], task: str, sizes: Preset) -> Sta
 
 
 def _wait(task: str) -> float:
-    # Of equal priority, other tasks come after list recall: a run that is cut short has compared all models on one.
+    # List recall comes first, so that a run that is cut short has compared all models on one task.
     return 0 if task == "list_recall" else 0.5
 
 
@@ -271,17 +273,17 @@ def _stage(
     method: str | None = None,
     **fields: Any,
 ) -> Stage:
-    about = {"model": model, "task": task, "condition": condition}
-    subject = {key: value for key, value in about.items() if value is not None}
+    given = {"model": model, "task": task, "condition": condition}
+    subject = {key: value for key, value in given.items() if value is not None}
     name = "-".join([kind, *(one.name if isinstance(one, TrainedModel) else one for one in subject.values())])
     return Stage(name=name, kind=kind, method=method or kind, subject=subject, **fields)
 
 
-_DRAWN = 1.5e6  # tokens of examples made a second
+_DRAWN = 1.5e6  # tokens of examples drawn per second
 
 
 def _mean(length: int) -> int:
-    """Tokens of a prompt of at most `length`, on average."""
+    """The mean length of prompts of at most `length` tokens."""
     return length * 2 // 3
 
 

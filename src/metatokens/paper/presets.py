@@ -1,10 +1,21 @@
-"""The experiments by size."""
+"""The presets: experiments from a smoke test to the paper's size.
+
+`metatokens reproduce --preset demo` gets from a preset to its result lines like this:
+
+1. `PRESETS["demo"]` is a `Preset` (variants.py): a corpus, recipes, numbers of test prompts, and models to train.
+2. `stages(preset)` (plan.py) expands it into stages, such as `pretrain-meta`, `finetune-meta-parity` and
+   `evaluate-meta-parity`. A stage names a method of `Runner`, its arguments, and the stages that it needs.
+3. `reproduce` (run.py) hands each stage, once its needs are met, to a worker (pools.py).
+4. The worker calls the method (runner.py), which uses the library as the commands do and returns records.
+5. `RunLog.add` (run_log.py) appends the records to `results.jsonl`, `analysis.jsonl` and `curves.jsonl`, and then the
+   stage to `stages.jsonl`. A stage that is in there is not carried out again.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
 from metatokens.errors import UserError
-from metatokens.paper.models import Ablation, Analysis, FurtherTest, Preset, TrainedModel
+from metatokens.paper.variants import Ablation, Analysis, FurtherTest, Preset, TrainedModel
 from metatokens.tasks import TASKS
 
 
@@ -12,7 +23,7 @@ def _steps(**steps: int) -> dict[str, tuple[str, ...]]:
     return {task: (f"training.max_steps={count}",) for task, count in steps.items()}
 
 
-# One recipe a task for all models of a preset. The demo stops at the first train length.
+# Each task has one recipe for all models of a preset. The demo stops at the first train length.
 _SMALL_RECIPES = {task: f"small_{task}" for task in TASKS}
 
 DEMO = Preset(
@@ -25,7 +36,7 @@ DEMO = Preset(
         for task, steps in {"list_recall": 250, "parity": 1000, "copying": 800}.items()
     },
     test_counts={128: 500, 256: 200, 512: 200, 1024: 200},
-    # Positions in the first of three layers alone: with them in all, small models count worse.
+    # Only the first of three layers has positions: with positions in all layers, small models count worse.
     models=tuple(
         TrainedModel(model=model, pretrain_overrides=("model.rope_layers=[0]",)) for model in ("gpt2", "meta")
     ),
@@ -46,15 +57,15 @@ SMOKE = Preset(
     extra_conditions={"list_recall": ("landmark", "decoy")},
 )
 
-_COUNTS = {128: 500, 256: 500, 512: 500, 1024: 200, 2048: 100}  # test prompts of each length
+_COUNTS = {128: 500, 256: 500, 512: 500, 1024: 200, 2048: 100}  # test prompts by length
 _SHORT_COUNTS = {length: n for length, n in _COUNTS.items() if length <= 1024}
 _CONDITIONS = ("landmark", "decoy")
 _MODELS = ("gpt2", "pause", "twin", "meta")
-_SEEDED = ("gpt2", "twin", "meta")  # compared in the controls too
-_SEEDS = (1, 2)  # beside 0, with rope
+_SEEDED = ("gpt2", "twin", "meta")  # the models of the length controls
+_SEEDS = (1, 2)  # in addition to 0, with rope
 _SOONER_LEARNED = tuple(task for task in TASKS if task != "segment_counting")
 
-# Every model with rope in three seeds, and then with the other kinds of positions in two (Tables 7-10).
+# Every model with rope in three seeds, and with the other position embeddings in two (Tables 7-10).
 _GRID = (
     *(TrainedModel(model=model, seed=seed, priority=seed) for seed in (0, *_SEEDS) for model in _MODELS),
     *(
@@ -67,11 +78,7 @@ _GRID = (
 
 
 def _unmarked(*overrides: str) -> tuple[TrainedModel, ...]:
-    """List recall trained where no marker tells the answer.
-
-    Args:
-        overrides: of the fine-tuning recipe, further ones.
-    """
+    """Models trained on list recall whose markers do not reveal the answer."""
     return tuple(
         TrainedModel(
             model=model,
@@ -88,8 +95,8 @@ def _unmarked(*overrides: str) -> tuple[TrainedModel, ...]:
     )
 
 
-# By the recipe for marked prompts (AdamW, one range of sizes before the full one) no model learns it: 9 to 14 %. So it
-# begins with as little as two items, and Muon trains the matrices.
+# With the recipe for marked prompts (AdamW, one curriculum phase) no model learns this: 9 to 14 %. So the curriculum
+# starts with as few as two items, and Muon trains the matrices.
 _SMALL_UNMARKED = (
     "task.stages=["
     "{lists: [1, 2], items: [2, 4], max_steps: 1500, until: 0.95, per_device_train_batch_size: 64},"
@@ -99,7 +106,7 @@ _SMALL_UNMARKED = (
     "training.muon_learning_rate=0.01",
     "training.learning_rate=2.0e-3",
 )
-# Of GPT-Neo's positions, the 2,304 are for prompts of 2,048 and their answers; the published one has 2,048.
+# 2,304 positions hold prompts of 2,048 tokens and their answers; the published model has 2,048.
 _SMALL_NEO = TrainedModel(
     model="gpt-neo",
     position_embedding="learned",
@@ -107,7 +114,7 @@ _SMALL_NEO = TrainedModel(
     priority=3,
 )
 _PUBLISHED_NEO = replace(_SMALL_NEO, published="hf:EleutherAI/gpt-neo-125m")
-# Where meta-tokens are put in pretraining, and how many: beside the same text, in longer or shorter blocks.
+# Other placements and numbers of meta-tokens in pretraining; block sizes vary so that the text stays the same.
 _PLACEMENT = tuple(
     TrainedModel(
         model="meta",
@@ -124,7 +131,7 @@ _PLACEMENT = tuple(
         "k=0.2": ("data.fraction=0.2", "data.block_size=1152"),
     }.items()
 )
-# Pretrained on blocks of 256, so that Table 1 has a counterpart at a quarter of its lengths.
+# Pretrained on blocks of 256, for a counterpart of Table 1 at a quarter of its lengths.
 _SHORT = TrainedModel(
     model="meta",
     variant="short",
@@ -135,13 +142,10 @@ _SHORT = TrainedModel(
 
 
 def _jumps(*overrides: str) -> tuple[TrainedModel, ...]:
-    """Lengths beyond the paper: trained to 128 tokens, half of the sequences with one jump in their positions.
+    """Models for lengths beyond the paper: trained on up to 128 tokens, half of the sequences with a jump in positions.
 
-    Attention logits grow with the logarithm of the number of keys. To be compared with the models of the grid before
-    they are trained on longer prompts, which have had the same steps.
-
-    Args:
-        overrides: of the fine-tuning recipe, further ones.
+    Their attention logits grow with the logarithm of the number of keys. The control is the grid's model at train
+    length 128, which has had the same number of steps.
     """
     return tuple(
         TrainedModel(
@@ -158,13 +162,13 @@ def _jumps(*overrides: str) -> tuple[TrainedModel, ...]:
 def _extended(
     base: TrainedModel, block: int, steps: Mapping[int, list[int]], *overrides: str
 ) -> tuple[TrainedModel, ...]:
-    """Table 1: `base`, pretrained on blocks of this length, with a longer context, fine-tuned to half of it and to it.
+    """Models of Table 1: `base` with its context extended by a factor, fine-tuned up to half of it and all of it.
 
     Args:
-        base: whose pretrained model is extended.
-        block: tokens.
-        steps: of fine-tuning at 128, 256 and the two extended lengths, by the factor of the extension.
-        overrides: of the fine-tuning recipe, further ones.
+        base: the model whose pretrained weights are extended.
+        block: its block size, in tokens.
+        steps: for each factor, the fine-tuning steps at 128, 256 and the two extended lengths.
+        overrides: of the fine-tuning recipe.
     """
     return tuple(
         TrainedModel(
@@ -191,7 +195,7 @@ def _extended(
 
 
 def _equal_compute(**steps: int) -> tuple[TrainedModel, ...]:
-    """Models that are given as much compute in pretraining as `meta`, in place of as much text."""
+    """Models with the same pretraining compute as `meta`, in place of the same amount of text."""
     return tuple(
         TrainedModel(
             model=model,
@@ -209,7 +213,7 @@ _TAKEN_AWAY = ("no_pos", "no_embed", "neither")
 
 
 def _noise(*models: str, tasks: tuple[str, ...]) -> tuple[Ablation, ...]:
-    """Noise on positions, at all tokens and at the meta-tokens alone, in either unit."""
+    """Noise on positions, for all tokens or only the meta-tokens, in either unit."""
     return tuple(
         Ablation(
             kind=kind,
@@ -245,11 +249,11 @@ _ABLATIONS = (
 
 
 def _with_seeds(*models: str) -> tuple[str, ...]:
-    """The names of the models with rope, of every seed."""
+    """The names of the models with rope and every seed."""
     return tuple(TrainedModel(model=model, seed=seed).name for model in models for seed in (0, *_SEEDS))
 
 
-# Longer prompts whose question stays as it was in training at 128 tokens.
+# Longer prompts whose question is as in training on 128 tokens.
 _LONG_PROMPTS = tuple(
     FurtherTest(
         kind=kind,
@@ -261,7 +265,7 @@ _LONG_PROMPTS = tuple(
     )
     for kind, models, tasks, counts in (
         ("long-prompts", _with_seeds(*_SEEDED), TASKS, {128: 500, 256: 200, 512: 200, 1024: 200, 2048: 100}),
-        # Few documents are so long that copying could be asked for.
+        # Few documents are long enough for copying.
         ("longest-prompts", _SEEDED, tuple(task for task in TASKS if task != "copying"), {8192: 50}),
     )
 )
@@ -319,14 +323,14 @@ SMALL = Preset(
 
 
 def _with_room(model: TrainedModel) -> TrainedModel:
-    """A learned table that holds answers to prompts of 1,024 tokens too, as that of `small` does."""
+    """Learned positions for prompts of 1,024 tokens and their answers, as in `small`."""
     if model.position_embedding != "learned":
         return model
     room = "model.max_position_embeddings=1152"
     return replace(model, pretrain_overrides=(*model.pretrain_overrides, room))
 
 
-# The paper's sizes and text: 4 x A100 pretrain one of its models in about two weeks.
+# The paper's sizes and text. Four A100 pretrain one of its models in about two weeks.
 _LONG = ("training.per_device_train_batch_size=4", "training.gradient_accumulation_steps=16")
 PAPER = replace(
     SMALL,
@@ -347,7 +351,7 @@ PAPER = replace(
     probe_steps={"list_recall": 50},
 )
 
-# The paper's model and lengths, with as little training as fits into half an hour of one H100.
+# The paper's model and lengths, with the training that fits into half an hour on one H100.
 GPU = replace(
     PAPER,
     pretrain_overrides=(
@@ -379,11 +383,7 @@ PRESETS: Mapping[str, Preset] = {"smoke": SMOKE, "demo": DEMO, "small": SMALL, "
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name.
-
-    Raises:
-        UserError: if there is none.
-    """
+    """The preset of this name."""
     if name not in PRESETS:
         raise UserError(f"no preset {name!r}; the presets are {', '.join(PRESETS)}.")
     return PRESETS[name]

@@ -11,12 +11,12 @@ from typing import Any
 from metatokens.files import write_whole
 from metatokens.machine import available_cores
 from metatokens.paper.display import Display
-from metatokens.paper.models import Preset
 from metatokens.paper.plan import Stage, select, stages
 from metatokens.paper.pools import Pool, open_pool
 from metatokens.paper.presets import preset
 from metatokens.paper.run_log import RunLog
 from metatokens.paper.runner import WEIGHTS, Runner
+from metatokens.paper.variants import Preset
 from metatokens.records import ModelInfo, RunInfo, library_versions, now
 from metatokens.training.run_folder import open_run
 

@@ -1,4 +1,10 @@
-"""What the stages of a plan do, in a worker process. A stage goes on from what an earlier try left."""
+"""The work of a plan's stages, done in a worker process.
+
+Each public method of `Runner` that takes `progress` is one kind of stage: it gets the subject and the options of the
+stage (plan.py), uses the library as the commands do, and returns an `Outcome`. Weights and examples go into the run's
+folder; the process that runs the plan writes the records of the outcome into the run's files (run_log.py). A stage that
+was cut off starts again and resumes from the files that it left.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 
 from metatokens.analysis.rate_distortion import rate_distortion
 from metatokens.analysis.residual import residual
-from metatokens.analysis.samples import About
 from metatokens.analysis.sharpness import sharpness
 from metatokens.checkpoint import LanguageModel, fetch_model, load_base, load_model, save_model, weights_sha256
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
@@ -25,16 +30,10 @@ from metatokens.files import write_whole
 from metatokens.looking.look import look
 from metatokens.looking.page import to_html
 from metatokens.model.interventions import Intervention, intervene
-from metatokens.paper.models import (
-    Preset,
-    TrainedModel,
-    finetune_recipe,
-    lengths_tested,
-    pretrain_recipe,
-)
 from metatokens.paper.plan import PRETRAINED, Stage, examples_name
+from metatokens.paper.variants import Preset, TrainedModel, finetune_recipe, lengths_tested, pretrain_recipe
 from metatokens.recipe import FinetuneRecipe, Phase, PretrainRecipe
-from metatokens.records import LOOKS, CurvePoint, ExampleRecord, Measurement, Result, read_lines
+from metatokens.records import LOOKS, About, CurvePoint, ExampleRecord, Measurement, Result, read_lines
 from metatokens.retrofit.surgery import add_meta_attention
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import documents_for, task_texts
@@ -46,25 +45,13 @@ from metatokens.training.pretrain import pretrain
 from metatokens.training.probe import Probe, exact_match
 from metatokens.training.trainer import Progress
 
-WEIGHTS = "weights_sha256"  # the fact of a stage that trains
+WEIGHTS = "weights_sha256"  # the fact that holds the checksums of a training stage's weights
 MOST_TEXT = 10_000_000  # tokens for perplexity; the held-out part of C4 has 7.8 billion
-# What `metatokens analyze` measures and no report shows: half of all lines.
-UNREPORTED = {
-    "attention_entropy_kept",
-    "attention_entropy_zeroed",
-    "output_answer_log_probability_change",
-    "output_entropy_kept",
-    "output_entropy_zeroed",
-    "similarity",
-    "similarity_to_final",
-    "attention_of_final",
-    "information",
-}
-PROBED = 200  # test prompts that a model is probed on while it learns
+PROBED = 200  # test prompts of a learning curve
 
 
 class Outcome(BaseModel):
-    """What a stage leaves in the run's records, weights and examples aside."""
+    """The records that a stage returns."""
 
     results: list[Result] = []
     measurements: list[Measurement] = []
@@ -73,11 +60,10 @@ class Outcome(BaseModel):
 
 
 class Runner:
-    """Carries out a preset's stages in the run's folder. The methods that take `progress` are those that stages name.
+    """Carries out a preset's stages in the run's folder.
 
-    The folder holds `tokens/` (the store), `examples/TASK` (encoded), and of each model `models/NAME/pretrained`,
-    `models/NAME/extended` where its context is lengthened, and `models/NAME/TASK/LENGTH`; in `looks/TASK.html` are
-    pages of what models attend to.
+    The folder holds `tokens/` (the token store), `examples/TASK/` (encoded examples), `models/NAME/pretrained` or
+    `models/NAME/extended`, `models/NAME/TASK/LENGTH` and `looks/TASK.html` (pages of attention).
     """
 
     def __init__(self, out: Path, name: str, preset: Preset):
@@ -85,18 +71,18 @@ class Runner:
         self.models = {model.name: model for model in preset.models}
 
     def carry_out(self, stage: Stage, progress: Progress) -> Outcome:
-        """Do what a stage says."""
+        """Call the stage's method."""
         method: Callable[..., Outcome] = getattr(self, stage.method)
         return method(progress, **stage.subject, **stage.options)
 
     def tokenize(self, progress: Progress) -> Outcome:
-        """Write the token store, its tokenizer trained on the tasks' words too."""
+        """Write the token store, with a tokenizer trained on the tasks' words too."""
         store = write_token_store(
             self.out / "tokens", self.preset.corpus, self.preset.tokenizer, extra_texts=task_texts()
         )
         corpus = store.manifest.model_dump(mode="json")
         for counts in corpus["splits"].values():
-            del counts["shards"]  # of which there may be thousands
+            del counts["shards"]  # there may be thousands
         return Outcome(facts={"corpus": corpus})
 
     def describe_tasks(self, progress: Progress) -> Outcome:
@@ -111,10 +97,7 @@ class Runner:
         return Outcome()
 
     def draw_tests(self, progress: Progress, *, task: str, condition: str, counts: Mapping[int, int]) -> Outcome:
-        """Write a task's test examples, encoded, for all models that are tested in the condition.
-
-        What short cuts score on them is measured too.
-        """
+        """Write a task's encoded test examples in a condition, and measure what shortcuts score on them."""
         tokenizer, documents = self.tokenizer(), self.documents(task)
         tests = {
             length: test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
@@ -126,7 +109,7 @@ class Runner:
         return Outcome(results=shortcut_rates(task, condition, tests, tokenizer, documents, recipe=self.name))
 
     def draw_examples(self, progress: Progress, *, task: str, recipe: FinetuneRecipe) -> Outcome:
-        """Write the train examples of a recipe, and of those that read the same, encoded."""
+        """Write a recipe's encoded training examples, which other recipes may share."""
         source = train_source(recipe, task, self.tokenizer(), self.documents(task))
         folder = self.examples(task, recipe)
         for phase in recipe.phases():
@@ -135,7 +118,7 @@ class Runner:
         return Outcome()
 
     def pretrain(self, progress: Progress, *, model: TrainedModel, recipe: PretrainRecipe) -> Outcome:
-        """Pretrain one of the models."""
+        """Pretrain a model."""
         folder = self.pretrained(model)
         pretrain(self._here(recipe), folder, progress=progress)
         return self._pretrained(model, folder)
@@ -151,7 +134,7 @@ class Runner:
         return Outcome(facts={"parameters": _parameters(folder / "model.safetensors")})
 
     def extend(self, progress: Progress, *, model: TrainedModel, recipe: PretrainRecipe, factor: float) -> Outcome:
-        """Lengthen the context of another pretrained model, and pretrain it further."""
+        """Extend the context of another pretrained model, and pretrain it further."""
         assert model.pretrained_as is not None
         folder = self.pretrained(model)
         extend(
@@ -165,9 +148,9 @@ class Runner:
         return self._pretrained(model, folder)
 
     def perplexity(self, progress: Progress, *, model: TrainedModel) -> Outcome:
-        """Perplexity without inserted meta-tokens and, for models that know them, with: held-out text, and a book."""
+        """Perplexity on held-out text and a book, without meta-tokens and, if the model was trained so, with them."""
         own = pretrain_recipe(self.preset, model).data
-        # The same text for all, in the blocks of the plain `meta`.
+        # All models read the same text, in the blocks of the plain `meta`.
         data = pretrain_recipe(self.preset, TrainedModel(model="meta")).data
         pretrained, tokenizer = load_model(self.pretrained(model)), self.tokenizer()
         placements = ["none", own.placement] if own.fraction == data.fraction else ["none"]
@@ -180,11 +163,11 @@ class Runner:
                     perplexity(
                         pretrained,
                         text,
+                        model.about(self.name),
                         block_size=data.block_size,
                         fraction=data.fraction,
                         placement=placement,
                         source=source,
-                        **self.about(model),
                     )
                 )
         return Outcome(results=results)
@@ -198,7 +181,7 @@ class Runner:
         recipe: FinetuneRecipe,
         probe_steps: int | None,
     ) -> Outcome:
-        """Fine-tune a pretrained model on a task."""
+        """Fine-tune a pretrained model on a task; its learning curve covers all phases up to the first train length."""
         folder, examples = self.out / "models" / model.name / task, self.examples(task, recipe)
         first, condition = recipe.task.train_lengths[0], recipe.task.condition
         tests = ExampleStore(self.test_file(task, condition, first))[:PROBED]
@@ -222,11 +205,11 @@ class Runner:
         weights: dict[str, str] = {}
         steps, seen = 0, 0.0
         for phase in recipe.phases():
-            if phase.train_length != first:  # the first length's curve goes on from the phases before it
+            if phase.train_length != first:
                 steps, seen = 0, 0.0
             tokens = phase.settings.batch * self.text_tokens(ExampleStore(examples / phase.file))
-            about = model.fields(self.name) | {"task": task, "train_length": phase.train_length}
-            curves += _curve(folder / phase.name, tokens, steps, seen, **about)
+            about = model.about(self.name, task=task, train_length=phase.train_length)
+            curves += _curve(folder / phase.name, about, tokens, steps, seen)
             done = _logged(folder / phase.name)[-1]["step"]
             steps, seen = steps + done, seen + done * tokens
             if phase.curriculum is None:
@@ -242,12 +225,14 @@ class Runner:
         counts: Mapping[str, Mapping[int, int]],
         train_lengths: Sequence[int],
     ) -> Outcome:
-        """Accuracy of a fine-tuned model at every length, in every condition asked for."""
+        """Accuracy of a fine-tuned model, by condition and length."""
         results = [
             result
             for tuned, about in self._tuned(model, task, train_lengths)
             for condition, own in counts.items()
-            for result in evaluate(tuned, self.tests(task, condition, own), condition=condition, **about)
+            for result in evaluate(
+                tuned, self.tests(task, condition, own), about.model_copy(update={"condition": condition})
+            )
         ]
         return Outcome(results=results)
 
@@ -261,18 +246,18 @@ class Runner:
         counts: Mapping[int, int],
         noise_seeds: int,
     ) -> Outcome:
-        """Accuracy of a fine-tuned model whose input is changed; noise of each seed on a part of the prompts."""
+        """Accuracy of a fine-tuned model under interventions; each seed of a noise gets another part of the prompts."""
         results = []
         for tuned, about in self._tuned(model, task, lengths_tested(self.preset, model, task)):
             tests = self.tests(task, "paper", counts)
             for change in map(Intervention.parse, interventions):
-                seeds = range(noise_seeds) if change.is_random else [None]
-                for seed in seeds:
+                for seed in range(noise_seeds) if change.is_random else [None]:
                     part = (
                         tests if seed is None else {length: each[seed::noise_seeds] for length, each in tests.items()}
                     )
+                    changed = about.model_copy(update={"intervention": str(change), "noise_seed": seed})
                     with intervene(tuned, change, seed=seed or 0):
-                        results += evaluate(tuned, part, intervention=str(change), noise_seed=seed, **about)
+                        results += evaluate(tuned, part, changed)
         return Outcome(results=results)
 
     def analyze(
@@ -287,34 +272,27 @@ class Runner:
         n: int,
         interventions: Sequence[str | None],
     ) -> Outcome:
-        """Measure what meta-tokens do inside a fine-tuned model, and keep what a report shows."""
-        tuned = load_model(self.out / "models" / model.name / task / str(train_length))
+        """Run one of the analyses on a fine-tuned model."""
+        [(tuned, about)] = self._tuned(model, task, [train_length])
+        about = about.model_copy(update={"length": length})
         examples = test_examples(task, length, n, self.tokenizer(), condition="paper", documents=self.documents(task))
-        about: About = {
-            "model": model.model,
-            "task": task,
-            "condition": "paper",
-            "train_condition": finetune_recipe(self.preset, model, task).task.condition,
-            "train_length": train_length,
-            "length": length,
-            "seed": model.seed,
-            "recipe": model.recipe(self.name),
-        }
-        found: list[Measurement] = []
-        for name in interventions:
-            if kind == "rate-distortion":
-                change = None if name is None else Intervention.parse(name)
-                found += rate_distortion(tuned, examples, about, fits=3, intervention=change, held_out=n // 5)
-            else:
-                assert name is None  # these take none
-                found += {"sharpness": sharpness, "residual": residual}[kind](tuned, examples, about)
-        reported = [one for one in found if one.metric not in UNREPORTED]
-        if kind != "sharpness":  # whose changes alone are shown with their spread
-            reported = [one.model_copy(update={"quantiles": None}) for one in reported]
-        return Outcome(measurements=reported)
+        if kind == "sharpness":
+            return Outcome(measurements=sharpness(tuned, examples, about))
+        if kind == "residual":
+            found = residual(tuned, examples, about)
+        else:
+            found = [
+                measurement
+                for change in (name and Intervention.parse(name) for name in interventions)
+                for measurement in rate_distortion(
+                    tuned, examples, about, fits=3, intervention=change or None, held_out=n // 5
+                )
+            ]
+        # Only the changes that sharpness measures are shown with their quantiles.
+        return Outcome(measurements=[one.model_copy(update={"quantiles": None}) for one in found])
 
     def look(self, progress: Progress, *, task: str, trained: Mapping[str, int]) -> Outcome:
-        """Write a page of what models of some train lengths do with the example that `describe_tasks` wrote."""
+        """Write a page of the models' attention in the example that `describe_tasks` wrote."""
         shown = next(one for one in read_lines(self.out / "examples.jsonl", ExampleRecord) if one.task == task)
         looks = [
             look(
@@ -332,68 +310,59 @@ class Runner:
         return Outcome()
 
     def pretrained(self, model: TrainedModel) -> Path:
-        """The folder of a model as it is before fine-tuning."""
+        """The folder of a model before fine-tuning."""
         return self.out / "models" / model.name / PRETRAINED[model.made_by]
 
     def examples(self, task: str, recipe: FinetuneRecipe) -> Path:
-        """The folder of a recipe's encoded train examples."""
+        """The folder of a recipe's encoded training examples."""
         return self.out / "examples" / task / examples_name(recipe)
 
     def test_file(self, task: str, condition: str, length: int) -> Path:
-        """The encoded test examples of one bin of prompt length."""
+        """The file of encoded test examples of one length."""
         return self.out / "examples" / task / f"test-{condition}-{length}.arrow"
 
     def tests(self, task: str, condition: str, counts: Mapping[int, int]) -> dict[int, Sequence[Any]]:
-        """The first examples of each length."""
+        """The first test examples of each length."""
         return {length: ExampleStore(self.test_file(task, condition, length))[:n] for length, n in counts.items()}
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """That of the token store."""
+        """The token store's tokenizer."""
         return load_tokenizer(str(self.out / "tokens" / "tokenizer"))
 
     def text_tokens(self, examples: ExampleStore) -> float:
-        """Text tokens of an example, on average."""
+        """The mean number of text tokens of an example."""
         marker = meta_token_id(self.tokenizer())
         return sum(int((np.asarray(example.input_ids) != marker).sum()) for example in examples) / len(examples)
 
     def documents(self, task: str) -> Sequence[str]:
-        """The texts that a task takes its excerpts from."""
+        """The texts from which a task takes its excerpts."""
         return documents_for(task, self.preset.corpus)
 
-    def about(self, model: TrainedModel) -> dict[str, Any]:
-        """The fields of a model's results that its folder does not tell."""
-        return {"name": model.model, "seed": model.seed, "recipe": model.recipe(self.name)}
-
     def _here(self, recipe: PretrainRecipe) -> PretrainRecipe:
-        """The recipe, with the tokens of this folder."""
+        """The recipe with this run's tokens."""
         return recipe.model_copy(update={"data": recipe.data.model_copy(update={"tokens": self.out / "tokens"})})
 
     def _pretrained(self, model: TrainedModel, folder: Path) -> Outcome:
         facts = {"parameters": _parameters(folder / "model.safetensors"), WEIGHTS: weights_sha256(folder)}
-        return Outcome(curves=list(_curve(folder, None, **model.fields(self.name))), facts=facts)
+        return Outcome(curves=list(_curve(folder, model.about(self.name))), facts=facts)
 
-    def _tuned(
-        self, model: TrainedModel, task: str, train_lengths: Sequence[int]
-    ) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """The models of each train length, and the fields of their results."""
-        condition = finetune_recipe(self.preset, model, task).task.condition
+    def _tuned(self, model: TrainedModel, task: str, train_lengths: Sequence[int]) -> Iterator[tuple[Any, About]]:
+        """The fine-tuned models of some train lengths, and the fields of their results in the condition `paper`."""
+        trained = {"task": task, "train_condition": finetune_recipe(self.preset, model, task).task.condition}
         for length in train_lengths:
-            about = {"task": task, "train_length": length, "train_condition": condition}
-            yield load_model(self.out / "models" / model.name / task / str(length)), self.about(model) | about
+            about = model.about(self.name, condition="paper", train_length=length, **trained)
+            yield load_model(self.out / "models" / model.name / task / str(length)), about
 
 
 def _curve(
-    folder: Path, tokens_a_step: float | None, steps: int = 0, seen: float = 0.0, **about: Any
+    folder: Path, about: About, tokens_a_step: float | None = None, steps: int = 0, seen: float = 0.0
 ) -> Iterator[CurvePoint]:
-    """What a run of training says of loss and accuracy, after so many steps and text tokens of stages before it.
-
-    The learning rate and the like stay in its folder.
-    """
+    """The loss and accuracy that a training logged, after `steps` and `seen` text tokens of earlier phases."""
     for entry in _logged(folder):
         figures = {name: entry[name] for name in ("loss", "exact_match", "n") if name in entry}
         if figures:
             tokens = None if tokens_a_step is None else round(seen + entry["step"] * tokens_a_step)
-            yield CurvePoint(step=steps + entry["step"], text_tokens=tokens, **figures, **about)
+            yield CurvePoint(**about.known(step=steps + entry["step"], text_tokens=tokens), **figures)
 
 
 def _logged(folder: Path) -> list[dict[str, Any]]:

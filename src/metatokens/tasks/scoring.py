@@ -1,4 +1,4 @@
-"""Which answers a model gets right."""
+"""Scores of a model's answers."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,21 +11,26 @@ from metatokens.model.configuration import never_generated
 from metatokens.tasks.example import Encoded
 
 
-def score(
-    model: LanguageModel, examples: Sequence[Encoded], *, batch: int | None = None, tokens_per_batch: int | None = None
-) -> tuple[list[bool], list[int]]:
-    """Which of each example's answer tokens greedy decoding gets right.
+def by_length(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
+    """Batches of the indices of `lengths`, in ascending order of length, so that little of a batch is padding."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    return (order[start : start + batch] for start in range(0, len(order), batch))
 
-    Greedy decoding gives the whole answer, its end of text included, exactly if each of its tokens is the likeliest
-    one after the prompt and the answer's tokens before it, those left out that `generate()` never gives. So one
-    forward pass over prompt and answer tells.
+
+def score(
+    model: LanguageModel, examples: Sequence[Encoded], *, batch: int | None = None
+) -> tuple[list[bool], list[int]]:
+    """Compare each example's answer with that of greedy decoding, token by token.
+
+    Greedy decoding gives the whole answer, end of text included, exactly if each token is the likeliest one after the
+    prompt and the answer's earlier tokens, among those that `generate()` may give. So one forward pass over prompt
+    and answer decides.
 
     Args:
-        model: in any mode; it is put into evaluation mode.
-        examples: are never cut; those of similar length share a batch.
-        batch: examples at a time; where not given,
-        tokens_per_batch: padded tokens of a batch; where not given, 16,384 on a GPU, and 4,096 on a CPU, whose cache
-            larger ones leave (a tenth slower; GPT-Neo, which holds all attention scores, up to 1.6 times).
+        model: any model; it is put into evaluation mode.
+        examples: prompts with their answers, which are never truncated.
+        batch: examples per forward pass. By default a batch has up to 16,384 padded tokens on a GPU, and 4,096 on a
+            CPU: larger ones leave its cache (a tenth slower; with GPT-Neo's attention scores up to 1.6 times).
 
     Returns:
         For each example, whether the whole answer is right, and how many of its tokens are.
@@ -34,12 +39,10 @@ def score(
         UserError: if a sequence is longer than the model's learned positions.
     """
     model.eval()
-    order = sorted(range(len(examples)), key=lambda i: len(examples[i].input_ids))
     exact, tokens = [False] * len(examples), [0] * len(examples)
-    longest = max(len(example.input_ids) for example in examples)
-    batch = batch or max(1, (tokens_per_batch or (16_384 if model.device.type == "cuda" else 4_096)) // longest)
-    for start in range(0, len(order), batch):
-        rows = order[start : start + batch]
+    lengths = [len(example.input_ids) for example in examples]
+    batch = batch or max(1, (16_384 if model.device.type == "cuda" else 4_096) // max(lengths))
+    for rows in by_length(lengths, batch):
         for row, hits in zip(rows, _hits(model, [examples[row] for row in rows]), strict=True):
             exact[row], tokens[row] = bool(hits.all()), int(hits.sum())
     return exact, tokens

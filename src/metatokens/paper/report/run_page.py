@@ -10,7 +10,6 @@ from itertools import islice
 import pandas as pd
 
 from metatokens.looking.style import Style, model_of
-from metatokens.paper.models import MODELS
 from metatokens.paper.report.blocks import Block, Fold, Link, Section, picture
 from metatokens.paper.report.compare import HAIR
 from metatokens.paper.report.derive import select
@@ -24,6 +23,7 @@ from metatokens.paper.report.tables import run as tables
 from metatokens.paper.report.tables.table import Table, span
 from metatokens.paper.report.text import name
 from metatokens.paper.report.words import sections as worded
+from metatokens.paper.variants import MODELS
 
 
 @dataclass(frozen=True)
