@@ -188,9 +188,10 @@ def verdicts() -> str:
     """The report's count of verdicts."""
     report = (ROOT / "results/small/report/report.md").read_text(encoding="utf-8")
     (found,) = re.findall(r"Of (\d+) claims of the paper (\d+) \D+(\d+) \D+(\d+) \D+(\d+) cannot be told\.", report)
+    claims, *verdicts = found
     return (
-        "Of the paper's {} claims, {} hold at this scale, {} do not hold, {} holds in part, and {} cannot be "
-        "decided.\n".format(*found)
+        "{} of the paper's {} claims hold at this scale, {} do not, {} holds in part, and {} cannot be "
+        "decided.\n".format(verdicts[0], claims, *verdicts[1:])
     )
 
 
@@ -227,7 +228,7 @@ def sooner() -> str:
             steps = [learned_from(one, share)[0] for _, one in seeds]
             rows[label].append(" / ".join(f"{one:,.0f}" if np.isfinite(one) else "\u2013" for one in steps))
     (n,) = points.n.dropna().unique()
-    note = f"Of {n:.0f} test prompts. A dash: not within the steps given."
+    note = f"With {n:.0f} test prompts. A dash: not within the steps given."
     return f"{table('steps, by seed', rows, [*columns])}\n{note}\n"
 
 
@@ -346,7 +347,7 @@ def cost() -> str:
     stages = pd.DataFrame(json.loads((ROOT / "results/small/run.json").read_text(encoding="utf-8"))["stages"])
     trained = stages.name.str.startswith(("pretrain-", "extend-", "finetune-")).sum()
     hours = stages.cpu_seconds.fillna(stages.seconds).sum() / 3600
-    return f"The run has {len(stages)} stages, {trained} of which trained a model. It took {hours:.1f} core-hours.\n"
+    return f"The run has {len(stages)} stages, and {trained} of them trained a model. It took {hours:.1f} core-hours.\n"
 
 
 def demo_tasks() -> str:
