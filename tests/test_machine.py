@@ -18,7 +18,7 @@ faults()
 print(sum(faults() for _ in range(8)))
 """
 KEPT = "from metatokens.machine import keep_freed_memory; keep_freed_memory()"
-COMMAND = "from metatokens import cli; cli.app = lambda: None; cli.main()"
+COMMAND = "from metatokens import cli; cli.main(lambda: None)"
 WORKER = """
 from metatokens.paper.pools import _work
 from types import SimpleNamespace

@@ -173,7 +173,7 @@ def pretrain(
     batch_size: BatchSize = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Train a language model on token ids, or straight on text.
+    """Train a language model on the token ids of a text.
 
     The same command goes on where it was cut off.
     """
