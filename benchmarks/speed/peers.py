@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from metatokens.model.attention import AttentionFunction, CausalAttention, linear
-from metatokens.model.cache import MetaTokenCache
+from metatokens.model.cache import Entries, MetaTokenCache
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import Rotary
@@ -68,7 +68,8 @@ class DenseMetaAttention(CausalAttention):
         """Attend, as `CausalAttention.forward`, without `mask` and `attend`."""
         q, k, v = self.project(x, rotary, log_keys=log_keys)
         if cache is not None:
-            k, v, *_ = cache.layers[self.layer_index].update_second(k, v, self.slots, torch.full_like(self.slots, -1))
+            new = Entries(k, v, self.slots, torch.full_like(self.slots, -1))
+            (k, v, *_), _ = cache.layers[self.layer_index].update_second(new)
         out = scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=self.scaling)
         out = linear(self.out_proj, out.transpose(1, 2).reshape(x.shape))
         return out.masked_fill(self.slots[:, :, None] < 0, 0.0), None
@@ -104,8 +105,8 @@ def dense_mask(x: Tensor, rows: MetaRows | None, cache: MetaTokenCache | None) -
     slots = torch.full(x.shape[:2], -1, device=x.device)
     if rows is not None:
         slots = slots.scatter_reduce(1, rows.index, rows.slots, "amax")  # padding points at some position too
-    earlier = None if cache is None else cache.layers[0].second_slots
-    keys = slots if earlier is None else torch.cat([earlier, slots], dim=1)
+    second = None if cache is None else cache.layers[0].second
+    keys = slots if second is None else torch.cat([second.slots, slots], dim=1)
     seen = (keys[:, None, :] >= 0) & (keys[:, None, :] <= slots[:, :, None])
     seen[:, :, -x.shape[1] :] |= torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
     kind = x.device.type

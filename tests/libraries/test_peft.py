@@ -77,7 +77,7 @@ def test_learned_prompts_leave_the_meta_tokens_where_they_are(name: str, folder:
     model = peft.get_peft_model(base, deepcopy(ADAPTERS[name])).eval()
     model(input_ids=ids, attention_mask=torch.ones_like(ids))
     expected = [(row == base.config.meta_token_id).nonzero()[:, 0] + 3 for row in ids]
-    assert [row[row >= 0].tolist() for row in caches[-1].layers[0].second_slots] == [row.tolist() for row in expected]
+    assert [row[row >= 0].tolist() for row in caches[-1].layers[0].second.slots] == [row.tolist() for row in expected]
 
 
 def test_a_prefix_is_seen_by_causal_attention_and_not_by_the_second_module(folder: Path, ids: Tensor) -> None:

@@ -167,7 +167,7 @@ def test_cache_after_generation_holds_the_inserted_tokens() -> None:
     )
     read = insert(prompt, out.sequences[0, 5:-1].tolist(), 3)  # the last token has not been read
     assert out.past_key_values.get_seq_length() == len(read)
-    assert out.past_key_values.layers[0].second_slots.tolist() == [[i for i, t in enumerate(read) if t == META]]
+    assert out.past_key_values.layers[0].second.slots.tolist() == [[i for i, t in enumerate(read) if t == META]]
 
 
 @pytest.mark.parametrize("meta_every", [None, 3])

@@ -58,15 +58,15 @@ def test_second_store_holds_one_entry_a_meta_token() -> None:
     sequence = ROWS[0]
     cache = MetaTokenCache(model.config)
     for t in range(len(sequence)):
-        before = cache.layers[0].second_keys
+        before = cache.layers[0].second
         model(torch.tensor([sequence[t : t + 1]]), past_key_values=cache)
         layer = cache.layers[0]
         meta_slots = [slot for slot, token in enumerate(sequence[: t + 1]) if token == META]
         if meta_slots:
-            assert layer.second_slots.tolist() == [meta_slots]
-            assert layer.second_keys.shape == layer.second_values.shape == (1, 4, len(meta_slots), 8)
+            assert layer.second.slots.tolist() == [meta_slots]
+            assert layer.second.keys.shape == layer.second.values.shape == (1, 4, len(meta_slots), 8)
         if sequence[t] != META:
-            assert layer.second_keys is before  # a step over text does not touch it
+            assert layer.second is before  # a step over text does not touch it
 
 
 def test_second_store_of_a_ragged_batch_is_as_long_as_its_longest_row() -> None:
@@ -74,16 +74,16 @@ def test_second_store_of_a_ragged_batch_is_as_long_as_its_longest_row() -> None:
     real = (ids == META) & mask.bool()
     halves = real.split([6, 7], dim=1)
     for layer in cache.layers:
-        assert layer.second_keys.shape[2] == sum(int(half.sum(dim=1).max()) for half in halves)
-        for slots, row in zip(layer.second_slots, real, strict=True):
+        assert layer.second.keys.shape[2] == sum(int(half.sum(dim=1).max()) for half in halves)
+        for slots, row in zip(layer.second.slots, real, strict=True):
             assert slots[slots >= 0].tolist() == row.nonzero().squeeze(1).tolist()
 
 
 def test_second_store_of_the_controls() -> None:
     _, _, cache = filled(shared_model(second_attention="causal"), ROWS)
-    assert all(layer.second_keys.shape == layer.keys.shape for layer in cache.layers)
+    assert all(layer.second.keys.shape == layer.keys.shape for layer in cache.layers)
     _, _, cache = filled(shared_model(second_attention="none"), ROWS)
-    assert all(layer.second_keys is None for layer in cache.layers)
+    assert all(layer.second is None for layer in cache.layers)
 
 
 @SECOND
@@ -95,7 +95,7 @@ def test_crop_forgets_the_end(second_attention: str, removed: int) -> None:
     cache.crop(-removed)
     kept = ids.shape[1] - removed
     if second_attention == "meta":
-        slots = cache.layers[0].second_slots
+        slots = cache.layers[0].second.slots
         assert (slots < kept).all()
         assert (slots >= 0).any(dim=0).all()  # no entry that every row has lost is kept
     assert_continues(model, ids[:, :kept], mask[:, :kept], cache)

@@ -89,7 +89,7 @@ def test_room_is_kept_for_the_tokens_to_come() -> None:
     entries = {
         every: model.generate(prompt, max_new_tokens=12, do_sample=False, meta_every=every, **options)
         .past_key_values.layers[0]
-        .second_keys.shape[2]
+        .second.keys.shape[2]
         for every in (None, 4, 1)
     }
     assert entries[None] == 2  # those of the prompt

@@ -182,7 +182,7 @@ def test_a_cache_from_which_entries_were_dropped(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "meta_gpt2"])
 def test_the_length_of_a_cache_is_no_position_where_entries_were_dropped(name: str) -> None:
     model, ids = with_dropped_entries(name)
-    with pytest.raises(UserError, match="is not behind that of the last meta-token in the cache: give position_ids"):
+    with pytest.raises(UserError, match="is not after that of the last meta-token in the cache: give position_ids"):
         model(ids[:, READ : READ + 4], past_key_values=dropped(model, ids))
     rest, positions = ids[:, READ : READ + 4], torch.arange(READ, READ + 4).expand(2, -1)
     mask = torch.ones(2, 1, 4, len(KEPT) + 4).tril(len(KEPT)).bool()

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from metatokens.model.cache import MetaTokenCache, SecondStore
+from metatokens.model.cache import Entries, MetaTokenCache, SecondStore
 from metatokens.model.positions import Rotary, rotate
 from metatokens.model.rows import MetaRows
 
@@ -174,7 +174,7 @@ class CausalAttention(Attention):
             layer = cache.layers[self.layer_index]
             first_slot = layer.get_seq_length() - k.shape[2]  # the first module has already stored these tokens
             slots = (torch.arange(k.shape[2], device=k.device) + first_slot).expand(k.shape[0], -1)
-            k, v, *_ = layer.update_second(k, v, slots, slots)
+            (k, v, *_), _ = layer.update_second(Entries(k, v, slots, slots))
         elif cache is not None:
             k, v = cache.update(k, v, self.layer_index)
         if mask is not None:
@@ -215,15 +215,15 @@ class MetaAttention(Attention):
             heads, length, total).
         """
         q, k, v = self.project(x, rotary, log_keys)
-        key_slots, entries = rows.slots, None
+        key_slots, places = rows.slots, None
         if cache is not None:
             layer: SecondStore = cache.layers[self.layer_index]
-            k, v, key_slots, entries = layer.update_second(k, v, rows.slots, rows.positions)
+            (k, v, key_slots, _), places = layer.update_second(Entries(k, v, rows.slots, rows.positions))
         seen = None  # causal among these rows: padding comes last, so that no real row sees it
         if mask is not None:
             seen = rows.mask(mask, key_slots)
-        elif entries is not None and key_slots.shape != rows.slots.shape:  # the cache holds earlier meta-tokens
-            is_before = torch.arange(k.shape[2], device=k.device) <= entries[:, None]  # entries are in order
+        elif places is not None and key_slots.shape != rows.slots.shape:  # the cache holds earlier meta-tokens
+            is_before = torch.arange(k.shape[2], device=k.device) <= places[:, None]  # entries are in order
             seen = (key_slots[:, None, :] >= 0) & is_before
             seen = (seen | ~rows.valid[:, :, None])[:, None]  # a padded query that sees nothing would give NaN
         if mask is not None and attend is eager_attention_forward:
