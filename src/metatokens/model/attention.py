@@ -208,7 +208,8 @@ class MetaAttention(Attention):
             attend: the model's attention function. Only transformers' eager one is called; sdpa replaces any other.
             mask: a mask over all positions, (batch, heads or 1, length, total), needed where the model was given one of
                 four dimensions and where `attend` is the eager function. None means that the rows' order decides.
-            rotary, log_keys: see `project`; of these rows.
+            rotary: see `project`; of these rows.
+            log_keys: see `project`; of these rows.
 
         Returns:
             The output, (batch, most, width), arbitrary in padded rows; and the weights of the eager function, (batch,

@@ -180,11 +180,9 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]  # mypy does not follow transformers
     ) -> BaseModelOutputWithPast:
-        """Final hidden states of `input_ids` (batch, length).
+        """Final hidden states of `input_ids` (batch, length); arguments are those of `MetaGPT2ForCausalLM.forward`.
 
         Args:
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, meta_token_mask, meta_positions,
-                use_cache: as in `MetaGPT2ForCausalLM.forward`.
             **kwargs: output flags of transformers; `output_meta_attentions` returns the second module's weights, and
                 needs `output_attentions`.
 
