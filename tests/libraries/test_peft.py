@@ -98,7 +98,7 @@ def test_a_prefix_is_seen_by_causal_attention_and_not_by_the_second_module(folde
 
 def test_meta_tokens_are_not_inserted_behind_learned_prompts(folder: Path, ids: Tensor) -> None:
     model = peft.get_peft_model(MetaGPT2ForCausalLM.from_pretrained(folder), deepcopy(ADAPTERS["prompt"]))
-    with pytest.raises(UserError, match="cannot be inserted behind learned prompts"):
+    with pytest.raises(UserError, match="cannot be inserted after learned prompts"):
         model.generate(input_ids=ids, max_new_tokens=6, meta_every=2, pad_token_id=0)
     lora = peft.get_peft_model(MetaGPT2ForCausalLM.from_pretrained(folder), deepcopy(ADAPTERS["lora"]))
     out = lora.generate(input_ids=ids, max_new_tokens=6, meta_every=2, pad_token_id=0, do_sample=False)

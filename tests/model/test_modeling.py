@@ -266,7 +266,9 @@ def test_a_layer_may_be_on_another_device() -> None:
 def test_the_meta_token_keeps_its_row() -> None:
     model = tiny_model()
     for rows, multiple in ((META, None), (META, 7), (10, 16)):
-        with pytest.raises(UserError, match=f"{rows} rows leave out the meta-token, whose id is 63: keep the 64 rows"):
+        with pytest.raises(
+            UserError, match=f"{rows} rows leave out the meta-token, whose id is 63: keep the present 64"
+        ):
             model.resize_token_embeddings(rows, pad_to_multiple_of=multiple)
     assert model.resize_token_embeddings().num_embeddings == 64
     assert model.resize_token_embeddings(META, pad_to_multiple_of=8).num_embeddings == 64

@@ -1,9 +1,9 @@
-"""Generation with meta-tokens inserted by policy.
+"""Generation with inserted meta-tokens.
 
-A model is never trained to predict a meta-token, so it must not be asked for one: its logit is suppressed, and every
-`meta_every` tokens of generated text one is inserted. The inserted token is known before the step that follows the
-text token ahead of it, so both go through one forward pass. The loops of transformers (greedy, sampling, beam
-search) only ever see text tokens; the meta-tokens are added where a step's inputs are prepared.
+A model is never trained to predict a meta-token, so its logit is suppressed, and one is inserted after every
+`meta_every` tokens of generated text. An inserted token and the text token before it go through one forward pass. The
+loops of transformers (greedy, sampling, beam search) only see text tokens; the meta-tokens are added where the inputs
+of a step are prepared.
 """
 
 import math
@@ -22,16 +22,16 @@ from metatokens.model.positions import check_length, check_positions, position_i
 
 
 def mark_as_own(generation_config: GenerationConfig | None) -> None:
-    """Have transformers load `meta_every` again: it drops further settings of one that it derived from a model's."""
+    """Have transformers load `meta_every` again; it drops custom settings derived from a model's configuration."""
     if generation_config is not None and getattr(generation_config, "meta_every", None) is not None:
         generation_config._from_model_config = False
 
 
 class SuppressMetaToken(SuppressTokensLogitsProcessor):
-    """A type of its own, since `generate()` drops its own processor for one of the same type that is passed in."""
+    """Suppress tokens. A type that differs from the base, since `generate()` uses one processor of each type."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores (batch, vocabulary), without looking the vocabulary through for the tokens, as the base does."""
+        """Scores (batch, vocabulary); unlike the base, without a search through the vocabulary."""
         return scores.index_fill(-1, self.suppress_tokens.to(scores.device), -math.inf)
 
 
@@ -46,34 +46,33 @@ class MetaTokenGenerationMixin(GenerationMixin):
         meta_every: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """`GenerationMixin.generate` with a policy for meta-tokens.
+        """`GenerationMixin.generate` with inserted meta-tokens.
 
         Args:
-            inputs: prompt ids, (batch, length); meta-tokens in it are used as they are.
-            generation_config: as in `GenerationMixin.generate`. Its `meta_every` is used where the argument is None,
-                and that of the model's own `generation_config` where it has none either.
+            inputs: prompt ids, (batch, length), which may contain meta-tokens.
+            generation_config: as in `GenerationMixin.generate`. If the argument `meta_every` is None, its `meta_every`
+                is used, and after that the one of the model's `generation_config`.
             *args: as in `GenerationMixin.generate`.
-            meta_every: insert a meta-token after every so many generated text tokens, counted from the prompt's end
-                alike for all rows; 0, or None everywhere, inserts none. `max_new_tokens` counts text tokens, and the
-                returned ids omit the inserted ones.
-            **kwargs: as in `GenerationMixin.generate`. A cache in `past_key_values` may hold the sequence's start, of
-                which the ids are given too; meta-tokens that were inserted when it was filled are put back into them.
+            meta_every: insert a meta-token after every `meta_every` generated text tokens, counted from the end of the
+                prompt in all rows alike; 0, or None everywhere, inserts none. `max_new_tokens` counts text tokens, and
+                the returned ids omit the inserted ones.
+            **kwargs: as in `GenerationMixin.generate`. A cache in `past_key_values` may hold the start of the sequence,
+                whose ids are given as well; meta-tokens inserted when it was filled are put back into them.
 
         Raises:
-            UserError: if `meta_every` is below 0, the model has no meta-token, or the other arguments do not go with
-                meta-tokens that are inserted.
+            UserError: if `meta_every` is below 0, the model has no meta-token, or another argument does not support
+                inserted meta-tokens.
         """
         for config in (generation_config, self.generation_config):
             meta_every = getattr(config, "meta_every", None) if meta_every is None else meta_every
         if suppressed := never_generated(self.config):
-            given = (one.device for one in (inputs, *kwargs.values()) if isinstance(one, Tensor))
-            suppress = SuppressMetaToken(
-                suppressed, device=next(given, self.device)
-            )  # where weights are offloaded: meta
+            # The model's device may be "meta", where weights are offloaded.
+            devices = (one.device for one in (inputs, *kwargs.values()) if isinstance(one, Tensor))
+            suppress = SuppressMetaToken(suppressed, device=next(devices, self.device))
             kwargs["logits_processor"] = LogitsProcessorList([*(kwargs.get("logits_processor") or ()), suppress])
         meta_every = None if meta_every == 0 else meta_every
         if meta_every is not None and self.config.meta_token_id is None:
-            raise UserError("meta_every needs a model with a meta_token_id, and this one has none.")
+            raise UserError("meta_every needs a model with a meta_token_id; this one has none.")
         if meta_every is not None and (type(meta_every) is not int or meta_every < 1):
             raise UserError(f"meta_every is {meta_every!r}; it must be a whole number, at least 1, or 0 for none.")
         if meta_every is not None or getattr(kwargs.get("past_key_values"), "inserted", None):
@@ -81,23 +80,19 @@ class MetaTokenGenerationMixin(GenerationMixin):
             has_embeddings = kwargs.keys() & {"inputs_embeds", "meta_token_mask"}
             if prompt is None or has_embeddings or (mask is not None and mask.shape != prompt.shape):
                 raise UserError(
-                    "where meta-tokens are inserted, or were into the cache, generate() needs the whole sequence as "
-                    "input_ids, what is cached included, and an attention_mask, if any, of the same shape."
+                    "to insert meta-tokens, or to use a cache that contains inserted ones, give generate() the whole "
+                    "sequence as input_ids, cached tokens included, and an attention_mask, if any, of the same shape."
                 )
             cache = kwargs.get("past_key_values")
             if not isinstance(cache, Cache | None):
                 raise UserError(f"past_key_values is a {type(cache).__name__}; meta_every needs a cache.")
-            # By another name: transformers takes an argument that a configuration has too for a setting of its own.
+            # Under another name, since transformers would take `meta_every` for a field of its configuration.
             kwargs |= {"insert_every": meta_every, "prompt_length": prompt.shape[1]}
         return super().generate(inputs, generation_config, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse transformers' continuous batching, which `generate_batch` and `transformers serve` run.
-
-        Raises:
-            UserError: always. A paged cache has no room for what meta-tokens keep of one another.
-        """
-        raise UserError("continuous batching has no place for meta-tokens' keys and values: call generate() instead.")
+        """Refuse continuous batching (`generate_batch`, `transformers serve`): its cache has no second store."""
+        raise UserError("continuous batching cannot cache the keys and values of meta-tokens; call generate() instead.")
 
     def prepare_inputs_for_generation(
         self,
@@ -111,12 +106,12 @@ class MetaTokenGenerationMixin(GenerationMixin):
         meta_token_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The inputs of one step: the text so far, with its meta-tokens, less what is cached."""
+        """The inputs of one step: the text so far and its meta-tokens, without what is cached."""
         if prompt_length is None:
             given = {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
             step = super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **given, **kwargs)
             if kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration"):
-                self._say_where_meta_tokens_are(step, ())  # what was just generated is none
+                self._give_positions(step, ())  # the token just generated is text
             if meta_token_mask is not None:
                 read = step["input_ids"] if step.get("inputs_embeds") is None else step["inputs_embeds"]
                 step["meta_token_mask"] = meta_token_mask[:, -read.shape[1] :]
@@ -140,8 +135,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
             past_key_values.inserted = inserted
         if cached >= length:
             raise UserError(
-                f"the cache holds {cached} tokens and the sequence has {length}: give the whole of it as input_ids. "
-                "Meta-tokens cannot be inserted behind learned prompts, which have no ids."
+                f"the cache holds {cached} tokens and the sequence has {length}: give the whole sequence as input_ids. "
+                "Meta-tokens cannot be inserted after learned prompts, which have no ids."
             )
         check_positions(self.config, length, position_ids_from_mask(mask))
         own = {
@@ -153,17 +148,17 @@ class MetaTokenGenerationMixin(GenerationMixin):
         places = [ids + number - cached for number, ids in enumerate(inserted)]
         new = [place for place in places if place >= 0]
         if cached - (len(places) - len(new)) >= prompt_length:  # the whole prompt was read
-            self._say_where_meta_tokens_are(step, new)
+            self._give_positions(step, new)
         return step
 
-    def _say_where_meta_tokens_are(self, step: dict[str, Any], places: Sequence[int]) -> None:
-        """Tell the model, alike for all rows, which would have to look for them."""
+    def _give_positions(self, step: dict[str, Any], places: Sequence[int]) -> None:
+        """Give the model the places of meta-tokens, equal in all rows, which spares it a device sync."""
         if isinstance(self.config, MetaGPT2Config):
             ids = step["input_ids"]
             step["meta_positions"] = torch.tensor(places, dtype=torch.int64, device=ids.device).expand(len(ids), -1)
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        # PEFT puts a function without names in the place of `prepare_inputs_for_generation`, where they are looked up.
+        # transformers expects the names in `prepare_inputs_for_generation`, which PEFT replaces by one with **kwargs.
         own = ("insert_every", "prompt_length")
         super()._validate_model_kwargs({name: value for name, value in model_kwargs.items() if name not in own})
 
@@ -171,7 +166,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
-        if (mask := model_kwargs.get("meta_token_mask")) is not None:  # what is generated is text
+        if (mask := model_kwargs.get("meta_token_mask")) is not None:  # generated tokens are text
             missing = model_kwargs["attention_mask"].shape[1] - mask.shape[1]
             model_kwargs["meta_token_mask"] = torch.nn.functional.pad(mask, (0, missing))
         return model_kwargs
@@ -186,9 +181,9 @@ class MetaTokenGenerationMixin(GenerationMixin):
     ) -> None:
         assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
         if "prompt_length" in model_kwargs and (assisted or generation_config.prefill_chunk_size):
-            raise UserError("inserted meta-tokens do not go with assisted generation or prefill_chunk_size.")
+            raise UserError("assisted generation and prefill_chunk_size do not support inserted meta-tokens.")
         inserted = 0
-        if every := model_kwargs.get("insert_every"):  # for which a static cache needs room too
+        if every := model_kwargs.get("insert_every"):  # a static cache needs room for these, too
             inserted = (max_cache_length - model_kwargs["prompt_length"]) // every + 1
         is_static = generation_config.cache_implementation == "static"
         if is_static and isinstance(self.config, MetaGPT2Config):
@@ -196,7 +191,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length + inserted
         )
-        # Read in chunks, a prompt's first one would not tell of the others' meta-tokens.
+        # If a prompt is read in chunks, the first one does not show how many meta-tokens the others have.
         is_sparse = getattr(self.config, "second_attention", "meta") == "meta"
         if is_static and is_sparse and generation_config.prefill_chunk_size is None:
             for layer in model_kwargs["past_key_values"].layers:

@@ -10,7 +10,7 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines, each (batch, length, head s
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
-    """Positions that count the real tokens of each row, so that padding on either side changes nothing.
+    """Positions that count the real tokens of each row, so that padding on either side has no effect.
 
     Args:
         attention_mask: (batch, length), 1 at real tokens.
@@ -22,16 +22,16 @@ def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
 
 
 def learned_positions(config: PreTrainedConfig) -> int:
-    """The tokens that a model's learned table of positions can number."""
-    text = config.get_text_config()  # where a model also takes images, these are other settings than its own
+    """The number of positions in a model's learned table."""
+    text = config.get_text_config()  # differs from `config` in models that also take images
     names = ("max_position_embeddings", "max_target_positions")
     return next(getattr(text, name) for name in names if hasattr(text, name))
 
 
 def are_packed(attention_mask: Tensor | None, position_ids: Tensor | None) -> bool:
-    """Whether sequences are packed into a row: positions (batch, length) do not rise, and no mask tells them apart.
+    """Whether sequences are packed into a row: positions (batch, length) restart, and no mask separates the sequences.
 
-    Inside a compiled graph, which cannot look at numbers, they are taken to rise.
+    Inside a compiled graph, which cannot look at values, the answer is no.
     """
     if attention_mask is not None or position_ids is None or torch.compiler.is_compiling():
         return False
@@ -39,16 +39,12 @@ def are_packed(attention_mask: Tensor | None, position_ids: Tensor | None) -> bo
 
 
 def reaches(config: PreTrainedConfig, length: int) -> bool:
-    """Whether a sequence of `length` tokens has positions in the model: not so beyond a learned table."""
+    """Whether the model has positions for `length` tokens; a learned table limits them."""
     return config.position_embedding != "learned" or length <= learned_positions(config)
 
 
 def check_length(config: PreTrainedConfig, length: int) -> None:
-    """Refuse a sequence that a learned table cannot number.
-
-    Raises:
-        UserError: if `length` tokens are beyond the table.
-    """
+    """Refuse a sequence that is longer than a learned table."""
     if not reaches(config, length):
         raise UserError(
             f"a sequence of {length} tokens is longer than the {learned_positions(config)} learned positions of "
@@ -57,22 +53,19 @@ def check_length(config: PreTrainedConfig, length: int) -> None:
 
 
 def check_positions(config: PreTrainedConfig, length: int, position_ids: Tensor) -> None:
-    """Refuse positions that a learned table does not have; padding, which has none of its own, may reach beyond it.
+    """Refuse positions beyond a learned table; padding, which has no positions, may exceed it.
 
     Args:
         config: the model's.
-        length: of the sequence, padding included. The positions are looked at only where it is beyond the table.
+        length: the length of the sequence with padding. Only if it exceeds the table are the positions read.
         position_ids: of the tokens that are not cached.
-
-    Raises:
-        UserError: if the last position is beyond the table.
     """
     if not reaches(config, length):
         check_length(config, int(position_ids.max()) + 1)
 
 
 def rotary_tables(positions: Tensor, head_size: int, theta: float) -> Rotary:
-    """Cosines and sines of positions (batch, length) at the frequencies theta^(-2i / head size), in float32."""
+    """Cosines and sines of the angles t / theta^(2i / head size), for positions t (batch, length), in float32."""
     pairs = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
     angles = positions[..., None].float() * theta ** (-pairs / head_size)
     angles = torch.cat([angles, angles], dim=-1)
