@@ -318,7 +318,7 @@ def load_recipe(kind: type[Recipe], source: str, overrides: Sequence[str] = ()) 
     try:
         return kind.model_validate(settings)
     except ValidationError as error:
-        raise UserError(f"recipe {source}: {_explain(kind, error)}") from error
+        raise UserError(f"recipe {source}: {explain(kind, error)}") from error
 
 
 def recipe_names() -> list[str]:
@@ -370,7 +370,7 @@ def _parsed(text: str | bytes) -> Any:
         raise yaml.YAMLError(str(error)) from error
 
 
-def _explain(kind: type[BaseModel], error: ValidationError) -> str:
+def explain(kind: type[BaseModel], error: ValidationError) -> str:
     """The first complaint of a validation error, as one sentence."""
     first = error.errors()[0]
     key = " ".join(".".join(str(part) for part in first["loc"]).split())

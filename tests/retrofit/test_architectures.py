@@ -62,7 +62,7 @@ FOUND = {
     "deepseek_v32": ("taken", "the base's own cache"),
     "bert": ("refused", "has no attention whose output joins the residual stream"),
     "ernie4_5_vl_moe:multimodal": ("refused", "save what was added by save_meta"),
-    "jamba": ("refused", "two tokens that are read in one step come out otherwise than one by one"),
+    "jamba": ("refused", "two tokens read in one step give other logits than one by one"),
     "kosmos-2:multimodal": ("refused", "it must read text alone"),
     "pix2struct:multimodal": ("refused", "an encoder-decoder; give a decoder"),
     "prophetnet": ("refused", "only supported for `decoder_input_ids` of length 1"),

@@ -66,7 +66,7 @@ def test_a_card_says_what_how_and_under_which_licence(repository: Path, model: P
     assert card.data.license == "apache-2.0"
     (entry,) = card.data.eval_results
     assert (entry.metric_type, entry.metric_value) == ("exact_match", 0.91)
-    assert "In 3 blocks they attend to one another by 2 heads of 16." in card.text
+    assert "In 3 blocks they attend to one another, with 2 heads of width 16." in card.text
     assert "1,000 steps on C4." in card.text
     assert "| parity | landmark | 128 | exact match | 0.91 | 0.88 to 0.93 | 500 | 0 |" in card.text
     assert "4096" not in card.text
@@ -88,8 +88,8 @@ def test_what_is_not_known_is_said(repository: Path) -> None:
     card = ModelCard((repository / "README.md").read_text())
     assert card.data.license == "mit"
     assert "A LlamaForCausalLM with meta-tokens" in card.text
-    assert "It was not trained since meta-tokens were added." in card.text
-    assert "Nothing was measured." in card.text
+    assert "The model was not trained after meta-tokens were added." in card.text
+    assert "No results were given." in card.text
     assert "they attend" not in card.text
     add_meta_attention(base("llama"), meta_token_id=META).push_to_hub("me/other")
-    assert "it was not found here." in (repository / "README.md").read_text()
+    assert "The base's, which was not found when this card was written" in (repository / "README.md").read_text()

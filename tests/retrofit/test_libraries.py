@@ -165,7 +165,7 @@ def test_lora_beside_it(name: str, adapter: str, tmp_path: Path) -> None:
 def test_adapters_of_the_embeddings_are_refused(choices: dict[str, Any]) -> None:
     """They know nothing of a row that is not in the table. To train the whole table is another matter."""
     ids = with_meta_tokens()
-    with pytest.raises(UserError, match="around the embeddings passes the meta-token's by; train them by modules_to"):
+    with pytest.raises(UserError, match="around the embeddings bypasses the meta-token's; train them by modules_to"):
         peft.get_peft_model(retrofitted("llama"), peft.LoraConfig(r=4, **choices))(input_ids=ids)
     whole = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["meta_attention", "embed_tokens"])
     model = peft.get_peft_model(retrofitted("llama"), whole)
@@ -201,7 +201,7 @@ def test_sequences_packed_into_one_are_refused() -> None:
     rows = [{"input_ids": row.tolist()} for row in with_meta_tokens()]
     batch = DataCollatorWithFlattening()(rows)
     model = retrofitted("llama")
-    with pytest.raises(UserError, match="packed into one would see one another's meta-tokens"):
+    with pytest.raises(UserError, match="packed into one row would see one another's meta-tokens"):
         model(**{key: torch.as_tensor(value) for key, value in batch.items()})
     plain = {key: torch.as_tensor(value) for key, value in DataCollatorWithFlattening()(rows[:1]).items()}
     assert error(model(**plain).logits[..., :META], logits(model, with_meta_tokens()[:1])) < 1e-5
@@ -237,7 +237,7 @@ def test_sequences_packed_by_a_mask_are_apart(name: str, is_added: bool) -> None
 def test_sequences_packed_beside_a_window_that_slides_are_refused(name: str) -> None:
     batch, model = packed(name), retrofitted(name)
     for positions in (batch["position_ids"], torch.arange(2 * LENGTH)[None]):
-        with pytest.raises(UserError, match="does not say which meta-tokens see one another; give a dictionary"):
+        with pytest.raises(UserError, match="does not define which meta-tokens see one another; give a dictionary"):
             model(**batch | {"position_ids": positions}, use_cache=False)
     if name == "gemma3_text":  # which may be told of each kind of layer
         full = batch["attention_mask"]

@@ -180,10 +180,10 @@ def test_a_base_of_other_weights_is_refused(name: str, tmp_path: Path) -> None:
     other = base("llama")
     for key, weight in other.named_parameters():
         weight.data.mul_(1 + 2**-6 if name in key else 1)
-    with pytest.raises(UserError, match="whose weights have other checksums"):
+    with pytest.raises(UserError, match="the weights have other checksums"):
         load_meta(other, tmp_path)
     assert not hasattr(other.config, "meta_attention")
-    with pytest.raises(UserError, match="whose weights have other checksums"):
+    with pytest.raises(UserError, match="the weights have other checksums"):
         load_meta(other.to(torch.bfloat16), tmp_path)
 
 
@@ -192,7 +192,7 @@ def test_of_two_half_precisions_the_size_is_compared(tmp_path: Path) -> None:
     other = base("llama")
     for weight in other.parameters():
         weight.data.mul_(1.1)
-    with pytest.raises(UserError, match="whose weights have other checksums"):
+    with pytest.raises(UserError, match="the weights have other checksums"):
         load_meta(other.to(torch.float16), tmp_path)
 
 
@@ -340,24 +340,24 @@ SITES = ["self_attn"] * 3
     ("changed", "message"),
     [
         ({"sites": ["nowhere"] * 3}, "does not fit the base"),
-        ({"layers": [0, 1, 9]}, "does not fit the base"),
+        ({"layers": [0, 1, 9]}, r"layers are \[0, 1, 9\]; give a list of some of 0 to 2"),
         ({"hidden_size": 32}, "do not fit"),
         ({"layers": [0, 1]}, "2 blocks have 3 sites"),
-        ({"sites": ["", "", ""]}, "3 blocks have 3 sites; give the name"),
+        ({"sites": ["", "", ""]}, "sites.0 is '': string should have at least 1 character"),
         ({"sites": None}, "missing or damaged"),
-        ({"layers": "abc"}, "layers are"),
+        ({"layers": "abc"}, "layers is 'abc'"),
         ({"layers": [-1, 0, 1]}, "layers are"),
-        ({"head_size": 2.5}, "2 heads of 2.5 in a model of width 64"),
+        ({"head_size": 2.5}, "head_size is 2.5: input should be a valid integer"),
         ({"meta_token_id": 99_999}, "the meta-token is 99999, of 320 entries"),
         ({"meta_token_id": -5}, "the meta-token is -5"),
         ({"unpadded_vocab_size": 0}, "of 0 entries"),
         ({"unpadded_vocab_size": 10**15}, "which does not fit the 320 rows of the base"),
         ({"meta_token_id": 50, "unpadded_vocab_size": 100}, "which does not fit the 320 rows of the base"),
         ({"meta_token_id": 3.7}, "the meta-token is 3.7"),
-        ({"site_has_residual": "x"}, "it must be true or false"),
-        ({"base_weights": {"float32": "x"}}, "base_weights must be empty, or checksums"),
-        ({"base_weights": {"dtype": ["a"]}}, "base_weights must be empty, or checksums"),
-        ({"base_settings": []}, "must be mappings"),
+        ({"site_has_residual": "x"}, "site_has_residual is 'x': input should be a valid boolean"),
+        ({"base_weights": {"float32": "x"}}, "base_weights.bfloat16 is missing"),
+        ({"base_weights": {"dtype": ["a"]}}, "base_weights.float32 is missing"),
+        ({"base_settings": []}, r"base_settings is \[\]: input should be a valid dictionary"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -451,8 +451,8 @@ def test_what_cannot_be_is_refused() -> None:
     refused(base("llama"), "meta_token_id 320 is outside the 320 rows", meta_token_id=320)
     refused(base("llama"), "give the model's tokenizer, or as meta_token_id a row", meta_token_id=None)
     refused(base("llama"), r"layers are \[0, 3\]; give a list of some of 0 to 2", layers=[0, 3])
-    refused(base("llama"), "2 heads of 7", heads=2, head_size=7)
-    refused(base("llama"), "2.5 heads of 64", heads=2.5)
+    refused(base("llama"), "head_size is 7: input should be a multiple of 2", heads=2, head_size=7)
+    refused(base("llama"), "num_attention_heads is 2.5: input should be a valid integer", heads=2.5)
     refused(base("llama"), "layers are 2; give a list of some of 0 to 2", layers=2)
     refused(base("llama"), r"layers are \[\[0\]\]; give a list", layers=[[0]])
     refused(base("llama"), "meta_token_id 5.5 is outside the 320 rows", meta_token_id=5.5)
@@ -470,7 +470,7 @@ def test_what_cannot_be_is_refused() -> None:
 def test_a_refused_model_is_as_it_was() -> None:
     model = base("llama")
     before = logits(model, text())
-    refused(model, "2 heads of 7", heads=2, head_size=7)
+    refused(model, "head_size is 7: input should be a multiple of 2", heads=2, head_size=7)
     assert type(model) is LlamaForCausalLM
     assert torch.equal(logits(model, text()), before)
     assert all(weight.requires_grad for weight in model.parameters())

@@ -12,27 +12,28 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from metatokens.files import sha256_of
 from metatokens.retrofit.classes import own_parameters
+from metatokens.retrofit.settings import Checksums
 
-# Settings that change neither the function of a model nor the shapes of its weights.
+# Settings that change neither what a model computes at inference nor the shapes of its weights.
 _PASSING = re.compile(r"use_cache|.*_token_id|.*dropout.*|.*pdrop|pretraining_tp|initializer_range")
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_ROWS, _VALUES = 64, 64  # at most, of each weight
+_PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ROWS, _VALUES = 64, 64  # sampled from each weight, at most
 
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """The settings of a configuration that differ from its class's defaults, in the form that JSON gives them.
+    """The settings of a configuration that differ from its class's defaults, as JSON values.
 
-    Only fields that the class declares count. Everything else in a `config.json` depends on how the configuration was
-    loaded. A setting that a later release of transformers adds counts only where it was changed.
+    Only fields that the class declares count: other entries of a `config.json` depend on how it was loaded. A setting
+    that a later release of transformers adds counts only if its value is not the default.
     """
     declared = {field.name for field in fields(type(config))} - {field.name for field in fields(PreTrainedConfig)}
-    given, usual = vars(config), vars(type(config)())  # asked by name, some refuse what may differ from layer to layer
+    given, defaults = vars(config), vars(type(config)())  # getattr raises for some settings that vary by layer
     own: dict[str, Any] = {}
     for name in sorted(declared):
-        value, by_itself = given.get(name), usual.get(name)
+        value, default = given.get(name), defaults.get(name)
         if isinstance(value, PreTrainedConfig):
             own[name] = settings_of(value)
-        elif not _PASSING.fullmatch(name) and _as_json(value) != _as_json(by_itself):
+        elif not _PASSING.fullmatch(name) and _as_json(value) != _as_json(default):
             own[name] = _as_json(value)
     return own
 
@@ -41,52 +42,48 @@ def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-def difference(trained_with: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> str:
-    """The settings in which two bases differ, for a sentence; empty if there are none."""
+def difference(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str:
+    """The settings in which two bases differ, to be part of a sentence; empty if there are none."""
     found = []
-    for name in sorted(trained_with.keys() | given.keys()):
-        before, now = trained_with.get(name), given.get(name)
-        if isinstance(before, dict) and isinstance(now, dict):
-            found += [difference(before, now, f"{prefix}{name}.")]
-        elif before != now:
-            found += [f"{prefix}{name} was {before if name in trained_with else 'the default'!r}"[:120]]
-            found[-1] += f" and is {now if name in given else 'the default'!r}"[:120]
+    for name in sorted(before.keys() | now.keys()):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found.append(difference(old, new, f"{prefix}{name}."))
+        elif old != new:
+            old, new = (given.get(name, "the default") for given in (before, now))
+            found.append(f"{prefix}{name} was {old!r}"[:120] + f" and is {new!r}"[:120])
     return ", ".join(filter(None, found))
 
 
 @torch.no_grad()
-def weight_checksums(model: PreTrainedModel) -> dict[str, str]:
-    """Checksums of a few values of each of a base's matrices and vectors, among their first rows.
+def weight_checksums(model: PreTrainedModel) -> Checksums | None:
+    """Checksums of a sample of a base's weights; None if a weight is quantised or not in memory.
 
-    So they stay what they are where a table of embeddings grows.
-
-    Returns:
-        The checksum of the values in each of three precisions, since a base may be loaded in another one; as `dtype`
-        the precision that they have; as `size` the mean of their magnitudes. Empty where a weight is quantised or not
-        in memory.
+    The sample is from the first rows of each matrix and vector, so it stays the same when a table of embeddings grows.
     """
     added = {id(one) for one in own_parameters(model).values()}
     weights = [one for one in model.parameters() if id(one) not in added]
     if any(one.is_meta or not one.is_floating_point() for one in weights):
-        return {}
+        return None
     rows = [one[:_ROWS].flatten() for one in weights if one.ndim in (1, 2)]
     values = torch.cat([one[:: max(1, len(one) // _VALUES)].float().cpu() for one in rows])
-    sums = {name: sha256_of(values.to(dtype).view(torch.uint8).numpy().tobytes()) for name, dtype in PRECISIONS.items()}
-    kept = {str(one.dtype).removeprefix("torch.") for one in weights}
-    half = sorted(kept & {"bfloat16", "float16"})
-    return sums | {"dtype": half[0] if half else "float32", "size": f"{float(values.abs().mean()):.6g}"}
+    sums = {name: sha256_of(values.to(kind).view(torch.uint8).numpy().tobytes()) for name, kind in _PRECISIONS.items()}
+    half = sorted({str(one.dtype).removeprefix("torch.") for one in weights} & {"bfloat16", "float16"})
+    return Checksums.model_validate(
+        sums | {"dtype": half[0] if half else "float32", "size": f"{float(values.abs().mean()):.6g}"}
+    )
 
 
-def have_same_weights(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Whether two results of `weight_checksums` may be of the same weights.
+def have_same_weights(before: Checksums | None, now: Checksums | None) -> bool:
+    """Whether two checksums may be of the same weights.
 
-    They are compared in the coarser precision. Two half precisions are only compared in size, since neither tells the
-    other's values.
+    They are compared in the coarser precision. bfloat16 and float16 are compared by their sizes alone, since neither
+    determines the other.
     """
-    if not before or not now:
+    if before is None or now is None:
         return True
-    half = sorted({before["dtype"], now["dtype"]} - {"float32"})
+    half = sorted({before.dtype, now.dtype} - {"float32"})
     if len(half) == 2:
-        return math.isclose(float(before["size"]), float(now["size"]), rel_tol=0.01)
-    coarsest = half[0] if half else "float32"
-    return before[coarsest] == now[coarsest]
+        return math.isclose(before.size, now.size, rel_tol=0.01)
+    coarser = half[0] if half else "float32"
+    return bool(getattr(before, coarser) == getattr(now, coarser))

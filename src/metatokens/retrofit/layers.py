@@ -1,8 +1,8 @@
-"""What is put into a decoder: the meta-token's embedding, meta-attention in each block, and hooks that connect them.
+"""The modules that are added to a decoder, and the hooks that connect them.
 
-A forward pass of the decoder finds the meta-tokens' rows once. Each block takes them as an argument, so that a block
-whose gradients are checkpointed sees the same ones when it is run again. What a hook needs to know stands in
-variables of the thread that runs the model, so that several threads may run it at once.
+Each forward pass of the decoder finds the positions of the meta-tokens once. Every block receives them as an argument,
+so a block with activation checkpointing sees the same ones when it is recomputed. The state that hooks share is
+thread-local, so several threads may run one model at once.
 """
 
 import threading
@@ -25,10 +25,11 @@ from metatokens.retrofit.settings import MetaSettings
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Where the meta-tokens of one forward pass stand, and the rotary tables of these places.
+    """The positions of the meta-tokens in one forward pass, and their rotary tables.
 
     Attributes:
-        seen: what each position sees, (batch, 1, length, total), where the model was given a mask of four dimensions.
+        seen: bool, (batch, 1, length, total): which positions each position may attend to; None unless the model was
+            given a mask of four dimensions.
     """
 
     rows: MetaRows
@@ -36,7 +37,7 @@ class Pass:
     seen: Tensor | None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Pass":
-        """The same on another device, which accelerate asks for where layers are on several."""
+        """Move to another device; accelerate calls this when layers are on several devices."""
         if self.rows.index.device == torch.device(device):
             return self
         cos, sin = (table.to(device, non_blocking=non_blocking) for table in self.rotary)
@@ -45,7 +46,7 @@ class Pass:
 
 
 class _Thread(threading.local):
-    """What this thread is at: the pass of a decoder, and the block of it with its input and the cache."""
+    """What this thread is running: the pass of a decoder; and a block, with its input, its pass and the cache."""
 
     step: Pass | None = None
     block: "tuple[MetaBlock, Tensor, Pass, Cache | None] | None" = None
@@ -55,23 +56,23 @@ _thread = _Thread()
 
 
 class MetaRow(nn.Module):
-    """The meta-token's embedding, a parameter apart from the table, so that the table can stay frozen."""
+    """The meta-token's embedding, a parameter of its own, so that the table can stay frozen."""
 
     def __init__(self, width: int):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(width))
 
     def start(self) -> None:
-        """Initial weights."""
+        """Set the initial weights."""
         init.normal_(self.weight, std=0.02)
 
     def forward(self, embeddings: Tensor, is_meta: Tensor) -> Tensor:
-        """`embeddings` (batch, length, width) with the row where `is_meta` (batch, length)."""
+        """Replace `embeddings`, (batch, length, width), by the row where `is_meta`, (batch, length)."""
         return torch.where(is_meta[..., None], self.weight.to(embeddings), embeddings)
 
 
 class MetaEmbedding(nn.Module):
-    """Mixin for a table of embeddings: the meta-token's is a parameter of its own."""
+    """Mixin for a table of embeddings, in which the meta-token's is a separate parameter."""
 
     meta_token: MetaRow
     meta_token_id: int
@@ -82,21 +83,21 @@ class MetaEmbedding(nn.Module):
 
 
 class MetaModule(nn.Module):
-    """LayerNorm and meta-attention of one block, over the meta-tokens' rows alone."""
+    """LayerNorm and meta-attention of one block, computed at meta-tokens only."""
 
     def __init__(self, settings: MetaSettings, layer_index: int):
         super().__init__()
         self.norm = nn.LayerNorm(settings.hidden_size, eps=settings.layer_norm_epsilon, bias=False)
-        self.attention = MetaAttention(settings, layer_index)
+        self.attention = MetaAttention(settings, layer_index)  # type: ignore[arg-type]  # some are class variables
 
     def start(self) -> None:
-        """Initial weights with which the module adds exactly nothing."""
+        """Set initial weights with which the module adds exactly zero."""
         init.ones_(self.norm.weight)
         init.normal_(self.attention.qkv_proj.weight, std=0.02)
         init.zeros_(self.attention.out_proj.weight)
 
     def forward(self, x: Tensor, step: Pass, cache: Cache | None) -> Tensor:
-        """What is added to the rows x, (batch, most, width)."""
+        """What is added to the residual stream x at the meta-tokens, (batch, most, width)."""
         if cache is not None:
             give_second_store(cache.layers[self.attention.layer_index])
         if not torch.is_autocast_enabled(x.device.type):  # the base may be in another precision
@@ -112,24 +113,24 @@ class MetaBlock(nn.Module):
     meta_site_has_residual: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the block's own, with the rows of the pass that is going on."""
-        # Taken here and not in `forward`, which is run again, later, where gradients are checkpointed.
+        """Call the block with the current pass."""
+        # Not in `forward`, which activation checkpointing runs again, after the pass.
         return super().__call__(*args, meta_step=_thread.step, **kwargs)
 
     def forward(self, hidden_states: Tensor, *args: Any, meta_step: Pass | None = None, **kwargs: Any) -> Any:
-        """As the block's own, where there are no meta-tokens exactly."""
+        """Run the block, with meta-attention in it if there are meta-tokens, and otherwise unchanged."""
         if meta_step is None:
             return super().forward(hidden_states, *args, **kwargs)
         cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, Cache)), None)
         _thread.block = self, hidden_states, meta_step, cache
         try:
             return super().forward(hidden_states, *args, **kwargs)
-        finally:  # checkpointing may stop the second run early, by an exception
+        finally:  # checkpointing may end the recomputation early, by an exception
             _thread.block = None
 
 
 def add_at_site(site: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook of the submodule whose output joins the residual stream: meta-attention adds to it."""
+    """Forward hook of a site: add meta-attention to the output, which joins the residual stream."""
     if _thread.block is None:
         return output
     block, x, step, cache = _thread.block
@@ -143,37 +144,35 @@ def add_at_site(site: nn.Module, args: Any, output: Any) -> Any:
 
 
 def leave_out(head: Any, args: tuple, logits: Tensor) -> Tensor:
-    """Forward hook of the output head: entries that no text has get (almost) no probability, as before they were there.
+    """Forward hook of the output head: mask the meta-token and unused rows, in place.
 
-    A finite number: a loss with label smoothing, which is a mean over all entries, is larger by it, and has no other
-    gradients.
+    The mask is finite, since label smoothing averages over all entries: the loss is then shifted by a constant, and its
+    gradients do not change.
     """
     logits[..., head.meta_token_id] = logits[..., head.used_rows :] = -1e4
     return logits
 
 
 def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of the decoder: where are this pass's meta-tokens?
+    """Forward pre-hook of the decoder: find the meta-tokens of this pass.
 
-    Raises:
-        UserError: if an adapter wraps the embeddings; if there are meta-tokens in sequences that are packed into one,
-            and no mask of four dimensions says so; or under such a mask in a model with a window that slides; or if
-            there are meta-tokens in a sequence that is longer than a learned table of positions.
+    Refuses what would be silently wrong: an adapter around the embeddings, sequences packed into one row without a mask
+    that separates them, and sequences beyond a learned table of positions.
     """
     embeddings: Any = kwargs.get("inputs_embeds")
     ids = kwargs.get("input_ids", args[0] if args else None)
     table = decoder.get_input_embeddings()
-    if not hasattr(table, "meta_token_id"):  # an adapter of PEFT, which would be merged into a row that nobody reads
+    if not hasattr(table, "meta_token_id"):  # PEFT would merge such an adapter into a row that is never read
         raise UserError(
-            f"a {type(table).__name__} around the embeddings passes the meta-token's by; train them by modules_to_save."
+            f"a {type(table).__name__} around the embeddings bypasses the meta-token's; train them by modules_to_save."
         )
     if ids is not None:
         is_meta = ids == table.meta_token_id
-    elif embeddings is not None:  # where only embeddings are known, by those
+    elif embeddings is not None:
         row = table(torch.tensor([[table.meta_token_id]], device=embeddings.device)).to(embeddings)
         is_meta = (embeddings == row).all(dim=-1)
     else:
-        return  # the base has a sentence for it
+        return  # the base raises an error for it
     past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
     if not decoder.meta_has_trained and decoder.training and torch.is_grad_enabled():
         _look_at_first_step(decoder, is_meta)
@@ -182,7 +181,7 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 @torch.compiler.disable
 def _look_at_first_step(decoder: Any, is_meta: Tensor) -> None:
-    """Warn, in the first training step, where nothing that was added learns anything."""
+    """Warn, in the first training step, if nothing that was added is trained."""
     decoder.meta_has_trained, added = True, {"meta_attention", "meta_token"}
     is_added = {bool(added & set(name.split("."))) for name, one in decoder.named_parameters() if one.requires_grad}
     if is_added == {False}:
@@ -193,34 +192,29 @@ def _look_at_first_step(decoder: Any, is_meta: Tensor) -> None:
         )
     elif is_added and decoder.meta_settings.layers and not bool(is_meta.any()):
         warnings.warn(
-            "no meta-token is in this batch, so that meta-attention learns nothing from it. MetaTokenCollator puts "
-            "meta-tokens into batches.",
+            "no meta-token is in this batch, so meta-attention learns nothing from it. MetaTokenCollator inserts them.",
             stacklevel=2,
         )
 
 
-@torch.compiler.disable  # how many there are only the data tells; and what a thread is at, it would not see change
+@torch.compiler.disable  # the number of meta-tokens is data-dependent, and thread-local state would be traced once
 def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Any, positions: Any) -> None:
     _thread.step, least, length = None, least_rows(decoder), is_meta.shape[1]
     if not (isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == length):
         positions = None  # of three axes, as for images
-    if getattr(decoder.config, "position_embedding", None) == "learned":
-        _check_positions(
-            decoder.config, length if past is None else int(past.get_seq_length()) + length, mask, positions
-        )
-    if not (least or bool(is_meta.any())):  # text
-        return
     cached = 0 if past is None else int(past.get_seq_length())
+    if getattr(decoder.config, "position_embedding", None) == "learned":
+        _check_positions(decoder.config, cached + length, mask, positions)
+    if not (least or bool(is_meta.any())):  # only text
+        return
     given, mask, seen = mask, _full_mask(decoder, mask, past), None
     if mask is not None and mask.ndim == 4:
         seen = (mask if mask.dtype == torch.bool else mask > -1e4).any(dim=1, keepdim=True)
-    elif mask is not None:  # beside a cache of a fixed size it may be longer than what was read
+    elif mask is not None:  # longer than what was read, with a cache of a fixed size
         is_meta = is_meta & mask[:, : cached + length][:, -length:].bool()
     settings = decoder.meta_settings
     if are_packed(given, positions):
-        raise UserError(
-            "sequences that are packed into one would see one another's meta-tokens; give each its own row."
-        )
+        raise UserError("sequences packed into one row would see one another's meta-tokens; give each its own row.")
     rows = MetaRows.at(positions_of(is_meta, least=least), cached, positions)
     if rows is None:
         return
@@ -240,27 +234,26 @@ def _check_positions(config: Any, length: int, mask: Any, positions: Tensor | No
 
 
 def _full_mask(decoder: Any, mask: Any, past: Cache | None) -> Tensor | None:
-    """Of the masks that a model may be given, the one that hides nothing for being long ago; of two or four dimensions.
+    """The mask without a sliding window, of two or four dimensions, among what a model may be given; None if none.
 
-    Where the model has a window that slides, one of four dimensions alone hides that too. `generate()` makes such ones
-    beside a cache of a fixed size, of sequences that are not packed.
+    In a model with a sliding window, a single mask of four dimensions may contain the window. `generate()` makes such
+    masks with a cache of a fixed size, and then no sequences are packed, so they can be ignored.
     """
-    if isinstance(mask, dict):  # by kind of layer
+    is_by_kind = isinstance(mask, dict)
+    if is_by_kind:
         mask = mask.get("full_attention")
-    elif (
-        isinstance(mask, Tensor)
-        and mask.ndim == 4
-        and getattr(decoder.config.get_text_config(), "sliding_window", None)
-    ):
+    if not isinstance(mask, Tensor):
+        return None
+    if not is_by_kind and mask.ndim == 4 and getattr(decoder.config.get_text_config(), "sliding_window", None):
         if past is None or not past.is_compileable:
             raise UserError(
-                "in a model with a window that slides a mask of four dimensions does not say which meta-tokens see one "
+                "in a model with a sliding window, a mask of four dimensions does not define which meta-tokens see one "
                 'another; give a dictionary with one for "full_attention", or each sequence its own row.'
             )
-        mask = None
-    return mask if isinstance(mask, Tensor) else None
+        return None
+    return mask
 
 
 def forget_rows(decoder: nn.Module, args: tuple, output: Any) -> None:
-    """Forward hook of the decoder."""
+    """Forward hook of the decoder: the pass is over."""
     _thread.step = None

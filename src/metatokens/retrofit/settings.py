@@ -1,66 +1,81 @@
-"""What a retrofitted model's configuration keeps of its meta-attention."""
+"""The settings of meta-attention in a retrofitted model's configuration."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field, ValidationError
 
 from metatokens.errors import UserError
+from metatokens.recipe import explain
+
+Size = Annotated[int, Field(ge=1)]
 
 
-@dataclass(slots=True)
-class MetaSettings:
+class Checksums(BaseModel):
+    """Checksums of some of a base's weights, in each of the precisions that it may be loaded in.
+
+    Attributes:
+        float32, bfloat16, float16: SHA-256 of the sampled weights, rounded to this precision.
+        dtype: the precision that the weights had.
+        size: the mean of their magnitudes.
+    """
+
+    float32: str
+    bfloat16: str
+    float16: str
+    dtype: Literal["float32", "bfloat16", "float16"]
+    size: float
+
+
+class MetaSettings(BaseModel):
     """Sizes and places of meta-attention, kept as `meta_attention` in the base's configuration.
 
     Attributes:
         hidden_size: width of the base's residual stream.
         num_attention_heads: heads of each module.
-        head_size: width of one of them.
-        layers: the blocks that have a module.
-        sites: of each of these blocks the submodule whose output joins the residual stream, and is added to.
-        site_has_residual: whether that output is the residual stream already, as in BLOOM.
-        base: the base's name, for the reader.
-        base_settings: what the base's configuration sets, from before meta-attention was added (`settings_of`).
-        base_weights: checksums of some of the base's weights, from before too (`weight_checksums`).
+        head_size: width of one head.
+        layers: indices of the blocks that have a module.
+        sites: for each of these blocks, the submodule to whose output meta-attention is added.
+        site_has_residual: whether that output already contains the residual stream, as in BLOOM.
+        base: the base's name.
+        base_settings: the settings of the base's configuration (`settings_of`).
+        base_weights: checksums of the base (`weight_checksums`); None if its weights could not be read.
     """
 
-    hidden_size: int
-    num_attention_heads: int
-    head_size: int
-    layers: tuple[int, ...]
-    sites: tuple[str, ...]
+    # Read by `Attention`. The paper's code base has no biases.
+    bias: ClassVar = False
+    attention_scale: ClassVar = "constant"
+    rope_theta: ClassVar = 10_000.0
+    layer_norm_epsilon: ClassVar = 1e-5
+
+    hidden_size: Size
+    num_attention_heads: Size
+    head_size: Annotated[Size, Field(multiple_of=2)]
+    layers: list[int]
+    sites: list[Annotated[str, Field(min_length=1)]]
     site_has_residual: bool
     base: str
     base_settings: dict[str, Any]
-    base_weights: dict[str, str]
+    base_weights: Checksums | None
 
-    # What `Attention` asks for beside them. The paper's code base has no biases.
-    bias = False
-    attention_scale = "constant"
-    rope_theta = 10_000.0
-    layer_norm_epsilon = 1e-5
+    @classmethod
+    def checked(cls, **given: Any) -> "MetaSettings":
+        """Settings from a configuration or a call, which may be wrong."""
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            raise UserError(f"in the settings of meta-attention, {explain(cls, error)}") from error
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot be, in any model."""
-        sums = self.base_weights
-        if not isinstance(self.base_settings, dict) or not isinstance(sums, dict):
-            raise UserError("base_settings and base_weights must be mappings.")
-        names = {"float32", "bfloat16", "float16"}
-        is_text = all(type(one) is str for one in sums.values())
-        if sums and not (sums.keys() == {*names, "dtype", "size"} and is_text and sums["dtype"] in names):
-            raise UserError("base_weights must be empty, or checksums in three precisions, with dtype and size.")
-        sizes = self.hidden_size, self.num_attention_heads, self.head_size
-        if type(self.site_has_residual) is not bool:
-            raise UserError(f"site_has_residual is {self.site_has_residual!r}; it must be true or false.")
-        if not all(type(size) is int for size in sizes) or min(sizes) < 1 or self.head_size % 2:
-            raise UserError(
-                f"{self.num_attention_heads} heads of {self.head_size} in a model of width {self.hidden_size}: give at "
-                "least one, of an even positive size."
-            )
-        layers = list(self.layers)
-        if (
-            not all(type(layer) is int for layer in layers)
-            or layers != sorted(set(layers))
-            or min(layers, default=0) < 0
-        ):
-            raise UserError(f"layers are {layers}; give numbers of blocks, ascending.")
-        if len(self.sites) != len(layers) or not all(type(site) is str and site for site in self.sites):
-            raise UserError(f"{len(layers)} blocks have {len(self.sites)} sites; give the name of one for each.")
+    def check_blocks(self, count: int) -> None:
+        """Refuse settings that do not fit a model of `count` blocks."""
+        check_layers(self.layers, count)
+        if len(self.sites) != len(self.layers):
+            raise UserError(f"{len(self.layers)} blocks have {len(self.sites)} sites; each needs one.")
+
+
+def check_layers(layers: Any, count: int) -> Sequence[int]:
+    """Refuse layers that are not ascending indices of some of a model's `count` blocks."""
+    is_list = isinstance(layers, range | list | tuple) and all(type(one) is int for one in layers)
+    if not is_list or sorted({*layers} & {*range(count)}) != list(layers):
+        raise UserError(f"layers are {layers}; give a list of some of 0 to {count - 1}, ascending.")
+    return layers

@@ -1,4 +1,4 @@
-"""Where meta-attention goes: the submodule of a block whose output joins the residual stream."""
+"""The site of meta-attention in a block: the submodule whose output joins the residual stream."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from metatokens.decoder import decoder_of
-from metatokens.errors import UserError
+from metatokens.errors import UserError, one_line
 
 
 @dataclass
 class Call:
-    """A module's call: what went in and came out, flat and in float32."""
+    """One call of a module: its inputs and its output, flattened and in float32."""
 
     name: str
     inputs: list[Tensor] = field(default_factory=list)
@@ -24,22 +24,21 @@ class Call:
 
 @torch.no_grad()
 def find_sites(model: PreTrainedModel, layers: Sequence[int]) -> tuple[tuple[str, ...], bool]:
-    """The site of each block, by what its submodules compute for a few tokens, whatever they are called.
+    """Find the site of each block from what its submodules compute for a few tokens, whatever their names.
 
-    With x the block's input and z its output, the site is the first submodule whose output y
-    - makes x + c y the input of a later one (c is 1 but in models that scale it), or
-    - makes x + y + y' the output z with a later one's output y' (attention beside the feed-forward layer), or
-    - is the input of a later one, where the submodule is given x too (then y has x in it, as in BLOOM).
+    With x the block's input and z its output, the site is the first submodule whose output y satisfies one of these:
+    - x + c y is the input of a later submodule (c is 1, except in models that scale it);
+    - x + y + y' is z, with y' the output of a later submodule (attention parallel to the feed-forward layer);
+    - y is the input of a later submodule, and the submodule itself received x (so y contains x, as in BLOOM).
 
-    Random numbers stand in for x, and for y of one submodule after the other. Their magnitudes are alike, but differ
-    from place to place; so half precision tells x + y from x, and nothing that a norm has made passes for it.
+    Random numbers replace x, and y of one submodule after another. Their magnitudes are similar, so that x + y differs
+    from x in half precision too; and they vary by position, so that the output of a norm is not taken for them.
+
+    Blocks without such a submodule, as in state-space models, are refused, and models that cannot read text alone or
+    in steps with a cache.
 
     Returns:
-        The names, and whether y has x in it.
-
-    Raises:
-        UserError: if a block has no such submodule, as those of state-space models; or if the model does not read text
-            alone, or not in steps with a cache.
+        The names of the sites, and whether their outputs contain x.
     """
     called = _calls(model, layers, None)
     names = dict.fromkeys(call.name for calls in called.values() for call in calls[1:])
@@ -54,23 +53,23 @@ def find_sites(model: PreTrainedModel, layers: Sequence[int]) -> tuple[tuple[str
             f"meta-attention cannot be added to a {type(model).__name__}: block {layers[sites.index(None)]} has no "
             "attention whose output joins the residual stream ahead of a feed-forward layer, or next to one."
         )
-    with _a_text(model) as ids:  # generation reads an inserted meta-token in one step with the token before it
+    with _a_text(model) as ids:  # generation reads an inserted meta-token together with the token before it
         apart, together = _in_steps(model, ids, (6, 1, 1)), _in_steps(model, ids, (6, 2))
-        if (apart - together).norm() > 0.2 * apart.norm():  # as where a step of two tokens forgets a state
-            raise ValueError("two tokens that are read in one step come out otherwise than one by one")
+        if (apart - together).norm() > 0.2 * apart.norm():  # for example if a step of two tokens drops a state
+            raise ValueError("two tokens read in one step give other logits than one by one")
     return tuple(filter(None, sites)), any(found[i][name] for i, name in zip(layers, sites, strict=True) if name)
 
 
 def _calls(model: PreTrainedModel, layers: Sequence[int], replaced: str | None) -> dict[int, list[Call]]:
-    """The calls of each block, its own first and its submodules' behind; one submodule's outputs are `replaced`."""
+    """The calls of each block: its own, then its submodules'. The outputs of the one called `replaced` are random."""
     _, blocks = decoder_of(model)
     calls: dict[int, list[Call]] = {index: [] for index in layers}
     handles = []
     for index in layers:
         for name, module in [("", blocks[index]), *blocks[index].named_children()]:
-            before, behind = _recorder(calls[index], name, name == replaced)
+            before, after = _recorder(calls[index], name, name == replaced)
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(behind))
+            handles.append(module.register_forward_hook(after))
     try:
         with _a_text(model) as ids:
             model(ids, use_cache=False)
@@ -81,33 +80,28 @@ def _calls(model: PreTrainedModel, layers: Sequence[int], replaced: str | None) 
 
 
 def _in_steps(model: PreTrainedModel, ids: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The logits behind the first step, where a text is read in steps of these lengths with a cache."""
+    """The logits after the first step, when a text is read in steps of these lengths with a cache."""
     past, logits = None, []
     for step in ids.split(lengths, dim=1):
         out = model(step, past_key_values=past, use_cache=True)
         past = out.past_key_values
-        past.get_seq_length()  # which a cache of states alone does not have
+        past.get_seq_length()  # raises for a cache of recurrent states only
         logits.append(out.logits.float())
     return torch.cat(logits[1:], dim=1)
 
 
 @contextmanager
 def _a_text(model: PreTrainedModel) -> Iterator[Tensor]:
-    """Eight ids, (1, 8), to read without dropout.
-
-    Raises:
-        UserError: if the model cannot read them.
-    """
+    """Eight ids, (1, 8), for a model in evaluation mode; whatever it raises becomes a UserError."""
     modes = {module: module.training for module in model.modules()}
     ids = torch.arange(8)[None] % model.config.get_text_config().vocab_size
     try:
         model.eval()
         yield ids.to(device_of(model.get_input_embeddings()))
-    except Exception as error:  # each model has others
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200].rstrip('.')}"
+    except Exception as error:  # of any type
         raise UserError(
             f"meta-attention cannot be added to a {type(model).__name__}: it must read text alone, also in steps of "
-            f"two tokens with a cache, and fails ({reason})."
+            f"two tokens with a cache, and fails ({type(error).__name__}: {one_line(error)[:200]})."
         ) from error
     finally:
         for module, mode in modes.items():
@@ -115,6 +109,7 @@ def _a_text(model: PreTrainedModel) -> Iterator[Tensor]:
 
 
 def _recorder(calls: list[Call], name: str, is_replaced: bool) -> tuple[Any, Any]:
+    """A pre-hook and a hook that append a module's calls to `calls`; a block's own input is replaced too."""
     pending: list[Call] = []
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -126,7 +121,7 @@ def _recorder(calls: list[Call], name: str, is_replaced: bool) -> tuple[Any, Any
         calls.append(pending[-1])
         return args, kwargs
 
-    def behind(module: nn.Module, args: tuple, output: Any) -> Any:
+    def after(module: nn.Module, args: tuple, output: Any) -> Any:
         y = output[0] if isinstance(output, tuple) else output
         if is_replaced and _is_state(y) and y.numel() == calls[0].inputs[0].numel():
             y = _stand_in(y, 1)
@@ -134,11 +129,11 @@ def _recorder(calls: list[Call], name: str, is_replaced: bool) -> tuple[Any, Any
         pending.pop().output = _flat(y) if _is_state(y) else None
         return output
 
-    return before, behind
+    return before, after
 
 
 def _stand_in(x: Tensor, seed: int) -> Tensor:
-    """Random numbers of the shape of x, (..., width), larger at later places."""
+    """Random numbers of the shape of x, (..., width), larger at later positions."""
     numbers = torch.randn(x.numel() // x.shape[-1], x.shape[-1], generator=torch.Generator().manual_seed(seed))
     return (numbers * torch.linspace(0.5, 2.0, len(numbers))[:, None]).view(x.shape).to(x)
 
@@ -152,10 +147,10 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _joins(calls: list[Call], name: str, eps: float) -> bool | None:
-    """Whether y, a submodule's output, has the block's input in it, if it joins the residual stream; None if not."""
+    """Whether the output y of a submodule contains the block's input; None if y does not join the residual stream."""
     x, z = calls[0].inputs[0], calls[0].output
     own = [number for number, call in enumerate(calls) if call.name == name]
-    if len(own) != 1 or (y := calls[own[0]].output) is None or y.shape != x.shape:  # a hook cannot tell two calls apart
+    if len(own) != 1 or (y := calls[own[0]].output) is None or y.shape != x.shape:  # a hook cannot separate two calls
         return None
 
     def same(a: Tensor, b: Tensor | None) -> bool:
@@ -175,7 +170,7 @@ def _joins(calls: list[Call], name: str, eps: float) -> bool | None:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes, also where accelerate keeps its weights elsewhere."""
+    """The device a module computes on, which is not that of its weights if accelerate offloads them."""
     hook: Any = getattr(module, "_hf_hook", None)
     if getattr(hook, "execution_device", None) is not None:
         return torch.device(hook.execution_device)
