@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import shlex
+import shutil
 import socket
 import stat
 import sys
@@ -18,7 +19,7 @@ import typer
 from hypothesis import settings
 
 from metatokens import cli
-from tests.forked import QUIET, Forked, Run, Start, start_server
+from tests.forked import PATIENCE, QUIET, Forked, Run, Start, start_server
 
 # Drawn cases of each test that does not say how many; tests/hostile multiplies its own numbers with theirs.
 settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)  # each time the same
@@ -78,6 +79,32 @@ def _open_sockets() -> set[tuple[int, int]]:
             if stat.S_ISSOCK(status.st_mode):
                 found.add((int(name), status.st_ino))
     return found
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """The path of a browser."""
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    found = next(filter(None, map(shutil.which, names)), None)
+    return found or pytest.skip("there is no Chromium or Chrome on the path")
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator[Any]:
+    """A browser that waits as long as a loaded machine takes; its pages are the caller's to close."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with sync_api.sync_playwright() as play:
+        opened = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"], timeout=1000 * PATIENCE)
+        new_page = opened.new_page
+
+        def patient(**options: Any) -> Any:
+            page = new_page(**options)
+            page.set_default_timeout(1000 * PATIENCE)
+            return page
+
+        opened.new_page = patient
+        yield opened
+        opened.close()
 
 
 @pytest.fixture(scope="session")

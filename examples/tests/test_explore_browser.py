@@ -1,7 +1,6 @@
 """The page of `examples/explore` in a real browser, and what stands behind it."""
 
 import asyncio
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,9 +18,6 @@ from metatokens.errors import UserError
 from metatokens.looking.look import WITH, look
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
-)
 PROMPT = "Birds: swan owl _PAUSE_ duck\nQ: What is item 3 of Birds? _PAUSE_"
 
 
@@ -105,22 +101,17 @@ def test_the_script_serves_the_bundled_model_by_default() -> None:
 
 
 @pytest.fixture(scope="module")
-def page(folders: list[Path]) -> Iterator[Any]:
+def page(folders: list[Path], browser: Any) -> Iterator[Any]:
     """The served page, opened; what is fetched from elsewhere, or goes wrong, fails the test."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium or Chrome on the path")
     served, noted = build(folders), []
     address = serve(served)
-    with sync_api.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        opened = browser.new_page(viewport={"width": 1280, "height": 900})
-        opened.on("pageerror", lambda error: noted.append(str(error)))
-        opened.on("request", lambda request: noted.append(request.url))
-        opened.goto(address)
-        opened.wait_for_selector(".js-plotly-plot")
-        yield opened
-        browser.close()
+    opened = browser.new_page(viewport={"width": 1280, "height": 900})
+    opened.on("pageerror", lambda error: noted.append(str(error)))
+    opened.on("request", lambda request: noted.append(request.url))
+    opened.goto(address)
+    opened.wait_for_selector(".js-plotly-plot")
+    yield opened
+    opened.close()
     served.close()
     assert [url for url in noted if not url.startswith((address, "data:", "blob:"))] == []
 

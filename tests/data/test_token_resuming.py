@@ -24,6 +24,7 @@ from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.files import exclusive
 from tests.data.small_corpora import documents_of, save_word_level, word_documents, write_corpus
+from tests.forked import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +224,7 @@ def test_a_bad_line_in_a_worker_is_the_same_sentence(three_parts, tmp_path):
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -237,8 +238,11 @@ def workers_of(process):
 
 def test_a_worker_killed_by_the_system_is_one_sentence(three_parts, tmp_path):
     def kill_one():
+        wait_for(lambda: workers_of(psutil.Process()))
+        first = workers_of(psutil.Process())[0]
+        first.suspend()  # so that it does not finish before it is killed
         wait_for(lambda: len(workers_of(psutil.Process())) == 2)  # Python's pool breaks otherwise while it is starting
-        workers_of(psutil.Process())[0].kill()
+        first.kill()
 
     thread = threading.Thread(target=kill_one)
     thread.start()
@@ -285,7 +289,7 @@ def test_killed_with_its_workers_and_started_again(three_parts, contents, tmp_pa
         assert process.returncode
         assert "start_worker" not in error
         assert kill == signal.SIGKILL or error.splitlines()[-1] == "KeyboardInterrupt"
-        assert psutil.wait_procs(workers, timeout=10)[1] == []
+        assert psutil.wait_procs(workers, timeout=PATIENCE)[1] == []
         assert not (out / "manifest.json").exists()
         records = [json.loads(path.read_bytes())["shards"]["train"] for path in out.glob(".partial/done/*.json")]
         names = [f"train/{one['part']:05}-{one['number']:05}.arrow" for one in records if one["documents"]]

@@ -21,6 +21,7 @@ from metatokens.data.tokenizer import (
     text_vocab_size,
 )
 from metatokens.errors import UserError
+from tests.forked import PATIENCE
 
 WORDS = ["lawyer", "cardamom", "clarinet", "turmeric", "wrestling", "butterfly", "rectangle"]
 
@@ -207,7 +208,7 @@ def test_a_forked_worker_can_encode_and_says_nothing(saved):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert (run.returncode, run.stderr) == (0, "")
 

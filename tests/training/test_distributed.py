@@ -2,17 +2,20 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from metatokens.checkpoint import load_model, verify_manifest
 from metatokens.data.store import TokenStore
+from metatokens.training.trainer import RunCallback
 from tests.forked import PATIENCE, QUIET, Run, Start, command
 from tests.training import distributed_gradients
 
@@ -21,7 +24,7 @@ SIZES = {
     "model.num_hidden_layers": 1,
     "model.num_attention_heads": 2,
     "data.block_size": 32,
-    "training.max_steps": 50,
+    "training.max_steps": 30,
     "training.logging_steps": 1,
     "training.save_steps": 10,
     "training.warmup_steps": 5,
@@ -67,10 +70,22 @@ def test_two_processes_follow_the_losses_of_one_and_save_once(
     done = subprocess.run(program, env=os.environ | QUIET, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("model: ") == 1
-    assert len(curve(tmp_path / "run")["loss"]) == 50
+    assert len(curve(tmp_path / "run")["loss"]) == 30
     assert_same_training(tmp_path / "run", alone)
     verify_manifest(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {path.name for path in alone.iterdir()}
+
+
+def command_that_stalls(*arguments: object) -> None:
+    """The command, which does nothing more once it has saved a checkpoint."""
+    save = RunCallback.on_save
+
+    def save_and_stall(*args: Any, **kwargs: Any) -> None:
+        save(*args, **kwargs)
+        signal.pause()
+
+    RunCallback.on_save = save_and_stall
+    command(*arguments)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
@@ -78,7 +93,7 @@ def test_a_checkpoint_is_gone_on_with_by_another_number_of_processes(
     before: int, after: int, small_store: TokenStore, alone: Path, tmp_path: Path, start_ranks: Start, run_ranks: Run
 ) -> None:
     out = tmp_path / "run"
-    ranks = start_ranks(before, command, *pretraining(small_store, out, processes=before))
+    ranks = start_ranks(before, command_that_stalls, *pretraining(small_store, out, processes=before))
     checkpoint = out / "checkpoints" / "checkpoint-10" / "manifest.json"
     end = time.monotonic() + PATIENCE
     while not checkpoint.exists() and ranks[0].status is None and time.monotonic() < end:

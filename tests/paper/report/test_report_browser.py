@@ -1,25 +1,22 @@
 """The report in a real browser: images load, nothing is logged, nothing overflows, and the first screen says enough."""
 
 import json
-import shutil
 import subprocess
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
 from metatokens.paper.report.page import write_report
+from tests.forked import PATIENCE
 from tests.paper.report.made_lines import demo, grid
 from tests.paper.report.pages import undrawn
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
-)
 PHONE, DESKTOP = (375, 812), (1280, 800)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium or Chrome on the path")
 
 # Frames stand in for screens: a window has a least width of its own. What is folded is opened before measuring.
 PROBE = """<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,"><body><script>
@@ -94,9 +91,8 @@ class Handler(SimpleHTTPRequestHandler):
         """Say nothing."""
 
 
-def look(folder: Path, *sights: tuple[str, tuple[int, int]]) -> Sight:
+def look(chromium: str, folder: Path, *sights: tuple[str, tuple[int, int]]) -> Sight:
     """Open pages of a folder in a browser, each on a screen of some size."""
-    assert CHROMIUM is not None
     (folder / "probe.html").write_text(PROBE.replace("SIGHTS", json.dumps(sights)), encoding="utf-8")
     state = {"requested": set(), "findings": [], "done": threading.Event()}
     handler: Any = type("Handler", (Handler,), state)
@@ -111,9 +107,9 @@ def look(folder: Path, *sights: tuple[str, tuple[int, int]]) -> Sight:
     ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/probe.html"
-        command = [CHROMIUM, *flags.split(), f"--user-data-dir={folder / 'profile'}", address]
+        command = [chromium, *flags.split(), f"--user-data-dir={folder / 'profile'}", address]
         with subprocess.Popen(command, stdout=log, stderr=log) as browser:
-            answered = handler.done.wait(timeout=180)
+            answered = handler.done.wait(PATIENCE)
             browser.terminate()
         server.shutdown()
         log.seek(0)
@@ -123,13 +119,14 @@ def look(folder: Path, *sights: tuple[str, tuple[int, int]]) -> Sight:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Sight:
+def seen(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Sight:
     """The demo's page, and the grid's with white pictures, each on a phone and on a desk."""
     folder = tmp_path_factory.mktemp("report")
     write_report([demo(folder / "run")], folder / "demo")
     with undrawn():
         write_report(grid(folder / "lines"), folder / "grid")
-    return look(folder, *((f"{page}/index.html", screen) for page in ("demo", "grid") for screen in (PHONE, DESKTOP)))
+    sights = product((f"{page}/index.html" for page in ("demo", "grid")), (PHONE, DESKTOP))
+    return look(chromium, folder, *sights)
 
 
 def test_every_image_loads_and_a_phone_gets_pictures_of_its_own(seen: Sight) -> None:
@@ -184,13 +181,13 @@ def test_the_contents_stay_within_reach(seen: Sight) -> None:
         assert screen["links"] >= 7
 
 
-def test_the_probe_sees_faults(tmp_path: Path) -> None:
+def test_the_probe_sees_faults(chromium: str, tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text(
         '<!doctype html><p style="width:600px;font-size:9px">wide</p><img src="absent.png">'
         '<div class="scroll" style="overflow-x:auto"><p style="width:900px">scrolls</p></div>'
         '<script>console.error("a fault")</script>'
     )
-    sight = look(tmp_path, ("index.html", PHONE))
+    sight = look(chromium, tmp_path, ("index.html", PHONE))
     [screen] = sight.screens
     assert screen["images"][0][0] == 0
     assert screen["scrollWidth"] > PHONE[0]
