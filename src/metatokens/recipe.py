@@ -1,7 +1,7 @@
-"""Run settings: typed, strict, read from YAML; `--set a.b=c` overrides one of them.
+"""Recipes: the settings of a run, typed and strict, read from YAML; `--set a.b=c` overrides one of them.
 
 A recipe of `pretrain` has the sections `data`, `model` and `training`; one of `finetune` has `task` and `training`.
-The recipes that come with the package can be named without a path: `demo`, `demo_finetune`, `paper`, ...
+Bundled recipes are named without a path: `demo`, `demo_finetune`, `paper`, ...
 """
 
 import copy
@@ -29,11 +29,7 @@ _PACKAGED = files("metatokens") / "recipes"
 
 
 def landmark_rule(given: str, name: str = "the rule for landmarks", others: Sequence[str] = ()) -> str:
-    """The rule for landmarks that is given, or one of the others.
-
-    Raises:
-        UserError: if it is none; the sentence calls it by the name.
-    """
+    """Return `given` if it is a rule for landmarks or one of the others; refuse it, by that name, if it is not."""
     if given in others or re.fullmatch("line|paragraph|sentence|every:[1-9][0-9]{0,5}", str(given)):
         return given
     names = ", ".join((*others, "line", "paragraph", "sentence"))
@@ -46,7 +42,7 @@ _placement = partial(landmark_rule, name="data.placement", others=get_args(Place
 
 def _ascending(ends: tuple[int, int]) -> tuple[int, int]:
     if ends[0] > ends[1]:
-        raise ValueError(f"{ends[0]} to {ends[1]} is no range: the least comes first")
+        raise ValueError(f"{ends[0]} to {ends[1]} is not a range: the smaller number comes first")
     return ends
 
 
@@ -55,25 +51,25 @@ class _Settings(BaseModel):
 
 
 class DataSettings(_Settings):
-    """What a pretraining run reads, and how meta-tokens are put into it (paper, section 3)."""
+    """The text of a pretraining, and how meta-tokens are inserted into it (paper, section 3)."""
 
     tokens: Path | None = None  # the folder that `metatokens tokenize` wrote
     block_size: Annotated[int, Field(ge=2)] = 1024  # positions of a block, meta-tokens included
-    fraction: float = 0.1  # of the block's positions that are meta-tokens: the paper's k, in [0, 0.5]
+    fraction: float = 0.1  # share of a block's positions that are meta-tokens: the paper's k, in [0, 0.5]
     # uniform, periodic or none; or a rule for landmarks (see `Landmarks`), which does not use the fraction.
     placement: Annotated[str, AfterValidator(_placement)] = "uniform"
 
 
 class ModelSettings(_Settings):
-    """Fields of `MetaGPT2Config`, but for `architecture`; vocabulary and special ids come from the tokenizer."""
+    """The fields of `MetaGPT2Config`, except `architecture`; vocabulary and special ids come from the tokenizer."""
 
-    architecture: Literal["gpt_neo"] | None = None  # transformers' GPT-Neo of these sizes in place of this package's
+    architecture: Literal["gpt_neo"] | None = None  # a GPT-Neo of transformers in these sizes; None: MetaGPT2
     hidden_size: Positive = 768
     num_hidden_layers: Positive = 12
     num_attention_heads: Positive = 12
     max_position_embeddings: Positive = 1024
     position_embedding: Literal["learned", "rope", "none"] = "rope"
-    rope_layers: list[AtLeastZero] | None = None  # with rope: the layers that have it, from 0; not given, all
+    rope_layers: list[AtLeastZero] | None = None  # with rope: the layers that have it, from 0; None: all
     second_attention: Literal["meta", "causal", "none"] = "meta"
     attention_scale: Literal["constant", "log_length"] = "constant"
     bias: bool = False
@@ -125,19 +121,11 @@ class TrainingSettings(TrainerSettings):
     position_jumps: Annotated[int, Field(gt=0, le=2**20)] | None = None
 
     @model_validator(mode="after")
-    def _muon_sees_whole_matrices(self) -> "TrainingSettings":
+    def _fit_each_other(self) -> "TrainingSettings":
         if self.optimizer == "muon" and self.fsdp:
             raise ValueError("training.optimizer is muon, which needs whole matrices, and training.fsdp cuts them up")
-        return self
-
-    @model_validator(mode="after")
-    def _an_adapter_is_there_to_be_kept(self) -> "TrainingSettings":
         if self.keep_adapter and not self.lora_rank:
             raise ValueError("training.keep_adapter needs training.lora_rank (--lora rank=16): there is no adapter")
-        return self
-
-    @model_validator(mode="after")
-    def _the_rate_never_rises_again(self) -> "TrainingSettings":
         if self.decay_steps is not None and self.decay_steps < self.max_steps:
             raise ValueError(
                 f"training.decay_steps is {self.decay_steps}, less than training.max_steps ({self.max_steps}): the "
@@ -151,21 +139,21 @@ class TrainingSettings(TrainerSettings):
         return self
 
     def measured_every(self, held_out: int) -> int:
-        """Steps between two measurements on so many held-out items; 0: there are none.
+        """Steps between two measurements on `held_out` items; 0: never.
 
-        By default there are ten in a run, or fewer: between two of them, training reads twice as many items as are
-        measured. There is one at least, at the end.
+        By default a run has ten, or fewer: between two of them, training reads at least twice as many items as are
+        measured. It has at least one, at the end.
         """
         often = max(1, self.max_steps // 10, 2 * held_out // self.batch)
         return min(often, self.max_steps) if self.eval_steps is None else self.eval_steps
 
     @property
     def batch(self) -> int:
-        """Items of an optimizer step, over all processes that torchrun or accelerate started."""
+        """Items of an optimizer step, over all processes."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * process_count()
 
 
-# What may differ when a run is resumed, since it does not change the result; the whole batch may not.
+# Settings that do not change the result (`batch` does), so a run may be resumed with other ones.
 WITHOUT_EFFECT = {
     "training": {
         "per_device_train_batch_size",
@@ -176,7 +164,6 @@ WITHOUT_EFFECT = {
         "fsdp",
     }
 }
-
 
 Range = Annotated[tuple[Positive, Positive], AfterValidator(_ascending)]
 
@@ -198,14 +185,14 @@ class CurriculumSettings(_Settings):
 
 
 class TaskSettings(_Settings):
-    """What a fine-tuning run trains on (paper, section 4.2 and Appendix D)."""
+    """The examples of a fine-tuning (paper, section 4.2 and Appendix D)."""
 
-    # Tokens; one phase of training and one checkpoint each.
+    # The longest prompts, in tokens; each length is a phase of training and leaves a checkpoint.
     train_lengths: Annotated[tuple[Positive, ...], Field(min_length=1)] = (128, 256, 512)
-    stages: tuple[CurriculumSettings, ...] = ()  # before them, with prompts of at most the first of these lengths
-    train_steps: tuple[Positive, ...] | None = None  # of each train length; training.max_steps each where not given
+    stages: tuple[CurriculumSettings, ...] = ()  # phases before these, on prompts of at most the first length
+    train_steps: tuple[Positive, ...] | None = None  # of each train length; None: training.max_steps each
     condition: Literal["paper", "landmark", "none", "decoy"] = "paper"
-    # The rule for landmarks in the prompts of a user's own records, see `Landmarks`.
+    # Where the prompts of a user's own records get meta-tokens: a rule for landmarks, see `Landmarks`.
     landmarks: Annotated[str, AfterValidator(landmark_rule)] | None = None
     examples: Positive = 90_000
     loss_on: Literal["answer", "sequence"] = "answer"
@@ -226,24 +213,21 @@ class FinetuneRecipe(_Settings):
     training: TrainingSettings
 
     @model_validator(mode="after")
-    def _one_number_of_steps_for_each_length(self) -> "FinetuneRecipe":
-        steps, lengths = self.task.train_steps, self.task.train_lengths
+    def _fit_each_other(self) -> "FinetuneRecipe":
+        task, steps, lengths = self.task, self.task.train_steps, self.task.train_lengths
+        inside = any(stage.inside_loss for stage in task.stages)
         if steps is not None and len(steps) != len(lengths):
             raise ValueError(f"{len(steps)} task.train_steps for {len(lengths)} task.train_lengths")
-        return self
-
-    @model_validator(mode="after")
-    def _a_stage_has_what_its_loss_needs(self) -> "FinetuneRecipe":
-        if self.task.condition != "paper" and any(stage.drill or stage.inside_loss for stage in self.task.stages):
+        if task.condition != "paper" and (inside or any(stage.drill for stage in task.stages)):
             raise ValueError(
                 "a stage's drill or inside_loss is for task.condition paper, whose markers bracket the answer, and "
-                f"task.condition is {self.task.condition}"
+                f"task.condition is {task.condition}"
             )
-        hiding = [one for one in ("fsdp", "torch_compile") if getattr(self.training, one)]
-        if hiding and any(stage.inside_loss for stage in self.task.stages):
-            raise ValueError(
-                f"a stage's inside_loss reads the states after each block, which training.{hiding[0]} hides"
-            )
+        for setting in ("fsdp", "torch_compile"):
+            if inside and getattr(self.training, setting):
+                raise ValueError(
+                    f"a stage's inside_loss reads the states after each block, which training.{setting} hides"
+                )
         return self
 
     def phases(self) -> list["Phase"]:
@@ -294,11 +278,11 @@ def load_recipe(kind: type[Recipe], source: str, overrides: Sequence[str] = ()) 
 
     Args:
         kind: `PretrainRecipe` or `FinetuneRecipe`.
-        source: path of a YAML file, or the name of a recipe that comes with the package.
+        source: path of a YAML file, or the name of a bundled recipe.
         overrides: strings such as `training.max_steps=60`; values are read as YAML.
 
     Raises:
-        UserError: if the file is missing or no YAML, or a key or value is not allowed; the sentence names it.
+        UserError: if the file is missing or not YAML, or a key or value is not allowed; the message names it.
     """
     settings = _read_yaml(source)
     for override in overrides:
@@ -322,7 +306,7 @@ def load_recipe(kind: type[Recipe], source: str, overrides: Sequence[str] = ()) 
 
 
 def recipe_names() -> list[str]:
-    """The recipes that come with the package."""
+    """The names of the bundled recipes."""
     return sorted(entry.name.removesuffix(".yaml") for entry in _PACKAGED.iterdir())
 
 
@@ -341,7 +325,7 @@ def _read_yaml(source: str) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's plain values, lists and mappings; without aliases, a few of which can stand for more than memory holds."""
+    """YAML's plain values, lists and mappings, without aliases: a few of these can expand beyond all memory."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -350,11 +334,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """What a YAML text of plain values, lists and mappings says.
-
-    Raises:
-        yaml.YAMLError: if it is none, has aliases, or is longer than a recipe may be.
-    """
+    """Parse a YAML text of plain values, lists and mappings, no longer than a recipe may be."""
     if len(text) > MAX_BYTES:
         raise yaml.YAMLError(f"it has more than {MAX_BYTES:,} bytes")
     return copy.deepcopy(_parsed(text))
@@ -366,7 +346,7 @@ def _parsed(text: str | bytes) -> Any:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
         raise
-    except Exception as error:  # PyYAML lets out whatever its converters meet: of `!!int x` a ValueError
+    except Exception as error:  # PyYAML's converters raise others: `!!int x` a ValueError
         raise yaml.YAMLError(str(error)) from error
 
 
@@ -374,7 +354,7 @@ def explain(kind: type[BaseModel], error: ValidationError) -> str:
     """The first complaint of a validation error, as one sentence."""
     first = error.errors()[0]
     key = " ".join(".".join(str(part) for part in first["loc"]).split())
-    if first["type"] == "value_error":  # of settings that do not fit each other
+    if first["type"] == "value_error":  # settings that do not fit each other
         return f"{first['msg'].removeprefix('Value error, ').rstrip('.')}."
     if first["type"] == "missing":
         return f"{key} is missing."

@@ -130,7 +130,7 @@ def test_a_stage_without_prompts_is_refused_before_any_training(
 @pytest.mark.parametrize(
     ("stage", "sentence"),
     [
-        ("{lists: [3, 2], items: [3, 4], max_steps: 4}", "3 to 2 is no range: the least comes first"),
+        ("{lists: [3, 2], items: [3, 4], max_steps: 4}", "3 to 2 is not a range: the smaller number comes first"),
         ("{lists: [2, 3], items: [3, 4], max_steps: 4, until: 1.5}", r"task.stages.0.until is 1.5"),
         ("{lists: [2, 3], max_steps: 4}", r"task.stages.0.items is missing"),
     ],
