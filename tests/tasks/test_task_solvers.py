@@ -164,6 +164,15 @@ FORMATS = {
 }
 
 
+@pytest.mark.parametrize("task", FORMATS)
+def test_the_example_that_a_task_draws_is_right(task):
+    drawn = curriculum._TASKS[task].__doc__.rstrip().partition("    prompt    ")[2]
+    prompt, answer = drawn.partition("\n\n")[0].split("\n    answer   ")
+    prompt = prompt.replace("\n" + " " * 14, "\n")
+    assert re.fullmatch(FORMATS[task], prompt)
+    assert solve(task, prompt, "paper") == answer
+
+
 @pytest.mark.parametrize("task", PAPER_EXAMPLES)
 def test_prompts_have_the_form_of_the_papers_example(task, tokenizer, documents):
     prompt, completion = PAPER_EXAMPLES[task]

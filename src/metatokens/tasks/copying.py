@@ -1,15 +1,11 @@
-"""Copying: repeat the part of a text that two meta-tokens bracket.
+"""Copying: repeat the part of a text that two meta-tokens bracket (paper, appendix "Example Prompts").
 
-The paper's example is an excerpt of a novel (appendix "Example Prompts"); a short one, with the completion
-" was hardly a clue":
+    prompt    There _PAUSE_ was hardly a clue _PAUSE_ to be found.
+              Q: Copy the bracketed text. _PAUSE_
+    answer    was hardly a clue
 
-    There _PAUSE_ was hardly a clue _PAUSE_ to be found.
-    Q: Copy the bracketed text. _PAUSE_
-
-Without markers that know the answer the question is "Copy the 5 words after There"; a run of punctuation counts as a
-word.
-
-The completion is the bracketed text and nothing else; the paper's adds a full stop.
+In conditions `landmark` and `none` the question is "Copy the 4 words after There", where a run of punctuation counts as
+a word. The answer is exactly the bracketed text; the paper adds a full stop.
 """
 
 import re
@@ -35,21 +31,18 @@ QUESTIONS = [
 CHANCE = 0.0
 
 _PIECE = re.compile(r"\s*(?:\w+|[^\w\s]+)")  # a word or a run of punctuation, with the space before it
-_SPLITS: dict[int, Split] = {0: "train", 1: "test", 2: "validation"}  # of ten documents; the others as the first
-_BEFORE = 2  # pieces that say after which place to copy
-_SHORTEST = 3 * 3  # pieces: the smallest m * n of any phase
+_SPLITS: dict[int, Split] = {0: "train", 1: "test", 2: "validation"}  # of ten documents; the other seven are train
+_BEFORE = 2  # pieces that the question quotes
+_SHORTEST = 3 * 3  # pieces: the smallest m n of any phase
 
 
 class Excerpts:
     """Excerpts of documents for the task to ask about.
 
-    Each document is in one split: of ten of similar length one is for testing, and one for validation.
+    Each document is in one split: of ten of similar length, one is for testing and one for validation.
 
     Args:
-        documents: texts; those too short for an excerpt are passed over.
-
-    Raises:
-        UserError: if fewer than three documents are long enough for the shortest excerpt.
+        documents: texts; those too short for an excerpt are skipped.
     """
 
     def __init__(self, documents: Sequence[str]):
@@ -62,7 +55,7 @@ class Excerpts:
         self._negative_lengths = -lengths  # ascending, as searchsorted wants it
         self._total_lengths = np.cumsum(lengths)
         self.longest = int(lengths.max(initial=0))
-        """Pieces of the longest excerpt there is."""
+        """The length of the longest possible excerpt, in pieces."""
         long_enough = int((lengths >= _SHORTEST).sum())
         if long_enough < len(_SPLITS):
             raise UserError(
@@ -71,10 +64,12 @@ class Excerpts:
             )
 
     def draw(self, generator: np.random.Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
-        """Draw an excerpt of m * n pieces with `asked` of them bracketed, at any distance from its end.
+        """Draw an excerpt of m n pieces, at most `longest`, and bracket `asked` of them, at any distance from its end.
 
-        None if its document is in another split. m * n is at most `longest`. Decoys: one to three bracketed parts
-        further on, but none where fewer than two pieces follow.
+        Decoys are one to three bracketed parts further on; there are none if fewer than two pieces follow.
+
+        Returns:
+            None if the document is in another split.
         """
         document, text, offsets = self._draw_excerpt(generator, m * n)
         start = int(generator.integers(m * n - asked + 1))
@@ -82,7 +77,7 @@ class Excerpts:
         following = m * n - end
         pairs = min(int(generator.integers(1, 4)), following // 2)
         decoys = (generator.permutation(following)[: 2 * pairs] + end + 1).tolist()
-        # Not before the last draw, on which those of the next attempt depend.
+        # Only after the last draw: the next attempt's numbers depend on it.
         if _SPLITS.get(document % 10, _SPLITS[0]) != split:
             return None
         landmarks = range(n, m * n + 1, n)
@@ -102,8 +97,11 @@ class Excerpts:
         )
 
     def _draw_excerpt(self, generator: np.random.Generator, length: int) -> tuple[int, str, list[int]]:
-        """A document drawn in proportion to its length, its text, and the offsets that a run of `length` pieces in it
-        starts, is cut and ends at; the space before the run is left out."""
+        """Draw a document in proportion to its length, and `length` pieces of it in a row, without space before them.
+
+        Returns:
+            The document's number, its text, and the offsets at which the pieces start and the last one ends.
+        """
         long_enough = int(np.searchsorted(self._negative_lengths, -length, side="right"))
         drawn = generator.integers(self._total_lengths[long_enough - 1])
         document = int(np.searchsorted(self._total_lengths, drawn, side="right"))

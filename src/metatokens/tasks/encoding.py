@@ -1,4 +1,4 @@
-"""Prompts to token ids: segment by segment, the meta-token's id at each join, each word encoded once."""
+"""Encode prompts segment by segment, with a meta-token at each join, and each word only once."""
 
 import re
 from collections.abc import Sequence
@@ -9,16 +9,19 @@ from transformers import PreTrainedTokenizerBase
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.tokenizer import beginning_of, encode_text, meta_token_id
 
-# How GPT-2's byte-level pre-tokenizer cuts ASCII text into words; byte-pair merges never cross its cuts.
+# GPT-2's byte-level pre-tokenizer cuts ASCII text into these words, and byte-pair merges never cross its cuts.
 _ASCII_WORDS = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
 
 
 class SegmentEncoder:
-    """Encodes prompts and completions with one tokenizer, and remembers the ids of words.
+    """Encodes prompts and completions, and caches the ids of words.
 
-    Where the tokenizer is a byte-level BPE with GPT-2's word cuts, the ids of an ASCII text are those of its
-    words put end to end. Other texts, and all texts with another tokenizer, are encoded whole. The ids are
-    the same. Prompts get landmarks by the rule that is given, see `Landmarks`.
+    If the tokenizer is a byte-level BPE with GPT-2's word cuts, the ids of an ASCII text are those of its words in a
+    row. Other texts, and all texts with another tokenizer, are encoded whole. The ids are the same either way.
+
+    Args:
+        tokenizer: any tokenizer with a meta-token.
+        landmarks: a rule that puts landmarks into prompts, see `Landmarks`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, landmarks: str | None = None):
@@ -31,7 +34,7 @@ class SegmentEncoder:
         self.eos_token_id: int = tokenizer.eos_token_id
 
     def encode_text(self, text: str) -> list[int]:
-        """The ids of one text, special tokens disallowed."""
+        """The ids of one text; what looks like a special token is text."""
         if not (self._words_are_independent and text.isascii()):
             return encode_text(self._tokenizer, [text])[0]
         words = _ASCII_WORDS.findall(text)
@@ -41,7 +44,7 @@ class SegmentEncoder:
         return [token for word in words for token in known[word]]
 
     def encode_prompt(self, segments: Sequence[str]) -> list[int]:
-        """The ids of the segments, a meta-token at each join, behind those that the tokenizer begins a text with."""
+        """The ids of the segments with a meta-token at each join, after those that the tokenizer puts before a text."""
         ids = [*self.beginning, *self.encode_text(segments[0])]
         for segment in segments[1:]:
             ids.append(self.meta_token_id)

@@ -15,14 +15,7 @@ _SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "answer_start": pa.int32
 
 
 class ExampleStore(Sequence[Encoded]):
-    """The examples of one file, memory-mapped.
-
-    Args:
-        path: what `ExampleStore.write` wrote.
-
-    Raises:
-        UserError: if the file cannot be read or holds something else.
-    """
+    """The examples of a file that `ExampleStore.write` wrote, memory-mapped."""
 
     def __init__(self, path: Path):
         try:
@@ -43,7 +36,7 @@ class ExampleStore(Sequence[Encoded]):
 
     @classmethod
     def write(cls, path: Path, examples: Iterable[Encoded]) -> "ExampleStore":
-        """Write the examples to `path`, where the whole file appears at once, and open them."""
+        """Write the examples to `path`, where the file appears only when it is complete, and open them."""
         ids: list[np.ndarray] = []
         answer_starts: list[int] = []
         for example in examples:
@@ -57,7 +50,7 @@ class ExampleStore(Sequence[Encoded]):
             }
         )
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # processes may write the same one
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # other processes may write the same file
         try:
             with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
                 writer.write_batch(batch)

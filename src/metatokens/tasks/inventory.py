@@ -1,7 +1,7 @@
 """The 20 categories of 10 items each that the list tasks draw from (paper, appendix "List Recall").
 
-The paper prints eight categories and some of their items; those are kept and the rest is filled up with
-common words, most of them one token of the GPT-2 vocabulary. An item belongs to one category only.
+Eight categories and some of their items are the paper's. The others are common words, most of them one token of the
+GPT-2 vocabulary. An item belongs to one category only.
 """
 
 from itertools import accumulate
@@ -39,11 +39,10 @@ _WORDS = tuple(tuple(f" {item}" for item in items) for items in INVENTORY.values
 
 
 def draw_lists(generator: np.random.Generator, m: int, n: int, asked: int) -> tuple[list[str], list[list[str]], int]:
-    """Draw m distinct categories and, for each, n of its ten items with replacement; of one of them, `asked` items.
+    """Draw m distinct categories and, for each, n of its ten items with replacement; for the target, only `asked`.
 
     Returns:
-        The m category names; the m lists of items, each item with the space that goes before it; and which one is to be
-        asked about.
+        The m category names; the m lists of items, each item with a space before it; and the target's number.
     """
     categories = generator.permutation(len(_NAMES))[:m].tolist()
     choices = generator.integers(10, size=(m, n)).tolist()

@@ -1,14 +1,14 @@
-"""List recall: which item stands at a given place of the list that is repeated with a meta-token in it?
+"""List recall: the item at a given place of a list, which is repeated with a meta-token in it.
 
-One example of phase 1 (paper, appendix "Example Prompts"); the completion is " lawyer":
+    prompt    Fruits: orange peach banana plum
+              Professions: teacher nurse lawyer architect
+              Tools: hammer wrench level pliers
+              Professions: teacher nurse lawyer _PAUSE_ architect
+              Q: What is item 3 of Professions? _PAUSE_
+    answer    lawyer
 
-    Fruits: orange peach banana plum
-    Professions: teacher nurse lawyer architect
-    Professions: teacher nurse lawyer _PAUSE_ architect
-    Q: What is item 3 of Professions? _PAUSE_
-
-The appendix's recipe asks for the item after the meta-token, its example for the one before. This follows the
-example: the question is positional, and the meta-token stands right after the item asked for.
+The paper's recipe asks for the item after the meta-token, but its example (appendix "Example Prompts") for the item
+before it. This module follows the example: the question gives a place, and the meta-token follows the item there.
 """
 
 import numpy as np
@@ -23,11 +23,14 @@ CHANCE = 0.1  # a category has ten items
 
 
 def draw(generator: np.random.Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
-    """Draw m lists of n items, but `asked` in the target list, then that one again with a meta-token after one of them.
+    """Draw m lists of n items (the target list has `asked`), and repeat the target list with a meta-token in it.
 
-    Among decoys another list is repeated too, before it or after it; there is a meta-token at a random place in each of
-    some lines of other categories, in that list, and one more in the target list. Without markers that know the answer
-    nothing is repeated. None in another split.
+    In condition `decoy` another list is repeated too, before or after the target list. There is a meta-token at a
+    random place in some lists of other categories, in that list, and one more in the target list. In `landmark` and
+    `none` nothing is repeated.
+
+    Returns:
+        None if the content is in another split.
     """
     names, lists, target = draw_lists(generator, m, n, asked)
     place = int(generator.integers(asked))

@@ -1,9 +1,8 @@
-"""Parity: the XOR of the bits before the first meta-token of a bit string.
+"""Parity: the XOR of the bits before the first meta-token of a bit string (paper, appendix "Example Prompts").
 
-One example of phase 1 (paper, appendix "Example Prompts"); the completion is " 0":
-
-    Bits: 0 _PAUSE_ 1 0 0
-    Q: What is the XOR of all bits before this pause? _PAUSE_
+prompt    Bits: 0 _PAUSE_ 1 0 0
+          Q: What is the XOR of all bits before this pause? _PAUSE_
+answer    0
 """
 
 import numpy as np
@@ -15,16 +14,18 @@ QUESTION = "Q: What is the XOR of all bits before this pause?"
 LANDMARK_QUESTION = "Q: What is the XOR of the first {marked} bits?"
 QUESTIONS = [QUESTION, *(LANDMARK_QUESTION.format(marked=marked) for marked in range(1, 26))]
 CHANCE = 0.5
-_FEWEST = 6  # bits: there are so few shorter sequences that all of them are trained on
+_FEWEST = 6  # bits; all shorter sequences are for training, since there are so few of them
 
 
 def draw(generator: np.random.Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
-    """Draw m * n bits, with the meta-token after the first 1 to `asked` of them.
+    """Draw m n bits, with the meta-token after the first 1 to `asked` of them.
 
-    The paper draws the marked length "phase-dependently" and refers to the list tasks' schedule, so m lists
-    of n items become m * n bits. Decoys: one to three meta-tokens further on. None if the marked bits are in another
-    split, which leaves out the first and the last of them: its few short sequences would give the answer away to
-    whoever reads one bit.
+    The paper draws the marked length "phase-dependently" and refers to the list tasks' schedule, so m lists of n items
+    become m n bits. Decoys are one to three further meta-tokens.
+
+    Returns:
+        None if the marked bits are in another split. The first and the last of them do not decide the split: otherwise
+        one bit could tell a test sequence from the few training sequences like it, and give the answer away.
     """
     bits = generator.integers(2, size=m * n).tolist()
     marked = int(generator.integers(1, asked + 1))

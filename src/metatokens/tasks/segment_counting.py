@@ -1,11 +1,12 @@
-"""Segment counting: how often does an item occur in the part of a list that two meta-tokens bracket?
+"""Segment counting: how often an item occurs in the part of a list that two meta-tokens bracket.
 
-One example of phase 1 (paper, appendix "Example Prompts"); the completion is " 1":
+    prompt    Fruits: orange peach banana plum apple
+              Tools: wrench _PAUSE_ hammer wrench level _PAUSE_ pliers
+              Sports: boxing golf boxing tennis soccer
+              Q: How many times does wrench appear between the pauses around Tools? _PAUSE_
+    answer    1
 
-    Fruits: orange peach banana plum
-    Tools: _PAUSE_ hammer wrench level pliers _PAUSE_
-    Sports: boxing baseball boxing golf
-    Q: How many times does wrench appear between the pauses around Tools? _PAUSE_
+The paper's example (appendix "Example Prompts") brackets a whole list; here the segment is always shorter.
 """
 
 import numpy as np
@@ -22,15 +23,18 @@ QUESTIONS = [
     for place, (category, items) in enumerate(INVENTORY.items(), start=1)
 ]
 CHANCE = None  # the number of possible counts varies
-_MOST = 5  # occurrences in the segment, and as many outside it
+_MOST = 5  # occurrences in the segment, and outside it
 
 
 def draw(generator: np.random.Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
     """Draw m lists of n items, one of them of `asked`, a segment of that one, and an item of its category.
 
-    How often the item occurs is uniform in the segment, and in the rest of the list, where it stands at least once: so
-    the commonest count is seldom right, and the whole list's never. Segments of all lengths but the list's own are
-    equally likely. Decoys: a bracketed segment in each of some of the other lists. None in another split.
+    The count in the segment is uniform, and so is that in the rest of the list, which is at least 1. So the most common
+    count is seldom right, and the count in the whole list never. All lengths of a segment shorter than the list are
+    equally likely. Decoys are bracketed segments in some of the other lists.
+
+    Returns:
+        None if the content is in another split.
     """
     names, lists, target = draw_lists(generator, m, n, asked)
     start, end = _draw_segment(generator, asked)
@@ -62,7 +66,7 @@ def draw(generator: np.random.Generator, m: int, n: int, asked: int, split: Spli
 
 
 def _draw_segment(generator: np.random.Generator, n: int) -> tuple[int, int]:
-    """A segment of a list, shorter than it, as (first item, one past the last)."""
+    """A segment shorter than the list, as (first item, one past the last)."""
     length = int(generator.integers(1, max(n, 2)))
     start = int(generator.integers(n - length + 1))
     return start, start + length

@@ -1,7 +1,7 @@
-"""Short cuts: rules that answer prompts without doing what the task asks. A model has learned a task above them.
+"""Shortcuts: rules that answer prompts without doing the task. Only a model that beats them has learned the task.
 
-They read the prompt's text, as a model does. A rule is a function of it; a table gives each of its keys the answer that
-is commonest among train prompts, and to a key that it has not seen the commonest answer of all.
+A shortcut reads the prompt's text, as a model does. A rule computes the answer from it. A table computes a key from it
+and gives the most common answer among the training prompts with that key, or among all of them if the key is new.
 """
 
 import re
@@ -13,11 +13,11 @@ from functools import cached_property, partial
 from metatokens.records import split_at
 from metatokens.tasks.example import Example
 
-_MARK = "\x00"  # stands for a meta-token in a prompt that is cut into words
+_MARK = "\x00"  # replaces a meta-token in a text that is cut into words
 
 
 @dataclass(frozen=True)
-class Prompt:
+class ParsedPrompt:
     """A prompt, cut up for rules to read."""
 
     segments: tuple[str, ...]
@@ -25,17 +25,17 @@ class Prompt:
 
     @cached_property
     def text(self) -> str:
-        """The context, with marks where meta-tokens stand."""
+        """The context, with a mark for each meta-token."""
         return f" {_MARK}".join(self.segments[:-1]).rpartition("\nQ: ")[0]
 
     @cached_property
     def question(self) -> str:
-        """What is asked."""
+        """The question, without what introduces it."""
         return self.segments[-2].rpartition("\nQ: ")[2]
 
     @cached_property
     def lines(self) -> list[list[str]]:
-        """The words of each line of the context, marks left out."""
+        """The words of each line of the context, without marks."""
         return [line.replace(_MARK, "").split() for line in self.text.split("\n")]
 
     def line_of(self, category: str) -> list[str]:
@@ -43,7 +43,7 @@ class Prompt:
         return next((line[1:] for line in self.lines if line and line[0] == f"{category}:"), [])
 
     def before_mark(self, number: int) -> list[str]:
-        """The words of the context before a meta-token, counted as list indices are."""
+        """The words of the context before the meta-token of that index; negative indices count from the end."""
         parts = self.text.split(_MARK)[:-1]
         end = len(parts) + number if number < 0 else number
         return "".join(parts[: end + 1]).split() if 0 <= end < len(parts) else []
@@ -55,34 +55,34 @@ class Prompt:
         return parts[1].strip() if len(parts) > 2 else ""
 
 
-Rule = Callable[[Prompt], str | None]
-Table = Callable[[Prompt], Hashable]
+Rule = Callable[[ParsedPrompt], str | None]
+Table = Callable[[ParsedPrompt], Hashable]
 
 
-def _constant(prompt: Prompt) -> Hashable:
+def _constant(prompt: ParsedPrompt) -> Hashable:
     return None
 
 
 # --- list recall
 
 
-def _asked_place(prompt: Prompt) -> tuple[int, str]:
+def _asked_place(prompt: ParsedPrompt) -> tuple[int, str]:
     found = re.match(r"What is item (\d+) of (\w+)", prompt.question)
     assert found
     return int(found[1]), found[2]
 
 
-def _word_before_mark(number: int, prompt: Prompt) -> str | None:
+def _word_before_mark(number: int, prompt: ParsedPrompt) -> str | None:
     words = prompt.before_mark(number)
     return words[-1] if words else None
 
 
-def _word_of_line(line: int, prompt: Prompt) -> str:
+def _word_of_line(line: int, prompt: ParsedPrompt) -> str:
     place, _ = _asked_place(prompt)
     return prompt.lines[line][place]  # all lists have as many items
 
 
-def _commonest_of_list(prompt: Prompt) -> str | None:
+def _most_common_of_list(prompt: ParsedPrompt) -> str | None:
     counts = Counter(prompt.line_of(_asked_place(prompt)[1]))
     return counts.most_common(1)[0][0] if counts else None
 
@@ -90,14 +90,14 @@ def _commonest_of_list(prompt: Prompt) -> str | None:
 # --- segment counting
 
 
-def _asked_item(prompt: Prompt) -> tuple[str, str]:
+def _asked_item(prompt: ParsedPrompt) -> tuple[str, str]:
     found = re.match(r"How many times does (\w+) appear .* (\w+)\?", prompt.question)
     assert found
     return found[1], found[2]
 
 
-def _segment(prompt: Prompt) -> tuple[list[str], list[str], list[str]]:
-    """The items that are asked about, and those of the list before and after them."""
+def _segment(prompt: ParsedPrompt) -> tuple[list[str], list[str], list[str]]:
+    """The items of the segment, and those of the list before and after it."""
     _, category = _asked_item(prompt)
     if found := re.search(r"in items (\d+) to (\d+) of", prompt.question):
         first, last, items = int(found[1]) - 1, int(found[2]), prompt.line_of(category)
@@ -107,33 +107,33 @@ def _segment(prompt: Prompt) -> tuple[list[str], list[str], list[str]]:
     return within, before[1:], after
 
 
-def _presence(prompt: Prompt) -> str:
+def _presence(prompt: ParsedPrompt) -> str:
     return str(int(_asked_item(prompt)[0] in _segment(prompt)[0]))
 
 
-def _up_to_segment(prompt: Prompt) -> str:
+def _up_to_segment(prompt: ParsedPrompt) -> str:
     within, before, _ = _segment(prompt)
     return str((before + within).count(_asked_item(prompt)[0]))
 
 
-def _from_segment_on(prompt: Prompt) -> str:
+def _from_segment_on(prompt: ParsedPrompt) -> str:
     within, _, after = _segment(prompt)
     return str((within + after).count(_asked_item(prompt)[0]))
 
 
-def _in_whole_list(prompt: Prompt) -> int:
+def _in_whole_list(prompt: ParsedPrompt) -> int:
     item, category = _asked_item(prompt)
     return prompt.line_of(category).count(item)
 
 
-def _whole_list_and_segments_length(prompt: Prompt) -> Hashable:
+def _whole_list_and_segments_length(prompt: ParsedPrompt) -> Hashable:
     return _in_whole_list(prompt), len(_segment(prompt)[0])
 
 
 # --- parity
 
 
-def _bits(prompt: Prompt) -> list[str]:
+def _bits(prompt: ParsedPrompt) -> list[str]:
     return prompt.lines[0][1:]
 
 
@@ -141,11 +141,11 @@ def _xor(bits: Sequence[str]) -> str:
     return str(bits.count("1") % 2)
 
 
-def _bits_before_first_mark(prompt: Prompt) -> tuple[str, ...]:
+def _bits_before_first_mark(prompt: ParsedPrompt) -> tuple[str, ...]:
     return tuple(prompt.before_mark(0)[1:])
 
 
-def _marked_bits(prompt: Prompt) -> tuple[str, ...]:
+def _marked_bits(prompt: ParsedPrompt) -> tuple[str, ...]:
     found = re.search(r"the first (\d+) bits", prompt.question)
     return tuple(_bits(prompt)[: int(found[1])]) if found else _bits_before_first_mark(prompt)
 
@@ -156,7 +156,7 @@ _RULES: Mapping[str, Mapping[str, Rule]] = {
         "the word before the last marker but one": partial(_word_before_mark, -2),
         "the word of that number in the last line": partial(_word_of_line, -1),
         "the word of that number in the first line": partial(_word_of_line, 0),
-        "the commonest word of the list asked for": _commonest_of_list,
+        "the commonest word of the list asked for": _most_common_of_list,
     },
     "segment_counting": {
         "1 if the item is in the segment, else 0": _presence,
@@ -181,7 +181,7 @@ _TABLES: Mapping[str, Mapping[str, Table]] = {
     "parity": {"the commonest answer": _constant, "a table of the bits that are asked about": _marked_bits},
     "copying": {"the commonest answer": _constant},
 }
-# Rules that are short cuts where no marker knows the answer, and the task itself elsewhere.
+# In condition `landmark`, whose markers do not depend on the question; in others these rules do the task itself.
 _LANDMARK_RULES: Mapping[str, Mapping[str, Rule]] = {
     "parity": {"the XOR of the bits before the first marker": lambda prompt: _xor(_bits_before_first_mark(prompt))},
     "copying": {"the text between the first two markers": lambda prompt: prompt.between_marks},
@@ -189,37 +189,35 @@ _LANDMARK_RULES: Mapping[str, Mapping[str, Rule]] = {
 
 
 def answers(task: str, condition: str, train: Sequence[Example], test: Sequence[Example]) -> dict[str, list[bool]]:
-    """Of each short cut, which test prompts it answers.
+    """For each shortcut, which test prompts it answers.
 
     Args:
         task: one of the four tasks.
-        condition: in which the prompts are shown.
+        condition: the prompts' condition.
         train: prompts that tables are made from.
-        test: prompts that are answered.
+        test: prompts to answer.
     """
-    prompts, asked = [_prompt(one) for one in train], [_prompt(one) for one in test]
-    truth = [one.completion.strip() for one in test]
-    found: dict[str, list[bool]] = {}
-    for name, rule in _rules(task, condition).items():
-        found[name] = [rule(prompt) == answer for prompt, answer in zip(asked, truth, strict=True)]
-    known = [one.completion.strip() for one in train]
-    for name, key in _TABLES[task].items():
-        counts: dict[Hashable, Counter[str]] = defaultdict(Counter)
-        for prompt, answer in zip(prompts, known, strict=True):
-            counts[key(prompt)][answer] += 1
-        best, guess = {one: _commonest(own) for one, own in counts.items()}, _commonest(Counter(known))
-        found[name] = [best.get(key(prompt), guess) == answer for prompt, answer in zip(asked, truth, strict=True)]
-    return found
+    rules = dict(_RULES[task])
+    if condition == "landmark":
+        rules |= _LANDMARK_RULES.get(task, {})
+    known, asked = _with_answers(train), _with_answers(test)
+    rules |= {name: _looked_up(key, known) for name, key in _TABLES[task].items()}
+    return {name: [rule(prompt) == answer for prompt, answer in asked] for name, rule in rules.items()}
 
 
-def _rules(task: str, condition: str) -> dict[str, Rule]:
-    further = _LANDMARK_RULES.get(task, {}) if condition == "landmark" else {}
-    return {**_RULES[task], **further}
+def _with_answers(examples: Sequence[Example]) -> list[tuple[ParsedPrompt, str]]:
+    return [(ParsedPrompt(tuple(split_at(one.prompt, one.markers))), one.completion.strip()) for one in examples]
 
 
-def _commonest(counts: Counter[str]) -> str:
+def _looked_up(key: Table, known: Sequence[tuple[ParsedPrompt, str]]) -> Rule:
+    """The rule that looks a prompt's key up among prompts with known answers."""
+    counts: dict[Hashable, Counter[str]] = defaultdict(Counter)
+    for prompt, answer in known:
+        counts[key(prompt)][answer] += 1
+    best = {one: _most_common(own) for one, own in counts.items()}
+    guess = _most_common(Counter(answer for _, answer in known))
+    return lambda prompt: best.get(key(prompt), guess)
+
+
+def _most_common(counts: Counter[str]) -> str:
     return min(counts, key=lambda answer: (-counts[answer], answer))
-
-
-def _prompt(example: Example) -> Prompt:
-    return Prompt(tuple(split_at(example.prompt, example.markers)))
