@@ -201,6 +201,14 @@ def test_the_readme_names_the_folders_in_the_order_of_their_imports() -> None:
     assert all((ROOT / folder).is_dir() for folder in re.findall(r"(\w+)/", tree.splitlines()[-1]))
 
 
+def test_the_numbers_of_hostile_inputs_are_those_of_the_tests() -> None:
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests/hostile").glob("test_*.py"))
+    count = sum(map(int, re.findall(r"(?:@cases|Reader)\((\d+)", tests)))
+    for page in ("reliability", "testing"):
+        text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+        assert [one for one in (f"{count:,}", f"{80 * count:,}") if one not in text] == []
+
+
 def test_the_record_is_read_as_shown(demo: Path, small_store: TokenStore) -> None:
     from metatokens.data.tokenizer import meta_token_id
     from metatokens.tasks.example import read_examples
