@@ -166,9 +166,10 @@ FORMATS = {
 
 @pytest.mark.parametrize("task", FORMATS)
 def test_the_example_that_a_task_draws_is_right(task):
-    drawn = curriculum._TASKS[task].__doc__.rstrip().partition("    prompt    ")[2]
-    prompt, answer = drawn.partition("\n\n")[0].split("\n    answer   ")
-    prompt = prompt.replace("\n" + " " * 14, "\n")
+    drawn = re.search(
+        r"^ *prompt    (.*?)\n *answer   ( .*?)$", curriculum._TASKS[task].__doc__, re.DOTALL | re.MULTILINE
+    )
+    prompt, answer = re.sub(r"\n +", "\n", drawn[1]), drawn[2]
     assert re.fullmatch(FORMATS[task], prompt)
     assert solve(task, prompt, "paper") == answer
 
