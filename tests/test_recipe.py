@@ -1,11 +1,16 @@
 """Recipes: the shipped ones, overrides, and what is said about mistakes."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import metatokens
+from metatokens import recipe, records
+from metatokens.data.insertion import PLACEMENTS
 from metatokens.errors import UserError
+from metatokens.model import configuration
+from metatokens.paper.presets import PRESETS
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
 
 PACKAGED = {
@@ -172,3 +177,13 @@ def test_a_folder_does_not_hide_a_packaged_recipe(tmp_path: Path, monkeypatch: p
     (tmp_path / "paper").mkdir()
     monkeypatch.chdir(tmp_path)
     assert load_recipe(PretrainRecipe, "paper").training.max_steps == 200_000
+
+
+def test_the_choices_are_those_of_the_code() -> None:
+    assert set(get_args(recipe.Placement)) == PLACEMENTS.keys()
+    assert set(get_args(recipe.PresetName)) == PRESETS.keys()
+    assert get_args(recipe.PositionEmbedding) == get_args(configuration.PositionEmbedding)
+    assert get_args(recipe.SecondAttention) == get_args(configuration.SecondAttention)
+    assert {name.replace("-", "_") for name in get_args(recipe.AnalysisName)} == set(get_args(records.Analysis))
+    condition = FinetuneRecipe.model_fields["task"].annotation.model_fields["condition"].annotation
+    assert {*get_args(condition), "long_prompt"} == set(get_args(recipe.Condition))

@@ -17,6 +17,7 @@ from metatokens.cli.options import CORPUS, SEVERAL, TOKENIZER, AsJson, ResultFil
 from metatokens.cli.output import check_results_file, progress_bar, shows_tables, write_records
 from metatokens.errors import UserError
 from metatokens.machine import available_cores
+from metatokens.recipe import Device, Dtype
 from metatokens.records import Benchmark
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -35,8 +36,8 @@ def benchmark(
     threads: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="PyTorch threads; one per core by default.")
     ] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Number type.")] = "float32",
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the models run.")] = "cpu",
+    dtype: Annotated[Dtype, typer.Option(help="Number type.")] = "float32",
+    device: Annotated[Device, typer.Option(help="Where the models run.")] = "cpu",
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the models with torch.compile.")] = False,
     contestant: Annotated[
         list[str] | None,

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from metatokens.errors import UserError
 from metatokens.model.attention import FEW_ROWS, linear
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.recipe import Device, Dtype
 from metatokens.records import Benchmark
 from metatokens.training.batches import with_positions
 
@@ -52,8 +53,8 @@ class Setting:
     rounds: int = 10
     warmup: int = 2
     threads: int = field(default_factory=torch.get_num_threads)
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Dtype = "float32"
+    device: Device = "cpu"
     compiled: bool = False
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.errors import UserError
-from metatokens.records import Split
+from metatokens.recipe import Split
 from metatokens.tasks.content import stable_hash
 from metatokens.tasks.encoding import SegmentEncoder
 from metatokens.tasks.example import Example, encode_example

@@ -19,6 +19,19 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from metatokens.errors import UserError
 from metatokens.machine import process_count
 
+# Choices that recipes, functions and the command line share.
+Task = Literal["list_recall", "segment_counting", "parity", "copying"]  # a module of `tasks` each
+Condition = Literal["paper", "landmark", "none", "decoy", "long_prompt"]  # which meta-tokens a prompt has
+Split = Literal["train", "validation", "test"]  # of a task's examples
+Placement = Literal["uniform", "periodic", "none"]  # the functions of `data.insertion.PLACEMENTS`
+PositionEmbedding = Literal["learned", "rope", "none"]
+SecondAttention = Literal["meta", "causal", "none"]
+AnalysisName = Literal["sharpness", "residual", "rate-distortion"]
+PresetName = Literal["smoke", "demo", "small", "gpu", "paper"]
+Executor = Literal["processes", "slurm", "local"]
+Device = Literal["cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
+
 Positive = Annotated[int, Field(gt=0, lt=2**31)]
 AtLeastZero = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -36,7 +49,6 @@ def landmark_rule(given: str, name: str = "the rule for landmarks", others: Sequ
     raise UserError(f"{name} is {given!r}: give {names} or every:N, such as every:10.")
 
 
-Placement = Literal["uniform", "periodic", "none"]  # the functions of `data.insertion.PLACEMENTS`
 _placement = partial(landmark_rule, name="data.placement", others=get_args(Placement))
 
 
@@ -68,9 +80,9 @@ class ModelSettings(_Settings):
     num_hidden_layers: Positive = 12
     num_attention_heads: Positive = 12
     max_position_embeddings: Positive = 1024
-    position_embedding: Literal["learned", "rope", "none"] = "rope"
+    position_embedding: PositionEmbedding = "rope"
     rope_layers: list[AtLeastZero] | None = None  # with rope: the layers that have it, from 0; None: all
-    second_attention: Literal["meta", "causal", "none"] = "meta"
+    second_attention: SecondAttention = "meta"
     attention_scale: Literal["constant", "log_length"] = "constant"
     bias: bool = False
     initializer_range: Annotated[float, Field(gt=0)] = 0.02

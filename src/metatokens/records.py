@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from metatokens.errors import UserError
 from metatokens.files import append_lines
+from metatokens.recipe import Condition, Split
 
 MARKER = " _PAUSE_"  # how a meta-token is shown in the prompt of a task or a record
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # that a measurement gives
@@ -46,8 +47,6 @@ AnalysisMetric = Literal[
 ]
 KeyClass = Literal["itself", "earlier_meta", "before_meta", "after_meta", "first", "near", "other"]
 Part = Literal["fit", "train", "held_out"]  # of an analysis's prompts; `fit`: few, scored on themselves
-Condition = Literal["paper", "landmark", "none", "decoy", "long_prompt"]  # which meta-tokens a task's prompts have
-Split = Literal["train", "validation", "test"]  # of a task's examples
 Benchmark = Literal["train", "answers", "prefill", "decode", "length", "compile"]
 
 

@@ -6,16 +6,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from metatokens.cli import looking, making, measuring, options
-from metatokens.data.insertion import PLACEMENTS
-from metatokens.paper.presets import PRESETS
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe, recipe_names
-from metatokens.records import Analysis, Split
-from metatokens.tasks.curriculum import CONDITIONS
 from tests.test_imports import HEAVY
 
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
@@ -84,10 +78,3 @@ except SystemExit:
     offered, loaded = done.stdout.splitlines()
     assert offered == "parity"
     assert HEAVY.isdisjoint(json.loads(loaded))
-
-
-def test_names_that_are_offered_are_those_that_there_are() -> None:
-    assert tuple(PRESETS) == making.PRESETS
-    assert tuple(name.replace("_", "-") for name in get_args(Analysis)) == measuring.ANALYSES
-    assert (tuple(PLACEMENTS), get_args(Split)) == (measuring.PLACEMENTS, looking.SPLITS)
-    assert options.CONDITIONS == CONDITIONS

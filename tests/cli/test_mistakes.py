@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from transformers import BertConfig
 
+from metatokens import recipe
 from metatokens.checkpoint import write_manifest
 from metatokens.data.store import TokenStore
 from metatokens.data.writing import Plan, write_token_store
@@ -95,8 +97,8 @@ MISTAKES = {
     "generate --model unmarked the --landmarks line": "the model in unmarked has no meta_token_id",
     "generate --model model the --landmarks lines": "the rule for landmarks is 'lines'",
     "evaluate --model model --data nowhere.jsonl": "cannot read the records in nowhere.jsonl",
-    "evaluate --model model --data nowhere.jsonl -n 3": "-n says which prompts of a task are drawn; the records of",
-    "evaluate --model model --data nowhere.jsonl --lengths 64": "--lengths says which prompts of a task are drawn",
+    "evaluate --model model --data nowhere.jsonl -n 3": "-n goes with --task; the records of",
+    "evaluate --model model --data nowhere.jsonl --lengths 64": "--lengths goes with --task",
     f"{EVALUATE} --model model --predictions nowhere/answers.jsonl": "nowhere/answers.jsonl",
     f"{PRETRAIN} --out new --set training.max_stepz=1": "training.max_stepz is not a setting; allowed are max_steps",
     "pretrain --recipe nowhere.yaml --out new": "no recipe at nowhere.yaml; give a YAML file or one of: demo",
@@ -133,7 +135,6 @@ MISTAKES = {
     "perplexity --model model --corpus other-tokens": "other-tokens was made with another tokenizer than the model's",
     "perplexity --model model --corpus damaged-tokens": "held_out/00000-00000.arrow is missing, cut short or altered",
     "perplexity --model model --corpus text.txt --fraction 0.6": "meta-tokens is 0.6, but must lie in [0, 0.5]",
-    "perplexity --model model --corpus text.txt --placement random": "unknown placement 'random': choose from",
     "perplexity --model unmarked --corpus text.txt --placement uniform": "unmarked has no meta_token_id",
     "perplexity --model unmarked --corpus text.txt --landmarks line": "unmarked has no meta_token_id",
     "perplexity --model model --corpus text.txt --landmarks word": "the rule for landmarks is 'word': give line,",
@@ -148,17 +149,11 @@ MISTAKES = {
     TUNE: "give either --task or --data",
     f"{TUNE} --task parity --data long.jsonl": "give either --task or --data",
     # tasks
-    f"{TUNE} --task chess": "unknown task 'chess'; the tasks are list_recall",
     f"{TUNE} --task parity --train-lengths long": "lengths 'long' must be positive numbers separated by commas",
     f"{TUNE} --task parity --train-lengths 4": "no parity prompt of phase 1 and 1 to 4 tokens was found",
     f"{TUNE} --task parity --set task.condition=bar": "should be 'paper', 'landmark', 'none' or 'decoy'",
     f"{TUNE} --task copying --corpus short.txt": "copying needs 3 documents of at least",
-    "sample --task chess --tokenizer tokens/tokenizer": "unknown task 'chess'; the tasks are list_recall",
     "sample --task parity --tokenizer tokens/tokenizer --phase 6": "unknown phase 6; the phases are 1 to 5",
-    "sample --task parity --tokenizer tokens/tokenizer --condition bar": "unknown condition 'bar'; the conditions are",
-    "sample --task parity --tokenizer tokens/tokenizer --split all": "unknown split 'all'; the splits are",
-    f"{EVALUATE} --model model --task chess": "unknown task 'chess'; the tasks are list_recall",
-    f"{EVALUATE} --model model --condition bar": "unknown condition 'bar'; the conditions are",
     f"{EVALUATE} --model model --lengths 64,,128": "lengths '64,,128' must be positive numbers",
     f"{EVALUATE} --model model --lengths 0": "lengths '0' must be positive numbers",
     "reproduce --preset huge --out new": "no preset 'huge'; the presets are",
@@ -196,9 +191,8 @@ MISTAKES = {
     "generate --model unmarked --data marked.jsonl": "the model in unmarked has no meta_token_id",
     f"{EVALUATE} --model model --intervention no_heads": "no intervention 'no_heads'; allowed are no_pos",
     f"{EVALUATE} --model model --intervention noise:much": "no intervention 'noise:much'; allowed are no_pos",
-    "analyze dreams --model model": "unknown analysis 'dreams'; choose sharpness",
     "analyze sharpness --model unmarked": "the model in unmarked has no meta_token_id",
-    "analyze residual --model model --intervention no_pos": "--intervention goes with rate-distortion alone",
+    "analyze residual --model model --intervention no_pos": "--intervention goes with rate-distortion",
     "analyze rate-distortion --model model --task parity --length 64 -n 20": "20 examples, 4 of them held out, do not",
     f"extend --model learned --factor 2 --recipe demo {SMALL} --out new": "position_embedding 'learned'",
     f"extend --model model --factor 1 --recipe demo {SMALL} --out new": "factor",
@@ -259,6 +253,30 @@ def test_a_mistake_is_one_sentence_and_nothing_is_lost(
     assert is_one_sentence(error), error
     assert said in error
     assert contents(ground) == before
+
+
+CHOICES = {
+    "sample --task chess": get_args(recipe.Task),
+    "finetune --model model --out new --task chess": get_args(recipe.Task),
+    "evaluate --model model --task parity --condition bar": get_args(recipe.Condition),
+    "sample --task parity --split all": get_args(recipe.Split),
+    "perplexity --model model --corpus text.txt --placement random": get_args(recipe.Placement),
+    "analyze dreams --model model": get_args(recipe.AnalysisName),
+    "reproduce --preset smoke --out new --executor threads": get_args(recipe.Executor),
+    "generate the --model model --device tpu": get_args(recipe.Device),
+    "retrofit --model model --out new --dtype int4": get_args(recipe.Dtype),
+}
+
+
+@pytest.mark.parametrize(("line", "choices"), CHOICES.items(), ids=CHOICES)
+def test_a_wrong_choice_is_answered_by_the_right_ones(
+    line: str, choices: tuple[str, ...], ground: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ground)
+    monkeypatch.setenv("COLUMNS", "200")
+    status, output, error = metatokens(line)
+    assert (status, output) == (2, "")
+    assert f"is not one of {', '.join(map(repr, choices))}." in error
 
 
 def test_a_result_file_is_tried_before_anything_is_measured(

@@ -26,7 +26,7 @@ def test_own_records_are_trained_on_and_measured(
     status, output, error = metatokens(f"{tuned} --eval-data held_out.jsonl --out tuned")
     assert (status, error.splitlines()[0], error.splitlines()[-1]) == (
         0,
-        "--train-lengths is ignored: the records of --data are trained on as they are, whatever their length.",
+        "--train-lengths is ignored: the records of --data are used whatever their length.",
         "models: tuned/data",
     )
     assert "held-out loss" in error.splitlines()[-2]

@@ -66,7 +66,7 @@ def test_finished_work_is_not_repeated(
     monkeypatch.setattr("metatokens.data.writing._begin", None)
     again = [metatokens(line) for line in lines]
     assert again[0] == first[0]
-    finished = "the run in {} is finished; to train its model further, start a new one with `{}`."
+    finished = "the run in {} is finished; to train its model further, start a new run with `{}`."
     assert [error.splitlines() for *_, error in again[1:]] == [
         [finished.format("base", "pretrain --init base"), "model: base"],
         [finished.format("tuned", "finetune --model tuned/64"), "models: tuned/64"],

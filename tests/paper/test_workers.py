@@ -76,7 +76,6 @@ def kill_this_process(*_: object) -> None:
 @pytest.mark.parametrize(
     ("executor", "job", "sentence"),
     [
-        ("threads", {}, "unknown executor 'threads'; choose processes, slurm or local"),
         ("processes", {"slurm_partition": "gpu"}, "--job sets what a cluster's job gets"),
         ("local", {"partitions": "gpu"}, "submitit does not take these jobs: "),
     ],

@@ -1,21 +1,22 @@
-"""Verbs that make something: stores, models, reports, and everything in order."""
+"""Commands that make something: token stores, models, reports, and all of it in order."""
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
+from metatokens import recipe as recipes
 from metatokens.cli.options import (
     CORPUS,
-    RECORDS,
     SEVERAL,
     TOKENIZER,
     AsJson,
     BatchSize,
+    Data,
     Device,
     Dtype,
     FinetuneRecipe,
@@ -28,7 +29,7 @@ from metatokens.cli.options import (
     Set,
     TaskCorpus,
     TaskOrData,
-    choice,
+    either,
     fetched,
     parse_lengths,
 )
@@ -36,43 +37,47 @@ from metatokens.cli.output import PNG, progress_bar, say, write_figures, write_o
 from metatokens.errors import UserError
 from metatokens.machine import is_first_process
 
-LARGE = 100_000_000  # bytes of weights from which a model is taken for one that was pretrained elsewhere
-PRESETS = ("smoke", "demo", "small", "gpu", "paper")
-EXECUTORS = ("processes", "slurm", "local")
+LARGE = 100_000_000  # bytes of weights; larger models are assumed to be pretrained elsewhere
 
 
 def reproduce(
-    preset: Annotated[str, typer.Option(metavar="NAME", **choice("Size of the experiments", *PRESETS))],
+    preset: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help=f"Size of the experiments: {either(recipes.PresetName)}.",
+            autocompletion=lambda: list(get_args(recipes.PresetName)),
+        ),
+    ],
     out: Out,
     corpus: Annotated[
-        str | None, typer.Option(metavar="CORPUS", help=f"Text to train on, in place of the preset's: {CORPUS}.")
+        str | None, typer.Option(metavar="CORPUS", help=f"Text to train on instead of the preset's: {CORPUS}.")
     ] = None,
-    book: Annotated[
-        str | None, typer.Option(metavar="CORPUS", help="Text that perplexity is measured on too, named likewise.")
-    ] = None,
+    book: Annotated[str | None, typer.Option(metavar="CORPUS", help="Further text to measure perplexity on.")] = None,
     only: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Run only what this table or task needs, such as table7.")
+        str | None, typer.Option(metavar="NAME", help="Run only the stages of this table or task, such as table7.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the stages and their estimated cost.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the remaining stages and their cost.")] = False,
     executor: Annotated[
-        str,
-        typer.Option(metavar="NAME", **choice("Where stages run; local runs Slurm's jobs on this machine", *EXECUTORS)),
+        recipes.Executor,
+        typer.Option(
+            metavar="NAME",
+            help=f"Where stages run: {either(recipes.Executor)}, which runs Slurm's jobs on this machine.",
+        ),
     ] = "processes",
     workers: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Stages at a time; by default one a GPU, or a core.")
+        int | None, typer.Option(metavar="N", min=1, help="Stages at the same time; by default one per GPU or core.")
     ] = None,
     job: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE", help="Setting of a cluster's job, such as slurm_partition=gpu; may be repeated."
-        ),
+        typer.Option(metavar="KEY=VALUE", help="Setting of the Slurm jobs, such as slurm_partition=gpu; repeatable."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Run whole experiments, from text to report.
 
-    Tokenize, pretrain, finetune, evaluate, analyze and report, for several models.
-    The same command goes on where it was cut off.
+    Tokenize, pretrain, fine-tune, evaluate, analyze and report several models. An interrupted run resumes when the
+    command is repeated.
     """
     from metatokens.paper.pools import job_settings
     from metatokens.paper.report.page import write_report
@@ -104,14 +109,14 @@ def tokenize(
     tokenizer: Annotated[str, typer.Option(metavar="TOKENIZER", help=f"{TOKENIZER}.")],
     out: Out,
     held_out: Annotated[
-        float, typer.Option(metavar="SHARE", min=0, max=0.5, help="Documents that no training reads, as a share.")
+        float, typer.Option(metavar="SHARE", min=0, max=0.5, help="Share of the documents to keep out of training.")
     ] = 0.05,
-    workers: Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes; by default one a core.")] = None,
+    workers: Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes; by default one per core.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Turn text into token ids on disk, which pretrain reads.
+    """Turn text into token ids on disk, for pretrain.
 
-    The same command goes on where it was cut off.
+    An interrupted run resumes when the command is repeated.
     """
     from metatokens.data.writing import write_token_store
     from metatokens.tasks.curriculum import task_texts
@@ -124,34 +129,36 @@ def tokenize(
         say(f"{split}: {counts.tokens:,} tokens in {counts.documents:,} documents")
 
 
-def _finished(out: Path, further: str) -> str:
-    return f"the run in {out} is finished; to train its model further, start a new one with `{further}`."
-
-
-def _lora(given: str | None) -> list[str]:
-    """What `--lora` sets in a recipe, as overrides."""
-    if given is not None and not re.fullmatch("rank=[1-9][0-9]{0,3}", given):
-        raise UserError(f"--lora {given!r} must be rank=N, such as rank=16.")
-    return [] if given is None else [f"training.lora_{given}"]
-
-
-def _landmarks(key: str, given: str | None) -> list[str]:
-    """What `--landmarks` sets in a recipe, as overrides."""
-    return [] if given is None else [f"{key}={json.dumps(given)}"]
-
-
-def _placing(device: str | None, dtype: str | None, batch_size: int | None) -> list[str]:
-    """What `--device`, `--dtype` and `--batch-size` set in a recipe, as overrides.
-
-    Raises:
-        UserError: if there is no such device, or no such type.
-    """
+def _settings(
+    kind: type[recipes.Recipe],
+    recipe: str,
+    overrides: Sequence[str] | None,
+    own: Mapping[str, Any],
+    *,
+    device: str | None,
+    dtype: str | None,
+    batch_size: int | None,
+    lora: str | None = None,
+) -> recipes.Recipe:
+    """A recipe, changed by the options that stand for its settings, then by --set."""
     from metatokens.checkpoint import check_placing
 
     check_placing(device, dtype)
-    overrides = [] if device is None else [f"training.use_cpu={device == 'cpu'}"]
-    overrides += [] if dtype is None else [f"training.bf16={dtype == 'bfloat16'}"]
-    return overrides + ([] if batch_size is None else [f"training.per_device_train_batch_size={batch_size}"])
+    if lora is not None and not re.fullmatch("rank=[1-9][0-9]{0,3}", lora):
+        raise UserError(f"--lora {lora!r} must be rank=N, such as rank=16.")
+    options = {
+        **own,
+        "training.lora_rank": None if lora is None else int(lora.removeprefix("rank=")),
+        "training.use_cpu": None if device is None else device == "cpu",
+        "training.bf16": None if dtype is None else dtype == "bfloat16",
+        "training.per_device_train_batch_size": batch_size,
+    }
+    given: list[str] = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
+    return recipes.load_recipe(kind, recipe, [*given, *(overrides or ())])
+
+
+def _say_finished(out: Path, further: str) -> None:
+    say(f"the run in {out} is finished; to train its model further, start a new run with `{further}`.")
 
 
 def pretrain(
@@ -163,7 +170,7 @@ def pretrain(
         typer.Option(
             metavar="DIR|hf:NAME",
             callback=fetched,
-            help="Model to start from, which may be a GPT-2: a folder, or hf:NAME from the Hub.",
+            help="Model to start from, also a GPT-2: a folder, or hf:NAME from the Hub.",
         ),
     ] = None,
     landmarks: Landmarks = None,
@@ -173,33 +180,32 @@ def pretrain(
     batch_size: BatchSize = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Train a language model on the token ids of a text.
+    """Train a language model on token ids.
 
-    The same command goes on where it was cut off.
+    An interrupted run resumes when the command is repeated.
     """
-    from metatokens.recipe import PretrainRecipe, load_recipe
     from metatokens.training.pretrain import pretrain
 
-    own = [*_landmarks("data.placement", landmarks), *_lora(lora)]
-    own += _placing(device, dtype, batch_size)
-    settings = load_recipe(PretrainRecipe, recipe, [*own, *(overrides or ())])
+    placing: Any = {"device": device, "dtype": dtype, "batch_size": batch_size}
+    own = {"data.placement": landmarks}
+    settings = _settings(recipes.PretrainRecipe, recipe, overrides, own, lora=lora, **placing)
     with progress_bar("pretrain") as progress:
         trained = pretrain(settings, out, init=init, overwrite=overwrite, progress=progress)
     if not trained:
-        say(_finished(out, f"pretrain --init {out}"))
+        _say_finished(out, f"pretrain --init {out}")
     say(f"model: {out}")
 
 
 def extend(
     model: Model,
-    factor: Annotated[float, typer.Option(metavar="F", help="How many times longer the context becomes, such as 4.")],
+    factor: Annotated[float, typer.Option(metavar="F", help="Factor by which the context grows, such as 4.")],
     out: Out,
     recipe: PretrainRecipe,
     overrides: Set = None,
     landmarks: Landmarks = None,
     original_length: Annotated[
         int | None,
-        typer.Option(metavar="TOKENS", min=1, help="Length that the model was trained at; by default its maximum."),
+        typer.Option(metavar="TOKENS", min=1, help="Length that the model was trained on; by default its maximum."),
     ] = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -208,14 +214,12 @@ def extend(
 ) -> None:
     """Lengthen the context of a model, and pretrain it further.
 
-    The method is YaRN, for models with rotary positions.
-    The same command goes on where it was cut off.
+    The method is YaRN, for models with rotary positions. An interrupted run resumes when the command is repeated.
     """
-    from metatokens.recipe import PretrainRecipe, load_recipe
     from metatokens.training.extend import extend
 
-    own = [*_landmarks("data.placement", landmarks), *_placing(device, dtype, batch_size)]
-    settings = load_recipe(PretrainRecipe, recipe, [*own, *(overrides or ())])
+    placing: Any = {"device": device, "dtype": dtype, "batch_size": batch_size}
+    settings = _settings(recipes.PretrainRecipe, recipe, overrides, {"data.placement": landmarks}, **placing)
     with progress_bar("extend") as progress:
         trained = extend(
             model,
@@ -227,7 +231,7 @@ def extend(
             progress=progress,
         )
     if not trained:
-        say(_finished(out, f"pretrain --init {out}"))
+        _say_finished(out, f"pretrain --init {out}")
     say(f"model: {out}")
 
 
@@ -235,20 +239,18 @@ def finetune(
     model: Model,
     out: Out,
     task: TaskOrData = None,
-    data: Annotated[Path | None, typer.Option(metavar="FILE", help=f"Your records to train on: {RECORDS}.")] = None,
+    data: Data = None,
     train_lengths: Annotated[
         str | None,
-        typer.Option(metavar=SEVERAL, help="Prompt lengths in tokens, one phase each; by default the recipe's."),
+        typer.Option(metavar=SEVERAL, help="Prompt lengths in tokens, one phase each; by default as in the recipe."),
     ] = None,
-    eval_data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Held-out records to measure the model on.")
-    ] = None,
+    eval_data: Annotated[Path | None, typer.Option(metavar="FILE", help="Held-out records to evaluate on.")] = None,
     landmarks: Landmarks = None,
     recipe: FinetuneRecipe = None,
     overrides: Set = None,
     lora: Lora = None,
     keep_adapter: Annotated[
-        bool, typer.Option("--keep-adapter", help="With --lora, write the adapters, as PEFT does, in place of a model.")
+        bool, typer.Option("--keep-adapter", help="With --lora, write the adapters alone, as PEFT does.")
     ] = False,
     corpus: TaskCorpus = "builtin",
     device: Device = None,
@@ -259,13 +261,12 @@ def finetune(
 ) -> None:
     """Fine-tune a model on a task or on your own records.
 
-    On a task there is a phase for each train length, which leaves a model.
-    The same command goes on where it was cut off.
+    A task has one phase per train length, and each phase writes a model. An interrupted run resumes when the command
+    is repeated.
     """
     from metatokens.checkpoint import load_model, weights_size
     from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.accuracy import evaluate
-    from metatokens.recipe import FinetuneRecipe, load_recipe
     from metatokens.records import About
     from metatokens.tasks.curriculum import documents_for
     from metatokens.tasks.example import Example, read_examples
@@ -276,15 +277,18 @@ def finetune(
     if (task is None) == (data is None):
         raise UserError("give either --task or --data.")
     if data is not None and train_lengths:
-        say("--train-lengths is ignored: the records of --data are trained on as they are, whatever their length.")
-    own = [f"task.train_lengths={parse_lengths(train_lengths)}"] if train_lengths else []
-    own += ["training.keep_adapter=true"] if keep_adapter else []
-    own += [*_landmarks("task.landmarks", landmarks), *_lora(lora), *_placing(device, dtype, batch_size)]
+        say("--train-lengths is ignored: the records of --data are used whatever their length.")
+    own = {
+        "task.train_lengths": parse_lengths(train_lengths) if train_lengths else None,
+        "task.landmarks": landmarks,
+        "training.keep_adapter": keep_adapter or None,
+    }
     if recipe is None:
         recipe = "pretrained_finetune" if weights_size(model) >= LARGE else "demo_finetune"
         if recipe == "pretrained_finetune":
-            say(f"recipe: {recipe}, since the weights take {LARGE / 1e6:.0f} MB or more; --recipe names another")
-    settings = load_recipe(FinetuneRecipe, recipe, [*own, *(overrides or ())])
+            say(f"recipe: {recipe}, for weights of {LARGE / 1e6:.0f} MB or more; --recipe chooses another")
+    placing: Any = {"device": device, "dtype": dtype, "batch_size": batch_size}
+    settings = _settings(recipes.FinetuneRecipe, recipe, overrides, own, lora=lora, **placing)
     texts = documents_for(task or "", corpus)
     probe: Probing | None = None
     records: Sequence[Example] = ()
@@ -306,7 +310,7 @@ def finetune(
         )
     last = out / ("data" if task is None else str(settings.task.train_lengths[-1]))
     if not trained:
-        say(_finished(out, f"finetune --model {last}"))
+        _say_finished(out, f"finetune --model {last}")
     say(f"models: {', '.join(str(path.parent) for path in sorted(out.glob('*/manifest.json')))}")
     if records and is_first_process():
         about = About(model=str(last), condition=settings.task.landmarks, **training_of(last))
@@ -321,22 +325,22 @@ def retrofit(
         ),
     ],
     out: Out,
-    heads: Annotated[int, typer.Option(metavar="N", min=1, help="Heads of meta-attention in each block.")] = 8,
-    head_size: Annotated[int, typer.Option(metavar="N", min=2, help="Width of one head, even.")] = 64,
+    heads: Annotated[int, typer.Option(metavar="N", min=1, help="Heads of meta-attention per block.")] = 8,
+    head_size: Annotated[int, typer.Option(metavar="N", min=2, help="Width of a head, an even number.")] = 64,
     layers: Annotated[
         str | None,
         typer.Option(
-            metavar="N,...", help="Blocks that get meta-attention, from 0; by default all; none: meta-tokens alone."
+            metavar="N,...", help="Blocks that get meta-attention, from 0; by default all; none adds meta-tokens only."
         ),
     ] = None,
     delta: Annotated[
-        bool, typer.Option("--delta", help="Write what is added alone; the model is read from where it is.")
+        bool, typer.Option("--delta", help="Write only the added weights; the base stays where it is.")
     ] = False,
     dtype: Dtype = None,
 ) -> None:
     """Give a pretrained model meta-tokens and meta-attention.
 
-    Most decoders of transformers; until the base is trained, its logits of text stay the same.
+    It works for most decoders in transformers. Until you train the base, its logits for plain text do not change.
     """
     from metatokens.checkpoint import check_placing, fetch_model, gguf_file, load_base, save_model
     from metatokens.data.tokenizer import load_plain_tokenizer
@@ -353,7 +357,7 @@ def retrofit(
         str(folder if file is None else file.parent), complaint, **({} if file is None else {"gguf_file": file.name})
     )
     base: Any = load_base(folder, dtype)
-    # What is added may be read from elsewhere, or on another machine.
+    # The added weights may be loaded in another folder, or on another machine.
     base.config.name_or_path = str(folder.absolute()) if folder == model else model.as_posix().removeprefix("hf:")
     chosen = None if layers is None else [] if layers == "none" else parse_lengths(layers, least=0, name="layers")
     add_meta_attention(base, tokenizer, heads=heads, head_size=head_size, layers=chosen)
@@ -362,12 +366,12 @@ def retrofit(
     save_model(base, tokenizer, out)
     new = sum(weight.numel() for weight in base.parameters() if weight.requires_grad)
     say(f"model: {out} ({new:,} new parameters next to {base.num_parameters() - new:,})")
-    say("The meta-token is untrained: the model predicts text among meta-tokens worse until you train it.")
+    say("The meta-token is untrained: until you train it, the model predicts text among meta-tokens worse.")
 
 
 def plot(
     runs: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders of runs.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="PNG file to draw into.")] = Path("curves.png"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="PNG file to draw.")] = Path("curves.png"),
 ) -> None:
     """Draw the learning curves of runs, finished or not."""
     from metatokens.looking.curves import draw_curves, read_curves

@@ -1,17 +1,18 @@
-"""Verbs that measure a model: accuracies, perplexities, what is inside it."""
+"""Commands that measure a model: accuracy, perplexity, and what happens inside it."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from metatokens import recipe
 from metatokens.cli.options import (
     CORPUS,
-    RECORDS,
     SEVERAL,
     AsJson,
     BatchSize,
     Condition,
+    Data,
     Device,
     Dtype,
     Intervention,
@@ -22,36 +23,32 @@ from metatokens.cli.options import (
     Task,
     TaskCorpus,
     TaskOrData,
-    choice,
+    either,
+    load,
     parse_lengths,
 )
 from metatokens.cli.output import check_results_file, write_figures, write_records
 from metatokens.errors import UserError
-
-ANALYSES = ("sharpness", "residual", "rate-distortion")
-PLACEMENTS = ("uniform", "periodic", "none")
 
 
 def evaluate(
     context: typer.Context,
     model: Model,
     task: TaskOrData = None,
-    data: Annotated[Path | None, typer.Option(metavar="FILE", help=f"Your records to measure on: {RECORDS}.")] = None,
+    data: Data = None,
     landmarks: Landmarks = None,
     lengths: Annotated[
-        str, typer.Option(metavar=SEVERAL, help="Longest prompts in tokens, each down to half as many.")
+        str, typer.Option(metavar=SEVERAL, help="Longest prompts in tokens; the shortest have half as many.")
     ] = "128,256,512,1024",
     condition: Condition = "paper",
-    n: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Test prompts of each length.")] = 2_500,
+    n: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Test prompts per length.")] = 2_500,
     intervention: Intervention = None,
-    noise_seed: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Seed of the noise that --intervention noise:S draws.")
-    ] = 0,
+    noise_seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of --intervention noise:S.")] = 0,
     name: Name = None,
     corpus: TaskCorpus = "builtin",
     predictions: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Append every prompt, with its answer and the model's, to this file."),
+        typer.Option(metavar="FILE", help="Append every prompt, its answer and the model's answer to this file."),
     ] = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -61,10 +58,9 @@ def evaluate(
 ) -> None:
     """Measure how often a model's answers are right.
 
-    Exact match and token accuracy, by prompt length of a task or on your own records.
+    Exact match and token accuracy, by prompt length on a task, or on your own records.
     """
-    from metatokens.checkpoint import load_model
-    from metatokens.data.tokenizer import check_meta_token, load_tokenizer
+    from metatokens.data.tokenizer import check_meta_token
     from metatokens.evaluation.accuracy import evaluate, test_examples
     from metatokens.evaluation.predictions import predict
     from metatokens.model.interventions import Intervention, intervene
@@ -79,14 +75,12 @@ def evaluate(
     drawing = {"lengths": "--lengths", "condition": "--condition", "n": "-n", "corpus": "--corpus"}
     given = [option for name, option in drawing.items() if _is_given(context, name)]
     if data is not None and given:
-        raise UserError(
-            f"{given[0]} says which prompts of a task are drawn; the records of --data are read as they are."
-        )
+        raise UserError(f"{given[0]} goes with --task; the records of --data are read as they are.")
     if data is None and landmarks is not None:
-        raise UserError("--landmarks goes with --data; in a task --condition says where meta-tokens are.")
+        raise UserError("--landmarks goes with --data; --condition places the meta-tokens of a task.")
     check_results_file(out)
     check_results_file(predictions)
-    loaded, tokenizer = load_model(model, device=device, dtype=dtype), load_tokenizer(str(model))
+    loaded, tokenizer = load(model, device, dtype)
     check_meta_token(loaded.config, tokenizer, model)
     tests: dict[Any, list[Example]]
     if task is None:
@@ -125,20 +119,22 @@ def _is_given(context: typer.Context, option: str) -> bool:
 
 
 def analyze(
-    kind: Annotated[str, typer.Argument(metavar="KIND", **choice("What to measure", *ANALYSES))],
+    kind: Annotated[
+        recipe.AnalysisName, typer.Argument(metavar="KIND", help=f"What to measure: {either(recipe.AnalysisName)}.")
+    ],
     model: Model,
     task: Task = "list_recall",
     length: Annotated[
-        int, typer.Option(metavar="LENGTH", min=1, help="Longest prompts in tokens, down to half as many.")
+        int, typer.Option(metavar="LENGTH", min=1, help="Longest prompts in tokens; the shortest have half as many.")
     ] = 128,
     condition: Condition = "paper",
     n: Annotated[
         int | None,
-        typer.Option("-n", metavar="N", min=1, help="Test prompts; by default 100, for rate-distortion 2,500."),
+        typer.Option("-n", metavar="N", min=1, help="Test prompts; by default 100, or 2,500 for rate-distortion."),
     ] = None,
     intervention: Intervention = None,
     fits: Annotated[
-        int, typer.Option(metavar="N", min=1, help="How often rate-distortion fits its bottleneck, each from a seed.")
+        int, typer.Option(metavar="N", min=1, help="Fits of the bottleneck of rate-distortion, one per seed.")
     ] = 3,
     name: Name = None,
     corpus: TaskCorpus = "builtin",
@@ -149,26 +145,23 @@ def analyze(
 ) -> None:
     """Measure what meta-tokens do inside a model.
 
-    Whether they sharpen attention, what context their residual states hold,
-    and how far these can be compressed.
+    Whether they sharpen attention (sharpness), which context their states hold (residual), and how far these states
+    can be compressed (rate-distortion).
     """
     from metatokens.analysis.rate_distortion import rate_distortion
     from metatokens.analysis.residual import residual
     from metatokens.analysis.sharpness import sharpness
-    from metatokens.checkpoint import load_model
-    from metatokens.data.tokenizer import check_meta_token, load_tokenizer
+    from metatokens.data.tokenizer import check_meta_token
     from metatokens.evaluation.accuracy import test_examples
     from metatokens.model.interventions import Intervention
     from metatokens.records import About
     from metatokens.tasks.curriculum import documents_for
     from metatokens.training.run_folder import training_of
 
-    if kind not in ANALYSES:
-        raise UserError(f"unknown analysis {kind!r}; choose {', '.join(ANALYSES)}.")
     if intervention is not None and kind != "rate-distortion":
-        raise UserError("--intervention goes with rate-distortion alone.")
+        raise UserError("--intervention goes with rate-distortion.")
     check_results_file(out)
-    loaded, tokenizer = load_model(model, device=device, dtype=dtype), load_tokenizer(str(model))
+    loaded, tokenizer = load(model, device, dtype)
     check_meta_token(loaded.config, tokenizer, model)
     count = n or (2_500 if kind == "rate-distortion" else 100)
     documents = documents_for(task, corpus)
@@ -187,21 +180,19 @@ def perplexity(
     corpus: Annotated[
         str,
         typer.Option(
-            metavar="CORPUS|DIR", help=f"Text: {CORPUS}; or the held-out part of what tokenize wrote into a folder."
+            metavar="CORPUS|DIR", help=f"Text: {CORPUS}; or a folder that tokenize wrote, for its held-out part."
         ),
     ],
-    block_size: Annotated[
-        int, typer.Option(metavar="TOKENS", min=2, help="Length of a block, meta-tokens included.")
-    ] = 256,
+    block_size: Annotated[int, typer.Option(metavar="TOKENS", min=2, help="Block length, meta-tokens included.")] = 256,
     fraction: Annotated[
-        float, typer.Option(metavar="SHARE", help="Meta-tokens in a block, as a share of at most 0.5.")
+        float, typer.Option(metavar="SHARE", help="Share of meta-tokens in a block, at most 0.5.")
     ] = 0.1,
     placement: Annotated[
-        str, typer.Option(metavar="NAME", **choice("Where meta-tokens are put into a block", *PLACEMENTS))
+        recipe.Placement, typer.Option(metavar="NAME", help=f"Meta-tokens of a block: {either(recipe.Placement)}.")
     ] = "none",
     landmarks: Landmarks = None,
     max_tokens: Annotated[
-        int | None, typer.Option(metavar="TOKENS", min=1, help="Text to read at most; by default all.")
+        int | None, typer.Option(metavar="TOKENS", min=1, help="Limit on the text that is read; by default all of it.")
     ] = None,
     name: Name = None,
     device: Device = None,
@@ -212,19 +203,17 @@ def perplexity(
 ) -> None:
     """Measure how well a model predicts text.
 
-    Its perplexity counts the text's tokens alone, not the meta-tokens among them.
+    The perplexity counts text tokens alone; meta-tokens are context and never targets.
     """
-    from metatokens.checkpoint import load_model
     from metatokens.data.landmarks import Landmarks
-    from metatokens.data.tokenizer import load_tokenizer
     from metatokens.evaluation.perplexity import held_out_text, perplexity
     from metatokens.records import About
     from metatokens.training.run_folder import training_of
 
     check_results_file(out)
     if landmarks is not None and placement != "none":
-        raise UserError("give --placement or --landmarks: meta-tokens are put into a block by one of them.")
-    loaded, tokenizer = load_model(model, device=device, dtype=dtype), load_tokenizer(str(model))
+        raise UserError("give --placement or --landmarks, not both: each places the meta-tokens of a block.")
+    loaded, tokenizer = load(model, device, dtype)
     text = held_out_text(corpus, tokenizer, max_tokens)
     result = perplexity(
         loaded,

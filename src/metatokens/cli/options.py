@@ -1,61 +1,63 @@
-"""Options that several verbs have: what one says is said here, so that it says the same everywhere."""
+"""Options that several commands share, so that each reads the same everywhere."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from metatokens import recipe
 from metatokens.errors import UserError
 from metatokens.tasks import TASKS
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+CORPUS = "builtin, a file or glob (.txt, .jsonl, .gz, .parquet), or hf:NAME:CONFIG"
+TOKENIZER = "gpt2, a folder, or train:N to train one of N tokens on the corpus"
+RECORDS = "JSON lines of prompt, markers and completion"
+SEVERAL = "LENGTH,..."  # of an option that takes several
+
 
 def fetched(context: typer.Context, model: Path | None) -> Path | None:
-    """The folder of a model, which is fetched from the Hub where its name says so."""
-    if model is None or context.resilient_parsing:  # the shell completes a line that has a model
+    """The folder of a model, downloaded if the name is one of the Hub."""
+    if model is None or context.resilient_parsing:  # the shell is completing the line
         return model
     from metatokens.checkpoint import fetch_model
 
     return fetch_model(model)
 
 
-def choice(meaning: str, *names: str) -> dict[str, Any]:
-    """The help and the shell's completion of an option that takes one of these names."""
-    listed = f"{', '.join(names[:-1])} or {names[-1]}"
-    return {"help": f"{meaning}: {listed}.", "autocompletion": lambda: list(names)}
+def either(choices: Any) -> str:
+    """The names of a `Literal`, for a help text."""
+    *others, last = get_args(choices)
+    return f"{', '.join(others)} or {last}"
 
 
-def _recipe(settings: str, *, of_finetuning: bool) -> Any:
-    def names() -> list[str]:
-        from metatokens.recipe import recipe_names
+def load(model: Path, device: str | None, dtype: str | None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The model of a folder and its tokenizer."""
+    from metatokens.checkpoint import load_model
+    from metatokens.data.tokenizer import load_tokenizer
 
-        tuning = ("_finetune", *(f"_{task}" for task in TASKS))
-        return [name for name in recipe_names() if name.endswith(tuning) == of_finetuning]
-
-    help = f"{settings}: a YAML file, or the name of a recipe that comes with the package."
-    return typer.Option("--recipe", metavar="FILE|NAME", help=help, autocompletion=names)
+    return load_model(model, device=device, dtype=dtype), load_tokenizer(str(model))
 
 
-CORPUS = "builtin, a file or glob (.txt, .jsonl, .gz, .parquet), or hf:NAME:CONFIG"
-TOKENIZER = "gpt2, a folder, or train:N, which trains one of N tokens on the corpus"
-RECORDS = "JSON lines of prompt, markers and completion"
-LANDMARK_RULES = ("line", "paragraph", "sentence", "every:N")
-DTYPES = ("float32", "bfloat16")
-DEVICES = ("cpu", "cuda")
-CONDITIONS = ("paper", "landmark", "none", "decoy", "long_prompt")
+def _recipe_names(*, of_finetuning: bool) -> Callable[[], list[str]]:
+    endings = ("_finetune", *(f"_{task}" for task in TASKS))
+    return lambda: [name for name in recipe.recipe_names() if name.endswith(endings) == of_finetuning]
+
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")]
 ResultFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Append the JSON lines to this file.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines in place of a table, on a terminal too.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what the output folder holds.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines instead of a table, even on a terminal.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the contents of the output folder.")]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting of the recipe; may be repeated."),
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting of the recipe; repeatable."),
 ]
 Lora = Annotated[
     str | None,
-    typer.Option(
-        "--lora", metavar="rank=N", help="Train adapters of this rank in place of the model's weights (PEFT)."
-    ),
+    typer.Option("--lora", metavar="rank=N", help="Train LoRA adapters of this rank instead of the weights (PEFT)."),
 ]
 Model = Annotated[
     Path,
@@ -63,39 +65,50 @@ Model = Annotated[
         "--model",
         metavar="DIR|hf:NAME",
         callback=fetched,
-        help="The model: a folder with its tokenizer, hf:NAME from the Hub, or example, which comes along.",
+        help="A folder with a model and its tokenizer, hf:NAME from the Hub, or example (bundled).",
     ),
 ]
 Landmarks = Annotated[
     str | None,
     typer.Option(
-        "--landmarks", metavar="RULE", **choice("Put a meta-token into the text behind each", *LANDMARK_RULES)
+        "--landmarks",
+        metavar="RULE",
+        help="Put a meta-token after each line, paragraph or sentence, or after every:N tokens.",
+        autocompletion=lambda: ["line", "paragraph", "sentence", "every:N"],
     ),
 ]
 Device = Annotated[
-    str | None,
+    recipe.Device | None,
     typer.Option(
-        "--device", metavar="NAME", **choice("Where the model runs (by default on a GPU if there is one)", *DEVICES)
+        "--device",
+        metavar="NAME",
+        help=f"Where the model runs: {either(recipe.Device)}; by default on a GPU if there is one.",
     ),
 ]
 Dtype = Annotated[
-    str | None,
-    typer.Option("--dtype", metavar="NAME", **choice("Type of the model's numbers (by default as saved)", *DTYPES)),
+    recipe.Dtype | None,
+    typer.Option(
+        "--dtype", metavar="NAME", help=f"Number type of the weights: {either(recipe.Dtype)}; by default as saved."
+    ),
 ]
 BatchSize = Annotated[
-    int | None, typer.Option("--batch-size", metavar="N", min=1, help="Sequences at a time, which memory bounds.")
+    int | None, typer.Option("--batch-size", metavar="N", min=1, help="Sequences per batch, limited by memory.")
 ]
 Name = Annotated[
-    str | None, typer.Option(metavar="NAME", help="The model's name in the results; by default its folder.")
+    str | None, typer.Option(metavar="NAME", help="Name of the model in the results; by default its folder.")
 ]
-Task = Annotated[str, typer.Option("--task", metavar="TASK", **choice("The task", *TASKS))]
+Task = Annotated[recipe.Task, typer.Option("--task", metavar="TASK", help=f"The task: {either(recipe.Task)}.")]
 TaskOrData = Annotated[
-    str | None, typer.Option("--task", metavar="TASK", **choice("The task, unless --data is given", *TASKS))
+    recipe.Task | None,
+    typer.Option("--task", metavar="TASK", help=f"The task, unless --data is given: {either(recipe.Task)}."),
 ]
+Data = Annotated[Path | None, typer.Option("--data", metavar="FILE", help=f"Your own records: {RECORDS}.")]
 Condition = Annotated[
-    str,
+    recipe.Condition,
     typer.Option(
-        metavar="NAME", **choice("Meta-tokens of the prompts (as in the paper, none, or idle ones too)", *CONDITIONS)
+        "--condition",
+        metavar="NAME",
+        help=f"Meta-tokens of the prompts: {either(recipe.Condition)}; paper marks them as the paper does.",
     ),
 ]
 TaskCorpus = Annotated[
@@ -106,26 +119,32 @@ Intervention = Annotated[
     typer.Option(
         "--intervention",
         metavar="NAME",
-        help="Change to the meta-tokens inside the model: no_pos, no_embed, neither, or noise:S[:meta][:raw].",
+        help="Change the meta-tokens inside the model: no_pos, no_embed, neither, or noise:S[:meta][:raw].",
     ),
 ]
-PretrainRecipe = Annotated[str, _recipe("Settings of the pretraining", of_finetuning=False)]
+PretrainRecipe = Annotated[
+    str,
+    typer.Option(
+        "--recipe",
+        metavar="FILE|NAME",
+        help="Pretraining settings: a YAML file, or the name of a bundled recipe.",
+        autocompletion=_recipe_names(of_finetuning=False),
+    ),
+]
 FinetuneRecipe = Annotated[
     str | None,
-    _recipe(
-        "Settings of the fine-tuning (by default demo_finetune, or pretrained_finetune for weights of 100 MB or more)",
-        of_finetuning=True,
+    typer.Option(
+        "--recipe",
+        metavar="FILE|NAME",
+        help="Fine-tuning settings: a YAML file, or the name of a bundled recipe; by default demo_finetune, or "
+        "pretrained_finetune for weights of 100 MB or more.",
+        autocompletion=_recipe_names(of_finetuning=True),
     ),
 ]
-SEVERAL = "LENGTH,..."  # of an option that takes several
 
 
 def parse_lengths(text: str, *, least: int = 1, name: str = "lengths") -> list[int]:
-    """Lengths, or other whole numbers of at least `least`, separated by commas.
-
-    Raises:
-        UserError: if that is not what the text is.
-    """
+    """Read lengths, or other whole numbers of at least `least`, separated by commas."""
     try:
         lengths = [int(part) for part in text.split(",")]
     except ValueError:

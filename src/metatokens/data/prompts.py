@@ -3,10 +3,13 @@
 Text is never searched for a marker unasked: what looks like one stays text.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.landmarks import Landmarks
@@ -72,6 +75,40 @@ def encode_chat(
     for segment in others:
         ids += [meta_token_id(tokenizer), *encode_segment(segment)]
     return ids if landmarks is None else Landmarks(tokenizer, landmarks).put_into(ids)
+
+
+def read_messages(file: Path) -> list[dict[str, str]]:
+    """Read a chat, a JSON list of messages with `role` and `content`.
+
+    Raises:
+        UserError: if the file cannot be read, or holds something else.
+    """
+    try:
+        messages = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} cannot be read as JSON: {' '.join(str(error).split())}.") from error
+    if not (isinstance(messages, list) and messages) or not all(
+        isinstance(one, dict)
+        and one.keys() == {"role", "content"}
+        and all(isinstance(part, str) for part in one.values())
+        for one in messages
+    ):
+        raise UserError(f'{file} must hold a list of messages, such as [{{"role": "user", "content": "Hello"}}].')
+    return messages
+
+
+def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
+    """Apply the tokenizer's chat template to messages, up to where the answer begins.
+
+    Raises:
+        UserError: if there is no template, or it refuses the messages, such as two user messages in succession.
+    """
+    if tokenizer.chat_template is None:
+        raise UserError("the model's tokenizer has no chat template.")
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:
+        raise UserError(f"the chat template does not take these messages: {error}.") from error
 
 
 def _split(text: str, marker: str) -> list[str]:

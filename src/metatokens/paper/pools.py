@@ -20,7 +20,7 @@ from metatokens.errors import UserError
 from metatokens.machine import available_cores, end_with_parent, keep_freed_memory, worker_context
 from metatokens.paper.plan import Stage
 from metatokens.paper.runner import Outcome, Runner
-from metatokens.recipe import parse_yaml
+from metatokens.recipe import Executor, parse_yaml
 from metatokens.training.trainer import Progress, unwatched
 
 TRIES = 3  # of a job that the cluster ended
@@ -61,7 +61,7 @@ class Pool(Protocol):
         ...
 
 
-def open_pool(runner: Runner, executor: str, workers: int | None, job: Mapping[str, Any]) -> Pool:
+def open_pool(runner: Runner, executor: Executor, workers: int | None, job: Mapping[str, Any]) -> Pool:
     """The workers of an executor's name: `processes`, `slurm`, or `local`, which makes jobs as `slurm` does, but here.
 
     Args:
@@ -71,14 +71,12 @@ def open_pool(runner: Runner, executor: str, workers: int | None, job: Mapping[s
         job: settings of a job, of submitit's `update_parameters`, such as `slurm_partition`.
 
     Raises:
-        UserError: if the name is unknown, submitit is not installed, or does not know a setting.
+        UserError: if submitit is not installed, or does not know a setting.
     """
     if executor == "processes":
         if job:
             raise UserError("--job sets what a cluster's job gets; it goes with --executor slurm.")
         return ProcessPool(runner, workers or len(gpus()) or available_cores())
-    if executor not in ("slurm", "local"):
-        raise UserError(f"unknown executor {executor!r}; choose processes, slurm or local.")
     return JobPool(runner, executor, workers or (64 if executor == "slurm" else available_cores()), job)
 
 

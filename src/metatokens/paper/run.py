@@ -17,6 +17,7 @@ from metatokens.paper.presets import preset
 from metatokens.paper.run_log import RunLog
 from metatokens.paper.runner import WEIGHTS, Runner
 from metatokens.paper.variants import Preset
+from metatokens.recipe import Executor
 from metatokens.records import ModelInfo, RunInfo, library_versions, now
 from metatokens.training.run_folder import open_run
 
@@ -28,7 +29,7 @@ def reproduce(
     corpus: str | None = None,
     book: str | None = None,
     table: str | None = None,
-    executor: str = "processes",
+    executor: Executor = "processes",
     workers: int | None = None,
     job: Mapping[str, Any] | None = None,
     overwrite: bool = False,
@@ -47,7 +48,7 @@ def reproduce(
         overwrite: replace another run in `out`.
 
     Raises:
-        UserError: if the preset, the table or the executor is unknown, the folder holds something else, or a worker
+        UserError: if the preset or the table is unknown, the folder holds something else, or a worker
             was killed.
     """
     sizes = preset(name)

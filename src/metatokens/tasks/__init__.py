@@ -1,3 +1,7 @@
 """The paper's four recall tasks as records of prompt and completion."""
 
-TASKS = ("list_recall", "segment_counting", "parity", "copying")  # each a module of this folder
+from typing import get_args
+
+from metatokens.recipe import Task
+
+TASKS: tuple[str, ...] = get_args(Task)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
 
-from metatokens.records import Condition, Split
+from metatokens.recipe import Condition, Split
 
 
 def stable_hash(text: str) -> int:

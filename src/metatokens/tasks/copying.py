@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from metatokens.errors import UserError
-from metatokens.records import Split
+from metatokens.recipe import Split
 from metatokens.tasks.content import Content
 
 QUESTION = "Q: Copy the bracketed text."

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from metatokens.data.corpus import read_corpus
 from metatokens.data.tokenizer import text_vocab_size
 from metatokens.errors import UserError
-from metatokens.records import Condition, Split
+from metatokens.recipe import Condition, Split
 from metatokens.tasks import TASKS, copying
 from metatokens.tasks.content import Content, stable_hash
 from metatokens.tasks.encoding import SegmentEncoder

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.errors import UserError
-from metatokens.records import MARKER, Condition, ExampleRecord, Split, split_at
+from metatokens.recipe import Condition, Split
+from metatokens.records import MARKER, ExampleRecord, split_at
 from metatokens.tasks.encoding import SegmentEncoder
 
 _ORIGIN = {"task", "phase", "seed", "index", "split", "condition"}  # fields that say where an example comes from

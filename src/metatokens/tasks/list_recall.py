@@ -13,7 +13,7 @@ before it. This module follows the example: the question gives a place, and the 
 
 import numpy as np
 
-from metatokens.records import Split
+from metatokens.recipe import Split
 from metatokens.tasks.content import Content, split_of
 from metatokens.tasks.inventory import INVENTORY, draw_lists, gap_before, line_ends, list_pieces
 

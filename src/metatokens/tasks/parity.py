@@ -7,7 +7,7 @@ answer    0
 
 import numpy as np
 
-from metatokens.records import Split
+from metatokens.recipe import Split
 from metatokens.tasks.content import Content, split_of
 
 QUESTION = "Q: What is the XOR of all bits before this pause?"

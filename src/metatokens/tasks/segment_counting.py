@@ -11,7 +11,7 @@ The paper's example (appendix "Example Prompts") brackets a whole list; here the
 
 import numpy as np
 
-from metatokens.records import Split
+from metatokens.recipe import Split
 from metatokens.tasks.content import Content, split_of
 from metatokens.tasks.inventory import INVENTORY, draw_lists, gap_before, line_ends, list_pieces
 
