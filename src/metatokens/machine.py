@@ -8,6 +8,7 @@ import sys
 import threading
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
+from typing import Any
 
 # Options of glibc's malloc.h with their values: serve every allocation from the heap, return nothing to the kernel, and
 # ask the kernel for 256 MiB more than is needed each time.
@@ -62,7 +63,7 @@ def end_with_parent(*watched: connection.Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
-    sentinels = [parent.sentinel, *watched]
+    sentinels: list[Any] = [parent.sentinel, *watched]
 
     def wait() -> None:
         connection.wait(sentinels)
