@@ -13,17 +13,25 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-TRAINING = [
-    "training.save_steps=2",
-    "training.logging_steps=1",
-    "training.eval_steps=0",
-    "training.per_device_train_batch_size=4",
-]
+TRAINING = ["save_steps=2", "logging_steps=1", "eval_steps=0", "per_device_train_batch_size=4"]
 SIZES = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2", "data.block_size=32"]
 
 
-def settings(*overrides: str) -> list[str]:
-    return [part for override in overrides for part in ("--set", override)]
+def verbs_of(corpus: Path, tokens: Path, model: Path, *, steps: int, tuned: int, prompts: int) -> dict[str, list[str]]:
+    """The commands that go on where they were cut off; each is given `--out`."""
+
+    def train(line: str, *overrides: str) -> list[str]:
+        overrides += tuple(f"training.{setting}" for setting in TRAINING)
+        return [*line.split(), *(part for override in overrides for part in ("--set", override))]
+
+    evaluate = f"evaluate --task parity --model {model} --lengths 64,128 -n {prompts}"
+    lengths = "task.train_lengths=[64, 128]"
+    return {
+        "tokenize": f"tokenize --corpus {corpus} --tokenizer train:400".split(),
+        "pretrain": train("pretrain --recipe demo", f"data.tokens={tokens}", f"training.max_steps={steps}", *SIZES),
+        "finetune": train(f"finetune --task parity --model {model}", lengths, f"training.max_steps={tuned}"),
+        "evaluate": evaluate.split(),
+    }
 
 
 def quickly(quick: Sequence[str], values: Iterable[str]) -> list[Any]:

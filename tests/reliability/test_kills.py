@@ -9,20 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.reliability.commands import SIZES, TRAINING, Commands, left, settings
+from tests.reliability.commands import Commands, left, verbs_of
 
 
 @pytest.fixture(scope="session")
 def verbs(small_corpus: Path, small_store: Any, small_model: Callable[..., Path]) -> dict[str, list[str]]:
     """The commands; each is given `--out`."""
-    pretraining = settings(f"data.tokens={small_store.path}", "training.max_steps=24", *SIZES, *TRAINING)
-    tuning = settings("task.train_lengths=[64, 128]", "training.max_steps=8", *TRAINING)
-    return {
-        "tokenize": ["tokenize", "--corpus", str(small_corpus), "--tokenizer", "train:400"],
-        "pretrain": ["pretrain", "--recipe", "demo", *pretraining],
-        "finetune": ["finetune", "--task", "parity", "--model", str(small_model()), *tuning],
-        "evaluate": ["evaluate", "--task", "parity", "--model", str(small_model()), "--lengths", "64,128", "-n", "40"],
-    }
+    return verbs_of(small_corpus, small_store.path, small_model(), steps=24, tuned=8, prompts=40)
 
 
 @pytest.fixture(scope="session")
