@@ -28,7 +28,15 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]  # as transforme
 
 
 class AttentionKwargs(TypedDict):
-    """Arguments of causal attention that are the same in every block."""
+    """The arguments of an attention module that are the same in every block.
+
+    Attributes:
+        attend: the attention function, of transformers.
+        mask: M, as transformers' `create_causal_mask` makes it for the attention function.
+        rotary: rotary tables for the positions of x, or None.
+        log_keys: (batch or 1, length, 1), the logarithm of the number of keys that each query sees; scalable softmax
+            alone reads it.
+    """
 
     attend: AttentionFunction
     mask: Tensor | None
@@ -37,7 +45,7 @@ class AttentionKwargs(TypedDict):
 
 
 class MetaAttentionKwargs(AttentionKwargs):
-    """Arguments of meta-attention that are the same in every block."""
+    """The same for meta-attention, and the rows that it sees."""
 
     rows: MetaRows
 
@@ -118,14 +126,7 @@ class Attention(nn.Module):
     def project(
         self, x: Tensor, rotary: Rotary | None, log_keys: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of x (batch, length, width), each (batch, heads, length, head size).
-
-        Args:
-            x: the normed residual stream.
-            rotary: rotary tables for the positions of x, or None.
-            log_keys: (batch or 1, length, 1), the logarithm of the number of keys that each query sees; scalable
-                softmax alone reads it.
-        """
+        """Queries, keys and values of x (batch, length, width), each (batch, heads, length, head size)."""
         batch, length, _ = x.shape
         qkv = linear(self.qkv_proj, x).view(batch, length, 3, self.config.num_attention_heads, self.config.head_size)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -157,17 +158,9 @@ class CausalAttention(Attention):
         rotary: Rotary | None,
         log_keys: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
+        """The output for x, both (batch, length, width), and the weights if the attention function returns them.
 
-        Args:
-            x: (batch, length, width).
-            cache: holds earlier keys and values, and takes the new ones.
-            attend: the attention function, of transformers.
-            mask: M, as transformers' `create_causal_mask` makes it for the attention function.
-            rotary, log_keys: see `project`.
-
-        Returns:
-            The output, (batch, length, width), and the attention weights if the attention function returns them.
+        `cache` holds earlier keys and values, and takes the new ones; see `AttentionKwargs` for the other arguments.
         """
         q, k, v = self.project(x, rotary, log_keys)
         if cache is not None and self.second:
@@ -208,8 +201,9 @@ class MetaAttention(Attention):
             attend: the model's attention function. Only transformers' eager one is called; sdpa replaces any other.
             mask: a mask over all positions, (batch, heads or 1, length, total), needed where the model was given one of
                 four dimensions and where `attend` is the eager function. None means that the rows' order decides.
-            rotary: see `project`; of these rows.
-            log_keys: see `project`; of these rows.
+            rotary: rotary tables for the positions of these rows, or None.
+            log_keys: (batch, most, 1), the logarithm of the number of meta-tokens that each row sees; for scalable
+                softmax.
 
         Returns:
             The output, (batch, most, width), arbitrary in padded rows; and the weights of the eager function, (batch,

@@ -75,20 +75,20 @@ def attention_function(
     x: Tensor,
     attention_mask: Tensor | None,
     cache: Cache | None,
-    packed_positions: Tensor | None,
+    packed: Tensor | None,
     *,
     needs_weights: bool,
 ) -> tuple[AttentionFunction, Any]:
     """The attention function, and the causal mask M in the form that this function takes.
 
     Only the eager function returns attention weights, so it replaces any other where they are needed. From positions
-    transformers infers packed sequences, one at each jump, so it gets none unless the sequences are packed.
+    transformers infers packed sequences, one at each jump, so it only gets those of packed sequences.
     """
     if needs_weights and config._attn_implementation != "eager":
         config = copy(config)
         config._attn_implementation = "eager"
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
-    mask = create_causal_mask(config, x, attention_mask, cache, packed_positions)
+    mask = create_causal_mask(config, x, attention_mask, cache, packed)
     if attend is eager_attention_forward and mask.dtype == torch.bool:  # a given mask of four dimensions; to be added
         mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, torch.finfo(x.dtype).min)
     return attend, mask

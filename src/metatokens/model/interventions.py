@@ -58,17 +58,15 @@ class Intervention:
         """
         kind, *options = name.split(":")
         try:
-            return cls.kinds[kind].from_options(options)
-        except (KeyError, ValueError):
+            return cls.kinds[kind].from_options(*options)
+        except (KeyError, TypeError, ValueError):
             allowed = ", ".join(one.usage for one in cls.kinds.values())
             raise UserError(f"no intervention {name!r}; allowed are {allowed}.") from None
 
     @classmethod
-    def from_options(cls, options: list[str]) -> Self:
-        """The intervention with what follows its name, split at colons; a ValueError if it has no such options."""
-        if options:
-            raise ValueError
-        return cls()
+    def from_options(cls, *options: str) -> Self:
+        """The intervention with what follows its name, split at colons; a TypeError or ValueError if it has no such."""
+        return cls(*options)
 
     def __str__(self) -> str:
         return self.usage
@@ -142,12 +140,12 @@ class Noise(Intervention, usage="noise:S[:meta][:raw] with S at least 0"):
     is_random = True
 
     @classmethod
-    def from_options(cls, options: list[str]) -> "Noise":
-        """Noise with options such as `["0.5", "meta", "raw"]`."""
-        scale, flags = float(options[0] if options else ""), options[1:]
-        if not 0 <= scale < math.inf or flags not in ([], ["meta"], ["raw"], ["meta", "raw"]):
+    def from_options(cls, *options: str) -> "Noise":
+        """Noise with options such as `"0.5", "meta", "raw"`."""
+        scale, *flags = options
+        if not 0 <= float(scale) < math.inf or flags not in ([], ["meta"], ["raw"], ["meta", "raw"]):
             raise ValueError
-        return cls(scale, "meta" in flags, "raw" in flags)
+        return cls(float(scale), "meta" in flags, "raw" in flags)
 
     def __str__(self) -> str:
         scale = str(self.scale).removesuffix(".0")
@@ -221,7 +219,8 @@ class _Hooks:
 
     def __init__(self, intervention: Intervention, meta_token_id: int | None, seed: int):
         self.intervention, self.meta_token_id = intervention, -1 if meta_token_id is None else meta_token_id
-        self.noise = _Noise(seed)
+        self.generator = np.random.default_rng(seed)
+        self.rows: np.ndarray | None = None  # the noise of each position, (positions, width)
         self.is_meta: Tensor  # (batch, length, 1), of the current forward pass
 
     def on_embedding(self, module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
@@ -236,24 +235,15 @@ class _Hooks:
         cos, sin = self.intervention.change_rotary(output, module, lambda width: self.noise(args[1], width))
         return self._select(cos, output[0]), self._select(sin, output[1])
 
+    def noise(self, position_ids: Tensor, width: int) -> Tensor:
+        """The noise of positions (batch or 1, length), drawn in order, so that later positions change none before."""
+        rows = np.empty((0, width), dtype=np.float32) if self.rows is None else self.rows
+        if (missing := int(position_ids.max()) + 1 - len(rows)) > 0:
+            rows = np.concatenate([rows, self.generator.standard_normal((missing, width), dtype=np.float32)])
+        self.rows = rows
+        return torch.from_numpy(rows[position_ids.cpu().numpy()]).to(position_ids.device)
+
     def _select(self, changed: Tensor, plain: Tensor) -> Tensor:
         """`changed`, (batch or 1, length, features), where the intervention applies."""
         changed = changed.to(plain)
         return changed if self.intervention.is_everywhere else torch.where(self.is_meta, changed, plain)
-
-
-class _Noise:
-    """Standard normal numbers by position, drawn in the order of positions, so that later ones change none before."""
-
-    def __init__(self, seed: int):
-        self.generator = np.random.default_rng(seed)
-        self.rows: np.ndarray | None = None
-
-    def __call__(self, position_ids: Tensor, width: int) -> Tensor:
-        """(batch or 1, length) -> (batch or 1, length, width), on the same device; always of the same width."""
-        rows = np.empty((0, width), dtype=np.float32) if self.rows is None else self.rows
-        missing = int(position_ids.max()) + 1 - len(rows)
-        if missing > 0:
-            rows = np.concatenate([rows, self.generator.standard_normal((missing, width), dtype=np.float32)])
-        self.rows = rows
-        return torch.from_numpy(rows[position_ids.cpu().numpy()]).to(position_ids.device)

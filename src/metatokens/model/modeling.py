@@ -205,20 +205,24 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         elif self.rotary_emb is not None:  # the angles t / theta^(2i/d), as cosines and sines
             rotary = self.rotary_emb(x, position_ids)
 
-        packed_positions = position_ids if is_packed else None
-        is_weighed = kwargs.get("output_attentions", self.config.output_attentions)
+        needs_weights = kwargs.get("output_attentions", self.config.output_attentions)
+        packed = position_ids if is_packed else None
         attend, mask = attention_function(
-            self.config, x, attention_mask, past_key_values, packed_positions, needs_weights=is_weighed
+            self.config, x, attention_mask, past_key_values, packed, needs_weights=needs_weights
         )
         causal: AttentionKwargs = {"attend": attend, "mask": mask, "rotary": rotary, "log_keys": None}
         meta: MetaAttentionKwargs | None = None
         if rows is not None:
-            needs_mask = attend is eager_attention_forward or (attention_mask is not None and attention_mask.ndim == 4)
-            meta = {"rows": rows, "attend": attend, "mask": None, "rotary": None, "log_keys": None}
-            meta["mask"] = mask if needs_mask else None
-            meta["rotary"] = None if rotary is None else (rows.gather(rotary[0]), rows.gather(rotary[1]))
+            is_masked = attend is eager_attention_forward or (attention_mask is not None and attention_mask.ndim == 4)
+            meta = {
+                "rows": rows,
+                "attend": attend,
+                "mask": mask if is_masked else None,
+                "rotary": None if rotary is None else (rows.gather(rotary[0]), rows.gather(rotary[1])),
+                "log_keys": None,
+            }
             if past_key_values is not None and not torch.compiler.is_compiling():
-                past_key_values.layers[0].check_second(rows, is_masked=needs_mask)
+                past_key_values.layers[0].check_second(rows, is_masked=is_masked)
         if self.config.attention_scale == "log_length":
             causal["log_keys"] = _log(span.key_counts(attention_mask), x.dtype)
             if rows is not None and meta is not None:
