@@ -4,7 +4,8 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,10 @@ def stage_of(module: str) -> str:
     return module.replace("/", ".").removeprefix("metatokens").strip(".").split(".")[0]
 
 
+def tree_of(module: str) -> ast.AST:
+    return ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
+
+
 def imported(tree: ast.AST) -> Iterator[str]:
     """The modules of this package that a module imports, inside functions too."""
     for node in ast.walk(tree):
@@ -61,9 +66,41 @@ def test_every_stage_is_in_the_order() -> None:
 
 @pytest.mark.parametrize("module", [module for module in MODULES if module != "__init__"])
 def test_imports_go_one_way(module: str) -> None:
-    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
     allowed = ORDER[: ORDER.index(stage_of(module)) + 1]
-    assert [name for name in imported(tree) if stage_of(name) not in allowed] == []
+    assert [name for name in imported(tree_of(module)) if stage_of(name) not in allowed] == []
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if stage_of(module) == "model"])
+def test_the_model_can_be_taken_by_itself(module: str) -> None:
+    assert {stage_of(name) for name in imported(tree_of(module))} <= {"errors", "machine", "model"}
+
+
+def circle_in(sources: Mapping[str, ast.AST]) -> list[str]:
+    """Modules that import one another, by name, the first one at the end again; empty if there are none."""
+    names = {"metatokens." + module.replace("/", ".").removesuffix(".__init__"): module for module in sources}
+    graph: dict[str, set[str]] = {}
+    for name, module in names.items():
+        found = set(imported(sources[module]))
+        for node in ast.walk(sources[module]):  # a submodule may be imported from its folder
+            if isinstance(node, ast.ImportFrom):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        graph[name] = found & names.keys()
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_modules_import_one_another() -> None:
+    assert circle_in({module: tree_of(module) for module in MODULES if module != "__init__"}) == []
+    lines = {
+        "a": "from metatokens import b",
+        "b": "def f():\n    from metatokens.c.d import e",
+        "c/d": "import metatokens.a",
+    }
+    circle = circle_in({module: ast.parse(line) for module, line in lines.items()})
+    assert set(circle) == {"metatokens.a", "metatokens.b", "metatokens.c.d"}
 
 
 def test_the_check_sees_imports_inside_functions() -> None:
