@@ -1,15 +1,14 @@
-"""The records in a run's files, one JSON object a line: what is measured writes them, and the report reads them.
+"""The records in files of lines, one JSON object per line. Measurements write them, and reports read them.
 
-This module brings neither torch nor transformers, so that a report is drawn where there is none.
+These records are the only interface between measuring and reporting. This module imports neither torch nor
+transformers, so that reports can be made without them.
 """
 
 import gzip
 import importlib.metadata
-import json
 import platform
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -20,11 +19,11 @@ from metatokens.errors import UserError
 from metatokens.files import append_lines
 from metatokens.recipe import Condition, Split
 
-MARKER = " _PAUSE_"  # how a meta-token is shown in the prompt of a task or a record
-QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # that a measurement gives
-LOOKS = "looks"  # the folder of a run's pages of what its models attend to, each named by its task
-PACKED = ".gz"  # what a compressed file has at its name's end
-_GZIP = b"\x1f\x8b"  # begins what is compressed, and no text
+MARKER = " _PAUSE_"  # stands for a meta-token in the prompt of a task or a record
+QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # of a measurement
+LOOKS = "looks"  # a run's folder of pages of attention, one for each task
+PACKED = ".gz"  # the suffix of a compressed file
+_GZIP = b"\x1f\x8b"  # the first bytes of a compressed file, and of no text
 
 Metric = Literal["exact_match", "token_accuracy", "perplexity", "shortcut", "majority_rate"]
 Analysis = Literal["sharpness", "residual", "rate_distortion"]
@@ -46,7 +45,7 @@ AnalysisMetric = Literal[
     "answer_entropy",
 ]
 KeyClass = Literal["itself", "earlier_meta", "before_meta", "after_meta", "first", "near", "other"]
-Part = Literal["fit", "train", "held_out"]  # of an analysis's prompts; `fit`: few, scored on themselves
+Part = Literal["fit", "train", "held_out"]  # of an analysis's prompts; `fit` is few, which are also scored
 Benchmark = Literal["train", "answers", "prefill", "decode", "length", "compile"]
 
 
@@ -66,12 +65,12 @@ def split_at(prompt: str, offsets: Sequence[int]) -> list[str]:
 
 
 class Record(BaseModel):
-    """A line of a file. A field that it does not know is an error; one that does not apply is null."""
+    """A line of a file. Unknown fields are errors; a field that does not apply is null."""
 
     model_config = ConfigDict(extra="forbid")
 
     def line(self) -> str:
-        """The record as JSON, without its line feed. What is null or empty is left out."""
+        """The record as JSON without a line feed; fields with their defaults are left out."""
         return self.model_dump_json(exclude_defaults=True)
 
 
@@ -128,7 +127,7 @@ class Result(Measured):
 
 
 class Measurement(Measured):
-    """A value measured inside a model; entropies, rates and distortions are in nats."""
+    """A value measured inside a model. Entropies, rates and distortions are in nats."""
 
     model_config = ConfigDict(strict=True)
 
@@ -146,28 +145,28 @@ class Measurement(Measured):
 
     metric: AnalysisMetric
     module: Literal["attention", "second_attention"] | None = None
-    layer: int | None = None  # blocks from 0; of residual states: how many blocks the state has passed
-    head: int | None = None  # with layer null too: all layers and heads together
-    marker: Literal["context", "final"] | None = None  # the meta-tokens within the prompt, or its last one
+    layer: int | None = None  # blocks from 0; for residual states, the number of blocks before
+    head: int | None = None  # if layer is null too, all layers and heads together
+    marker: Literal["context", "final"] | None = None  # the meta-tokens within the prompt, or the last one
     subject: Literal["meta", "text"] | None = None  # the meta-token, or the nearest text token before it
-    keys: KeyClass | None = None  # what is attended to
-    premise: bool | None = None  # of the rows counted: whether alpha > exp(-H) held at the boosted key
-    boosted: bool | None = None  # of the rows counted: whether that key's log-odds rose
-    distance: int | None = None  # tokens; D holds the distances above the next smaller one, up to D
+    keys: KeyClass | None = None
+    premise: bool | None = None  # whether alpha > exp(-H) held at the boosted key, in the rows counted
+    boosted: bool | None = None  # whether that key's log-odds rose, in the rows counted
+    distance: int | None = None  # tokens; the upper end of a bin
     position: int | None = None  # in the prompt of one example
     beta: float | None = None
     split: Part | None = None
     fit_seed: int | None = None  # of the bottleneck's training
 
     value: float | None = None  # a mean; null if there was nothing to average
-    n: Annotated[int, Field(ge=0)]  # values averaged
+    n: Annotated[int, Field(ge=0)]  # the number of values averaged
     low: float | None = None  # 95 % interval of the mean, over examples
     high: float | None = None
     quantiles: Annotated[tuple[float, ...], Field(min_length=len(QUANTILES), max_length=len(QUANTILES))] | None = None
 
 
 class CurvePoint(Record):
-    """What was known of a training run after one of its steps: the loss, or how much of a task it had learned."""
+    """A training's loss, or accuracy on its task, after one of its steps."""
 
     model: str
     position_embedding: str | None = None
@@ -176,9 +175,9 @@ class CurvePoint(Record):
     recipe: str | None = None
     seed: int
     step: int
-    text_tokens: int | None = None  # seen until then
+    text_tokens: int | None = None  # read so far
     loss: float | None = None  # nats per target token
-    exact_match: float | None = None  # on `n` test prompts, always the same
+    exact_match: float | None = None  # on the same `n` test prompts at each step
     n: int | None = None
 
     @model_validator(mode="after")
@@ -189,7 +188,7 @@ class CurvePoint(Record):
 
 
 class Timing(Measured):
-    """How long a unit of work took one contestant, and the ratio to what it took another in the same rounds.
+    """The time of a unit of work for one contestant, and its ratio to another's time in the same rounds.
 
     Low and high are the quartiles of the rounds.
     """
@@ -201,25 +200,25 @@ class Timing(Measured):
     parameters: int
     length: int  # positions
     batch: int
-    text_tokens: int  # of a unit of work
+    text_tokens: int  # per unit of work
     n: Annotated[int, Field(ge=1)]  # rounds
-    repeats: int  # units of work in each
-    first: float | None = None  # seconds of the very first unit of work, whatever it has to be compiled for
-    rounds: list[float]  # seconds that a unit of work took in each, on average
+    repeats: int  # units of work per round
+    first: float | None = None  # seconds of the first unit of work, including compilation
+    rounds: list[float]  # mean seconds per unit of work in each round
     seconds: float  # their median
     low: float
     high: float
     ratio: float  # the median of the rounds' ratios
     ratio_low: float
     ratio_high: float
-    limit: float  # of the ratio: what the functions need
+    limit: float  # the ratio of the operations that the two functions need
     ratio_per_text_token: float
     limit_per_text_token: float
-    over_products: float  # seconds over what matrix products alone took, scaled by what the contestant needs
-    flops: int | None = None  # that the function needs; null in decoding
-    counted_flops: int | None = None  # as PyTorch counts them, the masked half of causal attention included
+    over_products: float  # seconds, relative to those of the matrix products that the contestant needs
+    flops: int | None = None  # operations that the function needs; null in decoding
+    counted_flops: int | None = None  # as PyTorch counts them, with the masked half of causal attention
     reads: int | None = None  # bytes that decoding must read
-    memory: int | None = None  # bytes, the most in use during a unit of work less those in use before it
+    memory: int | None = None  # peak bytes in use during a unit of work, less those in use before it
     dtype: str
     threads: int
     device: str
@@ -269,28 +268,28 @@ class ExampleRecord(Record):
 
 
 class Stage(Record):
-    """One stage of a run, and the time it took. What does not apply is null, and all but the name in older files."""
+    """A stage of a run, and the time that it took."""
 
     name: str
     kind: str | None = None  # such as pretrain, finetune, evaluate, raw-noise, rate-distortion
-    model: str | None = None  # as results have it, and what follows
+    model: str | None = None  # this and what follows as in `About`
     position_embedding: str | None = None
     seed: int | None = None
     recipe: str | None = None
     task: str | None = None
     condition: str | None = None
-    train_length: int | None = None  # tokens; null of stages that go through several
+    train_length: int | None = None  # null for stages that go through several
     seconds: float  # by the clock
     cpu_seconds: float | None = None
 
     @property
     def cost(self) -> float:
-        """Seconds of one core; by the clock where the other is not known."""
+        """Seconds of one core, or seconds by the clock where those are unknown."""
         return self.seconds if self.cpu_seconds is None else self.cpu_seconds
 
 
 class ModelInfo(Record):
-    """What a run says about one of its models."""
+    """One of a run's models."""
 
     parameters: int | None = None
     weights_sha256: str | None = None
@@ -298,7 +297,7 @@ class ModelInfo(Record):
 
 
 class RunInfo(Record):
-    """A run's `run.json`: what was run, where, with which settings. Everything may be absent."""
+    """A run's `run.json`: commands, settings, machine and stages. Every field may be absent."""
 
     command: str | None = None
     preset: str | None = None
@@ -320,7 +319,7 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
 def library_versions() -> dict[str, str]:
-    """The versions a figure depends on, by package name."""
+    """The versions of Python and of the packages that figures depend on."""
     packages = ("metatokens", "torch", "transformers")
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
 
@@ -331,18 +330,14 @@ def now() -> str:
 
 
 def stamped(records: Iterable[Record]) -> Iterator[Record]:
-    """The records, those of measured figures with versions and time: for lines that belong to no run."""
+    """The records, with versions and time in those of measured figures, for lines outside a run."""
     made = {"versions": library_versions(), "created": now()}
     for record in records:
         yield record.model_copy(update=made) if isinstance(record, Measured) else record
 
 
 def append_records(path: Path, records: Iterable[Record]) -> None:
-    """Append records to a file, one line each.
-
-    Raises:
-        UserError: if the file cannot be written, which then is as it was.
-    """
+    """Append records to a file, one line each, or leave it unchanged if it cannot be written."""
     try:
         append_lines(path, (record.line() for record in records))
     except OSError as error:
@@ -350,93 +345,25 @@ def append_records(path: Path, records: Iterable[Record]) -> None:
 
 
 def lines_file(folder: Path, name: str) -> Path:
-    """The file of lines in a run's folder: `NAME.jsonl` or, where there is none, `NAME.jsonl.gz`."""
+    """The file of lines in a run's folder: `NAME.jsonl` if it exists, otherwise `NAME.jsonl.gz`."""
     plain = folder / f"{name}.jsonl"
     return plain if plain.exists() else plain.with_name(plain.name + PACKED)
 
 
 def read_lines(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:
-    """The records of a file, which may be compressed (gzip).
-
-    Raises:
-        UserError: if the file cannot be read, or a line is no such record; the sentence names file and line.
-    """
-    # Only a line feed ends a record: a text may hold the other line separators that str.splitlines knows.
+    """The records of a file, which may be compressed (gzip). Errors name the file and the line."""
+    # Only a line feed ends a record: str.splitlines would also split at other separators inside a text.
     lines = enumerate(read_text(path).split("\n"), start=1)
     return [_validate(kind, line, f"{path}, line {number}") for number, line in lines if line.strip()]
 
 
 def read_record(path: Path, kind: type[AnyRecord]) -> AnyRecord:
-    """The record that a file is as a whole.
-
-    Raises:
-        UserError: if the file cannot be read, or is no such record.
-    """
+    """The record that a whole file holds."""
     return _validate(kind, read_text(path), str(path))
 
 
-@dataclass
-class RunLines:
-    """Everything that run folders and files of lines hold, in the order in which it was read."""
-
-    results: list[Result] = field(default_factory=list)
-    measurements: list[Measurement] = field(default_factory=list)
-    points: list[CurvePoint] = field(default_factory=list)
-    timings: list[Timing] = field(default_factory=list)
-    examples: list[ExampleRecord] = field(default_factory=list)
-    runs: list[RunInfo] = field(default_factory=list)
-    looks: dict[str, Path] = field(default_factory=dict)  # by task, a page of what models attend to
-
-
-def read_runs(paths: Sequence[Path]) -> RunLines:
-    """Read run folders and files of lines.
-
-    Args:
-        paths: folders that hold `results.jsonl` and may hold `analysis.jsonl`, `curves.jsonl`, `examples.jsonl` and
-            `run.json`, and pages in `looks`, or files of result lines, or of lines that `benchmarks.speed` wrote.
-            Files of lines may be compressed (`results.jsonl.gz`).
-
-    Raises:
-        UserError: if a path is missing or unreadable, a line or file is malformed, or there is no result at all.
-    """
-    lines = RunLines()
-    for path in paths:
-        file = lines_file(path, "results") if path.is_dir() else path
-        if path != file and not file.is_file():
-            raise UserError(f"the folder {path} holds no results.jsonl; give a run folder or a file of result lines.")
-        if _is_of_benchmark(file):
-            lines.timings += read_lines(file, Timing)
-            continue
-        lines.results += read_lines(file, Result)
-        if path.is_dir():
-            lines.measurements += _read_if_there(lines_file(path, "analysis"), Measurement)
-            lines.points += _read_if_there(lines_file(path, "curves"), CurvePoint)
-            lines.examples += _read_if_there(lines_file(path, "examples"), ExampleRecord)
-            lines.runs += [read_record(path / "run.json", RunInfo)] if (path / "run.json").exists() else []
-            lines.looks |= {page.stem: page for page in sorted((path / LOOKS).glob("*.html"))}
-    if not lines.results:
-        raise UserError(f"there is no result in {', '.join(map(str, paths)) or 'an empty list of files'}.")
-    return lines
-
-
-def _is_of_benchmark(file: Path) -> bool:
-    """Whether a file's first line is one of `benchmarks.speed`; what cannot be read is left to who reads it."""
-    try:
-        return "benchmark" in json.loads(read_text(file).partition("\n")[0])
-    except (ValueError, TypeError, RecursionError):  # UserError is a ValueError
-        return False
-
-
-def _read_if_there(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:
-    return read_lines(path, kind) if path.exists() else []
-
-
 def read_text(path: Path) -> str:
-    """The text of a file, which may be compressed (gzip).
-
-    Raises:
-        UserError: if it cannot be read.
-    """
+    """The text of a file, which may be compressed (gzip)."""
     try:
         content = path.read_bytes()
         return (gzip.decompress(content) if content.startswith(_GZIP) else content).decode()
@@ -447,7 +374,7 @@ def read_text(path: Path) -> str:
 
 
 def _validate(kind: type[AnyRecord], text: str, place: str) -> AnyRecord:
-    """A record from JSON; read as JSON, since a strict record takes a JSON list for a tuple and no other."""
+    """Parse a record from JSON text: in strict mode, a tuple accepts a list only there."""
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:

@@ -30,7 +30,7 @@ ANALYSES: Lines = [
     }
 ]  # fmt: skip
 CURVES: Lines = [
-    {"model": "meta", "seed": 0, "step": step, "loss": 2.0, "task": task, "train_length": 128, "learning_rate": 0.1}
+    {"model": "meta", "seed": 0, "step": step, "loss": 2.0, "task": task, "train_length": 128}
     for step in (1, 2) for task in (None, "parity")
 ]  # fmt: skip
 CURVES.append(
@@ -51,8 +51,12 @@ RUN = {
     "corpus": {"spec": "builtin"}, "models": {"meta": {"parameters": 5, "description": "a model"}}, "wall_seconds": 3.0,
 }  # fmt: skip
 STAGES: Lines = [
-    {"name": name, "seconds": 1.0, "settings": {"seed": 0}, "facts": {}, "lines": {"results": 1}} for name in "ab"
-]
+    {
+        "name": name, "seconds": 1.0, "cpu_seconds": 1.0, "settings": {"seed": 0}, "facts": {}, "lines": {"results": 1},
+        "finished": MADE["created"], "versions": MADE["versions"],
+    }
+    for name in "ab"
+]  # fmt: skip
 RECORDS: Lines = [{"prompt": f"a{MARKER} b", "markers": [1], "completion": " c"}, {"prompt": "a", "completion": "b"}]
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -18,10 +17,7 @@ class InThisProcess:
     def __init__(self, workers: int, context: object, initializer: object, initargs: tuple[Any]):
         pools._reports = initargs[0]
 
-    def __enter__(self) -> "InThisProcess":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def shutdown(self) -> None:
         pass
 
     def submit(self, work: Callable[..., None], *arguments: Any) -> Future[None]:

@@ -258,17 +258,6 @@ def test_weights_that_come_out_otherwise_are_noticed(
     assert said == ["pretrain-gpt2 gave other weights than those that finished stages measured."]
 
 
-def test_weights_of_which_no_checksum_was_kept_may_differ(
-    reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(undisturbed, tmp_path / "run")
-    with moved_without_weights(tmp_path / "run") as facts:
-        del facts["pretrain-gpt2"]["weights_sha256"]
-    reproduce(tmp_path / "run")
-    [said] = [line for line in capsys.readouterr().err.splitlines() if "other weights" in line]
-    assert said.startswith("pretrain-gpt2 may have given other weights")
-
-
 def test_lines_of_a_stage_that_was_cut_off_are_dropped(
     reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -76,8 +76,8 @@ def kill_this_process(*_: object) -> None:
 @pytest.mark.parametrize(
     ("executor", "job", "sentence"),
     [
-        ("processes", {"slurm_partition": "gpu"}, "--job sets what a cluster's job gets"),
-        ("local", {"partitions": "gpu"}, "submitit does not take these jobs: "),
+        ("processes", {"slurm_partition": "gpu"}, "--job gives settings of a cluster's jobs"),
+        ("local", {"partitions": "gpu"}, "submitit refuses these jobs: "),
     ],
 )
 def test_other_executors_and_settings_are_refused(
@@ -102,7 +102,7 @@ def test_a_job_that_is_ended_again_and_again_is_one_sentence(
     monkeypatch.setattr(pools, "_work_as_job", kill_this_process)
     monkeypatch.setattr(submitit.Job, "_results_timeout_s", 1)  # seconds for the answer of a job that was killed
     monkeypatch.setattr(presets, "PRESETS", {"tiny": tiny_preset.tiny(str(small_corpus))})
-    with pytest.raises(UserError, match="the job of tokenize was ended 2 times; what it printed is in ") as caught:
+    with pytest.raises(UserError, match="the job of tokenize was ended 2 times; its output is in ") as caught:
         run.reproduce("tiny", tmp_path / "run", executor="local", workers=1)
     (folder,) = (tmp_path / ".cache" / "metatokens" / "jobs").iterdir()
     assert str(caught.value).endswith(f" {folder}.")

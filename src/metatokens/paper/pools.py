@@ -1,9 +1,10 @@
-"""Where a plan's stages are carried out: in processes of this machine, or as jobs of a cluster."""
+"""The workers that carry out a plan's stages: processes of this machine, or jobs of a cluster."""
 
 import multiprocessing
 import os
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -11,7 +12,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from shutil import rmtree
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import yaml
@@ -23,69 +24,64 @@ from metatokens.paper.runner import Outcome, Runner
 from metatokens.recipe import Executor, parse_yaml
 from metatokens.training.trainer import Progress, unwatched
 
-TRIES = 3  # of a job that the cluster ended
-POLL = 0.5  # seconds between two looks at the jobs
+TRIES = 3  # of a job that the cluster ends
+POLL = 0.5  # seconds between two polls of the jobs
 
 
 class Done(NamedTuple):
-    """What a stage found, and what it took."""
+    """A stage's outcome, and the time that it took."""
 
     outcome: Outcome
     seconds: float  # by the clock
     cpu_seconds: float  # of one core
 
 
-class Pool(Protocol):
-    """Workers that carry out stages; to be used in a `with` statement, whose failure ends what they do."""
+class Pool(ABC):
+    """Workers that carry out stages, for use in a `with` statement; an exception ends their work."""
 
     size: int  # stages at a time
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
+    @abstractmethod
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None: ...
 
+    @abstractmethod
     def submit(self, stage: Stage) -> None:
-        """Begin a stage."""
-        ...
+        """Start a stage."""
 
-    def finished(self) -> Iterable[tuple[str, Done]]:
-        """Wait a little, and give the names of stages that are done, with what they found.
+    @abstractmethod
+    def finished(self) -> Iterator[tuple[str, Done]]:
+        """Wait for up to a second, then give the names and outcomes of stages that are done.
 
         Raises:
-            UserError: if a worker was killed, or a stage met a user's mistake.
+            UserError: if a worker was killed, or a stage raised it.
         """
-        ...
 
     def progress(self) -> Iterator[tuple[str, float]]:
-        """The fraction that a running stage has done, where it is known."""
-        ...
+        """The fraction of each running stage that is done, where it is known."""
+        return iter(())
 
 
 def open_pool(runner: Runner, executor: Executor, workers: int | None, job: Mapping[str, Any]) -> Pool:
-    """The workers of an executor's name: `processes`, `slurm`, or `local`, which makes jobs as `slurm` does, but here.
+    """The workers for an executor: `processes`, `slurm`, or `local`, which runs the jobs of `slurm` on this machine.
 
     Args:
         runner: carries the stages out.
         executor: the name.
-        workers: stages at a time; default: the GPUs that this process may use, or its cores, for `slurm` 64.
-        job: settings of a job, of submitit's `update_parameters`, such as `slurm_partition`.
-
-    Raises:
-        UserError: if submitit is not installed, or does not know a setting.
+        workers: stages at a time; default: the number of GPUs that this process may use, or of cores; for `slurm` 64.
+        job: settings of a job for submitit's `update_parameters`, such as `slurm_partition`.
     """
     if executor == "processes":
         if job:
-            raise UserError("--job sets what a cluster's job gets; it goes with --executor slurm.")
+            raise UserError("--job gives settings of a cluster's jobs, so it needs --executor slurm.")
         return ProcessPool(runner, workers or len(gpus()) or available_cores())
     return JobPool(runner, executor, workers or (64 if executor == "slurm" else available_cores()), job)
 
 
 def job_settings(settings: Iterable[str]) -> dict[str, Any]:
-    """Strings such as `slurm_partition=gpu` as settings of a job; values are read as YAML.
-
-    Raises:
-        UserError: if one is not of that form.
-    """
+    """Parse settings of a job such as `slurm_partition=gpu`, whose values are YAML."""
     parsed = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -99,13 +95,13 @@ def job_settings(settings: Iterable[str]) -> dict[str, Any]:
 
 
 def gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",") if named and torch.cuda.is_available() else [*map(str, range(torch.cuda.device_count()))]
 
 
-class ProcessPool:
-    """Processes of one thread each, since two of them beat one of two threads for small models, and of one GPU each."""
+class ProcessPool(Pool):
+    """Processes with one GPU and one thread each: for small models, two processes are faster than two threads."""
 
     def __init__(self, runner: Runner, size: int):
         self.runner, self.size = runner, size
@@ -116,45 +112,40 @@ class ProcessPool:
         self._pool = ProcessPoolExecutor(size, context, _start_worker, (self._reports, self._gpus))
         self._running: dict[Future[Done], str] = {}
 
-    def __enter__(self) -> "ProcessPool":
-        self._pool.__enter__()
-        return self
-
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if error is not None:
-            # Without this, leaving the pool would wait for stages of minutes.
+        if error is not None:  # do not wait for stages that take minutes
             for process in multiprocessing.active_children():
                 process.terminate()
-        self._pool.__exit__(kind, error, traceback)
+        self._pool.shutdown()
 
     def submit(self, stage: Stage) -> None:
-        """Begin a stage."""
+        """Start a stage."""
         self._running[self._pool.submit(_work_and_report, self.runner, stage)] = stage.name
 
     def finished(self) -> Iterator[tuple[str, Done]]:
-        """Stages that are done, after a second at most."""
+        """Give the stages that are done, after a short wait."""
         done, _ = wait(self._running, timeout=1.0, return_when=FIRST_COMPLETED)
         for future in done:
             try:
                 found = future.result()
             except BrokenProcessPool as error:
                 raise UserError(
-                    f"a worker was killed while it did {', '.join(sorted(self._running.values()))} (too little memory "
-                    "is the usual reason); the same command goes on from here, and --workers 1 needs less."
+                    f"a worker was killed while it did {', '.join(sorted(self._running.values()))} (usually for lack "
+                    "of memory); the same command resumes, and --workers 1 needs less memory."
                 ) from error
             yield self._running.pop(future), found
 
     def progress(self) -> Iterator[tuple[str, float]]:
-        """What workers reported since the last look."""
+        """Give the latest reports of the workers."""
         while not self._reports.empty():
             yield self._reports.get()
 
 
-class JobPool:
-    """Jobs of submitit, one a stage; a job that the cluster ends is submitted again.
+class JobPool(Pool):
+    """submitit jobs, one per stage. A job that the cluster ends is submitted again.
 
-    submitit hands its jobs over in pickles. They lie in a new folder below the user's own cache, which nobody else can
-    write and all nodes must see.
+    submitit passes pickles to its jobs. They are in a new folder below the user's cache, which no other user can write
+    and all nodes must share.
     """
 
     def __init__(self, runner: Runner, cluster: str, size: int, settings: Mapping[str, Any]):
@@ -165,19 +156,16 @@ class JobPool:
         self.runner, self.size = runner, size
         private = Path.home() / ".cache" / "metatokens" / "jobs"
         private.mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(dir=private))  # for the user alone
+        self._folder = Path(tempfile.mkdtemp(dir=private))  # only this user has access
         self._lost = submitit.core.utils.UncompletedJobError
         try:
             self._executor = submitit.AutoExecutor(self._folder, cluster=cluster)
             self._executor.update_parameters(name="metatokens", **{"timeout_min": 120, **settings})
         except (NameError, RuntimeError, ValueError, TypeError) as error:
             rmtree(self._folder)
-            raise UserError(f"submitit does not take these jobs: {' '.join(str(error).split())}") from error
+            raise UserError(f"submitit refuses these jobs: {' '.join(str(error).split())}") from error
         self._running: dict[str, tuple[Any, Stage, int]] = {}
         self._keeps_logs = False
-
-    def __enter__(self) -> "JobPool":
-        return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         for running, _, _ in self._running.values():
@@ -186,11 +174,11 @@ class JobPool:
             rmtree(self._folder, ignore_errors=True)
 
     def submit(self, stage: Stage, tries: int = 1) -> None:
-        """Begin a stage."""
+        """Start a stage."""
         self._running[stage.name] = (self._executor.submit(_work_as_job, self.runner, stage), stage, tries)
 
     def finished(self) -> Iterator[tuple[str, Done]]:
-        """Stages that are done, after half a second."""
+        """Give the stages that are done, after a short wait."""
         time.sleep(POLL)
         for name, (running, stage, tries) in list(self._running.items()):
             if not running.done():
@@ -202,7 +190,7 @@ class JobPool:
                 if tries == TRIES:
                     self._keeps_logs = True
                     raise UserError(
-                        f"the job of {name} was ended {TRIES} times; what it printed is in {self._folder}."
+                        f"the job of {name} was ended {TRIES} times; its output is in {self._folder}."
                     ) from error
                 self.submit(stage, tries + 1)
             else:
@@ -210,18 +198,14 @@ class JobPool:
                     raise found
                 yield name, found
 
-    def progress(self) -> Iterator[tuple[str, float]]:
-        """Nothing: jobs do not tell."""
-        return iter(())
 
-
-_reports: Any = None  # in a worker process: the queue that progress is put into
+_reports: Any = None  # in a worker process: the queue for reports of progress
 
 
 def _start_worker(reports: Any, left: Any) -> None:
     global _reports
     _reports = reports
-    if (gpu := left.get()) is not None:  # workers that see several would all take the first
+    if (gpu := left.get()) is not None:  # workers that see several GPUs would all use the first
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     end_with_parent()
     torch.set_num_threads(1)
@@ -234,7 +218,7 @@ def _work_and_report(runner: Runner, stage: Stage) -> Done:
 def _work_as_job(runner: Runner, stage: Stage) -> Done | UserError | OSError:
     try:
         return _work(runner, stage, unwatched)
-    except (UserError, OSError) as error:  # which the next try would meet again
+    except (UserError, OSError) as error:  # returned, since another try would fail the same way
         return error
 
 

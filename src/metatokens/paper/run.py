@@ -1,4 +1,4 @@
-"""Carries a plan out: what is done is skipped, what was cut off goes on."""
+"""Carry out a plan: skip what is done, resume what was cut off."""
 
 import platform
 import time
@@ -36,20 +36,16 @@ def reproduce(
 ) -> None:
     """Carry out the stages of a preset; write `results.jsonl`, `analysis.jsonl`, `curves.jsonl` and `run.json`.
 
-    The files of lines are plain until the plan is done, and compressed then (`results.jsonl.gz`).
+    The files of lines are plain until the plan is done, and then compressed (`results.jsonl.gz`).
 
     Args:
         name: of the preset.
-        out: the run's folder. The same preset goes on with what is there; another one is refused.
-        corpus: the corpus spec to use in place of the preset's.
-        book: the corpus spec of a text that perplexity is measured on too, in place of the preset's.
-        table: carry out only the stages whose results stand in this table of the paper, and those that they need.
-        executor, workers, job: who carries the stages out, and how many at a time: see `open_pool`.
+        out: the run's folder. A run of the same preset in it is resumed; another one is refused.
+        corpus: a corpus spec in place of the preset's.
+        book: a corpus spec in place of the preset's second text for perplexity.
+        table: carry out only the stages whose results this table of the paper shows, and those that they need.
+        executor, workers, job: see `open_pool`.
         overwrite: replace another run in `out`.
-
-    Raises:
-        UserError: if the preset or the table is unknown, the folder holds something else, or a worker
-            was killed.
     """
     sizes = preset(name)
     sizes = replace(sizes, corpus=corpus or sizes.corpus, book=book or sizes.book)
@@ -64,11 +60,11 @@ def reproduce(
         created, began, is_first = now(), time.monotonic(), not log.entries
         if left or not (out / "run.json").exists():
             pool = open_pool(Runner(out.resolve(), name, sizes), executor, workers, job or {})
-            (out / "run.json").unlink(missing_ok=True)  # which, if this try cannot write it, the next one is to
+            (out / "run.json").unlink(missing_ok=True)  # so that the next try writes it if this one does not
             try:
                 _carry_out(log, plan, left, pool)
             finally:
-                # Of a run that was cut off, the wall time is not known.
+                # The wall time is unknown if the run was cut off before.
                 is_whole = is_first and len(left) == len(log.entries)
                 seconds = round(time.monotonic() - began, 1) if is_whole else None
                 _write_provenance(log, name, sizes, workers=pool.size, created=created, wall_seconds=seconds)
@@ -76,11 +72,7 @@ def reproduce(
 
 
 def unfinished(name: str, out: Path, *, table: str | None = None) -> list[Stage]:
-    """The stages that `reproduce` would carry out.
-
-    Raises:
-        UserError: as `reproduce`.
-    """
+    """The stages that `reproduce` would carry out."""
     plan = select(stages(preset(name)), table)
     log = RunLog(out)
     log.check(plan)
@@ -89,13 +81,13 @@ def unfinished(name: str, out: Path, *, table: str | None = None) -> list[Stage]
 
 
 def _unfinished(log: RunLog, plan: list[Stage]) -> set[str]:
-    """The stages to carry out: those not in the log, and those whose product they need and is not there.
+    """The stages that are not in the log, and those whose product one of them needs and that is missing.
 
-    So a run goes on from its records alone, where the weights were not kept.
+    So a run can go on from its records if the weights were not kept.
     """
     unfinished: set[str] = set()
     needed: set[str] = set()
-    for stage in reversed(plan):  # every stage stands after the ones that it needs
+    for stage in reversed(plan):  # each stage follows those that it needs
         product = None if stage.product is None else log.out / stage.product
         is_missing = product is not None and stage.name in needed and not product.exists()
         if is_missing or stage.name not in log.entries:
@@ -112,7 +104,7 @@ def _carry_out(log: RunLog, plan: list[Stage], left: set[str], pool: Pool) -> No
     running: set[str] = set()
     with Display({stage.name: stage.cost for stage in plan}) as display, pool:
         while order.is_active():
-            while names := order.get_ready():  # until what is done already has let all that can begin through
+            while names := order.get_ready():  # skipping a finished stage may make others ready
                 for name in names:
                     if name not in left:
                         display.skip(name)
@@ -120,14 +112,14 @@ def _carry_out(log: RunLog, plan: list[Stage], left: set[str], pool: Pool) -> No
                     else:
                         ready.append(name)
             ready.sort(key=lambda name: (-by_name[name].priority, by_name[name].cost))
-            while ready and len(running) < pool.size:  # the longest first, so that none is left for the end
+            while ready and len(running) < pool.size:  # the longest first, so that they do not run alone at the end
                 name = ready.pop()
                 pool.submit(by_name[name])
                 running.add(name)
             if running:
                 finished = []
-                for name, found in pool.finished():  # filed one by one, since the next one may have failed
-                    log.add(by_name[name], found)
+                for name, found in pool.finished():
+                    log.add(by_name[name], found)  # at once, since the next stage may have failed
                     finished.append(name)
                 for name, fraction in pool.progress():
                     display.update(name, fraction)
@@ -139,7 +131,7 @@ def _carry_out(log: RunLog, plan: list[Stage], left: set[str], pool: Pool) -> No
 
 
 def _write_provenance(log: RunLog, name: str, sizes: Preset, **run: Any) -> None:
-    """Say what was run where: settings, versions, machine, data, sizes of the models, seconds of every stage so far."""
+    """Write `run.json`: settings, versions, machine, data, sizes of the models, and the time of each finished stage."""
     entries = log.entries
     if "tokenize" not in entries:
         return
@@ -149,7 +141,7 @@ def _write_provenance(log: RunLog, name: str, sizes: Preset, **run: Any) -> None
     provenance = {
         "command": f"metatokens reproduce --preset {name} --out {log.out.name}{''.join(options)}",
         "preset": name,
-        "recipes": {  # whole, defaults too
+        "recipes": {  # including defaults
             stage.name: stage.options["recipe"].model_dump(mode="json")
             for stage in plan.values()
             if stage.name in entries and "recipe" in stage.options

@@ -1,9 +1,9 @@
-"""What a run has done: a line a finished stage, and the lines that it found.
+"""The log of a run: its finished stages, and the lines that they added to its files.
 
-`stages.jsonl` says of each finished stage how many lines it added to `results.jsonl`, `analysis.jsonl` and
-`curves.jsonl`. One process writes all of them, the stage's own line last; so lines beyond those that the log counts
-are of a stage that was cut off, and are dropped when the run goes on. A finished run's files are compressed. Whatever
-moment a process is killed at, a file is there as a whole: plain, compressed, or both with the same lines.
+`stages.jsonl` records for each finished stage how many lines it added to `results.jsonl`, `analysis.jsonl` and
+`curves.jsonl`. One process writes all files, the stage's own line last. So lines that the log does not count belong to
+a stage that was cut off, and are dropped when the run resumes. A finished run's files are compressed. At whatever
+moment the process is killed, each file exists whole: plain, compressed, or both with the same lines.
 """
 
 import gzip
@@ -26,29 +26,25 @@ from metatokens.paper.runner import WEIGHTS
 from metatokens.records import PACKED, library_versions, now
 
 LOG = "stages.jsonl"
-MEASURED_EVERY = "recipe.training.eval_steps"  # says how often a run is looked at, and changes nothing of its result
+MEASURED_EVERY = "recipe.training.eval_steps"  # changes how often a run is measured, but not its result
 FILES = {"results": "results.jsonl", "measurements": "analysis.jsonl", "curves": "curves.jsonl"}
 
 
 class FinishedStage(BaseModel):
-    """A finished stage."""
+    """A line of the log."""
 
     name: str
     seconds: float  # by the clock
-    cpu_seconds: float | None = None  # of one core
+    cpu_seconds: float  # of one core
     settings: dict[str, Any]
     facts: dict[str, Any]
-    lines: dict[str, int]  # that it added to each of FILES
-    finished: str | None = None  # when
-    versions: dict[str, str] = {}  # that its lines were made with
+    lines: dict[str, int]  # the number of lines that it added, by kind (FILES)
+    finished: str  # the time
+    versions: dict[str, str]  # by package
 
 
 class RunLog:
-    """The finished stages of the run in `out`, in the order in which they were finished.
-
-    Raises:
-        UserError: if a line of the log is none.
-    """
+    """The finished stages of the run in `out`, in the order in which they finished."""
 
     def __init__(self, out: Path):
         self.out = out
@@ -59,16 +55,16 @@ class RunLog:
             except ValidationError as error:
                 raise UserError(f"{out / LOG}, line {number} is no finished stage.") from error
             if entry.name in self.entries:
-                raise UserError(f"{out / LOG}, line {number} names the stage {entry.name!r} once more.")
+                raise UserError(f"{out / LOG}, line {number} repeats the stage {entry.name!r}.")
             self.entries[entry.name] = entry
 
     @property
     def is_packed(self) -> bool:
-        """Whether no file of lines is plain: the run is finished, or not begun."""
+        """Whether no file of lines is plain, because the run is finished or has not begun."""
         return not any((self.out / file).exists() for file in FILES.values())
 
     def pack(self) -> None:
-        """Compress the files of lines. The same lines give the same bytes."""
+        """Compress the files of lines; the same lines give the same bytes."""
         for file in FILES.values():
             plain = self.out / file
             if plain.exists():
@@ -76,26 +72,18 @@ class RunLog:
                 plain.unlink()
 
     def resume(self) -> None:
-        """Have plain files to append to, without the lines of a stage that was cut off while they were written.
-
-        Raises:
-            UserError: if lines that the log counts are not there.
-        """
+        """Unpack the files for appending, and drop the lines of a stage that was cut off."""
         for file in FILES.values():
             _unpack(self.out / file)
         _cut(self.out / LOG, len(self.entries))
         for kind, file in FILES.items():
             counted = sum(entry.lines.get(kind, 0) for entry in self.entries.values())
             if len(_whole_lines(self.out / file)) < counted:
-                raise UserError(f"{self.out / file} has fewer lines than {LOG} counts: they are not of one run.")
+                raise UserError(f"{self.out / file} has fewer lines than {LOG} counts, so they are of different runs.")
             _cut(self.out / file, counted)
 
     def check(self, plan: Iterable[Stage]) -> None:
-        """Refuse a plan that asks for a finished stage with other settings.
-
-        Raises:
-            UserError: naming the stage and the first setting that differs.
-        """
+        """Refuse a plan in which a finished stage has other settings."""
         for stage in plan:
             entry = self.entries.get(stage.name)
             settings = json.loads(json.dumps(stage.settings))
@@ -107,20 +95,12 @@ class RunLog:
                     )
 
     def add(self, stage: Stage, done: Done) -> None:
-        """File what a stage found; of one that was carried out again, because its product was gone, nothing.
+        """Append a stage and its records; nothing for a stage that ran again because its product was missing.
 
-        Training again on another machine gives other weights; a message says so, since stages that were finished
-        before were measured on the old ones.
+        Training again on another machine gives other weights, which finished stages have not measured: warn then.
         """
         if before := self.entries.get(stage.name):
-            then, found = (facts.get(WEIGHTS) for facts in (before.facts, done.outcome.facts))
-            if then is None and found is not None:
-                print(
-                    f"{stage.name} may have given other weights than those that finished stages measured: it was "
-                    "first carried out before checksums were kept.",
-                    file=sys.stderr,
-                )
-            elif then != found:
+            if before.facts.get(WEIGHTS) != done.outcome.facts.get(WEIGHTS):
                 print(f"{stage.name} gave other weights than those that finished stages measured.", file=sys.stderr)
             return
         found = {
@@ -145,7 +125,7 @@ class RunLog:
 
 
 def _whole_lines(path: Path) -> list[str]:
-    """The lines that end in a line feed."""
+    """The lines of a file that end in a line feed."""
     try:
         return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     except (OSError, UnicodeDecodeError) as error:
@@ -159,7 +139,7 @@ def _packed(plain: Path) -> Path:
 def _unpack(plain: Path) -> None:
     packed = _packed(plain)
     if packed.exists():
-        if not plain.exists():  # else a process was killed before it removed one of the two, which have the same lines
+        if not plain.exists():  # both exist, with the same lines, if a process was killed before it removed one
             try:
                 content = gzip.decompress(packed.read_bytes())
             except (OSError, EOFError, zlib.error) as error:
@@ -169,7 +149,7 @@ def _unpack(plain: Path) -> None:
 
 
 def _cut(path: Path, count: int) -> None:
-    """Drop what follows the first `count` lines."""
+    """Drop everything after the first `count` lines."""
     if path.exists():
         with path.open("rb") as file:
             kept = sum(len(line) for line in islice(file, count))

@@ -16,6 +16,7 @@ from metatokens.errors import UserError
 from metatokens.evaluation.intervals import Estimate, mean, wilson_interval
 from metatokens.paper.report import derive
 from metatokens.paper.report.derive import select
+from metatokens.paper.run_files import RunLines, read_runs
 from metatokens.records import (
     AnalysisMetric,
     CurvePoint,
@@ -23,8 +24,6 @@ from metatokens.records import (
     Metric,
     Record,
     Result,
-    RunLines,
-    read_runs,
 )
 
 PRESETS = ("small", "gpu", "paper")  # whose figures are set beside the paper's
