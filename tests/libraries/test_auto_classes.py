@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from metatokens import MetaGPT2ForCausalLM
+from tests.retrofit.architectures import retrofitted
 
 ORDERS = {
     "ours first": "import metatokens, transformers",
@@ -13,6 +17,15 @@ ORDERS = {
     "ours last, the Auto classes in use": "from transformers import AutoConfig, AutoModelForCausalLM\n"
     "AutoConfig.for_model('gpt2'); AutoModelForCausalLM._model_mapping.keys()\nimport metatokens",
 }
+PROMPT, OPTIONS = [[5, 6, 319, 7]], {"max_new_tokens": 6, "meta_every": 2, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def added(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a retrofitted Llama."""
+    folder = tmp_path_factory.mktemp("added")
+    retrofitted("llama").save_pretrained(folder)
+    return folder
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -21,40 +34,54 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=variables)
 
 
+def generated(folder: Path) -> list[list[list[int]]]:
+    """What both models answer in this process."""
+    models = (MetaGPT2ForCausalLM.from_pretrained(folder), retrofitted("llama"))
+    return [model.generate(torch.tensor(PROMPT), **OPTIONS).tolist() for model in models]
+
+
 @pytest.mark.parametrize(
     "order",
     ["ours first", pytest.param("ours last", marks=pytest.mark.thorough), "ours last, the Auto classes in use"],
 )
-def test_a_fresh_process_loads_a_checkpoint(folder: Path, order: str) -> None:
+def test_a_fresh_process_loads_a_checkpoint(folder: Path, added: Path, order: str) -> None:
     code = f"""{ORDERS[order]}
-import json
+import json, torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 folder = {str(folder)!r}
 config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-model = AutoModelForCausalLM.from_pretrained(folder)
-assert type(AutoModelForCausalLM.from_config(config)) is type(model)
+models = [AutoModelForCausalLM.from_pretrained(one) for one in (folder, {str(added)!r})]
+assert type(AutoModelForCausalLM.from_config(config)) is type(models[0])
+assert tokenizer.meta_token_id == config.meta_token_id
 answer = pipeline("text-generation", folder)("the cat", max_new_tokens=3, do_sample=False)
-knows_meta = tokenizer.meta_token_id == config.meta_token_id
-print(json.dumps([type(config).__name__, type(model).__name__, knows_meta, answer]))
+ids = [model.generate(torch.tensor({PROMPT}), **{OPTIONS}).tolist() for model in models]
+print(json.dumps([type(config).__name__, *(type(model).__name__ for model in models), answer, ids]))
 """
     done = run(code)
     assert done.returncode == 0, done.stderr
-    config, model, knows_meta, answer = json.loads(done.stdout.splitlines()[-1])
-    assert (config, model, knows_meta) == ("MetaGPT2Config", "MetaGPT2ForCausalLM", True)
+    *names, answer, ids = json.loads(done.stdout.splitlines()[-1])
+    assert names == ["MetaGPT2Config", "MetaGPT2ForCausalLM", "LlamaForCausalLM"]
     assert answer[0]["generated_text"].startswith("the cat")
+    assert ids == generated(folder)
     assert "is not supported" not in done.stderr
 
 
-def test_a_process_that_does_not_import_the_package_may_trust_the_folders_code(folder: Path, tmp_path: Path) -> None:
+def test_a_process_that_does_not_import_the_package_may_trust_the_folders_code(
+    folder: Path, added: Path, tmp_path: Path
+) -> None:
     code = f"""
+import json, torch
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)
+folders = ({str(folder)!r}, {str(added)!r})
+models = [AutoModelForCausalLM.from_pretrained(one, trust_remote_code=True) for one in folders]
 from metatokens import MetaGPT2ForCausalLM
-assert type(model) is MetaGPT2ForCausalLM
-model.save_pretrained({str(tmp_path / "again")!r})
+assert type(models[0]) is MetaGPT2ForCausalLM
+models[0].save_pretrained({str(tmp_path / "again")!r})
+print(json.dumps([model.generate(torch.tensor({PROMPT}), **{OPTIONS}).tolist() for model in models]))
 """
     done = run(code, HF_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == generated(folder)
     again = tmp_path / "again"  # saves the package's names, and no copy of its code
     assert [path.name for path in again.glob("*.py")] == ["metatokens_classes.py"]
     assert (again / "config.json").read_text() == (folder / "config.json").read_text()

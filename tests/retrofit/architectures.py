@@ -30,12 +30,11 @@ _SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "
 _PLAIN = _TOKENS | _SIZES | {"max_position_embeddings": 256}
 _GROUPED = _PLAIN | {"num_key_value_heads": 2}
 _SMALL_HEADS = _GROUPED | {"head_dim": 16}
-_EXPERTS = _GROUPED | {
+_EXPERTS = _SMALL_HEADS | {
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
-    "head_dim": 16,
 }
 _GPT = _TOKENS | {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}
 _WINDOW = {"sliding_window": 8}
@@ -43,81 +42,40 @@ _MIXED = _WINDOW | {"layer_types": ["sliding_attention", "full_attention", "slid
 
 # Attention, then a feed-forward layer, each behind a norm.
 _USUAL: dict[str, dict[str, Any]] = {
-    "apertus": _GROUPED,
-    "biogpt": _PLAIN,
-    "deepseek_v3": _PLAIN
-    | {
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 32,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 16,
-    },
-    "ernie4_5": _GROUPED,
-    "gemma": _SMALL_HEADS,
-    "glm": _SMALL_HEADS,
-    "gpt2": _GPT,
-    "gpt_bigcode": _GPT,
-    "gpt_neo": _TOKENS
-    | {
-        "hidden_size": 64,
-        "num_layers": 4,
-        "num_heads": 4,
-        "attention_types": [[["global", "local"], 2]],
-        "window_size": 8,
-        "max_position_embeddings": 256,
-    },
-    "gpt_oss": _EXPERTS | _MIXED,
-    "granite": _GROUPED | {"residual_multiplier": 0.5},
-    "helium": _SMALL_HEADS,
-    "llama": _GROUPED,
-    "llama4_text": _SMALL_HEADS
-    | {"intermediate_size_mlp": 96, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 64},
-    "mistral": _GROUPED | _WINDOW,
-    "mixtral": _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "modernbert-decoder": _GROUPED | _WINDOW | {"local_attention": 8},
-    "mpt": _TOKENS | {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 256},
-    "nemotron": _GROUPED,
-    "olmo": _GROUPED,
-    "opt": _TOKENS
-    | {
-        "hidden_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "ffn_dim": 96,
-        "word_embed_proj_dim": 64,
-        "max_position_embeddings": 256,
-    },
-    "persimmon": _PLAIN,
-    "phi3": _GROUPED | {"original_max_position_embeddings": 256},
-    "qwen2": _GROUPED,
-    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 32},
-    "qwen3": _GROUPED | {"head_dim": 32},
-    "qwen3_moe": _EXPERTS,
-    "qwen3_next": _EXPERTS
-    | {
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "shared_expert_intermediate_size": 32,
-    },
-    "seed_oss": _SMALL_HEADS,
-    "smollm3": _GROUPED,
-    "stablelm": _GROUPED,
+    "apertus": _GROUPED, "biogpt": _PLAIN, "ernie4_5": _GROUPED, "gemma": _SMALL_HEADS, "glm": _SMALL_HEADS,
+    "gpt2": _GPT, "gpt_bigcode": _GPT, "gpt_oss": _EXPERTS | _MIXED, "granite": _GROUPED | {"residual_multiplier": 0.5},
+    "helium": _SMALL_HEADS, "llama": _GROUPED, "mistral": _GROUPED | _WINDOW, "nemotron": _GROUPED, "olmo": _GROUPED,
+    "modernbert-decoder": _GROUPED | _WINDOW | {"local_attention": 8}, "persimmon": _PLAIN, "qwen2": _GROUPED,
+    "mixtral": _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}, "qwen3": _GROUPED | {"head_dim": 32},
+    "phi3": _GROUPED | {"original_max_position_embeddings": 256}, "qwen3_moe": _EXPERTS, "seed_oss": _SMALL_HEADS,
+    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 32}, "smollm3": _GROUPED, "stablelm": _GROUPED,
     "starcoder2": _GROUPED,
-    "xglm": _TOKENS
-    | {"d_model": 64, "num_layers": 3, "attention_heads": 4, "ffn_dim": 96, "max_position_embeddings": 256},
-}
+    "deepseek_v3": _PLAIN | {
+        "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16,
+        "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    },
+    "gpt_neo": _TOKENS | {
+        "hidden_size": 64, "num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]],
+        "window_size": 8, "max_position_embeddings": 256,
+    },
+    "llama4_text": _SMALL_HEADS | {
+        "intermediate_size_mlp": 96, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 64,
+    },
+    "mpt": _TOKENS | {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 256},
+    "opt": _TOKENS | {
+        "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64,
+        "max_position_embeddings": 256,
+    },
+    "qwen3_next": _EXPERTS | {
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "shared_expert_intermediate_size": 32,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "xglm": _TOKENS | {
+        "d_model": 64, "num_layers": 3, "attention_heads": 4, "ffn_dim": 96, "max_position_embeddings": 256,
+    },
+}  # fmt: skip
 # A norm behind attention, on the way to the residual stream.
 _NORM_BEHIND: dict[str, dict[str, Any]] = {
     "exaone4": _GROUPED | _WINDOW,
@@ -142,25 +100,9 @@ _INSIDE: dict[str, dict[str, Any]] = {"bloom": _TOKENS | {"hidden_size": 64, "n_
 
 ARCHITECTURES = dict(sorted((_USUAL | _NORM_BEHIND | _BESIDE | _INSIDE).items()))
 SOME = (
-    "bloom",
-    "cohere2",
-    "deepseek_v3",
-    "falcon",
-    "gemma3_text",
-    "gpt2",
-    "gpt_neox",
-    "gpt_oss",
-    "granite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "modernbert-decoder",
-    "olmo2",
-    "opt",
-    "phi",
-    "qwen3",
-    "qwen3_next",
-)
+    "bloom", "cohere2", "deepseek_v3", "falcon", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama",
+    "mistral", "mixtral", "modernbert-decoder", "olmo2", "opt", "phi", "qwen3", "qwen3_next",
+)  # fmt: skip
 
 
 def base(name: str, **choices: Any) -> PreTrainedModel:

@@ -1,9 +1,6 @@
 """Retrofitted models on disk: whole, and what was added by itself."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -386,23 +383,6 @@ def test_a_configuration_that_names_no_model_is_refused(key: str, tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(config | {key: "os" if key != "architectures" else ["os"]}))
     with pytest.raises(UserError, match="is not known here"):
         AutoConfig.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize(("line", "options"), [("import metatokens; ", ""), ("", ", trust_remote_code=True")])
-def test_a_program_of_its_own(line: str, options: str, tmp_path: Path) -> None:
-    model = retrofitted("llama")
-    model.save_pretrained(tmp_path / "model")
-    code = (
-        f"{line}import torch; from transformers import AutoModelForCausalLM as A; "
-        f"m = A.from_pretrained({str(tmp_path / 'model')!r}{options}); print(type(m).__name__, m.generate("
-        "torch.tensor([[5, 6, 319, 7]]), max_new_tokens=6, meta_every=2, do_sample=False).tolist())"
-    )
-    caches = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | caches, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    ids = torch.tensor([[5, 6, META, 7]])
-    expected = model.generate(ids, max_new_tokens=6, meta_every=2, do_sample=False).tolist()
-    assert done.stdout.splitlines()[-1] == f"LlamaForCausalLM {expected}"
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
