@@ -87,25 +87,6 @@ def test_importing_the_package_loads_neither_torch_nor_transformers() -> None:
     assert loaded == "\n"
 
 
-@pytest.mark.thorough  # tests/libraries/test_auto_classes.py has such processes
-def test_auto_classes_know_the_model_in_a_fresh_process(unsealed: Path) -> None:
-    script = """
-import sys
-from metatokens import MetaGPT2ForCausalLM
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-config = AutoConfig.from_pretrained(sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-assert type(model) is MetaGPT2ForCausalLM
-print(type(config).__name__, model(torch.tensor(eval(sys.argv[2]))).logits.sum().item())
-"""
-    command = [sys.executable, "-c", script, str(unsealed), str(IDS.tolist())]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    name, value = out.split()
-    assert name == "MetaGPT2Config"
-    assert float(value) == pytest.approx(shared_model()(IDS).logits.sum().item(), abs=1e-6)
-
-
 def test_a_gpt2_folder_is_converted(tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=60, n_embd=32, n_layer=1, n_head=4, bos_token_id=None, eos_token_id=None)
     gpt2 = GPT2LMHeadModel(config).eval()

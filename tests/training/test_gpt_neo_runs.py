@@ -24,6 +24,7 @@ from metatokens.records import About
 from metatokens.retrofit.classes import MetaModel
 from metatokens.training.positions import jumped_positions, position_jumps
 from metatokens.training.pretrain import new_gpt_neo, pretrain
+from tests.training.conftest import curve
 
 NEO = ("architecture=gpt_neo", "position_embedding=learned", "second_attention=none", "max_position_embeddings=72")
 NEO_MODEL = tuple(f"model.{setting}" for setting in NEO)
@@ -56,10 +57,6 @@ def published(store: TokenStore, folder: Path) -> GPTNeoForCausalLM:
     model.save_pretrained(folder)
     store.tokenizer.save_pretrained(folder)
     return model
-
-
-def curve(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
 
 
 # --- from scratch
@@ -139,19 +136,6 @@ def retrofitted(metatokens: Run) -> str:
     return "neo-meta"
 
 
-def test_a_published_one_is_fine_tuned_and_evaluated(small_store: TokenStore, metatokens: Run, tmp_path: Path) -> None:
-    plain = published(small_store, tmp_path / "neo")
-    tune = f"finetune --model {retrofitted(metatokens)} --task list_recall --train-lengths 64 {STEPS} {WHOLE}"
-    status, _, said = metatokens(f"{tune} --out tuned")
-    assert (status, said.splitlines()[-1]) == (0, "models: tuned/64")
-    tuned = load_model(tmp_path / "tuned" / "64")
-    assert tuned.config.meta_token_id == small_store.manifest.meta_token_id == small_store.tokenizer.meta_token_id
-    moved = tuned.transformer.h[0].attn.attention.q_proj.weight - plain.transformer.h[0].attn.attention.q_proj.weight
-    assert moved.abs().max() > 1e-5
-    status, output, _ = metatokens("evaluate --model tuned/64 --task list_recall --lengths 64 -n 4")
-    assert (status, json.loads(output.splitlines()[0])["n"]) == (0, 4)
-
-
 def test_its_answers_are_scored_like_transformers_own(small_store: TokenStore, metatokens: Run, tmp_path: Path) -> None:
     plain = published(small_store, tmp_path / "neo")
     with torch.no_grad():
@@ -203,10 +187,8 @@ def test_masks_in_an_old_file_are_passed_over_and_other_tensors_are_not(
     ("changes", "message"),
     [
         ({"num_layers": 3}, "config.json is not a model configuration"),
-        ({"num_heads": 5}, "embed_dim must be divisible by num_heads"),
         ({"activation_function": "step"}, "the weights in .* cannot be read: .*step"),
         ({"attention_layers": ["global", "sparse"]}, "Only attn layer types 'global' and 'local' exist"),
-        ({"max_position_embeddings": 25}, "the weights in .* cannot be read|do not fit"),
     ],
 )
 def test_a_folder_that_is_damaged_is_refused(
@@ -274,7 +256,6 @@ MISTAKES = {
     "analyze residual --model neo-meta --task parity --length 64 -n 2": "computes its attention itself",
     "finetune --model neo --task parity --out new": "has no meta_token_id, which markers need; `metatokens retrofit`",
     "finetune --model neo-meta --task parity --train-lengths 128 --out new": "longer than the 72 learned positions",
-    "finetune --model hf:a/b/c --task parity --out new": "the Hugging Face Hub gave no model 'a/b/c'",
     "perplexity --model neo --corpus STORE --block-size 90": "longer than the 72 learned positions",
     "generate --model neo-meta the --max-new-tokens 80": "longer than the 72 learned positions",
     "extend --model neo --factor 2 --recipe demo --set data.tokens=STORE --out new": "position_embedding 'learned'",
