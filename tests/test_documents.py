@@ -1,13 +1,14 @@
 """What the README and the pages of docs/ show is run as it stands, and their figures are those of the result lines."""
 
 import gzip
-import importlib.util
 import json
 import re
+import runpy
 import shutil
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,29 +112,20 @@ def test_the_first_screens_say_what_it_is_how_to_use_it_and_whether_it_helps() -
     assert len(lines) <= 130
     assert lines.index("```python") <= 12
     first = "\n".join(lines[:55])
-    shown = (
-        "meta_tokens.svg",
-        "add_meta_attention(",
-        "pip install",
-        "make demo",
-        "make test",
-        "look --model",
-        "`meta`",
-    )
-    assert [part for part in (*shown, "## Does it help?") if part not in first] == []
+    shown = ("meta_tokens.svg", "add_meta_attention(", "pip install", "make demo", "make test", "look --model")
+    assert [part for part in (*shown, "## Does it help?", "| `meta`") if part not in first] == []
 
 
 def test_blocks_that_are_run_are_found() -> None:
     found = {page.stem: [language for language, _ in blocks(page)] for page in PAGES}
     assert found["README"].count("python") == 2
     assert found["README"].count("sh") == 1
-    has_sh = {page for page, languages in found.items() if "sh" in languages}
-    has_python = {page for page, languages in found.items() if "python" in languages}
-    how_to = {"any_decoder", "look_inside", "pretrain", "finetune", "continue_gpt2", "longer_contexts", "reproduce"}
-    how_to |= {"landmarks"}
-    assert has_sh == {"README", "getting_started", *how_to}
-    others = {"getting_started", "any_decoder", "look_inside", "continue_gpt2", "other_libraries", "landmarks"}
-    assert has_python == {"README", *others}
+    has = {one: {page for page, languages in found.items() if one in languages} for one in ("sh", "python")}
+    both = {"README", "getting_started", "any_decoder", "look_inside", "continue_gpt2", "landmarks"}
+    assert has == {
+        "sh": both | {"pretrain", "finetune", "longer_contexts", "reproduce"},
+        "python": both | {"other_libraries"},
+    }
     assert set(chain.from_iterable(found.values())) <= {"python", "sh", "console", "text", "json", "yaml"}
     readme = "\n".join(text for language, text in blocks(ROOT / "README.md") if language == "sh")
     assert [command.split()[0] for command in commands(readme)] == [
@@ -218,23 +210,18 @@ def test_the_record_is_read_as_shown(demo: Path, small_store: TokenStore) -> Non
 
 
 @pytest.fixture(scope="module")
-def figures() -> Any:
-    """The script that writes the figures."""
-    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs/figures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def figures() -> SimpleNamespace:
+    """The names of the script that writes the figures."""
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "docs/figures.py")))
 
 
-def test_figures_are_those_of_the_result_lines(figures: Any) -> None:
+def test_figures_are_those_of_the_result_lines(figures: SimpleNamespace) -> None:
     shown = {document: document.read_text(encoding="utf-8") for document in figures.DOCUMENTS}
     assert [document.name for document, text in shown.items() if figures.filled(text) != text] == []
     assert {name for text in shown.values() for _, name, _ in figures.BLOCK.findall(text)} == set(figures.FIGURES)
 
 
-def test_the_picture_is_of_the_result_lines(figures: Any, tmp_path: Path) -> None:
+def test_the_picture_is_of_the_result_lines(figures: SimpleNamespace, tmp_path: Path) -> None:
     figures.draw(tmp_path / "accuracy.svg")
     assert (tmp_path / "accuracy.svg").read_bytes() == (ROOT / "docs/images/accuracy.svg").read_bytes()
 
