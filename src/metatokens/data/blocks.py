@@ -1,4 +1,4 @@
-"""Training blocks: windows of a token store's text with meta-tokens inserted, in an order of their own each epoch."""
+"""Training blocks: windows of a token store's text with meta-tokens inserted, in a new order each epoch."""
 
 import hashlib
 import math
@@ -11,22 +11,22 @@ from metatokens.data.landmarks import AFTER, BEFORE, Landmarks
 from metatokens.data.store import Split, TokenSequence, TokenStore
 from metatokens.errors import UserError
 
-STRETCHES = 2**20  # of a text with landmarks, at most: a number is kept in memory for each
+STRETCHES = 2**20  # at most, in a text with landmarks; each takes one number of memory
 STRETCH = 1024  # tokens of text, at least
 
 
 class BlockDataset:
-    """Training blocks: windows of text, in an order of their own each epoch, with meta-tokens inserted.
+    """Training blocks: windows of text, in a new order each epoch, with meta-tokens inserted.
 
-    A map-style dataset of `epochs` times N items; epoch and place in it are `divmod(index, N)`. With `uniform`,
-    `periodic` and `none` N is the number of whole windows of `block_size - M` ids in the split. With a rule for
-    landmarks it is the number of whole windows of `block_size` ids in the split with its landmarks: a block has as many
-    meta-tokens as its text has landmarks. An item depends on the arguments and its index alone: the order of an epoch
-    on (seed, epoch), the meta-tokens on (seed, epoch, window), or by a rule on the window alone. So neither the number
-    of workers nor a resumed run changes it.
+    A map-style dataset of `epochs` times N items; item i is in epoch i // N. With the placements of
+    `insert_meta_tokens`, N is the number of whole windows of `block_size - M` ids in the split. With a rule for
+    landmarks, N is the number of whole windows of `block_size` ids in the split with its landmarks, so the number of
+    meta-tokens differs between blocks. An item depends only on the arguments and its index: the order of an epoch on
+    (seed, epoch), the meta-tokens on (seed, epoch, window), or with a rule on the window. So neither the number of
+    workers nor an interruption changes it.
 
     Attributes:
-        epochs: how often the text is gone through; may be set.
+        epochs: how many times the text is read; may be set.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class BlockDataset:
         seed: int,
         epochs: int = 1,
     ) -> None:
-        """See `insert_meta_tokens` for block_size, fraction and placement, which may be a rule of `Landmarks` too.
+        """See `insert_meta_tokens` for block_size, fraction and placement, which may also be a rule of `Landmarks`.
 
-        For a rule the split is read once, some eight million tokens a second; `fraction` is not used.
+        A rule reads the whole split once, about eight million tokens a second, and does not use `fraction`.
 
         Raises:
             UserError: if the split is shorter than a block or has no landmark, or a setting is out of its range.
@@ -93,9 +93,9 @@ class BlockDataset:
 
 
 class _TextWithLandmarks:
-    """The ids of a split with its landmarks; a slice of them is computed when it is asked for.
+    """The ids of a split with its landmarks, computed slice by slice.
 
-    Memory holds one number for each stretch of text: where the stretch begins among the ids with landmarks.
+    Memory holds one number for each stretch of text: its start among the ids with landmarks.
     """
 
     def __init__(self, text: TokenSequence, landmarks: Landmarks) -> None:
@@ -122,11 +122,11 @@ class _TextWithLandmarks:
 
 
 def shuffled(place: int, size: int, key: str) -> int:
-    """The number at a place of a pseudo-random permutation of range(size), without a table of it.
+    """The number at a place of a pseudo-random permutation of range(size), without a table.
 
-    At the paper's scale a table has 10^8 entries in every worker. A Feistel network permutes the numbers of
-    2b bits whatever its round function is, and four rounds make that random (Luby and Rackoff, 1988); going
-    on until the number is below `size` leaves a permutation of range(size) (Black and Rogaway, 2002).
+    At the paper's scale a table would have 10^8 entries in every worker. A Feistel network permutes the numbers of 2b
+    bits whatever its round function is, and four rounds make the permutation random (Luby and Rackoff, 1988). Applying
+    it until the number is below `size` leaves a permutation of range(size) (Black and Rogaway, 2002).
     """
     bits = max(1, math.ceil((size - 1).bit_length() / 2))
     while True:

@@ -1,4 +1,4 @@
-"""Meta-tokens for trainers that know nothing of them: put in as a batch is made."""
+"""Insert landmarks while a batch is made, for trainers that do not support meta-tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -13,27 +13,27 @@ from metatokens.data.landmarks import Landmarks
 from metatokens.data.tokenizer import meta_token_id
 from metatokens.errors import UserError
 
-_POSITIONS = ("position_ids", "seq_lengths")  # of sequences that are packed into one
+_POSITIONS = ("position_ids", "seq_lengths")  # fields of packed sequences
 
 
 class MetaTokenCollator:
     """A collator that puts landmarks into each sequence, then calls another collator.
 
-    For `transformers.Trainer`, TRL's `SFTTrainer` and their like:
+    It works with `transformers.Trainer`, TRL's `SFTTrainer` and similar trainers:
     `trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer, "sentence")`.
-    No meta-token has a label then, not even one that was in the sequence already, since the losses that TRL computes
-    by itself would count it.
+    No meta-token keeps a label, not even one that was in the sequence before, since losses that TRL computes would
+    count it.
 
     Args:
         collator: makes a batch of examples.
         tokenizer: the model's; `add_meta_attention` gives it the meta-token.
-        landmarks: the rule for where they go, see `Landmarks`; None puts none in.
-        max_length: positions after which a sequence with landmarks is cut, since a trainer cuts it before it has them;
-            of a model with a learned table of positions, the table's.
+        landmarks: the rule for landmarks, see `Landmarks`; None inserts none.
+        max_length: the length to which sequences with landmarks are truncated, since a trainer truncates them before
+            they have any. Give it for a model with learned positions.
 
     Raises:
-        UserError: if there is no such rule, or the tokenizer has no meta-token or does not fit the rule; on a call, if
-            an example has no `input_ids`, or several sequences are packed into one.
+        UserError: if the rule is unknown, or the tokenizer has no meta-token or does not fit the rule; on a call, if an
+            example has no `input_ids`, or sequences are packed.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class MetaTokenCollator:
         self.landmarks = None if landmarks is None else Landmarks(tokenizer, landmarks)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> Any:
-        """The batch of examples with `input_ids` and other fields of as many numbers.
+        """Make a batch of examples with `input_ids` and other fields, such as `completion_mask`, of the same length.
 
-        At a meta-token `labels` are -100, `attention_mask` is 1, and all other such fields are 0, as `completion_mask`.
-        Padding, where `attention_mask` is 0, stays as it is: it gets no meta-token, and no rule counts or reads it.
+        At a meta-token `labels` are -100, `attention_mask` is 1, and the other fields are 0. Padding, where
+        `attention_mask` is 0, stays as it is: it gets no meta-token, and rules ignore it.
         """
         batch: Any = self.collator([self._with_meta_tokens(example) for example in examples])
         ids, labels = (batch.get(name) if isinstance(batch, Mapping) else None for name in ("input_ids", "labels"))
@@ -61,17 +61,17 @@ class MetaTokenCollator:
 
     def _with_meta_tokens(self, example: Mapping[str, Any]) -> dict[str, Any]:
         if packed := [name for name in _POSITIONS if name in example]:
-            raise UserError(f"sequences that are packed into one ({packed[0]}) see one another; train them apart.")
+            raise UserError(f"sequences packed into one row ({packed[0]}) see one another; train without packing.")
         if self.landmarks is None:
             return dict(example)
         if "input_ids" not in example:
             raise UserError(
-                f"an example has no input_ids, but {', '.join(example)}: put landmarks into the prompts of such rows "
-                "before they are batched, by Landmarks(tokenizer, rule).put_into(ids)."
+                f"an example has no input_ids, but {', '.join(example)}: put landmarks into such rows before they are "
+                "batched, by Landmarks(tokenizer, rule).put_into(ids)."
             )
         length = len(example["input_ids"])
         mask = example.get("attention_mask")
-        text = np.arange(length) if mask is None else np.flatnonzero(np.asarray(mask))  # the rest is padding
+        text = np.arange(length) if mask is None else np.flatnonzero(np.asarray(mask))  # the others are padding
         behind = text[self.landmarks(np.asarray(example["input_ids"])[text])] + 1
         filled = {"input_ids": self.meta_token_id, "labels": IGNORED_LABEL, "attention_mask": 1}
         own = dict(example)

@@ -1,7 +1,7 @@
 """Documents of text: from this Python installation, from files, or streamed from the Hugging Face Hub.
 
-Everything is read as a stream: whatever the corpus' size, memory holds about a document at a time (`builtin`,
-2 MB, is kept). Documents without text are skipped.
+Every source is read as a stream, so memory holds about one document at a time (only `builtin`, 2 MB, is kept).
+Documents without text are skipped.
 """
 
 import ast
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 SKIPPED_PACKAGES = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
-MIN_DOCSTRINGS = 200  # characters; a module with less documentation than this makes no document
+MIN_DOCSTRINGS = 200  # characters; a module with less documentation makes no document
 
-# A text file is cut at the first blank line after SOFT_CUT characters; where there is none, at the first line
-# end after HARD_CUT, so that any long file has several documents and memory stays bounded.
+# A text file is cut at the first blank line after SOFT_CUT characters or, if there is none, at the first line end after
+# HARD_CUT. So any long file has several documents, and memory stays bounded.
 SOFT_CUT, HARD_CUT = 8_000, 64_000
 
-PART_BYTES = 2**26  # files are taken together until they have this size, so that many small ones are few parts
+PART_BYTES = 2**26  # small files are grouped into parts of about this size
 
 
 class Part(NamedTuple):
-    """A piece of a corpus that can be read by itself: some of its files, or some of a dataset's."""
+    """A piece of a corpus: some of its files, or one shard of a dataset."""
 
     files: tuple[str, ...] = ()
-    number: int = 0  # of a dataset's own shards
-    of: int = 1
+    number: int = 0  # of the dataset's shard
+    of: int = 1  # shards
 
 
 def read_corpus(spec: str) -> Iterator[str]:
@@ -48,31 +48,27 @@ def read_corpus(spec: str) -> Iterator[str]:
     Args:
         spec: one of
 
-            - `builtin`: the reference topics and the standard library's docstrings, a document for each topic
-              and module, from the files of this Python installation (so it differs between versions);
-            - a file, or a glob (`**` included) of files in sorted order. `.jsonl`: a document a line, in the
-              field `text`. `.parquet`: a document a row, in the column `text`. `.txt`: one long text, cut at
-              blank lines into documents of 8,000 characters or somewhat more, so that a held-out split by
-              document exists even for a single book; joined, the documents are the file. `.txt.gz`,
-              `.jsonl.gz` and `.json.gz` (JSON lines too): the same, compressed;
-            - `hf:NAME` or `hf:NAME:CONFIG`: the field `text` of the train split of a dataset on the Hugging
-              Face Hub or in a local folder, streamed.
+            - `builtin`: the reference topics and the standard library's docstrings in the files of this Python
+              installation, with a document for each topic and module (so it differs between versions);
+            - a file, or a glob (`**` included) of files in sorted order. `.jsonl`: a document per line, in the field
+              `text`. `.parquet`: a document per row, in the column `text`. `.txt`: one long text, cut at blank lines
+              into documents of at least 8,000 characters, so that even a single book has a held-out split; joined, the
+              documents are the file. `.txt.gz`, `.jsonl.gz` and `.json.gz` (also JSON lines): the same, compressed;
+            - `hf:NAME` or `hf:NAME:CONFIG`: the field `text` of the train split of a dataset on the Hugging Face Hub or
+              in a local folder, streamed.
 
     Raises:
-        UserError: at once, if the spec names no file or a kind of file that is not read; while reading, if a
-            source cannot be read or a document is not as described above. The sentence names file and line.
+        UserError: at once, if the spec names no file, or a file of an unknown kind; while reading, if a source cannot
+            be read or a document is not as described above. The message names the file and the line.
     """
     return read_part(spec, Part(tuple(map(str, _files(spec)))))
 
 
 def corpus_parts(spec: str) -> list[Part]:
-    """A corpus in parts that can be read side by side; one after the other they are the corpus.
+    """Divide a corpus into parts for parallel reading; one after another, they are the corpus.
 
-    A part is a file, where that is large, or several; of a dataset, one of its own shards (a file, of C4 one of
-    1,024). The parts depend on the corpus alone.
-
-    Raises:
-        UserError: as `read_corpus`.
+    A part is one large file, several small ones, or one shard of a dataset (C4 has 1,024). The parts depend only on the
+    corpus.
     """
     if spec.startswith("hf:"):
         with _reading(spec):
@@ -91,11 +87,7 @@ def corpus_parts(spec: str) -> list[Part]:
 
 
 def read_part(spec: str, part: Part) -> Iterator[str]:
-    """The documents of one of a corpus' parts, in their order.
-
-    Raises:
-        UserError: as `read_corpus`.
-    """
+    """The documents of one part of a corpus, in order."""
     if spec == "builtin":
         return iter(_builtin())
     if spec.startswith("hf:"):
@@ -106,7 +98,7 @@ def read_part(spec: str, part: Part) -> Iterator[str]:
     return (document for document in documents if document and not document.isspace())
 
 
-@functools.cache  # parsing the library takes seconds, and a run reads its corpus more than once
+@functools.cache  # parsing the standard library takes seconds, and a run reads its corpus more than once
 def _builtin() -> tuple[str, ...]:
     modules = map(_docstrings, _sources(Path(sysconfig.get_path("stdlib"))))
     return (*topics.values(), *(text for text in modules if len(text) >= MIN_DOCSTRINGS))
@@ -124,14 +116,14 @@ def _docstrings(path: Path) -> str:
         tree = ast.parse(path.read_bytes())
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
-    nodes.sort(key=lambda node: getattr(node, "lineno", 0))  # the module itself has no line and comes first
+    nodes.sort(key=lambda node: getattr(node, "lineno", 0))  # the module has no line and comes first
     return "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
 
 
 def _files(spec: str) -> list[Path]:
     if spec == "builtin" or spec.startswith("hf:"):
         return []
-    with _reading(spec):  # there may be no such user
+    with _reading(spec):  # ~user may not exist
         path = Path(spec).expanduser()
     if path.is_dir():
         raise UserError(f"the corpus {spec} is a folder: name a file in it, or several: {path / '*.jsonl'}.")
@@ -152,7 +144,7 @@ def _reader(path: Path) -> Callable[[Path], Iterator[str]]:
 
 def _text_file(path: Path) -> Iterator[str]:
     lines: list[str] = []
-    size = 0  # white space around a line is not counted, so that every document holds text
+    size = 0  # without the white space around lines, so that every document has text
     for line in _lines(path):
         paragraph_starts = bool(lines) and lines[-1].isspace() and not line.isspace()
         if size >= HARD_CUT or (size >= SOFT_CUT and paragraph_starts):
@@ -174,7 +166,7 @@ def _json_lines(path: Path) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file, line ends as they are."""
+    """The lines of a UTF-8 file, with their line ends."""
     with _reading(path), gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -224,7 +216,7 @@ def _open_dataset(spec: str) -> "IterableDataset":
 def _text(record: Any, where: str) -> str:
     try:
         text: str = record["text"]
-        text.encode()  # JSON can spell half a surrogate pair, which is no text
+        text.encode()  # fails for half a surrogate pair, which JSON can contain
     except (LookupError, TypeError, AttributeError, UnicodeEncodeError) as error:
         raise UserError(f'{where} has no text in its field "text".') from error
     return text
@@ -232,13 +224,12 @@ def _text(record: Any, where: str) -> str:
 
 @contextmanager
 def _reading(source: object) -> Iterator[None]:
-    """Turn the failures of the libraries that read a source into the user's error."""
+    """Raise the errors of the libraries that read a source as UserError."""
     try:
         yield
     except UserError:
         raise
-    # EOFError and zlib.error: a damaged gzip file. LookupError and RuntimeError: pyarrow, and datasets of a folder with
-    # a script.
+    # gzip raises EOFError or zlib.error for a damaged file; pyarrow, and datasets with a script, the others.
     except (OSError, ValueError, LookupError, EOFError, RuntimeError, zlib.error) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise UserError(f"{source} cannot be read: {reason}.") from error

@@ -1,4 +1,4 @@
-"""Where landmarks go: rules that put a meta-token behind each line, paragraph or sentence, or every so many tokens."""
+"""Landmarks: rules that put a meta-token after each line, paragraph or sentence, or after every N tokens."""
 
 import re
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ from metatokens.data.tokenizer import meta_token_id
 from metatokens.errors import UserError
 from metatokens.recipe import landmark_rule
 
-# Tokens before and behind a place that decide whether it has a landmark: each has a byte, and no rule looks further.
+# The tokens before and after a place that decide whether it has a landmark; no rule reads more bytes than these have.
 BEFORE, AFTER = 72, 4
-_CONTROL = b"\0\0"  # in place of a control token's text
+_CONTROL = b"\0\0"  # replaces a control token's text
 
-_BLANKS = 32  # between the text of a line and its line feed, at most
-# `re` looks back over a fixed number of characters only, so there is one pattern for each number.
+_BLANKS = 32  # at most, between the text of a line and its line feed
+# The lookbehind of `re` has a fixed length, so there is one pattern for each number of blanks.
 _BEHIND_TEXT = b"|".join(rb"(?<=\S[^\S\n]{%d}\n)" % blanks for blanks in range(_BLANKS + 1))
 _LINE = rb"\n(?:" + _BEHIND_TEXT + rb")"
 _ABBREVIATED = rb"(?<!(?<!['\x80-\xff])\b[A-Za-z]\.)" + b"".join(
     rb"(?<!\b%s\.)" % title for title in (b"Mr", b"Mrs", b"Ms", b"Dr", b"St", b"Prof")
 )
 _CLOSING = b"(?:%s){0,3}" % "|".join(map(re.escape, "\"')]\u2019\u201d»」』")).encode()
-# Each pattern begins with a set of bytes, which `re` searches for quickly; `…`, `。`, `！` and `？` have three bytes.
+# Each pattern begins with a set of bytes, which `re` finds quickly; `…`, `。`, `！` and `？` have three bytes.
 _ENDS = {
     "line": re.compile(_LINE),
     "paragraph": re.compile(_LINE + rb"[^\S\n]{0,%d}\n" % _BLANKS),
@@ -37,31 +37,31 @@ _ENDS = {
 
 
 class Landmarks:
-    r"""A rule for landmarks: where meta-tokens go in a text, as a function of its token ids.
+    r"""A rule for landmarks: it puts meta-tokens into a text, given as token ids.
 
         Landmarks(tokenizer, "sentence").put_into(tokenizer("It rains. He reads.")["input_ids"])
 
-    The meta-token goes behind the token that holds the last character of a unit, such as a line.
+    The meta-token goes after the token that contains the last character of a unit, such as a line.
 
-    - A line ends at its line feed (`\n`, also of `\r\n`). A line without text has no landmark.
-    - A paragraph ends at the line feed of the first line without text that follows it.
-    - A sentence ends at `.`, `!`, `?` or `…`, or at the quotes and brackets (three at most) that close directly behind
-      it. White space or the end of the ids has to follow, except at `。`, `！` and `？`. The sentence goes on if that
-      white space is followed by a letter of a to z; and behind a `.` that follows a single letter (`J.`, `e.g.`), Mr,
-      Mrs, Ms, Dr, St or Prof.
-    - `every:N` counts N tokens: control tokens too, meta-tokens not.
+    - A line ends at its line feed (`\n`, also in `\r\n`). A line without text has no landmark.
+    - A paragraph ends at the line feed of the first line without text after it.
+    - A sentence ends at `.`, `!`, `?` or `…`, or at the closing quotes and brackets (three at most) directly after it.
+      White space or the end of the ids must follow, except after `。`, `！` and `？`. A letter from a to z after that
+      white space continues the sentence. So does a `.` after a single letter (`J.`, `e.g.`), Mr, Mrs, Ms, Dr, St or
+      Prof.
+    - `every:N` counts N tokens, including control tokens but not meta-tokens.
 
-    A token is never cut, and gets one meta-token at most. No rule puts one directly before a meta-token that is there
-    already. Line, paragraph and sentence put none directly before a control token, such as the one that ends a text or
-    a chat's message, so that a model learns to end a text from the text's last token. Text that looks like a marker
-    stays text. A line feed behind more than 32 other characters of white space is taken for no end.
+    A token is never split, and gets at most one meta-token. No rule inserts one directly before a meta-token that the
+    text already has. Line, paragraph and sentence insert none directly before a control token, such as the end of a
+    text or of a chat's message, so that a model learns to end a text from its last token. Text that looks like a
+    marker stays text. A line feed after more than 32 other characters of white space ends nothing.
 
     Args:
-        tokenizer: which made the ids.
+        tokenizer: the tokenizer that made the ids.
         rule: `line`, `paragraph`, `sentence` or `every:N`.
 
     Raises:
-        UserError: if there is no such rule, or the tokenizer does not keep the white space that the rule needs.
+        UserError: if the rule is unknown, or the tokenizer drops the white space that the rule needs.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, rule: str):
@@ -71,17 +71,17 @@ class Landmarks:
             return
         self._pieces = _pieces(tokenizer, len(tokenizer))
         self._sizes = np.array([len(piece) for piece in self._pieces])
-        self._is_control = np.array([piece == _CONTROL for piece in self._pieces])  # numpy itself drops NULs at the end
+        self._is_control = np.array([piece == _CONTROL for piece in self._pieces])  # numpy would drop trailing NULs
         needed, name = (b" ", "spaces") if rule == "sentence" else (b"\n", "line feeds")
         if not any(needed in piece for piece in self._pieces):
             raise UserError(f"landmarks by {rule} need {name}, which the tokenizer drops; every:N needs none.")
 
     def __call__(self, ids: npt.ArrayLike, start: int = 0) -> npt.NDArray[np.bool_]:
-        """Behind which tokens a meta-token goes.
+        """Find the tokens after which a meta-token goes.
 
         Args:
-            ids: of a text, (tokens,); meta-tokens may be among them.
-            start: tokens of the text before these, from which `every:N` counts on.
+            ids: a text, (tokens,), which may already have meta-tokens.
+            start: the number of the text's tokens before these, where `every:N` starts to count.
 
         Returns:
             (tokens,) bool.
@@ -94,7 +94,7 @@ class Landmarks:
         return behind
 
     def put_into(self, ids: Sequence[int]) -> list[int]:
-        """The ids with the meta-tokens."""
+        """The ids with the meta-tokens inserted."""
         return np.insert(np.array(ids, np.int64), np.flatnonzero(self(ids)) + 1, self.meta_token_id).tolist()
 
     def _behind(self, text: npt.NDArray[np.int64], start: int) -> npt.NDArray[np.bool_]:
@@ -110,10 +110,10 @@ class Landmarks:
 
 @lru_cache(maxsize=4)
 def _pieces(tokenizer: PreTrainedTokenizerBase, size: int) -> npt.NDArray[np.object_]:
-    """The bytes of text that each of a tokenizer's `size` entries has; of a control token, `_CONTROL`."""
+    """The bytes of text of each of a tokenizer's `size` entries; `_CONTROL` for control tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise UserError(f"the {type(tokenizer).__name__} is no fast tokenizer, which this rule for landmarks needs.")
+        raise UserError(f"the rule needs a fast tokenizer, and the {type(tokenizer).__name__} is none.")
     added = backend.get_added_tokens_decoder()
     is_of_bytes = backend.decoder is not None and b'"ByteLevel"' in backend.decoder.__getstate__()
 
@@ -131,7 +131,7 @@ def _pieces(tokenizer: PreTrainedTokenizerBase, size: int) -> npt.NDArray[np.obj
 
 
 def _bytes_of_letters() -> dict[int, int]:
-    """Each byte by the letter that a byte-level vocabulary writes for it: U+0100 and on if it is not printable."""
+    """Maps the letters of a byte-level vocabulary to bytes; a letter from U+0100 on is a byte that is not printable."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {0x100 + number: byte for number, byte in enumerate(others)}

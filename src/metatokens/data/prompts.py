@@ -1,6 +1,6 @@
-"""Prompts with meta-tokens: a text in which markers stand for them.
+"""Encode prompts in which markers are meta-tokens.
 
-Text is never searched for a marker unasked: what looks like one stays text.
+Only a marker that the caller names is one; other text that looks like a marker stays text.
 """
 
 import json
@@ -21,24 +21,24 @@ from metatokens.records import split_at
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, text: str, markers: str | Sequence[int] = (), *, landmarks: str | None = None
 ) -> list[int]:
-    """The ids of a prompt, the meta-token's in place of each marker, and wherever a rule puts a landmark.
+    """Encode a prompt, with a meta-token in place of each marker and at each landmark.
 
         encode_prompt(tokenizer, "Bits: 0 _PAUSE_ 1 0", markers="_PAUSE_")
         encode_prompt(tokenizer, "It rains. He reads.", landmarks="sentence")
 
     Args:
-        tokenizer: a model's.
+        tokenizer: the model's.
         text: the prompt.
-        markers: what stands for a meta-token wherever it occurs, a space before it included; or, as in the records of
-            `finetune`, the character offsets at which ` _PAUSE_` does.
-        landmarks: a rule by which further meta-tokens are put in, see `Landmarks`.
+        markers: the string that is a meta-token wherever it occurs, together with a space before it; or, as in the
+            records of `finetune`, the character offsets at which ` _PAUSE_` is one.
+        landmarks: a rule that inserts further meta-tokens, see `Landmarks`.
 
     Returns:
-        The ids, behind those that the tokenizer begins a text with; whatever else looks like a special token is encoded
-        as text.
+        The ids, after those that the tokenizer puts before a text. Anything else that looks like a special token is
+        encoded as text.
 
     Raises:
-        UserError: if the marker is empty, there is none at one of the offsets, or the rule is none for this tokenizer.
+        UserError: if the marker is empty, there is none at one of the offsets, or the rule does not fit the tokenizer.
     """
     segments = _split(text, markers) if isinstance(markers, str) else split_at(text, markers)
     first, *others = encode_text(tokenizer, segments)
@@ -50,16 +50,10 @@ def encode_prompt(
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase, text: str, marker: str | None = None, *, landmarks: str | None = None
 ) -> list[int]:
-    """The ids of what a chat template wrote: control tokens are recognised, what looks like a meta-token is text.
+    """Encode the output of `tokenizer.apply_chat_template(..., tokenize=False)`.
 
-    Args:
-        tokenizer: a model's.
-        text: with all that begins and ends a message, as `tokenizer.apply_chat_template(..., tokenize=False)` gives it.
-        marker: what stands for a meta-token wherever it occurs, a space before it included.
-        landmarks: a rule by which further meta-tokens are put in, see `Landmarks`.
-
-    Raises:
-        UserError: if the marker is empty, or the rule is none for this tokenizer.
+    The template's control tokens are recognised; what looks like a meta-token is text. The other arguments are those of
+    `encode_prompt`.
     """
     [looks_alike] = encode_text(tokenizer, [META_TOKEN])
 

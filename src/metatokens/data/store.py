@@ -1,15 +1,14 @@
-"""The token store: the ids of a corpus, in shards that are memory-mapped.
+"""The token store: the ids of a corpus, in memory-mapped shards.
 
 A store is a folder:
 
-    train/, held_out/   the shards, Arrow IPC files with one column: the ids of documents in a row, each behind what
-                        the tokenizer begins a text with, if anything, and the end-of-text id after it
+    train/, held_out/   the shards, Arrow IPC files with one column: the ids of one document after another, each with
+                        what the tokenizer puts before a text, if anything, and the end-of-text id after it
     tokenizer/          the tokenizer, as `save_pretrained` writes it
-    manifest.json       settings, counts and the checksum of every file, its own included; put there last, so it
+    manifest.json       settings, counts and the checksum of every file, including this one; written last, so that it
                         marks a complete store
 
-A file is checked when a process first opens it, so that a store of any size opens at once and yet nothing is
-ever read from a damaged one.
+A process checks a file when it first opens it. So a store of any size opens at once, and no damaged file is read.
 """
 
 from bisect import bisect_right
@@ -38,29 +37,29 @@ Count = Annotated[int, Field(ge=0, lt=2**48)]
 
 
 class Record(BaseModel):
-    """Something that a store says about itself."""
+    """A part of the manifest."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class StoreSettings(Record):
-    """What decides a store's content."""
+    """Everything that determines a store's content."""
 
     corpus: str
     tokenizer: str
     held_out: float
-    extra_texts_sha256: str | None  # what a trained tokenizer saw beside the corpus
-    python: str | None  # of the corpus `builtin`, which is part of it
+    extra_texts_sha256: str | None  # texts that the tokenizer was trained on in addition to the corpus
+    python: str | None  # the version, for the corpus `builtin`, which is part of Python
 
 
 class Shard(Record):
     """One file of a split."""
 
-    part: Count  # of the corpus, see `corpus_parts`
+    part: Count  # the part of the corpus, see `corpus_parts`
     number: Count  # within the part
     documents: Count
     characters: Count  # Unicode code points
-    tokens: Count  # of text; the file holds one end-of-text id per document more
+    tokens: Count  # without the end-of-text id of each document
     sha256: str
 
     @property
@@ -75,12 +74,12 @@ class SplitCounts(Record):
     documents: int
     characters: int
     tokens: int
-    sha256: str  # of the shards' checksums: two splits with the same one hold the same ids
+    sha256: str  # of the shards' checksums, so equal for equal splits
     shards: tuple[Shard, ...]
 
     @classmethod
     def of(cls, shards: Iterable[Shard]) -> "SplitCounts":
-        """Add the shards up, but for those without documents, which are no part of a store."""
+        """Add up the shards, except those without documents, which are not stored."""
         shards = tuple(shard for shard in shards if shard.documents)
         return cls(
             documents=sum(shard.documents for shard in shards),
@@ -92,7 +91,7 @@ class SplitCounts(Record):
 
 
 class Manifest(Record):
-    """What a store holds, and what it was made from."""
+    """The content of a store, and the settings that it was made with."""
 
     settings: StoreSettings
     vocab_size: int
@@ -101,7 +100,7 @@ class Manifest(Record):
     splits: Annotated[dict[Split, SplitCounts], Field(min_length=len(SPLITS))]
     tokenizer: dict[str, str]  # the checksum of each file
     metatokens: str  # the version of this package
-    sha256: str = ""  # of the manifest's own text, this value left out
+    sha256: str = ""  # of the manifest's text without this value
 
     def sealed(self) -> bytes:
         """The manifest's text with its checksum."""
@@ -111,11 +110,7 @@ class Manifest(Record):
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """The manifest of the store in a folder.
-
-        Raises:
-            UserError: if there is none, or it was altered.
-        """
+        """Read and check the manifest of the store in a folder."""
         path = folder / MANIFEST
         try:
             text = path.read_bytes()
@@ -133,7 +128,7 @@ class Manifest(Record):
 
 
 class TokenStore:
-    """A complete token store: `path`, `manifest`, `tokenizer`, and the ids of each split."""
+    """A complete token store: its `path`, `manifest` and `tokenizer`, and the ids of each split."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
@@ -141,7 +136,7 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: Path) -> "TokenStore":
-        """Open a store by its manifest; every other file is checked when it is first read.
+        """Open a store by its manifest; the other files are checked when they are first read.
 
         Raises:
             UserError: if there is no complete store at the path, or its manifest is damaged.
@@ -153,26 +148,22 @@ class TokenStore:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer that the ids come from.
-
-        Raises:
-            UserError: if one of its files is damaged.
-        """
+        """The tokenizer that the ids come from."""
         folder = self.path / TOKENIZER
         for name, checksum in self.manifest.tokenizer.items():
-            if Path(name).name != name or not _has_sha256(folder / name, checksum):  # none outside the folder
+            if Path(name).name != name or not _has_sha256(folder / name, checksum):  # no file outside the folder
                 raise UserError(_damaged(folder / name))
         return load_tokenizer(str(folder))
 
     def tokens(self, split: Split) -> "TokenSequence":
-        """The ids of a split, documents in a row, the end-of-text id after each."""
+        """The ids of a split: one document after another, each with the end-of-text id."""
         return TokenSequence(self, split)
 
 
 class TokenSequence:
-    """The token ids of one split: a slice is read, from memory-mapped shards, when it is asked for.
+    """The token ids of one split, read slice by slice from memory-mapped shards.
 
-    Each process opens the shards for itself, and checks each once.
+    Each process opens the shards itself, and checks each of them once.
     """
 
     def __init__(self, store: TokenStore, split: Split) -> None:
@@ -186,11 +177,7 @@ class TokenSequence:
         return self._starts[-1]
 
     def __getitem__(self, window: slice) -> npt.NDArray[np.int64]:
-        """The ids of a window with a positive step.
-
-        Raises:
-            UserError: if a shard that the window reaches into is missing or damaged.
-        """
+        """The ids of a window with a positive step."""
         start, stop, step = window.indices(len(self))
         pieces: list[npt.NDArray[np.unsignedinteger]] = []
         index = bisect_right(self._starts, start) - 1
@@ -213,7 +200,7 @@ class TokenSequence:
         path = self._store.path / self._split / shard.name
         try:
             with pa.memory_map(str(path)) as file:
-                content = file.read_buffer()  # stays mapped when the file is closed, so that any number can be open
+                content = file.read_buffer()  # stays mapped when the file is closed, so no file stays open
             if sha256_of(memoryview(content)) == shard.sha256:
                 ids = pa.ipc.open_file(content).get_batch(0).column(0).to_numpy()
                 if len(ids) == shard.tokens + shard.documents:
@@ -226,7 +213,7 @@ class TokenSequence:
 def _has_sha256(path: Path, checksum: str) -> bool:
     try:
         return file_sha256(path) == checksum
-    except (OSError, ValueError):  # the latter: a name with a NUL in it
+    except (OSError, ValueError):  # ValueError: a name with a NUL
         return False
 
 

@@ -1,9 +1,9 @@
 """Tokenizers: GPT-2's, one from a folder, or a byte-level BPE trained on the corpus.
 
-Text never turns into a control token: `<|endoftext|>` written in a document is encoded as the ordinary
-pieces of those characters, and decodes to them, and so is `<|meta|>`. Control ids (the end of a document, the
-meta-token) are put in as ids. A tokenizer that is loaded here, or was saved with a model, knows the meta-token as a
-special token, `tokenizer.meta_token`; where it did not before, its id is the first one after the vocabulary.
+Text never becomes a control token: `<|endoftext|>` or `<|meta|>` in a document is encoded as ordinary pieces of those
+characters, and decodes to them. Control ids (the end of a document, the meta-token) are inserted as ids. A tokenizer
+that is loaded here, or was saved with a model, has the meta-token as a special token, `tokenizer.meta_token`. If it did
+not have one before, the id is the first one after the vocabulary.
 """
 
 import math
@@ -19,14 +19,14 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from metatokens.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
-META_TOKEN = "<|meta|>"  # how a decoded text shows the meta-token
-MIN_ENTRIES, MAX_ENTRIES = 300, 65_536  # of a trained vocabulary; the bytes and the end-of-text token are 257
+META_TOKEN = "<|meta|>"  # shows the meta-token in a decoded text
+MIN_ENTRIES, MAX_ENTRIES = 300, 65_536  # of a trained vocabulary; 257 are the bytes and the end-of-text token
 LONG_TEXT = 400_000  # characters; a longer text is encoded in pieces
 SPACE_BETWEEN = re.compile(r"(?<=\S) (?=\S)")
-UNLIMITED = int(1e30)  # transformers' "no maximum length", which keeps it from warning about long texts
+UNLIMITED = int(1e30)  # no maximum length for transformers, which then does not warn about long texts
 
-# The library's threads do not survive a fork, so forked data-loading workers go without. It sees to that itself
-# only where the variable is unset, and then says so in the middle of the progress display.
+# The library's threads do not survive a fork, so forked data-loading workers use none. If the variable is unset, the
+# library switches them off itself, but prints a warning into the progress display.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
 
@@ -34,18 +34,18 @@ os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLEL
 def load_tokenizer(
     spec: str, *, corpus: Iterable[str] | None = None, extra_texts: Iterable[str] = ()
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer that a spec names.
+    """Load the tokenizer that a spec names, or train it.
 
     Args:
-        spec: a folder that holds a tokenizer; `gpt2`, from the Hugging Face Hub or its local cache (a folder
-            of that name wins); or `train:N`, a byte-level BPE with N entries in all, trained here.
-        corpus: the documents that `train:N` learns from; not read otherwise.
-        extra_texts: short texts that `train:N` learns from too, with such weight that each of their words
-            becomes a single token where the vocabulary has room.
+        spec: a folder with a tokenizer; `gpt2`, from the Hugging Face Hub or its local cache (a folder of that name
+            takes precedence); or `train:N`, a byte-level BPE with N entries, trained here.
+        corpus: the documents that `train:N` is trained on; otherwise not read.
+        extra_texts: short texts that `train:N` is also trained on, weighted so that each of their words becomes a
+            single token if the vocabulary has room.
 
     Returns:
-        A fast tokenizer with an end-of-text id, a meta-token and no maximum length, to which special tokens in a text
-        are text. Saved and loaded again, by transformers too, it still is.
+        A fast tokenizer with an end-of-text id, a meta-token and no maximum length, which encodes special tokens in a
+        text as text. It stays so when it is saved and loaded again, by transformers too.
 
     Raises:
         UserError: if the spec names no usable tokenizer, or the corpus has too little text for N entries.
@@ -62,7 +62,7 @@ def load_tokenizer(
         tokenizer.is_fast
         and tokenizer.eos_token_id is not None
         and max(tokenizer.get_vocab().values()) == len(tokenizer) - 1
-        and encode_text(tokenizer, ["text"]) != [[]]  # transformers loads a folder without a vocabulary as an empty one
+        and encode_text(tokenizer, ["text"]) != [[]]  # transformers loads a folder without vocabulary as an empty one
     ):
         raise UserError(
             f"the tokenizer {spec} cannot be used: it must be a fast one with an end-of-text token and a "
@@ -73,9 +73,9 @@ def load_tokenizer(
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of each text, special tokens neither recognised nor added, at the backend's batch rate."""
+    """The ids of each text; special tokens are neither recognised nor added."""
     backend = tokenizer.backend_tokenizer
-    # A call of the tokenizer itself leaves its settings in the backend.
+    # An earlier call of the tokenizer leaves its settings in the backend.
     backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
@@ -85,13 +85,13 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> lis
 
 
 def beginning_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that a tokenizer puts ahead of a text by itself, such as a token for the beginning; mostly none."""
+    """The ids that a tokenizer puts before a text, such as a token for its beginning; often none."""
     whole, plain = (tokenizer("text", add_special_tokens=added)["input_ids"] for added in (True, False))
     return next((whole[:start] for start in range(len(whole)) if whole[start : start + len(plain)] == plain), [])
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of each text as the tokenizer begins one, the end-of-text id at its end."""
+    """The ids of each text, with those that the tokenizer puts before it and the end-of-text id."""
     beginning, end = beginning_of(tokenizer), tokenizer.eos_token_id
     return [[*beginning, *ids, end] for ids in encode_text(tokenizer, texts)]
 
@@ -103,7 +103,7 @@ def _splits_at_spaces(backend: Tokenizer) -> bool:
 
 
 def _ids_of_long(backend: Tokenizer, text: str) -> Iterator[int]:
-    # The library takes some 130 bytes of memory a character of a text, so a long one goes through it bit by bit.
+    # The library needs about 130 bytes of memory per character, so a long text is encoded in pieces.
     start = 0
     while start < len(text):
         cut = SPACE_BETWEEN.search(text, start + LONG_TEXT)
@@ -113,11 +113,7 @@ def _ids_of_long(backend: Tokenizer, text: str) -> Iterator[int]:
 
 
 def meta_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The meta-token's id.
-
-    Raises:
-        UserError: if the tokenizer has none.
-    """
+    """The meta-token's id, which the tokenizer must have."""
     if getattr(tokenizer, "meta_token_id", None) is None:
         raise UserError(
             "this tokenizer has no meta-token: use the one that add_meta_attention was given, or that was saved with "
@@ -127,12 +123,12 @@ def meta_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def text_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The entries that a text may have: all up to the last one that is not the meta-token."""
+    """The number of entries for text: all up to the last one that is not the meta-token."""
     return len(tokenizer) - (meta_token_id(tokenizer) == len(tokenizer) - 1)
 
 
 def padded_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The model's vocabulary: entries and meta-token, up to a multiple of 64 (50304 with GPT-2's)."""
+    """The model's vocabulary: the entries and the meta-token, rounded up to a multiple of 64 (50304 for GPT-2)."""
     return math.ceil(max(len(tokenizer), meta_token_id(tokenizer) + 1) / 64) * 64
 
 
@@ -163,17 +159,13 @@ def _pretrained(name: str, complaint: str) -> PreTrainedTokenizerBase:
 
 
 def load_plain_tokenizer(name: str, complaint: str, **settings: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or of the Hugging Face Hub as transformers loads it, with further settings.
-
-    Raises:
-        UserError: if there is none, with the sentence `complaint`.
-    """
-    from transformers import AutoTokenizer  # imports torch, which data-loading workers can do without
+    """Load a tokenizer from a folder or the Hugging Face Hub as transformers does, or raise UserError(complaint)."""
+    from transformers import AutoTokenizer  # imports torch, which data-loading workers do not need
 
     try:
-        # Unless it is told, transformers asks on the terminal whether to run code that it finds in the folder.
+        # Without trust_remote_code, transformers asks on the terminal whether to run code in the folder.
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **settings)
-    except Exception as error:  # the backend raises bare Exception where it cannot parse a file
+    except Exception as error:  # the backend raises bare Exception if it cannot parse a file
         raise UserError(complaint) from error
 
 
@@ -211,10 +203,10 @@ def _train(spec: str, corpus: Iterable[str] | None, extra_texts: Iterable[str]) 
 
 
 def _training_texts(corpus: Iterable[str], extra_texts: Iterable[str], entries: int) -> Iterator[str]:
-    """The corpus, then the extra texts as often as a piece must occur to be sure of its entry.
+    """The corpus, then the extra texts, repeated so often that their words get entries of their own.
 
-    With V entries, the rarest pieces that get one occur about (characters / 16 V) times; four times that
-    made each of the tasks' 200 items one token for V = 4096, at 2 % more tokens for the corpus.
+    With V entries, the rarest pieces that get one occur about (characters / 16 V) times. With four times as many, each
+    of the tasks' 200 items became one token for V = 4096, and the corpus took 2 % more tokens.
     """
     characters = 0
     for document in corpus:
