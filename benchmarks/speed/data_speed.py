@@ -31,7 +31,7 @@ from metatokens.records import Measured
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import TaskData, documents_for, task_texts
 from metatokens.tasks.example_store import ExampleStore
-from metatokens.training.examples import ByLength, Collator, TaskExamples, train_source
+from metatokens.training.examples import ByLength, Collator, Epochs, train_source
 
 PAPER_EXAMPLES = {"train": 90_000, "test": 10_000}  # of each task
 
@@ -118,7 +118,7 @@ def waiting_share(tokenizer: PreTrainedTokenizerBase, folder: Path, *, steps: in
     batch = recipe.training.per_device_train_batch_size
     source = train_source(recipe, "list_recall", tokenizer, ())
     drawn = (source.train(index, 128) for index in range(steps * batch))
-    examples = TaskExamples(ExampleStore.write(folder / "train.arrow", drawn), length=steps * batch)
+    examples = Epochs(ExampleStore.write(folder / "train.arrow", drawn), length=steps * batch)
     config = MetaGPT2Config(
         hidden_size=64,
         num_hidden_layers=2,

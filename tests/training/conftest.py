@@ -1,21 +1,29 @@
-"""Recipes of seconds, and runs that can be cut off at any step."""
+"""Recipes of seconds, runs that can be interrupted at any step, and what runs leave behind."""
 
 import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from metatokens.checkpoint import load_model
+from metatokens.data.blocks import BlockDataset
 from metatokens.data.store import TokenStore
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
 
+Models = Callable[..., Path]
+Pretraining = Callable[..., PretrainRecipe]
+Finetuning = Callable[..., FinetuneRecipe]
 TRAINING = ("training.save_steps=2", "training.logging_steps=1", "training.warmup_steps=1", "training.eval_steps=0")
+ONE_STEP = ("training.max_steps=1", "training.save_steps=1")  # of learning rate 0: the model stays as it is
 
 
 @pytest.fixture(scope="session")
-def pretraining(small_store: TokenStore) -> Callable[..., PretrainRecipe]:
+def pretraining(small_store: TokenStore) -> Pretraining:
     """A pretraining recipe of 8 steps with checkpoints after every second one, and overrides."""
     model = ("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2")
     sizes = ("data.block_size=32", "training.max_steps=8", "training.per_device_train_batch_size=4")
@@ -24,25 +32,20 @@ def pretraining(small_store: TokenStore) -> Callable[..., PretrainRecipe]:
 
 
 @pytest.fixture(scope="session")
-def finetuning() -> Callable[..., FinetuneRecipe]:
+def finetuning() -> Finetuning:
     """A fine-tuning recipe of 4 steps a train length with checkpoints after every second one, and overrides."""
     sizes = ("task.train_lengths=[64]", "training.max_steps=4", "training.per_device_train_batch_size=4")
     return lambda *overrides: load_recipe(FinetuneRecipe, "demo_finetune", [*sizes, *TRAINING, *overrides])
 
 
 @pytest.fixture(scope="session")
-def model(small_model: Callable[..., Path]) -> Path:
+def model(small_model: Models) -> Path:
     """A model to fine-tune."""
     return small_model()
 
 
-def curve(folder: Path) -> list[dict[str, float]]:
-    """What a run logged, by step."""
-    return [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
-
-
 class Steps(list[int]):
-    """Progress that notes every step and its figures, and interrupts the run at one."""
+    """Progress that records every step and its figures, and interrupts the run at one."""
 
     def __init__(self, stop_at: int | None = None):
         super().__init__()
@@ -60,7 +63,42 @@ class Steps(list[int]):
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> type[Steps]:
-    """Makes every step be reported, as if each took longer than the reports are apart."""
+    """Makes a run report every step, as if each took longer than the time between two reports."""
     clock = SimpleNamespace(monotonic=itertools.count(start=2, step=2).__next__)
     monkeypatch.setattr("metatokens.training.trainer.time", clock)
     return Steps
+
+
+def interrupt(run: Callable[..., Any], steps: type[Steps], *cuts: int) -> None:
+    """Start a run once for each of the cuts, and interrupt it there."""
+    for cut in cuts:
+        with pytest.raises(KeyboardInterrupt):
+            run(progress=steps(stop_at=cut))
+
+
+def curve(folder: Path) -> list[dict[str, float]]:
+    """The points of a run's curve, by step."""
+    return [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> bytes:
+    """The weights of the model that a run wrote."""
+    return (folder / "model.safetensors").read_bytes()
+
+
+def result(folder: Path) -> dict[str, bytes]:
+    """Every file of a run, by its relative path, except its checkpoints."""
+    files = (path for path in folder.rglob("*") if path.is_file() and "checkpoints" not in path.parts)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def text_loss(folder: Path, store: TokenStore, split: str, blocks: int, *, size: int = 32, seed: int = 0) -> float:
+    """The mean loss of a model over the text tokens of the first blocks of a split, token by token in double."""
+    model, losses = load_model(folder).double(), []
+    dataset = BlockDataset(store, split, block_size=size, fraction=0.1, placement="uniform", seed=seed)
+    for index in range(blocks):
+        ids, labels = (torch.from_numpy(dataset[index][name]) for name in ("input_ids", "labels"))
+        with torch.no_grad():
+            log_probabilities = model(ids[None]).logits[0].log_softmax(-1)
+        losses += [-log_probabilities[i - 1, ids[i]].item() for i in range(1, size) if labels[i] != -100]
+    return sum(losses) / len(losses)

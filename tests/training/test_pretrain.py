@@ -1,9 +1,10 @@
-"""Pretraining: it learns, it goes on where it was cut off, and it goes on from other models."""
+"""Pretraining: it learns, it resumes where it was interrupted, and it starts from other models."""
 
 import json
 import math
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,40 +17,31 @@ from metatokens.checkpoint import load_model
 from metatokens.data.blocks import BlockDataset
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
-from metatokens.recipe import PretrainRecipe
 from metatokens.training.pretrain import pretrain
+from tests.training.conftest import ONE_STEP, Pretraining, curve, interrupt, result, text_loss, weights
 
 MODEL_FILES = {"config.json", "curve.jsonl", "generation_config.json", "manifest.json", "model.safetensors"}
 MODEL_FILES |= {"metatokens_classes.py", "settings.json", "tokenizer.json", "tokenizer_config.json"}
 
 
-def curve(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
-def undisturbed(pretraining: Callable[..., PretrainRecipe], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(pretraining: Pretraining, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing interrupted."""
     out = tmp_path_factory.mktemp("runs") / "undisturbed"
     pretrain(pretraining(), out)
     return out
 
 
-def assert_same_run(out: Path, undisturbed: Path) -> None:
-    for name in MODEL_FILES:
-        assert (out / name).read_bytes() == (undisturbed / name).read_bytes(), name
-
-
 def test_the_folder_holds_a_model_in_safetensors_and_the_curve(undisturbed: Path) -> None:
     assert {path.name for path in undisturbed.iterdir()} == MODEL_FILES | {"checkpoints", ".lock"}
-    weights = [path for path in undisturbed.rglob("*") if path.suffix in (".bin", ".safetensors")]
-    assert {path.name for path in weights} == {"model.safetensors", "training_args.bin"}  # the latter is never read
+    found = [path for path in undisturbed.rglob("*") if path.suffix in (".bin", ".safetensors")]
+    assert {path.name for path in found} == {"model.safetensors", "training_args.bin"}  # the latter is never read
     assert sorted(path.name for path in (undisturbed / "checkpoints").iterdir()) == ["checkpoint-6", "checkpoint-8"]
     assert all(point.keys() == {"step", "loss", "learning_rate", "grad_norm"} for point in curve(undisturbed))
 
 
 @pytest.mark.parametrize("second_attention", ["meta", "none"])
-def test_a_model_learns(second_attention: str, pretraining: Callable[..., PretrainRecipe], tmp_path: Path) -> None:
+def test_a_model_learns(second_attention: str, pretraining: Pretraining, tmp_path: Path) -> None:
     settings = ("training.max_steps=60", "training.save_steps=60", "training.learning_rate=0.02")
     pretrain(pretraining(*settings, f"model.second_attention={second_attention}"), tmp_path / "run")
     losses = [point["loss"] for point in curve(tmp_path / "run")]
@@ -57,65 +49,42 @@ def test_a_model_learns(second_attention: str, pretraining: Callable[..., Pretra
     assert np.mean(losses[-10:]) < 0.6 * losses[0]
 
 
-# --- what is measured in between
+# --- measurements during training
 
 
 def test_the_held_out_loss_is_measured_and_nothing_else_changes(
-    pretraining: Callable[..., PretrainRecipe],
-    small_store: TokenStore,
-    undisturbed: Path,
-    steps: type,
-    tmp_path: Path,
+    pretraining: Pretraining, undisturbed: Path, steps: type, tmp_path: Path
 ) -> None:
-    recipe = pretraining("training.eval_steps=3")
-    with pytest.raises(KeyboardInterrupt):
-        pretrain(recipe, tmp_path / "run", progress=steps(stop_at=5))
+    run = partial(pretrain, pretraining("training.eval_steps=3"), tmp_path / "run")
+    interrupt(run, steps, 5)
     seen = steps()
-    pretrain(recipe, tmp_path / "run", progress=seen)
-    for name in MODEL_FILES - {"curve.jsonl", "manifest.json"}:  # the settings are the same, whatever is measured
-        assert (tmp_path / "run" / name).read_bytes() == (undisturbed / name).read_bytes(), name
+    run(progress=seen)
+    ours, theirs = result(tmp_path / "run"), result(undisturbed)
+    assert {name for name in ours if ours[name] != theirs[name]} == {"curve.jsonl", "manifest.json"}
     points = curve(tmp_path / "run")
     assert [point for point in points if "loss" in point] == curve(undisturbed)
     measured = {point["step"]: point for point in points if "loss" not in point}
     assert [point.keys() for point in measured.values()] == [{"step", "eval_loss"}] * 2
     assert list(measured) == [3, 6]
-    assert [figures["eval_loss"] for figures in seen.figures] == [
-        measured[step]["eval_loss"] for step in (3, 6, 6, 6)
-    ]  # of the steps 5 to 8
+    figures = [measured[step]["eval_loss"] for step in (3, 6, 6, 6)]  # at the steps 5 to 8
+    assert [figure["eval_loss"] for figure in seen.figures] == figures
 
 
 def test_the_held_out_loss_is_the_mean_over_the_text_of_held_out_blocks(
-    pretraining: Callable[..., PretrainRecipe],
-    small_store: TokenStore,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    pretraining: Pretraining, small_store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("metatokens.training.pretrain.HELD_OUT_BLOCKS", 6)  # a whole batch, and a half
-    settings = ("training.max_steps=1", "training.save_steps=1", "training.eval_steps=1", "training.seed=3")
-    pretrain(pretraining(*settings), tmp_path / "run")
-    model = load_model(tmp_path / "run").double()
-    dataset = BlockDataset(small_store, "held_out", block_size=32, fraction=0.1, placement="uniform", seed=3)
-    losses = []
-    for index in range(6):
-        ids, labels = (torch.from_numpy(dataset[index][name]) for name in ("input_ids", "labels"))
-        with torch.no_grad():
-            log_probabilities = model(ids[None]).logits[0].log_softmax(-1)
-        losses += [-log_probabilities[i - 1, ids[i]].item() for i in range(1, 32) if labels[i] != -100]
-    (measured,) = (point["eval_loss"] for point in curve(tmp_path / "run") if "eval_loss" in point)
-    assert measured == pytest.approx(np.mean(losses), rel=1e-5)
+    pretrain(pretraining(*ONE_STEP, "training.eval_steps=1", "training.seed=3"), tmp_path / "run")
+    [measured] = (point["eval_loss"] for point in curve(tmp_path / "run") if "eval_loss" in point)
+    assert measured == pytest.approx(text_loss(tmp_path / "run", small_store, "held_out", 6, seed=3), rel=1e-5)
 
 
 def test_the_held_out_loss_is_measured_ten_times_or_less_often_in_a_short_run(
-    pretraining: Callable[..., PretrainRecipe], tmp_path: Path
+    pretraining: Pretraining, tmp_path: Path
 ) -> None:
     settings = ("training.max_steps=23", "training.save_steps=23", "training.eval_steps=null")
-    for batch, every in (
-        (64, 2),
-        (16, 8),
-        (4, 23),
-    ):  # 64 blocks; twice as many are trained on between
-        size = f"training.per_device_train_batch_size={batch}"
-        pretrain(pretraining(*settings, size), tmp_path / f"{batch}")
+    for batch, every in ((64, 2), (16, 8), (4, 23)):  # of 64 blocks; training reads twice as many in between
+        pretrain(pretraining(*settings, f"training.per_device_train_batch_size={batch}"), tmp_path / f"{batch}")
         steps = [point["step"] for point in curve(tmp_path / f"{batch}") if "eval_loss" in point]
         assert steps == list(range(every, 24, every))
     long = ("data.block_size=6000", "model.max_position_embeddings=6000", "training.max_steps=1")
@@ -125,21 +94,19 @@ def test_the_held_out_loss_is_measured_ten_times_or_less_often_in_a_short_run(
     assert not any("eval_loss" in point for point in curve(tmp_path / "long"))
 
 
-def test_progress_has_the_latest_figures(
-    pretraining: Callable[..., PretrainRecipe], steps: type, tmp_path: Path
-) -> None:
+def test_progress_has_the_latest_figures(pretraining: Pretraining, steps: type, tmp_path: Path) -> None:
     seen = steps()
     pretrain(pretraining("training.logging_steps=4"), tmp_path / "run", progress=seen)
     points = {point["step"]: point for point in curve(tmp_path / "run")}
     logged = [1, 1, 1, 4, 4, 4, 4, 8]  # at each step, the last one that was logged
     for name in ("loss", "learning_rate"):
         assert [figures[name] for figures in seen.figures] == [points[step][name] for step in logged]
-    # A step reads 4 blocks of 32 tokens, and every look at the clock finds it 2 seconds on.
+    # A step reads 4 blocks of 32 tokens, and the clock moves 2 seconds each time it is read.
     assert seen.figures[0]["tokens_per_second"] == 4 * 32 / 2
 
 
-def test_figures_bear_their_step_and_measuring_is_no_training_time(
-    pretraining: Callable[..., PretrainRecipe], steps: type, tmp_path: Path
+def test_figures_have_their_step_and_measuring_is_no_training_time(
+    pretraining: Pretraining, steps: type, tmp_path: Path
 ) -> None:
     speeds = []
     for every in (0, 3):
@@ -149,38 +116,32 @@ def test_figures_bear_their_step_and_measuring_is_no_training_time(
         speeds.append([figures["tokens_per_second"] for figures in seen.figures])
     assert [at["loss"] for at in seen.measured_at] == [1, 1, 1, 4, 4, 4, 4, 8]
     assert [at.get("eval_loss") for at in seen.measured_at] == [None, None, 3, 3, 3, 6, 6, 6]
-    assert speeds[0] == pytest.approx(speeds[1], rel=0.3)  # a look at the clock more, and not what was measured
+    assert speeds[0] == pytest.approx(speeds[1], rel=0.3)  # the clock is read once more, and that is all
 
 
-# --- cut off and resumed
+# --- interrupted and resumed
 
 
 @pytest.mark.parametrize("cuts", [(1,), (5,), (8,), (3, 7), (5, 5)])
-def test_a_run_that_was_cut_off_ends_like_one_that_was_not(
-    cuts: tuple[int, ...],
-    pretraining: Callable[..., PretrainRecipe],
-    undisturbed: Path,
-    steps: type,
-    tmp_path: Path,
+def test_an_interrupted_run_ends_like_an_undisturbed_one(
+    cuts: tuple[int, ...], pretraining: Pretraining, undisturbed: Path, steps: type, tmp_path: Path
 ) -> None:
+    run = partial(pretrain, pretraining(), tmp_path / "run")
     first = 1
     for cut in cuts:
         seen = steps(stop_at=cut)
         with pytest.raises(KeyboardInterrupt):
-            pretrain(pretraining(), tmp_path / "run", progress=seen)
+            run(progress=seen)
         assert seen == list(range(first, cut + 1))
         first = (cut - 1) // 2 * 2 + 1  # the step after the last checkpoint
     rest = steps()
-    pretrain(pretraining(), tmp_path / "run", progress=rest)
+    run(progress=rest)
     assert rest == list(range(first, 9))
-    assert_same_run(tmp_path / "run", undisturbed)
+    assert result(tmp_path / "run") == result(undisturbed)
 
 
 def test_a_finished_run_is_not_repeated(
-    pretraining: Callable[..., PretrainRecipe],
-    steps: type,
-    contents: Callable[[Path], dict[str, bytes]],
-    tmp_path: Path,
+    pretraining: Pretraining, steps: type, contents: Callable[[Path], dict[str, bytes]], tmp_path: Path
 ) -> None:
     pretrain(pretraining(), tmp_path / "run")
     before = contents(tmp_path), (tmp_path / "run" / "model.safetensors").stat().st_mtime_ns
@@ -207,29 +168,42 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_damaged_checkpoint_is_dropped_for_the_one_before(
     damage: Callable[[Path], None],
-    pretraining: Callable[..., PretrainRecipe],
+    pretraining: Pretraining,
     undisturbed: Path,
     steps: type,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        pretrain(pretraining(), tmp_path / "run", progress=steps(stop_at=7))
+    run = partial(pretrain, pretraining(), tmp_path / "run")
+    interrupt(run, steps, 7)
     damage(tmp_path / "run" / "checkpoints" / "checkpoint-6")
     rest = steps()
-    pretrain(pretraining(), tmp_path / "run", progress=rest)
+    run(progress=rest)
     assert rest == [5, 6, 7, 8]
-    assert_same_run(tmp_path / "run", undisturbed)
+    assert result(tmp_path / "run") == result(undisturbed)
     output = capsys.readouterr()
     assert output.out == ""
     assert "checkpoint-6" in output.err
     assert "dropped" in output.err
 
 
+def test_without_a_good_checkpoint_a_run_starts_again(
+    pretraining: Pretraining, undisturbed: Path, steps: type, tmp_path: Path
+) -> None:
+    run = partial(pretrain, pretraining(), tmp_path / "run")
+    interrupt(run, steps, 7)
+    for folder in (tmp_path / "run" / "checkpoints").iterdir():
+        (folder / "rng_state.pth").write_bytes(b"")
+    rest = steps()
+    run(progress=rest)
+    assert rest == list(range(1, 9))
+    assert result(tmp_path / "run") == result(undisturbed)
+
+
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python's own, about forking with threads
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_damaged_shard_is_named_before_any_training_on_it(
-    workers: int, pretraining: Callable[..., PretrainRecipe], small_store: TokenStore, steps: type, tmp_path: Path
+    workers: int, pretraining: Pretraining, small_store: TokenStore, steps: type, tmp_path: Path
 ) -> None:
     shutil.copytree(small_store.path, tmp_path / "tokens")
     (shard,) = (tmp_path / "tokens" / "train").iterdir()
@@ -242,69 +216,48 @@ def test_a_damaged_shard_is_named_before_any_training_on_it(
     assert seen == []
 
 
-def test_without_a_good_checkpoint_a_run_starts_again(
-    pretraining: Callable[..., PretrainRecipe], undisturbed: Path, steps: type, tmp_path: Path
-) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        pretrain(pretraining(), tmp_path / "run", progress=steps(stop_at=7))
-    for folder in (tmp_path / "run" / "checkpoints").iterdir():
-        (folder / "rng_state.pth").write_bytes(b"")
-    rest = steps()
-    pretrain(pretraining(), tmp_path / "run", progress=rest)
-    assert rest == list(range(1, 9))
-    assert_same_run(tmp_path / "run", undisturbed)
-
-
 def test_other_settings_are_refused_and_overwriting_replaces(
-    pretraining: Callable[..., PretrainRecipe],
-    undisturbed: Path,
-    contents: Callable[[Path], dict[str, bytes]],
-    tmp_path: Path,
+    pretraining: Pretraining, undisturbed: Path, contents: Callable[[Path], dict[str, bytes]], tmp_path: Path
 ) -> None:
     pretrain(pretraining("training.seed=1"), tmp_path / "run")
+    assert curve(tmp_path / "run")[0]["loss"] != curve(undisturbed)[0]["loss"]
     before = contents(tmp_path)
     with pytest.raises(UserError, match=r"recipe\.training\.seed was 1 and is now 0"):
         pretrain(pretraining(), tmp_path / "run")
     assert contents(tmp_path) == before
     pretrain(pretraining(), tmp_path / "run", overwrite=True)
-    assert_same_run(tmp_path / "run", undisturbed)
+    assert result(tmp_path / "run") == result(undisturbed)
 
 
 def test_a_moved_token_store_or_another_tracker_does_not_make_another_run(
-    pretraining: Callable[..., PretrainRecipe],
+    pretraining: Pretraining,
     small_store: TokenStore,
     undisturbed: Path,
+    steps: type,
     contents: Callable[[Path], dict[str, bytes]],
     tmp_path: Path,
 ) -> None:
     (tmp_path / "moved").symlink_to(small_store.path)
-    before = contents(undisturbed)
-    steps: list[int] = []
+    before, seen = contents(undisturbed), steps()
     harmless = ("training.dataloader_num_workers=1", "training.report_to=all")
-    pretrain(
-        pretraining(f"data.tokens={tmp_path / 'moved'}", *harmless),
-        undisturbed,
-        progress=lambda done, total, _: steps.append(done),
-    )
-    assert steps == []  # finished already
+    pretrain(pretraining(f"data.tokens={tmp_path / 'moved'}", *harmless), undisturbed, progress=seen)
+    assert seen == []  # finished already
     assert contents(undisturbed) == before
 
 
-# --- what does not change the result
+# --- the loss, and what does not change it
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # on a machine of one core
 def test_the_number_of_loading_workers_changes_nothing(
-    pretraining: Callable[..., PretrainRecipe], undisturbed: Path, tmp_path: Path
+    pretraining: Pretraining, undisturbed: Path, tmp_path: Path
 ) -> None:
     pretrain(pretraining("training.dataloader_num_workers=2"), tmp_path / "run")
-    for name in ("model.safetensors", "curve.jsonl"):
-        assert (tmp_path / "run" / name).read_bytes() == (undisturbed / name).read_bytes()
+    assert weights(tmp_path / "run") == weights(undisturbed)
+    assert curve(tmp_path / "run") == curve(undisturbed)
 
 
-def test_accumulated_batches_are_one_large_batch(
-    pretraining: Callable[..., PretrainRecipe], undisturbed: Path, tmp_path: Path
-) -> None:
+def test_accumulated_batches_are_one_large_batch(pretraining: Pretraining, undisturbed: Path, tmp_path: Path) -> None:
     pieces = ("training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=4")
     pretrain(pretraining(*pieces), tmp_path / "run")
     for ours, theirs in zip(curve(tmp_path / "run"), curve(undisturbed), strict=True):
@@ -312,7 +265,7 @@ def test_accumulated_batches_are_one_large_batch(
 
 
 def test_the_curve_has_the_first_step_and_every_logged_one(
-    pretraining: Callable[..., PretrainRecipe], undisturbed: Path, tmp_path: Path
+    pretraining: Pretraining, undisturbed: Path, tmp_path: Path
 ) -> None:
     pretrain(pretraining("training.logging_steps=4", "training.save_steps=4"), tmp_path / "run")
     losses = [point["loss"] for point in curve(undisturbed)]
@@ -321,30 +274,15 @@ def test_the_curve_has_the_first_step_and_every_logged_one(
     assert logged == pytest.approx({1: losses[0], 4: np.mean(losses[1:4]), 8: np.mean(losses[4:])})
 
 
-def test_another_seed_is_another_run(
-    pretraining: Callable[..., PretrainRecipe], undisturbed: Path, tmp_path: Path
-) -> None:
-    pretrain(pretraining("training.seed=1"), tmp_path / "run")
-    assert curve(tmp_path / "run")[0]["loss"] != curve(undisturbed)[0]["loss"]
-
-
 def test_the_first_loss_is_the_mean_over_the_batchs_text_tokens(
-    pretraining: Callable[..., PretrainRecipe], small_store: TokenStore, undisturbed: Path, tmp_path: Path
+    pretraining: Pretraining, small_store: TokenStore, undisturbed: Path, tmp_path: Path
 ) -> None:
-    # The first step has a learning rate of 0, so after it the model is as it started.
-    pretrain(pretraining("training.max_steps=1", "training.save_steps=1"), tmp_path / "run")
-    model = load_model(tmp_path / "run").double()
-    dataset = BlockDataset(small_store, "train", block_size=32, fraction=0.1, placement="uniform", seed=0)
-    losses = []
-    for index in range(4):
-        ids, labels = (torch.from_numpy(dataset[index][name]) for name in ("input_ids", "labels"))
-        with torch.no_grad():
-            log_probabilities = model(ids[None]).logits[0].log_softmax(-1)
-        losses += [-log_probabilities[i - 1, ids[i]].item() for i in range(1, 32) if labels[i] != -100]
-    assert curve(undisturbed)[0]["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    pretrain(pretraining(*ONE_STEP), tmp_path / "run")
+    expected = text_loss(tmp_path / "run", small_store, "train", 4)
+    assert curve(undisturbed)[0]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-# --- going on from a model
+# --- starting from a model
 
 
 @pytest.fixture(scope="module")
@@ -358,19 +296,17 @@ def gpt2(small_store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-def test_going_on_from_an_own_checkpoint(
-    pretraining: Callable[..., PretrainRecipe], undisturbed: Path, tmp_path: Path
-) -> None:
-    pretrain(pretraining("training.max_steps=1", "training.save_steps=1"), tmp_path / "run", init=undisturbed)
+def test_a_run_starts_from_an_own_checkpoint(pretraining: Pretraining, undisturbed: Path, tmp_path: Path) -> None:
+    pretrain(pretraining(*ONE_STEP), tmp_path / "run", init=undisturbed)
     start, end = (load_file(folder / "model.safetensors") for folder in (undisturbed, tmp_path / "run"))
-    assert start.keys() == end.keys()  # and the one step had a learning rate of 0
+    assert start.keys() == end.keys()
     assert all(torch.equal(start[name], end[name]) for name in start)
     pretrain(pretraining("training.seed=1"), tmp_path / "further", init=undisturbed)
     assert curve(tmp_path / "further")[-1]["loss"] < curve(undisturbed)[0]["loss"]
 
 
-def test_going_on_from_a_gpt2_of_transformers(
-    pretraining: Callable[..., PretrainRecipe], small_store: TokenStore, gpt2: Path, tmp_path: Path
+def test_a_run_starts_from_a_gpt2_of_transformers(
+    pretraining: Pretraining, small_store: TokenStore, gpt2: Path, tmp_path: Path
 ) -> None:
     pretrain(pretraining("data.placement=none", "model.second_attention=none"), tmp_path / "run", init=gpt2)
     dataset = BlockDataset(small_store, "train", block_size=32, fraction=0.1, placement="none", seed=0)
@@ -381,26 +317,21 @@ def test_going_on_from_a_gpt2_of_transformers(
     assert curve(tmp_path / "run")[0]["loss"] == pytest.approx(loss, rel=1e-5)
 
 
-def test_a_gpt2_is_given_a_second_attention_and_a_meta_token(
-    pretraining: Callable[..., PretrainRecipe], small_store: TokenStore, gpt2: Path, tmp_path: Path
+def test_a_gpt2_is_given_a_second_attention_and_a_meta_token_and_resumes(
+    pretraining: Pretraining, small_store: TokenStore, gpt2: Path, steps: type, tmp_path: Path
 ) -> None:
-    pretrain(pretraining("model.second_attention=causal"), tmp_path / "run", init=gpt2)
-    config = load_model(tmp_path / "run").config
+    recipe = pretraining("model.second_attention=causal")
+    pretrain(recipe, tmp_path / "undisturbed", init=gpt2)
+    config = load_model(tmp_path / "undisturbed").config
     assert (config.second_attention, config.meta_token_id) == ("causal", small_store.tokenizer.meta_token_id)
-
-
-def test_a_converted_gpt2_resumes_too(
-    pretraining: Callable[..., PretrainRecipe], gpt2: Path, steps: type, tmp_path: Path
-) -> None:
-    pretrain(pretraining(), tmp_path / "undisturbed", init=gpt2)
-    with pytest.raises(KeyboardInterrupt):
-        pretrain(pretraining(), tmp_path / "run", init=gpt2, progress=steps(stop_at=5))
-    pretrain(pretraining(), tmp_path / "run", init=gpt2)
-    assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
+    run = partial(pretrain, recipe, tmp_path / "run", init=gpt2)
+    interrupt(run, steps, 5)
+    run()
+    assert result(tmp_path / "run") == result(tmp_path / "undisturbed")
 
 
 def test_the_settings_state_the_model_that_is_trained(
-    pretraining: Callable[..., PretrainRecipe], gpt2: Path, undisturbed: Path, tmp_path: Path
+    pretraining: Pretraining, gpt2: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     recipe = pretraining("model.hidden_size=64", "model.num_attention_heads=8", "model.second_attention=causal")
     of_recipe = {name: getattr(recipe.model, name) for name in ("hidden_size", "second_attention", "bias")}
@@ -410,36 +341,25 @@ def test_the_settings_state_the_model_that_is_trained(
         pretrain(recipe, tmp_path / name, init=init)
         stated[name] = json.loads((tmp_path / name / "settings.json").read_text())["recipe"]["model"]
         config = load_model(tmp_path / name).config
-        assert stated[name] == {"architecture": None} | {
-            key: getattr(config, key) for key in stated[name].keys() - {"architecture"}
-        }
+        own = {key: getattr(config, key) for key in stated[name].keys() - {"architecture"}}
+        assert stated[name] == {"architecture": None} | own
     assert (stated["own"]["hidden_size"], stated["own"]["second_attention"]) == (16, "meta")
     assert (stated["gpt2"]["position_embedding"], stated["gpt2"]["max_position_embeddings"]) == ("learned", 40)
     pretrain(recipe, tmp_path / "gpt2", init=gpt2)  # the same run still
     with pytest.raises(UserError, match=r"recipe\.model\.second_attention was 'causal' and is now 'meta'"):
         pretrain(pretraining(), tmp_path / "gpt2", init=gpt2)
-
-
-def test_another_start_is_another_run(
-    pretraining: Callable[..., PretrainRecipe], gpt2: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    pretrain(pretraining(), tmp_path / "run", init=gpt2)
     for init in (undisturbed, None):
         with pytest.raises(UserError, match="init_sha256 was"):
-            pretrain(pretraining(), tmp_path / "run", init=init)
+            pretrain(recipe, tmp_path / "gpt2", init=init)
 
 
-def test_a_gpt2_without_meta_token_cannot_read_blocks_with_some(
-    pretraining: Callable[..., PretrainRecipe], gpt2: Path, tmp_path: Path
+def test_a_model_whose_vocabulary_does_not_fit_the_text_is_refused(
+    pretraining: Pretraining, gpt2: Path, tmp_path: Path
 ) -> None:
+    recipe = pretraining("model.second_attention=none")
     with pytest.raises(UserError, match=r"model's meta_token_id is None and that of the text's tokenizer 768"):
-        pretrain(pretraining("model.second_attention=none"), tmp_path / "run", init=gpt2)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_model_with_too_small_a_vocabulary_is_refused(
-    pretraining: Callable[..., PretrainRecipe], tmp_path: Path
-) -> None:
-    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=300)).save_pretrained(tmp_path / "gpt2")
+        pretrain(recipe, tmp_path / "run", init=gpt2)
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=300)).save_pretrained(tmp_path / "small")
     with pytest.raises(UserError, match="300 vocabulary entries and the text's tokenizer 768"):
-        pretrain(pretraining("model.second_attention=none"), tmp_path / "run", init=tmp_path / "gpt2")
+        pretrain(recipe, tmp_path / "run", init=tmp_path / "small")
+    assert not (tmp_path / "run").exists()

@@ -29,31 +29,20 @@ class Examples(Protocol):
     def __getitem__(self, index: int) -> Encoded: ...
 
 
-class TaskExamples:
-    """Examples of a task, over and over. They were drawn in random order, so the order stays."""
+class Epochs:
+    """Examples over and over; with a seed, shuffled anew in each epoch."""
 
-    def __init__(self, examples: Sequence[Encoded], *, length: int):
-        self.examples, self.length = examples, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Encoded:
-        return self.examples[index % len(self.examples)]
-
-
-class RecordExamples:
-    """A user's records, over and over, shuffled anew in each epoch."""
-
-    def __init__(self, records: Sequence[Encoded], *, seed: int, length: int):
-        self.records, self.seed, self.length = records, seed, length
+    def __init__(self, examples: Sequence[Encoded], *, length: int, seed: int | None = None):
+        self.examples, self.length, self.seed = examples, length, seed
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Encoded:
-        epoch, place = divmod(index, len(self.records))
-        return self.records[shuffled(place, len(self.records), f"{self.seed} {epoch}")]
+        epoch, place = divmod(index, len(self.examples))
+        if self.seed is not None:
+            place = shuffled(place, len(self.examples), f"{self.seed} {epoch}")
+        return self.examples[place]
 
 
 class ByLength:

@@ -16,9 +16,8 @@ from metatokens.tasks.example import Encoded, read_examples
 from metatokens.training.examples import (
     ByLength,
     Collator,
+    Epochs,
     Examples,
-    RecordExamples,
-    TaskExamples,
     drawn,
     train_examples,
     train_source,
@@ -136,7 +135,7 @@ class _Records:
 
     def open(self, phase: Phase) -> Examples:
         """The examples of the phase."""
-        return RecordExamples(self.records, seed=phase.settings.seed, length=phase.examples)
+        return Epochs(self.records, seed=phase.settings.seed, length=phase.examples)
 
 
 class _Task:
@@ -165,7 +164,7 @@ class _Task:
     def open(self, phase: Phase) -> Examples:
         """The examples of a phase."""
         stored = train_examples(self.recipe, self.source, phase, self.folder)
-        return TaskExamples(stored, length=phase.examples)
+        return Epochs(stored, length=phase.examples)
 
 
 def _is_reached(asked: Sequence[Encoded], share: float, model: LanguageModel) -> bool:
