@@ -18,6 +18,7 @@ from metatokens.data.blocks import BlockDataset
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.training.pretrain import pretrain
+from metatokens.training.run_folder import training_of
 from tests.training.conftest import ONE_STEP, Pretraining, curve, interrupt, result, text_loss, weights
 
 MODEL_FILES = {"config.json", "curve.jsonl", "generation_config.json", "manifest.json", "model.safetensors"}
@@ -38,6 +39,7 @@ def test_the_folder_holds_a_model_in_safetensors_and_the_curve(undisturbed: Path
     assert {path.name for path in found} == {"model.safetensors", "training_args.bin"}  # the latter is never read
     assert sorted(path.name for path in (undisturbed / "checkpoints").iterdir()) == ["checkpoint-6", "checkpoint-8"]
     assert all(point.keys() == {"step", "loss", "learning_rate", "grad_norm"} for point in curve(undisturbed))
+    assert training_of(undisturbed) == {"seed": 0}
 
 
 @pytest.mark.parametrize("second_attention", ["meta", "none"])

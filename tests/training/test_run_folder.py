@@ -14,7 +14,7 @@ import pytest
 
 from metatokens.errors import UserError
 from metatokens.training import run_folder
-from metatokens.training.run_folder import open_run
+from metatokens.training.run_folder import open_run, training_of
 
 SETTINGS = {"verb": "pretrain", "recipe": {"training": {"seed": 0, "max_steps": 5}}, "init": None}
 
@@ -163,3 +163,27 @@ def test_processes_that_train_together_do_not_replace_a_run(tmp_path: Path, monk
         with pytest.raises(UserError, match=r"cannot replace a run together: remove .*run if it is there, and leave"):
             is_finished(tmp_path / "run", SETTINGS, overwrite=True)
     assert (tmp_path / "run" / "settings.json").exists()
+
+
+# --- how a model was trained
+
+
+FINETUNED = {"recipe": {"training": {"seed": 7}, "task": {"condition": "decoy"}}}
+
+
+@pytest.mark.parametrize(
+    ("run", "folder", "about"),
+    [
+        (FINETUNED | {"task": "parity"}, "64", {"seed": 7, "train_condition": "decoy", "train_length": 64}),
+        (FINETUNED | {"task": "parity"}, "best", {"seed": 7, "train_condition": "decoy", "train_length": None}),
+        (FINETUNED, "data", {"seed": 7}),  # on a user's own records
+        ({"recipe": {"training": {"seed": 4}}}, ".", {"seed": 4}),  # as pretraining leaves it
+        *(([], "64", {}), ("{", "64", {}), (3, "64", {}), ({"recipe": 3}, "64", {}), ({"recipe": {}}, "64", {})),
+    ],
+)
+def test_the_training_of_a_model_is_read_from_its_run(
+    run: object, folder: str, about: dict[str, object], tmp_path: Path
+) -> None:
+    (tmp_path / "settings.json").write_text(run if isinstance(run, str) else json.dumps(run))
+    assert training_of(tmp_path / folder) == about
+    assert training_of(tmp_path / "no" / "run") == {}

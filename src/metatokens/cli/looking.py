@@ -99,10 +99,10 @@ def generate(
     from transformers import TextStreamer
 
     from metatokens.data.prompts import chat_text, encode_chat, encode_prompt, read_messages
+    from metatokens.data.tokenizer import check_meta_token
     from metatokens.model.generation import continue_prompts
     from metatokens.model.positions import reaches
     from metatokens.tasks.example import read_examples
-    from metatokens.training.finetune import check_meta_token
 
     if (prompt is None and messages is None) == (data is None):
         raise UserError("give either a prompt or --data; or a chat as --messages.")
