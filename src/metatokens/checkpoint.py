@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
+from metatokens.data.tokenizer import load_plain_tokenizer
 from metatokens.decoder import position_embedding_of
 from metatokens.errors import UserError, one_line
 from metatokens.files import (
@@ -316,6 +317,21 @@ def load_base(folder: Path, dtype: str | None = None) -> PreTrainedModel:
     if model.config.model_type not in _DECODERS:
         raise UserError(f"{file} holds a {model.config.model_type} model, which is no decoder that is known here.")
     return model
+
+
+def load_base_and_tokenizer(model: Path, dtype: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a base for `add_meta_attention` and its tokenizer from a folder, a GGUF file, or `hf:NAME`."""
+    check_placing(None, dtype)
+    folder = fetch_model(model)
+    if not folder.exists():
+        raise UserError(f"there is no folder {folder}; a model of the Hub is hf:NAME.")
+    file, complaint = gguf_file(folder), f"the folder {folder} holds no tokenizer that can be loaded."
+    settings = {} if file is None else {"gguf_file": file.name}
+    tokenizer = load_plain_tokenizer(str(folder if file is None else file.parent), complaint, **settings)
+    base = load_base(folder, dtype)
+    # A name that holds wherever the added weights are saved, and on other machines.
+    base.config.name_or_path = str(folder.absolute()) if folder == model else model.as_posix().removeprefix("hf:")
+    return base, tokenizer
 
 
 def _with_delta(folder: Path, dtype: str | None) -> Any:

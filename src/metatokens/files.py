@@ -57,6 +57,25 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
         raise
 
 
+PNG = b"\x89PNG"  # the signature of such files
+
+
+def replace_own(path: Path, content: bytes, signature: bytes) -> None:
+    """Write a file, but never over one of another kind, which somebody else wrote.
+
+    Args:
+        path: the file.
+        content: its new content.
+        signature: bytes that every file of its kind holds.
+    """
+    try:
+        if path.exists() and signature not in path.read_bytes():
+            raise UserError(f"{path} is another kind of file, and is kept; give another name.")
+        write_whole(path, content)
+    except OSError as error:
+        raise UserError(f"cannot write to {path}: {error.strerror}.") from error
+
+
 def read_json(path: Path, most: int) -> Any:
     """The content of a JSON file of at most `most` bytes; raises one of DAMAGED if it is larger or not JSON."""
     if path.stat().st_size > most:

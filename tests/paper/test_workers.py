@@ -153,7 +153,7 @@ def test_ctrl_c_and_going_on_in_worker_processes(
     os.killpg(stalled.pid, signal.SIGINT)  # as a terminal does
     status, output, error = stalled.wait()
     assert (status, output) == (130, "")
-    assert error.splitlines()[-1] == "metatokens: interrupted; the same command goes on from here."
+    assert error.splitlines()[-1] == "metatokens: interrupted; repeat the command to resume."
     assert "Traceback" not in error
     assert wait_until(lambda: stalled.group_is_gone)
     assert_cut_off_in_pretraining(tmp_path / "run")

@@ -1,8 +1,8 @@
-"""The command `metatokens`: one verb a stage, each usable alone on a user's own files.
+"""The command `metatokens`: one verb per step, each usable by itself on your own files.
 
-Results go to standard output, as a table on a terminal and as JSON lines elsewhere; everything else to standard error.
-A user's mistake is one sentence and exit status 2. Every verb imports what it needs when it runs, so that `--help` is
-quick.
+Results go to standard output, as a table on a terminal and as JSON lines elsewhere; everything else goes to standard
+error. A user's mistake is one sentence and exit status 2. Each verb imports what it needs when it runs, which keeps
+`--help` quick.
 """
 
 import atexit
@@ -12,7 +12,6 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from metatokens.cli.looking import generate, look, sample
@@ -22,7 +21,7 @@ from metatokens.cli.output import say
 from metatokens.errors import UserError
 from metatokens.machine import keep_freed_memory, process_count
 
-# In the order in which they are used, as `--help` lists them.
+# In the order of use, as `--help` lists them.
 PANELS = {
     "Everything in order": (reproduce,),
     "Train": (tokenize, pretrain, retrofit, extend, finetune),
@@ -33,19 +32,10 @@ PANELS = {
 INTERRUPTED = 130  # typer's exit status after Ctrl-C
 
 
-class _PlainHelp:
-    """Help that is text, in which rich would take `[:meta]` for its markup; and flags, which take no `<bool>`."""
-
-    params: list[Any]
-    help: str | None
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        for one in (self, *self.params):
-            one.help = one.help and escape(one.help)
+class _PlainFlags:
+    """Flags whose help shows no `<bool>`."""
 
     def get_params(self, context: typer.Context) -> list[Any]:
-        """The options, `--help` among them."""
         params: list[Any] = super().get_params(context)  # type: ignore[misc]  # of the class behind it
         for flag in params:
             if getattr(flag, "is_flag", False):
@@ -53,11 +43,11 @@ class _PlainHelp:
         return params
 
 
-class _Verb(_PlainHelp, TyperCommand):  # type: ignore[misc]  # two declarations of `params`
+class _Verb(_PlainFlags, TyperCommand):  # type: ignore[misc]  # two signatures of get_params
     pass
 
 
-class _Verbs(_PlainHelp, TyperGroup):  # type: ignore[misc]  # the same
+class _Verbs(_PlainFlags, TyperGroup):  # type: ignore[misc]  # the same
     pass
 
 
@@ -87,7 +77,7 @@ def _options(
 def main(command: typer.Typer = app) -> None:
     """Run a command line; a user's mistake is one sentence on standard error and exit status 2."""
     keep_freed_memory()
-    # The libraries' notices and progress bars would stand between the lines of this command.
+    # Keep the libraries' notices and progress bars out of the output.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
@@ -99,23 +89,23 @@ def main(command: typer.Typer = app) -> None:
         sys.exit(2)
     except SystemExit as status:
         if status.code == INTERRUPTED:
-            say("metatokens: interrupted; the same command goes on from here.")
+            say("metatokens: interrupted; repeat the command to resume.")
         if not status.code and process_count() > 1:
             _leave()
         raise
 
 
 def _leave() -> None:
-    """End a process that trained with others without taking the interpreter apart, which their threads outlive.
+    """End a process that trained with others, without finalizing the interpreter.
 
-    DDP's reducer keeps gloo's threads, also when the group has been destroyed; one that asks for the lock of an
-    interpreter that is ending ends the process with SIGABRT (pytorch/pytorch#190489), after all has been done.
+    DDP's reducer keeps gloo's threads even after the group is destroyed. A thread that asks for the lock of a
+    finalizing interpreter ends the process with SIGABRT (pytorch/pytorch#190489).
     """
     from torch import distributed
 
     if distributed.is_initialized():
         distributed.destroy_process_group()
-        atexit._run_exitfuncs()  # trackers of experiments send what is left
+        atexit._run_exitfuncs()  # experiment trackers send what they hold
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

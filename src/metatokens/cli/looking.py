@@ -1,7 +1,7 @@
 """Commands that show something: examples of a task, continued text, the inside of a model."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,41 +9,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from metatokens import recipe
-from metatokens.cli.options import (
-    CORPUS,
-    TOKENIZER,
-    BatchSize,
-    Condition,
-    Device,
-    Dtype,
-    Landmarks,
-    Model,
-    ResultFile,
-    Task,
-    either,
-    load,
-    parse_lengths,
-)
-from metatokens.cli.output import PNG, print_table, say, shows_tables, write_lines, write_own
+from metatokens.cli import options
+from metatokens.cli.output import print_table, say, shows_tables, write_lines
 from metatokens.errors import UserError
+from metatokens.files import PNG, replace_own
 
 if TYPE_CHECKING:
     from metatokens.model.generation import Continuation
-    from metatokens.tasks.example import Example
+
+SPLITS = options.either(recipe.Split)
 
 
 def sample(
-    task: Task,
+    task: options.Task,
     phase: Annotated[int, typer.Option(metavar="PHASE", help="Difficulty, from 1 (easiest) to 5.")] = 1,
-    condition: Condition = "paper",
+    condition: options.Condition = "paper",
     n: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Number of examples.")] = 1,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed.")] = 0,
-    split: Annotated[recipe.Split, typer.Option(metavar="NAME", help=f"Their split: {either(recipe.Split)}.")] = "test",
-    tokenizer: Annotated[str, typer.Option(metavar="TOKENIZER", help=f"{TOKENIZER}.")] = "train:4096",
+    split: Annotated[recipe.Split, typer.Option(metavar="NAME", help=f"Their split: {SPLITS}.")] = "test",
+    tokenizer: Annotated[str, typer.Option(metavar="TOKENIZER", help=f"{options.TOKENIZER}.")] = "train:4096",
     corpus: Annotated[
-        str, typer.Option(metavar="CORPUS", help=f"Text for the task copying and for train:N: {CORPUS}.")
+        str, typer.Option(metavar="CORPUS", help=f"Text for the task copying and for train:N: {options.CORPUS}.")
     ] = "builtin",
-    out: ResultFile = None,
+    out: options.ResultFile = None,
 ) -> None:
     """Print examples of a task with their answers, as JSON lines."""
     from metatokens.data.corpus import read_corpus
@@ -58,40 +46,33 @@ def sample(
 
 
 def generate(
-    model: Model,
+    model: options.Model,
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text to continue.")] = None,
     data: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Prompts to continue: JSON lines of prompt and markers."),
+        Path | None, typer.Option(metavar="FILE", help="Prompts to continue: JSON lines of prompt and markers.")
     ] = None,
     marker: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="What marks a meta-token in PROMPT, such as _PAUSE_; by default nothing."),
+        str | None, typer.Option(metavar="TEXT", help="What marks a meta-token in PROMPT, such as _PAUSE_.")
     ] = None,
-    landmarks: Landmarks = None,
+    landmarks: options.Landmarks = None,
     chat: Annotated[
-        bool,
-        typer.Option("--chat", help="Wrap PROMPT in the chat template as a user message; print only the answer."),
+        bool, typer.Option("--chat", help="Wrap PROMPT in the chat template as a user message; print only the answer.")
     ] = False,
     messages: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A chat, a JSON list of role and content; PROMPT, if given, continues it."),
+        Path | None, typer.Option(metavar="FILE", help="A chat, a JSON list of role and content; PROMPT continues it.")
     ] = None,
-    show_meta: Annotated[
-        bool, typer.Option("--show-meta", help="Show meta-tokens in the output, as <|meta|>.")
-    ] = False,
+    show_meta: Annotated[bool, typer.Option("--show-meta", help="Show meta-tokens in the output as <|meta|>.")] = False,
     max_new_tokens: Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Length limit of the new text.")] = 64,
     meta_every: Annotated[
-        int | None,
-        typer.Option(metavar="TOKENS", min=1, help="Insert a meta-token after every so many generated tokens."),
+        int | None, typer.Option(metavar="TOKENS", min=1, help="Insert a meta-token every so many generated tokens.")
     ] = None,
     temperature: Annotated[
         float, typer.Option(metavar="T", min=0.0, help="Sampling temperature; 0 always picks the likeliest token.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed.")] = 0,
-    device: Device = None,
-    dtype: Dtype = None,
-    batch_size: BatchSize = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    batch_size: options.BatchSize = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines instead of text or a table.")] = False,
 ) -> None:
     """Continue a text, a chat, or the prompts of a file."""
@@ -112,19 +93,31 @@ def generate(
         raise UserError("--chat goes with a prompt; the records of --data are continued as they are.")
     asked = [] if messages is None else read_messages(messages)
     asked += [] if prompt is None else [{"role": "user", "content": prompt}]
-    loaded, tokenizer = load(model, device, dtype)
+    loaded, tokenizer = options.load(model, device, dtype)
     if marker is not None or meta_every is not None or landmarks is not None:
         check_meta_token(loaded.config, tokenizer, model)
     torch.manual_seed(seed)
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    options |= {} if meta_every is None else {"meta_every": meta_every}
-    continued: Any = partial(continue_prompts, loaded.eval(), tokenizer, batch_size=batch_size or 1, **options)
+    decoding: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    decoding |= {} if meta_every is None else {"meta_every": meta_every}
+    continued: Any = partial(continue_prompts, loaded.eval(), tokenizer, batch_size=batch_size or 1, **decoding)
 
     if data is not None:
         records = read_examples(data, tokenizer, needs_completion=False, landmarks=landmarks)
         if any(record.markers for record in records):
             check_meta_token(loaded.config, tokenizer, model)
-        _print_rows(_continued_records(records, continued, show_meta), show_meta, as_json=as_json)
+        prompts = [record.input_ids[: record.answer_start] for record in records]
+        rows: Iterator[dict[str, Any]] = (
+            {"prompt": record.prompt, "markers": record.markers, **_fields(new, show_meta)}
+            for record, new in zip(records, continued(prompts), strict=True)
+        )
+        if shows_tables(as_json):
+            names = ["with_meta"] if show_meta else ["prompt", "continuation"]
+            columns = zip(*([row[name] for name in names] for row in rows), strict=True)
+            print_table(
+                dict(zip((name.replace("with_meta", "with meta-tokens") for name in names), columns, strict=True))
+            )
+        else:
+            write_lines((json.dumps(row, ensure_ascii=False) for row in rows), None)
         return
     chat = chat or messages is not None
     if chat:
@@ -155,27 +148,9 @@ def _fields(new: "Continuation", show_meta: bool) -> dict[str, str]:
     return {"continuation": new.text} | ({"with_meta": new.with_meta} if show_meta else {})
 
 
-def _continued_records(
-    records: "Sequence[Example]", continued: "Callable[..., Iterator[Continuation]]", show_meta: bool
-) -> Iterator[dict[str, Any]]:
-    prompts = [record.input_ids[: record.answer_start] for record in records]
-    for record, new in zip(records, continued(prompts), strict=True):
-        yield {"prompt": record.prompt, "markers": record.markers, **_fields(new, show_meta)}
-
-
-def _print_rows(rows: Iterator[dict[str, Any]], show_meta: bool, *, as_json: bool) -> None:
-    if not shows_tables(as_json):
-        write_lines((json.dumps(row, ensure_ascii=False) for row in rows), None)
-        return
-    shown = {"with meta-tokens": "with_meta"} if show_meta else {name: name for name in ("prompt", "continuation")}
-    all_rows = list(rows)
-    print_table({heading: [row[name] for row in all_rows] for heading, name in shown.items()})
-
-
 def look(
     model: Annotated[
-        Path,
-        typer.Option(metavar="DIR|hf:NAME", help="A folder, hf:NAME from the Hub, or example (bundled)."),
+        Path, typer.Option(metavar="DIR|hf:NAME", help="A folder, hf:NAME from the Hub, or example (bundled).")
     ],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text, with a marker for each meta-token.")],
     compare: Annotated[
@@ -185,12 +160,10 @@ def look(
     layers: Annotated[
         str | None, typer.Option(metavar="N,...", help="Blocks whose attention to show, from 0; by default all.")
     ] = None,
-    device: Device = None,
-    dtype: Dtype = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="HTML file to write.")] = Path("look.html"),
-    picture: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="PNG file to draw as well, for a paper.")
-    ] = None,
+    picture: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="PNG file to draw as well.")] = None,
 ) -> None:
     """Look inside a model on one prompt, as a page.
 
@@ -202,13 +175,13 @@ def look(
     from metatokens.looking.look import look as look_inside
     from metatokens.looking.page import SIGNATURE, to_html
 
-    chosen = None if layers is None else parse_lengths(layers, least=0, name="layers")
+    chosen = options.parse_layers(layers)
     looks = []
     for given in filter(None, (model, compare)):
-        loaded, tokenizer = load(fetch_model(given), device, dtype)
+        loaded, tokenizer = options.load(fetch_model(given), device, dtype)
         looks.append(look_inside(loaded, tokenizer, prompt, marker, name=str(given), layers=chosen))
-    write_own(out, to_html(looks).encode(), SIGNATURE.encode())
+    replace_own(out, to_html(looks).encode(), SIGNATURE.encode())
     say(f"page: {out}")
     if picture is not None:
-        write_own(picture, draw(looks), PNG)
+        replace_own(picture, draw(looks), PNG)
         say(f"picture: {picture}")

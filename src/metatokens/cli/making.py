@@ -5,74 +5,39 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 
 from metatokens import recipe as recipes
-from metatokens.cli.options import (
-    CORPUS,
-    SEVERAL,
-    TOKENIZER,
-    AsJson,
-    BatchSize,
-    Data,
-    Device,
-    Dtype,
-    FinetuneRecipe,
-    Landmarks,
-    Lora,
-    Model,
-    Out,
-    Overwrite,
-    PretrainRecipe,
-    Set,
-    TaskCorpus,
-    TaskOrData,
-    either,
-    fetched,
-    parse_lengths,
-)
-from metatokens.cli.output import PNG, progress_bar, say, write_figures, write_own
+from metatokens.cli import options
+from metatokens.cli.output import progress_bar, say, write_figures
 from metatokens.errors import UserError
+from metatokens.files import PNG, replace_own
 from metatokens.machine import is_first_process
 
 LARGE = 100_000_000  # bytes of weights; larger models are assumed to be pretrained elsewhere
 
 
 def reproduce(
-    preset: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help=f"Size of the experiments: {either(recipes.PresetName)}.",
-            autocompletion=lambda: list(get_args(recipes.PresetName)),
-        ),
-    ],
-    out: Out,
+    preset: options.Preset,
+    out: options.Out,
     corpus: Annotated[
-        str | None, typer.Option(metavar="CORPUS", help=f"Text to train on instead of the preset's: {CORPUS}.")
+        str | None, typer.Option(metavar="CORPUS", help=f"Text to train on instead of the preset's: {options.CORPUS}.")
     ] = None,
     book: Annotated[str | None, typer.Option(metavar="CORPUS", help="Further text to measure perplexity on.")] = None,
     only: Annotated[
         str | None, typer.Option(metavar="NAME", help="Run only the stages of this table or task, such as table7.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the remaining stages and their cost.")] = False,
-    executor: Annotated[
-        recipes.Executor,
-        typer.Option(
-            metavar="NAME",
-            help=f"Where stages run: {either(recipes.Executor)}, which runs Slurm's jobs on this machine.",
-        ),
-    ] = "processes",
+    executor: options.Executor = "processes",
     workers: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Stages at the same time; by default one per GPU or core.")
     ] = None,
     job: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Setting of the Slurm jobs, such as slurm_partition=gpu; repeatable."),
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A Slurm setting, as slurm_partition=gpu; repeatable.")
     ] = None,
-    overwrite: Overwrite = False,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Run whole experiments, from text to report.
 
@@ -105,14 +70,14 @@ def reproduce(
 
 
 def tokenize(
-    corpus: Annotated[str, typer.Option(metavar="CORPUS", help=f"The text: {CORPUS}.")],
-    tokenizer: Annotated[str, typer.Option(metavar="TOKENIZER", help=f"{TOKENIZER}.")],
-    out: Out,
+    corpus: Annotated[str, typer.Option(metavar="CORPUS", help=f"The text: {options.CORPUS}.")],
+    tokenizer: Annotated[str, typer.Option(metavar="TOKENIZER", help=f"{options.TOKENIZER}.")],
+    out: options.Out,
     held_out: Annotated[
         float, typer.Option(metavar="SHARE", min=0, max=0.5, help="Share of the documents to keep out of training.")
     ] = 0.05,
     workers: Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes; by default one per core.")] = None,
-    overwrite: Overwrite = False,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Turn text into token ids on disk, for pretrain.
 
@@ -146,14 +111,14 @@ def _settings(
     check_placing(device, dtype)
     if lora is not None and not re.fullmatch("rank=[1-9][0-9]{0,3}", lora):
         raise UserError(f"--lora {lora!r} must be rank=N, such as rank=16.")
-    options = {
+    chosen = {
         **own,
         "training.lora_rank": None if lora is None else int(lora.removeprefix("rank=")),
         "training.use_cpu": None if device is None else device == "cpu",
         "training.bf16": None if dtype is None else dtype == "bfloat16",
         "training.per_device_train_batch_size": batch_size,
     }
-    given: list[str] = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
+    given: list[str] = [f"{key}={json.dumps(value)}" for key, value in chosen.items() if value is not None]
     return recipes.load_recipe(kind, recipe, [*given, *(overrides or ())])
 
 
@@ -162,23 +127,19 @@ def _say_finished(out: Path, further: str) -> None:
 
 
 def pretrain(
-    recipe: PretrainRecipe,
-    out: Out,
-    overrides: Set = None,
+    recipe: options.PretrainRecipe,
+    out: options.Out,
+    overrides: options.Set = None,
     init: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR|hf:NAME",
-            callback=fetched,
-            help="Model to start from, also a GPT-2: a folder, or hf:NAME from the Hub.",
-        ),
+        typer.Option(metavar="DIR|hf:NAME", callback=options.fetched, help="Model to start from, also a plain GPT-2."),
     ] = None,
-    landmarks: Landmarks = None,
-    lora: Lora = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    batch_size: BatchSize = None,
-    overwrite: Overwrite = False,
+    landmarks: options.Landmarks = None,
+    lora: options.Lora = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    batch_size: options.BatchSize = None,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Train a language model on token ids.
 
@@ -197,20 +158,19 @@ def pretrain(
 
 
 def extend(
-    model: Model,
+    model: options.Model,
     factor: Annotated[float, typer.Option(metavar="F", help="Factor by which the context grows, such as 4.")],
-    out: Out,
-    recipe: PretrainRecipe,
-    overrides: Set = None,
-    landmarks: Landmarks = None,
+    out: options.Out,
+    recipe: options.PretrainRecipe,
+    overrides: options.Set = None,
+    landmarks: options.Landmarks = None,
     original_length: Annotated[
-        int | None,
-        typer.Option(metavar="TOKENS", min=1, help="Length that the model was trained on; by default its maximum."),
+        int | None, typer.Option(metavar="TOKENS", min=1, help="Length of its training; by default its maximum.")
     ] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    batch_size: BatchSize = None,
-    overwrite: Overwrite = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    batch_size: options.BatchSize = None,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Lengthen the context of a model, and pretrain it further.
 
@@ -236,28 +196,27 @@ def extend(
 
 
 def finetune(
-    model: Model,
-    out: Out,
-    task: TaskOrData = None,
-    data: Data = None,
+    model: options.Model,
+    out: options.Out,
+    task: options.TaskOrData = None,
+    data: options.Data = None,
     train_lengths: Annotated[
-        str | None,
-        typer.Option(metavar=SEVERAL, help="Prompt lengths in tokens, one phase each; by default as in the recipe."),
+        str | None, typer.Option(metavar=options.SEVERAL, help="Prompt lengths, a phase each; by default the recipe's.")
     ] = None,
     eval_data: Annotated[Path | None, typer.Option(metavar="FILE", help="Held-out records to evaluate on.")] = None,
-    landmarks: Landmarks = None,
-    recipe: FinetuneRecipe = None,
-    overrides: Set = None,
-    lora: Lora = None,
+    landmarks: options.Landmarks = None,
+    recipe: options.FinetuneRecipe = None,
+    overrides: options.Set = None,
+    lora: options.Lora = None,
     keep_adapter: Annotated[
         bool, typer.Option("--keep-adapter", help="With --lora, write the adapters alone, as PEFT does.")
     ] = False,
-    corpus: TaskCorpus = "builtin",
-    device: Device = None,
-    dtype: Dtype = None,
-    batch_size: BatchSize = None,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
+    corpus: options.TaskCorpus = "builtin",
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    batch_size: options.BatchSize = None,
+    overwrite: options.Overwrite = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Fine-tune a model on a task or on your own records.
 
@@ -279,7 +238,7 @@ def finetune(
     if data is not None and train_lengths:
         say("--train-lengths is ignored: the records of --data are used whatever their length.")
     own = {
-        "task.train_lengths": parse_lengths(train_lengths) if train_lengths else None,
+        "task.train_lengths": options.parse_lengths(train_lengths) if train_lengths else None,
         "task.landmarks": landmarks,
         "training.keep_adapter": keep_adapter or None,
     }
@@ -319,47 +278,30 @@ def finetune(
 
 def retrofit(
     model: Annotated[
-        Path,
-        typer.Option(
-            "--model", metavar="DIR|hf:NAME", help="The base: a folder, a GGUF file, or hf:NAME from the Hub."
-        ),
+        Path, typer.Option(metavar="DIR|hf:NAME", help="The base: a folder, a GGUF file, or hf:NAME from the Hub.")
     ],
-    out: Out,
+    out: options.Out,
     heads: Annotated[int, typer.Option(metavar="N", min=1, help="Heads of meta-attention per block.")] = 8,
     head_size: Annotated[int, typer.Option(metavar="N", min=2, help="Width of a head, an even number.")] = 64,
     layers: Annotated[
         str | None,
-        typer.Option(
-            metavar="N,...", help="Blocks that get meta-attention, from 0; by default all; none adds meta-tokens only."
-        ),
+        typer.Option(metavar="N,...", help="Blocks that get meta-attention, from 0, or none; by default all."),
     ] = None,
-    delta: Annotated[
-        bool, typer.Option("--delta", help="Write only the added weights; the base stays where it is.")
-    ] = False,
-    dtype: Dtype = None,
+    delta: Annotated[bool, typer.Option("--delta", help="Write only the added weights, not the base.")] = False,
+    dtype: options.Dtype = None,
 ) -> None:
     """Give a pretrained model meta-tokens and meta-attention.
 
     It works for most decoders in transformers. Until you train the base, its logits for plain text do not change.
     """
-    from metatokens.checkpoint import check_placing, fetch_model, gguf_file, load_base, save_model
-    from metatokens.data.tokenizer import load_plain_tokenizer
+    from metatokens.checkpoint import load_base_and_tokenizer, save_model
     from metatokens.retrofit.surgery import add_meta_attention
 
-    check_placing(None, dtype)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; give another folder.")
-    folder = fetch_model(model)
-    if not folder.exists():
-        raise UserError(f"there is no folder {folder}; a model of the Hub is hf:NAME.")
-    file, complaint = gguf_file(folder), f"the folder {folder} holds no tokenizer that can be loaded."
-    tokenizer = load_plain_tokenizer(
-        str(folder if file is None else file.parent), complaint, **({} if file is None else {"gguf_file": file.name})
-    )
-    base: Any = load_base(folder, dtype)
-    # The added weights may be loaded in another folder, or on another machine.
-    base.config.name_or_path = str(folder.absolute()) if folder == model else model.as_posix().removeprefix("hf:")
-    chosen = None if layers is None else [] if layers == "none" else parse_lengths(layers, least=0, name="layers")
+    base: Any
+    base, tokenizer = load_base_and_tokenizer(model, dtype)
+    chosen = [] if layers == "none" else options.parse_layers(layers)
     add_meta_attention(base, tokenizer, heads=heads, head_size=head_size, layers=chosen)
     out.mkdir(parents=True, exist_ok=True)
     base.base_is_elsewhere = delta
@@ -377,15 +319,13 @@ def plot(
     from metatokens.looking.curves import draw_curves, read_curves
     from metatokens.looking.style import png
 
-    write_own(out, png(draw_curves(read_curves(runs))), PNG)
+    replace_own(out, png(draw_curves(read_curves(runs))), PNG)
     say(f"picture: {out}")
 
 
 def report(
-    results: Annotated[
-        list[Path], typer.Argument(metavar="DIR|FILE", help="Folders of experiments, or files of result lines.")
-    ],
-    out: Out,
+    results: Annotated[list[Path], typer.Argument(metavar="DIR|FILE", help="Folders of runs, or files of lines.")],
+    out: options.Out,
 ) -> None:
     """Write a page of tables and figures from result files."""
     from metatokens.paper.report.page import write_report

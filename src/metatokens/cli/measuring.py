@@ -6,55 +6,36 @@ from typing import Annotated, Any
 import typer
 
 from metatokens import recipe
-from metatokens.cli.options import (
-    CORPUS,
-    SEVERAL,
-    AsJson,
-    BatchSize,
-    Condition,
-    Data,
-    Device,
-    Dtype,
-    Intervention,
-    Landmarks,
-    Model,
-    Name,
-    ResultFile,
-    Task,
-    TaskCorpus,
-    TaskOrData,
-    either,
-    load,
-    parse_lengths,
-)
+from metatokens.cli import options
 from metatokens.cli.output import check_results_file, write_figures, write_records
 from metatokens.errors import UserError
+
+KINDS, PLACEMENTS = options.either(recipe.AnalysisName), options.either(recipe.Placement)
 
 
 def evaluate(
     context: typer.Context,
-    model: Model,
-    task: TaskOrData = None,
-    data: Data = None,
-    landmarks: Landmarks = None,
+    model: options.Model,
+    task: options.TaskOrData = None,
+    data: options.Data = None,
+    landmarks: options.Landmarks = None,
     lengths: Annotated[
-        str, typer.Option(metavar=SEVERAL, help="Longest prompts in tokens; the shortest have half as many.")
+        str, typer.Option(metavar=options.SEVERAL, help="Longest prompts in tokens; the shortest have half as many.")
     ] = "128,256,512,1024",
-    condition: Condition = "paper",
+    condition: options.Condition = "paper",
     n: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Test prompts per length.")] = 2_500,
-    intervention: Intervention = None,
+    intervention: options.Intervention = None,
     noise_seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of --intervention noise:S.")] = 0,
-    name: Name = None,
-    corpus: TaskCorpus = "builtin",
+    name: options.Name = None,
+    corpus: options.TaskCorpus = "builtin",
     predictions: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Append every prompt, its answer and the model's answer to this file."),
+        Path | None, typer.Option(metavar="FILE", help="Append every prompt, with both answers, to this file.")
     ] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    batch_size: BatchSize = None,
-    out: ResultFile = None,
-    as_json: AsJson = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    batch_size: options.BatchSize = None,
+    out: options.ResultFile = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Measure how often a model's answers are right.
 
@@ -80,7 +61,7 @@ def evaluate(
         raise UserError("--landmarks goes with --data; --condition places the meta-tokens of a task.")
     check_results_file(out)
     check_results_file(predictions)
-    loaded, tokenizer = load(model, device, dtype)
+    loaded, tokenizer = options.load(model, device, dtype)
     check_meta_token(loaded.config, tokenizer, model)
     tests: dict[Any, list[Example]]
     if task is None:
@@ -89,7 +70,7 @@ def evaluate(
         check_length(loaded.config, max(len(record.input_ids) - 1 for record in records))
         tests, shown = {None: records}, landmarks
     else:
-        bins = parse_lengths(lengths)
+        bins = options.parse_lengths(lengths)
         check_length(loaded.config, max(bins))
         documents, shown = documents_for(task, corpus), condition
         tests = {
@@ -119,29 +100,24 @@ def _is_given(context: typer.Context, option: str) -> bool:
 
 
 def analyze(
-    kind: Annotated[
-        recipe.AnalysisName, typer.Argument(metavar="KIND", help=f"What to measure: {either(recipe.AnalysisName)}.")
-    ],
-    model: Model,
-    task: Task = "list_recall",
+    kind: Annotated[recipe.AnalysisName, typer.Argument(metavar="KIND", help=f"What to measure: {KINDS}.")],
+    model: options.Model,
+    task: options.Task = "list_recall",
     length: Annotated[
         int, typer.Option(metavar="LENGTH", min=1, help="Longest prompts in tokens; the shortest have half as many.")
     ] = 128,
-    condition: Condition = "paper",
+    condition: options.Condition = "paper",
     n: Annotated[
-        int | None,
-        typer.Option("-n", metavar="N", min=1, help="Test prompts; by default 100, or 2,500 for rate-distortion."),
+        int | None, typer.Option("-n", metavar="N", min=1, help="Test prompts; by default 100, or 2,500 to fit.")
     ] = None,
-    intervention: Intervention = None,
-    fits: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Fits of the bottleneck of rate-distortion, one per seed.")
-    ] = 3,
-    name: Name = None,
-    corpus: TaskCorpus = "builtin",
-    device: Device = None,
-    dtype: Dtype = None,
-    out: ResultFile = None,
-    as_json: AsJson = False,
+    intervention: options.Intervention = None,
+    fits: Annotated[int, typer.Option(metavar="N", min=1, help="Bottlenecks that rate-distortion fits.")] = 3,
+    name: options.Name = None,
+    corpus: options.TaskCorpus = "builtin",
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    out: options.ResultFile = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Measure what meta-tokens do inside a model.
 
@@ -161,7 +137,7 @@ def analyze(
     if intervention is not None and kind != "rate-distortion":
         raise UserError("--intervention goes with rate-distortion.")
     check_results_file(out)
-    loaded, tokenizer = load(model, device, dtype)
+    loaded, tokenizer = options.load(model, device, dtype)
     check_meta_token(loaded.config, tokenizer, model)
     count = n or (2_500 if kind == "rate-distortion" else 100)
     documents = documents_for(task, corpus)
@@ -176,30 +152,26 @@ def analyze(
 
 
 def perplexity(
-    model: Model,
+    model: options.Model,
     corpus: Annotated[
         str,
         typer.Option(
-            metavar="CORPUS|DIR", help=f"Text: {CORPUS}; or a folder that tokenize wrote, for its held-out part."
+            metavar="CORPUS|DIR", help=f"Text: {options.CORPUS}; or a folder of tokenize, for its held-out part."
         ),
     ],
     block_size: Annotated[int, typer.Option(metavar="TOKENS", min=2, help="Block length, meta-tokens included.")] = 256,
-    fraction: Annotated[
-        float, typer.Option(metavar="SHARE", help="Share of meta-tokens in a block, at most 0.5.")
-    ] = 0.1,
+    fraction: Annotated[float, typer.Option(metavar="SHARE", help="Share of meta-tokens, at most 0.5.")] = 0.1,
     placement: Annotated[
-        recipe.Placement, typer.Option(metavar="NAME", help=f"Meta-tokens of a block: {either(recipe.Placement)}.")
+        recipe.Placement, typer.Option(metavar="NAME", help=f"Where meta-tokens go in a block: {PLACEMENTS}.")
     ] = "none",
-    landmarks: Landmarks = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(metavar="TOKENS", min=1, help="Limit on the text that is read; by default all of it.")
-    ] = None,
-    name: Name = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    batch_size: BatchSize = None,
-    out: ResultFile = None,
-    as_json: AsJson = False,
+    landmarks: options.Landmarks = None,
+    max_tokens: Annotated[int | None, typer.Option(metavar="TOKENS", min=1, help="Limit on the text read.")] = None,
+    name: options.Name = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    batch_size: options.BatchSize = None,
+    out: options.ResultFile = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Measure how well a model predicts text.
 
@@ -213,7 +185,7 @@ def perplexity(
     check_results_file(out)
     if landmarks is not None and placement != "none":
         raise UserError("give --placement or --landmarks, not both: each places the meta-tokens of a block.")
-    loaded, tokenizer = load(model, device, dtype)
+    loaded, tokenizer = options.load(model, device, dtype)
     text = held_out_text(corpus, tokenizer, max_tokens)
     result = perplexity(
         loaded,

@@ -119,7 +119,24 @@ Intervention = Annotated[
     typer.Option(
         "--intervention",
         metavar="NAME",
-        help="Change the meta-tokens inside the model: no_pos, no_embed, neither, or noise:S[:meta][:raw].",
+        help="Change the meta-tokens inside the model: no_pos, no_embed, neither, or noise:S, with :meta and :raw.",
+    ),
+]
+Preset = Annotated[
+    str,
+    typer.Option(
+        "--preset",
+        metavar="NAME",
+        help=f"Size of the experiments: {either(recipe.PresetName)}.",
+        autocompletion=lambda: list(get_args(recipe.PresetName)),
+    ),
+]
+Executor = Annotated[
+    recipe.Executor,
+    typer.Option(
+        "--executor",
+        metavar="NAME",
+        help=f"Where stages run: {either(recipe.Executor)}, which runs Slurm's jobs on this machine.",
     ),
 ]
 PretrainRecipe = Annotated[
@@ -143,13 +160,18 @@ FinetuneRecipe = Annotated[
 ]
 
 
-def parse_lengths(text: str, *, least: int = 1, name: str = "lengths") -> list[int]:
-    """Read lengths, or other whole numbers of at least `least`, separated by commas."""
-    try:
-        lengths = [int(part) for part in text.split(",")]
-    except ValueError:
-        lengths = []
-    if not lengths or min(lengths) < least:
-        some = "positive numbers separated by commas, such as 128,256" if least else "numbers separated by commas"
-        raise UserError(f"{name} {text!r} must be {some}.")
-    return lengths
+def parse_lengths(text: str) -> list[int]:
+    """Read lengths in tokens, separated by commas."""
+    return _parse("lengths", text, 1, "positive numbers separated by commas, such as 128,256")
+
+
+def parse_layers(text: str | None) -> list[int] | None:
+    """Read the numbers of layers, from 0, separated by commas; None stands for all."""
+    return None if text is None else _parse("layers", text, 0, "numbers separated by commas")
+
+
+def _parse(name: str, text: str, least: int, such: str) -> list[int]:
+    numbers = [int(part) if part.strip().isdecimal() else -1 for part in text.split(",")]
+    if min(numbers) < least:
+        raise UserError(f"{name} {text!r} must be {such}.")
+    return numbers

@@ -1,4 +1,4 @@
-"""How results and progress are written: a table and a bar for a person at a terminal, JSON lines for a program."""
+"""How results and progress are written: a table and a bar on a terminal, JSON lines elsewhere."""
 
 import math
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metatokens.errors import UserError
-from metatokens.files import append_lines, write_whole
+from metatokens.files import append_lines
 from metatokens.machine import is_first_process
 
 if TYPE_CHECKING:
@@ -18,39 +18,13 @@ if TYPE_CHECKING:
 
 
 def say(text: str) -> None:
-    """Print a line to standard error; of processes that train one model together, the first one does."""
+    """Print a line to standard error; of processes that train one model together, only the first prints."""
     if is_first_process():
         print(text, file=sys.stderr)
 
 
-PNG = b"\x89PNG"  # how such a file begins
-
-
-def write_own(path: Path, content: bytes, signature: bytes) -> None:
-    """Write a file, in place of one of the same kind alone: what somebody else wrote is kept.
-
-    Args:
-        path: the file.
-        content: what it is to hold.
-        signature: what every file of its kind holds.
-
-    Raises:
-        UserError: if there is another file of that name, or it cannot be written.
-    """
-    try:
-        if path.exists() and signature not in path.read_bytes():
-            raise UserError(f"{path} is another kind of file, and is kept; give another name.")
-        write_whole(path, content)
-    except OSError as error:
-        raise UserError(f"cannot write to {path}: {error.strerror}.") from error
-
-
 def write_lines(lines: Iterable[str], out: Path | None) -> None:
-    """Print lines to standard output, or append them to a file.
-
-    Raises:
-        UserError: if the file cannot be written.
-    """
+    """Print lines to standard output, or append them to a file."""
     if out is None:
         for line in lines:
             print(line)
@@ -62,12 +36,12 @@ def write_lines(lines: Iterable[str], out: Path | None) -> None:
 
 
 def shows_tables(as_json: bool) -> bool:
-    """Whether a person reads standard output, and has not asked for JSON."""
+    """Whether standard output is a terminal, and no JSON was asked for."""
     return sys.stdout.isatty() and not as_json
 
 
 def write_records(records: "Iterable[Record]", out: Path | None) -> None:
-    """Write records as JSON lines, those of measured figures with versions and time: see `write_lines`."""
+    """Write records as JSON lines; measured figures get versions and time."""
     from metatokens.records import append_records, stamped
 
     if out is None:
@@ -77,12 +51,12 @@ def write_records(records: "Iterable[Record]", out: Path | None) -> None:
 
 
 def write_figures(figures: "Sequence[Measured]", out: Path | None, *, as_json: bool) -> None:
-    """Write measured figures as JSON lines, and show them as a table where standard output is a terminal.
+    """Write measured figures as JSON lines, and as a table to a terminal.
 
     Args:
-        figures: what was measured.
-        out: a file that the lines are appended to, in place of standard output.
-        as_json: whether a terminal gets JSON lines too, and no table.
+        figures: the results.
+        out: a file to append the lines to, instead of standard output.
+        as_json: print JSON lines to a terminal too.
     """
     if out is not None or not shows_tables(as_json):
         write_records(figures, out)
@@ -91,7 +65,7 @@ def write_figures(figures: "Sequence[Measured]", out: Path | None, *, as_json: b
 
 
 def check_results_file(out: Path | None) -> None:
-    """Refuse a file that cannot be appended to before anything is measured."""
+    """Refuse a file that cannot be appended to, before anything is measured."""
     if out is not None:
         is_new = not out.exists()
         write_records((), out)
@@ -99,14 +73,14 @@ def check_results_file(out: Path | None) -> None:
             out.unlink()
 
 
-_SHARES = ("exact_match", "token_accuracy", "shortcut", "majority_rate")  # are shown in percent
+_SHARES = ("exact_match", "token_accuracy", "shortcut", "majority_rate")  # shown in percent
 _FIGURE = ("metric", "value", "low", "high", "n", "chance", "quantiles")
 
 
 def print_figures(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table of what was measured: the value, its 95 % interval, n, and chance.
+    """Print a table of results: the value, its 95 % interval, n, and chance.
 
-    What all rows have in common stands above it, once.
+    A line above it holds the fields that all rows share.
     """
     circumstances = [{name: value for name, value in row.items() if name not in _FIGURE} for row in rows]
     common = dict(circumstances[0])
@@ -151,9 +125,9 @@ def print_table(columns: Mapping[str, Sequence[str]], *, above: str = "", number
     """Print a table; columns that are empty in all rows are left out.
 
     Args:
-        columns: the cells of each column, by its heading.
+        columns: the cells of each column, by heading.
         above: a line above the table.
-        numbers: headings of the columns that are aligned on the right.
+        numbers: headings of the right-aligned columns.
     """
     from rich.console import Console
     from rich.table import Table
@@ -171,7 +145,7 @@ def print_table(columns: Mapping[str, Sequence[str]], *, above: str = "", number
     console.print(table)
 
 
-LINE_EVERY = 30.0  # seconds between the lines that are printed where there is no terminal to redraw
+LINE_EVERY = 30.0  # seconds between printed lines where there is no terminal to redraw
 
 _SHOWN = {  # a run's figures, in this order
     "loss": "loss {:.4g}",
@@ -183,34 +157,22 @@ _SHOWN = {  # a run's figures, in this order
 
 
 def _shown(done: int, figures: "Figures") -> str:
-    """The figures; those that were measured before the step that was just done are shown with their own step."""
+    """The figures as text; those of earlier steps name their step."""
     by_step: dict[int, list[str]] = {}
     for name, text in _SHOWN.items():
         if name in figures:
             value, step = figures[name]
             by_step.setdefault(step, []).append(text.format(value))
-    shown = {step: ", ".join(told) for step, told in sorted(by_step.items(), reverse=True)}
-    return "; ".join(told if step == done else f"step {step:,}: {told}" for step, told in shown.items())
-
-
-class _Lines:
-    """Progress where no terminal is: a line at the first loss, every half a minute, and at the end."""
-
-    def __init__(self, verb: str):
-        self._verb = verb
-        self._last = -math.inf
-
-    def __call__(self, done: int, total: int, figures: "Figures") -> None:
-        if figures and (time.monotonic() - self._last > LINE_EVERY or done == total):
-            self._last = time.monotonic()
-            print(f"{self._verb} {done:,}/{total:,}: {_shown(done, figures)}", file=sys.stderr, flush=True)
+    parts = {step: ", ".join(texts) for step, texts in sorted(by_step.items(), reverse=True)}
+    return "; ".join(text if step == done else f"step {step:,}: {text}" for step, text in parts.items())
 
 
 @contextmanager
 def progress_bar(verb: str) -> "Iterator[Progress]":
-    """How far a verb is, and the latest figures, on standard error: a bar on a terminal, elsewhere lines.
+    """Show progress and the latest figures on standard error.
 
-    Of processes that train one model together, the first one shows it.
+    A terminal gets a bar. Elsewhere a line is printed at the first loss, every half minute, and at the end. Of
+    processes that train one model together, only the first shows anything.
     """
     from rich.console import Console, RenderableType
     from rich.progress import (
@@ -231,18 +193,25 @@ def progress_bar(verb: str) -> "Iterator[Progress]":
             if self.figures:
                 yield Text(self.figures)
 
-    columns = (TextColumn(verb), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
+    console, printed = Console(stderr=True), -math.inf
+
+    def print_line(done: int, total: int, figures: "Figures") -> None:
+        nonlocal printed
+        if figures and (time.monotonic() - printed > LINE_EVERY or done == total):
+            printed = time.monotonic()
+            print(f"{verb} {done:,}/{total:,}: {_shown(done, figures)}", file=sys.stderr, flush=True)
+
     if not is_first_process():
         yield lambda done, total, figures: None
     elif not console.is_terminal:
-        yield _Lines(verb)
+        yield print_line
     else:
+        columns = (TextColumn(verb), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with Bar(*columns, console=console, transient=True) as bar:
             task = bar.add_task(verb, total=None)
 
-            def show(done: int, total: int, figures: "Figures") -> None:
+            def redraw(done: int, total: int, figures: "Figures") -> None:
                 bar.figures = _shown(done, figures)
                 bar.update(task, completed=done, total=total)
 
-            yield show
+            yield redraw
