@@ -54,10 +54,11 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "metatokens")
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            if node.module == "metatokens":
-                yield from (f"metatokens.{alias.name}" for alias in node.names)
-            elif node.module and node.module.startswith("metatokens."):
-                yield node.module
+            parent = node.module or ""
+            if parent == "metatokens" or parent.startswith("metatokens."):
+                for name in (f"{parent}.{alias.name}" for alias in node.names):
+                    is_module = parent == "metatokens" or name.partition(".")[2].replace(".", "/") in MODULES
+                    yield name if is_module else parent
 
 
 def test_every_stage_is_in_the_order() -> None:
