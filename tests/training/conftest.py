@@ -14,10 +14,12 @@ from metatokens.checkpoint import load_model
 from metatokens.data.blocks import BlockDataset
 from metatokens.data.store import TokenStore
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
+from metatokens.training.trainer import MetaTokenTrainer
 
 Models = Callable[..., Path]
 Pretraining = Callable[..., PretrainRecipe]
 Finetuning = Callable[..., FinetuneRecipe]
+TrainerOf = Callable[[Callable[[], object]], MetaTokenTrainer]
 TRAINING = ("training.save_steps=2", "training.logging_steps=1", "training.warmup_steps=1", "training.eval_steps=0")
 ONE_STEP = ("training.max_steps=1", "training.save_steps=1")  # of learning rate 0: the model stays as it is
 
@@ -67,6 +69,21 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> type[Steps]:
     clock = SimpleNamespace(monotonic=itertools.count(start=2, step=2).__next__)
     monkeypatch.setattr("metatokens.training.trainer.time", clock)
     return Steps
+
+
+@pytest.fixture
+def trainer_of(monkeypatch: pytest.MonkeyPatch) -> TrainerOf:
+    """The trainer that a run makes, about to start."""
+
+    def make(run: Callable[[], object]) -> MetaTokenTrainer:
+        made: list[MetaTokenTrainer] = []
+        monkeypatch.setattr(MetaTokenTrainer, "train", lambda self, **_: made.append(self))
+        run()
+        (trainer,) = made
+        trainer.create_optimizer_and_scheduler(trainer.args.max_steps)
+        return trainer
+
+    return make
 
 
 def interrupt(run: Callable[..., Any], steps: type[Steps], *cuts: int) -> None:

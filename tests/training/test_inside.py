@@ -1,7 +1,8 @@
 """The auxiliary loss of counting: what is asked, how much it is, and that it leaves nothing behind."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import torch
 from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
-from metatokens.recipe import FinetuneRecipe
 from metatokens.tasks.curriculum import TaskData
 from metatokens.training.finetune import finetune
 from metatokens.training.inside import inside_labels, inside_loss
 from metatokens.training.pretrain import new_gpt_neo
+from tests.training.conftest import Finetuning, Models, interrupt, result
 
 
 def slow_labels(row: Sequence[int], meta: int) -> list[tuple[bool, bool]]:
@@ -50,7 +51,7 @@ def test_inside_is_between_the_first_two_meta_tokens_of_the_prompt(small_store: 
 
 @pytest.mark.parametrize("architecture", ["meta_gpt2", "gpt_neo"])
 def test_the_auxiliary_loss_is_that_of_a_linear_head_after_each_block_but_the_last(
-    architecture: str, small_model: Callable[..., Path], small_store: TokenStore
+    architecture: str, small_model: Models, small_store: TokenStore
 ) -> None:
     changes = {"position_embedding": "learned", "second_attention": "none"} if architecture == "gpt_neo" else {}
     model: Any = load_model(small_model(num_hidden_layers=3, **changes))
@@ -90,38 +91,27 @@ def test_the_auxiliary_loss_is_that_of_a_linear_head_after_each_block_but_the_la
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_stage_with_the_auxiliary_loss_leaves_no_head_and_begins_again(
-    optimizer: str,
-    small_model: Callable[..., Path],
-    finetuning: Callable[..., FinetuneRecipe],
-    steps: type,
-    contents: Callable[[Path], dict[str, bytes]],
-    tmp_path: Path,
+    optimizer: str, small_model: Models, finetuning: Finetuning, steps: type, tmp_path: Path
 ) -> None:
     model = small_model()
-    short = "{lists: [2, 3], items: [3, 4], max_steps: 4}"
-    stages = f"task.stages=[{{lists: [1, 2], items: [3, 4], max_steps: 5, inside_loss: 2.0}}, {short}]"
+    stages = "task.stages=[{lists: [1, 2], items: [3, 4], max_steps: 5, inside_loss: 2.0}]"
     recipe = finetuning(stages, f"training.optimizer={optimizer}")
     finetune(recipe, model, tmp_path / "undisturbed", task="segment_counting")
-    with pytest.raises(KeyboardInterrupt):
-        finetune(recipe, model, tmp_path / "run", task="segment_counting", progress=steps(stop_at=4))
+    run = partial(finetune, recipe, model, tmp_path / "run", task="segment_counting")
+    interrupt(run, steps, 4)
     assert not list((tmp_path / "run" / "stage-1").glob("checkpoints/*"))
     rest = steps()
-    finetune(recipe, model, tmp_path / "run", task="segment_counting", progress=rest)
-    assert rest == list(range(1, 14))
-    ours, theirs = contents(tmp_path / "run"), contents(tmp_path / "undisturbed")
-    kept = {path for path in theirs if "checkpoints" not in path}
-    assert {path: ours[path] for path in kept} == {path: theirs[path] for path in kept}
-    weights = load_model(tmp_path / "run" / "stage-1").state_dict()
-    assert {*weights} == {*load_model(model).state_dict()}
+    run(progress=rest)
+    assert rest == list(range(1, 10))
+    assert result(tmp_path / "run") == result(tmp_path / "undisturbed")
     plain = finetuning(stages.replace(", inside_loss: 2.0", ""), f"training.optimizer={optimizer}")
     finetune(plain, model, tmp_path / "plain", task="segment_counting")
-    others = load_model(tmp_path / "plain" / "stage-1").state_dict()
-    assert any(not torch.equal(weights[name], others[name]) for name in weights)
+    ours, others = (load_model(tmp_path / name / "stage-1").state_dict() for name in ("run", "plain"))
+    assert {*ours} == {*others}
+    assert any(not torch.equal(ours[name], others[name]) for name in ours)
 
 
-def test_a_model_without_a_block_before_the_last(
-    small_model: Callable[..., Path], finetuning: Callable[..., FinetuneRecipe], tmp_path: Path
-) -> None:
+def test_a_model_without_a_block_before_the_last(small_model: Models, finetuning: Finetuning, tmp_path: Path) -> None:
     recipe = finetuning("task.stages=[{lists: [1, 2], items: [3, 4], max_steps: 4, inside_loss: 1.0}]")
     with pytest.raises(UserError, match="after each block but the last, and the model has one"):
         finetune(recipe, small_model(num_hidden_layers=1), tmp_path / "run", task="segment_counting")

@@ -1,8 +1,8 @@
 """Muon on the matrices inside the blocks, AdamW on the rest, in one optimizer."""
 
 import math
-from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from metatokens.checkpoint import load_model
-from metatokens.recipe import FinetuneRecipe
 from metatokens.training.finetune import finetune
 from metatokens.training.muon import MuonWithAdamW, block_matrices
 from metatokens.training.trainer import MetaTokenTrainer
+from tests.training.conftest import Finetuning, Models, TrainerOf
 
 
 def orthogonalized(gradient: np.ndarray) -> np.ndarray:
@@ -51,21 +51,12 @@ def test_two_steps_of_a_matrix_are_those_of_the_paper(shape: tuple[int, int]) ->
 
 
 @pytest.fixture
-def trainer(
-    small_model: Callable[..., Path],
-    finetuning: Callable[..., FinetuneRecipe],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> MetaTokenTrainer:
+def trainer(small_model: Models, finetuning: Finetuning, trainer_of: TrainerOf, tmp_path: Path) -> MetaTokenTrainer:
     """The trainer of a run with Muon, about to start."""
-    made: list[MetaTokenTrainer] = []
-    monkeypatch.setattr(MetaTokenTrainer, "train", lambda self, **_: made.append(self))
     settings = ("optimizer=muon", "learning_rate=0.004", "min_learning_rate=0.001", "weight_decay=0.1")
+    recipe = finetuning(*(f"training.{one}" for one in settings))
     model = small_model(bias=True, position_embedding="learned", max_position_embeddings=64)
-    finetune(finetuning(*(f"training.{one}" for one in settings)), model, tmp_path, task="parity")
-    (trainer,) = made
-    trainer.create_optimizer_and_scheduler(4)
-    return trainer
+    return trainer_of(partial(finetune, recipe, model, tmp_path, task="parity"))
 
 
 def test_embeddings_biases_and_norms_are_adamws(trainer: MetaTokenTrainer) -> None:
@@ -119,7 +110,7 @@ def test_the_schedule_scales_both_rates(trainer: MetaTokenTrainer) -> None:
     np.testing.assert_allclose(rates, [[0.004 * one, 0.004 * one, 0.02 * one] for one in factors], atol=1e-12)
 
 
-def test_loaded_state_goes_on_as_if_never_saved(small_model: Callable[..., Path]) -> None:
+def test_loaded_state_goes_on_as_if_never_saved(small_model: Models) -> None:
     models = [load_model(small_model()) for _ in range(2)]
     optimizers = [
         MuonWithAdamW(block_matrices(model), torch.optim.AdamW(model.parameters(), lr=0.004), 0.02) for model in models

@@ -1,9 +1,8 @@
-"""The Trainer's settings, and the run folder."""
+"""The Trainer's settings, trackers, several GPUs, and a loss that is no number."""
 
-import json
 import math
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import pytest
@@ -17,32 +16,17 @@ from metatokens.recipe import PretrainRecipe, load_recipe
 from metatokens.training import trainer as trainer_module
 from metatokens.training.pretrain import pretrain
 from metatokens.training.trainer import MetaTokenTrainer, last_good_checkpoint
+from tests.training.conftest import Pretraining, TrainerOf, curve, weights
 
 # --- learning rate and weight decay, of the trainer that a run really makes
 
 
 @pytest.fixture
-def trainer_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[PretrainRecipe], MetaTokenTrainer]:
-    """The trainer of a pretraining run, about to start."""
-
-    def make(recipe: PretrainRecipe) -> MetaTokenTrainer:
-        made: list[MetaTokenTrainer] = []
-        monkeypatch.setattr(MetaTokenTrainer, "train", lambda self, **_: made.append(self))
-        pretrain(recipe, tmp_path / "run")
-        (trainer,) = made
-        trainer.create_optimizer_and_scheduler(trainer.args.max_steps)
-        return trainer
-
-    return make
-
-
-@pytest.fixture
-def papers_trainer(
-    pretraining: Callable[..., PretrainRecipe], trainer_of: Callable[[PretrainRecipe], MetaTokenTrainer]
-) -> MetaTokenTrainer:
+def papers_trainer(pretraining: Pretraining, trainer_of: TrainerOf, tmp_path: Path) -> MetaTokenTrainer:
     """A small model's trainer with the settings of the paper's recipe."""
     paper = load_recipe(PretrainRecipe, "paper", ["training.bf16=false", "training.torch_compile=false"])
-    return trainer_of(pretraining().model_copy(update={"training": paper.training}))
+    recipe = pretraining().model_copy(update={"training": paper.training})
+    return trainer_of(partial(pretrain, recipe, tmp_path / "run"))
 
 
 def test_learning_rate_of_the_paper(papers_trainer: MetaTokenTrainer) -> None:
@@ -64,8 +48,7 @@ def test_learning_rate_of_the_paper(papers_trainer: MetaTokenTrainer) -> None:
 
 def test_the_optimizer_is_the_papers(papers_trainer: MetaTokenTrainer) -> None:
     assert isinstance(papers_trainer.optimizer, torch.optim.AdamW)
-    for group in papers_trainer.optimizer.param_groups:
-        assert group["betas"] == (0.9, 0.95)
+    assert all(group["betas"] == (0.9, 0.95) for group in papers_trainer.optimizer.param_groups)
     arguments = papers_trainer.args
     assert (arguments.max_grad_norm, arguments.max_steps, arguments.gradient_accumulation_steps) == (1.0, 200_000, 40)
     assert arguments.report_to == []
@@ -73,12 +56,11 @@ def test_the_optimizer_is_the_papers(papers_trainer: MetaTokenTrainer) -> None:
 
 @pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
 def test_weight_decay_on_all_matrices_and_nothing_else(
-    second_attention: str,
-    pretraining: Callable[..., PretrainRecipe],
-    trainer_of: Callable[[PretrainRecipe], MetaTokenTrainer],
+    second_attention: str, pretraining: Pretraining, trainer_of: TrainerOf, tmp_path: Path
 ) -> None:
     settings = (f"model.second_attention={second_attention}", "model.bias=true", "model.position_embedding=learned")
-    trainer = trainer_of(pretraining(*settings, "training.weight_decay=0.1"))
+    recipe = pretraining(*settings, "training.weight_decay=0.1")
+    trainer = trainer_of(partial(pretrain, recipe, tmp_path / "run"))
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
     decayed: dict[float, list[str]] = {0.1: [], 0.0: []}
     for group in trainer.optimizer.param_groups:
@@ -88,25 +70,19 @@ def test_weight_decay_on_all_matrices_and_nothing_else(
     assert any("bias" in name for name in decayed[0.0])
 
 
-def test_a_run_follows_its_own_schedule(
-    pretraining: Callable[..., PretrainRecipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_follows_its_own_schedule(pretraining: Pretraining, tmp_path: Path) -> None:
     settings = ("learning_rate=0.01", "min_learning_rate=0.001", "warmup_steps=2", "decay_steps=16")
     pretrain(pretraining(*(f"training.{setting}" for setting in settings)), tmp_path / "run")
-    curve = [json.loads(line) for line in (tmp_path / "run" / "curve.jsonl").read_text().splitlines()]
     used = [0, 0.005] + [0.001 + 0.009 * (1 + math.cos(math.pi * step / 14)) / 2 for step in range(6)]
-    assert [point["step"] for point in curve] == list(range(1, 9))
-    assert [point["learning_rate"] for point in curve] == pytest.approx(used)
+    assert [point["step"] for point in curve(tmp_path / "run")] == list(range(1, 9))
+    assert [point["learning_rate"] for point in curve(tmp_path / "run")] == pytest.approx(used)
 
 
 # --- several GPUs, one process
 
 
 def test_one_process_uses_one_of_several_gpus_and_says_how_to_use_all(
-    pretraining: Callable[..., PretrainRecipe],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    pretraining: Pretraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     read: list[int] = []
     item = BlockDataset.__getitem__
@@ -126,8 +102,7 @@ def test_one_process_uses_one_of_several_gpus_and_says_how_to_use_all(
     monkeypatch.setattr(TrainingArguments, "_setup_devices", devices)
     pretrain(pretraining(), tmp_path / "two")
     assert read == of_one
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
-    assert weights[0] == weights[1]
+    assert weights(tmp_path / "one") == weights(tmp_path / "two")
     (sentence,) = capsys.readouterr().err.splitlines()
     assert "one of the 2 GPUs; `torchrun --nproc-per-node 2 -m metatokens" in sentence
 
@@ -156,74 +131,58 @@ def tracker(monkeypatch: pytest.MonkeyPatch) -> type[Tracker]:
 
 
 def test_an_installed_tracker_receives_the_losses(
-    tracker: type[Tracker], pretraining: Callable[..., PretrainRecipe], tmp_path: Path
+    tracker: type[Tracker], pretraining: Pretraining, tmp_path: Path
 ) -> None:
     pretrain(pretraining("training.report_to=wandb", "training.eval_steps=3"), tmp_path / "run")
-    curve = [json.loads(line) for line in (tmp_path / "run" / "curve.jsonl").read_text().splitlines()]
-    assert tracker.logged == [point["loss"] for point in curve if "loss" in point]
-    assert tracker.held_out == [point["eval_loss"] for point in curve if "eval_loss" in point]
+    points = curve(tmp_path / "run")
+    assert tracker.logged == [point["loss"] for point in points if "loss" in point]
+    assert tracker.held_out == [point["eval_loss"] for point in points if "eval_loss" in point]
     assert (len(tracker.logged), len(tracker.held_out)) == (8, 2)
-
-
-def test_report_to_becomes_the_trainers_setting(
-    tracker: type[Tracker],
-    pretraining: Callable[..., PretrainRecipe],
-    trainer_of: Callable[[PretrainRecipe], MetaTokenTrainer],
-) -> None:
-    assert trainer_of(pretraining("training.report_to=wandb")).args.report_to == ["wandb"]
 
 
 @pytest.mark.parametrize("report_to", ["mlflow", "wandb,mlflow", "none,wandb"])
 def test_other_trackers_are_refused_before_a_folder_is_made(
-    report_to: str, tracker: type[Tracker], pretraining: Callable[..., PretrainRecipe], tmp_path: Path
+    report_to: str, tracker: type[Tracker], pretraining: Pretraining, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=r"not installed; give none, all, or some of: wandb\.$"):
         pretrain(pretraining(f"training.report_to={report_to}"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_no_checkpoint_at_all(tmp_path: Path) -> None:
-    assert last_good_checkpoint(tmp_path) is None
-
-
 # --- a loss that is no number
 
 
 def test_a_loss_that_is_no_number_stops_and_leaves_the_last_good_checkpoint(
-    pretraining: Callable[..., PretrainRecipe],
+    pretraining: Pretraining,
     contents: Callable[[Path], dict[str, bytes]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept: dict[str, bytes] = {}
-    step = MetaTokenTrainer.training_step
+    step, checkpoints = MetaTokenTrainer.training_step, tmp_path / "run" / "checkpoints"
 
     def spoil(self: MetaTokenTrainer, *args: object, **kwargs: object) -> torch.Tensor:
         if self.state.global_step == 5:
-            kept.update(contents(tmp_path / "run" / "checkpoints"))
+            kept.update(contents(checkpoints))
             with torch.no_grad():
                 next(self.model.parameters()).mul_(math.inf)
         return step(self, *args, **kwargs)
 
-    monkeypatch.setattr(MetaTokenTrainer, "training_step", spoil)
-    with pytest.raises(UserError) as caught:
-        pretrain(pretraining(), tmp_path / "run")
-    sentence = str(caught.value)
-    assert "before step 6: the loss is nan" in sentence
-    assert "on the items 20 to 23 of the training data" in sentence
-    assert "at learning rate 0.00" in sentence
-    assert contents(tmp_path / "run" / "checkpoints") == kept
-    assert last_good_checkpoint(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / "checkpoint-4"
-    monkeypatch.setattr(MetaTokenTrainer, "training_step", step)
+    assert last_good_checkpoint(checkpoints) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(MetaTokenTrainer, "training_step", spoil)
+        with pytest.raises(UserError) as caught:
+            pretrain(pretraining(), tmp_path / "run")
+    for part in ("before step 6: the loss is nan", "on the items 20 to 23 of the", "at learning rate 0.00"):
+        assert part in str(caught.value)
+    assert contents(checkpoints) == kept
+    assert last_good_checkpoint(checkpoints) == checkpoints / "checkpoint-4"
     pretrain(pretraining(), tmp_path / "run")
     pretrain(pretraining(), tmp_path / "undisturbed")
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "undisturbed")]
-    assert weights[0] == weights[1]
+    assert weights(tmp_path / "run") == weights(tmp_path / "undisturbed")
 
 
-def test_a_learning_rate_that_makes_the_weights_overflow(
-    pretraining: Callable[..., PretrainRecipe], tmp_path: Path
-) -> None:
+def test_a_learning_rate_that_makes_the_weights_overflow(pretraining: Pretraining, tmp_path: Path) -> None:
     overrides = ("training.learning_rate=1.0e+38", "training.warmup_steps=0", "training.save_steps=1")
     with pytest.raises(UserError, match=r"before step 2: .* at learning rate 9"):
         pretrain(pretraining(*overrides), tmp_path / "run")

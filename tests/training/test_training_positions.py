@@ -1,6 +1,6 @@
 """Position jumps: how they are drawn, and which steps have them."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +10,10 @@ from scipy.stats import chisquare
 
 from metatokens.checkpoint import load_model
 from metatokens.errors import UserError
-from metatokens.recipe import FinetuneRecipe, PretrainRecipe
 from metatokens.training.finetune import finetune
 from metatokens.training.positions import jumped_positions, position_jumps
 from metatokens.training.pretrain import pretrain
+from tests.training.conftest import Finetuning, Models, Pretraining, interrupt, result, weights
 
 IDS = torch.arange(24).view(2, 12)
 
@@ -34,7 +34,7 @@ def test_half_of_the_sequences_have_one_jump_at_any_place_and_of_any_size() -> N
 
 @pytest.mark.parametrize("position_embedding", ["rope", "learned"])
 def test_training_sees_the_drawn_positions_and_evaluation_the_plain_ones(
-    small_model: Callable[..., Path], position_embedding: str
+    small_model: Models, position_embedding: str
 ) -> None:
     folder = small_model(position_embedding=position_embedding, max_position_embeddings=64)
     model, plain = load_model(folder), load_model(folder).eval()
@@ -52,30 +52,27 @@ def test_training_sees_the_drawn_positions_and_evaluation_the_plain_ones(
     assert torch.equal(model.eval()(IDS).logits, plain(IDS).logits)
 
 
-def test_a_learned_table_must_hold_the_limit(small_model: Callable[..., Path]) -> None:
+def test_a_learned_table_must_hold_the_limit(small_model: Models) -> None:
     model = load_model(small_model(position_embedding="learned", max_position_embeddings=48))
     with pytest.raises(UserError, match="longer than the 48 learned positions"), position_jumps(model, 49):
         pass
 
 
 def test_jumps_are_drawn_at_the_train_lengths_and_not_in_stages(
-    model: Path, finetuning: Callable[..., FinetuneRecipe], steps: type, tmp_path: Path
+    model: Path, finetuning: Finetuning, steps: type, tmp_path: Path
 ) -> None:
     stages = "task.stages=[{lists: [2, 3], items: [3, 4], max_steps: 4}]"
     recipe = finetuning(stages, "training.position_jumps=500")
     finetune(recipe, model, tmp_path / "undisturbed", task="parity")
-    with pytest.raises(KeyboardInterrupt):
-        finetune(recipe, model, tmp_path / "run", task="parity", progress=steps(stop_at=7))
-    finetune(recipe, model, tmp_path / "run", task="parity")
+    run = partial(finetune, recipe, model, tmp_path / "run", task="parity")
+    interrupt(run, steps, 7)
+    run()
     finetune(finetuning(stages), model, tmp_path / "plain", task="parity")
-    ours, theirs, plain = (
-        [(tmp_path / name / phase / "model.safetensors").read_bytes() for phase in ("stage-1", "64")]
-        for name in ("run", "undisturbed", "plain")
-    )
-    assert ours == theirs
-    assert [one == other for one, other in zip(ours, plain, strict=True)] == [True, False]
+    assert result(tmp_path / "run") == result(tmp_path / "undisturbed")
+    assert weights(tmp_path / "run" / "stage-1") == weights(tmp_path / "plain" / "stage-1")
+    assert weights(tmp_path / "run" / "64") != weights(tmp_path / "plain" / "64")
 
 
-def test_fewer_positions_than_tokens_are_refused(pretraining: Callable[..., PretrainRecipe], tmp_path: Path) -> None:
+def test_fewer_positions_than_tokens_are_refused(pretraining: Pretraining, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has 32 tokens, and training\.position_jumps offers 31"):
         pretrain(pretraining("training.position_jumps=31"), tmp_path / "run")
