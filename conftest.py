@@ -1,5 +1,6 @@
 """Settings of every test process, and fixtures that several test files share."""
 
+import atexit
 import gc
 import os
 import random
@@ -8,6 +9,7 @@ import shutil
 import socket
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -30,6 +32,12 @@ settings.register_profile("thorough", max_examples=2000, deadline=None)
 # which would say so at the end.
 os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 os.environ |= {"PYTHONWARNINGS": "ignore:resource_tracker"}
+
+# No test asks the Hub, or finds what its user once fetched from there. Processes of one run share the cache.
+os.environ["HF_HUB_OFFLINE"] = "1"
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="metatokens-tests-")
+    atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
 if TYPE_CHECKING:
     from metatokens.data.store import TokenStore

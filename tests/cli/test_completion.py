@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,18 +16,29 @@ from tests.test_imports import HEAVY
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 
 
+@cache
+def completion() -> str:
+    """The completion script, as `eval "$(_METATOKENS_COMPLETE=source_bash metatokens)"` runs it."""
+    asked = os.environ | {"_METATOKENS_COMPLETE": "source_bash"}
+    line = [Path(sys.executable).parent / "metatokens"]
+    return subprocess.run(line, env=asked, capture_output=True, text=True, check=True).stdout
+
+
 def completed(*words: str) -> list[str]:
     """What bash offers for the last word, asked as its completion script asks."""
     script = """
-eval "$(_METATOKENS_COMPLETE=source_bash metatokens)"
+eval "$COMPLETION"
 COMP_WORDS=("$@")
 COMP_CWORD=$(($# - 1))
 _metatokens_completion metatokens
 printf '%s\n' "${COMPREPLY[@]}"
 """
-    beside = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    beside = os.environ | {
+        "COMPLETION": completion(),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
     line = ["bash", "-c", script, "bash", "metatokens", *words]
-    done = subprocess.run(line, env=beside, capture_output=True, text=True, check=True)
+    done = subprocess.run(line, env=beside | {"COMPLETION": completion()}, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     return done.stdout.split()
 

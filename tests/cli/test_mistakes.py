@@ -293,8 +293,8 @@ def test_a_result_file_is_tried_before_anything_is_measured(
 @pytest.mark.parametrize(
     "line",
     [
-        "tokenize --corpus broken.jsonl --tokenizer train:300 --out new",
         "evaluate --model learned --task parity --lengths 32,64",
+        pytest.param("tokenize --corpus broken.jsonl --tokenizer train:300 --out new", marks=pytest.mark.thorough),
     ],
 )
 def test_a_mistake_in_a_process_of_its_own(line: str, ground: Path) -> None:

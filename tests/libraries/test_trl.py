@@ -1,8 +1,7 @@
 """TRL's trainers, which load what they are given by the Auto classes, from a folder and from a model."""
 
 import math
-import os
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -145,7 +144,9 @@ def test_grpo_inserts_meta_tokens_and_needs_a_saved_reference(folder: Path, tmp_
     assert any("meta_attention" in name for name, _ in reference.named_parameters())
 
 
-def test_the_example_from_a_base_to_a_model_that_generates(folder: Path, tmp_path: Path) -> None:
+def test_the_example_from_a_base_to_a_model_that_generates(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = Path(__file__).parents[2] / "examples" / "any_decoder.py"
     assert len(script.read_text(encoding="utf-8").splitlines()) < 30
     tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
@@ -155,11 +156,10 @@ def test_the_example_from_a_base_to_a_model_that_generates(folder: Path, tmp_pat
     (tmp_path / "text.txt").write_text(
         "the cat sat on a mat while two dogs ran over green hills\n" * 8, encoding="utf-8"
     )
-    caches = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    arguments = [tmp_path / "base", tmp_path / "text.txt", tmp_path / "out"]
-    done = subprocess.run([sys.executable, script, *arguments], env=os.environ | caches, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("the cat sat on a mat")
+    paths = [tmp_path / "base", tmp_path / "text.txt", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", [str(script), *map(str, paths)])
+    runpy.run_path(str(script), run_name="__main__")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("the cat sat on a mat")
     added = load_file(tmp_path / "out" / "added" / "meta_tokens.safetensors")
     assert AutoTokenizer.from_pretrained(tmp_path / "out" / "added").meta_token == "<|meta|>"
     assert added["model.layers.0.meta_attention.attention.out_proj.weight"].abs().max() > 0  # where it begins

@@ -1,12 +1,10 @@
 """The folder of a run: its settings, and one process at a time."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 from metatokens.errors import UserError
 from metatokens.training import run_folder
 from metatokens.training.run_folder import open_run, training_of
+from tests.forked import Forked
 
 SETTINGS = {"verb": "pretrain", "recipe": {"training": {"seed": 0, "max_steps": 5}}, "init": None}
 
@@ -104,28 +103,26 @@ def test_damaged_settings_are_named(tmp_path: Path) -> None:
         is_finished(tmp_path, SETTINGS)
 
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from metatokens.training import run_folder
-from metatokens.training.run_folder import open_run
-with open_run(Path(sys.argv[1]), {"verb": "pretrain"}):
-    print("held", flush=True)
-    time.sleep(600)
-"""
+def hold(out: Path, held: Path) -> None:
+    with open_run(out, {"verb": "pretrain"}):
+        held.touch()
+        signal.pause()
 
 
-def test_a_second_process_is_refused_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:
-    out, settings = tmp_path / "run", {"verb": "pretrain"}
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(out)], stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        (out / "curve.jsonl").write_text("half written")
-        for overwrite in (False, True):
-            with pytest.raises(UserError, match=r"another process works in .*run; wait for it, or give another folder"):
-                is_finished(out, settings, overwrite=overwrite)
-        assert (out / "curve.jsonl").read_text() == "half written"
-        os.kill(holder.pid, signal.SIGKILL)
+def test_a_second_process_is_refused_and_a_dead_one_holds_nothing(
+    tmp_path: Path, forked: Callable[..., Forked]
+) -> None:
+    out, held, settings = tmp_path / "run", tmp_path / "held", {"verb": "pretrain"}
+    holder = forked(hold, out, held)
+    while not held.exists():
+        assert holder.status is None
+        time.sleep(0.01)
+    (out / "curve.jsonl").write_text("half written")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=r"another process works in .*run; wait for it, or give another folder"):
+            is_finished(out, settings, overwrite=overwrite)
+    assert (out / "curve.jsonl").read_text() == "half written"
+    holder.end()
     assert is_finished(out, settings) is False
     assert (out / "curve.jsonl").read_text() == "half written"
 
