@@ -1,5 +1,6 @@
 """Adapters of PEFT: LoRA, prompt tuning and prefix tuning, trained, used for generation, saved and loaded."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ import peft
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
-from metatokens import MetaGPT2ForCausalLM, MetaTokenCache, encode_prompt
+from metatokens import MetaGPT2ForCausalLM, MetaTokenCache, add_meta_attention, encode_prompt
 from metatokens.errors import UserError
+from tests.retrofit.architectures import META, base, error, logits, train_like, with_meta_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning")  # its own
 
@@ -23,6 +25,48 @@ ADAPTERS = {
         task_type="CAUSAL_LM", num_virtual_tokens=3, num_layers=2, token_dim=16, num_attention_heads=2
     ),
 }
+
+
+LINEAR = {"target_modules": "all-linear", "exclude_modules": r".*meta_attention.*"}
+
+
+def adapt(fresh: Callable[[], Any], adapter: peft.PeftConfig, ids: Tensor, folder: Path) -> set[str]:
+    """Train an adapter, generate with it, save it, load it and, if it can be, merge it; returns what was trained."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(fresh(), deepcopy(adapter))
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    mask = torch.ones_like(ids)
+    optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=0.03)
+    losses = []
+    for _ in range(6):
+        loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])} == trained
+    model.eval()
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    out = model.generate(input_ids=ids, attention_mask=mask, **options)
+    # Without a cache: each id is the likeliest one after all before it.
+    for length in range(ids.shape[1], out.shape[1]):
+        known = out[:, :length]
+        found = model(input_ids=known, attention_mask=torch.ones_like(known)).logits[:, -1]
+        found[:, model.config.meta_token_id] = -torch.inf
+        assert torch.equal(out[:, length], found.argmax(-1))
+    model.save_pretrained(folder)
+    again = peft.PeftModel.from_pretrained(fresh(), folder).eval()
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask).logits
+        torch.testing.assert_close(again(input_ids=ids, attention_mask=mask).logits, expected)
+        if isinstance(adapter, peft.LoraConfig):
+            inserted = again.generate(input_ids=ids, meta_every=2, **options)
+            merged = again.merge_and_unload()
+            torch.testing.assert_close(merged(ids).logits, expected, atol=1e-4, rtol=1e-4)
+            assert torch.equal(merged.generate(ids, meta_every=2, **options), inserted)
+    return trained
 
 
 @pytest.fixture
@@ -41,32 +85,25 @@ def test_an_adapter_trains_generates_and_comes_back(
     name: str, second_attention: str, small_model: Any, ids: Tensor, tmp_path: Path
 ) -> None:
     folder = small_model(second_attention=second_attention)
-    torch.manual_seed(0)
-    model = peft.get_peft_model(MetaGPT2ForCausalLM.from_pretrained(folder), deepcopy(ADAPTERS[name]))
-    mask = torch.ones_like(ids)
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.03)
-    losses = []
-    for _ in range(6):
-        loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    model.eval()
-    out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    # Without a cache of its own: each id is the likeliest one after all before it.
-    for length in range(ids.shape[1], out.shape[1]):
-        known = out[:, :length]
-        logits = model(input_ids=known, attention_mask=torch.ones_like(known)).logits[:, -1]
-        logits[:, model.config.meta_token_id] = -torch.inf
-        assert torch.equal(out[:, length], logits.argmax(-1))
-    model.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(MetaGPT2ForCausalLM.from_pretrained(folder), tmp_path).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(
-            again(input_ids=ids, attention_mask=mask).logits, model(input_ids=ids, attention_mask=mask).logits
-        )
+    trained = adapt(lambda: MetaGPT2ForCausalLM.from_pretrained(folder), ADAPTERS[name], ids, tmp_path)
+    assert not any("base_layer" in one for one in trained)
+
+
+# transformers' GPT-2 has no linear layers, only what PEFT's default for it names.
+@pytest.mark.parametrize(
+    ("name", "choices"), [("gpt2", {}), *((name, one) for name in ("llama", "phi", "gemma2") for one in ({}, LINEAR))]
+)
+def test_an_adapter_of_a_retrofitted_model(name: str, choices: dict[str, Any], tmp_path: Path) -> None:
+    def fresh() -> PreTrainedModel:
+        return train_like(add_meta_attention(base(name), meta_token_id=META, heads=2, head_size=16))
+
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, modules_to_save=["meta_attention", "meta_token"], **choices)
+    ids = with_meta_tokens()
+    assert error(logits(peft.get_peft_model(fresh(), deepcopy(lora)).eval(), ids), logits(fresh(), ids)) == 0.0
+    trained = adapt(fresh, lora, ids, tmp_path)
+    added = {"meta_attention" in one or "meta_token" in one for one in trained}
+    assert added == {True, False}
+    assert all(("lora_" in one) != ("meta_" in one) for one in trained)
 
 
 @pytest.mark.parametrize("name", ["prompt", "prefix"])

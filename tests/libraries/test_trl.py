@@ -34,36 +34,46 @@ TWO_STEPS = {"max_steps": 2, "per_device_train_batch_size": 4, "logging_steps": 
 TWO_STEPS |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 
 
-@pytest.mark.parametrize("given", [str, AutoModelForCausalLM.from_pretrained], ids=["path", "model"])
-def test_sft_trainer(given: Callable[[Path], str | PreTrainedModel], folder: Path, tmp_path: Path) -> None:
-    texts = Dataset.from_list([{"text": "the cat sat on a mat while two dogs ran"}] * 4)
-    tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)  # TRL writes the end as text
-    arguments = SFTConfig(str(tmp_path), **TWO_STEPS)
-    trainer = SFTTrainer(given(folder), arguments, train_dataset=texts, processing_class=tokenizer)
-    assert all(row["input_ids"][-1] == tokenizer.eos_token_id for row in trainer.train_dataset)
+TEXTS = [{"text": "the cat sat on a mat while two dogs ran"}] * 4
+PAIRS = [{"prompt": "the cat sat on", "chosen": " a mat", "rejected": " green hills"}] * 4
+
+
+def tiny_llama(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, eos_token_id=tokenizer.eos_token_id))
+
+
+def learns(trainer: Any) -> bool:
     trainer.train()
     first, second = (line["loss"] for line in trainer.state.log_history if "loss" in line)
-    assert second < first
+    return second < first
 
 
 @pytest.mark.parametrize("given", [str, AutoModelForCausalLM.from_pretrained], ids=["path", "model"])
-def test_dpo_trainer(given: Callable[[Path], str | PreTrainedModel], folder: Path, tmp_path: Path) -> None:
-    pairs = Dataset.from_list([{"prompt": "the cat sat on", "chosen": " a mat", "rejected": " green hills"}] * 4)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    arguments = DPOConfig(str(tmp_path), **TWO_STEPS)
-    trainer = DPOTrainer(given(folder), args=arguments, train_dataset=pairs, processing_class=tokenizer)
-    trainer.train()
-    first, second = (line["loss"] for line in trainer.state.log_history if "loss" in line)
-    assert second < first
+@pytest.mark.parametrize(
+    ("trainer_class", "config", "rows"), [(SFTTrainer, SFTConfig, TEXTS), (DPOTrainer, DPOConfig, PAIRS)], ids=str
+)
+def test_a_trainer(
+    trainer_class: Any,
+    config: Any,
+    rows: list[dict[str, str]],
+    given: Callable[[Path], Any],
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)  # SFTTrainer writes the end as text
+    arguments, data = config(str(tmp_path), **TWO_STEPS), Dataset.from_list(rows)
+    trainer = trainer_class(given(folder), args=arguments, train_dataset=data, processing_class=tokenizer)
+    if trainer_class is SFTTrainer:
+        assert all(row["input_ids"][-1] == tokenizer.eos_token_id for row in trainer.train_dataset)
+    assert learns(trainer)
 
 
 def test_sft_trainer_on_a_retrofitted_model(folder: Path, tmp_path: Path) -> None:
     texts = Dataset.from_list([{"prompt": "the cat sat on", "completion": " a mat while two dogs ran"}] * 4)
     tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
-    add_meta_attention(model, tokenizer, heads=2, head_size=8)
+    model = add_meta_attention(tiny_llama(tokenizer), tokenizer, heads=2, head_size=8)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     trainer = SFTTrainer(model, SFTConfig(str(tmp_path), **TWO_STEPS), train_dataset=texts, processing_class=tokenizer)
     trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer, "every:3")
@@ -72,9 +82,7 @@ def test_sft_trainer_on_a_retrofitted_model(folder: Path, tmp_path: Path) -> Non
     assert is_meta[:, 3::4].any(dim=1).all()
     assert set(batch["labels"][is_meta].tolist()) == {-100}
     assert (batch["labels"] != -100).any(dim=1).all()
-    trainer.train()
-    first, second = (line["loss"] for line in trainer.state.log_history if "loss" in line)
-    assert second < first
+    assert learns(trainer)
     changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
     assert {"meta_" in name for name in changed} == {True}
 
@@ -105,12 +113,6 @@ def test_the_loss_of_trl_is_the_models(folder: Path, tmp_path: Path) -> None:
     own = float(model.eval()(**batch).loss)
     assert model(**batch).logits[..., :ROWS].max() < -30
     assert own - 1e-4 <= float(trainer.compute_loss(model, dict(batch))) <= own + math.log(len(table) / ROWS) + 1e-4
-
-
-def tiny_llama(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, eos_token_id=tokenizer.eos_token_id))
 
 
 GROUPS = {"max_steps": 1, "per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 8}
@@ -151,8 +153,7 @@ def test_the_example_from_a_base_to_a_model_that_generates(
     assert len(script.read_text(encoding="utf-8").splitlines()) < 30
     tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
     tokenizer.save_pretrained(tmp_path / "base")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "base")
+    tiny_llama(tokenizer).save_pretrained(tmp_path / "base")
     (tmp_path / "text.txt").write_text(
         "the cat sat on a mat while two dogs ran over green hills\n" * 8, encoding="utf-8"
     )

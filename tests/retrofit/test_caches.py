@@ -128,14 +128,6 @@ def test_other_ways_to_generate(options: dict[str, Any]) -> None:
     )
 
 
-def test_a_static_cache_has_room_for_inserted_tokens() -> None:
-    model, ids = retrofitted("llama"), with_meta_tokens()[:1]
-    options = {"max_new_tokens": 9, "do_sample": False, "meta_every": 2}
-    expected = model.generate(ids, use_cache=False, **options)
-    got = model.generate(ids, cache_implementation="static", disable_compile=True, **options)
-    assert torch.equal(got, expected)
-
-
 KEPT = [0, 1, 3, 7, 11, 12, 13]  # the first two tokens, each fourth one, which are the meta-tokens, and a window
 
 

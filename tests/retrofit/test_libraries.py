@@ -38,16 +38,13 @@ ITEMS = [
     for seed in range(8)
     for ids in with_meta_tokens(seed)
 ]
-ADAPTERS = {
-    "lora": peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=4,
-        target_modules="all-linear",
-        exclude_modules=r".*meta_attention.*",
-        modules_to_save=["meta_attention", "meta_token"],
-    ),
-    "lora by default": peft.LoraConfig(task_type="CAUSAL_LM", r=4, modules_to_save=["meta_attention", "meta_token"]),
-}
+LORA = peft.LoraConfig(
+    task_type="CAUSAL_LM",
+    r=4,
+    target_modules="all-linear",
+    exclude_modules=r".*meta_attention.*",
+    modules_to_save=["meta_attention", "meta_token"],
+)
 
 
 def is_new(name: str) -> bool:
@@ -130,35 +127,6 @@ def test_text_that_is_read_behind_checkpointed_gradients() -> None:
     assert error(logits(model.eval(), short), logits(base("llama"), short)) == 0.0
 
 
-# transformers' GPT-2 has no linear layers, only what PEFT's default for it names.
-@pytest.mark.parametrize(
-    ("name", "adapter"),
-    [("gpt2", "lora by default"), *((name, adapter) for name in ("llama", "phi", "gemma2") for adapter in ADAPTERS)],
-)
-def test_lora_beside_it(name: str, adapter: str, tmp_path: Path) -> None:
-    def fresh() -> PreTrainedModel:
-        return train_like(add_meta_attention(base(name), meta_token_id=META, heads=2, head_size=16))
-
-    ids = with_meta_tokens()
-    model = peft.get_peft_model(fresh(), deepcopy(ADAPTERS[adapter]))
-    assert error(logits(model.eval(), ids), logits(fresh(), ids)) == 0.0
-    trained = {key for key, weight in model.named_parameters() if weight.requires_grad}
-    assert {is_new(key) or "lora_" in key for key in trained} == {True}
-    assert any("meta_attention" in key for key in trained)
-    assert not any("lora_" in key and is_new(key) for key in trained)
-    before = {key: weight.clone() for key, weight in model.named_parameters()}
-    train(model, tmp_path / "run", 4).train()
-    changed = {key for key, weight in model.named_parameters() if not torch.equal(weight, before[key])}
-    assert changed == trained
-    model.eval().save_pretrained(tmp_path / "adapter")
-    again = peft.PeftModel.from_pretrained(fresh(), tmp_path / "adapter").eval()
-    assert error(logits(again, ids), logits(model, ids)) == 0.0
-    generated = model.generate(input_ids=ids, max_new_tokens=7, meta_every=2, do_sample=False)
-    merged = again.merge_and_unload()
-    assert error(logits(merged, ids), logits(model, ids)) < 1e-4
-    assert torch.equal(merged.generate(ids, max_new_tokens=7, meta_every=2, do_sample=False), generated)
-
-
 @pytest.mark.parametrize(
     "choices", [{"target_modules": ["embed_tokens"]}, {"target_modules": ["q_proj"], "trainable_token_indices": [5]}]
 )
@@ -181,7 +149,7 @@ def test_adapters_of_the_embeddings_are_refused(choices: dict[str, Any]) -> None
 
 def test_adapters_are_not_left_out_of_what_was_added(tmp_path: Path) -> None:
     model = retrofitted("llama")
-    adapted = peft.get_peft_model(model, deepcopy(next(iter(ADAPTERS.values()))))
+    adapted = peft.get_peft_model(model, deepcopy(LORA))
     with pytest.raises(UserError, match=r"save what their merge_and_unload\(\) returns"):
         save_meta(model, tmp_path)
     with pytest.raises(UserError, match="adapters are in this model"):
@@ -381,7 +349,7 @@ def test_a_base_in_eight_bits(tmp_path: Path) -> None:
         assert torch.equal(weight, retrofitted("llama").get_parameter(name)), name
     freeze_base(wide, trained=True)  # as far as it can be
     assert error(logits(wide.eval(), ids), logits(retrofitted("llama"), ids)) < 0.5
-    lora = peft.get_peft_model(model, deepcopy(ADAPTERS["lora"]))  # without it Trainer refuses quantised models
+    lora = peft.get_peft_model(model, deepcopy(LORA))  # without it Trainer refuses quantised models
     train(lora, tmp_path / "run", 2).train()
 
 
@@ -416,6 +384,6 @@ def test_a_training_that_leaves_out_what_was_added_says_so(tmp_path: Path) -> No
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(fresh(), tmp_path, 2).train()
-        train(peft.get_peft_model(fresh(), ADAPTERS["lora"]), tmp_path, 2).train()
+        train(peft.get_peft_model(fresh(), deepcopy(LORA)), tmp_path, 2).train()
         fresh().train().eval()(text())
     assert not [one for one in caught if "meta" in str(one.message)]
