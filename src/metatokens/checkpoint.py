@@ -14,17 +14,8 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto import modeling_auto as auto
 
 from metatokens.data.tokenizer import load_plain_tokenizer
 from metatokens.decoder import position_embedding_of
@@ -60,7 +51,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _MAX_INDEX_BYTES = 2**24
 _CLASSES = {MetaGPT2Config: MetaGPT2ForCausalLM, GPT2Config: GPT2LMHeadModel}
 # Encoder models that can also run as decoders (BERT, say) are in both lists.
-_DECODERS = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
+_DECODERS = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
 _KINDS = {"meta_gpt2", "gpt2", MODEL_TYPE, *_DECODERS}
 _OLD_MASK = re.compile(r"\.attn\.attention\.(masked_)?bias$")  # buffers in published GPT-Neo checkpoints
 

@@ -16,15 +16,7 @@ _TEMPLATE = Path(__file__).parent / "card.md.j2"
 def model_card(
     model: Any, name: str, *, trained: str = "", results: Sequence[Result] = (), licence: str | None = None
 ) -> ModelCard:
-    """A card that describes a retrofitted model, its training and its results.
-
-    Args:
-        model: a retrofitted model.
-        name: the repository's name.
-        trained: how the model was trained, in words.
-        results: what was measured; those without a value are left out.
-        licence: the Hub's identifier of the licence; by default that of the base's own card, if it can be read.
-    """
+    """A card that describes a retrofitted model, its training and its results, for the repository `name`."""
     settings = MetaSettings(**model.config.meta_attention)
     is_folder = settings.base.startswith("../") or (Path(settings.base).is_dir() and settings.base != "")
     licence = licence or (_licence_of(settings.base) if settings.base else None)

@@ -40,6 +40,7 @@ from metatokens.retrofit.layers import (
     find_rows,
     forget_rows,
     leave_out,
+    own_parameters,
 )
 from metatokens.retrofit.settings import MetaSettings
 
@@ -245,12 +246,6 @@ def _class_of(model: Any, meta_config: Any) -> Any:
 
         meta_model.forward = forward
     return meta_model
-
-
-def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that `install` added to a model, by name."""
-    own = {"meta_attention", "meta_token"}
-    return {name: one for name, one in model.named_parameters() if own & set(name.split("."))}
 
 
 def freeze_base(model: nn.Module, *, trained: bool = False) -> None:

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from metatokens.files import sha256_of
-from metatokens.retrofit.classes import own_parameters
+from metatokens.retrofit.layers import own_parameters
 from metatokens.retrofit.settings import Checksums
 
 # Settings that change neither what a model computes at inference nor the shapes of its weights.

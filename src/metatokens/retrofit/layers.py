@@ -129,6 +129,12 @@ class MetaBlock(nn.Module):
             _thread.block = None
 
 
+def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that were added to a base, by name."""
+    own = {"meta_attention", "meta_token"}
+    return {name: one for name, one in model.named_parameters() if own & set(name.split("."))}
+
+
 def add_at_site(site: nn.Module, args: Any, output: Any) -> Any:
     """Forward hook of a site: add meta-attention to the output, which joins the residual stream."""
     if _thread.block is None:
@@ -181,9 +187,9 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 @torch.compiler.disable
 def _look_at_first_step(decoder: Any, is_meta: Tensor) -> None:
-    """Warn, in the first training step, if nothing that was added is trained."""
-    decoder.meta_has_trained, added = True, {"meta_attention", "meta_token"}
-    is_added = {bool(added & set(name.split("."))) for name, one in decoder.named_parameters() if one.requires_grad}
+    """Warn, in the first training step, if nothing that was added is trained, or the batch has no meta-token."""
+    decoder.meta_has_trained, own = True, own_parameters(decoder)
+    is_added = {name in own for name, one in decoder.named_parameters() if one.requires_grad}
     if is_added == {False}:
         warnings.warn(
             "nothing of what add_meta_attention added is trained. For PEFT, put into LoraConfig: exclude_modules="
@@ -199,9 +205,10 @@ def _look_at_first_step(decoder: Any, is_meta: Tensor) -> None:
 
 @torch.compiler.disable  # the number of meta-tokens is data-dependent, and thread-local state would be traced once
 def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Any, positions: Any) -> None:
+    """Set this thread's pass, for the blocks; None if there are no meta-tokens."""
     _thread.step, least, length = None, least_rows(decoder), is_meta.shape[1]
     if not (isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == length):
-        positions = None  # of three axes, as for images
+        positions = None  # multimodal models have three axes of positions
     cached = 0 if past is None else int(past.get_seq_length())
     if getattr(decoder.config, "position_embedding", None) == "learned":
         _check_positions(decoder.config, cached + length, mask, positions)

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from metatokens.decoder import decoder_of
 from metatokens.errors import UserError, one_line
 from metatokens.files import DAMAGED, found_from, name_from, read_json, write_whole
-from metatokens.retrofit.classes import MODEL_TYPE, MetaModel, own_parameters
+from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
 from metatokens.retrofit.identity import difference, have_same_weights, settings_of, weight_checksums
-from metatokens.retrofit.layers import MetaModule
+from metatokens.retrofit.layers import MetaModule, own_parameters
 from metatokens.retrofit.settings import MetaSettings
 from metatokens.retrofit.surgery import put_in
 

@@ -154,13 +154,8 @@ def put_in(
 ) -> None:
     """Change a base, in place, as the settings describe: its vocabulary, its classes, its modules.
 
-    Args:
-        model: the base.
-        settings: sizes and places of meta-attention.
-        meta_token_id: the meta-token's row.
-        used: rows in use, the meta-token's included; a smaller table grows.
-        freeze: whether to freeze the base.
-        start: ids whose mean embedding the meta-token starts at; empty: the whole table.
+    A table of fewer than `used` rows grows. The meta-token starts at the mean embedding of the ids in `start`, or of
+    the whole table.
     """
     _own_configuration(model)
     rows = model.get_input_embeddings().weight.shape[0]

@@ -32,7 +32,8 @@ from metatokens.files import library_writes
 from metatokens.machine import is_first_process, process_count
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import TrainerSettings, TrainingSettings
-from metatokens.retrofit.classes import MetaModel, freeze_base, own_parameters
+from metatokens.retrofit.classes import MetaModel, freeze_base
+from metatokens.retrofit.layers import own_parameters
 from metatokens.retrofit.saving import DELTA_WEIGHTS, save_meta
 from metatokens.training.batches import WithLogitsToKeep, WithPositions
 from metatokens.training.inside import inside_loss
