@@ -23,17 +23,17 @@ from hypothesis import settings
 from metatokens import cli
 from tests.forked import PATIENCE, QUIET, Forked, Run, Start, start_server
 
-# Drawn cases of each test that does not say how many; tests/hostile multiplies its own numbers with theirs.
-settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)  # each time the same
+# The number of drawn cases, unless a test sets its own; tests/hostile scales its numbers by these.
+settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)  # the same each time
 settings.register_profile("thorough", max_examples=2000, deadline=None)
 
-# Read when torch and transformers are imported, and handed down to subprocesses: one thread, since the tests run side
-# by side, and no notices, as the command sets it. A process that a test kills leaves semaphores to multiprocessing,
-# which would say so at the end.
+# torch and transformers read these when they are imported, here and in subprocesses: one thread, since test processes
+# run side by side, and no notices, as in the command. multiprocessing would warn at exit about the semaphores of
+# processes that a test killed.
 os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 os.environ |= {"PYTHONWARNINGS": "ignore:resource_tracker"}
 
-# No test asks the Hub, or finds what its user once fetched from there. Processes of one run share the cache.
+# No test asks the Hub, or finds what the user has fetched from it. All processes of a run share one cache.
 os.environ["HF_HUB_OFFLINE"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="metatokens-tests-")
@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "thorough: left out without --thorough; a quicker test tells the same")
+    config.addinivalue_line("markers", "thorough: runs only with --thorough; a quicker test covers the same behaviour")
     settings.load_profile("thorough" if config.getoption("thorough") else "quick")
 
 
@@ -59,10 +59,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # Each training collects garbage (accelerate's `free_memory`), and so looked at all that is imported, half its time.
+    # Each training collects garbage (accelerate's `free_memory`), which took half its time before modules were frozen.
     gc.freeze()
     if any("forked" in item.fixturenames for item in session.items if isinstance(item, pytest.Function)):
-        start_server()  # meanwhile other tests run
+        start_server()  # it imports while other tests run
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -117,7 +117,7 @@ def browser(chromium: str) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Forked]]:
-    """Starts a call, with its arguments, in a process of its own; keywords are variables of its environment."""
+    """Starts a call in a process of its own; keywords are environment variables."""
     begun: list[Forked] = []
 
     def start(call: Callable[..., None], *arguments: Any, **environment: str) -> Forked:
@@ -131,7 +131,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., F
 
 @pytest.fixture(scope="session")
 def start_ranks(forked: Callable[..., Forked]) -> Start:
-    """Begins a call once for each rank, in the environment that torchrun would give it."""
+    """Starts a call once for each rank, in the environment that torchrun would set."""
 
     def begin(processes: int, call: Callable[..., None], *arguments: object) -> list[Forked]:
         with socket.socket() as free:
@@ -146,7 +146,7 @@ def start_ranks(forked: Callable[..., Forked]) -> Start:
 
 @pytest.fixture(scope="session")
 def run_ranks(start_ranks: Start) -> Run:
-    """A call to its end; what all ranks say on standard error."""
+    """Runs a call on all ranks to its end; returns what they wrote to standard error."""
 
     def to_end(processes: int, call: Callable[..., None], *arguments: object) -> str:
         ended = [process.wait() for process in start_ranks(processes, call, *arguments)]
@@ -158,7 +158,7 @@ def run_ranks(start_ranks: Start) -> Run:
 
 @pytest.fixture(scope="session")
 def is_thorough(request: pytest.FixtureRequest) -> bool:
-    """Whether this is the run with every case."""
+    """Whether every case is run."""
     return request.config.getoption("thorough")
 
 
@@ -181,12 +181,12 @@ def metatokens(
 
     threads = torch.get_num_threads()
     yield run
-    torch.set_num_threads(threads)  # which a benchmark sets; more than one would wait for each other at full speed
+    torch.set_num_threads(threads)  # threads of several test processes would slow each other down
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real text (C4, WikiText-2, books, the GPT-2 vocabulary), where there is one beside the project."""
+    """The folder of real text (C4, WikiText-2, books, the GPT-2 vocabulary), if there is one next to the project."""
     folder = Path(__file__).parents[1] / "shared" / "data"
     if not folder.is_dir():
         pytest.skip(f"real text is not at {folder}")
@@ -195,7 +195,7 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def contents() -> Callable[[Path], dict[str, bytes]]:
-    """Every file below a folder, by its relative path."""
+    """Reads every file below a folder, by relative path."""
     return lambda folder: {
         path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
     }
@@ -203,7 +203,7 @@ def contents() -> Callable[[Path], dict[str, bytes]]:
 
 @pytest.fixture(scope="session")
 def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text file of a few documents that a small model learns a good deal of in a few steps."""
+    """A text file of a few documents, from which a small model learns a good deal in a few steps."""
     draw = random.Random(0)
     line = "the cat sat on a mat while two dogs ran over green hills and a river in spring"
     words = line.split(" ")
@@ -216,7 +216,7 @@ def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_store(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> "TokenStore":
-    """The corpus as token ids, the tokenizer trained on the tasks' words too."""
+    """The corpus as token ids; the tokenizer is trained on the words of the tasks, too."""
     from metatokens.data.writing import write_token_store
     from metatokens.tasks.curriculum import task_texts
 
@@ -226,7 +226,7 @@ def small_store(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def small_model(small_store: "TokenStore", tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A folder with a small untrained model of the given configuration and the store's tokenizer; not to be changed."""
+    """Makes a folder with a small untrained model of a given configuration and the store's tokenizer."""
     import torch
 
     from metatokens.checkpoint import save_model

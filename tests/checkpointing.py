@@ -1,4 +1,4 @@
-"""Activation checkpointing by the name that the installed transformers has for it."""
+"""Activation checkpointing under the name that the installed transformers has for it."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from transformers import PreTrainedModel
 
 
 def checkpoint_activations(model: PreTrainedModel, **options: Any) -> None:
-    """Have the backward pass compute activations again; `options` are those of PyTorch's `checkpoint`."""
-    # Releases before 5.23 have the older name alone, and later ones warn of it.
+    """Recompute activations in the backward pass; `options` are those of PyTorch's `checkpoint`."""
+    # Releases before 5.23 only have the older name; later ones warn about it.
     enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options or None)
 
 
 def keep_activations(model: PreTrainedModel) -> None:
-    """Undo it."""
+    """Undo `checkpoint_activations`."""
     disable: Any = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
     disable()

@@ -1,4 +1,4 @@
-"""Processes of their own for tests, forked from one that has imported the package: its imports take five seconds."""
+"""Calls in processes of their own, forked from one that has imported the package, which takes five seconds."""
 
 import gc
 import os
@@ -12,13 +12,13 @@ from typing import Any
 from metatokens import cli
 from metatokens.machine import worker_context
 
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # processes of one training say that they end
-PATIENCE = 600  # seconds, for machines with other work
-IMPORTED = "metatokens.paper.pools"  # which imports nearly all
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch warns when the processes of a training end
+PATIENCE = 600  # seconds to wait for anything: the machine may have other work
+IMPORTED = "metatokens.paper.pools"  # imports nearly everything
 
 
 class Forked:
-    """A call in a new process and process group: what it prints, and how it ends."""
+    """A call in a new process and process group, with its exit status and its output."""
 
     def __init__(
         self, folder: Path, call: Callable[..., None], arguments: Sequence[Any], environment: Mapping[str, str]
@@ -32,11 +32,11 @@ class Forked:
 
     @property
     def status(self) -> int | None:
-        """How it ended: the exit status, or the signal that ended it, negated; None while it runs."""
+        """The exit status, or minus the number of the signal that ended it; None while it runs."""
         return self._process.exitcode
 
     def wait(self) -> tuple[int, str, str]:
-        """Exit status, standard output, standard error."""
+        """Wait for the end; return exit status, standard output and standard error."""
         self._process.join(PATIENCE)
         assert self.status is not None
         return self.status, *(path.read_text(encoding="utf-8") for path in self._printed)
@@ -47,7 +47,7 @@ class Forked:
 
     @property
     def group_is_gone(self) -> bool:
-        """Whether no process is left that it started."""
+        """Whether no process of the group is left."""
         try:
             os.killpg(self.pid, 0)
         except ProcessLookupError:
@@ -55,20 +55,20 @@ class Forked:
         return False
 
     def end(self) -> None:
-        """Kill the whole group, if there is any."""
+        """Kill what is left of the group."""
         if not self.group_is_gone:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.join()
 
 
 def start_server() -> None:
-    """Import the package in the process that all others will be forked from."""
+    """Import the package in the process from which all others are forked."""
     worker_context(IMPORTED)
     forkserver.ensure_running()
 
 
 def command(*arguments: object) -> None:
-    """The command `metatokens`, as a call."""
+    """Run the command `metatokens` in this process."""
     sys.argv = ["metatokens", *map(str, arguments)]
     cli.main()
 
@@ -76,7 +76,7 @@ def command(*arguments: object) -> None:
 def _carry_out(
     call: Callable[..., None], arguments: Sequence[Any], environment: Mapping[str, str], printed: Sequence[Path]
 ) -> None:
-    gc.freeze()  # what is imported is no garbage
+    gc.freeze()  # imported modules are never garbage
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, path in enumerate(printed, start=1):

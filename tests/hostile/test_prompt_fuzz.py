@@ -1,9 +1,10 @@
-"""Insertion and the tasks' prompts, with any arguments: what is documented holds, whatever text there is."""
+"""Insertion and the prompts of the tasks hold what is documented, with any arguments and any text."""
 
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from decimal import Decimal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,14 +42,8 @@ def test_insertion(size: int, fraction: float, placement: str, ids: list[int] | 
     text = ids if ids is not None else list(range(max(0, size - count)))
 
     def insert() -> tuple[np.ndarray, np.ndarray]:
-        return insert_meta_tokens(
-            text,
-            meta_token_id=META,
-            block_size=size,
-            fraction=fraction,
-            placement=placement,
-            generator=np.random.default_rng(seed),
-        )
+        settings = {"meta_token_id": META, "block_size": size, "fraction": fraction, "placement": placement}
+        return insert_meta_tokens(text, **settings, generator=np.random.default_rng(seed))
 
     if not is_valid:
         with clean(), pytest.raises(UserError, match=r"fraction of meta-tokens|unknown placement"):
@@ -75,19 +70,9 @@ def test_insertion(size: int, fraction: float, placement: str, ids: list[int] | 
     split=st.sampled_from(["train", "test"]) | TEXT,
     documents=st.lists(TEXT, max_size=4),
 )
-def test_any_arguments(
-    task: str,
-    condition: str,
-    seed: int,
-    phase: int,
-    split: str,
-    documents: list[str],
-    small_store: TokenStore,
-    clean: Clean,
-) -> None:
+def test_any_arguments(phase: int, split: str, small_store: TokenStore, clean: Clean, **arguments: Any) -> None:
     with clean():
-        data = TaskData(task, tokenizer=small_store.tokenizer, condition=condition, seed=seed, documents=documents)
-        data.sample(0, min(phase, 3), split)
+        TaskData(tokenizer=small_store.tokenizer, **arguments).sample(0, min(phase, 3), split)
 
 
 WORDS = st.lists(TEXT.filter(lambda text: text.isprintable()) | st.sampled_from(["word", "it's", "世界"]), min_size=60)

@@ -1,4 +1,4 @@
-"""What the tests of this folder ask of the script that carries commands out."""
+"""The client of the script `disturbed.py`, which runs the commands for the tests of this folder."""
 
 import json
 import re
@@ -18,7 +18,7 @@ SIZES = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attenti
 
 
 def verbs_of(corpus: Path, tokens: Path, model: Path, *, steps: int, tuned: int, prompts: int) -> dict[str, list[str]]:
-    """The commands that go on where they were cut off; each is given `--out`."""
+    """The commands that resume, without `--out`."""
 
     def train(line: str, *overrides: str) -> list[str]:
         overrides += tuple(f"training.{setting}" for setting in TRAINING)
@@ -35,12 +35,12 @@ def verbs_of(corpus: Path, tokens: Path, model: Path, *, steps: int, tuned: int,
 
 
 def quickly(quick: Sequence[str], values: Iterable[str]) -> list[Any]:
-    """Parameters of a test: some for every run, the others for a thorough one."""
+    """Parameters of a test: those in `quick` for every run, the others for a thorough one."""
     return [value if value in quick else pytest.param(value, marks=pytest.mark.thorough) for value in values]
 
 
 class Commands:
-    """The script, at work: in a name space of its own where it can, so that it may mount file systems."""
+    """The running script; in a name space of its own where the system allows it, so that it can mount file systems."""
 
     def __init__(self) -> None:
         mounting = "mount -t tmpfs -o size=1m tmpfs /mnt"
@@ -55,37 +55,37 @@ class Commands:
         )
 
     def carry_through(self, arguments: list[str], out: Path, **kills: Any) -> dict[str, Any]:
-        """Run a command, killed as planned; its fate, what it printed, and the seconds that it took."""
+        """Run a command, killed as planned; return how it ended, what it printed and how many seconds it took."""
         plan = {"kills": 0, "seed": 0, "inside": None, "faults": {}} | kills
         began = time.monotonic()
         fate = self._ask(plan | {"arguments": [*arguments, "--out", str(out)]})
         return fate | {"seconds": time.monotonic() - began}
 
     def attempt(self, arguments: list[str], out: Path, **faults: Any) -> tuple[int, str]:
-        """Run a command with faults; its exit status, and what it printed."""
+        """Run a command with faults; return its exit status and what it printed."""
         fate = self.carry_through(arguments, out, faults=faults)
         return fate["status"], fate["said"]
 
     def fail(self, arguments: list[str], out: Path, **faults: Any) -> str:
-        """Run a command, which has to end with one sentence; the sentence."""
+        """Run a command that must end with one sentence; return the sentence."""
         status, said = self.attempt(arguments, out, **faults)
         return assert_one_sentence(status, said)
 
     def succeed(self, arguments: list[str], out: Path, **faults: Any) -> str:
-        """Run a command that nothing hinders; what it printed."""
+        """Run a command that must succeed; return what it printed."""
         status, said = self.attempt(arguments, out, **faults)
         assert status == 0, said
         return said
 
     def mount(self, folder: Path, options: str) -> None:
-        """Mount a file system in memory, for the commands alone, or change it."""
+        """Mount a file system in memory that only the commands see, or change its options."""
         if not self._way:
             pytest.skip("this process may not mount a file system")
         folder.mkdir(exist_ok=True)
         assert self._ask({"shell": f"mount -t tmpfs -o '{options}' tmpfs '{folder}'"}) == 0
 
     def copy(self, path: Path, to: Path) -> None:
-        """Copy out of a mounted file system."""
+        """Copy from a mounted file system."""
         assert self._ask({"shell": f"cp -r '{path}' '{to}'"}) == 0
 
     def stop(self) -> None:
@@ -101,7 +101,7 @@ class Commands:
 
 
 def assert_one_sentence(status: int, said: str) -> str:
-    """A command has ended as with a user's mistake; the sentence."""
+    """Check that a command ended with one sentence, as on a user's mistake; return it."""
     assert status == 2, said
     *notices, sentence = said.splitlines()
     expected = r"It is dropped|half a line|^ *[0-9]+% in |^(pretrain|finetune) [0-9]+/[0-9]+: "
@@ -120,7 +120,7 @@ def succeeds(command: list[str]) -> bool:
 
 
 def left(out: Path) -> dict[str, Any]:
-    """What counts of a run's folder or of a result file: not the checkpoints, the lock, and when results were made."""
+    """A run's folder or result file, without the checkpoints, the lock and the dates of results."""
     if out.is_file():
         return {"lines": [json.loads(line) | {"created": None} for line in out.read_text().splitlines()]}
     return {

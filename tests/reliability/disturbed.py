@@ -1,14 +1,15 @@
-"""Carries commands out, each in a fork of this process: killed at random moments, or with faults.
+"""Runs commands, each in a fork of this process: killed at random moments, or with faults.
 
-Standard input has a plan a line, in JSON; standard output, how it ended. A plan has the command's `arguments`, and
+Reads one plan a line from standard input, in JSON, and writes to standard output how it ended. A plan has the
+command's `arguments`, and
 
-- `faults`: the functions below that are called first, each with its arguments, by name;
-- `kills`: how often the command is killed and given again, before it may end. The moments are drawn, by `seed`, from
-  so many `seconds`; or, in place of moments, `inside` is a function, as `module:name`, and a number: in that call of it
-  the process kills itself, having done half of the call's work where it writes a file.
+- `faults`: functions of this file to call first, by name, each with its arguments;
+- `kills`: how often to kill the command and run it again before it may end. The moments are drawn by `seed` from the
+  first `seconds`; or else `inside` names a function, as `module:name`, and a number: in that call of it the process
+  kills itself, halfway through if the call writes a file.
 
-A plan that has `shell` in place of arguments is a line for the shell. This process has imported everything before, so
-that a kill hits the work and not the imports.
+A plan with `shell` instead of arguments is a line for the shell. This process imports everything first, so that a
+kill hits the work and not the imports.
 """
 
 import ctypes
@@ -48,7 +49,7 @@ DAY = 86_400  # seconds
 
 
 def die_inside(target: str, call: int) -> None:
-    """Make the process kill itself in a call of a function."""
+    """Make the process kill itself in the given call of a function."""
     module_name, name = target.split(":")
     module = importlib.import_module(module_name)
     function: Callable[..., Any] = getattr(module, name)
@@ -69,7 +70,7 @@ def die_inside(target: str, call: int) -> None:
 
 
 def no_room(at: str, room: int) -> None:
-    """Let files grow by so many bytes at most, once one is written, or a folder made, whose path has `at` in it."""
+    """Limit the growth of files to `room` bytes, once a file is written or a folder made whose path contains `at`."""
 
     def limit(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in ("open", "os.mkdir") or not isinstance(arguments[0], str | os.PathLike):
@@ -77,21 +78,21 @@ def no_room(at: str, room: int) -> None:
         path = os.fspath(arguments[0])
         is_written = event == "os.mkdir" or arguments[2] & (os.O_WRONLY | os.O_RDWR)
         if is_written and isinstance(path, str) and at in path:
-            size = os.stat(path).st_size if os.path.isfile(path) else 0  # what is appended to is that long already
+            size = os.stat(path).st_size if os.path.isfile(path) else 0  # a file that is appended to already has a size
             resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, resource.RLIM_INFINITY))
 
     sys.addaudithook(limit)
 
 
 def unprivileged() -> None:
-    """Give up the superuser's right to write where permissions forbid it, in programs that are started too."""
+    """Give up the superuser's right to write where permissions forbid it, also in programs started from here."""
     libc, without_privileges = ctypes.CDLL(None), 1
-    libc.prctl(28, without_privileges, 0, 0, 0)  # PR_SET_SECUREBITS; refused to other users, who need it not
+    libc.prctl(28, without_privileges, 0, 0, 0)  # PR_SET_SECUREBITS; refused to other users, who do not need it
     assert libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()) == 0
 
 
 def clock_goes_back() -> None:
-    """Every look at the clock finds it a day before the last one; checkpoints, too, are dated from late to early."""
+    """Set the clock back by a day at every look at it; date later checkpoints earlier, too."""
     true_time, looks, save = time.time, itertools.count(), RunCallback.on_save
     time.time = lambda: true_time() - DAY * next(looks)
     time.time_ns = lambda: int(time.time() * 1e9)
@@ -112,7 +113,7 @@ def clock_goes_back() -> None:
 
 
 def tiny_plan(corpus: str, workers: str) -> None:
-    """`reproduce --preset tiny` is a plan of seconds; its workers are `threads`, or processes as ever."""
+    """Make `reproduce --preset tiny` a plan of seconds, whose workers are `threads`, or processes as usual."""
     presets.PRESETS = {"tiny": tiny_preset.tiny(corpus)}
     if workers == "threads":
 
@@ -126,7 +127,7 @@ def tiny_plan(corpus: str, workers: str) -> None:
 
 
 def begin(arguments: list[str], faults: dict[str, list[Any]]) -> tuple[int, int]:
-    """Begin a command in a process of its own; its process id, and a pipe with what it prints, which no limit cuts."""
+    """Start a command in a process of its own; return its id, and a pipe with its output, which no limit cuts."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -146,13 +147,13 @@ def begin(arguments: list[str], faults: dict[str, list[Any]]) -> tuple[int, int]
         finally:
             sys.stderr.flush()
             os._exit(status)
-    os.setpgid(pid, pid)  # whoever of the two comes first
+    os.setpgid(pid, pid)  # both processes do this: either may be first
     os.close(write)
     return pid, read
 
 
 def carry_through(plan: dict[str, Any]) -> dict[str, Any]:
-    """Kill as often as the plan says, as far as the work lasts; then let it end."""
+    """Kill the command as often as planned, while it has work to do; then let it end."""
     draw, killed, said = random.Random(plan["seed"]), 0, ""
     while True:
         may_kill = killed < plan["kills"]
@@ -164,7 +165,7 @@ def carry_through(plan: dict[str, Any]) -> dict[str, Any]:
         with open(pipe, errors="replace") as text:
             said += text.read()
         if may_kill and not inside:
-            killer.join()  # a command that has ended is there, to be killed, until it is waited for
+            killer.join()  # a command that has ended can still be killed until it is waited for
         _, status = os.waitpid(pid, 0)
         if not os.WIFSIGNALED(status):
             return {"killed": killed, "status": os.waitstatus_to_exitcode(status), "said": said}
@@ -172,7 +173,7 @@ def carry_through(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # what is imported is no garbage
+    gc.freeze()  # imported modules are never garbage
     for line in sys.stdin:
         plan = json.loads(line)
         if "shell" in plan:

@@ -1,10 +1,10 @@
 """A disk that is full or read-only, and a clock that goes backwards: one sentence, and nothing is lost.
 
-What is written to a full disk is cut short by the system itself: by a limit on the size of files (`no_room`), which
-any user can set, and on a small file system in memory, where this process may mount one. Then the same command is
-given again, and ends like one that nothing disturbed.
+The system itself cuts short what is written to a full disk: by a limit on the size of files (`no_room`), which any
+user can set, and on a small file system in memory, where the process may mount one. Then the same command is run
+again, and ends like one that nothing disturbed.
 
-One fault of each kind in the quick run, and the others for some commands; all of them in a thorough one.
+The quick run has one fault of each kind for some commands; a thorough one has all of them.
 """
 
 import gzip
@@ -25,8 +25,8 @@ from metatokens.files import append_lines, exclusive, library_writes
 from metatokens.records import Result, append_records, read_lines
 from tests.reliability.commands import Commands, assert_one_sentence, left, quickly, verbs_of
 
-DAY = 86_400  # seconds, by which the clock goes back
-MEASURED = {"meta": 0.9, "gpt2": 0.5}  # that a report is made of
+DAY = 86_400  # the seconds by which the clock goes back
+MEASURED = {"meta": 0.9, "gpt2": 0.5}  # the results of the report
 
 
 # --- the commands
@@ -40,7 +40,7 @@ def verbs(
     is_thorough: bool,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, list[str]]:
-    """The commands; each is given `--out`."""
+    """The commands, without `--out`."""
     results = tmp_path_factory.mktemp("measured") / "results.jsonl"
     about: dict[str, Any] = {"task": "parity", "length": 64, "metric": "exact_match", "seed": 0, "n": 100}
     measured = [Result(model=name, value=value, created="2026-01-01", **about) for name, value in MEASURED.items()]
@@ -53,7 +53,7 @@ def verbs(
 
 @dataclass(frozen=True)
 class Run:
-    """Commands with faults, each compared with one that nobody disturbed."""
+    """Runs commands with faults, and compares their output with that of undisturbed ones."""
 
     verbs: dict[str, list[str]]
     commands: Commands
@@ -62,11 +62,11 @@ class Run:
     done: dict[str, Path] = field(default_factory=dict)
 
     def fails(self, verb: str, out: Path, **faults: Any) -> str:
-        """It ends with one sentence, which is returned."""
+        """Run a command that must fail; return its one sentence."""
         return self.commands.fail(self.verbs[verb], out, **self.plan | faults)
 
     def succeeds(self, verb: str, out: Path, **faults: Any) -> str:
-        """It ends well, with the output of a command that nobody disturbed; what it printed."""
+        """Run a command that must end with the undisturbed output; return what it printed."""
         said = self.commands.succeed(self.verbs[verb], out, **self.plan | faults)
         self.is_whole(verb, out)
         return said
@@ -77,7 +77,7 @@ class Run:
         assert kept(copied) == kept(self.undisturbed(verb))
 
     def undisturbed(self, verb: str) -> Path:
-        """The output of a command that nobody disturbed."""
+        """The output of an undisturbed command."""
         if verb not in self.done:
             self.done[verb] = self.folders.mktemp(verb) / "out"
             self.commands.succeed(self.verbs[verb], self.done[verb], **self.plan)
@@ -92,7 +92,7 @@ def run(
 
 
 def kept(out: Path) -> dict[str, Any]:
-    """What counts of what a command left: see `left`; of a plan's run, not what stages took, nor their order."""
+    """What `left` returns, without the times and the order of a plan's stages."""
     found = left(out)
     for name in found:
         if name in ("results.jsonl.gz", "analysis.jsonl.gz", "curves.jsonl.gz"):
@@ -101,14 +101,14 @@ def kept(out: Path) -> dict[str, Any]:
             found[name] = sorted(json.loads(line)["name"] for line in found[name].splitlines())
         elif name == "run.json":
             found[name] = sorted(stage["name"] for stage in json.loads(found[name])["stages"])
-        elif name.startswith("report/"):  # which has times
+        elif name.startswith("report/"):  # it shows times
             found[name] = None
     return found
 
 
 # --- a full disk
 
-# In the order in which a command comes to them, so that each try gets further than the last one.
+# In the order in which a command writes them, so that each try gets further than the one before.
 FULL = {
     "tokenize": [
         ("tokenizer", 100), ("tokenizer", 10_000), ("plan.json", 100), ("00000-00000.arrow", 1_000),
@@ -136,7 +136,7 @@ FULL = {
         ("results.jsonl.gz", 100), ("report/index.html", 20_000),
     ],
 }  # fmt: skip
-# The one of them that the quick run is content with.
+# The one that the quick run takes.
 MIDDLE = {"tokenize": 3, "pretrain": 3, "finetune": 3, "evaluate": 1, "report": 1, "reproduce": 7}
 
 
@@ -147,7 +147,7 @@ def test_no_room_for_the_rest_of_a_file(verb: str, run: Run, is_thorough: bool, 
     run.succeeds(verb, tmp_path / verb)
 
 
-# KiB of the file system at first, and by how much it grows from try to try; 20 times as much in the quick run.
+# KiB of the file system at first, and by how much it grows after each try; 20 times as much in the quick run.
 DISKS = {
     "tokenize": (8, 4),
     "pretrain": (16, 12),
@@ -200,7 +200,7 @@ def test_workers_that_write_to_a_full_disk(run: Run, small_corpus: Path, tmp_pat
     run.commands.succeed([*tokenize, "2"], tmp_path / "store")
     run.commands.succeed([*tokenize, "1"], tmp_path / "alone")
     assert left(tmp_path / "store") == left(tmp_path / "alone")
-    # Processes that train: the limit is theirs too, and the first weights meet it.
+    # Training processes inherit the limit, and reach it with their first weights.
     run.fails(
         "reproduce", tmp_path / "run", no_room=["settings.json", 60_000], tiny_plan=[str(small_corpus), "processes"]
     )
@@ -212,7 +212,7 @@ def test_workers_that_write_to_a_full_disk(run: Run, small_corpus: Path, tmp_pat
     [
         ('{"metric": "exact_match", "val', "", "ended in half a line, which is dropped"),
         ('{"a": {"b": 1}', "", "ended in half a line, which is dropped"),
-        ('{"metric": "exact_match"}', '{"metric": "exact_match"}\n', ""),  # whole, but for its end
+        ('{"metric": "exact_match"}', '{"metric": "exact_match"}\n', ""),  # whole, except for its end
         ("my own notes", "my own notes\n", ""),
         ("", "", ""),
     ],
@@ -261,7 +261,7 @@ def test_what_cannot_be_written_is_left_as_it_is(verb: str, way: str, run: Run, 
             run.commands.mount(disk, f"remount,{'rw' if is_allowed else 'ro'}")
             return
         for path in (disk, *disk.rglob("*")):
-            if path.name != ".lock":  # further than this a command would not come
+            if path.name != ".lock":  # without it a command would stop here
                 path.chmod(path.stat().st_mode | 0o200 if is_allowed else path.stat().st_mode & ~0o222)
 
     def contents(name: str) -> dict[str, Any] | None:
@@ -290,7 +290,7 @@ def test_a_clock_that_goes_back_changes_nothing_but_dates(verb: str, run: Run, t
     if verb == "pretrain":
         run.fails(verb, out, no_room=["checkpoint-8", 100], **fault)  # the fourth
         good = {path.parent.name for path in out.glob("checkpoints/*/manifest.json")}
-        assert good == {"checkpoint-4", "checkpoint-6"}  # the newest by their numbers, not by their dates
+        assert good == {"checkpoint-4", "checkpoint-6"}  # the newest by number, not by date
         with exclusive(out):
             assert "another process works in" in run.fails(verb, out, **fault)
     said = run.succeeds(verb, out, **fault)

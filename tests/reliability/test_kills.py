@@ -1,6 +1,6 @@
-"""A command that is killed at any moment, and given again, ends like one that nothing disturbed.
+"""A command that is killed at any moment and run again ends like one that nothing disturbed.
 
-One kill a command in the quick run; three, four times, in a thorough one.
+The quick run kills each command once; a thorough one three times, with four seeds.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tests.reliability.commands import Commands, left, verbs_of
 
 @pytest.fixture(scope="session")
 def verbs(small_corpus: Path, small_store: Any, small_model: Callable[..., Path]) -> dict[str, list[str]]:
-    """The commands; each is given `--out`."""
+    """The commands, without `--out`."""
     return verbs_of(small_corpus, small_store.path, small_model(), steps=24, tuned=8, prompts=40)
 
 
@@ -22,13 +22,13 @@ def verbs(small_corpus: Path, small_store: Any, small_model: Callable[..., Path]
 def undisturbed(
     verbs: dict[str, list[str]], commands: Commands, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[Path, float]]:
-    """The output of a command that nobody disturbed, and the seconds that it took."""
+    """The output of an undisturbed command, and how many seconds it took."""
     done: dict[str, tuple[Path, float]] = {}
 
     def give(verb: str) -> tuple[Path, float]:
         if verb not in done:
             out = tmp_path_factory.mktemp(verb) / "out"
-            commands.carry_through(["--help"], out)  # when it answers, its imports are done
+            commands.carry_through(["--help"], out)  # once this returns, the imports are done
             fate = commands.carry_through(verbs[verb], out)
             assert fate["status"] == 0, fate["said"]
             done[verb] = out, fate["seconds"]
@@ -50,7 +50,7 @@ def test_killed_at_random_moments(
 ) -> None:
     expected, seconds = undisturbed(verb)
     kills = 3 if is_thorough else 1
-    # A try that goes on has less to do, and one that is done before its kill is not killed.
+    # A resumed command has less to do; if it ends before its kill, it is not killed.
     fate = commands.carry_through(verbs[verb], tmp_path / "out", kills=kills, seed=seed, seconds=seconds / 2)
     assert fate["status"] == 0, fate["said"]
     assert left(tmp_path / "out") == left(expected)
@@ -93,6 +93,6 @@ def test_killed_while_a_checkpoint_is_written(
     assert left(tmp_path / "out") == left(expected)
     if call > 1 or "save_model" in inside:
         return
-    # The checkpoint that was being written is never taken for a good one, and a message says so.
+    # A half-written checkpoint is never used, and a message says so.
     is_of_checkpoint = inside != "metatokens.checkpoint:write_manifest"
     assert ("It is dropped, and an earlier one is used." in fate["said"]) == is_of_checkpoint
