@@ -1,4 +1,4 @@
-"""What `look` tells of a model, recomputed another way."""
+"""What `look` finds in a model, recomputed in another way."""
 
 import io
 import math
@@ -23,6 +23,8 @@ from metatokens.looking.page import Look, coarse, to_html
 from tests.analysis.recording_oracle import RecordingOracle
 from tests.retrofit.architectures import META, error, retrofitted, with_meta_tokens
 
+Models = Callable[..., Path]
+
 PROMPT = "Birds: swan owl _PAUSE_ duck\nQ: What is item 3 of Birds? _PAUSE_"
 
 
@@ -31,7 +33,7 @@ def looked(folder: Path, text: str = PROMPT, markers: str | Sequence[int] = "_PA
 
 
 def next_token(folder: Path, ids: list[int]) -> torch.Tensor:
-    """Probabilities of what follows, the meta-token being nothing."""
+    """Probabilities of the next token, where the meta-token has none."""
     model = load_model(folder).eval()
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, -1].double()
@@ -39,7 +41,7 @@ def next_token(folder: Path, ids: list[int]) -> torch.Tensor:
     return torch.zeros_like(logits).index_put((torch.tensor(keep),), logits[keep].softmax(dim=-1))
 
 
-def test_answers_are_what_follows_each_prompt(small_model: Callable[..., Path]) -> None:
+def test_answers_are_the_likeliest_tokens_after_each_prompt(small_model: Models) -> None:
     folder = small_model(second_attention="meta")
     look, tokenizer = looked(folder), load_tokenizer(str(folder))
     with_ids = encode_prompt(tokenizer, PROMPT, "_PAUSE_")
@@ -56,7 +58,7 @@ def test_answers_are_what_follows_each_prompt(small_model: Callable[..., Path]) 
     assert set(look.answers) == {WITH, WITHOUT, DECOYS}
 
 
-def test_decoys_stand_before_text_and_change_nothing_else() -> None:
+def test_decoys_come_before_text_and_change_nothing_else() -> None:
     meta = 9
     ids = torch.tensor([1, meta, 2, 3, 4, meta, meta, 5, 6, 7])
     for seed in range(20):
@@ -66,18 +68,18 @@ def test_decoys_stand_before_text_and_change_nothing_else() -> None:
         assert with_more[0] == 1
         assert with_more[-1] != meta
     assert len({tuple(with_decoys(ids, ids == meta, meta, 3, seed).tolist()) for seed in range(20)}) > 1
-    few = torch.tensor([1, meta, meta, meta])  # no place is left
+    few = torch.tensor([1, meta, meta, meta])  # without a place
     assert torch.equal(with_decoys(few, few == meta, meta, 3, 0), few)
 
 
-def test_decoys_stay_within_the_learned_positions(small_model: Callable[..., Path]) -> None:
+def test_decoys_stay_within_the_learned_positions(small_model: Models) -> None:
     prompt = "a b c d e f g h _PAUSE_ i _PAUSE_ j _PAUSE_"
     length = len(looked(small_model(second_attention="meta"), prompt).ids)
     folder = small_model(second_attention="meta", position_embedding="learned", max_position_embeddings=length + 1)
     assert set(looked(folder, prompt).answers) == {WITH, WITHOUT, DECOYS}
 
 
-def test_entropies_are_those_of_the_dense_recomputation(small_model: Callable[..., Path]) -> None:
+def test_entropies_are_those_of_the_dense_recomputation(small_model: Models) -> None:
     folder = small_model(second_attention="meta")
     look, model = looked(folder), load_model(folder)
     assert look.modules == {"attention": [0, 1], "second_attention": [0, 1]}
@@ -95,7 +97,7 @@ def test_entropies_are_those_of_the_dense_recomputation(small_model: Callable[..
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "opt"])
-def test_the_lens_is_the_head_behind_the_norm_of_each_state(name: str) -> None:
+def test_the_lens_is_the_head_after_the_norm_of_each_state(name: str) -> None:
     model, ids = retrofitted(name), with_meta_tokens()[0]
     words = Tokenizer(models.WordLevel({"?": 318} | {f"w{i}": i for i in range(318)}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -108,7 +110,7 @@ def test_the_lens_is_the_head_behind_the_norm_of_each_state(name: str) -> None:
     assert look.lens.ids.shape == (len(states), len(look.ids), 5)
     for layer, state in enumerate(states):
         with torch.no_grad():
-            logits = behind(name, model, state.float()).double()
+            logits = after_the_blocks(name, model, state.float()).double()
         logits[:, META] = -math.inf
         probabilities = logits.softmax(dim=-1)
         expected, of = probabilities.topk(5, dim=-1)
@@ -116,8 +118,8 @@ def test_the_lens_is_the_head_behind_the_norm_of_each_state(name: str) -> None:
         assert (look.lens.ids[layer] == of).float().mean() > 0.99
 
 
-def behind(name: str, model: torch.nn.Module, state: torch.Tensor) -> torch.Tensor:
-    """What stands behind the blocks, written out for each architecture."""
+def after_the_blocks(name: str, model: torch.nn.Module, state: torch.Tensor) -> torch.Tensor:
+    """What each architecture computes after its blocks."""
     if name == "gpt2":
         return model.lm_head(model.transformer.ln_f(state))
     if name == "opt":
@@ -127,7 +129,7 @@ def behind(name: str, model: torch.nn.Module, state: torch.Tensor) -> torch.Tens
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def test_the_state_of_the_model_is_as_before(small_model: Callable[..., Path]) -> None:
+def test_the_model_is_left_as_it_was(small_model: Models) -> None:
     folder = small_model(second_attention="meta")
     model, tokenizer = load_model(folder).eval(), load_tokenizer(str(folder))
     ids = torch.tensor([encode_prompt(tokenizer, PROMPT, "_PAUSE_")])
@@ -137,7 +139,7 @@ def test_the_state_of_the_model_is_as_before(small_model: Callable[..., Path]) -
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-def test_a_model_without_a_meta_token_is_asked_without(small_model: Callable[..., Path]) -> None:
+def test_a_model_without_a_meta_token_gets_the_prompt_without(small_model: Models) -> None:
     folder = small_model(second_attention="none", meta_token_id=None)
     look = looked(folder)
     assert list(look.answers) == [WITHOUT]
@@ -156,13 +158,13 @@ def test_a_model_without_a_meta_token_is_asked_without(small_model: Callable[...
         ("owl swan " * 60, r"the prompt has \d+ tokens; at most 64 can be shown"),
     ],
 )
-def test_what_cannot_be_looked_into_is_refused(small_model: Callable[..., Path], text: str, message: str) -> None:
+def test_a_prompt_that_is_empty_or_too_long_is_refused(small_model: Models, text: str, message: str) -> None:
     folder = small_model(second_attention="meta", position_embedding="learned", max_position_embeddings=64)
     with pytest.raises(UserError, match=message):
         looked(folder, text)
 
 
-def test_markers_may_be_offsets_and_other_text_stays_text(small_model: Callable[..., Path]) -> None:
+def test_markers_may_be_offsets_and_other_text_stays_text(small_model: Models) -> None:
     folder = small_model(second_attention="meta")
     assert not looked(folder, markers=()).is_meta.any()
     text = "a _PAUSE_ b _PAUSE_ c"
@@ -190,7 +192,7 @@ def test_a_coarse_map_sums_over_keys_and_averages_over_queries(size: int, step: 
                 assert math.isclose(float(shown[head, y, x]), expected, abs_tol=1e-6)
 
 
-def test_the_page_needs_no_other_file_and_escapes_what_was_typed(small_model: Callable[..., Path]) -> None:
+def test_the_page_needs_no_other_file_and_escapes_the_prompt(small_model: Models) -> None:
     folder = small_model(second_attention="meta")
     look = looked(folder, 'a </script><script>alert("x")</script> _PAUSE_ b', name='<img src=x onerror="alert(1)">')
     page = to_html([look])
@@ -202,7 +204,7 @@ def test_the_page_needs_no_other_file_and_escapes_what_was_typed(small_model: Ca
     assert "<script" not in look._repr_html_()
 
 
-def test_layers_are_chosen_for_page_and_picture(small_model: Callable[..., Path]) -> None:
+def test_layers_are_chosen_for_page_and_picture(small_model: Models) -> None:
     folder = small_model(second_attention="meta", num_hidden_layers=3)
     whole, some = looked(folder), looked(folder, layers=[0, 2])
     assert whole.modules["attention"] == [0, 1, 2]
@@ -212,7 +214,7 @@ def test_layers_are_chosen_for_page_and_picture(small_model: Callable[..., Path]
         looked(folder, layers=[3])
 
 
-def test_the_ninth_layer_is_in_a_second_row_of_the_picture(small_model: Callable[..., Path]) -> None:
+def test_the_ninth_layer_is_in_a_second_row_of_the_picture(small_model: Models) -> None:
     sizes = [
         Image.open(io.BytesIO(draw([looked(small_model(second_attention="meta", num_hidden_layers=layers))]))).size
         for layers in (8, 9)

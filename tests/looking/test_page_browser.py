@@ -1,4 +1,4 @@
-"""The page of `metatokens look` in a real browser: it draws, answers to mouse and keyboard, and nothing overflows."""
+"""The page of `metatokens look` in a browser: it draws, responds to mouse and keyboard, and nothing overflows."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ PROMPT = "Birds: swan owl _PAUSE_ duck\nColours: red <b>blue</b> _PAUSE_ green\n
 
 @pytest.fixture(scope="module")
 def looks(small_model: Callable[..., Path]) -> list[Look]:
-    """Of `meta` and of `gpt2`, untrained."""
+    """Of an untrained `meta` and an untrained `gpt2`."""
     folders = [small_model(second_attention="meta"), small_model(second_attention="none")]
     return [
         look(load_model(folder), load_tokenizer(str(folder)), PROMPT, "_PAUSE_", name=name)
@@ -26,7 +26,7 @@ def looks(small_model: Callable[..., Path]) -> list[Look]:
 
 @pytest.fixture
 def page(browser: Any, looks: list[Look], tmp_path: Path) -> Iterator[Any]:
-    """The page of both models; what is logged, goes wrong or is fetched fails the test."""
+    """The page of both models; the test fails if it logs, raises or fetches anything."""
     file = tmp_path / "look.html"
     file.write_text(to_html(looks), encoding="utf-8")
     opened, noted = browser.new_page(viewport={"width": 1280, "height": 900}), []
@@ -41,7 +41,7 @@ def page(browser: Any, looks: list[Look], tmp_path: Path) -> Iterator[Any]:
 
 
 def weights(page: Any, plot: int) -> list[list[float]]:
-    """The weights that a map's hover texts tell."""
+    """The weights in the hover texts of a map."""
     return page.evaluate(
         "i => document.querySelectorAll('.plot')[i].data[0].customdata.map(r => r.map(c => c[2]))", plot
     )
@@ -70,7 +70,7 @@ def test_maps_show_the_chosen_layer_and_head(page: Any, looks: list[Look]) -> No
     assert abs(weights(page, 0)[-1][0] - float(mean[-1, 0])) < 1 / 255
 
 
-def test_hovering_a_map_tells_query_key_and_weight(page: Any) -> None:
+def test_hovering_a_map_shows_query_key_and_weight(page: Any) -> None:
     drag = page.locator(".plot").first.locator(".nsewdrag")
     box = drag.bounding_box()
     drag.hover(position={"x": 3, "y": box["height"] - 3})
@@ -104,7 +104,7 @@ def test_a_token_is_chosen_by_mouse_and_by_arrow_keys(page: Any, looks: list[Loo
     assert "Position 1" in told.text_content()
 
 
-def test_everything_is_reached_by_the_keyboard(page: Any) -> None:
+def test_the_keyboard_reaches_everything(page: Any) -> None:
     reached = set()
     for _ in range(8):
         page.keyboard.press("Tab")
@@ -115,7 +115,7 @@ def test_everything_is_reached_by_the_keyboard(page: Any) -> None:
     assert page.locator("#layers input").nth(1).is_checked()
 
 
-def test_what_was_typed_is_text(page: Any) -> None:
+def test_the_prompt_is_shown_as_text(page: Any) -> None:
     assert page.locator("b", has_text="blue").count() == 0
 
 
@@ -131,7 +131,7 @@ def test_nothing_is_wider_than_the_screen(page: Any, width: int) -> None:
     assert page.locator(".plot .main-svg").count() > 0
 
 
-def test_weights_are_told_apart_by_lightness_alone(page: Any) -> None:
+def test_lightness_alone_distinguishes_weights(page: Any) -> None:
     scale = page.evaluate("document.querySelector('.plot').data[0].colorscale.map(([at, colour]) => colour)")
     lightness = [sum(int(c[i : i + 2], 16) * w for i, w in ((1, 0.2126), (3, 0.7152), (5, 0.0722))) for c in scale]
     assert lightness == sorted(lightness, reverse=True)

@@ -1,4 +1,4 @@
-"""The auxiliary loss of counting: what is asked, how much it is, and that it leaves nothing behind."""
+"""The auxiliary loss of counting: the tokens that it is on, its value, and that it leaves nothing behind."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from tests.training.conftest import Finetuning, Models, interrupt, result
 
 
 def slow_labels(row: Sequence[int], meta: int) -> list[tuple[bool, bool]]:
-    """Of each token: whether it is asked about, and whether it is inside."""
+    """For each token: whether the loss is on it, and whether it is inside."""
     places = [place for place, one in enumerate(row) if one == meta]
     end = places[-1] if places else 0
     return [

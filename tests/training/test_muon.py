@@ -73,7 +73,7 @@ def test_embeddings_biases_and_norms_are_adamws(trainer: MetaTokenTrainer) -> No
     assert (decayed["betas"], muon["momentum"]) == ((0.9, 0.95), 0.95)
 
 
-@pytest.mark.parametrize("kind", ["bloom", "gpt_neox", "llama", "mpt"])  # whose lists of blocks have other names
+@pytest.mark.parametrize("kind", ["bloom", "gpt_neox", "llama", "mpt"])  # their lists of blocks have other names
 def test_the_blocks_of_any_decoder_are_found(kind: str) -> None:
     sizes = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
@@ -110,7 +110,7 @@ def test_the_schedule_scales_both_rates(trainer: MetaTokenTrainer) -> None:
     np.testing.assert_allclose(rates, [[0.004 * one, 0.004 * one, 0.02 * one] for one in factors], atol=1e-12)
 
 
-def test_loaded_state_goes_on_as_if_never_saved(small_model: Models) -> None:
+def test_training_continues_from_a_loaded_state_as_if_never_saved(small_model: Models) -> None:
     models = [load_model(small_model()) for _ in range(2)]
     optimizers = [
         MuonWithAdamW(block_matrices(model), torch.optim.AdamW(model.parameters(), lr=0.004), 0.02) for model in models

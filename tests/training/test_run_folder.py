@@ -91,7 +91,7 @@ def test_a_folder_of_other_things_is_never_taken(overwrite: bool, tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_a_start_that_was_cut_off_is_no_hindrance(tmp_path: Path) -> None:
+def test_an_interrupted_start_is_no_hindrance(tmp_path: Path) -> None:
     (tmp_path / "settings.json.partial").write_text('{"verb": "pre')
     assert is_finished(tmp_path, SETTINGS) is False
     assert json.loads((tmp_path / "settings.json").read_text()) == SETTINGS
@@ -127,9 +127,7 @@ def test_a_second_process_is_refused_and_a_dead_one_holds_nothing(
     assert (out / "curve.jsonl").read_text() == "half written"
 
 
-def test_of_processes_that_train_together_the_first_holds_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_of_several_processes_holds_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_run(tmp_path / "run", SETTINGS):
         monkeypatch.setenv("RANK", "1")
         assert is_finished(tmp_path / "run", SETTINGS) is False
@@ -152,7 +150,7 @@ def test_overwriting_removes_everything_that_the_run_left(tmp_path: Path) -> Non
     assert (tmp_path / "elsewhere" / "kept.txt").read_text() == "kept"
 
 
-def test_processes_that_train_together_do_not_replace_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_do_not_replace_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_finished(tmp_path / "run", SETTINGS) is False
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):

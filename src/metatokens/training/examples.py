@@ -49,7 +49,7 @@ class ByLength:
     """The same examples, reordered so that a batch holds similar lengths and little padding.
 
     The examples of every `WINDOW` batches are sorted by length and cut into batches, which come in random order. The
-    order depends on the arguments alone.
+    order depends only on the arguments.
     """
 
     WINDOW = 16  # batches

@@ -55,7 +55,7 @@ def pretrain(
         is_gpt_neo = recipe.model.architecture == "gpt_neo"
         check_memory(config, has_masks=is_gpt_neo)
         model: Any = new_gpt_neo(config, store.tokenizer) if is_gpt_neo else MetaGPT2ForCausalLM(config)
-        if is_gpt_neo:  # all of it is new, and not only the meta-token
+        if is_gpt_neo:  # the base is untrained too
             training = recipe.training.model_copy(update={"train_base": True})
             recipe = recipe.model_copy(update={"training": training})
     else:
@@ -82,17 +82,10 @@ def train_on_blocks(
     overwrite: bool,
     progress: Progress,
 ) -> bool:
-    """Train a model on blocks of text until `training.max_steps`.
+    """Train a model, in place, on blocks of text until `training.max_steps`; return whether anything was left to train.
 
-    Args:
-        model: changed in place.
-        recipe: the settings; its section `model` is only recorded.
-        store: the text.
-        out, overwrite, progress: as in `pretrain`.
-        run: what determines the result besides recipe and text; recorded with them.
-
-    Returns:
-        Whether anything was left to train.
+    The recipe's section `model` is only recorded. `run` is recorded too: what determines the result besides recipe and
+    text. The other arguments are those of `pretrain`.
     """
     settings = recipe.training
     check_trackers(settings)
@@ -124,12 +117,9 @@ def train_on_blocks(
 
 
 def new_gpt_neo(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """An untrained GPT-Neo of transformers in a model's sizes, with a meta-token (paper, section 4.1).
+    """An untrained GPT-Neo of transformers with a meta-token (paper, section 4.1), in the sizes of a configuration.
 
-    Its biases and initialisation are GPT-Neo's, and every second layer attends to the last 256 tokens alone.
-
-    Raises:
-        UserError: if the configuration asks for what GPT-Neo lacks.
+    Biases and initialisation are GPT-Neo's, and every second layer attends only to the last 256 tokens.
     """
     if (config.position_embedding, config.second_attention, config.attention_scale) != ("learned", "none", "constant"):
         raise UserError(

@@ -79,7 +79,7 @@ class MetaTokenTrainer(Trainer):
         self.tokens_read, self.seconds_paused = 0, 0.0
 
     @property
-    def saves_added_alone(self) -> bool:
+    def saves_delta(self) -> bool:
         """Whether checkpoints leave out the base of a retrofitted model, which is not trained."""
         return isinstance(self.model, MetaModel) and not (self.settings.train_base or self.settings.fsdp)
 
@@ -107,7 +107,7 @@ class MetaTokenTrainer(Trainer):
             super()._save_checkpoint(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if not self.saves_added_alone:
+        if not self.saves_delta:
             super()._save(output_dir, state_dict)
             name_base(self.model, Path(output_dir or self.args.output_dir))
         elif self.args.should_save and output_dir is not None:
@@ -241,11 +241,8 @@ def train(
         model: changed in place.
         dataset: items in the order of training, enough for all steps.
         tokenizer: saved with the model.
-        settings: of the recipe.
         out: an existing folder.
-        collator: makes a batch of items.
         progress: called about once a second.
-        probe: a measurement that is repeated during training.
         goal: decides, every `GOAL_STEPS`, whether to end before `settings.max_steps`.
         inside_weight: the weight of the auxiliary loss `inside_loss`. Its heads are not saved, so such a training
             writes no checkpoints and starts again if it is interrupted.
@@ -274,7 +271,7 @@ def train(
             pieces = settings.batch // settings.per_device_train_batch_size
             with position_jumps(model, settings.position_jumps), inside_loss(model, inside_weight, pieces):
                 trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except UnpicklingError as error:  # the Trainer unpickles tensors and numbers alone, so no code in the file runs
+    except UnpicklingError as error:  # the Trainer unpickles only tensors and numbers, so no code in the file runs
         raise UserError(f"the checkpoint {checkpoint} cannot be loaded: it has more than tensors in it.") from error
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if settings.fsdp else None  # from all processes
     if trainer.is_world_process_zero():
