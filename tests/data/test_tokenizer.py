@@ -9,7 +9,7 @@ from pydoc_data.topics import topics
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from metatokens.data import tokenizer as tokenizer_module
@@ -21,6 +21,7 @@ from metatokens.data.tokenizer import (
     text_vocab_size,
 )
 from metatokens.errors import UserError
+from tests.data.small_corpora import save_word_level
 from tests.forked import PATIENCE
 
 WORDS = ["lawyer", "cardamom", "clarinet", "turmeric", "wrestling", "butterfly", "rectangle"]
@@ -38,21 +39,17 @@ def saved(trained, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def loaded(saved):
+    return AutoTokenizer.from_pretrained(saved)
+
+
 def test_a_trained_vocabulary_has_the_entries_asked_for(trained):
-    assert (len(trained), trained.meta_token_id) == (1501, 1500)
-    assert meta_token_id(trained) == 1500
+    assert (len(trained), trained.meta_token_id, meta_token_id(trained)) == (1501, 1500, 1500)
     assert padded_vocab_size(trained) == 1536
     assert sorted(trained.get_vocab().values()) == list(range(1501))
     assert trained.eos_token == "<|endoftext|>"
     assert trained.convert_tokens_to_ids("<|endoftext|>") == trained.eos_token_id
-
-
-def test_the_meta_token_has_room_in_the_padded_vocabulary():
-    tokenizer = load_tokenizer("train:320", corpus=topics.values())
-    assert (meta_token_id(tokenizer), padded_vocab_size(tokenizer)) == (320, 384)
-
-
-def test_training_is_deterministic(trained):
     again = load_tokenizer("train:1500", corpus=topics.values(), extra_texts=[f": {' '.join(WORDS)}"])
     assert again.backend_tokenizer.to_str() == trained.backend_tokenizer.to_str()
 
@@ -72,21 +69,14 @@ texts = st.lists(
 
 
 @given(texts)
-def test_any_text_stays_text(trained, text):
+def test_any_text_stays_text_also_after_saving_and_loading(trained, loaded, text):
     [ids] = encode_text(trained, [text])
-    assert trained.decode(ids) == text
     assert trained.eos_token_id not in ids
     assert max(ids, default=0) < meta_token_id(trained)
-    assert trained(text)["input_ids"] == ids
-
-
-@given(texts)
-def test_any_text_stays_text_after_saving_and_loading(trained, saved, text):
-    loaded = AutoTokenizer.from_pretrained(saved)
-    expected = encode_text(trained, [text])
-    assert encode_text(loaded, [text]) == expected
-    assert [loaded(text)["input_ids"]] == expected
-    assert loaded.decode(expected[0]) == text
+    assert encode_text(loaded, [text]) == [ids]
+    for tokenizer in (trained, loaded):
+        assert tokenizer.decode(ids) == text
+        assert tokenizer(text)["input_ids"] == ids
 
 
 def test_a_folder_gives_the_tokenizer_saved_in_it(trained, saved):
@@ -109,15 +99,9 @@ def test_the_meta_token_is_a_special_token_of_the_saved_tokenizer(trained, saved
 
 
 def test_a_tokenizer_that_was_saved_without_the_meta_token_gets_it(tmp_path):
-    backend = load_tokenizer("train:320", corpus=topics.values()).backend_tokenizer
-    old = Tokenizer(models.BPE())
-    old.pre_tokenizer, old.decoder = backend.pre_tokenizer, backend.decoder
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<|endoftext|>"], show_progress=False)
-    old.train_from_iterator(topics.values(), trainer)
-    before = PreTrainedTokenizerFast(tokenizer_object=old, eos_token="<|endoftext|>")
+    save_word_level(tmp_path, 320)
     with pytest.raises(UserError, match="this tokenizer has no meta-token"):
-        meta_token_id(before)
-    before.save_pretrained(tmp_path)
+        meta_token_id(AutoTokenizer.from_pretrained(tmp_path))
     after = load_tokenizer(str(tmp_path))
     assert (after.meta_token_id, text_vocab_size(after), padded_vocab_size(after)) == (320, 320, 384)
 
@@ -213,25 +197,22 @@ def test_a_forked_worker_can_encode_and_says_nothing(saved):
     assert (run.returncode, run.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("spec", ["train:", "train:299", "train:65537", "train:-400", "train:4k", "train:1e3"])
-def test_a_size_out_of_range_names_the_range(spec):
-    with pytest.raises(UserError, match=rf"{spec}.*300 to 65536"):
-        load_tokenizer(spec, corpus=["text"])
-
-
-def test_too_little_text_for_the_vocabulary():
-    with pytest.raises(UserError, match=r"too little text.*train:400.*2\d\d entries"):
-        load_tokenizer("train:400", corpus=["a few words of text"])
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        *((f"train:{n}", f"train:{n}.*300 to 65536") for n in ("", "299", "65537", "-400", "4k", "1e3")),
+        ("train:400", r"too little text.*train:400.*2\d\d entries"),
+        ("no/where", "no/where.*folder, gpt2, or train:N"),
+    ],
+)
+def test_a_spec_that_names_no_tokenizer_is_refused(spec, sentence):
+    with pytest.raises(UserError, match=sentence):
+        load_tokenizer(spec, corpus=["a few words of text"])
 
 
 def test_training_without_a_corpus_is_the_callers_mistake():
     with pytest.raises(ValueError, match="needs a corpus"):
         load_tokenizer("train:400")
-
-
-def test_an_unknown_spec_names_the_known_ones(tmp_path):
-    with pytest.raises(UserError, match=r"nowhere.*folder, gpt2, or train:N"):
-        load_tokenizer(str(tmp_path / "nowhere"))
 
 
 def test_an_unreachable_hub_suggests_a_folder(tmp_path, monkeypatch):
@@ -240,34 +221,27 @@ def test_an_unreachable_hub_suggests_a_folder(tmp_path, monkeypatch):
         load_tokenizer("gpt2")
 
 
-def empty(folder):
+PLAIN = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+USELESS = {
+    "empty": {},
+    "without vocabulary": {"tokenizer_config.json": '{"tokenizer_class": "GPT2Tokenizer"}'},
+    "garbled": {"tokenizer_config.json": PLAIN, "tokenizer.json": '{"model": '},
+    "without end of text": ({"a": 0, "b": 1}, None),
+    "with gaps": ({"a": 0, "b": 5}, "b"),
+}
+
+
+@pytest.mark.parametrize("kind", USELESS)
+def test_a_folder_without_a_usable_tokenizer(kind, tmp_path):
+    folder = tmp_path / "folder"
     folder.mkdir()
-
-
-def without_vocabulary(folder):
-    folder.mkdir()
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-
-
-def garbled(folder):
-    folder.mkdir()
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    (folder / "tokenizer.json").write_text('{"model": ')
-
-
-def without_end_of_text(folder):
-    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
-
-
-def with_gaps(folder):
-    backend = Tokenizer(models.WordLevel({"a": 0, "b": 5}, unk_token="a"))
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="b").save_pretrained(folder)
-
-
-@pytest.mark.parametrize("make", [empty, without_vocabulary, garbled, without_end_of_text, with_gaps])
-def test_a_folder_without_a_usable_tokenizer(tmp_path, make):
-    make(tmp_path / "folder")
+    if isinstance(USELESS[kind], dict):
+        for name, content in USELESS[kind].items():
+            (folder / name).write_text(content)
+    else:
+        vocabulary, end = USELESS[kind]
+        backend = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end).save_pretrained(folder)
     with pytest.raises(UserError, match=r"folder (holds no tokenizer|cannot be used)") as caught:
-        load_tokenizer(str(tmp_path / "folder"))
+        load_tokenizer(str(folder))
     assert "\n" not in str(caught.value)
