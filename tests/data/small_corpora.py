@@ -1,5 +1,6 @@
-"""Corpora and tokenizers of a moment, and what is in a store."""
+"""Corpora and tokenizers made for a test, and what a store holds."""
 
+import gzip
 import itertools
 import json
 
@@ -22,8 +23,23 @@ def word_documents(count):
 
 
 def write_corpus(path, documents):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
+    path.write_bytes(json_lines(*documents))
     return str(path)
+
+
+def write_dataset(folder, *files):
+    """Gzipped JSON lines as a dataset in the layout of `allenai/c4`, and its spec."""
+    (folder / "en").mkdir(parents=True)
+    config = "configs:\n- config_name: en\n  data_files:\n  - split: train\n    path: en/c4-train.*.json.gz"
+    (folder / "README.md").write_text(f"---\n{config}\n---\n")
+    for number, content in enumerate(files):
+        path = folder / "en" / f"c4-train.{number:05}-of-{len(files):05}.json.gz"
+        path.write_bytes(gzip.compress(content))
+    return f"hf:{folder}:en"
+
+
+def json_lines(*texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
 
 def save_word_level(folder, entries):

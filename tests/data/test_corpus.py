@@ -1,10 +1,9 @@
-"""Corpus specs: what is read, in what pieces, and what a bad source is told."""
+"""Corpus specs: what is read, in what pieces, and the errors of bad sources."""
 
 import codecs
 import gzip
 import hashlib
 import itertools
-import json
 import subprocess
 import sys
 import textwrap
@@ -19,10 +18,7 @@ from hypothesis import strategies as st
 from metatokens.data import corpus
 from metatokens.data.corpus import read_corpus
 from metatokens.errors import UserError
-
-
-def records(*texts):
-    return "".join(json.dumps({"text": text, "url": "x"}) + "\n" for text in texts).encode()
+from tests.data.small_corpora import json_lines, write_dataset
 
 
 def test_builtin_holds_topics_and_docstrings():
@@ -50,7 +46,7 @@ def test_builtin_is_the_same_in_another_process_and_imports_nothing_that_it_read
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json.gz", "A.JSONL"])
 def test_json_lines(tmp_path, name):
-    data = codecs.BOM_UTF8 + records("first", "", "zwölf\n\u2028", " \n") + b"\n" + records("last").strip()
+    data = codecs.BOM_UTF8 + json_lines("first", "", "zwölf\n\u2028", " \n") + b"\n" + json_lines("last").strip()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     assert list(read_corpus(str(tmp_path / name))) == ["first", "zwölf\n\u2028", "last"]
 
@@ -66,7 +62,7 @@ def test_glob_takes_files_in_sorted_order(tmp_path):
     (tmp_path / "sub" / "folder.txt").mkdir(parents=True)
     (tmp_path / "b.txt").write_text("b")
     (tmp_path / "sub" / "c.txt").write_text("c")
-    (tmp_path / "a.jsonl").write_bytes(records("a"))
+    (tmp_path / "a.jsonl").write_bytes(json_lines("a"))
     (tmp_path / "[1].txt").write_text("brackets")
     assert list(read_corpus(f"{tmp_path}/**/*.txt")) == ["brackets", "b", "c"]
     assert list(read_corpus(f"{tmp_path}/?.*")) == ["a", "b"]
@@ -106,39 +102,24 @@ def test_a_real_book(shared_data):
     assert all(8_000 <= len(document) < 16_000 for document in documents[:-1])
 
 
-@pytest.fixture
-def dataset_folder(tmp_path):
-    """A dataset in the layout of `allenai/c4`."""
-    folder = tmp_path / "c4"
-    (folder / "en").mkdir(parents=True)
-    (folder / "README.md").write_text(
-        "---\nconfigs:\n- config_name: en\n  data_files:\n  - split: train\n    path: en/c4-train.*.json.gz\n---\n"
-    )
-    (folder / "en" / "c4-train.00000-of-00001.json.gz").write_bytes(gzip.compress(records("one", "", "two")))
-    return folder
-
-
-def test_dataset_in_a_local_folder(dataset_folder):
-    assert list(read_corpus(f"hf:{dataset_folder}:en")) == ["one", "two"]
+def test_dataset_in_a_local_folder(tmp_path):
+    spec = write_dataset(tmp_path, json_lines("one", "", "two"))
+    assert list(read_corpus(spec)) == ["one", "two"]
+    with pytest.raises(UserError, match=r"fr.*Available.*en"):
+        list(read_corpus(f"hf:{tmp_path}:fr"))
 
 
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
         (b'{"text": "a"}\n{"text": \n', "cannot be read"),
-        (records("a").replace(b"text", b"body"), "row 1 has no text"),
+        (b'{"body": "a"}\n', "row 1 has no text"),
         (b'{"text": "a"}\n{"text": null}\n', "row 2 has no text"),
     ],
 )
-def test_dataset_with_bad_records(dataset_folder, data, sentence):
-    (dataset_folder / "en" / "c4-train.00000-of-00001.json.gz").write_bytes(gzip.compress(data))
+def test_dataset_with_bad_records(tmp_path, data, sentence):
     with pytest.raises(UserError, match=sentence):
-        list(read_corpus(f"hf:{dataset_folder}:en"))
-
-
-def test_dataset_with_another_config(dataset_folder):
-    with pytest.raises(UserError, match=r"fr.*Available.*en"):
-        list(read_corpus(f"hf:{dataset_folder}:fr"))
+        list(read_corpus(write_dataset(tmp_path, data)))
 
 
 @pytest.mark.parametrize("spec", ["hf:metatokens-tests/no-such-dataset:en", "hf:", "hf:/no/such/folder"])
@@ -151,9 +132,9 @@ BROKEN_FILES = [
     ("latin.txt", b"fine\nna\xefve", r"latin\.txt, line 2 is not UTF-8: .*byte 3 "),
     ("latin.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"latin\.jsonl, line 2 is not UTF-8: .*byte 11 "),
     ("wide.txt", "wide".encode("utf-16"), r"wide\.txt, line 1 is not UTF-8"),
-    ("cut.jsonl", records("a") + b'{"text": "b\n', r"cut\.jsonl, line 2 is not JSON"),
+    ("cut.jsonl", json_lines("a") + b'{"text": "b\n', r"cut\.jsonl, line 2 is not JSON"),
     ("deep.jsonl", b"[" * 100_000, r"deep\.jsonl, line 1 is not JSON"),
-    ("list.jsonl", records("a") + b'\n["text"]\n', r'list\.jsonl, line 3 has no text in its field "text"'),
+    ("list.jsonl", json_lines("a") + b'\n["text"]\n', r'list\.jsonl, line 3 has no text in its field "text"'),
     ("body.jsonl", b'{"body": "a"}\n', r"body\.jsonl, line 1 has no text"),
     ("null.jsonl", b'{"text": null}\n', r"null\.jsonl, line 1 has no text"),
     ("half.jsonl", b'{"text": "\\ud800"}\n', r"half\.jsonl, line 1 has no text"),
@@ -161,22 +142,22 @@ BROKEN_FILES = [
     ("cut.txt.gz", gzip.compress(b"some text " * 1000)[:-9], r"cut\.txt\.gz cannot be read"),
     ("flipped.txt.gz", gzip.compress(b"some")[:10] + b"\xff" * 20, r"flipped\.txt\.gz cannot be read"),
     ("cut.parquet", b"PAR1 and no more", r"cut\.parquet cannot be read"),
+    *(
+        (f"{name}.parquet", columns, f"{name}.parquet, row 1 has no text")
+        for name, columns in {"body": {"body": ["a"]}, "number": {"text": [1]}, "null": {"text": [None]}}.items()
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "data", "sentence"), BROKEN_FILES, ids=[name for name, _, _ in BROKEN_FILES])
 def test_a_broken_file_is_named_with_the_line(tmp_path, name, data, sentence):
-    (tmp_path / name).write_bytes(data)
+    if isinstance(data, bytes):
+        (tmp_path / name).write_bytes(data)
+    else:
+        pq.write_table(pa.table(data), tmp_path / name)
     with pytest.raises(UserError, match=sentence) as caught:
         list(read_corpus(str(tmp_path / name)))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("columns", [{"body": ["a"]}, {"text": [1]}, {"text": [None]}])
-def test_parquet_without_text(tmp_path, columns):
-    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="row 1 has no text"):
-        list(read_corpus(str(tmp_path / "a.parquet")))
 
 
 def test_a_wrong_spec_is_refused_before_anything_is_read(tmp_path):

@@ -1,6 +1,5 @@
-"""A store that is cut off and gone on with, and one that several processes write: the same bytes."""
+"""A store that was interrupted and continued, or that several processes wrote, has the same bytes."""
 
-import gzip
 import json
 import os
 import shutil
@@ -23,7 +22,14 @@ from metatokens.data.tokenizer import encode_documents
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.files import exclusive
-from tests.data.small_corpora import documents_of, save_word_level, word_documents, write_corpus
+from tests.data.small_corpora import (
+    documents_of,
+    json_lines,
+    save_word_level,
+    word_documents,
+    write_corpus,
+    write_dataset,
+)
 from tests.forked import PATIENCE
 
 
@@ -39,7 +45,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def three_parts(files, monkeypatch):
-    """What to write a store of three parts with, each of several shards."""
+    """Arguments that write a store of three parts, each of several shards."""
     monkeypatch.setattr(corpus_module, "PART_BYTES", 2_000)
     monkeypatch.setattr(writing, "SHARD_CHARACTERS", 800)
     monkeypatch.setattr(writing, "BATCH_CHARACTERS", 300)
@@ -53,11 +59,11 @@ def undisturbed(three_parts, tmp_path):
 
 
 class CutOff(BaseException):
-    """What no code catches, as if the process ended here."""
+    """An exception that no code catches, as if the process ended here."""
 
 
 def interrupting(function, at):
-    """The function, but for its call of that number."""
+    """The function, except for its call of that number."""
     calls = count(1)
 
     def call(*args, **kwargs):
@@ -150,15 +156,16 @@ def test_other_settings_do_not_go_on_with_an_unfinished_store(three_parts, tmp_p
     assert not (out / ".partial").exists()
 
 
-def test_a_bad_line_costs_nothing_that_was_finished(three_parts, undisturbed, contents, tmp_path, monkeypatch):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bad_line_is_named_and_costs_nothing_that_was_finished(workers, three_parts, undisturbed, tmp_path):
     shutil.copytree(os.path.dirname(three_parts["corpus_spec"]), tmp_path / "files")
-    own, out = three_parts | {"corpus_spec": f"{tmp_path}/files/?.jsonl"}, tmp_path / "tokens"
+    own, out = three_parts | {"corpus_spec": f"{tmp_path}/files/?.jsonl", "workers": workers}, tmp_path / "tokens"
     last = tmp_path / "files" / "4.jsonl"
     good = last.read_text()
-    last.write_text(good + "not JSON\n")
-    with pytest.raises(UserError, match=r"4\.jsonl, line 13 is not JSON"):
+    last.write_text(good + '{"body": 1}\n')
+    with pytest.raises(UserError, match=r"^\S*4\.jsonl, line 13 has no text in its field .text.\.$"):
         write_token_store(out, **own)
-    assert len(list(out.glob(".partial/done/*.json"))) > 5
+    assert workers > 1 or len(list(out.glob(".partial/done/*.json"))) > 5
     last.write_text(good)
     assert write_token_store(out, **own).manifest.splits == TokenStore.open(undisturbed).manifest.splits
 
@@ -175,52 +182,29 @@ def test_two_at_once_in_one_folder(three_parts, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def dataset_of_five_files(tmp_path_factory):
-    """A dataset in the layout of `allenai/c4`, of five files."""
-    folder = tmp_path_factory.mktemp("c4")
-    (folder / "en").mkdir()
-    files = "configs:\n- config_name: en\n  data_files:\n  - split: train\n    path: en/c4-train.*.json.gz"
-    (folder / "README.md").write_text(f"---\n{files}\n---\n")
+def dataset(tmp_path_factory):
+    """A dataset of five files."""
     documents = word_documents(100)
-    for number in range(5):
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in documents[number * 20 : number * 20 + 20])
-        (folder / "en" / f"c4-train.0000{number}-of-00005.json.gz").write_bytes(gzip.compress(lines.encode()))
-    return f"hf:{folder}:en"
+    files = [json_lines(*documents[start : start + 20]) for start in range(0, 100, 20)]
+    return write_dataset(tmp_path_factory.mktemp("c4"), *files)
 
 
-def test_parts_one_after_the_other_are_the_corpus(three_parts, dataset_of_five_files):
-    for spec, parts in ((three_parts["corpus_spec"], 3), (dataset_of_five_files, 5), ("builtin", 1)):
+def test_parts_one_after_the_other_are_the_corpus(three_parts, dataset):
+    for spec, parts in ((three_parts["corpus_spec"], 3), (dataset, 5), ("builtin", 1)):
         found = [list(read_part(spec, part)) for part in corpus_parts(spec)]
         assert len(found) == parts
         assert list(chain(*found)) == list(read_corpus(spec))
         assert all(found)
 
 
-def test_workers_share_the_parts_and_change_no_byte(three_parts, undisturbed, contents, tmp_path):
-    write_token_store(tmp_path / "tokens", **three_parts | {"workers": 2})
-    assert contents(tmp_path / "tokens") == contents(undisturbed)
-    store = TokenStore.open(undisturbed)
-    assert {shard.part for shard in store.manifest.splits["train"].shards} == {0, 1, 2}
-    assert sorted(documents_of(store, "train") + documents_of(store, "held_out")) == sorted(word_documents(60))
-
-
-def test_workers_read_the_files_of_a_dataset(dataset_of_five_files, three_parts, contents, tmp_path):
+@pytest.mark.parametrize(("kind", "parts", "documents"), [("files", 3, 60), ("dataset", 5, 100)])
+def test_workers_share_the_parts_and_change_no_byte(kind, parts, documents, dataset, three_parts, contents, tmp_path):
+    own = three_parts if kind == "files" else three_parts | {"corpus_spec": dataset}
     for workers in (1, 2):
-        write_token_store(
-            tmp_path / f"{workers}", **three_parts | {"corpus_spec": dataset_of_five_files, "workers": workers}
-        )
+        store = write_token_store(tmp_path / f"{workers}", **own | {"workers": workers})
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
-    store = TokenStore.open(tmp_path / "1")
-    assert {shard.part for shard in store.manifest.splits["train"].shards} == {0, 1, 2, 3, 4}
-    assert sorted(documents_of(store, "train") + documents_of(store, "held_out")) == sorted(word_documents(100))
-
-
-def test_a_bad_line_in_a_worker_is_the_same_sentence(three_parts, tmp_path):
-    shutil.copytree(os.path.dirname(three_parts["corpus_spec"]), tmp_path / "files")
-    (tmp_path / "files" / "3.jsonl").write_text('{"text": "fine"}\n{"body": 1}\n')
-    own = three_parts | {"corpus_spec": f"{tmp_path}/files/?.jsonl", "workers": 2}
-    with pytest.raises(UserError, match=r"^\S*3\.jsonl, line 2 has no text in its field .text.\.$"):
-        write_token_store(tmp_path / "tokens", **own)
+    assert {shard.part for shard in store.manifest.splits["train"].shards} == {*range(parts)}
+    assert sorted(documents_of(store, "train") + documents_of(store, "held_out")) == sorted(word_documents(documents))
 
 
 def wait_for(condition):
