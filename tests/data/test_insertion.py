@@ -150,23 +150,17 @@ def test_only_the_generator_decides():
     assert draw(1) == draw(1) != draw(2)
 
 
-@pytest.mark.parametrize("length", [0, 89, 91, 100])
-def test_wrong_number_of_ids(length):
-    with pytest.raises(ValueError, match="take 90 text ids"):
-        insert_meta_tokens(np.zeros(length), meta_token_id=META, block_size=100, generator=np.random.default_rng(0))
-
-
-def test_meta_token_among_the_text():
-    with pytest.raises(ValueError, match="999"):
-        insert_meta_tokens(np.full(90, META), meta_token_id=META, block_size=100, generator=np.random.default_rng(0))
-
-
-def test_unknown_placement_names_the_known_ones():
-    with pytest.raises(UserError, match=r"'random'.*uniform, periodic, none"):
+@pytest.mark.parametrize(
+    ("text", "placement", "sentence"),
+    [
+        *(([0] * length, "uniform", "take 90 text ids") for length in (0, 89, 91, 100)),
+        ([META] * 90, "uniform", "999"),
+        ([0] * 90, "random", r"'random'.*uniform, periodic, none"),
+    ],
+)
+def test_what_cannot_be_inserted_is_refused(text, placement, sentence):
+    error = UserError if placement == "random" else ValueError
+    with pytest.raises(error, match=sentence):
         insert_meta_tokens(
-            np.zeros(90),
-            meta_token_id=META,
-            block_size=100,
-            placement="random",
-            generator=np.random.default_rng(0),
+            text, meta_token_id=META, block_size=100, placement=placement, generator=np.random.default_rng(0)
         )
