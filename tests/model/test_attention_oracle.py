@@ -10,7 +10,19 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward as s
 from metatokens.model.positions import position_ids_from_mask
 from metatokens.model.rows import MetaRows, positions_of
 from tests.model.dense_oracle import DenseOracle
-from tests.model.tiny_models import FAMILY, META, QUICK, pad, random_rows, tiny_model
+from tests.model.tiny_models import (
+    FAMILIES,
+    META,
+    OPTIONS,
+    QUICK,
+    SECOND,
+    VARIANTS,
+    Fields,
+    pad,
+    parametrize,
+    random_rows,
+    tiny_model,
+)
 
 # Rotary tables are float32 in transformers, whatever the model's type, so they bound the agreement with the formula.
 TOLERANCE = {"learned": 1e-11, "none": 1e-11, "rope": 3e-6}
@@ -111,11 +123,9 @@ ROWS = [*random_rows((13, 8, 1)), [META] * 6, random_rows([10], seed=1, meta_rat
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
-def test_model_is_the_formulas_forward_and_backward(
-    position_embedding: str, second_attention: str, bias: bool, side: str
-) -> None:
-    model = tiny_model(position_embedding=position_embedding, second_attention=second_attention, bias=bias)
+@VARIANTS
+def test_model_is_the_formulas_forward_and_backward(fields: Fields, bias: bool, side: str) -> None:
+    model = tiny_model(**fields, bias=bias)
     oracle = DenseOracle(model)
     ids, mask = pad(ROWS, side)
     actual = model(ids, attention_mask=mask).logits[mask.bool()]
@@ -123,9 +133,18 @@ def test_model_is_the_formulas_forward_and_backward(
     weigh = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     (actual * weigh).sum().backward()
     (expected * weigh).sum().backward()
-    tolerance = TOLERANCE[position_embedding]
+    tolerance = TOLERANCE[model.config.position_embedding]
     assert_close(actual, expected, tolerance)
     assert_same_gradients(model, oracle, 20 * tolerance)  # the embedding's gradient has passed every layer
+
+
+@parametrize(OPTIONS)
+def test_each_option_makes_a_difference(fields: Fields) -> None:
+    ids, mask = pad(ROWS)
+    plain_fields = {name: fields[name] for name in ("position_embedding", "num_hidden_layers") if name in fields}
+    model, plain = tiny_model(**fields), tiny_model(**plain_fields)
+    plain.load_state_dict(model.state_dict(), strict=False)
+    assert (plain(ids, attention_mask=mask).logits - model(ids, attention_mask=mask).logits).abs().max() > 0.01
 
 
 def test_a_batch_without_meta_tokens_skips_the_module() -> None:
@@ -136,11 +155,11 @@ def test_a_batch_without_meta_tokens_skips_the_module() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
+@FAMILIES
 def test_a_mask_of_four_dimensions_replaces_the_causal_one_in_both_attentions(
-    position_embedding: str, second_attention: str, attention: str, dtype: torch.dtype
+    fields: Fields, attention: str, dtype: torch.dtype
 ) -> None:
-    model = tiny_model(position_embedding=position_embedding, second_attention=second_attention)
+    model = tiny_model(**fields)
     model.set_attn_implementation(attention)
     rows = random_rows((12, 12), seed=7)
     seen = torch.rand(2, 12, 12, generator=torch.Generator().manual_seed(1)) < 0.6
@@ -148,7 +167,7 @@ def test_a_mask_of_four_dimensions_replaces_the_causal_one_in_both_attentions(
     mask = seen if dtype == torch.bool else torch.zeros(2, 1, 12, 12, dtype=dtype).masked_fill(~seen, -1e30)
     oracle = DenseOracle(model)
     expected = torch.stack([oracle.logits(row, causal=one[0]) for row, one in zip(rows, seen, strict=True)])
-    tolerance = 1e-5 if attention == "eager" else TOLERANCE[position_embedding]  # its softmax is float32
+    tolerance = 1e-5 if attention == "eager" else TOLERANCE[fields["position_embedding"]]  # its softmax is float32
     assert_close(model(torch.tensor(rows), attention_mask=mask).logits, expected, tolerance)
     last = model(torch.tensor(rows), attention_mask=mask, logits_to_keep=1).logits
     assert_close(last, expected[:, -1:], tolerance)
@@ -200,7 +219,7 @@ def test_without_meta_tokens_meta_attention_has_no_weights() -> None:
     assert not any(one.any() for one in outputs.meta_attentions)
 
 
-@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+@SECOND
 def test_weights_that_the_attention_function_lacks_are_computed_by_another(second_attention: str) -> None:
     ids, mask = pad(ROWS, "right")
     model = tiny_model(second_attention=second_attention, dtype=torch.float32)

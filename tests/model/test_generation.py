@@ -1,6 +1,6 @@
 """`generate()`: the cache against recomputation and against a slow loop over the oracle, and the meta-token policy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
-from metatokens import MetaTokenCache
+from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM, MetaTokenCache
 from metatokens.errors import UserError
 from metatokens.model.generation import SuppressMetaToken
 from tests.model.dense_oracle import DenseOracle
-from tests.model.tiny_models import FAMILY, META, pad, random_rows, shared_model, tiny_model
+from tests.model.tiny_models import FAMILIES, META, SECOND, Fields, pad, random_rows, shared_model, tiny_model
 
 ONE, EIGHT = random_rows((7,), seed=4), random_rows((11, 8, 3, 1, 9, 6, 11, 5), seed=5)
 MODES: list[dict[str, Any]] = [
@@ -42,6 +42,14 @@ def generate(model: torch.nn.Module, rows: Sequence[Sequence[int]], **options: A
     return out[:, ids.shape[1] :]
 
 
+def always(model: MetaGPT2ForCausalLM, token: int) -> MetaGPT2ForCausalLM:
+    """The model, changed so that this token is always the likeliest."""
+    with torch.no_grad():
+        model.model.norm.weight.mul_(0.1)
+        model.lm_head.weight[token] = 20 * model.model.norm.bias
+    return model
+
+
 def insert(prompt: Sequence[int], text: Sequence[int], meta_every: int | None) -> list[int]:
     """What the model has read after `text`: a meta-token behind every `meta_every`-th token of it."""
     sequence = list(prompt)
@@ -61,11 +69,9 @@ def next_scores(oracle: DenseOracle, prompt: Sequence[int], text: Sequence[int],
 
 
 @pytest.mark.parametrize(("meta_every", "new_tokens"), [(None, 6), (1, 6), (4, 9), (10, 12)])
-@pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
-def test_cache_gives_the_tokens_of_recomputation(
-    position_embedding: str, second_attention: str, meta_every: int | None, new_tokens: int
-) -> None:
-    model = shared_model(position_embedding=position_embedding, second_attention=second_attention)
+@FAMILIES
+def test_cache_gives_the_tokens_of_recomputation(fields: Fields, meta_every: int | None, new_tokens: int) -> None:
+    model = shared_model(**fields)
     for rows in (ONE, EIGHT):
         for mode in MODES:
             options = {"max_new_tokens": new_tokens, "meta_every": meta_every, **mode}
@@ -76,9 +82,9 @@ def test_cache_gives_the_tokens_of_recomputation(
 
 
 @pytest.mark.parametrize("meta_every", [None, 1, 4])
-@pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
-def test_greedy_search_is_the_slow_loop(position_embedding: str, second_attention: str, meta_every: int | None) -> None:
-    model = shared_model(position_embedding=position_embedding, second_attention=second_attention)
+@FAMILIES
+def test_greedy_search_is_the_slow_loop(fields: Fields, meta_every: int | None) -> None:
+    model = shared_model(**fields)
     oracle = DenseOracle(model)
     for row, actual in zip(EIGHT[:4], generate(model, EIGHT[:4], max_new_tokens=9, meta_every=meta_every), strict=True):
         text: list[int] = []
@@ -124,10 +130,7 @@ def test_rows_that_end_early(meta_every: int | None) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("second_attention", ["meta", "none"])
 def test_meta_token_is_suppressed_though_it_is_the_likeliest(second_attention: str, mode: dict[str, Any]) -> None:
-    model = tiny_model(second_attention=second_attention)
-    with torch.no_grad():
-        model.model.norm.weight.mul_(0.1)
-        model.lm_head.weight[META] = 20 * model.model.norm.bias
+    model = always(tiny_model(second_attention=second_attention), META)
     ids = torch.tensor(random_rows((6, 6)))
     options = {**mode, "top_k": 1} if mode["do_sample"] else mode
     out = model.generate(
@@ -170,37 +173,11 @@ def test_cache_after_generation_holds_the_inserted_tokens() -> None:
     assert out.past_key_values.layers[0].second.slots.tolist() == [[i for i, t in enumerate(read) if t == META]]
 
 
-@pytest.mark.parametrize("meta_every", [None, 3])
-@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
-def test_a_cache_goes_on_with_the_conversation(second_attention: str, meta_every: int | None) -> None:
-    model = shared_model(second_attention=second_attention)
-    ids, mask = pad(EIGHT)
-    cache = MetaTokenCache(model.config)
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4}
-    ids = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
-    new = torch.tensor(random_rows([3] * 8, seed=6))
-    ids = torch.cat([ids, new], dim=1)
-    mask = torch.cat([mask, torch.ones(8, 7, dtype=torch.long)], dim=1)
-    expected = model.generate(ids, attention_mask=mask, meta_every=meta_every, **options)
-    read = cache.get_seq_length()
-    assert read == 14
-    if meta_every is None:  # transformers also takes the unread tokens alone, with a mask of the whole
-        copy = MetaTokenCache(model.config)
-        model(ids[:, :read], attention_mask=mask[:, :read], past_key_values=copy)
-        out = model.generate(ids[:, read:], attention_mask=mask, past_key_values=copy, **options)
-        assert torch.equal(out[:, -4:], expected[:, -4:])
-    calls, hook = count_tokens_read(model)
-    out = model.generate(ids, attention_mask=mask, past_key_values=cache, meta_every=meta_every, **options)
-    hook.remove()
-    assert torch.equal(out, expected)
-    assert calls[0] == 18 - read  # what the cache held was not read again
-
-
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("first", "second"), [(2, None), (2, 3), (1, 1), (3, 2)])
-@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
-def test_a_conversation_goes_on_behind_inserted_tokens(
-    second_attention: str, first: int, second: int | None, mode: dict[str, Any]
+@pytest.mark.parametrize(("first", "second"), [(None, None), (None, 3), (2, None), (2, 3), (1, 1), (3, 2)])
+@SECOND
+def test_a_cache_continues_a_conversation(
+    second_attention: str, first: int | None, second: int | None, mode: dict[str, Any]
 ) -> None:
     model = shared_model(second_attention=second_attention)
     prompt, mask = pad(EIGHT)
@@ -208,7 +185,7 @@ def test_a_conversation_goes_on_behind_inserted_tokens(
     ids = model.generate(
         prompt, attention_mask=mask, past_key_values=cache, max_new_tokens=5, meta_every=first, do_sample=False
     )
-    assert cache.inserted == [11 + text for text in range(first, 5, first)]  # the fifth id was not read
+    assert list(cache.inserted) == [11 + text for text in range(first or 9, 5, first or 9)]  # the fifth id was not read
     ids = torch.cat([ids, torch.tensor(random_rows([3] * 8, seed=6))], dim=1)
     mask = torch.cat([mask, torch.ones(8, 8, dtype=torch.long)], dim=1)
     # The same by hand: the meta-tokens inserted before are part of the prompt.
@@ -219,31 +196,29 @@ def test_a_conversation_goes_on_behind_inserted_tokens(
     options = {"max_new_tokens": 6, "meta_every": second, "pad_token_id": 0, **mode}
     torch.manual_seed(5)
     expected = model.generate(whole, attention_mask=whole_mask, **options)[:, len(is_text) :]
-    cached, calls = cache.get_seq_length(), []
-    hook = model.register_forward_pre_hook(
-        lambda _, args, kwargs: calls.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
+    cached = cache.get_seq_length()
+    counts, hook = count_tokens_read(model)
     torch.manual_seed(5)
     cache.batch_repeat_interleave(mode.get("num_beams", 1))  # transformers leaves that to the caller
     out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
     hook.remove()
     assert torch.equal(out[:, 19:], expected)
-    assert calls[0][1] == len(is_text) - cached  # what the cache held was not read again
+    assert counts[0] == len(is_text) - cached  # cached tokens were not read again
 
 
-def test_meta_tokens_are_inserted_into_a_plain_cache_too() -> None:
-    model, prompt = shared_model(), torch.tensor([[1, 2]])
-    plain, own = DynamicCache(), MetaTokenCache(model.config)
-    options = {"max_new_tokens": 6, "meta_every": 2, "do_sample": False}
-    expected = model.generate(prompt, past_key_values=own, **options)
-    assert torch.equal(model.generate(prompt, past_key_values=plain, **options), expected)
-    plain.crop(-3)
-    assert plain.inserted == [4]
-
-
-def test_a_cropped_cache_forgets_what_was_inserted_behind() -> None:
+def test_unread_tokens_may_be_given_alone_with_a_mask_of_all() -> None:
     model = shared_model()
-    cache = MetaTokenCache(model.config)
+    ids, mask = pad(EIGHT)
+    cache, options = MetaTokenCache(model.config), {"max_new_tokens": 4, "do_sample": False}
+    model(ids[:, :7], attention_mask=mask[:, :7], past_key_values=cache)
+    out = model.generate(ids[:, 7:], attention_mask=mask, past_key_values=cache, **options)
+    assert torch.equal(out[:, -4:], model.generate(ids, attention_mask=mask, **options)[:, -4:])
+
+
+@pytest.mark.parametrize("make", [MetaTokenCache, lambda config: DynamicCache()])
+def test_a_cropped_cache_forgets_what_was_inserted_later(make: Callable[[MetaGPT2Config], DynamicCache]) -> None:
+    model = shared_model()
+    cache = make(model.config)
     ids = model.generate(torch.tensor([[1, 2]]), past_key_values=cache, max_new_tokens=6, meta_every=2, do_sample=False)
     assert (cache.inserted, cache.get_seq_length()) == ([4, 6], 9)  # 2 prompt, 5 text, 2 inserted
     cache.crop(-3)
@@ -258,7 +233,7 @@ def test_a_cropped_cache_forgets_what_was_inserted_behind() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+@SECOND
 def test_generation_from_embeddings(second_attention: str, mode: dict[str, Any]) -> None:
     model = shared_model(second_attention=second_attention)
     ids, mask = pad(EIGHT)
@@ -271,10 +246,7 @@ def test_generation_from_embeddings(second_attention: str, mode: dict[str, Any])
 
 
 def test_rows_behind_the_entries_in_use_are_suppressed_though_they_are_the_likeliest() -> None:
-    model = tiny_model(vocab_size=128, meta_token_id=META + 6, unpadded_vocab_size=META + 7)
-    with torch.no_grad():
-        model.model.norm.weight.mul_(0.1)
-        model.lm_head.weight[100] = 20 * model.model.norm.bias
+    model = always(tiny_model(vocab_size=128, meta_token_id=META + 6, unpadded_vocab_size=META + 7), 100)
     out = model.generate(PROMPT, max_new_tokens=5, output_logits=True, return_dict_in_generate=True, do_sample=False)
     assert all((logits.argmax(dim=-1) == 100).all() for logits in out.logits)
     assert (out.sequences <= META + 6).all()
@@ -282,21 +254,14 @@ def test_rows_behind_the_entries_in_use_are_suppressed_though_they_are_the_likel
     assert (model.generate(PROMPT, max_new_tokens=5, do_sample=False)[:, 3:] == 100).all()
 
 
-def test_prompt_lookup_crops_what_it_guessed_wrong() -> None:
-    model = shared_model()
-    prompt = torch.tensor([[5, META, 9, 5, META, 9, 5]])
-    expected = model.generate(prompt, max_new_tokens=12, do_sample=False)
-    assert torch.equal(model.generate(prompt, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3), expected)
-
-
-def test_a_prompt_read_in_chunks() -> None:
-    expected = generate(shared_model(), EIGHT, max_new_tokens=4)
-    assert torch.equal(generate(shared_model(), EIGHT, max_new_tokens=4, prefill_chunk_size=4), expected)
+@pytest.mark.parametrize("way", [{"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 4}])
+def test_guesses_that_are_cropped_and_a_prompt_in_chunks_change_nothing(way: dict[str, int]) -> None:
+    rows = [[5, META, 9, 5, META, 9, 5]]
+    expected = generate(shared_model(), rows, max_new_tokens=12)
+    assert torch.equal(generate(shared_model(), rows, max_new_tokens=12, **way), expected)
 
 
 PROMPT = torch.tensor([[1, 2, 3]])
-
-
 SHORT_TABLE = {"position_embedding": "learned", "max_position_embeddings": 6}
 WHOLE = "give generate\\(\\) the whole sequence as input_ids"
 
@@ -323,10 +288,7 @@ def test_what_cannot_be_is_refused(model: dict[str, Any], options: dict[str, Any
 
 
 def test_a_model_without_meta_token_generates_any_token() -> None:
-    model = tiny_model(meta_token_id=None, second_attention="none")
-    with torch.no_grad():
-        model.model.norm.weight.mul_(0.1)
-        model.lm_head.weight[META] = 20 * model.model.norm.bias
+    model = always(tiny_model(meta_token_id=None, second_attention="none"), META)
     assert (generate(model, ONE, max_new_tokens=3) == META).all()
 
 

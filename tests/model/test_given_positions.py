@@ -10,9 +10,8 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from metatokens import MetaGPT2ForCausalLM
-from tests.model.tiny_models import FAMILY, META, pad, random_rows, tiny_model
+from tests.model.tiny_models import FAMILIES, META, SECOND, Fields, pad, random_rows, tiny_model
 
-FAMILIES = pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
 # torch's own, as it compiles
 QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 ROWS = random_rows((26, 19, 23, 21), meta_rate=0.15)
@@ -55,12 +54,8 @@ def gradients(model: MetaGPT2ForCausalLM, loss: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("attention_scale", ["constant", "log_length"])
 @pytest.mark.parametrize("label_columns", [13, 24])
 @FAMILIES
-def test_a_training_step_is_that_of_positions_found(
-    position_embedding: str, second_attention: str, label_columns: int, attention_scale: str
-) -> None:
-    model = tiny_model(
-        position_embedding=position_embedding, second_attention=second_attention, attention_scale=attention_scale
-    ).train()
+def test_a_training_step_is_that_of_positions_found(fields: Fields, label_columns: int, attention_scale: str) -> None:
+    model = tiny_model(**fields, attention_scale=attention_scale).train()
     given = batch(ROWS, 8, label_columns)
     if label_columns == 13:
         given["scored_positions"] = given["scored_positions"][:, :4]
@@ -75,8 +70,8 @@ def test_a_training_step_is_that_of_positions_found(
 
 
 @FAMILIES
-def test_logits_are_those_of_positions_found(position_embedding: str, second_attention: str) -> None:
-    model = tiny_model(position_embedding=position_embedding, second_attention=second_attention)
+def test_logits_are_those_of_positions_found(fields: Fields) -> None:
+    model = tiny_model(**fields)
     given = batch(ROWS)
     with torch.no_grad():
         for keep in (0, 1, 3):
@@ -107,7 +102,7 @@ def batches(count: int) -> list[dict[str, Tensor]]:
 
 
 @QUIET
-@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+@SECOND
 def test_a_compiled_training_step_is_one_graph_for_all_counts(second_attention: str) -> None:
     torch._dynamo.reset()
     graphs: list[Any] = []

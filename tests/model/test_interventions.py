@@ -15,7 +15,7 @@ from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
 from metatokens.errors import UserError
 from metatokens.model.interventions import Intervention, Neither, NoEmbedding, Noise, NoPosition, intervene
 from tests.model.dense_oracle import DenseOracle
-from tests.model.tiny_models import META, pad, random_rows, shared_model, tiny_config, tiny_model
+from tests.model.tiny_models import META, SECOND, pad, random_rows, shared_model, tiny_config, tiny_model
 
 ROWS = random_rows((14, 9, 6, 4))
 NAMES = ["no_pos", "no_embed", "neither", "noise:0.5", "noise:0.5:meta", "noise:0.5:raw", "noise:2:meta:raw"]
@@ -25,7 +25,6 @@ TOLERANCE = 3e-6  # rotary tables and noise are float32
 
 INTERVENTIONS = pytest.mark.parametrize("name", NAMES)
 POSITIONS = pytest.mark.parametrize("position_embedding", ["learned", "rope"])
-SECOND = pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
 
 
 def logits_with(model: MetaGPT2ForCausalLM, name: str, ids: Tensor, seed: int = 0, **inputs: Tensor) -> Tensor:
@@ -318,23 +317,29 @@ def test_a_model_without_positions_has_an_embedding_to_lose_and_no_more(edited: 
         patch.setattr(model.model, "embed_tokens", torch.nn.Embedding.from_pretrained(embedding))
         expected = model(ids).logits
     assert torch.equal(actual, expected)
-    for name in ("no_pos", "neither", "noise:0.5", "noise:0.5:meta"):
+
+
+def test_a_gpt2_without_meta_token_can_be_given_noise() -> None:
+    model, ids = without_meta_token(), torch.arange(20)[None]
+    assert not torch.equal(logits_with(model, "noise:0.5", ids), model(ids).logits)
+
+
+def without_meta_token() -> MetaGPT2ForCausalLM:
+    sizes = GPT2Config(n_embd=32, n_layer=1, n_head=4, n_positions=48, vocab_size=64)
+    return MetaGPT2ForCausalLM.from_gpt2(GPT2LMHeadModel(sizes).eval())
+
+
+@pytest.mark.parametrize("name", AT_META)
+def test_what_a_model_lacks_cannot_be_changed(name: str) -> None:
+    with (
+        pytest.raises(UserError, match=f"^{name} changes meta-tokens, and this model has no meta_token_id"),
+        intervene(without_meta_token(), Intervention.parse(name)),
+    ):
+        pass
+    if name != "no_embed":
         with (
             pytest.raises(UserError, match=f"^{name} changes positions.*position_embedding 'none'"),
-            intervene(model, Intervention.parse(name)),
-        ):
-            pass
-
-
-def test_a_gpt2_without_meta_token_can_be_given_noise_and_no_more() -> None:
-    sizes = GPT2Config(n_embd=32, n_layer=1, n_head=4, n_positions=48, vocab_size=64)
-    model = MetaGPT2ForCausalLM.from_gpt2(GPT2LMHeadModel(sizes).eval())
-    ids = torch.arange(20)[None]
-    assert not torch.equal(logits_with(model, "noise:0.5", ids), model(ids).logits)
-    for name in AT_META:
-        with (
-            pytest.raises(UserError, match=f"^{name} changes meta-tokens, and this model has no meta_token_id"),
-            intervene(model, Intervention.parse(name)),
+            intervene(shared_model(position_embedding="none"), Intervention.parse(name)),
         ):
             pass
 

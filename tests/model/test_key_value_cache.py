@@ -2,25 +2,26 @@
 
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
-from tests.model.tiny_models import FAMILY, META, QUICK, pad, random_rows, shared_model
+from tests.model.tiny_models import META, QUICK, SECOND, VARIANTS, Fields, pad, random_rows, shared_model
 
 ROWS = [*random_rows((13, 9, 6)), random_rows((11,), seed=3, meta_rate=0.0)[0]]
 TOLERANCE = 1e-11
-SECOND = pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
 
 
-def steps(model: MetaGPT2ForCausalLM, ids: Tensor, mask: Tensor, cuts: list[int], cache: MetaTokenCache) -> Tensor:
+def steps(
+    model: MetaGPT2ForCausalLM, ids: Tensor, mask: Tensor | None, cuts: list[int], cache: MetaTokenCache
+) -> Tensor:
     """Logits of all positions of `ids`, fed to the cache in the pieces between `cuts`; `mask` covers what it holds."""
-    pieces, before = [], mask.shape[1] - ids.shape[1]
+    pieces, before = [], 0 if mask is None else mask.shape[1] - ids.shape[1]
     for start, end in pairwise([0, *cuts, ids.shape[1]]):
-        pieces.append(model(ids[:, start:end], attention_mask=mask[:, : before + end], past_key_values=cache).logits)
+        seen = None if mask is None else mask[:, : before + end]
+        pieces.append(model(ids[:, start:end], attention_mask=seen, past_key_values=cache).logits)
     return torch.cat(pieces, dim=1)
 
 
@@ -40,17 +41,17 @@ def assert_continues(model: MetaGPT2ForCausalLM, ids: Tensor, mask: Tensor, cach
     assert (steps(model, new, mask, [1, 3], cache) - expected).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
+@VARIANTS
 @QUICK
 @given(cuts=st.sets(st.integers(1, 12)))
-def test_steps_of_any_size_give_the_logits_of_one_pass(
-    position_embedding: str, second_attention: str, cuts: set[int]
-) -> None:
-    model = shared_model(position_embedding=position_embedding, second_attention=second_attention)
+def test_steps_of_any_size_give_the_logits_of_one_pass(fields: Fields, cuts: set[int]) -> None:
+    model = shared_model(**fields)
     ids, mask = pad(ROWS)
     expected = model(ids, attention_mask=mask).logits
     actual = steps(model, ids, mask, sorted(cuts), MetaTokenCache(model.config))
     assert (actual - expected)[mask.bool()].abs().max() < TOLERANCE
+    without_mask = steps(model, ids[:1], None, sorted(cuts), MetaTokenCache(model.config))  # a whole row
+    assert (without_mask - expected[:1]).abs().max() < TOLERANCE
 
 
 def test_second_store_holds_one_entry_a_meta_token() -> None:

@@ -23,7 +23,11 @@ from tests.model.tiny_models import tiny_config
         ({"meta_token_id": 64}, "meta_token_id 64 is outside the vocabulary of 64"),
         ({"meta_token_id": -1, "second_attention": "none"}, "outside the vocabulary"),
         ({"activation": "gleu"}, "activation 'gleu' is unknown; allowed are gelu,"),
+        ({"intermediate_size": 0}, "positive"),
         ({"rope_parameters": {"rope_type": "yarm"}}, "rope_type 'yarm' is unknown; allowed are default, .*yarn"),
+        *(({"rope_layers": layers}, "from 0 to 1") for layers in ([], [2], [-1], [1, 0], [0, 0])),
+        ({"rope_layers": [0], "position_embedding": "learned"}, "this model has 'learned'"),
+        ({"rope_layers": [0], "position_embedding": "none"}, "this model has 'none'"),
     ],
 )
 def test_contradictions_are_refused(overrides: dict[str, Any], message: str) -> None:

@@ -17,7 +17,18 @@ from metatokens.model.configuration import never_generated
 from metatokens.model.positions import rotate
 from tests.checkpointing import checkpoint_activations
 from tests.model.dense_oracle import rotate_by_position
-from tests.model.tiny_models import FAMILY, META, QUICK, pad, random_rows, shared_model, tiny_config, tiny_model
+from tests.model.tiny_models import (
+    FAMILIES,
+    META,
+    QUICK,
+    SECOND,
+    Fields,
+    pad,
+    random_rows,
+    shared_model,
+    tiny_config,
+    tiny_model,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,13 +61,11 @@ def test_initial_weights_are_those_of_gpt2() -> None:
             assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
 
 
-@pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
+@FAMILIES
 @QUICK
 @given(data=st.data())
-def test_changing_the_future_changes_nothing_before(
-    position_embedding: str, second_attention: str, data: st.DataObject
-) -> None:
-    model = shared_model(position_embedding=position_embedding, second_attention=second_attention)
+def test_changing_the_future_changes_nothing_before(fields: Fields, data: st.DataObject) -> None:
+    model = shared_model(**fields)
     tokens = st.one_of(st.just(META), st.integers(0, 63))
     past = data.draw(st.lists(tokens, min_size=1, max_size=10))
     futures = data.draw(st.tuples(*[st.lists(tokens, min_size=1, max_size=6)] * 2))
@@ -65,9 +74,9 @@ def test_changing_the_future_changes_nothing_before(
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
-def test_padding_changes_nothing(position_embedding: str, second_attention: str, side: str) -> None:
-    model = tiny_model(position_embedding=position_embedding, second_attention=second_attention)
+@FAMILIES
+def test_padding_changes_nothing(fields: Fields, side: str) -> None:
+    model = tiny_model(**fields)
     rows = random_rows((14, 9, 5, 1))
     ids, mask = pad(rows, side)
     batched = model(ids, attention_mask=mask).logits
@@ -116,7 +125,7 @@ def test_padding_is_not_counted_against_the_learned_table() -> None:
         model(ids[:1], attention_mask=mask[:1])
 
 
-@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+@SECOND
 @pytest.mark.parametrize("with_config", [True, False])
 def test_a_cache_of_transformers_gets_a_second_store(second_attention: str, with_config: bool) -> None:
     model = shared_model(second_attention=second_attention)
@@ -138,9 +147,9 @@ def test_a_cache_without_a_second_store_is_refused() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
-def test_embeddings_in_place_of_ids(position_embedding: str, second_attention: str, side: str) -> None:
-    model = shared_model(position_embedding=position_embedding, second_attention=second_attention)
+@FAMILIES
+def test_embeddings_in_place_of_ids(fields: Fields, side: str) -> None:
+    model = shared_model(**fields)
     ids, mask = pad(random_rows((11, 6)), side)
     expected = model(ids, attention_mask=mask).logits
     embeddings = model.get_input_embeddings()(ids)
@@ -150,13 +159,18 @@ def test_embeddings_in_place_of_ids(position_embedding: str, second_attention: s
     assert torch.equal(by_embedding, expected)
     assert torch.equal(by_ids, expected)
     assert torch.equal(by_mask, expected)
-    if second_attention == "meta":  # as where embeddings are interpolated, none of which is the meta-token's
+    if fields["second_attention"] == "meta":  # interpolated embeddings, say, of which none equals the meta-token's
         blurred = embeddings + 1e-9
         assert (model(inputs_embeds=blurred, attention_mask=mask).logits - expected).abs().max() > 1e-3
         marked = model(inputs_embeds=blurred, meta_token_mask=ids == META, attention_mask=mask).logits
         assert (marked - expected).abs().max() < 1e-6
     with pytest.raises(UserError, match="needs input_ids or inputs_embeds"):
         model(attention_mask=mask)
+
+
+def test_all_layers_named_are_as_none_named() -> None:
+    ids = torch.tensor(random_rows((13,)))
+    assert torch.equal(tiny_model(rope_layers=[0, 1])(ids).logits, tiny_model()(ids).logits)
 
 
 def test_rotary_tables_are_those_of_transformers_and_of_the_formula() -> None:
@@ -172,7 +186,7 @@ def test_rotary_tables_are_those_of_transformers_and_of_the_formula() -> None:
     assert (turned[0] - rotate_by_position(x[0].double())).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+@SECOND
 def test_hidden_states_and_attentions_of_each_layer(second_attention: str) -> None:
     model = tiny_model(second_attention=second_attention, num_hidden_layers=3)
     model.set_attn_implementation("eager")

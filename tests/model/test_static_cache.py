@@ -8,9 +8,8 @@ from transformers import CompileConfig, StaticCache
 
 from metatokens import MetaGPT2ForCausalLM
 from metatokens.errors import UserError
-from tests.model.tiny_models import FAMILY, META, pad, random_rows, tiny_model
+from tests.model.tiny_models import FAMILIES, META, SECOND, Fields, pad, random_rows, tiny_model
 
-FAMILIES = pytest.mark.parametrize(("position_embedding", "second_attention"), FAMILY)
 LENGTHS = (7, 11, 4)
 
 
@@ -33,18 +32,18 @@ def assert_alike(model: MetaGPT2ForCausalLM, **options: Any) -> None:
 @pytest.mark.parametrize("way", [{"do_sample": False}, {"do_sample": True}, {"num_beams": 3}], ids=str)
 @FAMILIES
 def test_what_is_generated_is_that_of_a_cache_that_grows(
-    position_embedding: str, second_attention: str, way: dict[str, Any], meta_every: int | None
+    fields: Fields, way: dict[str, Any], meta_every: int | None
 ) -> None:
-    model = tiny_model(position_embedding=position_embedding, second_attention=second_attention)
+    model = tiny_model(**fields)
     assert_alike(model, meta_every=meta_every, **way)
 
 
-@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+@SECOND
 def test_keys_are_counted_as_in_a_cache_that_grows(second_attention: str) -> None:
     assert_alike(tiny_model(second_attention=second_attention, attention_scale="log_length"), meta_every=1)
 
 
-@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+@SECOND
 def test_a_users_own(second_attention: str) -> None:
     model = tiny_model(second_attention=second_attention)
     ids = torch.tensor(random_rows((20, 20), meta_rate=0.4))
@@ -59,9 +58,9 @@ def test_a_users_own(second_attention: str) -> None:
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 @FAMILIES
-def test_a_mask_as_long_as_the_cache(position_embedding: str, second_attention: str, is_compiled: bool) -> None:
+def test_a_mask_as_long_as_the_cache(fields: Fields, is_compiled: bool) -> None:
     torch._dynamo.reset()
-    model = tiny_model(position_embedding=position_embedding, second_attention=second_attention)
+    model = tiny_model(**fields)
     ids = torch.tensor(random_rows((20, 20), meta_rate=0.4))
     cache, mask = StaticCache(model.config, max_cache_len=24), torch.zeros(2, 24, dtype=torch.long)
     parts = []
@@ -99,7 +98,7 @@ def test_room_is_kept_for_the_tokens_to_come() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, as it compiles
 @pytest.mark.parametrize("meta_every", [None, 3])
-@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+@SECOND
 def test_a_compiled_step_is_one_graph_for_each_number_of_tokens(second_attention: str, meta_every: int | None) -> None:
     torch._dynamo.reset()
     graphs = []

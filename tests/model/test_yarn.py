@@ -14,7 +14,7 @@ from metatokens import MetaGPT2ForCausalLM
 from metatokens.errors import UserError
 from metatokens.training.extend import apply_yarn
 from tests.model.dense_oracle import DenseOracle
-from tests.model.tiny_models import random_rows, tiny_model
+from tests.model.tiny_models import SECOND, random_rows, tiny_model
 
 ORIGINAL, HEAD_SIZE = 1024, 64  # the paper's
 FACTORS = pytest.mark.parametrize("factor", [4.0, 8.0])
@@ -96,7 +96,7 @@ def test_scale_of_cosines_and_sines(factor: float, scale: float) -> None:
     assert cos[0, 0, 0].item() == pytest.approx(scale, abs=5e-5)
 
 
-@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+@SECOND
 def test_both_attentions_use_them(second_attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, sequence = tiny_model(second_attention=second_attention), random_rows((40,))[0]
     plain = model(torch.tensor([sequence])).logits[0]

@@ -1,10 +1,12 @@
 """Tiny random models and ragged batches that the model's tests share."""
 
+import json
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor
@@ -13,7 +15,26 @@ from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM
 
 META = 63  # the meta-token of every tiny model; the ids below are text
 QUICK = settings(deadline=None, max_examples=25)
-FAMILY = list(product(("learned", "rope", "none"), ("meta", "causal", "none")))  # positions x second attention
+Fields = dict[str, Any]  # of a configuration
+SECOND_ATTENTIONS = ("meta", "causal", "none")
+SECOND = pytest.mark.parametrize("second_attention", SECOND_ATTENTIONS)
+
+
+def parametrize(cases: Sequence[Fields]) -> pytest.MarkDecorator:
+    """Run a test with each of the configurations, as its argument `fields`."""
+    return pytest.mark.parametrize("fields", cases, ids=lambda fields: "-".join(map(str, fields.values())))
+
+
+FAMILY: list[Fields] = [
+    {"position_embedding": positions, "second_attention": second}
+    for positions, second in product(("learned", "rope", "none"), SECOND_ATTENTIONS)
+]
+OPTIONS: list[Fields] = [
+    {"attention_scale": "log_length", "position_embedding": "none"},
+    *({"rope_layers": layers, "num_hidden_layers": 3} for layers in ([0], [1], [0, 2])),
+]
+FAMILIES = parametrize(FAMILY)
+VARIANTS = parametrize(FAMILY + [one | {"second_attention": two} for one, two in product(OPTIONS, SECOND_ATTENTIONS)])
 
 
 def tiny_config(**overrides: Any) -> MetaGPT2Config:
@@ -70,7 +91,11 @@ def pad(rows: Sequence[Sequence[int]], side: str = "left") -> tuple[Tensor, Tens
     return ids, mask
 
 
-@cache
 def shared_model(**overrides: Any) -> MetaGPT2ForCausalLM:
     """A `tiny_model` made once, for tests that run it many times and do not change it."""
-    return tiny_model(**overrides)
+    return _shared_model(json.dumps(overrides, sort_keys=True))
+
+
+@cache
+def _shared_model(overrides: str) -> MetaGPT2ForCausalLM:
+    return tiny_model(**json.loads(overrides))

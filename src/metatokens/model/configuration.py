@@ -90,7 +90,7 @@ class MetaGPT2Config(PreTrainedConfig):
         if self.position_embedding == "rope" and self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         sizes = (self.vocab_size, self.hidden_size, self.num_hidden_layers, self.num_attention_heads)
-        if min(*sizes, self.max_position_embeddings) < 1:
+        if min(*sizes, self.intermediate_size, self.max_position_embeddings) < 1:
             raise UserError("sizes in a model configuration must be positive.")
         if self.hidden_size % self.num_attention_heads:
             raise UserError(
@@ -106,10 +106,9 @@ class MetaGPT2Config(PreTrainedConfig):
             raise UserError("second_attention 'meta' needs a meta_token_id.")
         if self.activation not in ACT2FN:
             raise UserError(f"activation {self.activation!r} is unknown; allowed are {', '.join(ACT2FN)}.")
-        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
-        if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
-            allowed = ", ".join(("default", *ROPE_INIT_FUNCTIONS))
-            raise UserError(f"rope_type {rope_type!r} is unknown; allowed are {allowed}.")
+        rope_types = ("default", *ROPE_INIT_FUNCTIONS)
+        if (rope_type := (self.rope_parameters or {}).get("rope_type", "default")) not in rope_types:
+            raise UserError(f"rope_type {rope_type!r} is unknown; allowed are {', '.join(rope_types)}.")
         if self.meta_token_id is not None and not 0 <= self.meta_token_id < self.vocab_size:
             raise UserError(f"meta_token_id {self.meta_token_id} is outside the vocabulary of {self.vocab_size}.")
         if self.unpadded_vocab_size is None:
