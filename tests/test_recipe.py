@@ -1,4 +1,4 @@
-"""Recipes: the shipped ones, overrides, and what is said about mistakes."""
+"""Recipes: the bundled ones, overrides, and the messages about mistakes."""
 
 from pathlib import Path
 from typing import get_args
@@ -40,7 +40,7 @@ def complaint(kind: type[PretrainRecipe] | type[FinetuneRecipe], source: str | P
 
 
 @pytest.mark.parametrize("name", PACKAGED)
-def test_packaged_recipes_are_of_their_kind(name: str) -> None:
+def test_bundled_recipes_are_of_their_kind(name: str) -> None:
     for kind in (PretrainRecipe, FinetuneRecipe):
         if kind is PACKAGED[name]:
             assert isinstance(load_recipe(kind, name), kind)
@@ -48,7 +48,7 @@ def test_packaged_recipes_are_of_their_kind(name: str) -> None:
             assert "is not a setting" in complaint(kind, name)
 
 
-def test_a_packaged_recipes_name_stands_for_its_file() -> None:
+def test_a_bundled_recipe_is_read_by_its_name_or_its_file() -> None:
     folder = Path(metatokens.__file__).parent / "recipes"
     assert {path.stem for path in folder.iterdir()} == set(PACKAGED)
     for name, kind in PACKAGED.items():
@@ -168,12 +168,12 @@ def test_fine_tuning_needs_a_train_length() -> None:
 
 
 @pytest.mark.parametrize("source", ["nowhere.yaml", "."])
-def test_a_missing_recipe_lists_the_packaged_ones(source: str) -> None:
+def test_a_missing_recipe_lists_the_bundled_ones(source: str) -> None:
     sentence = complaint(PretrainRecipe, source)
     assert sentence == f"no recipe at {source}; give a YAML file or one of: {', '.join(sorted(PACKAGED))}."
 
 
-def test_a_folder_does_not_hide_a_packaged_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_does_not_hide_a_bundled_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "paper").mkdir()
     monkeypatch.chdir(tmp_path)
     assert load_recipe(PretrainRecipe, "paper").training.max_steps == 200_000

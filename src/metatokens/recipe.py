@@ -123,8 +123,7 @@ class TrainingSettings(TrainerSettings):
     use_cpu: bool = False  # even if there is a GPU
     fsdp: bool = False  # FSDP2: shard weights, gradients and optimizer over the GPUs instead of copying them (DDP)
     train_base: bool = False  # of a retrofitted model: train the base too, not only what was added to it
-    # Of adapters in all linear layers, which are trained instead of these layers and merged into them at the end; 0: no
-    # adapters.
+    # Rank of LoRA adapters, which train instead of the linear layers and are merged into them at the end; 0: none.
     lora_rank: AtLeastZero = 0
     keep_adapter: bool = False  # save the adapters in PEFT's format instead of merging them
     report_to: str = "none"  # trackers, separated by commas; or none, or all

@@ -96,28 +96,23 @@ def test_the_held_out_loss_is_measured_ten_times_or_less_often_in_a_short_run(
     assert not any("eval_loss" in point for point in curve(tmp_path / "long"))
 
 
-def test_progress_has_the_latest_figures(pretraining: Pretraining, steps: type, tmp_path: Path) -> None:
-    seen = steps()
-    pretrain(pretraining("training.logging_steps=4"), tmp_path / "run", progress=seen)
-    points = {point["step"]: point for point in curve(tmp_path / "run")}
-    logged = [1, 1, 1, 4, 4, 4, 4, 8]  # at each step, the last one that was logged
-    for name in ("loss", "learning_rate"):
-        assert [figures[name] for figures in seen.figures] == [points[step][name] for step in logged]
-    # A step reads 4 blocks of 32 tokens, and the clock moves 2 seconds each time it is read.
-    assert seen.figures[0]["tokens_per_second"] == 4 * 32 / 2
-
-
-def test_figures_have_their_step_and_measuring_is_no_training_time(
+def test_progress_has_the_latest_figures_with_their_steps_and_the_speed_without_measuring(
     pretraining: Pretraining, steps: type, tmp_path: Path
 ) -> None:
     speeds = []
     for every in (0, 3):
-        seen = steps()
+        seen, out = steps(), tmp_path / f"{every}"
         settings = ("training.logging_steps=4", f"training.eval_steps={every}", "training.save_steps=100")
-        pretrain(pretraining(*settings), tmp_path / f"{every}", progress=seen)
+        pretrain(pretraining(*settings), out, progress=seen)
         speeds.append([figures["tokens_per_second"] for figures in seen.figures])
-    assert [at["loss"] for at in seen.measured_at] == [1, 1, 1, 4, 4, 4, 4, 8]
+    logged = [1, 1, 1, 4, 4, 4, 4, 8]  # at each step, the last one that was logged
+    assert [at["loss"] for at in seen.measured_at] == logged
     assert [at.get("eval_loss") for at in seen.measured_at] == [None, None, 3, 3, 3, 6, 6, 6]
+    points = {point["step"]: point for point in curve(out) if "loss" in point}
+    for name in ("loss", "learning_rate"):
+        assert [figures[name] for figures in seen.figures] == [points[step][name] for step in logged]
+    # A step reads 4 blocks of 32 tokens, and the clock moves 2 seconds each time it is read.
+    assert speeds[0][0] == 4 * 32 / 2
     assert speeds[0] == pytest.approx(speeds[1], rel=0.3)  # the clock is read once more, and that is all
 
 
@@ -142,34 +137,24 @@ def test_an_interrupted_run_ends_like_an_undisturbed_one(
     assert result(tmp_path / "run") == result(undisturbed)
 
 
-def test_a_finished_run_is_not_repeated(
-    pretraining: Pretraining, steps: type, contents: Callable[[Path], dict[str, bytes]], tmp_path: Path
-) -> None:
-    pretrain(pretraining(), tmp_path / "run")
-    before = contents(tmp_path), (tmp_path / "run" / "model.safetensors").stat().st_mtime_ns
-    seen = steps()
-    pretrain(pretraining(), tmp_path / "run", progress=seen)
-    assert seen == []
-    assert (contents(tmp_path), (tmp_path / "run" / "model.safetensors").stat().st_mtime_ns) == before
-
-
 def flip_a_byte(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {
+DAMAGES: dict[str, Callable[[Path], object]] = {
     "weights with a flipped byte": lambda folder: flip_a_byte(folder / "model.safetensors"),
     "optimizer cut short": lambda folder: (folder / "optimizer.pt").write_bytes(b"PK"),
     "state missing": lambda folder: (folder / "trainer_state.json").unlink(),
     "killed before the manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "random numbers of both": lambda folder: [path.write_bytes(b"") for path in folder.parent.glob("*/rng_state.pth")],
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+@pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_checkpoint_is_dropped_for_the_one_before(
-    damage: Callable[[Path], None],
+    name: str,
     pretraining: Pretraining,
     undisturbed: Path,
     steps: type,
@@ -178,28 +163,15 @@ def test_a_damaged_checkpoint_is_dropped_for_the_one_before(
 ) -> None:
     run = partial(pretrain, pretraining(), tmp_path / "run")
     interrupt(run, steps, 7)
-    damage(tmp_path / "run" / "checkpoints" / "checkpoint-6")
+    DAMAGES[name](tmp_path / "run" / "checkpoints" / "checkpoint-6")
     rest = steps()
     run(progress=rest)
-    assert rest == [5, 6, 7, 8]
+    assert rest == list(range(1 if "both" in name else 5, 9))
     assert result(tmp_path / "run") == result(undisturbed)
     output = capsys.readouterr()
     assert output.out == ""
     assert "checkpoint-6" in output.err
     assert "dropped" in output.err
-
-
-def test_without_a_good_checkpoint_a_run_starts_again(
-    pretraining: Pretraining, undisturbed: Path, steps: type, tmp_path: Path
-) -> None:
-    run = partial(pretrain, pretraining(), tmp_path / "run")
-    interrupt(run, steps, 7)
-    for folder in (tmp_path / "run" / "checkpoints").iterdir():
-        (folder / "rng_state.pth").write_bytes(b"")
-    rest = steps()
-    run(progress=rest)
-    assert rest == list(range(1, 9))
-    assert result(tmp_path / "run") == result(undisturbed)
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python's own, about forking with threads
@@ -231,20 +203,16 @@ def test_other_settings_are_refused_and_overwriting_replaces(
     assert result(tmp_path / "run") == result(undisturbed)
 
 
-def test_a_moved_token_store_or_another_tracker_does_not_make_another_run(
-    pretraining: Pretraining,
-    small_store: TokenStore,
-    undisturbed: Path,
-    steps: type,
-    contents: Callable[[Path], dict[str, bytes]],
-    tmp_path: Path,
+def test_a_finished_run_is_not_repeated_whatever_does_not_change_its_result(
+    pretraining: Pretraining, small_store: TokenStore, undisturbed: Path, steps: type, tmp_path: Path
 ) -> None:
     (tmp_path / "moved").symlink_to(small_store.path)
-    before, seen = contents(undisturbed), steps()
-    harmless = ("training.dataloader_num_workers=1", "training.report_to=all")
-    pretrain(pretraining(f"data.tokens={tmp_path / 'moved'}", *harmless), undisturbed, progress=seen)
-    assert seen == []  # finished already
-    assert contents(undisturbed) == before
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in undisturbed.rglob("*.*") if path.is_file()}
+    for changes in ((), (f"data.tokens={tmp_path / 'moved'}",), ("training.report_to=all", "training.fsdp=true")):
+        seen = steps()
+        pretrain(pretraining(*changes, "training.dataloader_num_workers=1"), undisturbed, progress=seen)
+        assert seen == []
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in before} == before
 
 
 # --- the loss, and what does not change it

@@ -14,7 +14,7 @@ def check_rank(model: Any, rank: int) -> None:
 
 
 def with_lora(model: Any, rank: int) -> Any:
-    """Give the linear layers of a model adapters, and freeze the rest; in a retrofitted model not what was added.
+    """Add adapters to the linear layers of a model. Only they are trained, and what a retrofit added.
 
     Args:
         model: any that `load_model` returns; its layers are wrapped in place.
