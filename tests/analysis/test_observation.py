@@ -8,7 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from metatokens import add_meta_attention
 from metatokens.analysis import rate_distortion
-from metatokens.analysis.observation import AttentionInputs, Prompt, observe
+from metatokens.analysis.observation import AttentionInputs, PromptIds, observe
 from metatokens.analysis.rate_distortion import final_states
 from metatokens.analysis.residual import residual
 from metatokens.analysis.sharpness import sharpness
@@ -32,9 +32,9 @@ COMPUTED_INSIDE = {"bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt", "xglm
 SINKS = {"gpt_oss"}
 
 
-def prompt() -> Prompt:
+def prompt() -> PromptIds:
     """One whose last meta-token is not its last token."""
-    return Prompt.of(bare_example(with_meta_tokens()[0].tolist()), META)
+    return PromptIds.of(bare_example(with_meta_tokens()[0].tolist()), META)
 
 
 def weights(inputs: AttentionInputs) -> torch.Tensor:

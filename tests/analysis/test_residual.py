@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from metatokens.analysis.observation import Prompt
+from metatokens.analysis.observation import PromptIds
 from metatokens.analysis.residual import DISTANCES, key_classes, residual
 from metatokens.records import About, Measurement
 from tests.analysis.recording_oracle import RecordingOracle, bare_example
@@ -87,7 +87,7 @@ def test_what_the_final_meta_token_attends_to(measured: tuple[list[RecordingOrac
     oracles, measurements = measured
     found: dict[Any, list[float]] = defaultdict(list)
     for ids, oracle in zip(PROMPTS, oracles, strict=True):
-        classes = key_classes(Prompt.of(bare_example(ids), META))
+        classes = key_classes(PromptIds.of(bare_example(ids), META))
         for (module, layer), scores in oracle.scores.items():
             for head in range(4):
                 weights = scores[head, -1].softmax(-1).tolist()
@@ -133,11 +133,11 @@ def test_similarities_to_the_final_meta_token_are_of_the_first_example(
 def test_classes_of_keys() -> None:
     ids = [1, 2, META, 3, 4, 5, META, *range(10), META]
     other, near = ["other"], ["near"]
-    assert key_classes(Prompt.of(bare_example(ids), META)) == [
+    assert key_classes(PromptIds.of(bare_example(ids), META)) == [
         "first", "before_meta", "earlier_meta", "after_meta", "other", "before_meta", "earlier_meta", "after_meta",
         *other, *near * 8, "itself",
     ]  # fmt: skip
-    alone = key_classes(Prompt.of(bare_example([1, 2, META]), META))
+    alone = key_classes(PromptIds.of(bare_example([1, 2, META]), META))
     assert alone == ["first", "near", "itself"]
 
 

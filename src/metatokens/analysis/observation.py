@@ -26,7 +26,7 @@ _FUNCTION = "metatokens_observed"  # the attention function's name during an obs
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptIds:
     """A prompt's ids, without the answer, and its meta-tokens."""
 
     ids: Tensor  # (length,) int64
@@ -35,7 +35,7 @@ class Prompt:
     answer: int  # the answer's first id
 
     @classmethod
-    def of(cls, example: Example, meta_token_id: int | None) -> "Prompt":
+    def of(cls, example: Example, meta_token_id: int | None) -> "PromptIds":
         """The prompt of an example, which must have a meta-token with text before it."""
         ids = torch.tensor(example.input_ids[: example.answer_start])
         is_meta = ids == meta_token_id if meta_token_id is not None else torch.zeros_like(ids, dtype=torch.bool)

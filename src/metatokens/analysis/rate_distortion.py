@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy, softplus
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from metatokens.analysis.observation import Prompt
+from metatokens.analysis.observation import PromptIds
 from metatokens.analysis.samples import summary
 from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
@@ -130,7 +130,7 @@ def final_states(model: PreTrainedModel, examples: Sequence[Example]) -> dict[st
     Each is (examples, width) float32, on the CPU. The model is put into evaluation mode.
     """
     model.eval()
-    prompts = [Prompt.of(example, model.config.meta_token_id) for example in examples]
+    prompts = [PromptIds.of(example, model.config.meta_token_id) for example in examples]
     places = torch.tensor([(prompt.text_before(prompt.metas[-1]), prompt.metas[-1]) for prompt in prompts])
     lengths = [len(prompt.ids) for prompt in prompts]
     decoder, _ = decoder_of(model)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from metatokens.analysis.observation import AttentionInputs, Observation, Prompt, observe
+from metatokens.analysis.observation import AttentionInputs, Observation, PromptIds, observe
 from metatokens.analysis.samples import Samples
 from metatokens.records import About, KeyClass, Measurement
 from metatokens.tasks.example import Example
@@ -40,7 +40,7 @@ def residual(model: PreTrainedModel, examples: Sequence[Example], about: About) 
     """
     samples = Samples()
     for number, example in enumerate(examples):
-        prompt = Prompt.of(example, model.config.meta_token_id)
+        prompt = PromptIds.of(example, model.config.meta_token_id)
         seen = observe(model, prompt.ids)
         _similarities(samples, number, prompt, seen)
         _attention_of_final(samples, number, prompt, seen)
@@ -50,7 +50,7 @@ def residual(model: PreTrainedModel, examples: Sequence[Example], about: About) 
     return samples.measurements(analysis="residual", **shared)
 
 
-def key_classes(prompt: Prompt) -> list[KeyClass]:
+def key_classes(prompt: PromptIds) -> list[KeyClass]:
     """The class of each position up to the final meta-token; the first that fits:
 
     `itself`; `earlier_meta`; `before_meta` and `after_meta`, the text tokens next to an earlier meta-token; `first`,
@@ -75,13 +75,13 @@ def key_classes(prompt: Prompt) -> list[KeyClass]:
     return [classify(position) for position in range(final + 1)]
 
 
-def _unit_states(prompt: Prompt, seen: Observation) -> Iterator[tuple[int, Tensor]]:
+def _unit_states(prompt: PromptIds, seen: Observation) -> Iterator[tuple[int, Tensor]]:
     """Each layer and its centred states, scaled to length 1, (length, width)."""
     for layer, states in enumerate(state.cpu() for state in seen.states):
         yield layer, normalize(states - states[~prompt.is_meta].mean(dim=0), dim=-1)
 
 
-def _similarities(samples: Samples, number: int, prompt: Prompt, seen: Observation) -> None:
+def _similarities(samples: Samples, number: int, prompt: PromptIds, seen: Observation) -> None:
     edges = torch.tensor(DISTANCES)
     for meta in prompt.metas:
         control = prompt.text_before(meta)
@@ -98,7 +98,7 @@ def _similarities(samples: Samples, number: int, prompt: Prompt, seen: Observati
                     samples.add(number, cosines[bins == index], **fields, distance=DISTANCES[index])
 
 
-def _attention_of_final(samples: Samples, number: int, prompt: Prompt, seen: Observation) -> None:
+def _attention_of_final(samples: Samples, number: int, prompt: PromptIds, seen: Observation) -> None:
     classes = np.array(key_classes(prompt))
     described = set()  # modules; the keys of one are the same in every layer
     for (module, layer), inputs in seen.attention.items():
@@ -116,7 +116,7 @@ def _attention_of_final(samples: Samples, number: int, prompt: Prompt, seen: Obs
         described.add(module)
 
 
-def _similarities_to_final(samples: Samples, prompt: Prompt, seen: Observation) -> None:
+def _similarities_to_final(samples: Samples, prompt: PromptIds, seen: Observation) -> None:
     final = prompt.metas[-1]
     for layer, unit in _unit_states(prompt, seen):
         for position, cosine in enumerate(unit[: final + 1] @ unit[final]):
@@ -124,7 +124,7 @@ def _similarities_to_final(samples: Samples, prompt: Prompt, seen: Observation) 
             samples.add(0, cosine, metric="similarity_to_final_centred", **where)
 
 
-def _final_weights(prompt: Prompt, inputs: AttentionInputs) -> Tensor:
+def _final_weights(prompt: PromptIds, inputs: AttentionInputs) -> Tensor:
     """The final meta-token's attention weights, (heads, keys up to itself)."""
     row = (inputs.positions == prompt.metas[-1]).nonzero()[0]
     return inputs.logits(row)[:, 0, : int(row) + 1].softmax(-1).cpu()

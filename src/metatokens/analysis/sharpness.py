@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from metatokens.analysis.observation import AttentionInputs, Observation, Prompt, observe
+from metatokens.analysis.observation import AttentionInputs, Observation, PromptIds, observe
 from metatokens.analysis.samples import Samples
 from metatokens.model.interventions import NoEmbedding, intervene
 from metatokens.records import About, Measurement
@@ -74,7 +74,7 @@ def sharpness(model: PreTrainedModel, examples: Sequence[Example], about: About)
     """
     samples = Samples()
     for number, example in enumerate(examples):
-        prompt = Prompt.of(example, model.config.meta_token_id)
+        prompt = PromptIds.of(example, model.config.meta_token_id)
         kept = observe(model, prompt.ids)
         with intervene(model, NoEmbedding()):
             zeroed = observe(model, prompt.ids)
@@ -88,7 +88,7 @@ def sharpness(model: PreTrainedModel, examples: Sequence[Example], about: About)
 def _compare_attention(
     samples: Samples,
     number: int,
-    prompt: Prompt,
+    prompt: PromptIds,
     kept: AttentionInputs,
     zeroed: AttentionInputs,
     module: str,
@@ -129,7 +129,7 @@ def _compare_attention(
 
 @torch.inference_mode()
 def _compare_outputs(
-    samples: Samples, number: int, prompt: Prompt, meta_token_id: int, kept: Observation, zeroed: Observation
+    samples: Samples, number: int, prompt: PromptIds, meta_token_id: int, kept: Observation, zeroed: Observation
 ) -> None:
     after, before = (seen.logits[prompt.metas].double() for seen in (kept, zeroed))
     for logits in (after, before):
