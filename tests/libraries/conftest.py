@@ -1,4 +1,4 @@
-"""A model folder as its user has it, and texts for it."""
+"""A model folder as a user has it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,5 +8,5 @@ import pytest
 
 @pytest.fixture(scope="session")
 def folder(small_model: Callable[..., Path]) -> Path:
-    """A small untrained model with meta-attention, and its tokenizer; not to be changed."""
+    """A small untrained model with meta-attention, and its tokenizer; shared, so not to be changed."""
     return small_model()

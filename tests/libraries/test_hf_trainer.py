@@ -24,7 +24,7 @@ TEXTS = [f"the cat sat on mat {number} while two dogs ran over green hills" for 
 
 
 class Tokens:
-    """Texts with a meta-token after the third id; all labels, those at meta-tokens too, as everyone passes them."""
+    """Texts with a meta-token after the third id; the labels are the ids, meta-tokens included."""
 
     def __init__(self, folder: Path):
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -40,7 +40,7 @@ class Tokens:
 
 
 class WithoutMetaLabels(Tokens):
-    """The same for a loss that the Trainer computes itself, which cannot leave meta-tokens out."""
+    """The same with -100 at meta-tokens, for losses that the Trainer computes."""
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         item = super().__getitem__(index)
@@ -151,7 +151,7 @@ def test_with_gradients_accumulated_it_is_nearly_so(folder: Path, tmp_path: Path
         for name, items in (("given", data), ("exact", exact))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=0.03)
-    assert losses[0] != losses[1]  # or the README could promise more
+    assert losses[0] != losses[1]  # otherwise the docs could promise equality
 
 
 def test_the_collator_of_transformers_pads_and_labels(folder: Path, tmp_path: Path) -> None:

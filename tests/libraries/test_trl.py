@@ -1,4 +1,4 @@
-"""TRL's trainers, which load what they are given by the Auto classes, from a folder and from a model."""
+"""TRL's trainers, given a folder, which they load by the Auto classes, or a model."""
 
 import math
 import runpy
@@ -88,7 +88,7 @@ def test_sft_trainer_on_a_retrofitted_model(folder: Path, tmp_path: Path) -> Non
 
 
 def test_the_loss_of_trl_is_the_models(folder: Path, tmp_path: Path) -> None:
-    """TRL takes the head's weights by themselves, and so counts the entries that the model leaves out.
+    """TRL uses the head's weights directly, and so counts the entries that the model masks.
 
     The text's logits are far below 0 here, as those of GPT-2 are; an entry of logit 0 would take all the probability.
     """
@@ -163,4 +163,4 @@ def test_the_example_from_a_base_to_a_model_that_generates(
     assert capsys.readouterr().out.splitlines()[-1].startswith("the cat sat on a mat")
     added = load_file(tmp_path / "out" / "added" / "meta_tokens.safetensors")
     assert AutoTokenizer.from_pretrained(tmp_path / "out" / "added").meta_token == "<|meta|>"
-    assert added["model.layers.0.meta_attention.attention.out_proj.weight"].abs().max() > 0  # where it begins
+    assert added["model.layers.0.meta_attention.attention.out_proj.weight"].abs().max() > 0  # its initial value

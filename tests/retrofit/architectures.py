@@ -40,7 +40,7 @@ _GPT = _TOKENS | {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}
 _WINDOW = {"sliding_window": 8}
 _MIXED = _WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
-# Attention, then a feed-forward layer, each behind a norm.
+# Attention, then a feed-forward layer, each after a norm.
 _USUAL: dict[str, dict[str, Any]] = {
     "apertus": _GROUPED, "biogpt": _PLAIN, "ernie4_5": _GROUPED, "gemma": _SMALL_HEADS, "glm": _SMALL_HEADS,
     "gpt2": _GPT, "gpt_bigcode": _GPT, "gpt_oss": _EXPERTS | _MIXED, "granite": _GROUPED | {"residual_multiplier": 0.5},
@@ -76,7 +76,7 @@ _USUAL: dict[str, dict[str, Any]] = {
         "d_model": 64, "num_layers": 3, "attention_heads": 4, "ffn_dim": 96, "max_position_embeddings": 256,
     },
 }  # fmt: skip
-# A norm behind attention, on the way to the residual stream.
+# A norm after attention, before the residual stream.
 _NORM_BEHIND: dict[str, dict[str, Any]] = {
     "exaone4": _GROUPED | _WINDOW,
     "gemma2": _SMALL_HEADS | _WINDOW,
@@ -85,7 +85,7 @@ _NORM_BEHIND: dict[str, dict[str, Any]] = {
     "olmo2": _GROUPED,
     "olmo3": _GROUPED | _WINDOW,
 }
-# Attention beside the feed-forward layer.
+# Attention parallel to the feed-forward layer.
 _BESIDE: dict[str, dict[str, Any]] = {
     "codegen": _GPT | {"rotary_dim": 8},
     "cohere": _GROUPED,
@@ -95,7 +95,7 @@ _BESIDE: dict[str, dict[str, Any]] = {
     "gptj": _GPT | {"rotary_dim": 8},
     "phi": _PLAIN | {"partial_rotary_factor": 0.5},
 }
-# The residual stream comes out of attention.
+# The output of attention contains the residual stream.
 _INSIDE: dict[str, dict[str, Any]] = {"bloom": _TOKENS | {"hidden_size": 64, "n_layer": 3, "n_head": 4}}
 
 ARCHITECTURES = dict(sorted((_USUAL | _NORM_BEHIND | _BESIDE | _INSIDE).items()))
@@ -118,7 +118,7 @@ def base(name: str, **choices: Any) -> PreTrainedModel:
 
 
 def train_like(model: PreTrainedModel) -> PreTrainedModel:
-    """Give the meta-attention of a model weights that do something."""
+    """Give meta-attention weights that have an effect, in place."""
     torch.manual_seed(3)
     with torch.no_grad():
         for module in model.modules():
@@ -131,10 +131,10 @@ def train_like(model: PreTrainedModel) -> PreTrainedModel:
 def retrofitted(
     name: str, *, freeze: bool = False, dtype: torch.dtype = torch.float32, **choices: Any
 ) -> PreTrainedModel:
-    """The same decoder with meta-attention that does something."""
+    """The same decoder with meta-attention that has an effect."""
     options = {"meta_token_id": META, "heads": 2, "head_size": 16}
     model = base(name, **choices)
-    model = model if dtype == model.dtype else model.to(dtype)  # which also casts what is complex
+    model = model if dtype == model.dtype else model.to(dtype)  # which also casts complex buffers
     return train_like(add_meta_attention(model, **options, freeze=freeze))
 
 
@@ -144,7 +144,7 @@ def text(seed: int = 1) -> Tensor:
 
 
 def with_meta_tokens(seed: int = 1) -> Tensor:
-    """The same rows, each with meta-tokens of its own number."""
+    """The same rows with meta-tokens, a different number in each."""
     ids = text(seed)
     ids[0, 3::5], ids[1, 2::4] = META, META
     return ids
@@ -152,7 +152,7 @@ def with_meta_tokens(seed: int = 1) -> Tensor:
 
 @torch.no_grad()
 def logits(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
-    """Of a pass without a cache, of the entries that a text may have."""
+    """The logits of a pass without a cache, for the entries before the meta-token."""
     return model(ids, use_cache=False, **inputs).logits[..., :META]
 
 
@@ -162,7 +162,7 @@ def error(a: Tensor, b: Tensor) -> float:
 
 
 def wrong_sites(name: str) -> float:
-    """In how many blocks the site is not the attention, or the norm behind it: by precision, weights and outliers."""
+    """How many sites are not the attention, or the norm after it, for several precisions, weights and outliers."""
     wrong = 0
     expected = r"post_(self_attn|attention)_layernorm" if name in _NORM_BEHIND else r"((self|linear)_)?att(n|ention)"
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -170,7 +170,7 @@ def wrong_sites(name: str) -> float:
             base,
             lambda name: AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **ARCHITECTURES[name])),
         ):
-            for outlier in (0.0, 100.0):  # large language models have some in their residual stream
+            for outlier in (0.0, 100.0):  # as in the residual stream of large language models
                 model = make(name).to(dtype)
                 model.get_input_embeddings().weight.data[:, 3] += outlier
                 sites = add_meta_attention(model, meta_token_id=META).config.meta_attention["sites"]
@@ -179,12 +179,12 @@ def wrong_sites(name: str) -> float:
 
 
 def text_error(name: str) -> float:
-    """Of text, with meta-attention that does something, from the base."""
+    """Logits for text: with trained meta-attention against the base."""
     return error(logits(retrofitted(name), text()), logits(base(name), text()))
 
 
 def start_error(name: str) -> float:
-    """Of text with meta-tokens, where meta-attention starts, from the base that has its meta-token's embedding."""
+    """Logits for meta-tokens: with initial meta-attention against the base, given the meta-token's embedding."""
     plain, ids = base(name), with_meta_tokens()
     model = add_meta_attention(base(name), meta_token_id=META, heads=2, head_size=16)
     embeddings = model.get_input_embeddings()(ids)
@@ -193,7 +193,7 @@ def start_error(name: str) -> float:
 
 
 def cached_error(name: str) -> float:
-    """Of a sequence read in pieces of one to three tokens, with the cache, from the same read at once."""
+    """Logits of a sequence read in small pieces with the cache, against the same read at once."""
     model, ids = retrofitted(name), with_meta_tokens()
     cuts = (0, 10, 11, 12, 15, 16, 17, 18, 20, LENGTH)
     past, read = None, []
@@ -210,7 +210,7 @@ def cached_error(name: str) -> float:
 
 
 def padded_error(name: str) -> float:
-    """Of a row that is padded on the left for a longer one's sake, from the row alone."""
+    """Logits of a left-padded row, against the row alone."""
     model, ids = retrofitted(name), with_meta_tokens()
     padded = ids.clone()
     padded[0] = torch.cat([torch.zeros(5, dtype=torch.long), ids[0, :19]])
@@ -219,16 +219,16 @@ def padded_error(name: str) -> float:
     positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
     try:
         got = logits(model, padded, attention_mask=mask, position_ids=positions)
-    except TypeError:  # some count positions by the mask themselves
+    except TypeError:  # some derive positions from the mask
         got = logits(model, padded, attention_mask=mask)
     return error(got[0, 5:], logits(model, ids[:1, :19])[0])
 
 
 def reload_error(name: str, dtype: torch.dtype = torch.float32) -> float:
-    """Of a model from disk, whole and as a base with what was added, from the one saved; of text, from its base."""
+    """Logits of a model from disk, saved whole and as a delta, against the saved one; and for text against its base."""
     with tempfile.TemporaryDirectory() as folder:
         base(name).to(dtype).save_pretrained(Path(folder) / "base")
-        load = type(base(name)).from_pretrained  # which an Auto class does not find for all types
+        load = type(base(name)).from_pretrained  # not an Auto class, which does not find all types
         plain, fresh, other = (load(Path(folder) / "base").eval() for _ in range(3))
         model = train_like(add_meta_attention(fresh, meta_token_id=META, heads=2, head_size=16))
         model.save_pretrained(Path(folder) / "whole")
@@ -242,12 +242,12 @@ def reload_error(name: str, dtype: torch.dtype = torch.float32) -> float:
 
 
 def half_error(name: str) -> float:
-    """Of `reload_error`, in bfloat16, where what was added is in float32."""
+    """`reload_error` in bfloat16, where what was added is in float32."""
     return reload_error(name, torch.bfloat16)
 
 
 def gradient_error(name: str) -> float:
-    """Of gradients where they are checkpointed, in both ways, from those where they are not; two passes, one step."""
+    """Gradients with both kinds of activation checkpointing, against those without; two passes accumulate."""
     worst = 0.0
     for freeze in (False, True):
         model = retrofitted(name, freeze=freeze).train()
@@ -264,7 +264,7 @@ def gradient_error(name: str) -> float:
 
 def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     model.zero_grad()
-    torch.manual_seed(7)  # of the base's dropout
+    torch.manual_seed(7)  # for the base's dropout
     first, second = with_meta_tokens(seed=4), with_meta_tokens(seed=5)
     second[:, 5:9] = META
     (model(first, labels=first).loss + 2 * model(second, labels=second).loss).backward()
@@ -272,14 +272,14 @@ def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def scored_columns_error(name: str) -> float:
-    """Of loss and gradients where the logits of columns with a label alone are computed, from those with all."""
+    """Loss and gradients when only columns with a label have logits, against those with all logits."""
     model, ids = retrofitted(name, freeze=False).train(), with_meta_tokens()
     labels = ids.clone()
     labels[:, :9], labels[0, 12:], labels[1, :14] = -100, -100, -100
     batch, found = {"input_ids": ids, "labels": labels}, []
     for given in (batch, WithLogitsToKeep(lambda items: batch)([])):
         model.zero_grad()
-        torch.manual_seed(7)  # of the base's dropout
+        torch.manual_seed(7)  # for the base's dropout
         out = model(**given)
         out.loss.backward()
         found.append([out.loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)])
@@ -289,7 +289,7 @@ def scored_columns_error(name: str) -> float:
 
 @torch.no_grad()
 def pieces_error(name: str) -> float:
-    """Of the logits of some positions that are computed few at a time, from those of all positions at once."""
+    """Logits of some positions computed in pieces, against those of all positions at once."""
     model, ids = retrofitted(name), with_meta_tokens()
     chosen = torch.rand(ids.shape, generator=torch.Generator().manual_seed(8)) < 0.5
     pieces = list(logits_at(model, ids, chosen, most=5 * ROWS))
@@ -307,7 +307,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def generation_differences(name: str, ways: Sequence[dict[str, Any]] = WAYS) -> float:
-    """In how many ways to generate the cache changes what comes out: greedy, beams, sampling, inserted meta-tokens."""
+    """In how many ways of generating (greedy, beams, sampling, inserted meta-tokens) the cache changes the output."""
     model, ids = retrofitted(name), with_meta_tokens()
     ids[0] = torch.cat([torch.zeros(5, dtype=torch.long), ids[0, :19]])
     mask = torch.ones_like(ids)
@@ -324,7 +324,7 @@ def generation_differences(name: str, ways: Sequence[dict[str, Any]] = WAYS) -> 
     return float(different)
 
 
-# What is measured of each architecture, and the most that it may be.
+# What is measured of each architecture, and its upper limit.
 CHECKS: dict[str, tuple[Callable[[str], float], float]] = {
     "sites": (wrong_sites, 0.0),
     "text": (text_error, 0.0),
@@ -341,16 +341,18 @@ CHECKS: dict[str, tuple[Callable[[str], float], float]] = {
 
 
 def saved_error(name: str, make: Callable[[str], PreTrainedModel]) -> float:
-    """Of a model from disk, by the Auto class, from the one saved."""
+    """Logits of a model loaded by the Auto class, against the saved one."""
     with tempfile.TemporaryDirectory() as folder:
         model = make(name)
         model.save_pretrained(folder)
-        auto = auto_class(name) if make is retrofitted else type(model)  # some find no class for what a base saved
+        auto = (
+            auto_class(name) if make is retrofitted else type(model)
+        )  # for some saved bases the Auto class finds no class
         return error(logits(auto.from_pretrained(folder).eval(), with_meta_tokens()), logits(model, with_meta_tokens()))
 
 
 def put_together_error(name: str) -> float:
-    """Of a base with what was added to another copy of it, from that one."""
+    """Logits of a base with a loaded delta, against the model that the delta was saved from."""
     with tempfile.TemporaryDirectory() as folder:
         model = retrofitted(name)
         save_meta(model, folder)
@@ -359,7 +361,7 @@ def put_together_error(name: str) -> float:
 
 @torch.no_grad()
 def base_cache_error(name: str) -> float:
-    """Of a text, padded on the left, that a base reads in steps with its cache, from the same read at once."""
+    """Logits of a left-padded text that a base reads in steps with its cache, against the same read at once."""
     model, ids, past, read = base(name), text(), None, []
     mask = torch.ones_like(ids)
     ids[0, :5] = mask[0, :5] = 0
@@ -378,11 +380,11 @@ def base_cache_error(name: str) -> float:
 
 
 def outcome(name: str) -> tuple[str, str]:
-    """What becomes of a type of decoder: `taken`, `refused`, `wrong` or `not built`, and a sentence about it.
+    """The outcome for a type of decoder, `taken`, `refused`, `wrong` or `not built`, and a sentence about it.
 
-    Of one that is taken, text has the base's logits, the model from disk is the one that was saved (whole, and as what
-    was added alone), and generation with inserted meta-tokens is the same with and without a cache. A base that falls
-    short of this itself is taken too.
+    If a type is taken, text has the base's logits, models from disk (saved whole and as a delta) equal the saved one,
+    and generation with inserted meta-tokens is the same with and without a cache. It is also taken if the base itself
+    falls short of this.
     """
     try:
         if name not in ARCHITECTURES:
@@ -391,7 +393,7 @@ def outcome(name: str) -> tuple[str, str]:
             if (count := sum(one.numel() for one in empty.parameters())) > MOST_PARAMETERS:
                 return "not built", f"small, it has {count:,} parameters"
         base(name)
-    except Exception as error:  # each class has others
+    except Exception as error:  # of any type
         return "not built", f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     try:
         retrofitted(name)

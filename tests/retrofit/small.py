@@ -1,4 +1,4 @@
-"""Every type of decoder that transformers has, built small from what its configuration class declares.
+"""Every type of decoder in transformers, built small from what its configuration class declares.
 
 The name `llama` is for what `AutoModelForCausalLM` makes of the type. A name such as `llava:multimodal` is for what
 `AutoModelForImageTextToText` makes of it, or else `AutoModelForMultimodalLM`, where that is another class.
@@ -22,7 +22,7 @@ ROWS, WIDTH, LAYERS, HEADS, HEAD = 320, 64, 3, 4, 16
 MULTIMODAL = ":multimodal"
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
-# By the names of what a configuration class declares.
+# Sizes by the names of fields that configuration classes declare.
 _SIZES = {
     r"vocab_size|vocab_size_per_layer_input|decoder_vocab_size|tgt_vocab_size|src_vocab_size": ROWS,
     r"hidden_size|d_model|n_embd|embed_dim|dim|embedding_size|word_embed_proj_dim|out_hidden_size|text_hidden_size|"
@@ -59,7 +59,7 @@ _SIZES = {
     r"num_kv_shared_layers|num_nextn_predict_layers": 0,
     r"first_k_dense_replace|num_dense_layers": 1,
 }
-# What else a type asks for.
+# Further settings that a type needs.
 FURTHER: dict[str, dict[str, Any]] = {
     "blenderbot": {"encoder_layers": LAYERS},
     "blenderbot-small": {"encoder_layers": LAYERS},
@@ -75,15 +75,15 @@ FURTHER: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 
-# What a configuration class leaves open, and its model asks for.
+# Fields that are None by default but that the model needs.
 _NEEDED = r"head_dim|num_key_value_heads|num_experts_per_tok|n_routed_experts|n_shared_experts"
 
 
 def smaller(name: str, value: Any, length: int | None) -> Any:
-    """What a small model has in place of a value; the value where it may stay."""
+    """The value of a field in a small model; the given value if it can stay."""
     if value is None and re.fullmatch(_NEEDED, name):
         value = ROWS
-    if name == "rope_parameters" and isinstance(value, dict) and "rope_type" in value:  # read by some models alone
+    if name == "rope_parameters" and isinstance(value, dict) and "rope_type" in value:  # read by some models only
         half = int(HEAD // 2 * value.get("partial_rotary_factor", 1))
         return value | {"mrope_section": [half - half // 3 * 2, half // 3, half // 3]}
     if isinstance(value, bool) or value is None:
@@ -105,7 +105,7 @@ def smaller(name: str, value: Any, length: int | None) -> Any:
 
 
 def shrunk(config_class: type[PreTrainedConfig], further: dict[str, Any]) -> PreTrainedConfig:
-    """A small configuration of a class, by the names of what it declares; with `further` settings."""
+    """A small configuration of a class, with `further` settings."""
     usual = vars(config_class())
     names = (config_class.attribute_map.get("num_hidden_layers"), "num_hidden_layers", "num_layers")
     length = next((usual[name] for name in names if name in usual), None)
@@ -119,7 +119,7 @@ def shrunk(config_class: type[PreTrainedConfig], further: dict[str, Any]) -> Pre
             given[name] = shrunk(type(value), further.get(name, {}))
         elif (small := smaller(name, value, length)) is not value:
             given[name] = small
-    if "kv_lora_rank" in declared:  # keys and values are made anew for each head
+    if "kv_lora_rank" in declared:  # keys and values are computed per head
         given["num_key_value_heads"] = HEADS
     return config_class(**given | {name: one for name, one in further.items() if name not in config_class.sub_configs})
 
@@ -131,7 +131,7 @@ def small(name: str) -> PreTrainedConfig:
 
 
 def auto_class(name: str) -> Any:
-    """The Auto class that makes a model of a configuration."""
+    """The Auto class that builds a model from a configuration."""
     if not name.endswith(MULTIMODAL):
         return AutoModelForCausalLM
     is_known = name.removesuffix(MULTIMODAL) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -139,7 +139,7 @@ def auto_class(name: str) -> Any:
 
 
 def every_name() -> list[str]:
-    """All types, where two of them do not have one class."""
+    """All types, each class once."""
     with_images = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     further = with_images.items() - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - {MetaGPT2Config.model_type}

@@ -1,4 +1,4 @@
-"""Decoders of transformers with meta-attention: nothing changes but at meta-tokens, and all ways to run them agree."""
+"""Decoders of transformers with meta-attention: only meta-tokens change anything, and all ways to run them agree."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_an_architecture(name: str, check: str) -> None:
 
 
 def test_none_was_taken_off_the_list() -> None:
-    assert len(ARCHITECTURES) >= 47  # and Mamba, which is refused
+    assert len(ARCHITECTURES) >= 47  # besides Mamba, which is refused
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -37,12 +37,12 @@ def test_meta_attention_does_something_at_meta_tokens_and_behind_them(name: str)
     ids, model = with_meta_tokens(), retrofitted(name)
     start = add_meta_attention(base(name), meta_token_id=META, heads=2, head_size=16)
     if hasattr(model.config, "_experts_implementation"):
-        for one in (start, model):  # each token by itself: in groups of other sizes its products may round otherwise
+        for one in (start, model):  # each token alone: products over groups of other sizes round differently
             one.set_experts_implementation("batched_mm")
     before, after = logits(start, ids), logits(model, ids)
     assert torch.equal(before[0, :3], after[0, :3])
     assert error(before[0, 3], after[0, 3]) > 0.01
-    # Nothing is seen ahead of time: as many meta-tokens elsewhere, so that products have as many rows, then others.
+    # No position sees later ones: first as many meta-tokens elsewhere, so that products have equal shapes, then more.
     elsewhere, others = ids.clone(), ids.clone()
     elsewhere[:, 20:], others[:, 20:] = ids[:, 20:].flip(1), META
     assert not torch.equal(elsewhere == META, ids == META)
@@ -50,15 +50,15 @@ def test_meta_attention_does_something_at_meta_tokens_and_behind_them(name: str)
     assert error(logits(model, others)[:, :20], after[:, :20]) < 1e-5
 
 
-# A type of each kind that the sweep in `conformance` finds.
+# One type for each outcome of the sweep in `conformance`.
 FOUND = {
-    "emu3": ("taken", ""),  # whose own folder AutoModelForCausalLM does not find
-    "gemma4": ("taken", ""),  # whose settings are in `text_config`, and which has a table for each layer
+    "emu3": ("taken", ""),  # AutoModelForCausalLM finds no class for its own folder
+    "gemma4": ("taken", ""),  # settings in `text_config`, a table of embeddings per layer
     "gemma4_text": ("taken", ""),
-    "glmga:multimodal": ("taken", ""),  # whose class is another type's too
-    "mllama": ("taken", ""),  # whose head has fewer rows than its table
+    "glmga:multimodal": ("taken", ""),  # shares its class with another type
+    "mllama": ("taken", ""),  # its head has fewer rows than its table
     "qwen2_vl:multimodal": ("taken", ""),
-    "whisper": ("taken", ""),  # whose learned table has a name of its own
+    "whisper": ("taken", ""),  # a learned table of another name
     "deepseek_v32": ("taken", "the base's own cache"),
     "bert": ("refused", "has no attention whose output joins the residual stream"),
     "ernie4_5_vl_moe:multimodal": ("refused", "save what was added by save_meta"),
@@ -71,7 +71,7 @@ FOUND = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # of types whose configuration has no use for all of the settings
+@pytest.mark.filterwarnings("ignore")  # from types that ignore some settings
 @pytest.mark.parametrize("name", FOUND)
 def test_a_type_of_the_sweep(name: str) -> None:
     kind, sentence = outcome(name)

@@ -41,7 +41,7 @@ HEADS = {
 
 @torch.no_grad()
 def hidden(model: PreTrainedModel) -> Tensor:
-    """Of the last block, behind its norm."""
+    """The states after the last block and its norm."""
     body = getattr(model, model.base_model_prefix, model)
     return body(with_meta_tokens(), use_cache=False).last_hidden_state
 
@@ -115,7 +115,7 @@ def test_a_model_of_text_and_images(name: str, tmp_path: Path) -> None:
         assert type(loaded) is type(model)
         assert torch.equal(logits(loaded, with_meta_tokens()), logits(model, with_meta_tokens()))
     body = AutoModel.from_pretrained(tmp_path).eval()
-    same = model if type(body) is type(model) else model.base_model  # it is the whole model in Llama 4
+    same = model if type(body) is type(model) else model.base_model  # in Llama 4 the body is the whole model
     with torch.no_grad():
         assert torch.equal(body(with_meta_tokens(), use_cache=False)[0], same(with_meta_tokens(), use_cache=False)[0])
 
@@ -123,10 +123,10 @@ def test_a_model_of_text_and_images(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "auto"),
     [
-        ("bart", AutoModel),  # which runs an encoder too
+        ("bart", AutoModel),  # runs an encoder too
         ("bart", AutoModelForSeq2SeqLM),
         ("bart", AutoModelForSequenceClassification),
-        ("llama4:multimodal", AutoModelForTextEncoding),  # which takes the configuration of the text's part
+        ("llama4:multimodal", AutoModelForTextEncoding),  # takes the text part of the configuration
     ],
 )
 def test_what_cannot_have_it_is_refused(name: str, auto: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is done to a cache is done to its meta-tokens too, in the base's own kinds of cache."""
+"""Operations on the base's caches include the keys and values of meta-attention."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -14,7 +14,7 @@ from tests.model.tiny_models import tiny_model
 from tests.retrofit.architectures import LENGTH, META, error, logits, retrofitted, with_meta_tokens
 
 READ = 14
-NAMES = ("llama", "gpt_neox", "gemma3_text", "bloom", "qwen3_next")  # sliding windows, and layers without keys
+NAMES = ("llama", "gpt_neox", "gemma3_text", "bloom", "qwen3_next")  # with sliding windows, and layers without keys
 FIRST, REST = with_meta_tokens()[:, :READ], with_meta_tokens()[:, READ:]
 
 
@@ -128,11 +128,11 @@ def test_other_ways_to_generate(options: dict[str, Any]) -> None:
     )
 
 
-KEPT = [0, 1, 3, 7, 11, 12, 13]  # the first two tokens, each fourth one, which are the meta-tokens, and a window
+KEPT = [0, 1, 3, 7, 11, 12, 13]  # the first two tokens, the meta-tokens (every fourth), and a window
 
 
 def dropped(model: PreTrainedModel, ids: Tensor) -> Cache:
-    """A cache of the first tokens, of which all but some were dropped, as by methods that compress caches."""
+    """A cache of the first tokens in which only some are kept, as methods that compress caches do."""
     with torch.no_grad():
         cache = model(ids[:, :READ], use_cache=True).past_key_values
     for layer in cache.layers:
@@ -156,7 +156,7 @@ def every_fourth() -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "meta_gpt2"])
 def test_a_cache_from_which_entries_were_dropped(name: str) -> None:
-    """Where positions are given, what is left is right: meta-tokens see earlier ones, whose entries were kept."""
+    """If positions are given, the rest is right: meta-tokens still see earlier ones, whose entries were kept."""
     model, ids = with_dropped_entries(name)
     mask = torch.ones(LENGTH, LENGTH).tril().bool()
     mask[READ:, [place for place in range(READ) if place not in KEPT]] = False
@@ -185,7 +185,7 @@ def test_the_length_of_a_cache_is_no_position_where_entries_were_dropped(name: s
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "meta_gpt2"])
 def test_entries_that_were_dropped_are_remembered(name: str) -> None:
-    """Also where the cache has grown since, so that no slot is beyond its length."""
+    """Even if the cache has grown since, so that no slot is beyond its length."""
     model, ids = with_dropped_entries(name)
     cache = model(ids[:, :8], use_cache=True).past_key_values
     for layer in cache.layers:

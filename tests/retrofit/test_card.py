@@ -1,4 +1,4 @@
-"""What is pushed to the Hub, into a folder in its place."""
+"""Pushing to the Hub, with a folder in place of the Hub."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ RESULTS = [
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that takes what a repository on the Hub would."""
+    """A folder that receives what a repository on the Hub would."""
     folder = tmp_path / "repository"
     folder.mkdir()
 
@@ -53,7 +53,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> PreTrainedModel:
-    """Of a base with a card of its own."""
+    """A retrofitted model whose base has a card."""
     base("llama").save_pretrained(tmp_path / "base")
     ModelCard(f"---\n{ModelCardData(license='apache-2.0').to_yaml()}\n---\n").save(tmp_path / "base" / "README.md")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")

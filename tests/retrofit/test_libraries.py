@@ -86,7 +86,7 @@ def test_trainer_changes_the_new_weights_alone_and_resumes(name: str, tmp_path: 
         assert torch.equal(weight, model.state_dict()[key]), key
 
 
-# In half precision itself, a step of 1e-5 leaves a weight of 1, which the norms begin with, where it is.
+# In half precision, a step of 1e-5 would not change a weight of 1, the initial weight of norms.
 @pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["as it is", "under autocast"])
 def test_trainer_moves_what_was_added_to_a_base_in_half_precision(options: dict[str, Any], tmp_path: Path) -> None:
     base("llama").to(torch.bfloat16).save_pretrained(tmp_path)
@@ -131,7 +131,7 @@ def test_text_that_is_read_behind_checkpointed_gradients() -> None:
     "choices", [{"target_modules": ["embed_tokens"]}, {"target_modules": ["q_proj"], "trainable_token_indices": [5]}]
 )
 def test_adapters_of_the_embeddings_are_refused(choices: dict[str, Any]) -> None:
-    """They know nothing of a row that is not in the table. To train the whole table is another matter."""
+    """They bypass the meta-token's row, which is not in the table. Training the whole table is possible."""
     ids = with_meta_tokens()
     with pytest.raises(UserError, match="around the embeddings bypasses the meta-token's; train them by modules_to"):
         peft.get_peft_model(retrofitted("llama"), peft.LoraConfig(r=4, **choices))(input_ids=ids)
@@ -179,7 +179,7 @@ def test_sequences_packed_into_one_are_refused() -> None:
 
 
 def packed(name: str) -> dict[str, Tensor]:
-    """Two sequences in one row, told apart by a mask of four dimensions, and by positions."""
+    """Two sequences in one row, separated by a mask of four dimensions, and by positions."""
     alone = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     positions = torch.arange(LENGTH).repeat(2)[None]
     return {
@@ -207,7 +207,7 @@ def test_sequences_packed_beside_a_window_that_slides_are_refused(name: str) -> 
     for positions in (batch["position_ids"], torch.arange(2 * LENGTH)[None]):
         with pytest.raises(UserError, match="does not define which meta-tokens see one another; give a dictionary"):
             model(**batch | {"position_ids": positions}, use_cache=False)
-    if name == "gemma3_text":  # which may be told of each kind of layer
+    if name == "gemma3_text":  # takes a mask for each kind of layer
         full = batch["attention_mask"]
         mask = {"full_attention": full, "sliding_attention": full.triu(1 - model.config.sliding_window)}
         got = model(**batch | {"attention_mask": mask}, use_cache=False).logits[..., :META].view(2, LENGTH, -1)
@@ -313,7 +313,9 @@ def test_a_compiled_model(name: str, has_positions: bool) -> None:
     for ids in (with_meta_tokens(), text()):
         with torch.no_grad():
             assert error(compiled(ids, use_cache=False, **given).logits[..., :META], logits(model, ids)) < 1e-5
-    assert 0 < len(graphs) <= 8  # for two inputs: finding the rows breaks the graph, since their number is in the data
+    assert (
+        0 < len(graphs) <= 8
+    )  # for two inputs: finding the meta-tokens, whose number is data-dependent, breaks the graph
 
 
 @pytest.mark.filterwarnings("ignore")  # bitsandbytes' own
@@ -341,15 +343,15 @@ def test_a_base_in_eight_bits(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "whole")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
     assert error(logits(again, ids), logits(model, ids)) == 0.0
-    # One that was saved whole in other numbers: what was added is not quantised when it is loaded.
+    # A model that was saved whole unquantised: what was added is not quantised when it is loaded.
     retrofitted("llama").save_pretrained(tmp_path / "wide")
     wide = load(tmp_path / "wide")
     save_meta(wide, tmp_path / "added")
     for name, weight in load_file(tmp_path / "added" / "meta_tokens.safetensors").items():
         assert torch.equal(weight, retrofitted("llama").get_parameter(name)), name
-    freeze_base(wide, trained=True)  # as far as it can be
+    freeze_base(wide, trained=True)  # except quantised weights
     assert error(logits(wide.eval(), ids), logits(retrofitted("llama"), ids)) < 0.5
-    lora = peft.get_peft_model(model, deepcopy(LORA))  # without it Trainer refuses quantised models
+    lora = peft.get_peft_model(model, deepcopy(LORA))  # without adapters, Trainer refuses quantised models
     train(lora, tmp_path / "run", 2).train()
 
 

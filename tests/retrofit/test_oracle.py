@@ -1,4 +1,4 @@
-"""Meta-attention in a Llama beside the paper's formula (section 3), token by token, in its blocks run by hand."""
+"""Meta-attention in a Llama against the paper's formula (section 3), computed token by token in blocks run by hand."""
 
 import math
 from pathlib import Path
@@ -17,7 +17,7 @@ HEADS, SIZE, LAYERS = 3, 10, (0, 2)
 
 
 def rotated(x: Tensor, slot: int) -> Tensor:
-    """Each pair of features (i, i + size / 2) as a complex number, turned by the slot's angle."""
+    """Rotate each pair of features (i, i + size / 2), as a complex number, by the slot's angle."""
     turned = x.clone()
     for i in range(SIZE // 2):
         angle = slot * 10_000.0 ** (-2 * i / SIZE)
@@ -27,7 +27,7 @@ def rotated(x: Tensor, slot: int) -> Tensor:
 
 
 def meta_attention(states: Tensor, slots: list[int], weights: dict[str, Tensor]) -> Tensor:
-    """What is added to one row's meta-tokens; states (meta-tokens, width)."""
+    """What is added at one row's meta-tokens; states (meta-tokens, width)."""
     mean, variance = states.mean(-1, keepdim=True), states.var(-1, keepdim=True, correction=0)
     normed = (states - mean) / (variance + 1e-5).sqrt() * weights["norm.weight"]
     q, k, v = (normed @ part.T for part in weights["attention.qkv_proj.weight"].chunk(3))
@@ -75,7 +75,7 @@ def test_a_llama_with_meta_attention(layers: tuple[int, ...], tmp_path: Path) ->
 
 @torch.no_grad()
 def test_a_bloom_with_meta_attention(tmp_path: Path) -> None:
-    """Its attention is given the residual stream, and returns the sum."""
+    """BLOOM's attention receives the residual stream, and returns the sum."""
     ids = with_meta_tokens()
     model = train_like(add_meta_attention(base("bloom"), meta_token_id=META, heads=HEADS, head_size=SIZE))
     save_meta(model, tmp_path)
@@ -95,7 +95,7 @@ def test_a_bloom_with_meta_attention(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma3_text"])
 def test_meta_tokens_put_in_while_text_is_generated(name: str) -> None:
-    """Behind every second new token, by a loop that reads the whole sequence for each."""
+    """After every second new token, by a loop that reads the whole sequence for each token."""
     model, ids = retrofitted(name), with_meta_tokens()[:1]
     sequence, new = ids[0].tolist(), []
     for count in range(9):
@@ -124,7 +124,7 @@ def test_no_meta_token_is_put_in_beyond_a_learned_table(name: str) -> None:
     assert model.generate(ids, max_new_tokens=8, **options).shape[1] == most
     with pytest.raises(UserError, match=f"longer than the {most} learned positions of this model"):
         model.generate(ids, max_new_tokens=8, meta_every=2, **options)
-    # A collator that puts meta-tokens in lengthens what was cut to the table.
+    # A collator that inserts meta-tokens makes sequences longer than the table.
     longer = torch.cat([ids, torch.full((1, 9), META)], dim=1)
     assert model(longer[:, 1:]).logits.shape[1] == most
     for mask in ({}, {"attention_mask": torch.ones_like(longer)}):

@@ -1,4 +1,4 @@
-"""Retrofitted models on disk: whole, and what was added by itself."""
+"""Retrofitted models on disk: saved whole, and as a delta."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     save_meta(model, tmp_path / "meta")
     config = json.loads((tmp_path / "whole" / "config.json").read_text())
     assert (config["model_type"], config["base_model_type"]) == ("meta_tokens", "llama")
-    assert config["architectures"] == ["MetaTokensLlamaForCausalLM"]  # which no other program takes for a Llama
+    assert config["architectures"] == ["MetaTokensLlamaForCausalLM"]  # not to be taken for a Llama
     assert config["meta_attention"]["sites"] == ["self_attn"] * 3
     added = load_file(tmp_path / "meta" / "meta_tokens.safetensors")
     assert {name.split("meta_")[1].split(".")[0] for name in added} == {"attention", "token"}
@@ -199,13 +199,13 @@ def test_a_configuration_comes_back_from_its_file_as_the_same_settings() -> None
         try:
             made = config()
             again = config.from_dict(json.loads(made.to_json_string(use_diff=False)))
-        except Exception as error:  # some cannot be made without arguments, or not be read again
+        except Exception as error:  # some need arguments, or cannot be read again
             differing.setdefault(type(error).__name__, []).append(kind)
             continue
         if found := difference(settings_of(made), settings_of(again)):
             differing[kind] = found
     found = {kind for kind, found in differing.items() if isinstance(found, str)}
-    assert found <= {"moshi"}  # some releases compute a setting of it when they read it
+    assert found <= {"moshi"}  # in some releases, reading it computes a setting
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
@@ -248,7 +248,7 @@ def test_what_is_on_no_disk_begins_as_it_does_in_a_base(tmp_path: Path) -> None:
     assert all(one.isfinite().all() and 0.01 < one.std() < 0.03 for one in drawn)
     base("llama").save_pretrained(tmp_path)
     model.config.architectures = ["LlamaForCausalLM"]
-    model.config.save_pretrained(tmp_path)  # weights of the base, and the configuration of what has more
+    model.config.save_pretrained(tmp_path)  # the base's weights with a retrofitted model's configuration
     with pytest.raises(UserError, match="the weights lack what was added to the LlamaForCausalLM"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
@@ -323,7 +323,7 @@ def test_weights_that_do_not_fit_are_refused(
     model = base("llama")
     with pytest.raises(UserError, match=r"do not fit its meta_tokens\.json"):
         load_meta(model, tmp_path)
-    save_file(weights, tmp_path / "meta_tokens.safetensors")  # and the base is as it was
+    save_file(weights, tmp_path / "meta_tokens.safetensors")  # the base is unchanged
     assert all(weight.requires_grad for weight in model.parameters())
     model = load_meta(model, tmp_path)
     assert torch.equal(logits(model, with_meta_tokens()), logits(retrofitted("llama"), with_meta_tokens()))
@@ -444,7 +444,7 @@ def test_what_cannot_be_is_refused() -> None:
     refused(base("llama"), "the tokenizer has entries for which the model has no row, such as", tokenizer=tokenizer)
     plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({str(i): i for i in range(ROWS + 3)})))
     refused(base("llama"), "has no row, such as '320'", tokenizer=plain)
-    assert len(plain) == ROWS + 3  # nor is one added to a tokenizer that is refused
+    assert len(plain) == ROWS + 3  # a tokenizer that is refused gets no token
 
 
 def test_a_refused_model_is_as_it_was() -> None:
@@ -458,7 +458,9 @@ def test_a_refused_model_is_as_it_was() -> None:
 
 def test_prompts_begin_as_the_bases_tokenizer_begins_a_text() -> None:
     tokenizer = load_tokenizer("train:300", corpus=CORPUS)
-    assert encode_prompt(tokenizer, "the cat") == tokenizer("the cat")["input_ids"]  # which has no such convention
+    assert (
+        encode_prompt(tokenizer, "the cat") == tokenizer("the cat")["input_ids"]
+    )  # this tokenizer adds no token at the start
     bos = ("<|endoftext|>", tokenizer.eos_token_id)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
     plain = encode_prompt(tokenizer, "the cat _PAUSE_ sat", markers="_PAUSE_")

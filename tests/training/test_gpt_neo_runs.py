@@ -68,7 +68,7 @@ def test_a_new_one_learns_and_is_saved_with_its_meta_token(
     steps = ("training.max_steps=60", "training.save_steps=60", "training.learning_rate=0.02")
     pretrain(pretraining(*NEO_MODEL, *steps, "data.placement=none"), tmp_path / "run")
     losses = [point["loss"] for point in curve(tmp_path / "run") if "loss" in point]
-    assert losses[0] == pytest.approx(math.log(832), abs=0.5)  # 769 entries padded to 832, none of them preferred
+    assert losses[0] == pytest.approx(math.log(832), abs=0.5)  # 769 entries padded to 832, all equally likely
     assert sum(losses[-10:]) / 10 < 0.6 * losses[0]
     verify_manifest(tmp_path / "run")
     model = load_model(tmp_path / "run")
@@ -213,7 +213,7 @@ def test_positions_that_jump_stay_one_sequence(small_store: TokenStore, tmp_path
     with position_jumps(model, 72):
         losses = model(ids, labels=ids).loss
     expected = []
-    for row, own in zip(ids, positions, strict=True):  # a table that numbers the sequence from 0
+    for row, own in zip(ids, positions, strict=True):  # by a table whose first rows are those of the positions
         with torch.no_grad():
             before = table.clone()
             table[:20] = before[own]
