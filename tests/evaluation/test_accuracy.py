@@ -11,13 +11,14 @@ import torch
 from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
-from metatokens.evaluation.accuracy import TEST_SEED, evaluate, score, shortcut_rates, test_examples
+from metatokens.evaluation import accuracy
+from metatokens.evaluation.accuracy import TEST_SEED, evaluate, score, shortcut_rates
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.records import About
 from metatokens.tasks.curriculum import TASKS
 from metatokens.tasks.example import Example
 
-test_examples.__test__ = False  # type: ignore[attr-defined]  # it makes examples and is no test
+Draw = Callable[..., list[Example]]
 
 MODELS = {
     "meta, rope": {},
@@ -27,8 +28,15 @@ MODELS = {
 
 
 @pytest.fixture(scope="module")
-def documents(small_corpus: Path) -> list[str]:
-    return [small_corpus.read_text(), *small_corpus.read_text().split("\n\n")]
+def draw(small_corpus: Path, small_store: TokenStore) -> Draw:
+    """Draws the first test examples of a task and a length."""
+    documents = [small_corpus.read_text(), *small_corpus.read_text().split("\n\n")]
+
+    def draw(task: str, length: int, n: int, condition: str = "paper") -> list[Example]:
+        tokenizer = small_store.tokenizer
+        return accuracy.test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
+
+    return draw
 
 
 def greedy(model: MetaGPT2ForCausalLM, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -70,11 +78,10 @@ def test_scores_are_those_of_greedy_generation(
     task: str,
     changes: dict[str, str],
     small_model: Callable[..., Path],
-    small_store: TokenStore,
-    documents: list[str],
+    draw: Draw,
 ) -> None:
     model = load_model(small_model(**changes)).eval()
-    examples = test_examples(task, 64, 12, small_store.tokenizer, condition="paper", documents=documents)
+    examples = draw(task, 64, 12)
     examples = some_answered_right(model, examples)
     exact, tokens = score(model, examples)
     for example, is_exact, hits in zip(examples, exact, tokens, strict=True):
@@ -85,7 +92,7 @@ def test_scores_are_those_of_greedy_generation(
 
 
 def test_a_row_that_pads_the_vocabulary_is_no_answer_as_in_generation(
-    small_model: Callable[..., Path], small_store: TokenStore, documents: list[str]
+    small_model: Callable[..., Path], draw: Draw
 ) -> None:
     model = load_model(small_model(unpadded_vocab_size=769)).eval()
     with torch.no_grad():  # its row is the likeliest one everywhere
@@ -94,20 +101,18 @@ def test_a_row_that_pads_the_vocabulary_is_no_answer_as_in_generation(
         model.register_buffer("unused", torch.zeros(()))
         bias = model.model.norm(model.model.embed_tokens.weight[:769]).mean(dim=0)
         model.lm_head.weight[800] = 1e4 * bias
-    (example,) = test_examples("parity", 64, 1, small_store.tokenizer, condition="paper", documents=documents)
+    (example,) = draw("parity", 64, 1)
     prompt = example.input_ids[: example.answer_start]
     answered = dataclasses.replace(example, input_ids=(*prompt, *greedy(model, prompt, 2)))
     assert score(model, [answered]) == ([True], [2])
 
 
-def test_the_meta_token_is_no_answer_as_in_generation(
-    small_model: Callable[..., Path], small_store: TokenStore
-) -> None:
+def test_the_meta_token_is_no_answer_as_in_generation(small_model: Callable[..., Path], draw: Draw) -> None:
     model = load_model(small_model()).eval()
     meta = model.config.meta_token_id
     with torch.no_grad():
         model.model.embed_tokens.weight[meta] *= 30  # so that it is the likeliest token wherever it is not the last
-    examples = test_examples("parity", 64, 12, small_store.tokenizer, condition="paper", documents=())
+    examples = draw("parity", 64, 12)
     examples = some_answered_right(model, examples)
     exact, tokens = score(model, examples)
     likeliest = [model(torch.tensor([row.input_ids[: row.answer_start]])).logits[0, -1].argmax() for row in examples]
@@ -121,19 +126,9 @@ def test_the_meta_token_is_no_answer_as_in_generation(
     assert sum(exact) >= 4
 
 
-def test_batches_do_not_change_the_scores(
-    small_model: Callable[..., Path], small_store: TokenStore, documents: list[str]
-) -> None:
+def test_batches_do_not_change_the_scores(small_model: Callable[..., Path], draw: Draw) -> None:
     model = load_model(small_model())
-    lengths = (64, 128)
-    examples = [
-        example
-        for length in lengths
-        for example in test_examples(
-            "copying", length, 9, small_store.tokenizer, condition="paper", documents=documents
-        )
-    ]
-    examples = some_answered_right(model.eval(), examples)
+    examples = some_answered_right(model.eval(), [*draw("copying", 64, 9), *draw("copying", 128, 9)])
     assert len({len(example.input_ids) for example in examples}) > 5
     alone = score(model, examples, batch=1)
     assert score(model, examples, batch=4) == alone
@@ -147,28 +142,21 @@ def test_batches_do_not_change_the_scores(
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("length", [64, 128])
-def test_a_bin_holds_prompts_of_its_lengths_from_the_test_split(
-    task: str, length: int, small_store: TokenStore, documents: list[str]
-) -> None:
-    examples = test_examples(task, length, 8, small_store.tokenizer, condition="paper", documents=documents)
+def test_a_bin_holds_prompts_of_its_lengths_from_the_test_split(task: str, length: int, draw: Draw) -> None:
+    examples = draw(task, length, 8)
     assert all(length / 2 < example.n_tokens <= length for example in examples)
     assert {(example.split, example.seed) for example in examples} == {("test", TEST_SEED)}
-    again = test_examples(task, length, 12, small_store.tokenizer, condition="paper", documents=documents)
+    again = draw(task, length, 12)
     assert again[:8] == examples
 
 
 # --- results
 
 
-def test_results_count_examples_and_answer_tokens(
-    small_model: Callable[..., Path], small_store: TokenStore, documents: list[str]
-) -> None:
+def test_results_count_examples_and_answer_tokens(small_model: Callable[..., Path], draw: Draw) -> None:
     model = load_model(small_model())
     training = {"seed": 5, "train_length": 64, "train_condition": "paper", "recipe": "demo"}
-    tests = {
-        length: test_examples("copying", length, n, small_store.tokenizer, condition="none", documents=documents)
-        for length, n in ((64, 6), (128, 5))
-    }
+    tests = {length: draw("copying", length, n, "none") for length, n in ((64, 6), (128, 5))}
     results = evaluate(model, tests, About(model="meta", task="copying", condition="none", **training))
     assert [(r.length, r.metric) for r in results] == [
         (64, "exact_match"),
@@ -195,13 +183,8 @@ def test_results_count_examples_and_answer_tokens(
         assert result.intervention is None
 
 
-def test_beyond_learned_positions_there_is_no_figure(
-    small_model: Callable[..., Path], small_store: TokenStore, documents: list[str]
-) -> None:
-    tests = {
-        length: test_examples("copying", length, n, small_store.tokenizer, condition="paper", documents=documents)
-        for length, n in ((64, 40), (128, 2), (256, 2))
-    }
+def test_beyond_learned_positions_there_is_no_figure(small_model: Callable[..., Path], draw: Draw) -> None:
+    tests = {length: draw("copying", length, n) for length, n in ((64, 40), (128, 2), (256, 2))}
 
     def values(positions: int) -> dict[int, list[tuple[float | None, int]]]:
         model = load_model(small_model(position_embedding="learned", max_position_embeddings=positions))
@@ -218,19 +201,16 @@ def test_beyond_learned_positions_there_is_no_figure(
     assert values(longest - 2)[64] == [(None, 0), (None, 0)]
 
 
-def test_a_prompt_is_never_cut(small_model: Callable[..., Path], small_store: TokenStore) -> None:
+def test_a_prompt_is_never_cut(small_model: Callable[..., Path], draw: Draw) -> None:
     model = load_model(small_model(position_embedding="learned", max_position_embeddings=40))
-    examples = test_examples("parity", 64, 3, small_store.tokenizer, condition="paper", documents=())
+    examples = draw("parity", 64, 3)
     with pytest.raises(UserError, match="longer than the 40 learned positions"):
         score(model, examples)
 
 
-def test_shortcut_rates(small_store: TokenStore) -> None:
+def test_shortcut_rates(draw: Draw, small_store: TokenStore) -> None:
     tokenizer, task = small_store.tokenizer, "segment_counting"
-    drawn = {
-        length: test_examples(task, length, n, tokenizer, condition="paper", documents=())
-        for length, n in {64: 30, 128: 20}.items()
-    }
+    drawn = {length: draw(task, length, n) for length, n in {64: 30, 128: 20}.items()}
     results = shortcut_rates(task, "paper", drawn, tokenizer, (), recipe="demo")
     assert {(one.length, one.n, one.metric, one.condition) for one in results} == {
         (64, 30, "shortcut", "paper"),

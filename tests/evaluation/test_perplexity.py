@@ -18,7 +18,7 @@ from metatokens.data.store import TokenStore
 from metatokens.decoder import logits_at
 from metatokens.errors import UserError
 from metatokens.evaluation.perplexity import held_out_text, perplexity, unigram_entropy
-from metatokens.records import About
+from metatokens.records import About, Result
 
 BLOCK = {"block_size": 32, "fraction": 0.1}  # 29 text tokens and 3 meta-tokens
 
@@ -27,6 +27,10 @@ BLOCK = {"block_size": 32, "fraction": 0.1}  # 29 text tokens and 3 meta-tokens
 def text(small_store: TokenStore) -> np.ndarray:
     """Whole blocks of 29 tokens and 11 tokens more."""
     return small_store.tokens("held_out")[: 29 * 20 + 11]
+
+
+def measured(model: Any, text: np.ndarray, placement: str, **changes: Any) -> Result:
+    return perplexity(model, text, About(model="x"), **{"placement": placement, **BLOCK, **changes})
 
 
 def losses_by_hand(folder: Path, text: np.ndarray, placement: str) -> np.ndarray:
@@ -51,7 +55,7 @@ def test_a_model_without_a_meta_token_reads_any_text(small_model: Callable[..., 
     folder = small_model(second_attention="none", meta_token_id=None)
     with_every_id = text.copy()
     with_every_id[5] = 0  # the end of text in a tokenizer of ours, "!" in GPT-2's
-    result = perplexity(load_model(folder), with_every_id, placement="none", about=About(model="gpt2"), **BLOCK)
+    result = measured(load_model(folder), with_every_id, "none")
     assert result.value == pytest.approx(math.exp(losses_by_hand(folder, with_every_id, "none").mean()), rel=1e-5)
 
 
@@ -79,10 +83,7 @@ def test_meta_tokens_change_the_figure_and_not_what_is_counted(
     small_model: Callable[..., Path], text: np.ndarray
 ) -> None:
     model = load_model(small_model())
-    without, with_some = (
-        perplexity(model, text, placement=placement, about=About(model="meta"), **BLOCK)
-        for placement in ("none", "uniform")
-    )
+    without, with_some = (measured(model, text, placement) for placement in ("none", "uniform"))
     assert without.n == with_some.n
     assert without.chance == with_some.chance
     assert without.value != with_some.value
@@ -93,9 +94,7 @@ def test_landmarks_are_put_into_the_same_text(
     rule: str, small_store: TokenStore, small_model: Callable[..., Path], text: np.ndarray
 ) -> None:
     landmarks, folder = Landmarks(small_store.tokenizer, rule), small_model()
-    result = perplexity(
-        load_model(folder), text, placement="none", landmarks=landmarks, about=About(model="meta"), **BLOCK
-    )
+    result = measured(load_model(folder), text, "none", landmarks=landmarks)
     model = load_model(folder).double()
     meta, losses, sizes = model.config.meta_token_id, [], set()
     behind = landmarks(text[: 29 * 20])
@@ -120,7 +119,7 @@ def test_a_model_without_preferences_has_the_vocabulary_as_its_perplexity(
     model = load_model(small_model())
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    result = perplexity(model, text, placement=placement, about=About(model="uniform"), **BLOCK)
+    result = measured(model, text, placement)
     assert result.value == pytest.approx(model.config.vocab_size)
     assert result.low == pytest.approx(result.high)
 
@@ -131,16 +130,14 @@ def test_chance_is_the_perplexity_of_the_tokens_own_frequencies(
     counts = Counter(text[: 29 * 20].tolist())
     entropy = -sum(count / 580 * math.log(count / 580) for count in counts.values())
     assert unigram_entropy(text[: 29 * 20]) == pytest.approx(entropy)
-    result = perplexity(load_model(small_model()), text, placement="none", about=About(model="x"), **BLOCK)
+    result = measured(load_model(small_model()), text, "none")
     assert result.chance == pytest.approx(math.exp(entropy))
 
 
 def test_batches_do_not_change_the_figure(small_model: Callable[..., Path], text: np.ndarray) -> None:
     model = load_model(small_model())
-    whole = perplexity(
-        model, text, placement="uniform", about=About(model="x"), **BLOCK
-    )  # 20 blocks: a batch of 16 and one of 4
-    first = perplexity(model, text[: 29 * 17], placement="uniform", about=About(model="x"), **BLOCK)
+    whole = measured(model, text, "uniform")  # 20 blocks: a batch of 16 and one of 4
+    first = measured(model, text[: 29 * 17], "uniform")
     rest = math.log(whole.value) * 20 - math.log(first.value) * 17
     losses = losses_by_hand(small_model(), text, "uniform").mean(axis=1)
     assert rest == pytest.approx(losses[17:].sum(), rel=1e-4)
@@ -180,14 +177,14 @@ def test_what_cannot_be_measured_is_refused(small_model: Callable[..., Path], te
         ({"block_size": 2, "fraction": 0.5}, "has nothing to predict"),
     ]:
         with pytest.raises(UserError, match=sentence):
-            perplexity(model, text, **{"placement": "uniform", "about": About(model="x"), **BLOCK, **changes})
+            measured(model, text, **{"placement": "uniform", **changes})
     without = load_model(small_model(second_attention="none", meta_token_id=None))
     with pytest.raises(UserError, match="has no meta_token_id"):
-        perplexity(without, text, placement="uniform", about=About(model="x"), **BLOCK)
-    assert perplexity(without, text, placement="none", about=About(model="x"), **BLOCK).n == 20 * 28
+        measured(without, text, "uniform")
+    assert measured(without, text, "none").n == 20 * 28
     learned = load_model(small_model(position_embedding="learned", max_position_embeddings=31))
     with pytest.raises(UserError, match="a sequence of 32 tokens is longer than the 31 learned positions"):
-        perplexity(learned, text, placement="uniform", about=About(model="x"), **BLOCK)
+        measured(learned, text, "uniform")
 
 
 def test_logits_are_never_all_there_at_once(
@@ -203,10 +200,8 @@ def test_logits_are_never_all_there_at_once(
             return made
 
     model = load_model(small_model(second_attention="meta"))
-    whole = perplexity(model, text, placement="uniform", about=About(model="meta"), **BLOCK)
+    whole = measured(model, text, "uniform")
     monkeypatch.setitem(logits_at.__kwdefaults__, "most", 7 * model.config.vocab_size)
     with Largest() as largest:
-        assert perplexity(model, text, placement="uniform", about=About(model="meta"), **BLOCK).value == pytest.approx(
-            whole.value
-        )
+        assert measured(model, text, "uniform").value == pytest.approx(whole.value)
     assert largest.size == 7 * model.config.vocab_size

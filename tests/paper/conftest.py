@@ -1,5 +1,6 @@
 """The tiny plan, carried out in this process."""
 
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from metatokens.paper import pools, presets, run
+from metatokens.paper.variants import Preset
 from tests.paper import tiny_preset
 
 
@@ -27,11 +29,22 @@ class InThisProcess:
 
 
 @pytest.fixture
-def reproduce(small_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`reproduce` with the tiny preset, in this process."""
-    monkeypatch.setattr(presets, "PRESETS", {name: tiny_preset.tiny(str(small_corpus)) for name in ("tiny", "other")})
+def tiny(small_corpus: Path) -> Preset:
+    """The tiny preset."""
+    return tiny_preset.tiny(str(small_corpus))
+
+
+@pytest.fixture
+def reproduce(tiny: Preset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Carries out the tiny preset, or another, in this process, and gives the run's folder."""
     monkeypatch.setattr(pools, "ProcessPoolExecutor", InThisProcess)
-    return lambda out, name="tiny", **options: run.reproduce(name, out, workers=1, **options)
+
+    def carry_out(name: str = "tiny", sizes: Preset = tiny, **options: Any) -> Path:
+        monkeypatch.setattr(presets, "PRESETS", {"tiny": sizes, "other": sizes})
+        run.reproduce(name, tmp_path / "run", workers=1, **options)
+        return tmp_path / "run"
+
+    return carry_out
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +56,9 @@ def undisturbed(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) ->
         patch.setattr(pools, "ProcessPoolExecutor", InThisProcess)
         run.reproduce("tiny", out, workers=1)
     return out
+
+
+@pytest.fixture
+def copied(undisturbed: Path, tmp_path: Path) -> Path:
+    """A copy of that run, which `reproduce` goes on with."""
+    return shutil.copytree(undisturbed, tmp_path / "run")

@@ -1,10 +1,9 @@
-"""The whole plan: carried out, cut off, gone on with."""
+"""The whole plan: carried out, cut off and resumed."""
 
 import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from metatokens.paper.plan import Stage, stages
 from metatokens.paper.report.frame import load
 from metatokens.paper.run_log import RunLog
 from metatokens.paper.runner import Outcome, Runner
-from metatokens.paper.variants import TrainedModel
+from metatokens.paper.variants import Preset, TrainedModel
 from metatokens.records import Result, RunInfo, lines_file, read_lines, read_record
 from metatokens.tasks.example_store import ExampleStore
 from tests.paper import tiny_preset
@@ -44,18 +43,21 @@ for model in ("gpt2", "meta"):
 NEO = ("model.architecture=gpt_neo", "model.second_attention=none")
 
 
-def noted(started: list[str]) -> Callable[..., Any]:
-    """`carry_out`, which notes the stage's name."""
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the stages that are started."""
+    names: list[str] = []
     carry_out = Runner.carry_out
 
     def note(runner: Runner, stage: Stage, progress: Any) -> Outcome:
-        started.append(stage.name)
+        names.append(stage.name)
         return carry_out(runner, stage, progress)
 
-    return note
+    monkeypatch.setattr(Runner, "carry_out", note)
+    return names
 
 
-# --- what a run leaves
+# --- the files of a run
 
 
 def test_the_result_lines(undisturbed: Path) -> None:
@@ -107,7 +109,7 @@ def test_curves_examples_and_provenance_are_what_the_report_reads(undisturbed: P
     assert about.models["meta"].parameters == about.models["gpt2"].parameters + 4 * 16**2 + 4 * 16 + 2 * 16
 
 
-def test_a_stage_says_in_fields_what_its_name_says(undisturbed: Path) -> None:
+def test_a_stages_fields_are_the_parts_of_its_name(undisturbed: Path) -> None:
     about = read_record(undisturbed / "run.json", RunInfo)
     took = {"name", "seconds", "cpu_seconds"}
     fields = {stage.name: stage.model_dump(exclude_none=True, exclude=took) for stage in about.stages}
@@ -120,23 +122,20 @@ def test_a_stage_says_in_fields_what_its_name_says(undisturbed: Path) -> None:
     assert fields["evaluate-meta-parity"] == {"kind": "evaluate", "task": "parity"} | meta
 
 
-def test_the_curve_of_a_task_begins_with_its_stages(
-    reproduce: Callable[..., None], small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiny = tiny_preset.tiny(str(small_corpus), models=("meta",))
+def test_the_curve_of_a_task_begins_with_its_curriculum(reproduce: Callable[..., Path], tiny: Preset) -> None:
     own = "task.stages=[{lists: [3, 3], items: [6, 6], max_steps: 3}, {lists: [3, 4], items: [6, 7], max_steps: 2}]"
-    sizes = replace(tiny, finetune_overrides=(*tiny.finetune_overrides, own), probe_steps={"parity": 1})
-    monkeypatch.setattr(presets, "PRESETS", {"tiny": sizes})
-    reproduce(tmp_path / "run")
-    points = [one for one in load([tmp_path / "run"]).read.points if one.task == "parity"]
+    overrides = (*tiny.finetune_overrides, own)
+    sizes = replace(tiny, models=tiny.models[1:], finetune_overrides=overrides, probe_steps={"parity": 1})
+    out = reproduce(sizes=sizes)
+    points = [one for one in load([out]).read.points if one.task == "parity"]
     assert [one.step for one in points if one.loss is not None] == [*range(1, 10)]  # 3 and 2 of stages, and 4
     assert [one.step for one in points if one.exact_match is not None] == [*range(1, 10)]
     assert {one.train_length for one in points} == {64}
     seen = [one.text_tokens for one in points if one.loss is not None]
     markers = {}
     for name in ("stage-1", "stage-2", "train-64"):
-        (file,) = (tmp_path / "run" / "examples").rglob(f"{name}.arrow")
-        tokenizer = load_tokenizer(str(tmp_path / "run" / "tokens" / "tokenizer"))
+        (file,) = (out / "examples").rglob(f"{name}.arrow")
+        tokenizer = load_tokenizer(str(out / "tokens" / "tokenizer"))
         drawn = [[token for token in one.input_ids if token != tokenizer.meta_token_id] for one in ExampleStore(file)]
         markers[name] = 4 * sum(map(len, drawn)) / len(drawn)  # text tokens of a step
     assert seen[2] == pytest.approx(3 * markers["stage-1"], abs=1)
@@ -153,7 +152,7 @@ def test_models_are_trained_on_the_same_text(undisturbed: Path) -> None:
     assert data["gpt2"] == {"block_size": 29, "fraction": 0.1, "placement": "none"}
 
 
-# --- cut off and gone on with, in this process
+# --- cut off and resumed, in this process
 
 
 def cut_off(*_: object, **__: object) -> None:
@@ -162,64 +161,62 @@ def cut_off(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("cut", range(0, len(STAGES), 3))
 def test_stages_that_were_finished_are_not_repeated(
-    cut: int, reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cut: int,
+    reproduce: Callable[..., Path],
+    started: list[str],
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    started: list[str] = []
-    carry_out = noted(started)
+    carry_out = Runner.carry_out
 
     def stop_at_cut(*arguments: Any) -> Any:
-        if len(started) == cut:
-            raise KeyboardInterrupt
-        return carry_out(*arguments)
+        return cut_off() if len(started) == cut else carry_out(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "carry_out", stop_at_cut)
         with pytest.raises(KeyboardInterrupt):
-            reproduce(tmp_path / "run")
+            reproduce()
     before = records(tmp_path / "run")
     assert len(before) == len(started) == cut
-    monkeypatch.setattr(Runner, "carry_out", carry_out)
-    reproduce(tmp_path / "run")
-    after = records(tmp_path / "run")
+    out = reproduce()
+    after = records(out)
     assert {name: after[name] for name in before} == before
     assert sorted(after) == sorted(STAGES)
     assert len(started) == len(STAGES)
-    assert_same_run(tmp_path / "run", undisturbed)
-    (about,) = load([tmp_path / "run"]).read.runs
-    assert (about.wall_seconds is None) == (cut > 0)  # what the first try took is not known
-    reproduce(tmp_path / "run")
-    assert records(tmp_path / "run") == after
+    assert_same_run(out, undisturbed)
+    (about,) = load([out]).read.runs
+    assert (about.wall_seconds is None) == (cut > 0)  # the first try's time is unknown
+    assert records(reproduce()) == after
     assert len(started) == len(STAGES)
 
 
 def test_a_run_cut_off_before_its_provenance_gets_it(
-    reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reproduce: Callable[..., Path], undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(run, "_write_provenance", cut_off)
         with pytest.raises(KeyboardInterrupt):
-            reproduce(tmp_path / "run")
+            reproduce()
     assert not (tmp_path / "run" / "run.json").exists()
-    reproduce(tmp_path / "run")
-    assert {stage.name for stage in load([tmp_path / "run"]).read.runs[0].stages} == set(STAGES)
-    assert_same_run(tmp_path / "run", undisturbed)
+    out = reproduce()
+    assert {stage.name for stage in load([out]).read.runs[0].stages} == set(STAGES)
+    assert_same_run(out, undisturbed)
 
 
 def test_a_run_goes_on_from_its_records_alone(
-    reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reproduce: Callable[..., Path], undisturbed: Path, copied: Path, started: list[str]
 ) -> None:
-    shutil.copytree(undisturbed, tmp_path / "run", ignore=shutil.ignore_patterns("models", "tokens", "examples"))
+    for folder in ("models", "tokens", "examples"):
+        shutil.rmtree(copied / folder)
     for begun in ("models/meta/pretrained", "models/meta/parity", "tokens", "examples/parity"):
-        (tmp_path / "run" / begun).mkdir(parents=True)  # and was cut off there, which is no product
+        (copied / begun).mkdir(parents=True)  # as if cut off there, without a product
     last = "evaluate-gpt2-parity"
-    kept = [line for name, line in records(tmp_path / "run").items() if name != last]
+    kept = [line for name, line in records(copied).items() if name != last]
     assert len(kept) == len(STAGES) - 1
-    log = tmp_path / "run" / "stages.jsonl"
-    assert list(records(tmp_path / "run"))[-1] == last  # so that its result lines are the last ones too
-    log.write_text("".join(line + "\n" for line in kept))
-    started: list[str] = []
-    monkeypatch.setattr(Runner, "carry_out", noted(started))
-    reproduce(tmp_path / "run")
+    assert list(records(copied))[-1] == last  # so its result lines are the last ones too
+    (copied / "stages.jsonl").write_text("".join(line + "\n" for line in kept))
+    reproduce()
     needed = {
         "tokenize",
         "pretrain-gpt2",
@@ -231,50 +228,36 @@ def test_a_run_goes_on_from_its_records_alone(
     }
     assert len(started) == len(needed)
     assert set(started) == needed
-    assert list(records(tmp_path / "run").values())[:-1] == kept
-    assert_same_run(tmp_path / "run", undisturbed)
-
-
-@contextmanager
-def moved_without_weights(run: Path) -> Iterator[dict[str, Any]]:
-    """A run whose gpt2 is to be trained again for the evaluation that is left: its stages' facts, to be changed."""
-    shutil.rmtree(run / "models" / "gpt2")
-    log = run / "stages.jsonl"
-    entries = [json.loads(line) for line in log.read_text().splitlines() if '"evaluate-gpt2-parity"' not in line]
-    yield {entry["name"]: entry["facts"] for entry in entries}
-    log.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert list(records(copied).values())[:-1] == kept
+    assert_same_run(copied, undisturbed)
 
 
 def test_weights_that_come_out_otherwise_are_noticed(
-    reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reproduce: Callable[..., Path], copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Finished stages measured other weights than what is left to measure: as after a move to another machine."""
-    shutil.copytree(undisturbed, tmp_path / "run")
-    with moved_without_weights(tmp_path / "run") as facts:
-        assert len(facts["finetune-gpt2-parity"]["weights_sha256"]["64"]) == 64
-        facts["pretrain-gpt2"]["weights_sha256"] = "0"
-    reproduce(tmp_path / "run")
+    """Training again gives other weights than those that finished stages measured, as on another machine."""
+    shutil.rmtree(copied / "models" / "gpt2")
+    entries = [json.loads(line) for name, line in records(copied).items() if name != "evaluate-gpt2-parity"]
+    facts = {entry["name"]: entry["facts"] for entry in entries}
+    assert len(facts["finetune-gpt2-parity"]["weights_sha256"]["64"]) == 64
+    facts["pretrain-gpt2"]["weights_sha256"] = "0"
+    (copied / "stages.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    reproduce()
     said = [line for line in capsys.readouterr().err.splitlines() if "other weights" in line]
     assert said == ["pretrain-gpt2 gave other weights than those that finished stages measured."]
 
 
 def test_lines_of_a_stage_that_was_cut_off_are_dropped(
-    reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
+    reproduce: Callable[..., Path], undisturbed: Path, copied: Path
 ) -> None:
-    shutil.copytree(undisturbed, tmp_path / "run")
-    before = lines(tmp_path / "run")
-    unpack(tmp_path / "run")
-    for name in ("results.jsonl", "curves.jsonl", "stages.jsonl"):
-        with (tmp_path / "run" / name).open("a") as file:
-            file.write('{"cut off": ')
-    with (tmp_path / "run" / "analysis.jsonl").open("a") as file:
-        file.write('{"whole": "and not counted"}\n')
-    reproduce(tmp_path / "run")
-    assert lines(tmp_path / "run") == before
-    assert records(tmp_path / "run") == records(undisturbed)
-
-
-PACKED = ["analysis.jsonl.gz", "curves.jsonl.gz", "results.jsonl.gz"]
+    unpack(copied)
+    ends = dict.fromkeys(("results", "curves", "stages"), '{"cut off": ') | {"analysis": '{"whole": "not counted"}\n'}
+    for name, end in ends.items():
+        with (copied / f"{name}.jsonl").open("a") as file:
+            file.write(end)
+    reproduce()
+    assert lines(copied) == lines(undisturbed)
+    assert records(copied) == records(undisturbed)
 
 
 def files_of_lines(run: Path) -> dict[str, bytes]:
@@ -282,41 +265,28 @@ def files_of_lines(run: Path) -> dict[str, bytes]:
 
 
 def test_the_files_of_a_finished_run_are_compressed_and_their_bytes_are_those_of_the_lines(
-    reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
+    reproduce: Callable[..., Path], copied: Path
 ) -> None:
-    shutil.copytree(undisturbed, tmp_path / "run")
-    before = files_of_lines(tmp_path / "run")
-    assert list(before) == PACKED
+    before = files_of_lines(copied)
+    assert list(before) == ["analysis.jsonl.gz", "curves.jsonl.gz", "results.jsonl.gz"]
     for content in before.values():
         assert content[3] == 0  # no name
         assert content[4:8] == bytes(4)  # no time
-    unpack(tmp_path / "run")  # a run of before, and one that was killed before it was packed
-    about = (tmp_path / "run" / "run.json").read_bytes()
-    reproduce(tmp_path / "run")
-    assert files_of_lines(tmp_path / "run") == before
-    assert (tmp_path / "run" / "run.json").read_bytes() == about
+    unpack(copied)  # as if killed before it was packed
+    about = (copied / "run.json").read_bytes()
+    reproduce()
+    assert files_of_lines(copied) == before
+    assert (copied / "run.json").read_bytes() == about
 
 
 @pytest.mark.parametrize("killed_at", range(6))
 def test_nothing_is_lost_while_files_are_packed_or_unpacked(
-    killed_at: int,
-    reproduce: Callable[..., None],
-    undisturbed: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    killed_at: int, undisturbed: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "run"
-    shutil.copytree(undisturbed, out)
-    expected = files_of_lines(out)
-    steps = iter(range(6))
+    out, expected = copied, files_of_lines(copied)
 
     def killed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*arguments: Any, **options: Any) -> Any:
-            if next(steps) == killed_at:
-                raise KeyboardInterrupt
-            return call(*arguments, **options)
-
-        return step
+        return lambda *arguments, **options: (cut_off if next(steps) == killed_at else call)(*arguments, **options)
 
     for act in (RunLog.resume, RunLog.pack):
         steps = iter(range(6))
@@ -335,33 +305,20 @@ def test_nothing_is_lost_while_files_are_packed_or_unpacked(
 
 
 def test_a_finished_stage_with_other_settings_is_refused_and_a_longer_plan_is_not(
-    reproduce: Callable[..., None],
-    undisturbed: Path,
-    small_corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    reproduce: Callable[..., Path], copied: Path, tiny: Preset
 ) -> None:
-    shutil.copytree(undisturbed, tmp_path / "run")
-    before = records(tmp_path / "run")
-    tiny = tiny_preset.tiny(str(small_corpus))
+    before = records(copied)
     changed = replace(tiny, task_overrides={"parity": ("training.max_steps=4", "training.learning_rate=0.5")})
-    monkeypatch.setattr(presets, "PRESETS", {"tiny": changed})
     with pytest.raises(
         UserError, match=r"finetune-gpt2-parity with other settings \(recipe.training.learning_rate was"
     ):
-        reproduce(tmp_path / "run")
-    assert records(tmp_path / "run") == before
-    longer = replace(tiny, models=(*tiny.models, replace(tiny.models[0], model="pause")))
-    monkeypatch.setattr(presets, "PRESETS", {"tiny": longer})
-    reproduce(tmp_path / "run")
-    after = records(tmp_path / "run")
-    assert list(after)[: len(before)] == list(before)
-    assert set(after) - set(before) == {
-        "pretrain-pause",
-        "perplexity-pause",
-        "finetune-pause-parity",
-        "evaluate-pause-parity",
-    }
+        reproduce(sizes=changed)
+    assert records(copied) == before
+    reproduce(sizes=replace(tiny, models=(*tiny.models, replace(tiny.models[0], model="pause"))))
+    after = list(records(copied))
+    assert after[: len(before)] == list(before)
+    further = {"pretrain-pause", "perplexity-pause", "finetune-pause-parity", "evaluate-pause-parity"}
+    assert set(after[len(before) :]) == further
 
 
 def test_the_committed_run_has_the_lines_that_it_counts() -> None:
@@ -387,42 +344,32 @@ def test_the_committed_run_describes_its_stages_as_a_new_one_would() -> None:
     assert (jumps.recipe, jumps.position_embedding, jumps.train_length) == ("small/jumps", "rope", None)
 
 
-def test_result_lines_that_are_lost_are_noticed(
-    reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(undisturbed, tmp_path / "run")
-    unpack(tmp_path / "run")
-    (tmp_path / "run" / "results.jsonl").write_text("")
+def test_result_lines_that_are_lost_are_noticed(reproduce: Callable[..., Path], copied: Path) -> None:
+    unpack(copied)
+    (copied / "results.jsonl").write_text("")
     with pytest.raises(UserError, match=r"results.jsonl has fewer lines than stages.jsonl counts"):
-        reproduce(tmp_path / "run")
-    (tmp_path / "run" / "stages.jsonl").write_text("{}\n")
+        reproduce()
+    (copied / "stages.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match=r"stages.jsonl, line 1 is no finished stage"):
-        reproduce(tmp_path / "run")
+        reproduce()
 
 
-def test_one_tables_part(reproduce: Callable[..., None], tmp_path: Path) -> None:
+def test_one_tables_part(reproduce: Callable[..., Path]) -> None:
     with pytest.raises(UserError, match=r"'table0'; --only takes .*perplexity.*table9"):
-        reproduce(tmp_path / "run", table="table0")
-    reproduce(tmp_path / "run", table="perplexity")
-    assert set(records(tmp_path / "run")) == {
-        "tokenize",
-        "pretrain-gpt2",
-        "pretrain-meta",
-        "perplexity-gpt2",
-        "perplexity-meta",
-    }
-    assert [stage.name for stage in run.unfinished("tiny", tmp_path / "run", table="perplexity")] == []
-    left = {stage.name for stage in run.unfinished("tiny", tmp_path / "run")}
-    assert left == set(STAGES) - set(records(tmp_path / "run"))
+        reproduce(table="table0")
+    out = reproduce(table="perplexity")
+    models = {f"{kind}-{model}" for kind in ("pretrain", "perplexity") for model in ("gpt2", "meta")}
+    assert set(records(out)) == {"tokenize"} | models
+    assert run.unfinished("tiny", out, table="perplexity") == []
+    assert {stage.name for stage in run.unfinished("tiny", out)} == set(STAGES) - set(records(out))
 
 
 def test_every_kind_of_stage(
-    reproduce: Callable[..., None], small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reproduce: Callable[..., Path], small_corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presets, "PRESETS", {"tiny": tiny_preset.wide(str(small_corpus))})
-    monkeypatch.setattr(rate_distortion, "BETAS", (0.1,))  # a bottleneck is trained for each, and thrice
-    reproduce(tmp_path / "run")
-    results = read_lines(lines_file(tmp_path / "run", "results"), Result)
+    monkeypatch.setattr(rate_distortion, "BETAS", (0.1,))  # three bottlenecks are trained for each
+    out = reproduce(sizes=tiny_preset.wide(str(small_corpus)))
+    results = read_lines(lines_file(out, "results"), Result)
     extended = [one for one in results if one.recipe == "tiny/yarn" and one.metric == "exact_match"]
     assert {(one.train_length, one.length, one.n) for one in extended} == {(128, 64, 4), (128, 128, 3)}
     assert {one.text for one in results if one.metric == "perplexity"} == {"held_out", "book"}
@@ -430,26 +377,22 @@ def test_every_kind_of_stage(
     assert [(one.noise_seed, one.n) for one in noise] == [(0, 2), (1, 2)]
     (zeroed,) = [one for one in results if one.intervention == "no_pos" and one.metric == "exact_match"]
     assert (zeroed.noise_seed, zeroed.n) == (None, 4)
-    found = [json.loads(line) for line in lines(tmp_path / "run")["analysis.jsonl"]]
+    found = [json.loads(line) for line in lines(out)["analysis.jsonl"]]
     assert {one["analysis"] for one in found} == {"sharpness", "residual", "rate_distortion"}
     assert {one.get("intervention") for one in found if one["analysis"] == "rate_distortion"} == {None, "no_pos"}
-    points = [json.loads(line) for line in lines(tmp_path / "run")["curves.jsonl"]]
+    points = [json.loads(line) for line in lines(out)["curves.jsonl"]]
     probed = [(one["step"], one["n"]) for one in points if "exact_match" in one]
     assert probed == [(2, 4), (4, 4)] * 2
     tokens = {one["step"]: one["text_tokens"] for one in points if one.get("train_length") == 64}
     assert tokens[4] == pytest.approx(4 * tokens[1], abs=4)
     assert 4 * 20 < tokens[1] < 4 * 64
-    page = (tmp_path / "run" / "looks" / "parity.html").read_text(encoding="utf-8")
-    assert "<title>Inside meta and meta-yarn</title>" in page
-    assert load([tmp_path / "run"]).read.looks == {"parity": tmp_path / "run" / "looks" / "parity.html"}
+    page = out / "looks" / "parity.html"
+    assert "<title>Inside meta and meta-yarn</title>" in page.read_text(encoding="utf-8")
+    assert load([out]).read.looks == {"parity": page}
 
 
 def test_a_published_model_in_place_of_a_pretrained_one(
-    reproduce: Callable[..., None],
-    small_corpus: Path,
-    undisturbed: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    reproduce: Callable[..., Path], tiny: Preset, undisturbed: Path, tmp_path: Path
 ) -> None:
     tokenizer = load_tokenizer(str(undisturbed / "tokens" / "tokenizer"))
     sizes = {"hidden_size": 16, "num_heads": 2, "num_layers": 1, "attention_types": [[["global"], 1]]}
@@ -465,47 +408,43 @@ def test_a_published_model_in_place_of_a_pretrained_one(
         pretrain_overrides=NEO,
         finetune_overrides=("training.train_base=true",),
     )
-    tiny = replace(tiny_preset.tiny(str(small_corpus)), models=(one,))
-    monkeypatch.setattr(presets, "PRESETS", {"tiny": tiny})
-    reproduce(tmp_path / "run")
-    facts = json.loads((tmp_path / "run" / "run.json").read_text())["models"][one.name]
+    sizes = replace(tiny, models=(one,))
+    out = reproduce(sizes=sizes)
+    facts = json.loads((out / "run.json").read_text())["models"][one.name]
     rows = 64 * math.ceil((config.vocab_size + 1) / 64) + 1  # the meta-token's own is beside the table
     trained = GPTNeoForCausalLM(config).num_parameters() + (rows - config.vocab_size) * 16
     assert facts == {"parameters": trained, "description": f"{tmp_path / 'neo'}, as published"}
-    found = {(one.model, one.metric, one.task) for one in read_lines(lines_file(tmp_path / "run", "results"), Result)}
+    found = {(one.model, one.metric, one.task) for one in read_lines(lines_file(out, "results"), Result)}
     assert {("gpt-neo", "perplexity", None), ("gpt-neo", "exact_match", "parity")} <= found
 
-    monkeypatch.setattr(presets, "PRESETS", {"tiny": replace(tiny, tokenizer="train:600")})
+    shutil.rmtree(out)
     with pytest.raises(UserError, match="neo and the token store"):
-        reproduce(tmp_path / "other")
+        reproduce(sizes=replace(sizes, tokenizer="train:600"))
 
 
 def test_another_preset_is_refused_and_overwriting_replaces(
-    reproduce: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reproduce: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "_carry_out", cut_off)
     with pytest.raises(KeyboardInterrupt):
-        reproduce(tmp_path / "run")
+        reproduce()
     settings = (tmp_path / "run" / "settings.json").read_bytes()
     with pytest.raises(UserError, match="preset was 'tiny' and is now 'other'"):
-        reproduce(tmp_path / "run", "other")
+        reproduce("other")
     assert (tmp_path / "run" / "settings.json").read_bytes() == settings
     with pytest.raises(KeyboardInterrupt):
-        reproduce(tmp_path / "run", "other", overwrite=True)
+        reproduce("other", overwrite=True)
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["preset"] == "other"
 
 
-class FailsSecond:
-    """Stands for a pool of two workers: of two stages at work, the second fails when the first is done."""
+class FailsSecond(pools.Pool):
+    """A pool of two workers: when the first of two stages is done, the second fails."""
 
     size = 2
 
     def __init__(self, done: pools.Done):
         self.done = done
         self.at_work: list[str] = []
-
-    def __enter__(self) -> "FailsSecond":
-        return self
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -518,28 +457,19 @@ class FailsSecond:
         if self.at_work:
             raise UserError("the disk is full.")
 
-    def progress(self) -> Iterator[tuple[str, float]]:
-        return iter(())
-
 
 def test_what_is_done_is_kept_when_the_next_stage_fails(
-    reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reproduce: Callable[..., Path], undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenized = json.loads(records(undisturbed)["tokenize"])
     done = pools.Done(Outcome(facts=tokenized["facts"]), seconds=1.0, cpu_seconds=1.0)
     monkeypatch.setattr(run, "open_pool", lambda *_: FailsSecond(done))
     with pytest.raises(UserError, match="the disk is full"):
-        reproduce(tmp_path / "run")
+        reproduce()
     assert len(records(tmp_path / "run")) == 2  # tokenize, and the first of two
 
 
-def test_a_users_mistake_in_a_stage_is_passed_on(
-    reproduce: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise UserError("the disk is full.")
-
-    monkeypatch.setattr(Runner, "carry_out", refuse)
-    with pytest.raises(UserError, match="the disk is full"):
-        reproduce(tmp_path / "run")
+def test_a_users_mistake_in_a_stage_is_passed_on(reproduce: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no file matches the corpus nowhere"):
+        reproduce(corpus="nowhere")
     assert records(tmp_path / "run") == {}

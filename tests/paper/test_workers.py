@@ -84,13 +84,13 @@ def test_other_executors_and_settings_are_refused(
     executor: str,
     job: dict[str, str],
     sentence: str,
-    reproduce: Callable[..., None],
+    reproduce: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(UserError, match=sentence):
-        reproduce(tmp_path / "run", executor=executor, job=job)
+        reproduce(executor=executor, job=job)
     assert not list(tmp_path.glob(".cache/metatokens/jobs/*"))
 
 
@@ -173,19 +173,18 @@ def test_ctrl_c_and_going_on_in_worker_processes(
 
 
 def test_a_worker_that_the_system_kills_is_one_sentence(
-    stalled: Forked, reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
+    stalled: Forked, reproduce: Callable[..., Path], undisturbed: Path, tmp_path: Path
 ) -> None:
     os.kill(int((tmp_path / "stalled").read_text()), signal.SIGKILL)
     status, _, error = stalled.wait()
     assert status == 2
     assert error.splitlines()[-1].startswith("metatokens: a worker was killed while it did pretrain-meta (")
     assert "Traceback" not in error
-    reproduce(tmp_path / "run")
-    assert_same_run(tmp_path / "run", undisturbed)
+    assert_same_run(reproduce(), undisturbed)
 
 
 def test_no_worker_outlives_a_command_that_was_killed(
-    stalled: Forked, reproduce: Callable[..., None], undisturbed: Path, tmp_path: Path
+    stalled: Forked, reproduce: Callable[..., Path], undisturbed: Path, tmp_path: Path
 ) -> None:
     worker = int((tmp_path / "stalled").read_text())
     os.kill(worker, 0)  # it runs
@@ -196,7 +195,6 @@ def test_no_worker_outlives_a_command_that_was_killed(
         os.kill(worker, 0)
     assert_cut_off_in_pretraining(tmp_path / "run")
     before = records(tmp_path / "run")
-    reproduce(tmp_path / "run")
-    after = records(tmp_path / "run")
+    after = records(reproduce())
     assert {name: after[name] for name in before} == before
     assert_same_run(tmp_path / "run", undisturbed)

@@ -86,12 +86,19 @@ class AttentionInputs:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The record of one forward pass."""
+    """The record of one forward pass.
 
-    states: list[Tensor]  # the residual stream before the first block and after each, (length, width) float64
-    attention: dict[tuple[str, int], AttentionInputs]  # by module, `attention` or `second_attention`, and block
-    logits: Tensor  # (length, vocabulary); the meta-token's own mean nothing
-    outputs: dict[str, Tensor]  # of the requested submodules, without the batch dimension
+    Attributes:
+        states: the residual stream before the first block and after each, (length, width) float64.
+        attention: by module, `attention` or `second_attention`, and number of the block.
+        logits: (length, vocabulary); the meta-token's own mean nothing.
+        outputs: of the requested submodules, by name, without the batch dimension.
+    """
+
+    states: list[Tensor]
+    attention: dict[tuple[str, int], AttentionInputs]
+    logits: Tensor
+    outputs: dict[str, Tensor]
 
 
 @torch.no_grad()

@@ -170,6 +170,9 @@ def rate_distortion(
         held_out: the number of examples kept for scoring.
         fits: the number of bottlenecks trained for each beta, with seeds from 0.
         intervention: applied while the states are computed.
+
+    Raises:
+        UserError: if there are too few examples, or a prompt has no meta-token after some text.
     """
     if held_out < 1 or len(examples) - held_out < PAPER_EXAMPLES:
         raise UserError(

@@ -37,6 +37,9 @@ def residual(model: PreTrainedModel, examples: Sequence[Example], about: About) 
         model: is put into evaluation mode.
         examples: their prompts are read; each needs a meta-token.
         about: the fields that all records share.
+
+    Raises:
+        UserError: if a prompt has no meta-token after some text, or the model's attention cannot be observed.
     """
     samples = Samples()
     for number, example in enumerate(examples):
