@@ -11,7 +11,17 @@ import torch
 import transformers
 
 from metatokens.errors import UserError
-from metatokens.records import CurvePoint, Result, RunInfo, append_records, read_lines, read_record, stamped
+from metatokens.records import (
+    CurvePoint,
+    Measurement,
+    Record,
+    Result,
+    RunInfo,
+    append_records,
+    read_lines,
+    read_record,
+    stamped,
+)
 
 EXACT = Result(
     model="meta\u2028é",  # a line separator that is no line feed
@@ -31,12 +41,27 @@ EXACT = Result(
     recipe="demo",
 )
 NOTHING = Result(model="gpt2", metric="token_accuracy", value=None, n=0, seed=1)
+INNER = Measurement(
+    analysis="sharpness",
+    model="meta",
+    position_embedding="rope",
+    seed=0,
+    metric="attention_logit_change",
+    module="attention",
+    layer=1,
+    head=2,
+    value=4.0,
+    n=9,
+    quantiles=(0.1, 0.5, 2.0, 4.0, 6.0, 7.5, 7.9),
+)
 
 
 def test_records_survive_the_trip_through_files(tmp_path: Path) -> None:
     append_records(tmp_path / "a.jsonl", [EXACT])
     append_records(tmp_path / "a.jsonl", [NOTHING])
     assert read_lines(tmp_path / "a.jsonl", Result) == [EXACT, NOTHING]
+    append_records(tmp_path / "b.jsonl", [INNER])
+    assert read_lines(tmp_path / "b.jsonl", Measurement) == [INNER]
 
 
 def test_a_compressed_file_is_read_as_such(tmp_path: Path) -> None:
@@ -77,23 +102,33 @@ GOOD = EXACT.line()
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("record", "changes"),
     [
-        "{",
-        "[]",
-        "3",
-        GOOD.replace('"n":3', '"n":-1'),
-        GOOD.replace('"low":0.1', '"low":NaN'),
-        GOOD.replace("exact_match", "f1"),
-        GOOD.replace('"seed":0', '"seeds":0'),
-        GOOD.replace('"length":256', '"lengths":256'),
-        GOOD.replace('"metric":"exact_match",', ""),
+        (EXACT, (GOOD, "{")),
+        (EXACT, (GOOD, "[]")),
+        (EXACT, (GOOD, "3")),
+        (EXACT, ('"n":3', '"n":-1')),
+        (EXACT, ('"low":0.1', '"low":NaN')),
+        (EXACT, ("exact_match", "f1")),
+        (EXACT, ('"seed":0', '"seeds":0')),
+        (EXACT, ('"length":256', '"lengths":256')),
+        (EXACT, ('"metric":"exact_match",', "")),
+        (INNER, ('"layer":1', '"layer":"1"')),
+        (INNER, ('"layer":1', '"layers":1')),
+        (INNER, ("attention_logit_change", "logit_change")),
+        (INNER, ('"n":9', '"n":-9')),
+        (INNER, ('"value":4.0', '"value":NaN')),
+        (INNER, ('"seed":0,', "")),
+        (INNER, ('"quantiles":[', '"quantiles":[0,')),
     ],
 )
-def test_a_malformed_line_is_named(line: str, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(f"{GOOD}\n\n{line}\n{GOOD}\n")
+def test_a_malformed_line_is_named(record: Record, changes: tuple[str, str], tmp_path: Path) -> None:
+    good = record.line()
+    line = good.replace(*changes)
+    assert line != good
+    (tmp_path / "a.jsonl").write_text(f"{good}\n\n{line}\n{good}\n")
     with pytest.raises(UserError) as caught:
-        read_lines(tmp_path / "a.jsonl", Result)
+        read_lines(tmp_path / "a.jsonl", type(record))
     assert str(caught.value).startswith(f"{tmp_path / 'a.jsonl'}, line 3: ")
     assert "\n" not in str(caught.value)
 

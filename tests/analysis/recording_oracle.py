@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,12 @@ from metatokens import MetaGPT2ForCausalLM
 from metatokens.tasks.example import Example
 from tests.model.dense_oracle import DenseOracle, rotate_by_position
 from tests.model.tiny_models import META
+
+KINDS: dict[str, dict[str, Any]] = {
+    "meta, rope": {"position_embedding": "rope"},
+    "twin, learned": {"position_embedding": "learned", "second_attention": "causal"},
+    "gpt2, no positions": {"position_embedding": "none", "second_attention": "none"},
+}
 
 
 class RecordingOracle(DenseOracle):

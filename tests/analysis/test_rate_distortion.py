@@ -185,6 +185,10 @@ def short_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAPER_SCHEDULE", Schedule(batch=25, epochs=1, learning_rate=1e-3))
 
 
+def varied(count: int) -> list[Example]:
+    return examples_of([5 + i % 7 for i in range(count)])
+
+
 def stripped(measurements: list[Measurement]) -> list[dict[str, Any]]:
     return [m.model_dump(exclude={"created"}) for m in measurements]
 
@@ -192,7 +196,7 @@ def stripped(measurements: list[Measurement]) -> list[dict[str, Any]]:
 @pytest.mark.usefixtures("short_training")
 def test_the_records() -> None:
     model = tiny_model()
-    examples = examples_of([5 + i % 7 for i in range(90)])
+    examples = varied(90)
     found = rate_distortion(model, examples, ABOUT, held_out=30, fits=2)
     counts = {"fit": PAPER_EXAMPLES, "train": 60, "held_out": 30}
     points = {(m.metric, m.subject, m.split, m.beta, m.fit_seed): m.n for m in found if m.metric != "answer_entropy"}
@@ -220,7 +224,7 @@ def test_the_records() -> None:
 @pytest.mark.usefixtures("short_training")
 def test_held_out_examples_are_not_trained_on() -> None:
     model = tiny_model()
-    examples = examples_of([5 + i % 7 for i in range(90)])
+    examples = varied(90)
     others = [*examples[:60], *examples_of([6] * 30, seed=9)]
     before, after = (
         [m for m in stripped(rate_distortion(model, part, ABOUT, held_out=30, fits=1)) if m["split"] != "held_out"]
@@ -232,7 +236,7 @@ def test_held_out_examples_are_not_trained_on() -> None:
 @pytest.mark.usefixtures("short_training")
 def test_an_intervention_is_in_force_and_filed() -> None:
     model = tiny_model()
-    examples = examples_of([5 + i % 7 for i in range(60)])
+    examples = varied(60)
     no_pos = NoPosition()
     found = rate_distortion(model, examples, ABOUT, held_out=10, fits=1, intervention=no_pos)
     assert {m.intervention for m in found} == {"no_pos"}

@@ -10,7 +10,7 @@ import torch
 from metatokens.analysis.observation import PromptIds
 from metatokens.analysis.residual import DISTANCES, key_classes, residual
 from metatokens.records import About, Measurement
-from tests.analysis.recording_oracle import RecordingOracle, bare_example
+from tests.analysis.recording_oracle import KINDS, RecordingOracle, bare_example
 from tests.model.tiny_models import META, tiny_model
 
 LONG = [i % 50 for i in range(37)]
@@ -20,11 +20,6 @@ PROMPTS = [
     [*LONG, META, 1, 2, META],
     [18, 19, 20, META],
 ]
-KINDS: dict[str, dict[str, Any]] = {
-    "meta, rope": {"position_embedding": "rope"},
-    "twin, learned": {"position_embedding": "learned", "second_attention": "causal"},
-    "gpt2, no positions": {"position_embedding": "none", "second_attention": "none"},
-}
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:

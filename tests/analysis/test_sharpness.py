@@ -17,7 +17,7 @@ from metatokens.analysis.sharpness import (
 )
 from metatokens.errors import UserError
 from metatokens.records import About, Measurement
-from tests.analysis.recording_oracle import RecordingOracle, bare_example
+from tests.analysis.recording_oracle import KINDS, RecordingOracle, bare_example
 from tests.model.tiny_models import META, QUICK, tiny_model
 
 rows_of_logits = st.lists(st.floats(-6, 6), min_size=2, max_size=7)
@@ -95,25 +95,6 @@ def test_log_odds_measure_the_boost_alone(logits: list[float], boost: float, shi
     assert after - before == pytest.approx(boost, abs=1e-9)
 
 
-# --- Lemma E.1
-
-
-@given(st.lists(st.floats(-12, 0), min_size=1, max_size=6), st.floats(0, 8), st.floats(0.01, 5))
-def test_the_bound_of_lemma_e1_holds_and_falls_with_the_margin(gaps: list[float], margin: float, more: float) -> None:
-    logits = [0.0, *(gap - margin for gap in gaps)]
-    bound, lower = (plain_entropy([0.0] + [-one] * len(gaps)) for one in (margin, margin + more))
-    assert plain_entropy(logits) <= bound + 1e-12
-    assert lower < bound
-
-
-def test_the_entropy_itself_need_not_fall_with_the_margin() -> None:
-    """Lemma E.1 says that it does; and its proof bounds the other weights by what they can exceed."""
-    narrow, wide = [0.0, -1.0, -30.0], [0.0, -1.1, -1.1]
-    assert plain_entropy(wide) > plain_entropy(narrow)
-    printed_bound = math.exp(-1) / (1 + 2 * math.exp(-1))
-    assert plain_softmax(narrow)[1] > printed_bound
-
-
 # --- what is measured
 
 PROMPTS = [
@@ -123,11 +104,6 @@ PROMPTS = [
     [18, 19, 20, META],
 ]
 ANSWER = 21
-KINDS: dict[str, dict[str, Any]] = {
-    "meta, rope": {"position_embedding": "rope"},
-    "twin, learned": {"position_embedding": "learned", "second_attention": "causal"},
-    "gpt2, no positions": {"position_embedding": "none", "second_attention": "none"},
-}
 GATED = [
     (module, layer, head)
     for module in ("attention", "second_attention")
@@ -240,15 +216,6 @@ def test_records_say_what_was_measured(measured: tuple[Any, list[Measurement]]) 
         assert m.position_embedding == model.config.position_embedding
         is_share = m.metric in ("premise_holds", "entropy_fell")
         assert (m.quantiles is None) == (is_share or m.n == 0)
-
-
-def test_the_model_is_left_as_it_was() -> None:
-    model = tiny_model()
-    ids = torch.tensor([PROMPTS[0]])
-    before = model(ids).logits
-    sharpness(model, [bare_example(PROMPTS[0])], About(model="x"))
-    assert torch.equal(model(ids).logits, before)
-    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("ids", [[1, 2, 3], [META], [META, META]])

@@ -35,14 +35,28 @@ def test_a_line_for_each_finished_stage_with_the_time_left(
     assert lines(capsys) == ["10% in 0:20, 3:00 left: a 100%", "55% in 2:00, 1:38 left: b 100%"]
 
 
-def test_what_was_done_before_says_nothing_about_the_speed(
-    clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("costs", "skipped", "seconds", "line"),
+    [
+        ({"a": 50, "b": 10, "c": 40}, "a", 30, "60% in 0:30, 2:00 left: b 100%"),  # 10 in 30 s: 40 take 120 s more
+        ({"b": 1, "c": 1}, "", 2, "50% in 0:02, estimating the time left: b 100%"),
+    ],
+    ids=["stages done before", "the first seconds"],
+)
+def test_the_speed_is_that_of_this_command(
+    costs: dict[str, float],
+    skipped: str,
+    seconds: int,
+    line: str,
+    clock: SimpleNamespace,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with Display({"a": 50, "b": 10, "c": 40}) as display:
-        display.skip("a")
-        clock.now += 30
-        display.finish("b")  # 10 in 30 s: 40 take 120 s more
-    assert lines(capsys) == ["60% in 0:30, 2:00 left: b 100%"]
+    with Display(costs) as display:
+        for name in skipped:
+            display.skip(name)
+        clock.now += seconds
+        display.finish("b")
+    assert lines(capsys) == [line]
 
 
 def test_nothing_done_yet_is_no_speed(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,13 +67,6 @@ def test_nothing_done_yet_is_no_speed(clock: SimpleNamespace, capsys: pytest.Cap
         clock.now += LINE_EVERY + 1
         display.refresh(["stage 1"])
     assert lines(capsys) == ["100% in 0:21, estimating the time left: stage 1 0%"]
-
-
-def test_no_guess_in_the_first_seconds(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    with Display({"a": 1, "b": 1}) as display:
-        clock.now += 2
-        display.finish("a")
-    assert lines(capsys) == ["50% in 0:02, estimating the time left: a 100%"]
 
 
 def test_a_line_now_and_then_while_stages_run(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
