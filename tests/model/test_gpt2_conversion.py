@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from metatokens import MetaGPT2ForCausalLM
 from metatokens.errors import UserError
@@ -89,6 +89,5 @@ def test_options_that_this_family_lacks_are_refused(option: dict[str, bool], mes
 
 
 def test_another_kind_of_model_is_refused() -> None:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    with pytest.raises(UserError, match="a LlamaForCausalLM cannot be converted; give transformers' GPT2LMHeadModel"):
-        MetaGPT2ForCausalLM.from_gpt2(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32)))
+    with pytest.raises(UserError, match="a Linear cannot be converted; give transformers' GPT2LMHeadModel"):
+        MetaGPT2ForCausalLM.from_gpt2(torch.nn.Linear(1, 1))

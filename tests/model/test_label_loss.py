@@ -119,6 +119,8 @@ def test_accumulated_gradients_of_uneven_batches_are_those_of_one_batch(batch: d
 def test_trainer_accumulates_by_the_count_of_labels(batch: dict[str, Tensor], tmp_path: Path) -> None:
     rows = [{name: value[i] for name, value in batch.items()} for i in (0, 1, 2, 0)]
     weights = []
+    optimizer = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 1e9}
+    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False}
     for size, steps in ((4, 1), (1, 4), (2, 2)):
         arguments = TrainingArguments(
             output_dir=str(tmp_path),
@@ -126,15 +128,8 @@ def test_trainer_accumulates_by_the_count_of_labels(batch: dict[str, Tensor], tm
             per_device_train_batch_size=size,
             gradient_accumulation_steps=steps,
             train_sampling_strategy="sequential",
-            optim="sgd",
-            learning_rate=0.5,
-            lr_scheduler_type="constant",
-            max_grad_norm=1e9,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
             use_cpu=True,
-            dataloader_pin_memory=False,
+            **optimizer | quiet,
         )
         model = tiny_model()
         Trainer(model=model, args=arguments, train_dataset=rows).train()

@@ -96,14 +96,13 @@ def test_given_positions_replace_the_counted_ones() -> None:
 
 
 def test_a_sequence_longer_than_the_learned_table_is_refused() -> None:
+    ids = torch.ones(1, 30, dtype=torch.long)
     model = tiny_model(position_embedding="learned", max_position_embeddings=8)
-    model(torch.ones(1, 8, dtype=torch.long))
-    with pytest.raises(UserError, match="9 tokens is longer than the 8 learned positions"):
-        model(torch.ones(1, 9, dtype=torch.long))
-    cache = model(torch.ones(1, 8, dtype=torch.long), use_cache=True).past_key_values
-    with pytest.raises(UserError, match="9 tokens"):
-        model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
-    tiny_model(position_embedding="rope", max_position_embeddings=8)(torch.ones(1, 30, dtype=torch.long))
+    cache = model(ids[:, :8], use_cache=True).past_key_values
+    for more in ({"input_ids": ids[:, :9]}, {"input_ids": ids[:, :1], "past_key_values": cache}):
+        with pytest.raises(UserError, match="9 tokens is longer than the 8 learned positions"):
+            model(**more)
+    tiny_model(position_embedding="rope", max_position_embeddings=8)(ids)
 
 
 def test_padding_is_not_counted_against_the_learned_table() -> None:
@@ -139,11 +138,9 @@ def test_a_cache_of_transformers_gets_a_second_store(second_attention: str, with
 
 def test_a_cache_without_a_second_store_is_refused() -> None:
     for second_attention in ("meta", "causal"):
-        model = tiny_model(second_attention=second_attention)
-        with pytest.raises(
-            UserError, match="EncoderDecoderCache; give a MetaTokenCache, a DynamicCache or a StaticCache"
-        ):
-            model(torch.tensor([[1, META]]), past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()))
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        with pytest.raises(UserError, match="EncoderDecoderCache; give a MetaTokenCache, a DynamicCache or a StaticC"):
+            tiny_model(second_attention=second_attention)(torch.tensor([[1, META]]), past_key_values=cache)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

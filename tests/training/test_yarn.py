@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,12 @@ from tests.model.tiny_models import SECOND, random_rows, tiny_model
 
 ORIGINAL, HEAD_SIZE = 1024, 64  # the paper's
 FACTORS = pytest.mark.parametrize("factor", [4.0, 8.0])
+
+
+def yarn(factor: float) -> dict[str, Any]:
+    """The settings that transformers reads."""
+    own = {"factor": factor, "original_max_position_embeddings": ORIGINAL}
+    return {"rope_type": "yarn", "rope_theta": 10000.0, **own}
 
 
 def extended(factor: float) -> MetaGPT2ForCausalLM:
@@ -49,12 +56,7 @@ def test_tables_are_those_of_transformers(factor: float) -> None:
         hidden_size=HEAD_SIZE,
         num_attention_heads=1,
         max_position_embeddings=int(ORIGINAL * factor),
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": factor,
-            "original_max_position_embeddings": ORIGINAL,
-        },
+        rope_parameters=yarn(factor),
     )
     frequencies, scale = ROPE_INIT_FUNCTIONS["yarn"](llama)
     ours = model.model.rotary_emb
@@ -123,15 +125,8 @@ def test_a_loaded_model_has_them_too(factor: float, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = MetaGPT2ForCausalLM.from_pretrained(tmp_path)
     assert loaded.config.max_position_embeddings == ORIGINAL * factor
-    assert loaded.config.rope_parameters == {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": factor,
-        "original_max_position_embeddings": ORIGINAL,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "attention_factor": None,
-    }
+    ramp = {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None}
+    assert loaded.config.rope_parameters == yarn(factor) | ramp
     before, after = model.model.rotary_emb, loaded.model.rotary_emb
     assert torch.equal(before.inv_freq, after.inv_freq)
     assert before.attention_scaling == after.attention_scaling
@@ -145,15 +140,17 @@ def test_the_models_own_base_is_kept() -> None:
     assert model.model.rotary_emb.inv_freq[-1].item() == pytest.approx(500**-0.75 / 2)
 
 
-@pytest.mark.parametrize("position_embedding", ["learned", "none"])
-def test_other_positions_are_refused(position_embedding: str) -> None:
-    with pytest.raises(UserError, match=f"position_embedding '{position_embedding}'; YaRN extends rotary positions"):
-        apply_yarn(tiny_model(position_embedding=position_embedding), 4.0, 48)
-
-
-def test_an_extended_model_is_refused() -> None:
-    with pytest.raises(UserError, match=r"scaled already \(rope_type 'yarn'\); extend the model that it came from"):
-        apply_yarn(extended(4.0), 2.0, 4096)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"position_embedding": "learned"}, "position_embedding 'learned'; YaRN extends rotary positions"),
+        ({"position_embedding": "none"}, "position_embedding 'none'; YaRN extends rotary positions"),
+        ({"rope_parameters": yarn(4.0)}, r"scaled already \(rope_type 'yarn'\); extend the model that it came from"),
+    ],
+)
+def test_other_positions_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        apply_yarn(tiny_model(**fields), 4.0, 48)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, -4.0, 1.3, math.inf, math.nan])
