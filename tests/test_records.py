@@ -1,4 +1,4 @@
-"""The lines of a run's files: what is written is read again, and what is no record is named."""
+"""Records in files of lines: written and read again; errors name the file and the line."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ from metatokens.records import (
 )
 
 EXACT = Result(
-    model="meta\u2028é",  # a line separator that is no line feed
+    model="meta\u2028é",  # contains a line separator that is not a line feed
     position_embedding="rope",
     task="parity",
     condition="paper",

@@ -1,4 +1,4 @@
-"""The slow oracle of the model's tests, noting what the analyses measure; and examples of bare ids."""
+"""The slow oracle of the model's tests, which also records states and scores; and examples of bare ids."""
 
 import math
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class RecordingOracle(DenseOracle):
-    """After `logits(ids)`, `states` holds the residual stream and `scores` what each softmax is taken of."""
+    """After `logits(ids)`, `states` holds the residual stream and `scores` the inputs of each softmax."""
 
     def __init__(self, model: MetaGPT2ForCausalLM, *, zeroed: bool = False):
         super().__init__(model)
-        if zeroed:  # the row of the head goes with it, but the meta-token is no output
+        if zeroed:  # the head's row is zeroed too, but the meta-token is no output
             with torch.no_grad():
                 self.weights["model.embed_tokens.weight"][META] = 0
         self.states: list[Tensor] = []
@@ -36,7 +36,7 @@ class RecordingOracle(DenseOracle):
         return super().norm(x, name)
 
     def attention(self, x: Tensor, name: str, allowed: Tensor) -> Tensor:
-        """Notes (heads, T, T) scores, -inf where a key is not allowed."""
+        """Record the scores, (heads, T, T), with -inf for masked keys."""
         size = self.config.hidden_size // self.config.num_attention_heads
         q, k, _ = self._affine(x, name + ".qkv_proj").unflatten(-1, (3, -1, size)).permute(1, 2, 0, 3)
         if self.config.position_embedding == "rope":
@@ -48,12 +48,7 @@ class RecordingOracle(DenseOracle):
 
 
 def bare_example(ids: Sequence[int], answer: int = 5) -> Example:
-    """An example with these prompt ids and a one-token answer; the text is of no matter."""
+    """An example with these prompt ids and a one-token answer; its text is not used."""
     return Example(
-        prompt="?",
-        markers=(),
-        completion="!",
-        input_ids=(*ids, answer, 0),
-        answer_start=len(ids),
-        n_tokens=len(ids),
+        prompt="?", markers=(), completion="!", input_ids=(*ids, answer, 0), answer_start=len(ids), n_tokens=len(ids)
     )

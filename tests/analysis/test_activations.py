@@ -1,4 +1,4 @@
-"""Activations by name, beside an independent dense recomputation and what models return themselves."""
+"""Activations by name, against an independent dense recomputation and the models' own outputs."""
 
 import math
 

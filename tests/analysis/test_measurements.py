@@ -1,4 +1,4 @@
-"""The records of analyses: means, intervals and quantiles by hand, and the trip through JSON."""
+"""The records of analyses: means, intervals and quantiles, computed by hand."""
 
 import math
 import statistics

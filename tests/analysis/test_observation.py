@@ -1,4 +1,4 @@
-"""What is observed of decoders of many architectures, beside what they return themselves when asked for everything."""
+"""Observations of decoders of many architectures, against the states and weights that the models return."""
 
 import peft
 import pytest
@@ -27,13 +27,13 @@ from tests.retrofit.architectures import (
     with_meta_tokens,
 )
 
-# Their attention is not computed by a function that transformers lets a caller choose.
+# These compute attention without a function that transformers lets a caller choose.
 COMPUTED_INSIDE = {"bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt", "xglm"}
 SINKS = {"gpt_oss"}
 
 
 def prompt() -> PromptIds:
-    """One whose last meta-token is not its last token."""
+    """A prompt whose last meta-token is not its last token."""
     return PromptIds.of(bare_example(with_meta_tokens()[0].tolist()), META)
 
 
@@ -52,7 +52,7 @@ def test_states_weights_and_logits_are_those_that_the_model_returns(name: str) -
     assert error(seen.logits[:, :META], out.logits[0, :, :META]) < 1e-5
     layers = model.config.num_hidden_layers
     assert len(seen.states) == layers + 1
-    for state, expected in zip(seen.states[:-1], out.hidden_states, strict=False):  # its last one is behind a norm
+    for state, expected in zip(seen.states[:-1], out.hidden_states, strict=False):  # the last one has passed a norm
         assert error(state, expected[0]) < 1e-5
     causal = [inputs for (module, _), inputs in seen.attention.items() if module == "attention"]
     returned = [one for one in out.attentions if one is not None]
@@ -134,7 +134,7 @@ def select(measurements: list[Measurement], metric: str, **fields: object) -> li
 
 
 def windowed() -> PreTrainedModel:
-    """A Mistral whose tokens see the last 8 of them, with meta-attention in its second block alone."""
+    """A Mistral with a window of 8 tokens, and meta-attention in its second block only."""
     options = {"meta_token_id": META, "heads": 2, "head_size": 16, "layers": [1]}
     return train_like(add_meta_attention(base("mistral"), **options))
 
@@ -153,7 +153,7 @@ def test_keys_behind_a_window_are_not_counted() -> None:
 
 
 def test_what_spread_attention_would_give_is_said_of_each_module() -> None:
-    """Also of one that the first block does not have."""
+    """Including a module that the first block lacks."""
     measured = residual(windowed(), [bare_example(with_meta_tokens()[0].tolist())], About(model="mistral"))
     uniform = select(measured, "attention_weight_if_uniform")
     assert {one.module for one in uniform} == {"attention", "second_attention"}

@@ -1,4 +1,4 @@
-"""The bottleneck: closed forms, its limits, and that it sees the right states."""
+"""The bottleneck: closed forms, limits, and the states that it reads."""
 
 import math
 from collections import Counter
@@ -67,7 +67,7 @@ def test_the_rate_is_the_mean_log_ratio_of_drawn_codes() -> None:
 
 
 def separable(examples: int = 240, classes: int = 4, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """States that lie about one centre for each answer, the answers unevenly frequent."""
+    """States around one centre for each answer; the answers differ in frequency."""
     generator = torch.Generator().manual_seed(seed)
     answers = torch.multinomial(torch.arange(1.0, classes + 1), examples, replacement=True, generator=generator)
     return 4 * torch.eye(8)[answers] + 0.1 * torch.randn(examples, 8, generator=generator), answers

@@ -1,4 +1,4 @@
-"""Entropy under a boosted logit, stated right, and what sharpness measures against loops over an oracle's scores."""
+"""The corrected theorem on boosted logits, and sharpness against loops over an oracle's scores."""
 
 import math
 from collections import defaultdict
@@ -9,12 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from metatokens.analysis.sharpness import (
-    entropy,
-    log_odds,
-    premise_holds,
-    sharpness,
-)
+from metatokens.analysis.sharpness import entropy, log_odds, premise_holds, sharpness
 from metatokens.errors import UserError
 from metatokens.records import About, Measurement
 from tests.analysis.recording_oracle import KINDS, RecordingOracle, bare_example
@@ -48,7 +43,7 @@ def row(logits: list[float]) -> torch.Tensor:
 
 
 def test_the_printed_theorem_has_a_counterexample() -> None:
-    """Theorem 4.1 says that a boost of any key lowers the entropy."""
+    """Theorem 4.1 claims that boosting any key lowers the entropy."""
     before, after = entropy(row([5, 0])).item(), entropy(row([5, 1])).item()
     assert (round(before, 3), round(after, 3)) == (0.040, 0.090)
     assert not premise_holds(row([5, 0]), at(1))
@@ -71,7 +66,7 @@ def test_where_the_premise_holds_every_boost_lowers_the_entropy(
     assume(premise_holds(row(logits), at(index)))
     assert plain_softmax(logits)[index] > math.exp(-plain_entropy(logits))
     assert plain_entropy(boosted(logits, index, boost)) < plain_entropy(logits)
-    assert premise_holds(row(boosted(logits, index, boost)), at(index))  # so that the argument goes on from there
+    assert premise_holds(row(boosted(logits, index, boost)), at(index))  # so the same holds for a further boost
 
 
 @given(rows_of_logits, st.data())
@@ -112,7 +107,7 @@ GATED = [
 
 
 def expected_attention(kept: RecordingOracle, zeroed: RecordingOracle, ids: list[int], found: dict) -> None:
-    """Adds to `found` every value of one prompt, from the scores, a row at a time."""
+    """Add every value of one prompt to `found`, from the scores, one row at a time."""
     for (module, layer), scores in kept.scores.items():
         is_gathered = module == "second_attention" and kept.config.second_attention == "meta"
         metas = [i for i, token in enumerate(ids) if token == META]

@@ -40,7 +40,7 @@ def draw(small_corpus: Path, small_store: TokenStore) -> Draw:
 
 
 def greedy(model: MetaGPT2ForCausalLM, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """What `generate` answers."""
+    """The answer of `generate`."""
     ids = torch.tensor([prompt])
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
@@ -50,7 +50,7 @@ def greedy(model: MetaGPT2ForCausalLM, prompt: tuple[int, ...], count: int) -> t
 
 @torch.inference_mode()
 def correct_tokens(model: MetaGPT2ForCausalLM, example: Example) -> list[bool]:
-    """Whether each answer token is the likeliest one that is no meta-token, each from a forward pass of its own."""
+    """Whether each answer token is the likeliest one except the meta-token, with a forward pass for each."""
     hits = []
     for place in range(example.answer_start, len(example.input_ids)):
         logits = model(torch.tensor([example.input_ids[:place]])).logits[0, -1]
@@ -60,7 +60,7 @@ def correct_tokens(model: MetaGPT2ForCausalLM, example: Example) -> list[bool]:
 
 
 def some_answered_right(model: MetaGPT2ForCausalLM, examples: list[Example]) -> list[Example]:
-    """Of every three examples, one as it is, one with the model's own answer, and one with that but for its end."""
+    """Keep every third example; give the next the model's own answer, and the third that answer with a wrong end."""
     changed = []
     for number, example in enumerate(examples):
         prompt = example.input_ids[: example.answer_start]
@@ -75,10 +75,7 @@ def some_answered_right(model: MetaGPT2ForCausalLM, examples: list[Example]) -> 
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS.keys())
 @pytest.mark.parametrize("task", TASKS)
 def test_scores_are_those_of_greedy_generation(
-    task: str,
-    changes: dict[str, str],
-    small_model: Callable[..., Path],
-    draw: Draw,
+    task: str, changes: dict[str, str], small_model: Callable[..., Path], draw: Draw
 ) -> None:
     model = load_model(small_model(**changes)).eval()
     examples = draw(task, 64, 12)
@@ -95,7 +92,7 @@ def test_a_row_that_pads_the_vocabulary_is_no_answer_as_in_generation(
     small_model: Callable[..., Path], draw: Draw
 ) -> None:
     model = load_model(small_model(unpadded_vocab_size=769)).eval()
-    with torch.no_grad():  # its row is the likeliest one everywhere
+    with torch.no_grad():  # make its row the likeliest one everywhere
         model.model.norm.weight.mul_(0.01)
         model.lm_head.weight[800] = 0.0
         model.register_buffer("unused", torch.zeros(()))

@@ -31,7 +31,7 @@ def model(small_model: Callable[..., Path]) -> MetaGPT2ForCausalLM:
 
 @pytest.fixture(scope="module")
 def text(small_store: TokenStore) -> np.ndarray:
-    """Whole blocks of 29 tokens and 11 tokens more."""
+    """Twenty blocks of 29 tokens, and 11 tokens more."""
     return small_store.tokens("held_out")[: 29 * 20 + 11]
 
 
@@ -40,7 +40,7 @@ def measured(model: Any, text: np.ndarray, placement: str, **changes: Any) -> Re
 
 
 def losses_by_hand(folder: Path, text: np.ndarray, placement: str) -> np.ndarray:
-    """(blocks, 28) negative log-likelihoods: a block at a time, in float64, each token looked up on its own."""
+    """Negative log-likelihoods, (blocks, 28), from one block and one token at a time in float64."""
     model = load_model(folder).eval().double()
     meta = model.config.meta_token_id
     losses = []

@@ -1,4 +1,4 @@
-"""A model's answers, prompt by prompt: those of greedy generation, each prompt by itself."""
+"""A model's answers in batches, against greedy generation for one prompt at a time."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -14,7 +14,7 @@ from tests.paper import tiny_preset
 
 
 class InThisProcess:
-    """Stands for the process pool: carries each stage out when it is submitted."""
+    """A stand-in for the process pool that carries each stage out when it is submitted."""
 
     def __init__(self, workers: int, context: object, initializer: object, initargs: tuple[Any]):
         pools._reports = initargs[0]
@@ -60,5 +60,5 @@ def undisturbed(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def copied(undisturbed: Path, tmp_path: Path) -> Path:
-    """A copy of that run, which `reproduce` goes on with."""
+    """A copy of that run, which `reproduce` resumes."""
     return shutil.copytree(undisturbed, tmp_path / "run")

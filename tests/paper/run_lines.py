@@ -1,4 +1,4 @@
-"""What a run of the plan has written down, to be compared with that of another run."""
+"""The lines that a run has written, for comparison with those of another run."""
 
 import gzip
 import json
@@ -8,13 +8,13 @@ from metatokens.records import lines_file
 
 
 def records(out: Path) -> dict[str, str]:
-    """The line of each finished stage, in the order in which they were finished."""
+    """The line of each finished stage, in the order in which the stages finished."""
     log = out / "stages.jsonl"
     return {json.loads(line)["name"]: line for line in log.read_text().splitlines()} if log.exists() else {}
 
 
 def lines(out: Path) -> dict[str, list[str]]:
-    """What stages found, in a fixed order."""
+    """The records of all stages, in a fixed order."""
     found = {}
     for name in ("results", "analysis", "curves"):
         file = lines_file(out, name)
@@ -24,7 +24,7 @@ def lines(out: Path) -> dict[str, list[str]]:
 
 
 def unpack(out: Path) -> None:
-    """Have a run's files as they are before it is finished."""
+    """Turn a finished run's files into those of an unfinished one."""
     for file in out.glob("*.jsonl.gz"):
         file.with_suffix("").write_bytes(gzip.decompress(file.read_bytes()))
         file.unlink()

@@ -1,4 +1,4 @@
-"""How far a plan is: percentages and the time left."""
+"""The display of a plan: percentages and the time left."""
 
 from types import SimpleNamespace
 
@@ -92,7 +92,7 @@ def test_a_late_report_does_not_undo_the_end(clock: SimpleNamespace, capsys: pyt
 def test_a_terminal_gets_a_bar_that_is_taken_away(
     clock: SimpleNamespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then writes as to a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich write as to a terminal
     monkeypatch.setenv("TERM", "xterm")
     with Display({"a": 1, "b": 1}) as display:
         clock.now += 10
@@ -100,5 +100,5 @@ def test_a_terminal_gets_a_bar_that_is_taken_away(
         display.refresh(["b"])
     error = capsys.readouterr().err
     assert "50% in 0:10, 0:10 left: b 0%" in error
-    assert "a 100%" not in error  # no lines beside the bar
+    assert "a 100%" not in error  # no lines in addition to the bar
     assert error.endswith("\x1b[2K")  # the line of the bar is erased

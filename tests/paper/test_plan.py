@@ -36,7 +36,7 @@ all_presets = pytest.mark.parametrize("name", PRESETS)
 
 @cache
 def planned(name: str) -> list[Stage]:
-    """The plan of a preset, made once: that of a large one takes half a second."""
+    """The plan of a preset, made once, since that of a large preset takes half a second."""
     return stages(PRESETS[name])
 
 
@@ -195,7 +195,7 @@ def test_marker_conditions_are_tested_with_rope_up_to_a_length() -> None:
 def test_models_that_read_the_same_examples_share_them() -> None:
     drawn = [stage for stage in planned("small") if stage.kind == "draw_examples"]
     assert len({stage.product for stage in drawn}) == len(drawn)
-    # By task: three seeds, and one of 128 tokens alone; three on landmark; and for two longer contexts.
+    # By task: three seeds and one with 128 tokens only, three for landmark, and two for longer contexts.
     of_task = {task: sum(stage.subject["task"] == task for stage in drawn) for task in TASKS}
     assert of_task == {"list_recall": 4 + 3 + 2, "segment_counting": 4 + 2, "parity": 4, "copying": 4}
 
@@ -395,6 +395,6 @@ def test_recipes_whose_stages_draw_other_prompts_do_not_share_them() -> None:
     asked = ["", stage, *(stage.replace(*change) for change in others), f"{stage}, {stage}"]
     recipes = [load_recipe(FinetuneRecipe, "demo_finetune", [f"task.stages=[{own}]"]) for own in asked]
     assert len({examples_name(recipe) for recipe in recipes}) == len(recipes)
-    sooner = stage.replace("}", ", until: 0.9, learning_rate: 0.1}")  # which draws the same
+    sooner = stage.replace("}", ", until: 0.9, learning_rate: 0.1}")  # draws the same examples
     same = load_recipe(FinetuneRecipe, "demo_finetune", [f"task.stages=[{sooner}]"])
     assert examples_name(same) == examples_name(recipes[1])

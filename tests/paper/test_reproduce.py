@@ -128,7 +128,7 @@ def test_the_curve_of_a_task_begins_with_its_curriculum(reproduce: Callable[...,
     sizes = replace(tiny, models=tiny.models[1:], finetune_overrides=overrides, probe_steps={"parity": 1})
     out = reproduce(sizes=sizes)
     points = [one for one in load([out]).read.points if one.task == "parity"]
-    assert [one.step for one in points if one.loss is not None] == [*range(1, 10)]  # 3 and 2 of stages, and 4
+    assert [one.step for one in points if one.loss is not None] == [*range(1, 10)]  # 3 and 2 of the curriculum, then 4
     assert [one.step for one in points if one.exact_match is not None] == [*range(1, 10)]
     assert {one.train_length for one in points} == {64}
     seen = [one.text_tokens for one in points if one.loss is not None]
@@ -411,7 +411,7 @@ def test_a_published_model_in_place_of_a_pretrained_one(
     sizes = replace(tiny, models=(one,))
     out = reproduce(sizes=sizes)
     facts = json.loads((out / "run.json").read_text())["models"][one.name]
-    rows = 64 * math.ceil((config.vocab_size + 1) / 64) + 1  # the meta-token's own is beside the table
+    rows = 64 * math.ceil((config.vocab_size + 1) / 64) + 1  # the meta-token's own row is outside the table
     trained = GPTNeoForCausalLM(config).num_parameters() + (rows - config.vocab_size) * 16
     assert facts == {"parameters": trained, "description": f"{tmp_path / 'neo'}, as published"}
     found = {(one.model, one.metric, one.task) for one in read_lines(lines_file(out, "results"), Result)}

@@ -1,4 +1,4 @@
-"""Who carries the plan out: processes with a GPU each, jobs of a cluster; and what happens when they are killed."""
+"""The workers of a plan: processes with a GPU each and jobs of a cluster, also when they are killed."""
 
 import os
 import signal
@@ -48,13 +48,13 @@ def test_jobs_give_the_same_results_and_one_that_is_killed_is_submitted_again(
     small_corpus: Path, undisturbed: Path, tmp_path: Path, forked: Callable[..., Forked]
 ) -> None:
     environment = {"STALL": str(tmp_path / "stalled"), "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    # Few stages: a job takes its interpreter's start.
+    # Few stages, since each job starts an interpreter.
     options = "--executor local --workers 2 --only perplexity"
     preset = tiny_preset.tiny(str(small_corpus), models=("meta",))
     running = forked(tiny_preset.reproduce, preset, tmp_path / "run", options, **environment)
     assert wait_until(lambda: (tmp_path / "stalled").exists() or running.status is not None)
     (folder,) = (tmp_path / ".cache" / "metatokens" / "jobs").iterdir()
-    assert folder.stat().st_mode & 0o077 == 0  # nobody else may put a pickle there
+    assert folder.stat().st_mode & 0o077 == 0  # no other user may put a pickle there
     worker = int((tmp_path / "stalled").read_text())
     (tmp_path / "stalled.once").touch()  # the next try does not stall
     os.kill(worker, signal.SIGKILL)
@@ -100,7 +100,7 @@ def test_a_job_that_is_ended_again_and_again_is_one_sentence(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(pools, "TRIES", 2)
     monkeypatch.setattr(pools, "_work_as_job", kill_this_process)
-    monkeypatch.setattr(submitit.Job, "_results_timeout_s", 1)  # seconds for the answer of a job that was killed
+    monkeypatch.setattr(submitit.Job, "_results_timeout_s", 1)  # seconds to wait for a killed job
     monkeypatch.setattr(presets, "PRESETS", {"tiny": tiny_preset.tiny(str(small_corpus))})
     with pytest.raises(UserError, match="the job of tokenize was ended 2 times; its output is in ") as caught:
         run.reproduce("tiny", tmp_path / "run", executor="local", workers=1)
@@ -122,7 +122,7 @@ def test_settings_of_jobs_are_read_as_yaml() -> None:
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:
-    """Whether it came true."""
+    """Whether the condition came true in time."""
     end = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > end:
@@ -133,7 +133,7 @@ def wait_until(condition: Callable[[], bool]) -> bool:
 
 @pytest.fixture
 def stalled(small_corpus: Path, tmp_path: Path, forked: Callable[..., Forked]) -> Iterator[Forked]:
-    """A run whose worker stands still after the first checkpoint of `meta`, ended with the test whatever happens."""
+    """A run whose worker stalls after the first checkpoint of `meta`; it ends with the test."""
     preset, stall = tiny_preset.tiny(str(small_corpus)), tmp_path / "stalled"
     process = forked(tiny_preset.reproduce, preset, tmp_path / "run", "--workers 1", STALL=str(stall))
     wait_until(lambda: stall.exists() or process.status is not None)

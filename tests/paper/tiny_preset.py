@@ -1,8 +1,8 @@
 """A preset of seconds, and the command that carries it out.
 
-With a path in the environment variable STALL, the worker that pretrains `meta` writes its process id there after the
-first checkpoint, and then does nothing: so a test can cut the run off at a point that is the same on every machine.
-It goes on where there is a file of that name with `.once`.
+If the environment variable STALL holds a path, the worker that pretrains `meta` writes its process id to it after the
+first checkpoint and then stalls, so that a test can cut the run off at the same point on every machine. A worker does
+not stall if there is a file of that name with `.once`.
 """
 
 import os
@@ -20,14 +20,14 @@ from metatokens.paper import presets
 from metatokens.paper.variants import Ablation, Analysis, Preset, TrainedModel
 from metatokens.training.trainer import RunCallback
 
-accuracy.SHORTCUT_PROMPTS = 40  # of 2,000, which each run would draw once more
+accuracy.SHORTCUT_PROMPTS = 40  # in place of 2,000, which each run would draw again
 
 TRAINING = ("training.save_steps=2", "training.logging_steps=1", "training.per_device_train_batch_size=4")
 SIZES = ("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2", "data.block_size=32")
 
 
 class Tiny(Preset):
-    """A preset that makes a worker, which gets it from the command, import this file, and so stall too."""
+    """A preset whose class makes a worker import this file, so that the worker stalls too."""
 
 
 def tiny(corpus: str, models: Sequence[str] = ("gpt2", "meta")) -> Tiny:
@@ -47,7 +47,7 @@ def tiny(corpus: str, models: Sequence[str] = ("gpt2", "meta")) -> Tiny:
 
 
 def wide(corpus: str) -> Preset:
-    """One model, and each kind of stage that a preset can have."""
+    """One model, and every kind of stage."""
     longer = TrainedModel(
         model="meta",
         variant="yarn",
@@ -109,7 +109,7 @@ if stall := os.environ.get("STALL"):
 
 def reproduce(preset: Tiny, out: Path, options: str) -> None:
     """The command."""
-    submitit.Job._results_timeout_s = 1  # not a quarter of a minute for the answer of a job that was killed
+    submitit.Job._results_timeout_s = 1  # in place of 15 seconds for a killed job
     presets.PRESETS = {"tiny": preset}
     sys.argv = ["metatokens", "reproduce", "--preset", "tiny", "--out", str(out), *options.split()]
     cli.main()

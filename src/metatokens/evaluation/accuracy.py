@@ -20,13 +20,7 @@ TEST_SEED = 2026  # of the test examples, the same for all models
 
 
 def test_examples(
-    task: str,
-    length: int,
-    n: int,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    condition: str,
-    documents: Sequence[str],
+    task: str, length: int, n: int, tokenizer: PreTrainedTokenizerBase, *, condition: str, documents: Sequence[str]
 ) -> list[Example]:
     """The first n examples of the fixed test set with prompts of (length / 2, length] tokens."""
     source = TaskData(task, tokenizer=tokenizer, condition=condition, seed=TEST_SEED, documents=documents)
@@ -87,7 +81,7 @@ def shortcut_rates(
         task, condition: of the prompts.
         tests: the examples of each length, as `test_examples` draws them.
         tokenizer, documents: as for `test_examples`.
-        recipe: what the results are filed under.
+        recipe: the preset, for the results.
     """
     source = TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)
     train = [source.train(index, min(tests)) for index in range(SHORTCUT_PROMPTS)]

@@ -115,11 +115,7 @@ class MetaTokensLM(HFLM):
         return super().apply_chat_template(*args, **kwargs)
 
     def tok_encode(
-        self,
-        string: str,
-        add_special_tokens: bool | None = None,
-        left_truncate_len: int | None = None,
-        **kwargs: Any,
+        self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **kwargs: Any
     ) -> list[int]:
         """The ids of a text, after those with which the tokenizer begins a text; meta-tokens only at markers."""
         if self._is_chat:

@@ -1,1 +1,1 @@
-"""Which runs answer which question, and how they are carried out."""
+"""The reproduction of the paper: presets, their plan and its workers, and the report."""

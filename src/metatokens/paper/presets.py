@@ -239,10 +239,7 @@ _ABLATIONS = (
         counts=_COUNTS,
     ),
     Ablation(
-        tables=("table2", "table11"),
-        models=("gpt2", "pause", "twin"),
-        interventions=_TAKEN_AWAY,
-        counts=_SHORT_COUNTS,
+        tables=("table2", "table11"), models=("gpt2", "pause", "twin"), interventions=_TAKEN_AWAY, counts=_SHORT_COUNTS
     ),
     *_noise("gpt2", "gpt2-learned", "meta", "meta-learned", tasks=("list_recall", "copying")),
 )

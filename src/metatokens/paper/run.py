@@ -169,6 +169,5 @@ def _write_provenance(log: RunLog, name: str, sizes: Preset, **run: Any) -> None
         **run,
     }
     write_whole(
-        log.out / "run.json",
-        RunInfo.model_validate(provenance).model_dump_json(exclude_defaults=True).encode(),
+        log.out / "run.json", RunInfo.model_validate(provenance).model_dump_json(exclude_defaults=True).encode()
     )

@@ -173,13 +173,7 @@ class Runner:
         return Outcome(results=results)
 
     def finetune(
-        self,
-        progress: Progress,
-        *,
-        model: TrainedModel,
-        task: str,
-        recipe: FinetuneRecipe,
-        probe_steps: int | None,
+        self, progress: Progress, *, model: TrainedModel, task: str, recipe: FinetuneRecipe, probe_steps: int | None
     ) -> Outcome:
         """Fine-tune a pretrained model on a task; its learning curve covers all phases up to the first train length."""
         folder, examples = self.out / "models" / model.name / task, self.examples(task, recipe)
