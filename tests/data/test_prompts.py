@@ -1,4 +1,4 @@
-"""Prompts whose markers stand for meta-tokens, and whose other look-alikes do not."""
+"""Prompts in which named markers are meta-tokens and other look-alikes are text."""
 
 import pytest
 from hypothesis import given

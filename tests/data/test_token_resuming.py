@@ -117,7 +117,7 @@ def test_a_store_cut_off_again_and_again_is_finished_at_last(three_parts, undist
 def test_a_replacement_cut_off_half_way_does_not_pass_for_a_store(
     three_parts, undisturbed, contents, tmp_path, monkeypatch, function, at
 ):
-    """With an old store in place, moving the new one takes four renames and as many removals."""
+    """With an old store in place, moving the new one takes four renames and four removals."""
     out, move = tmp_path / "tokens", writing._move_into_place
     write_token_store(out, **three_parts | {"held_out": 0.4})
 

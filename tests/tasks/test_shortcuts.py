@@ -1,4 +1,4 @@
-"""Nothing simpler than the task answers its prompts, but for the short cuts that the tables name."""
+"""No rule that is simpler than the task answers its prompts, except the named shortcuts."""
 
 import re
 from collections import Counter, defaultdict
@@ -28,7 +28,7 @@ def number(example: Example, which: int = 0) -> int:
 
 
 def asked(example: Example) -> str:
-    """The last word of the question: a category, or what stands before the text to copy."""
+    """The last word of the question: a category, or the word before the text to copy."""
     return re.findall(r"\w+", question_of(example).removesuffix(" _PAUSE_"))[-1]
 
 
@@ -61,7 +61,7 @@ def words_of_lines() -> Iterator[tuple[str, Rule]]:
 
 
 def counts_over_spans() -> Iterator[tuple[str, Rule]]:
-    """How often a word of the question stands in a span, more or less, and whether the number is odd."""
+    """How often a word of the question occurs in a span, plus or minus a little, and whether the number is odd."""
     spans: dict[str, Callable[[Example], str]] = {
         "the prompt": lambda example: context_of(example),
         "its list": lambda example: next(
@@ -94,7 +94,7 @@ def counts_over_spans() -> Iterator[tuple[str, Rule]]:
 
 
 def tables() -> Iterator[tuple[str, Rule]]:
-    """What the answer is looked up by."""
+    """Keys by which the answer is looked up."""
     yield "nothing", lambda example: None
     yield "the question", question_of
     yield "all before the first marker", lambda example: example.prompt.split(" _PAUSE_")[0]
@@ -165,7 +165,7 @@ def test_no_simple_rule_is_better_than_those_that_are_named(task, condition, tok
     assert found[best] <= floor + 1.5 / n**0.5 + 0.01, (best, found[best], named)
 
 
-def test_what_the_named_short_cuts_score(tokenizer):
+def test_scores_of_the_named_shortcuts(tokenizer):
     """On prompts written by hand."""
 
     def example(prompt: str, completion: str) -> Example:

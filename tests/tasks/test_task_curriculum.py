@@ -136,7 +136,7 @@ def test_a_sequence_of_bits_is_in_one_split(tokenizer):
     assert not found["validation"] & found["test"]
     assert {len(bits) for bits in found["test"]} == set(range(6, 17))
     assert {len(bits) for bits in found["train"]} == set(range(1, 17))
-    for bits in found["test"]:  # whoever reads one bit at either end knows nothing of the answer
+    for bits in found["test"]:  # one bit at either end does not give the answer away
         assert not {(*bits[:-1], str(1 - int(bits[-1]))), (str(1 - int(bits[0])), *bits[1:])} & found["train"]
 
 
@@ -220,7 +220,7 @@ def test_what_cannot_be_had_is_refused(tokenizer, documents):
         data.sample(0, 1, "dev")
     with pytest.raises(UserError, match=r"no parity prompt of phase 1 and 5 to 8 tokens .*vocabulary of 1,400"):
         data.test(0, 8)
-    with pytest.raises(UserError, match=r"3 documents of at least 9 words .*of the 2 given 0 have"):
+    with pytest.raises(UserError, match=r"3 documents of at least 9 words .*; 0 of the 2 given are that long"):
         TaskData("copying", tokenizer=tokenizer, documents=["too short to be used", "a b"])
     with pytest.raises(UserError, match=r"no copying prompt of phase 4 was found .*documents of \d+ words"):
         TaskData("copying", tokenizer=tokenizer, documents=[documents[4] + str(i) for i in range(3)]).sample(

@@ -25,7 +25,7 @@ def solve_list_recall(prompt: str, condition: str) -> str:
         (asked,) = [line for line in repeated if line.startswith(f"{category}:")]
         words = asked.split()[1:]
         marked = [at - words[:at].count("_PAUSE_") for at, word in enumerate(words) if word == "_PAUSE_"]
-        assert int(place) in marked, "a marker stands right after the item asked for"
+        assert int(place) in marked, "a marker follows the item asked for"
     items = {name: rest.split() for name, rest in (line.replace(MARKER, "").split(":") for line in lists)}
     assert len(items) == len(lists), "nothing else is repeated"
     if condition in ("paper", "decoy"):
@@ -77,7 +77,7 @@ def solve_copying(prompt: str, condition: str) -> str:
         return parts[1]
     if condition == "landmark":
         pieces = [len(re.findall(r"\w+|[^\w\s]+", part)) for part in context.split(MARKER)[:-1]]
-        assert len(set(pieces)) == 1, "a marker after each line of as many words"
+        assert len(set(pieces)) == 1, "a marker follows each line, all of equal length"
     words = re.findall(r"\s*(?:\w+|[^\w\s]+)", context.replace(MARKER, ""))
     if first := re.fullmatch(r"first (\d+) words\.", question):
         return "".join(words[: int(first[1])])
@@ -101,7 +101,7 @@ SOLVERS = {
 
 
 def solve(task: str, prompt: str, condition: str) -> str:
-    """The completion, by what the prompt says; prompts of `long_prompt` read as those of `paper` do."""
+    """The completion, by the prompt's text; prompts of `long_prompt` have the form of those of `paper`."""
     return SOLVERS[task](prompt, "paper" if condition == "long_prompt" else condition)
 
 

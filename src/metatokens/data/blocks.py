@@ -116,9 +116,9 @@ class _TextWithLandmarks:
         start = number * self._size
         before = max(0, start - BEFORE)  # the rule reads tokens on both sides of a place
         around = self._text[before : start + self._size + AFTER]
-        behind = np.flatnonzero(self._landmarks(around, before)) + 1 + before - start
+        after = np.flatnonzero(self._landmarks(around, before)) + 1 + before - start
         own = around[start - before :][: self._size]
-        return np.insert(own, behind[(behind > 0) & (behind <= len(own))], self._landmarks.meta_token_id)
+        return np.insert(own, after[(after > 0) & (after <= len(own))], self._landmarks.meta_token_id)
 
 
 def shuffled(place: int, size: int, key: str) -> int:

@@ -8,7 +8,7 @@ A block of n = 8 positions with k = 0.25, where a to f are text tokens and M is 
 
 Labels are not shifted: as in every causal model of transformers, the loss compares the logits at position i with the
 label at i + 1. So the model predicts d at the meta-token before it, and no meta-token is ever a target. The first text
-token is no target either, even behind a meta-token, so that models with and without inserted meta-tokens are scored on
+token is no target either, even after a meta-token, so that models with and without inserted meta-tokens are scored on
 the same text tokens.
 """
 

@@ -58,7 +58,7 @@ BATCH_CHARACTERS = 400_000  # encoded at a time: enough for every core, and few 
 
 
 class Plan(Record):
-    """What the shards of a store depend on."""
+    """Everything that the shards of a store depend on."""
 
     settings: StoreSettings
     parts: tuple[Part, ...]
@@ -73,7 +73,7 @@ class Done(Record):
 
 
 class Work(NamedTuple):
-    """What every process needs to write shards."""
+    """The data that each process needs to write shards."""
 
     folder: Path
     plan: Plan

@@ -60,7 +60,7 @@ class Excerpts:
         if long_enough < len(_SPLITS):
             raise UserError(
                 f"copying needs {len(_SPLITS)} documents of at least {_SHORTEST} words and punctuation marks, to "
-                f"train, validate and test on; of the {len(documents)} given {long_enough} have as many."
+                f"train, validate and test on; {long_enough} of the {len(documents)} given are that long."
             )
 
     def draw(self, generator: np.random.Generator, m: int, n: int, asked: int, split: Split) -> Content | None:

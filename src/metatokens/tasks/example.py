@@ -20,12 +20,12 @@ from metatokens.recipe import Condition, Split
 from metatokens.records import MARKER, ExampleRecord, split_at
 from metatokens.tasks.encoding import SegmentEncoder
 
-_ORIGIN = {"task", "phase", "seed", "index", "split", "condition"}  # fields that say where an example comes from
+_ORIGIN = {"task", "phase", "seed", "index", "split", "condition"}  # fields for where an example comes from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """What training and evaluation read of an example."""
+    """The part of an example that training and evaluation read."""
 
     input_ids: Sequence[int] | np.ndarray
     """The ids of the prompt, of the completion, and the end of text."""
