@@ -90,9 +90,9 @@ class Look:
 
         With `zeroed`, the embeddings of meta-tokens are zero; a prompt without one raises a ValueError.
         """
-        if zeroed and self.zeroed is None:
+        seen = self.zeroed if zeroed else self.observation
+        if seen is None:
             raise ValueError("the prompt has no meta-token.")
-        seen = self.zeroed if zeroed and self.zeroed is not None else self.observation
         return entropy(seen.attention[module, layer].logits())
 
     def to_html(self) -> str:
