@@ -29,7 +29,7 @@ from metatokens.training.trainer import Figures, Goal, Progress, check_trackers,
 
 VALIDATED = 200  # prompts that decide whether a phase has reached its goal
 
-# Gives the probe of a model that is about to be trained in a phase; None: nothing is measured.
+# Returns the probe of a model that is about to be trained in a phase; None: nothing is measured.
 Probing = Callable[[LanguageModel, Phase], Probe | None]
 
 
@@ -46,7 +46,7 @@ def finetune(
     progress: Progress = unwatched,
     probe: Probing | None = None,
 ) -> bool:
-    """Fine-tune a model for each of the recipe's train lengths in turn, each phase from the model of the last one.
+    """Fine-tune a model in the phases of a recipe, each from the model of the phase before it.
 
     Args:
         recipe: the settings.
@@ -58,7 +58,7 @@ def finetune(
         examples: the folder of the task's encoded train examples, which several runs may share; by default in `out`.
         overwrite: replace another run in `out`.
         progress: called with the steps done, the steps in all and the latest figures.
-        probe: gives the measurement that is repeated during a phase.
+        probe: returns the measurement that is repeated during a phase.
 
     Returns:
         Whether anything was left to train.
@@ -73,14 +73,14 @@ def finetune(
     model = load_model(model_folder)
     tokenizer = load_tokenizer(str(model_folder))
     check_meta_token(model.config, tokenizer, model_folder)
-    lessons: _Records | _Task
+    source: _RecordSource | _TaskSource
     if data is not None:
-        lessons = _Records(recipe, data, tokenizer)
+        source = _RecordSource(recipe, data, tokenizer)
     elif task is not None:
-        lessons = _Task(recipe, task, tokenizer, documents, examples or out / "examples")
+        source = _TaskSource(recipe, task, tokenizer, documents, examples or out / "examples")
     else:
         raise UserError("fine-tuning needs a task or a file of records.")
-    for phase in lessons.phases:
+    for phase in source.phases:
         check_length(model.config, phase.train_length)
         if phase.inside_loss:
             check_inside(model)
@@ -89,14 +89,14 @@ def finetune(
         "recipe": recipe.model_dump(mode="json", exclude=WITHOUT_EFFECT),
         "batch": settings.batch,
         "model_sha256": weights_sha256(model_folder),
-        **lessons.identity,
+        **source.identity,
     }
     collator = Collator(
         pad_token_id=tokenizer.eos_token_id, meta_token_id=model.config.meta_token_id, loss_on=recipe.task.loss_on
     )
-    before, trained, total = 0, False, sum(phase.settings.max_steps for phase in lessons.phases)
+    before, trained, total = 0, False, sum(phase.settings.max_steps for phase in source.phases)
     with open_run(out, run, overwrite=overwrite):
-        for phase in lessons.phases:
+        for phase in source.phases:
             folder, own, report = out / phase.name, phase.settings, partial(_report_phase, progress, before, total)
             before += own.max_steps
             if (folder / MANIFEST).exists():
@@ -106,14 +106,14 @@ def finetune(
             set_seed(own.seed)
             train(
                 model,
-                ByLength(lessons.open(phase), batch=own.batch, seed=own.seed),
+                ByLength(source.open(phase), batch=own.batch, seed=own.seed),
                 tokenizer,
                 own,
                 folder,
                 collator=collator,
                 progress=report,
                 probe=probe(model, phase) if probe else None,
-                goal=lessons.goals.get(phase.name),
+                goal=source.goals.get(phase.name),
                 inside_weight=phase.inside_loss,
             )
             trained = True
@@ -122,8 +122,8 @@ def finetune(
     return trained
 
 
-class _Records:
-    """What a fine-tuning on a user's own records reads: one phase."""
+class _RecordSource:
+    """The examples of a fine-tuning on a user's own records, in one phase."""
 
     def __init__(self, recipe: FinetuneRecipe, file: Path, tokenizer: PreTrainedTokenizerBase):
         if recipe.task.stages:
@@ -138,8 +138,8 @@ class _Records:
         return Epochs(self.records, seed=phase.settings.seed, length=phase.examples)
 
 
-class _Task:
-    """What a fine-tuning on a task reads: the recipe's phases, each until its steps or its goal are reached."""
+class _TaskSource:
+    """The examples of a fine-tuning on a task, in the recipe's phases, and the goals at which phases end early."""
 
     def __init__(
         self,
@@ -152,18 +152,18 @@ class _Task:
         if recipe.task.landmarks is not None:
             raise UserError("landmarks are for your own records (--data); task.condition places a task's meta-tokens.")
         self.recipe, self.folder = recipe, folder
-        self.source, self.phases = train_source(recipe, task, tokenizer, documents), recipe.phases()
+        self.data, self.phases = train_source(recipe, task, tokenizer, documents), recipe.phases()
         self.identity = {"task": task, "documents_sha256": sha256_of("\0".join(documents).encode())}
         self.goals: dict[str, Goal] = {}
         for phase in self.phases:
-            drawn(self.source, phase)(0)  # fails before any training if there is no such prompt
+            drawn(self.data, phase)(0)  # fails before any training if there is no such prompt
             if phase.curriculum and (until := phase.curriculum.until):
-                asked = list(map(drawn(self.source, phase, "validation"), range(VALIDATED)))
+                asked = list(map(drawn(self.data, phase, "validation"), range(VALIDATED)))
                 self.goals[phase.name] = partial(_is_reached, asked, until)
 
     def open(self, phase: Phase) -> Examples:
         """The examples of a phase."""
-        stored = train_examples(self.recipe, self.source, phase, self.folder)
+        stored = train_examples(self.recipe, self.data, phase, self.folder)
         return Epochs(stored, length=phase.examples)
 
 
