@@ -193,7 +193,7 @@ MISTAKES = {
     f"{EVALUATE} --model model --intervention noise:much": "no intervention 'noise:much'; allowed are no_pos",
     "analyze sharpness --model unmarked": "the model in unmarked has no meta_token_id",
     "analyze residual --model model --intervention no_pos": "--intervention goes with rate-distortion",
-    "analyze rate-distortion --model model --task parity --length 64 -n 20": "20 examples, 4 of them held out, do not",
+    "analyze rate-distortion --model model --task parity --length 64 -n 20": "20 examples with 4 held out are too few",
     f"extend --model learned --factor 2 --recipe demo {SMALL} --out new": "position_embedding 'learned'",
     f"extend --model model --factor 1 --recipe demo {SMALL} --out new": "factor",
     # lengths beyond learned positions

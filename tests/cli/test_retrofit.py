@@ -18,11 +18,16 @@ from metatokens.checkpoint import load_model, weights_sha256, weights_size
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.evaluation.perplexity import held_out_text
-from metatokens.files import found_from, name_from
 from metatokens.training.batches import WithLogitsToKeep
-from tests.cli.command_lines import FINETUNE, Run
+from tests.cli.command_lines import FINETUNE, Refuse, Succeed
 
 RETROFIT = "retrofit --model base --out model --heads 2 --head-size 8"
+TUNE = f"{FINETUNE} --task parity --train-lengths 64"
+EVALUATE = "evaluate --task parity --lengths 64 -n 4 --model"
+GENERATE = "generate 'the cat' --max-new-tokens 2 --model"
+PRETRAIN = "pretrain --recipe demo --set data.tokens=tokens --set data.block_size=32 --set training.max_steps=2"
+PEFTS_OWN = ("ignore:.is_gradient_checkpointing.:FutureWarning", "ignore:Could not find a config file")
+ELSEWHERE = "the base of model is not at model/../base: put it there (a link will do)."
 
 
 @pytest.fixture
@@ -42,34 +47,29 @@ def base(small_store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("delta", ["", " --delta"])
-def test_from_a_base_to_answers(delta: str, base: Path, metatokens: Run) -> None:
-    status, _, error = metatokens(RETROFIT + delta)
-    assert (status, error.splitlines()[0]) == (0, "model: model (2,096 new parameters next to 31,824)"), error
-    assert error.splitlines()[1].startswith("The meta-token is untrained")
-    tune = f"{FINETUNE} --model model --out tuned --task parity --train-lengths 64 --set training.learning_rate=0.1"
-    status, _, error = metatokens(tune)
-    assert status == 0, error
+def test_from_a_base_to_answers(delta: str, base: Path, run: Succeed) -> None:
+    size, warning = run(RETROFIT + delta)[1].splitlines()
+    assert size == "model: model (2,096 new parameters next to 31,824)"
+    assert warning.startswith("The meta-token is untrained")
+    run(f"{TUNE} --model model --out tuned --set training.learning_rate=0.1")
     after = load_file(f"tuned/64/{'meta_tokens' if delta else 'model'}.safetensors")
     assert len(list(Path("tuned/64").glob("*.safetensors"))) == 1
     for name, weight in load_file("base/model.safetensors").items():
         assert delta or torch.equal(after[name][: len(weight)], weight), name
     assert any(bool(after[name].abs().max() > 0) for name in after if name.endswith("attention.out_proj.weight"))
     for model in ("model", "tuned/64"):
-        assert metatokens(f'look --model {model} "the cat _PAUSE_ sat" --out {Path(model).name}.html')[0] == 0
-        status, output, error = metatokens(f"evaluate --model {model} --task parity --lengths 64 -n 8 --json")
-        assert status == 0, error
+        run(f'look --model {model} "the cat _PAUSE_ sat" --out {Path(model).name}.html')
+        output, _ = run(f"{EVALUATE} {model} --json")
         assert [json.loads(line)["metric"] for line in output.splitlines()] == ["exact_match", "token_accuracy"]
-        assert (
-            metatokens(f"perplexity --model {model} --corpus builtin --max-tokens 600 --block-size 32 --json")[0] == 0
-        )
-        assert metatokens(f"generate --model {model} --max-new-tokens 4 --meta-every 2 'the cat'")[0] == 0
+        run(f"perplexity --model {model} --corpus builtin --max-tokens 600 --block-size 32 --json")
+        run(f"generate --model {model} --max-new-tokens 4 --meta-every 2 'the cat'")
 
 
-def test_what_was_added_alone_goes_from_the_command_to_python_and_back(base: Path, metatokens: Run) -> None:
+def test_what_was_added_alone_goes_from_the_command_to_python_and_back(base: Path, run: Succeed) -> None:
     config = json.loads((base / "config.json").read_text())
     config |= {"unk_token_id": 0, "_model_name_or_path": "somewhere"}  # which no class of configurations declares
     (base / "config.json").write_text(json.dumps(config))
-    assert metatokens(RETROFIT + " --delta")[0] == 0
+    run(RETROFIT + " --delta")
     model = load_meta(AutoModelForCausalLM.from_pretrained(base), "model")
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -80,19 +80,19 @@ def test_what_was_added_alone_goes_from_the_command_to_python_and_back(base: Pat
     ids = torch.tensor([encode_prompt(tokenizer, "the cat", landmarks="every:1")])
     new = model.generate(ids, max_new_tokens=6, meta_every=2, do_sample=False)[0, ids.shape[1] :]
     generate = "generate --model again --landmarks every:1 --meta-every 2 --max-new-tokens 6 'the cat'"
-    assert metatokens(generate)[:2] == (0, f"the cat{tokenizer.decode(new, skip_special_tokens=True)}\n")
+    assert run(generate)[0] == f"the cat{tokenizer.decode(new, skip_special_tokens=True)}\n"
     python = add_meta_attention(AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base))
     save_meta(python, "from_python")
     tokenizer.save_pretrained("from_python")
-    assert metatokens("generate --model from_python --max-new-tokens 2 'the cat'")[0] == 0
+    run(f"{GENERATE} from_python")
 
 
-def test_a_chat_template_still_works_after_fine_tuning(base: Path, metatokens: Run) -> None:
+def test_a_chat_template_still_works_after_fine_tuning(base: Path, run: Succeed) -> None:
     plain = AutoTokenizer.from_pretrained("base")
     plain.chat_template = "{% for message in messages %}<|endoftext|>{{ message.content }}{% endfor %}"
     plain.save_pretrained("base")
-    assert metatokens(RETROFIT)[0] == 0
-    assert metatokens(f"{FINETUNE} --model model --out tuned --task parity --train-lengths 64")[0] == 0
+    run(RETROFIT)
+    run(f"{TUNE} --model model --out tuned")
     message = [{"role": "user", "content": "the cat"}]
     expected = plain.apply_chat_template(message)["input_ids"]
     assert expected[0] == plain.eos_token_id
@@ -101,9 +101,9 @@ def test_a_chat_template_still_works_after_fine_tuning(base: Path, metatokens: R
 
 
 def test_finetuning_computes_the_logits_that_it_is_scored_on_alone(
-    base: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+    base: Path, run: Succeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert metatokens(RETROFIT)[0] == 0
+    run(RETROFIT)
     computed: list[tuple[int, int]] = []
     forward = LlamaForCausalLM.forward
 
@@ -114,13 +114,13 @@ def test_finetuning_computes_the_logits_that_it_is_scored_on_alone(
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", counted)
     train = "--task list_recall --train-lengths 64 --set training.train_base=true --set training.learning_rate=0.01"
-    assert metatokens(f"{FINETUNE} --model model --out fewer {train}")[0] == 0
+    run(f"{FINETUNE} --model model --out fewer {train}")
     fewer = computed.copy()
     assert fewer
     assert all(0 < columns < length / 2 for columns, length in fewer)
     computed.clear()
     monkeypatch.setattr(WithLogitsToKeep, "__call__", lambda self, items: self.collator(items))
-    assert metatokens(f"{FINETUNE} --model model --out all {train}")[0] == 0
+    run(f"{FINETUNE} --model model --out all {train}")
     assert [(length, length) for _, length in fewer] == computed
     start, few, all_ = (load_file(f"{folder}/model.safetensors") for folder in ("model", "fewer/64", "all/64"))
     for name, weight in few.items():
@@ -128,15 +128,14 @@ def test_finetuning_computes_the_logits_that_it_is_scored_on_alone(
     assert any(not torch.equal(weight, start[name]) for name, weight in few.items())
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
+@pytest.mark.filterwarnings(*PEFTS_OWN)
 @pytest.mark.parametrize("kind", ["added", "delta", "base too", "lora"])
-def test_a_base_in_half_precision_is_trained_by_small_steps(kind: str, base: Path, metatokens: Run) -> None:
+def test_a_base_in_half_precision_is_trained_by_small_steps(kind: str, base: Path, run: Succeed) -> None:
     LlamaForCausalLM.from_pretrained("base").to(torch.bfloat16).save_pretrained("base")
     option = {"base too": " --set training.train_base=true", "lora": " --lora rank=2"}.get(kind, "")
-    line = f"{FINETUNE} --task parity --train-lengths 64 --set training.min_learning_rate=1e-6{option}"
-    assert metatokens(RETROFIT + (" --delta" if kind == "delta" else ""))[0] == 0
-    status, _, error = metatokens(f"{line} --set training.learning_rate=1e-5 --model model --out tuned")
-    assert status == 0, error
+    line = f"{TUNE} --set training.min_learning_rate=1e-6{option}"
+    run(RETROFIT + (" --delta" if kind == "delta" else ""))
+    run(f"{line} --set training.learning_rate=1e-5 --model model --out tuned")
     file = "meta_tokens.safetensors" if kind == "delta" else "model.safetensors"
     before, after = load_file(f"model/{file}"), load_file(f"tuned/64/{file}")
     for name, weight in after.items():
@@ -148,13 +147,13 @@ def test_a_base_in_half_precision_is_trained_by_small_steps(kind: str, base: Pat
             assert (weight != before[name].to(weight.dtype)).float().mean() > 0.7, name
         elif kind != "lora":
             assert is_wide or torch.equal(weight, before[name]), name
-    assert metatokens("evaluate --model tuned/64 --task parity --lengths 64 -n 4")[0] == 0
+    run(f"{EVALUATE} tuned/64")
 
 
-def test_perplexity_is_the_bases(base: Path, metatokens: Run) -> None:
-    assert metatokens(RETROFIT)[0] == 0
+def test_perplexity_is_the_bases(base: Path, run: Succeed) -> None:
+    run(RETROFIT)
     line = "perplexity --corpus builtin --max-tokens 640 --block-size 64 --fraction 0 --json --model"
-    value = json.loads(metatokens(f"{line} model")[1])["value"]
+    value = json.loads(run(f"{line} model")[0])["value"]
     text = torch.from_numpy(held_out_text("builtin", load_tokenizer("base"), 640).astype("int64"))
     model = LlamaForCausalLM.from_pretrained("base").eval()
     with torch.no_grad():
@@ -164,8 +163,8 @@ def test_perplexity_is_the_bases(base: Path, metatokens: Run) -> None:
     assert value == pytest.approx(expected, rel=1e-6)
 
 
-def test_what_cannot_be_is_refused(base: Path, metatokens: Run) -> None:
-    assert metatokens(RETROFIT)[0] == 0
+def test_what_cannot_be_is_refused(base: Path, run: Succeed, refused: Refuse) -> None:
+    run(RETROFIT)
     Path("empty").mkdir()
     lines = {
         RETROFIT: "model is not empty; give another folder.",
@@ -178,80 +177,76 @@ def test_what_cannot_be_is_refused(base: Path, metatokens: Run) -> None:
         "evaluate --model base --task parity": "the model in base has no meta_token_id, which markers need",
     }
     for line, sentence in lines.items():
-        status, _, error = metatokens(line)
-        assert (status, error.count("\n")) == (2, 1), error
-        assert sentence in error
+        refused(line, sentence)
         assert not Path("new").exists()
 
 
-def test_a_base_that_is_gone_is_named(base: Path, metatokens: Run) -> None:
-    assert metatokens(f"{RETROFIT} --delta")[0] == 0
+def test_a_base_that_is_gone_is_named(base: Path, run: Succeed, refused: Refuse) -> None:
+    run(f"{RETROFIT} --delta")
     base.rename(base.with_name("moved"))
-    status, _, error = metatokens("evaluate --model model --task parity")
-    assert (status, "the base of model is not at model/../base: put it there (a link will do)." in error) == (2, True)
+    refused(
+        "evaluate --model model --task parity",
+        ELSEWHERE,
+    )
 
 
-def test_a_base_of_the_hub_keeps_its_name(base: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_of_the_hub_keeps_its_name(base: Path, run: Succeed, monkeypatch: pytest.MonkeyPatch) -> None:
     cached = base.rename(base.with_name("cached"))
     retrofit = "retrofit --model hf:someone/base --out model --heads 2 --head-size 8 --delta"
     monkeypatch.setattr(
         "metatokens.checkpoint.snapshot_download",
         lambda name, **_: {"someone/base": str(cached)}[name],
     )
-    assert metatokens(retrofit)[0] == 0
+    run(retrofit)
     assert json.loads(Path("model/meta_tokens.json").read_text())["meta_attention"]["base"] == "someone/base"
     assert "cached" not in Path("model/meta_tokens.json").read_text()
-    status, output, _ = metatokens("generate --model model --max-new-tokens 4 --meta-every 2 'the cat'")
-    assert status == 0
+    output, _ = run("generate --model model --max-new-tokens 4 --meta-every 2 'the cat'")
     # The folder where the Hub's model is kept may be given too.
-    assert metatokens("retrofit --model cached --out same --heads 2 --head-size 8")[0] == 0
-    assert metatokens("generate --model same --max-new-tokens 4 --meta-every 2 'the cat'")[1] == output
+    run("retrofit --model cached --out same --heads 2 --head-size 8")
+    assert run("generate --model same --max-new-tokens 4 --meta-every 2 'the cat'")[0] == output
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning", "ignore:Could not find a config file")
+@pytest.mark.filterwarnings(*PEFTS_OWN)
 def test_an_adapter_of_a_model_of_the_hub_keeps_its_name(
-    base: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+    base: Path, run: Succeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("metatokens.checkpoint.snapshot_download", lambda name, **_: {"someone/model": "cached"}[name])
-    assert metatokens(RETROFIT)[0] == 0
-    tune = f"{FINETUNE} --task parity --train-lengths 64 --lora rank=2 --keep-adapter"
-    assert metatokens(f"{tune} --model model --out first")[0] == 0
+    run(RETROFIT)
+    tune = f"{TUNE} --lora rank=2 --keep-adapter"
+    run(f"{tune} --model model --out first")
     Path("model").rename("cached")
     own = json.loads(Path("first/64/adapter_config.json").read_text()) | {"base_model_name_or_path": "someone/model"}
     Path("first/64/adapter_config.json").write_text(json.dumps(own))
     Path("first/64/manifest.json").unlink()
-    status, _, error = metatokens(f"{tune} --model first/64 --out second")
-    assert status == 0, error
+    run(f"{tune} --model first/64 --out second")
     named = json.loads(Path("second/64/adapter_config.json").read_text())["base_model_name_or_path"]
     assert named == "someone/model"
-    assert metatokens("generate --model second/64 --max-new-tokens 2 'the cat'")[0] == 0
+    run(f"{GENERATE} second/64")
 
 
-def test_the_type_of_what_retrofit_writes_is_chosen(base: Path, metatokens: Run) -> None:
-    assert metatokens(f"{RETROFIT} --dtype bfloat16")[0] == 0
+def test_the_type_of_what_retrofit_writes_is_chosen(base: Path, run: Succeed) -> None:
+    run(f"{RETROFIT} --dtype bfloat16")
     assert load_file("model/model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
 
 
-def test_a_checkpoint_without_the_base_is_no_checkpoint_for_fsdp(base: Path, metatokens: Run) -> None:
-    assert metatokens(RETROFIT)[0] == 0
-    train = f"{FINETUNE} --model model --out tuned --task parity --train-lengths 64"
-    assert metatokens(train)[0] == 0
+def test_a_checkpoint_without_the_base_is_no_checkpoint_for_fsdp(base: Path, run: Succeed, refused: Refuse) -> None:
+    run(RETROFIT)
+    train = f"{TUNE} --model model --out tuned"
+    run(train)
     Path("tuned/64/manifest.json").unlink()  # as where the run was cut off
-    status, _, error = metatokens(f"{train} --set training.fsdp=true")
-    assert (status, "checkpoint-2 lacks the base's weights, which FSDP needs" in error) == (2, True), error
-    assert metatokens(train)[0] == 0
+    refused(f"{train} --set training.fsdp=true", "checkpoint-2 lacks the base's weights, which FSDP needs")
+    run(train)
 
 
-def test_a_chat_goes_through_the_template(base: Path, metatokens: Run) -> None:
-    status, _, error = metatokens("generate --model base --chat 'the cat'")
-    assert (status, error) == (2, "metatokens: the model's tokenizer has no chat template.\n")
+def test_a_chat_goes_through_the_template(base: Path, run: Succeed, refused: Refuse) -> None:
+    refused("generate --model base --chat 'the cat'", "the model's tokenizer has no chat template.")
     tokenizer = AutoTokenizer.from_pretrained("base")
     tokenizer.chat_template = (
         "{% for message in messages %}<|endoftext|>{{ message.role }}: {{ message.content }}{% endfor %}"
         "{% if add_generation_prompt %}<|endoftext|>{% endif %}"
     )
     tokenizer.save_pretrained("base")
-    assert metatokens(RETROFIT)[0] == 0
+    run(RETROFIT)
     own = AutoTokenizer.from_pretrained("model", split_special_tokens=False)
     ids = own.apply_chat_template(
         [{"role": "user", "content": "the cat"}], add_generation_prompt=True, return_tensors="pt"
@@ -261,22 +256,20 @@ def test_a_chat_goes_through_the_template(base: Path, metatokens: Run) -> None:
     new = model.generate(ids, do_sample=False, max_new_tokens=6, pad_token_id=0)[0, ids.shape[1] :]
     answer = own.decode(new, skip_special_tokens=True)
     generate = "generate --model model --max-new-tokens 6 --chat"
-    assert metatokens(f"{generate} 'the cat'") == (0, f"{answer}\n", "")
-    output = metatokens(f"{generate} --marker _PAUSE_ --show-meta 'the cat _PAUSE_ sat'")[1]
+    assert run(f"{generate} 'the cat'") == (f"{answer}\n", "")
+    output, _ = run(f"{generate} --marker _PAUSE_ --show-meta 'the cat _PAUSE_ sat'")
     assert output.startswith("<|endoftext|>user: the cat<|meta|> sat<|endoftext|>")
     Path("prompts.jsonl").write_text('{"prompt": "the cat"}')
-    status, _, error = metatokens(f"{generate} --data prompts.jsonl")
-    assert (status, "--chat goes with a prompt" in error) == (2, True)
+    refused(f"{generate} --data prompts.jsonl", "--chat goes with a prompt")
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
+@pytest.mark.filterwarnings(*PEFTS_OWN)
 @pytest.mark.parametrize("layers", ["", " --layers none"])
-def test_lora_changes_the_base_and_comes_back(layers: str, base: Path, metatokens: Run) -> None:
-    assert metatokens(RETROFIT + layers)[0] == 0
+def test_lora_changes_the_base_and_comes_back(layers: str, base: Path, run: Succeed) -> None:
+    run(RETROFIT + layers)
     tune = FINETUNE.replace("max_steps=2", "max_steps=4")  # of which the second is saved
     line = f"{tune} --model model --out tuned --task parity --train-lengths 64 --lora rank=2"
-    status, _, error = metatokens(line)
-    assert status == 0, error
+    run(line)
     assert {path.name for path in Path("tuned/64/checkpoints/checkpoint-2").glob("*.safetensors")} == {
         "adapter_model.safetensors"
     }
@@ -288,28 +281,30 @@ def test_lora_changes_the_base_and_comes_back(layers: str, base: Path, metatoken
     assert {name.split(".")[-2] for name in changed - own} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
     }  # fmt: skip
-    assert metatokens("evaluate --model tuned/64 --task parity --lengths 64 -n 4")[0] == 0
+    run(f"{EVALUATE} tuned/64")
     # Cut off before its last step, it goes on from its checkpoint and ends the same.
     shutil.rmtree("tuned/64/checkpoints/checkpoint-4")
     for name in ("manifest.json", "model.safetensors"):
         Path("tuned/64", name).unlink()
-    assert metatokens(line)[0] == 0
+    run(line)
     again = load_file("tuned/64/model.safetensors")
     assert all(torch.equal(again[name], after[name]) for name in after)
 
 
 @pytest.mark.parametrize("delta", ["", " --delta"])
-def test_checkpoints_hold_what_is_trained_alone_and_go_on_exactly(delta: str, base: Path, metatokens: Run) -> None:
-    assert metatokens(RETROFIT + delta)[0] == 0
+def test_checkpoints_hold_what_is_trained_alone_and_go_on_exactly(
+    delta: str, base: Path, run: Succeed, refused: Refuse
+) -> None:
+    run(RETROFIT + delta)
     if not delta:  # the base of the retrofitted model may have been trained too, in between
-        line = f"{FINETUNE} --model model --out before --task parity --train-lengths 64 --set training.train_base=true"
-        assert metatokens(line)[0] == 0
+        line = f"{TUNE} --model model --out before --set training.train_base=true"
+        run(line)
         shutil.rmtree("model")
         Path("before/64").rename("model")
         shutil.rmtree("model/checkpoints")
     tune = FINETUNE.replace("max_steps=2", "max_steps=6")
     line = f"{tune} --model model --out tuned --task parity --train-lengths 64 --set training.learning_rate=0.1"
-    assert metatokens(line)[0] == 0
+    run(line)
     folder, file = Path("tuned/64"), f"{'meta_tokens' if delta else 'model'}.safetensors"
     expected = load_file(folder / file)
     own = {name for name in load_file("model/" + file) if "meta_" in name}
@@ -320,23 +315,26 @@ def test_checkpoints_hold_what_is_trained_alone_and_go_on_exactly(delta: str, ba
             (folder / name).unlink()
         if step == 4:
             shutil.rmtree(folder / "checkpoints/checkpoint-6")
-        assert metatokens(line)[0] == 0
+        run(line)
         again = load_file(folder / file)
         assert all(torch.equal(again[name], expected[name]) for name in expected)
-    assert metatokens("evaluate --model tuned/64/checkpoints/checkpoint-6 --task parity --lengths 64 -n 4")[0] == (
-        0 if delta else 2  # it is no model without the one that it was trained from
-    )
+    last = f"{EVALUATE} tuned/64/checkpoints/checkpoint-6"
+    if delta:
+        run(last)
+    else:  # without the base it is no model
+        refused(last, "")
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning", "ignore:Could not find a config file")
+@pytest.mark.filterwarnings(*PEFTS_OWN)
 @pytest.mark.parametrize("delta", ["", " --delta"])
-def test_adapters_that_are_kept_are_pefts_and_go_through_the_commands(delta: str, base: Path, metatokens: Run) -> None:
-    assert metatokens(f"{RETROFIT}{delta}".replace("--model base", f"--model {base}"))[0] == 0
+def test_adapters_that_are_kept_are_pefts_and_go_through_the_commands(
+    delta: str, base: Path, run: Succeed, refused: Refuse
+) -> None:
+    run(f"{RETROFIT}{delta}".replace("--model base", f"--model {base}"))
     train = f"{FINETUNE} --task parity --set training.learning_rate=0.01 --set training.warmup_steps=1"
     model, lora = base.parent / "model", "--lora rank=2"
-    status, _, error = metatokens(f"{train} --model {model} --out kept --train-lengths 64 {lora} --keep-adapter")
-    assert status == 0, error
-    assert metatokens(f"{train} --model {model} --out merged --train-lengths 64 {lora}")[0] == 0
+    run(f"{train} --model {model} --out kept --train-lengths 64 {lora} --keep-adapter")
+    run(f"{train} --model {model} --out merged --train-lengths 64 {lora}")
     assert not list(Path("kept").rglob("model*.safetensors"))
     assert json.loads(Path("kept/64/adapter_config.json").read_text())["base_model_name_or_path"] == "../../model"
     # PEFT itself, on the retrofitted model, gives what the merged model does.
@@ -347,191 +345,145 @@ def test_adapters_that_are_kept_are_pefts_and_go_through_the_commands(delta: str
     with torch.no_grad():
         torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-4)
         assert not torch.equal(merged(ids).logits, load_model(Path("model"))(ids).logits)
-    assert metatokens("generate --model kept/64 --max-new-tokens 4 --meta-every 2 'the cat'")[0] == 0
+    run("generate --model kept/64 --max-new-tokens 4 --meta-every 2 'the cat'")
     further = f"{train} --out more --train-lengths 64 --model kept/64"
-    status, _, error = metatokens(f"{further} --lora rank=4")
-    assert (status, "the model has adapters of rank 2; `--lora rank=2` trains them further." in error) == (2, True)
-    assert metatokens(f"{further} --lora rank=2 --overwrite")[0] == 0
+    refused(f"{further} --lora rank=4", "the model has adapters of rank 2; `--lora rank=2` trains them further.")
+    run(f"{further} --lora rank=2 --overwrite")
     assert Path("more/64/model.safetensors").exists()  # the adapters are in it, also where the base was elsewhere
-    assert metatokens(f"{train} --model model --out two --train-lengths 32,64 {lora} --keep-adapter")[0] == 0
+    run(f"{train} --model model --out two --train-lengths 32,64 {lora} --keep-adapter")
     first, second = (load_file(f"two/{length}/adapter_model.safetensors") for length in (32, 64))
     assert first.keys() == second.keys()
     assert any(not torch.equal(first[name], second[name]) for name in first)
-    status, _, error = metatokens(f"{train} --model model --out none --keep-adapter")
-    assert (status, "training.keep_adapter needs training.lora_rank" in error) == (2, True)
+    refused(f"{train} --model model --out none --keep-adapter", "training.keep_adapter needs training.lora_rank")
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning", "ignore:Could not find a config file")
+@pytest.mark.filterwarnings(*PEFTS_OWN)
 @pytest.mark.parametrize("delta", ["", " --delta"])
-def test_no_file_names_the_place_of_the_base(delta: str, base: Path, metatokens: Run) -> None:
-    assert metatokens(f"{RETROFIT}{delta}".replace("--model base", f"--model {base}"))[0] == 0
+def test_no_file_names_the_place_of_the_base(delta: str, base: Path, run: Succeed, refused: Refuse) -> None:
+    run(f"{RETROFIT}{delta}".replace("--model base", f"--model {base}"))
     model = base.parent / "model"
-    train = f"{FINETUNE} --task parity --train-lengths 64 --model {model}"
-    assert metatokens(f"{train} --out deeper/tuned")[0] == 0
-    assert metatokens(f"{train} --out kept --lora rank=2 --keep-adapter")[0] == 0
+    train = f"{TUNE} --model {model}"
+    run(f"{train} --out deeper/tuned")
+    run(f"{train} --out kept --lora rank=2 --keep-adapter")
     texts = [path for path in base.parent.rglob("*") if path.suffix in (".json", ".md", ".jsonl", ".jinja")]
     assert [path for path in texts if str(base.parent) in path.read_text()] == []
     for folder in ("deeper/tuned/64", "kept/64"):
-        assert metatokens(f"generate --model {folder} --max-new-tokens 2 'the cat'")[0] == 0
+        run(f"{GENERATE} {folder}")
     if delta:  # the folder is moved with its base, and then away from it
         base.parent.joinpath("moved").mkdir()
         for name in ("base", "model", "deeper"):
             Path(name).rename(Path("moved") / name)
-        assert metatokens("generate --model moved/deeper/tuned/64 --max-new-tokens 2 'the cat'")[0] == 0
+        run(f"{GENERATE} moved/deeper/tuned/64")
         Path("moved/model").rename("model")
-        status, _, error = metatokens("generate --model model --max-new-tokens 2 'the cat'")
-        assert (status, "the base of model is not at model/../base: put it there (a link will do)." in error) == (
-            2,
-            True,
-        )
+        refused(f"{GENERATE} model", ELSEWHERE)
         Path("base").symlink_to("moved/base")
-        assert metatokens("generate --model model --max-new-tokens 2 'the cat'")[0] == 0
+        run(f"{GENERATE} model")
 
 
-def test_a_base_is_found_from_folders_that_have_nothing_in_common_with_its_own(tmp_path: Path) -> None:
-    far = Path("/one/two")  # neither is there
-    assert name_from(far, "/nowhere/base") == "../../nowhere/base"
-    assert name_from(far, "someone/base") == "someone/base"
-    for folder in ("base", "elsewhere/deep", "written/run"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "base")
-    (tmp_path / "out").symlink_to(tmp_path / "elsewhere/deep")  # behind which `..` is elsewhere
-    assert name_from(tmp_path / "written", str(tmp_path / "link")) == "../link"
-    name = name_from(tmp_path / "out", str(tmp_path / "link"))
-    found = found_from(tmp_path / "out", name)
-    assert (name, found) == ("../../link", str(tmp_path / "link"))
-    assert name_from(tmp_path / "written/run", found) == "../../link"
-
-
-def test_a_linked_base_is_found_by_the_runs_that_follow(base: Path, metatokens: Run, tmp_path: Path) -> None:
-    assert metatokens(f"{RETROFIT} --delta")[0] == 0
+def test_a_linked_base_is_found_by_the_runs_that_follow(base: Path, run: Succeed, tmp_path: Path) -> None:
+    run(f"{RETROFIT} --delta")
     Path("far/away").mkdir(parents=True)
     base.rename("far/away/base")
     base.symlink_to("far/away/base")
-    assert metatokens(f"{FINETUNE} --task parity --train-lengths 64 --model model --out runs/tuned")[0] == 0
+    run(f"{TUNE} --model model --out runs/tuned")
     named = json.loads(Path("runs/tuned/64/meta_tokens.json").read_text())["meta_attention"]["base"]
     assert named == "../../../base"
-    assert metatokens("generate --model runs/tuned/64 --max-new-tokens 2 'the cat'")[0] == 0
+    run(f"{GENERATE} runs/tuned/64")
 
 
 def test_weights_of_a_pretrained_models_size_get_rates_that_fit(
-    base: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+    base: Path, run: Succeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert metatokens(RETROFIT)[0] == 0
-    line = f"{FINETUNE} --model model --task parity --train-lengths 64"
-    assert "recipe" not in metatokens(f"{line} --out small")[2]
+    run(RETROFIT)
+    line = f"{TUNE} --model model"
+    assert "recipe" not in run(f"{line} --out small")[1]
     monkeypatch.setattr("metatokens.cli.making.LARGE", weights_size(Path("model")))
-    assert "recipe: pretrained_finetune, for weights of" in metatokens(f"{line} --out large")[2]
-    rates = [
-        json.loads(Path(run, "settings.json").read_text())["recipe"]["training"]["learning_rate"]
-        for run in ("small", "large")
-    ]
-    assert rates == [4e-3, 5e-4]
+    assert "recipe: pretrained_finetune, for weights of" in run(f"{line} --out large")[1]
+    for out, rate in (("small", 4e-3), ("large", 5e-4)):
+        assert json.loads(Path(out, "settings.json").read_text())["recipe"]["training"]["learning_rate"] == rate
 
 
-def test_gguf_files_are_for_retrofit(base: Path, metatokens: Run) -> None:
+def test_gguf_files_are_for_retrofit(base: Path, refused: Refuse) -> None:
     Path("quantised").mkdir()
     Path("quantised/one.gguf").write_bytes(b"GGUF")
     for given in ("quantised", "quantised/one.gguf"):
-        status, _, error = metatokens(f"perplexity --model {given} --corpus builtin")
-        assert (status, f"{given} is in GGUF form, which `metatokens retrofit` alone takes" in error) == (2, True)
-        status, _, error = metatokens(f"retrofit --model {given} --out new")
-        assert (status, error.count("\n")) == (2, 1), error
+        refused(f"generate --model {given} the", f"{given} is in GGUF form, which `metatokens retrofit` alone takes")
+        refused(f"retrofit --model {given} --out new", "")
     Path("quantised/two.gguf").write_bytes(b"GGUF")
-    status, _, error = metatokens("retrofit --model quantised --out new")
-    assert (status, "quantised holds 2 GGUF files, such as one.gguf; name one of them." in error) == (2, True)
+    refused("retrofit --model quantised --out new", "quantised holds 2 GGUF files, such as one.gguf; name one of them.")
 
 
-def test_a_rank_that_is_none_is_refused(base: Path, metatokens: Run) -> None:
-    assert metatokens(RETROFIT)[0] == 0
-    status, _, error = metatokens(f"{FINETUNE} --model model --out tuned --task parity --lora 16")
-    assert (status, "--lora '16' must be rank=N" in error) == (2, True)
+def test_a_rank_that_is_none_is_refused(base: Path, run: Succeed, refused: Refuse) -> None:
+    run(RETROFIT)
+    refused(f"{FINETUNE} --model model --out tuned --task parity --lora 16", "--lora '16' must be rank=N")
     more = "--task parity --lora rank=2 --set training.fsdp=true"
-    status, _, error = metatokens(f"{FINETUNE} --model model --out tuned {more}")
-    assert (status, error.count("\n")) == (2, 1), error
-    assert "training.lora_rank does not go with training.fsdp" in error
+    refused(f"{FINETUNE} --model model --out tuned {more}", "training.lora_rank does not go with training.fsdp")
 
 
-def test_text_is_trained_on_and_the_model_analysed(base: Path, metatokens: Run, small_corpus: Path) -> None:
-    assert metatokens(RETROFIT)[0] == 0
-    status, _, error = metatokens(f"tokenize --corpus {small_corpus} --tokenizer model --out tokens --workers 1")
-    assert status == 0, error
-    line = "pretrain --recipe demo --init model --set data.tokens=tokens --set data.block_size=32"
-    status, _, error = metatokens(f"{line} --set training.max_steps=2 --set training.logging_steps=1 --out more")
-    assert status == 0, error
-    assert metatokens("plot more --out curves.png")[0] == 0
+def test_text_is_trained_on_and_the_model_analysed(
+    base: Path, run: Succeed, refused: Refuse, small_corpus: Path
+) -> None:
+    run(RETROFIT)
+    run(f"tokenize --corpus {small_corpus} --tokenizer model --out tokens --workers 1")
+    run(f"{PRETRAIN} --set training.logging_steps=1 --init model --out more")
+    run("plot more --out curves.png")
     before, after = load_file("model/model.safetensors"), load_file("more/model.safetensors")
     assert {"meta_" in name for name in before if not torch.equal(before[name], after[name])} == {True}
     for kind, metric in (("sharpness", "premise_holds"), ("residual", "attention_weight")):
-        line = f"analyze {kind} --model more --task parity --length 64 -n 4 --out {kind}.jsonl"
-        status, _, error = metatokens(line)
-        assert status == 0, error
+        run(f"analyze {kind} --model more --task parity --length 64 -n 4 --out {kind}.jsonl")
         records = map(json.loads, Path(f"{kind}.jsonl").read_text().splitlines())
         assert {one["module"] for one in records if one["metric"] == metric} == {"attention", "second_attention"}
-    line = "analyze rate-distortion --model more --task parity --length 64 -n 70 --fits 1 --intervention no_embed"
-    assert metatokens(line)[0] == 0
-    status, _, error = metatokens("evaluate --intervention no_pos --model more --task parity --lengths 64 -n 4")
-    assert (status, error.count("\n")) == (2, 1), error
-    assert "no_pos is for this package's own models" in error
+    run("analyze rate-distortion --model more --task parity --length 64 -n 70 --fits 1 --intervention no_embed")
+    refused(f"{EVALUATE} more --intervention no_pos", "no_pos is for this package's own models")
     line = "extend --model more --factor 2 --recipe small_extend --out longer --set data.tokens=tokens"
-    status, _, error = metatokens(line)
-    assert (status, "extend is for this package's own models; this is a LlamaForCausalLM" in error) == (2, True), error
+    refused(line, "extend is for this package's own models; this is a LlamaForCausalLM")
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
+@pytest.mark.filterwarnings(*PEFTS_OWN)
 def test_what_was_added_alone_is_trained_on_text_analysed_and_adapted(
-    base: Path, metatokens: Run, small_corpus: Path
+    base: Path, run: Succeed, small_corpus: Path
 ) -> None:
-    assert metatokens(f"{RETROFIT} --delta")[0] == 0
-    assert metatokens(f"tokenize --corpus {small_corpus} --tokenizer model --out tokens --workers 1")[0] == 0
-    line = "pretrain --recipe demo --init model --set data.tokens=tokens --set data.block_size=32"
-    status, _, error = metatokens(f"{line} --set training.max_steps=2 --set training.logging_steps=1 --out more")
-    assert status == 0, error
-    before, after = load_file("model/meta_tokens.safetensors"), load_file("more/meta_tokens.safetensors")
-    assert not torch.equal(
-        before["model.embed_tokens.meta_token.weight"], after["model.embed_tokens.meta_token.weight"]
-    )
+    run(f"{RETROFIT} --delta")
+    run(f"tokenize --corpus {small_corpus} --tokenizer model --out tokens --workers 1")
+    run(f"{PRETRAIN} --set training.logging_steps=1 --init model --out more")
+    name = "model.embed_tokens.meta_token.weight"
+    before, after = (load_file(f"{folder}/meta_tokens.safetensors")[name] for folder in ("model", "more"))
+    assert not torch.equal(before, after)
     assert not Path("more/model.safetensors").exists()
-    assert metatokens("plot more --out curves.png")[0] == 0
-    assert metatokens("analyze sharpness --model more --task parity --length 64 -n 4 --out sharpness.jsonl")[0] == 0
-    line = f"{line} --set training.max_steps=2 --lora rank=2 --out adapted".replace("--init model", "--init more")
-    assert metatokens(line)[0] == 0
+    run("plot more --out curves.png")
+    run("analyze sharpness --model more --task parity --length 64 -n 4 --out sharpness.jsonl")
+    run(f"{PRETRAIN} --init more --lora rank=2 --out adapted")
     text = load_file("adapted/model.safetensors")  # whole, since adapters were merged into the base
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(text[name], load_file("base/model.safetensors")[name])
-    tune = f"{FINETUNE} --model more --out tuned --task parity --train-lengths 64 --lora rank=2"
-    status, _, error = metatokens(tune)
-    assert status == 0, error
+    run(f"{TUNE} --model more --out tuned --lora rank=2")
     whole = load_file("tuned/64/model.safetensors")
     assert not torch.equal(whole[name], load_file("base/model.safetensors")[name])
-    assert metatokens("evaluate --model tuned/64 --task parity --lengths 64 -n 4")[0] == 0
+    run(f"{EVALUATE} tuned/64")
 
 
-def test_a_decoder_without_meta_tokens(base: Path, metatokens: Run, small_corpus: Path) -> None:
+def test_a_decoder_without_meta_tokens(base: Path, run: Succeed, refused: Refuse, small_corpus: Path) -> None:
     """It is trained on text, measured and continued, and refused where a meta-token is needed."""
-    assert metatokens(f"tokenize --corpus {small_corpus} --tokenizer base --out tokens --workers 1")[0] == 0
-    line = "pretrain --recipe demo --init base --set data.tokens=tokens --set data.block_size=32"
-    status, _, error = metatokens(f"{line} --set data.placement=none --set training.max_steps=2 --out more")
-    assert status == 0, error
+    run(f"tokenize --corpus {small_corpus} --tokenizer base --out tokens --workers 1")
+    run(f"{PRETRAIN} --init base --set data.placement=none --out more")
     before, after = load_file("base/model.safetensors"), load_file("more/model.safetensors")
     assert all(before[name].shape == after[name].shape and not torch.equal(before[name], after[name]) for name in after)
-    assert metatokens("perplexity --model more --corpus builtin --max-tokens 600 --block-size 32")[0] == 0
-    assert metatokens("generate --model more --max-new-tokens 4 'the cat'")[0] == 0
+    run("perplexity --model more --corpus builtin --max-tokens 600 --block-size 32")
+    run("generate --model more --max-new-tokens 4 'the cat'")
     for line in (
         f"{FINETUNE} --model more --out tuned --task parity",
         "evaluate --model more --task parity",
         "generate --model more --meta-every 2 'the cat'",
     ):
-        status, _, error = metatokens(line)
-        assert (status, "which markers need; `metatokens retrofit` gives it one" in error) == (2, True), error
-    assert metatokens("retrofit --model more --out model --delta")[0] == 0
+        refused(line, "which markers need; `metatokens retrofit` gives it one")
+    run("retrofit --model more --out model --delta")
     Path("base").rename("elsewhere")
-    assert metatokens("perplexity --model model --corpus builtin --max-tokens 600 --block-size 32")[0] == 0
+    run("perplexity --model model --corpus builtin --max-tokens 600 --block-size 32")
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
-def test_adapters_that_cannot_be_read_are_refused(base: Path, metatokens: Run) -> None:
-    assert metatokens(RETROFIT)[0] == 0
+@pytest.mark.filterwarnings(*PEFTS_OWN)
+def test_adapters_that_cannot_be_read_are_refused(base: Path, run: Succeed, refused: Refuse) -> None:
+    run(RETROFIT)
     Path("adapter").mkdir()
     file, weights = Path("adapter/adapter_config.json"), Path("adapter/adapter_model.safetensors")
     for text, content, sentence in (
@@ -546,12 +498,11 @@ def test_adapters_that_cannot_be_read_are_refused(base: Path, metatokens: Run) -
         weights.unlink(missing_ok=True)
         if content is not None:
             weights.write_bytes(content)
-        status, _, error = metatokens("evaluate --model adapter --task parity")
-        assert (status, error.count("\n"), sentence in error) == (2, 1, True), error
+        refused("evaluate --model adapter --task parity", sentence)
 
 
-def test_another_base_is_another_model(base: Path, metatokens: Run) -> None:
-    assert metatokens(f"{RETROFIT} --delta")[0] == 0
+def test_another_base_is_another_model(base: Path, run: Succeed) -> None:
+    run(f"{RETROFIT} --delta")
     before = weights_sha256(Path("model"))
     model = LlamaForCausalLM.from_pretrained("base")
     model.lm_head.weight.data[0, 0] += 1

@@ -14,7 +14,7 @@ from metatokens import encode_prompt
 from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
 from metatokens.tasks.example import read_examples
-from tests.cli.command_lines import Run
+from tests.cli.command_lines import Refuse, Run, Succeed
 
 
 def test_samples_are_records(workplace: Path, small_store: TokenStore, metatokens: Run) -> None:
@@ -98,12 +98,12 @@ def test_a_prompt_with_meta_tokens(
 
 
 def test_text_is_streamed_as_it_is_generated(
-    small_model: Callable[..., Path], metatokens: Run, monkeypatch: pytest.MonkeyPatch
+    small_model: Callable[..., Path], metatokens: Run, run: Succeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[str] = []
     monkeypatch.setattr("transformers.TextStreamer.put", lambda self, value: shown.append("put"))
     generate = f"generate --model {small_model()} 'the cat' --max-new-tokens 8 --meta-every 2"
-    assert metatokens(generate)[0] == 0
+    run(generate)
     assert len(shown) == 1 + 8  # the prompt, and each token by itself
     shown.clear()
     assert metatokens(f"{generate} --json")[0] == metatokens(f"{generate} --show-meta")[0] == 0
@@ -111,19 +111,18 @@ def test_text_is_streamed_as_it_is_generated(
 
 
 def test_prompts_of_a_batch_are_continued_like_single_ones(
-    workplace: Path, small_model: Callable[..., Path], metatokens: Run
+    workplace: Path, small_model: Callable[..., Path], metatokens: Run, run: Succeed
 ) -> None:
     records = [{"prompt": "the cat"}, {"prompt": "two _PAUSE_ dogs ran over", "markers": [3]}, {"prompt": "a"}]
     Path("prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     line = f"generate --model {small_model()} --data prompts.jsonl --max-new-tokens 8 --meta-every 3 --show-meta"
-    status, alone, error = metatokens(line)
-    assert status == 0, error
+    alone, _ = run(line)
     assert metatokens(f"{line} --batch-size 2")[1] == alone
     assert metatokens(f"{line} --batch-size 3 --device cpu --dtype float32")[1] == alone
 
 
 def test_a_row_of_a_batch_ends_at_its_own_end_of_text(
-    workplace: Path, small_model: Callable[..., Path], metatokens: Run
+    workplace: Path, small_model: Callable[..., Path], metatokens: Run, run: Succeed
 ) -> None:
     model = Path(shutil.copytree(small_model(), "model"))
     records = [{"prompt": "the cat"}, {"prompt": "two dogs ran over"}, {"prompt": "a"}]
@@ -135,25 +134,25 @@ def test_a_row_of_a_batch_ends_at_its_own_end_of_text(
     (model / "generation_config.json").write_text(json.dumps(settings))
     (model / "manifest.json").unlink()
     line = f"generate --model {model} --data prompts.jsonl --max-new-tokens 8 --meta-every 3 --show-meta"
-    status, alone, error = metatokens(line)
-    assert status == 0, error
+    alone, _ = run(line)
     assert len({len(json.loads(one)["with_meta"]) for one in alone.splitlines()}) > 1
     assert metatokens(f"{line} --batch-size 3")[1] == alone
 
 
-def test_beams_are_not_streamed(workplace: Path, small_model: Callable[..., Path], metatokens: Run) -> None:
+def test_beams_are_not_streamed(
+    workplace: Path, small_model: Callable[..., Path], metatokens: Run, run: Succeed
+) -> None:
     model = Path(shutil.copytree(small_model(), "model"))
     settings = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps(settings | {"num_beams": 2, "num_return_sequences": 2}))
     (model / "manifest.json").unlink()
     generate = f"generate --model {model} 'the cat' --max-new-tokens 4"
-    status, output, error = metatokens(generate)
-    assert status == 0, error
+    output, _ = run(generate)
     assert output == f"the cat{json.loads(metatokens(f'{generate} --json')[1])['continuation']}\n"
 
 
 def test_a_chat_of_several_messages_comes_from_a_file(
-    workplace: Path, small_model: Callable[..., Path], metatokens: Run
+    workplace: Path, small_model: Callable[..., Path], metatokens: Run, run: Succeed, refused: Refuse
 ) -> None:
     model = Path(shutil.copytree(small_model(), "model"))
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -166,8 +165,7 @@ def test_a_chat_of_several_messages_comes_from_a_file(
     chat = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
     Path("chat.json").write_text(json.dumps(chat, indent=1))
     line = f"generate --model {model} --max-new-tokens 4"
-    status, output, error = metatokens(f"{line} --messages chat.json 'two dogs' --show-meta")
-    assert status == 0, error
+    output, _ = run(f"{line} --messages chat.json 'two dogs' --show-meta")
     assert output.startswith("user: the cat\nassistant: sat\nuser: two dogs\n")
     status, output, _ = metatokens(f"{line} --messages chat.json --json")
     assert (status, json.loads(output)["messages"]) == (0, chat)
@@ -178,16 +176,14 @@ def test_a_chat_of_several_messages_comes_from_a_file(
         ('[{"role": "robot", "content": "x"}]', "the chat template does not take these messages: no robots."),
     ):
         Path("chat.json").write_text(content)
-        status, _, error = metatokens(f"{line} --messages chat.json")
-        assert (status, error.count("\n"), sentence in error) == (2, 1, True), error
+        refused(f"{line} --messages chat.json", sentence)
 
 
 def test_a_gpu_that_is_not_there_is_refused(
-    workplace: Path, small_model: Callable[..., Path], metatokens: Run, monkeypatch: pytest.MonkeyPatch
+    workplace: Path, small_model: Callable[..., Path], refused: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_model()
     assert load_model(model, dtype="bfloat16").dtype == torch.bfloat16
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for verb in (f"generate the --model {model}", f"finetune --task parity --out tuned --model {model}"):
-        status, _, error = metatokens(f"{verb} --device cuda")
-        assert (status, "there is no GPU that PyTorch can use" in error) == (2, True), error
+        refused(f"{verb} --device cuda", "there is no GPU that PyTorch can use")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from metatokens import recipe
 from metatokens.cli import options
 from metatokens.cli.output import print_table, say, shows_tables, write_lines
 from metatokens.errors import UserError
@@ -17,8 +16,6 @@ from metatokens.files import PNG, replace_own
 if TYPE_CHECKING:
     from metatokens.model.generation import Continuation
 
-SPLITS = options.either(recipe.Split)
-
 
 def sample(
     task: options.Task,
@@ -26,7 +23,7 @@ def sample(
     condition: options.Condition = "paper",
     n: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Number of examples.")] = 1,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed.")] = 0,
-    split: Annotated[recipe.Split, typer.Option(metavar="NAME", help=f"Their split: {SPLITS}.")] = "test",
+    split: options.Split = "test",
     tokenizer: Annotated[str, typer.Option(metavar="TOKENIZER", help=f"{options.TOKENIZER}.")] = "train:4096",
     corpus: Annotated[
         str, typer.Option(metavar="CORPUS", help=f"Text for the task copying and for train:N: {options.CORPUS}.")

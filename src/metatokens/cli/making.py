@@ -17,6 +17,7 @@ from metatokens.files import PNG, replace_own
 from metatokens.machine import is_first_process
 
 LARGE = 100_000_000  # bytes of weights; larger models are assumed to be pretrained elsewhere
+BATCH_SIZE = "training.per_device_train_batch_size"
 
 
 def reproduce(
@@ -98,28 +99,26 @@ def _settings(
     kind: type[recipes.Recipe],
     recipe: str,
     overrides: Sequence[str] | None,
-    own: Mapping[str, Any],
-    *,
     device: str | None,
     dtype: str | None,
-    batch_size: int | None,
-    lora: str | None = None,
+    own: Mapping[str, Any],
 ) -> recipes.Recipe:
     """A recipe, changed by the options that stand for its settings, then by --set."""
     from metatokens.checkpoint import check_placing
 
     check_placing(device, dtype)
-    if lora is not None and not re.fullmatch("rank=[1-9][0-9]{0,3}", lora):
-        raise UserError(f"--lora {lora!r} must be rank=N, such as rank=16.")
-    chosen = {
-        **own,
-        "training.lora_rank": None if lora is None else int(lora.removeprefix("rank=")),
+    placing = {
         "training.use_cpu": None if device is None else device == "cpu",
         "training.bf16": None if dtype is None else dtype == "bfloat16",
-        "training.per_device_train_batch_size": batch_size,
     }
-    given: list[str] = [f"{key}={json.dumps(value)}" for key, value in chosen.items() if value is not None]
+    given: list[str] = [f"{key}={json.dumps(value)}" for key, value in {**placing, **own}.items() if value is not None]
     return recipes.load_recipe(kind, recipe, [*given, *(overrides or ())])
+
+
+def _rank(lora: str | None) -> int | None:
+    if lora is not None and not re.fullmatch("rank=[1-9][0-9]{0,3}", lora):
+        raise UserError(f"--lora {lora!r} must be rank=N, such as rank=16.")
+    return None if lora is None else int(lora.removeprefix("rank="))
 
 
 def _say_finished(out: Path, further: str) -> None:
@@ -147,9 +146,8 @@ def pretrain(
     """
     from metatokens.training.pretrain import pretrain
 
-    placing: Any = {"device": device, "dtype": dtype, "batch_size": batch_size}
-    own = {"data.placement": landmarks}
-    settings = _settings(recipes.PretrainRecipe, recipe, overrides, own, lora=lora, **placing)
+    own = {"data.placement": landmarks, "training.lora_rank": _rank(lora), BATCH_SIZE: batch_size}
+    settings = _settings(recipes.PretrainRecipe, recipe, overrides, device, dtype, own)
     with progress_bar("pretrain") as progress:
         trained = pretrain(settings, out, init=init, overwrite=overwrite, progress=progress)
     if not trained:
@@ -178,8 +176,8 @@ def extend(
     """
     from metatokens.training.extend import extend
 
-    placing: Any = {"device": device, "dtype": dtype, "batch_size": batch_size}
-    settings = _settings(recipes.PretrainRecipe, recipe, overrides, {"data.placement": landmarks}, **placing)
+    own = {"data.placement": landmarks, BATCH_SIZE: batch_size}
+    settings = _settings(recipes.PretrainRecipe, recipe, overrides, device, dtype, own)
     with progress_bar("extend") as progress:
         trained = extend(
             model,
@@ -241,13 +239,14 @@ def finetune(
         "task.train_lengths": options.parse_lengths(train_lengths) if train_lengths else None,
         "task.landmarks": landmarks,
         "training.keep_adapter": keep_adapter or None,
+        "training.lora_rank": _rank(lora),
+        BATCH_SIZE: batch_size,
     }
     if recipe is None:
         recipe = "pretrained_finetune" if weights_size(model) >= LARGE else "demo_finetune"
         if recipe == "pretrained_finetune":
             say(f"recipe: {recipe}, for weights of {LARGE / 1e6:.0f} MB or more; --recipe chooses another")
-    placing: Any = {"device": device, "dtype": dtype, "batch_size": batch_size}
-    settings = _settings(recipes.FinetuneRecipe, recipe, overrides, own, lora=lora, **placing)
+    settings = _settings(recipes.FinetuneRecipe, recipe, overrides, device, dtype, own)
     texts = documents_for(task or "", corpus)
     probe: Probing | None = None
     records: Sequence[Example] = ()

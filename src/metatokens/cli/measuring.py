@@ -5,12 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from metatokens import recipe
 from metatokens.cli import options
 from metatokens.cli.output import check_results_file, write_figures, write_records
 from metatokens.errors import UserError
-
-KINDS, PLACEMENTS = options.either(recipe.AnalysisName), options.either(recipe.Placement)
 
 
 def evaluate(
@@ -100,7 +97,7 @@ def _is_given(context: typer.Context, option: str) -> bool:
 
 
 def analyze(
-    kind: Annotated[recipe.AnalysisName, typer.Argument(metavar="KIND", help=f"What to measure: {KINDS}.")],
+    kind: options.Kind,
     model: options.Model,
     task: options.Task = "list_recall",
     length: Annotated[
@@ -161,9 +158,7 @@ def perplexity(
     ],
     block_size: Annotated[int, typer.Option(metavar="TOKENS", min=2, help="Block length, meta-tokens included.")] = 256,
     fraction: Annotated[float, typer.Option(metavar="SHARE", help="Share of meta-tokens, at most 0.5.")] = 0.1,
-    placement: Annotated[
-        recipe.Placement, typer.Option(metavar="NAME", help=f"Where meta-tokens go in a block: {PLACEMENTS}.")
-    ] = "none",
+    placement: options.Placement = "none",
     landmarks: options.Landmarks = None,
     max_tokens: Annotated[int | None, typer.Option(metavar="TOKENS", min=1, help="Limit on the text read.")] = None,
     name: options.Name = None,

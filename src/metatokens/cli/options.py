@@ -1,6 +1,5 @@
 """Options that several commands share, so that each reads the same everywhere."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -28,12 +27,6 @@ def fetched(context: typer.Context, model: Path | None) -> Path | None:
     return fetch_model(model)
 
 
-def either(choices: Any) -> str:
-    """The names of a `Literal`, for a help text."""
-    *others, last = get_args(choices)
-    return f"{', '.join(others)} or {last}"
-
-
 def load(model: Path, device: str | None, dtype: str | None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """The model of a folder and its tokenizer."""
     from metatokens.checkpoint import load_model
@@ -42,9 +35,23 @@ def load(model: Path, device: str | None, dtype: str | None) -> "tuple[PreTraine
     return load_model(model, device=device, dtype=dtype), load_tokenizer(str(model))
 
 
-def _recipe_names(*, of_finetuning: bool) -> Callable[[], list[str]]:
+def _listed(choices: Any) -> str:
+    *others, last = get_args(choices)
+    return f"{', '.join(others)} or {last}"
+
+
+def _choice(option: str, choices: Any, meaning: str, **settings: Any) -> Any:
+    """An option that takes one of a `Literal`'s names, which its help lists."""
+    return typer.Option(option, metavar="NAME", help=f"{meaning}: {_listed(choices)}.", **settings)
+
+
+def _recipe(help: str, *, of_finetuning: bool) -> Any:
     endings = ("_finetune", *(f"_{task}" for task in TASKS))
-    return lambda: [name for name in recipe.recipe_names() if name.endswith(endings) == of_finetuning]
+
+    def names() -> list[str]:
+        return [name for name in recipe.recipe_names() if name.endswith(endings) == of_finetuning]
+
+    return typer.Option("--recipe", metavar="FILE|NAME", help=help, autocompletion=names)
 
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")]
@@ -79,17 +86,10 @@ Landmarks = Annotated[
 ]
 Device = Annotated[
     recipe.Device | None,
-    typer.Option(
-        "--device",
-        metavar="NAME",
-        help=f"Where the model runs: {either(recipe.Device)}; by default on a GPU if there is one.",
-    ),
+    _choice("--device", recipe.Device, "Where the model runs, by default on a GPU if there is one"),
 ]
 Dtype = Annotated[
-    recipe.Dtype | None,
-    typer.Option(
-        "--dtype", metavar="NAME", help=f"Number type of the weights: {either(recipe.Dtype)}; by default as saved."
-    ),
+    recipe.Dtype | None, _choice("--dtype", recipe.Dtype, "Number type of the weights, by default as saved")
 ]
 BatchSize = Annotated[
     int | None, typer.Option("--batch-size", metavar="N", min=1, help="Sequences per batch, limited by memory.")
@@ -97,19 +97,17 @@ BatchSize = Annotated[
 Name = Annotated[
     str | None, typer.Option(metavar="NAME", help="Name of the model in the results; by default its folder.")
 ]
-Task = Annotated[recipe.Task, typer.Option("--task", metavar="TASK", help=f"The task: {either(recipe.Task)}.")]
-TaskOrData = Annotated[
-    recipe.Task | None,
-    typer.Option("--task", metavar="TASK", help=f"The task, unless --data is given: {either(recipe.Task)}."),
-]
+Task = Annotated[recipe.Task, _choice("--task", recipe.Task, "The task")]
+TaskOrData = Annotated[recipe.Task | None, _choice("--task", recipe.Task, "The task, unless --data is given")]
 Data = Annotated[Path | None, typer.Option("--data", metavar="FILE", help=f"Your own records: {RECORDS}.")]
 Condition = Annotated[
     recipe.Condition,
-    typer.Option(
-        "--condition",
-        metavar="NAME",
-        help=f"Meta-tokens of the prompts: {either(recipe.Condition)}; paper marks them as the paper does.",
-    ),
+    _choice("--condition", recipe.Condition, "Meta-tokens of the prompts, as in the paper or otherwise"),
+]
+Split = Annotated[recipe.Split, _choice("--split", recipe.Split, "The split of the examples")]
+Placement = Annotated[recipe.Placement, _choice("--placement", recipe.Placement, "Where meta-tokens go in a block")]
+Kind = Annotated[
+    recipe.AnalysisName, typer.Argument(metavar="KIND", help=f"What to measure: {_listed(recipe.AnalysisName)}.")
 ]
 TaskCorpus = Annotated[
     str, typer.Option("--corpus", metavar="CORPUS", help=f"Text that the task copying copies from: {CORPUS}.")
@@ -119,43 +117,31 @@ Intervention = Annotated[
     typer.Option(
         "--intervention",
         metavar="NAME",
-        help="Change the meta-tokens inside the model: no_pos, no_embed, neither, or noise:S, with :meta and :raw.",
+        help="Change the meta-tokens inside the model: no_pos, no_embed, neither or noise:S, with :meta, :raw or both.",
     ),
 ]
 Preset = Annotated[
     str,
-    typer.Option(
+    _choice(
         "--preset",
-        metavar="NAME",
-        help=f"Size of the experiments: {either(recipe.PresetName)}.",
+        recipe.PresetName,
+        "Size of the experiments",
         autocompletion=lambda: list(get_args(recipe.PresetName)),
     ),
 ]
 Executor = Annotated[
     recipe.Executor,
-    typer.Option(
-        "--executor",
-        metavar="NAME",
-        help=f"Where stages run: {either(recipe.Executor)}, which runs Slurm's jobs on this machine.",
-    ),
+    _choice("--executor", recipe.Executor, "Where stages run; local runs the jobs of slurm on this machine"),
 ]
 PretrainRecipe = Annotated[
-    str,
-    typer.Option(
-        "--recipe",
-        metavar="FILE|NAME",
-        help="Pretraining settings: a YAML file, or the name of a bundled recipe.",
-        autocompletion=_recipe_names(of_finetuning=False),
-    ),
+    str, _recipe("Pretraining settings: a YAML file, or the name of a bundled recipe.", of_finetuning=False)
 ]
 FinetuneRecipe = Annotated[
     str | None,
-    typer.Option(
-        "--recipe",
-        metavar="FILE|NAME",
-        help="Fine-tuning settings: a YAML file, or the name of a bundled recipe; by default demo_finetune, or "
+    _recipe(
+        "Fine-tuning settings: a YAML file, or the name of a bundled recipe; by default demo_finetune, or "
         "pretrained_finetune for weights of 100 MB or more.",
-        autocompletion=_recipe_names(of_finetuning=True),
+        of_finetuning=True,
     ),
 ]
 
