@@ -43,19 +43,16 @@ class _PlainFlags:
         return params
 
 
-class _Verb(_PlainFlags, TyperCommand):  # type: ignore[misc]  # two signatures of get_params
-    pass
+class _Verb(_PlainFlags, TyperCommand): ...  # type: ignore[misc]  # two signatures of get_params
 
 
-class _Verbs(_PlainFlags, TyperGroup):  # type: ignore[misc]  # the same
-    pass
+class _Verbs(_PlainFlags, TyperGroup): ...  # type: ignore[misc]  # the same
 
 
 app = typer.Typer(cls=_Verbs, no_args_is_help=True, pretty_exceptions_enable=False)
 for panel, verbs in PANELS.items():
     for verb in verbs:
-        summary = (verb.__doc__ or "").partition("\n")[0]
-        app.command(cls=_Verb, rich_help_panel=panel, short_help=summary)(verb)
+        app.command(cls=_Verb, rich_help_panel=panel, short_help=(verb.__doc__ or "").partition("\n")[0])(verb)
 
 
 def _print_version(wanted: bool) -> None:

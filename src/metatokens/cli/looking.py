@@ -45,9 +45,7 @@ def sample(
 def generate(
     model: options.Model,
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text to continue.")] = None,
-    data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prompts to continue: JSON lines of prompt and markers.")
-    ] = None,
+    data: options.Data = None,
     marker: Annotated[
         str | None, typer.Option(metavar="TEXT", help="What marks a meta-token in PROMPT, such as _PAUSE_.")
     ] = None,

@@ -247,7 +247,6 @@ def finetune(
         if recipe == "pretrained_finetune":
             say(f"recipe: {recipe}, for weights of {LARGE / 1e6:.0f} MB or more; --recipe chooses another")
     settings = _settings(recipes.FinetuneRecipe, recipe, overrides, device, dtype, own)
-    texts = documents_for(task or "", corpus)
     probe: Probing | None = None
     records: Sequence[Example] = ()
     if eval_data is not None:
@@ -261,7 +260,7 @@ def finetune(
             out,
             task=task,
             data=data,
-            documents=texts,
+            documents=documents_for(task or "", corpus),
             overwrite=overwrite,
             progress=progress,
             probe=probe,

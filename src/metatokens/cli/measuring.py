@@ -63,9 +63,8 @@ def evaluate(
     tests: dict[Any, list[Example]]
     if task is None:
         assert data is not None
-        records = read_examples(data, tokenizer, landmarks=landmarks)
-        check_length(loaded.config, max(len(record.input_ids) - 1 for record in records))
-        tests, shown = {None: records}, landmarks
+        tests, shown = {None: read_examples(data, tokenizer, landmarks=landmarks)}, landmarks
+        check_length(loaded.config, max(len(record.input_ids) - 1 for record in tests[None]))
     else:
         bins = options.parse_lengths(lengths)
         check_length(loaded.config, max(bins))
@@ -105,7 +104,8 @@ def analyze(
     ] = 128,
     condition: options.Condition = "paper",
     n: Annotated[
-        int | None, typer.Option("-n", metavar="N", min=1, help="Test prompts; by default 100, or 2,500 to fit.")
+        int | None,
+        typer.Option("-n", metavar="N", min=1, help="Test prompts; by default 100 (rate-distortion: 2,500)."),
     ] = None,
     intervention: options.Intervention = None,
     fits: Annotated[int, typer.Option(metavar="N", min=1, help="Bottlenecks that rate-distortion fits.")] = 3,

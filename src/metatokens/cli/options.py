@@ -40,9 +40,10 @@ def _listed(choices: Any) -> str:
     return f"{', '.join(others)} or {last}"
 
 
-def _choice(option: str, choices: Any, meaning: str, **settings: Any) -> Any:
+def _choice(option: str, choices: Any, meaning: str) -> Any:
     """An option that takes one of a `Literal`'s names, which its help lists."""
-    return typer.Option(option, metavar="NAME", help=f"{meaning}: {_listed(choices)}.", **settings)
+    names = list(get_args(choices))
+    return typer.Option(option, metavar="NAME", help=f"{meaning}: {_listed(choices)}.", autocompletion=lambda: names)
 
 
 def _recipe(help: str, *, of_finetuning: bool) -> Any:
@@ -120,15 +121,7 @@ Intervention = Annotated[
         help="Change the meta-tokens inside the model: no_pos, no_embed, neither or noise:S, with :meta, :raw or both.",
     ),
 ]
-Preset = Annotated[
-    str,
-    _choice(
-        "--preset",
-        recipe.PresetName,
-        "Size of the experiments",
-        autocompletion=lambda: list(get_args(recipe.PresetName)),
-    ),
-]
+Preset = Annotated[str, _choice("--preset", recipe.PresetName, "Size of the experiments")]
 Executor = Annotated[
     recipe.Executor,
     _choice("--executor", recipe.Executor, "Where stages run; local runs the jobs of slurm on this machine"),

@@ -82,34 +82,23 @@ def print_figures(rows: Sequence[Mapping[str, Any]]) -> None:
 
     A line above it holds the fields that all rows share.
     """
-    circumstances = [{name: value for name, value in row.items() if name not in _FIGURE} for row in rows]
-    common = dict(circumstances[0])
-    for each in circumstances:
-        common = {name: value for name, value in common.items() if each.get(name) == value}
-    own = [{name: value for name, value in each.items() if name not in common} for each in circumstances]
-    print_table(
-        {
-            "measured": [
-                ", ".join((row["metric"].replace("_", " "), *_said(each))) for row, each in zip(rows, own, strict=True)
-            ],
-            "value": [_number(row, "value") or "-" for row in rows],
-            "95 % interval": [
-                f"{_number(row, 'low')} to {_number(row, 'high')}" if "low" in row else "" for row in rows
-            ],
-            "n": [f"{row['n']:,}" for row in rows],
-            "chance": [_number(row, "chance") for row in rows],
-        },
-        above=", ".join(_said(common)),
-        numbers=("value", "95 % interval", "n", "chance"),
-    )
+    shared = {name: value for name, value in rows[0].items() if all(row.get(name) == value for row in rows)}
+    intervals = [f"{_number(row, 'low')} to {_number(row, 'high')}" if "low" in row else "" for row in rows]
+    numbers = {
+        "value": [_number(row, "value") or "-" for row in rows],
+        "95 % interval": intervals,
+        "n": [f"{row['n']:,}" for row in rows],
+        "chance": [_number(row, "chance") for row in rows],
+    }
+    measured = [", ".join((row["metric"].replace("_", " "), *_described(row, without=shared))) for row in rows]
+    print_table({"measured": measured, **numbers}, above=", ".join(_described(shared)), numbers=numbers)
 
 
-def _said(circumstances: Mapping[str, Any]) -> list[str]:
-    yes_or_no = {True: "yes", False: "no"}
-    return [
-        f"{name.replace('_', ' ')} {yes_or_no[value] if isinstance(value, bool) else value}"
-        for name, value in circumstances.items()
-    ]
+def _described(row: Mapping[str, Any], without: Collection[str] = ()) -> Iterator[str]:
+    """What a row is about, a text for each field."""
+    for name, value in row.items():
+        if name not in _FIGURE and name not in without:
+            yield f"{name.replace('_', ' ')} {('no', 'yes')[value] if isinstance(value, bool) else value}"
 
 
 def _number(row: Mapping[str, Any], name: str) -> str:
