@@ -1,7 +1,9 @@
 """Command lines of small runs, and the types of the fixtures that carry them out."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 SMALL = " ".join(
     f"--set {setting}"
@@ -17,3 +19,8 @@ Run = Callable[[str], tuple[int, str, str]]
 Succeed = Callable[[str], tuple[str, str]]
 Refuse = Callable[[str, str], None]
 Contents = Callable[[Path], dict[str, bytes]]
+
+
+def write_records(file: str, records: Iterable[Any]) -> None:
+    """Write records as JSON lines."""
+    Path(file).write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -13,6 +13,7 @@ import pytest
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe, recipe_names
 from tests.test_imports import HEAVY
 
+PATH = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 
 
@@ -33,12 +34,9 @@ COMP_CWORD=$(($# - 1))
 _metatokens_completion metatokens
 printf '%s\n' "${COMPREPLY[@]}"
 """
-    beside = os.environ | {
-        "COMPLETION": completion(),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }
     line = ["bash", "-c", script, "bash", "metatokens", *words]
-    done = subprocess.run(line, env=beside | {"COMPLETION": completion()}, capture_output=True, text=True, check=True)
+    told = os.environ | PATH | {"COMPLETION": completion()}
+    done = subprocess.run(line, env=told, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     return done.stdout.split()
 
@@ -65,10 +63,7 @@ def test_bash_completes_recipes_of_the_verbs_kind() -> None:
 
 @needs_bash
 def test_completion_is_installed_for_bash(tmp_path: Path) -> None:
-    home = os.environ | {
-        "HOME": str(tmp_path),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }
+    home = os.environ | PATH | {"HOME": str(tmp_path)}
     subprocess.run(["bash", "-c", "metatokens --install-completion; true"], env=home, check=True, capture_output=True)
     shell = ["bash", "-c", "source ~/.bashrc; complete -p metatokens"]
     done = subprocess.run(shell, env=home, check=True, capture_output=True, text=True)

@@ -46,12 +46,6 @@ def test_files_of_others_are_kept(workplace: Path, small_model: Callable[..., Pa
     assert (status, error) == (2, "metatokens: cannot write to missing/page.html: No such file or directory.\n")
 
 
-def test_mistakes_are_told(small_model: Callable[..., Path], metatokens: Run) -> None:
-    assert metatokens(f'look --model {small_model()} "_PAUSE_"')[::2] == (2, "metatokens: the prompt has no text.\n")
-    assert metatokens(f'look --model {small_model()} --marker "" "a"')[0] == 2
-    assert metatokens('look --model nothing "a"')[0] == 2
-
-
 def test_the_model_that_comes_along_is_small_and_answers(workplace: Path, metatokens: Run) -> None:
     assert sum(file.stat().st_size for file in EXAMPLE.iterdir()) < 2_000_000
     command = (

@@ -1,16 +1,18 @@
-"""What the commands' help says: their order, their options, and the page of the documentation made from it."""
+"""The command as a whole: its help, the page of the documentation made from it, what a run would cost, wrong usage."""
 
 import html
 import subprocess
 import sys
 from collections import defaultdict
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.main import get_command
 
-from metatokens.cli import PANELS, app
+from metatokens.cli import PANELS, app, main
+from metatokens.errors import UserError
 from tests.cli.command_lines import Run
 
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
@@ -60,3 +62,39 @@ def test_the_documentation_has_a_page_of_the_commands() -> None:
     assert headings == [f"`metatokens {verb}`" for verb in COMMANDS]
     for command in COMMANDS.values():
         assert f"`: {command.short_help}\n" in page  # whole
+
+
+def test_a_dry_run_prints_the_stages_and_their_cost(metatokens: Run, tmp_path: Path) -> None:
+    status, output, error = metatokens(f"reproduce --preset demo --out {tmp_path / 'new'} --only table9 --dry-run")
+    assert status == 0
+    stages = [line.split() for line in output.splitlines()]
+    assert stages[0][1:] == ["min", "tokenize"]
+    assert {"finetune-meta-parity", "evaluate-gpt2-parity"} <= {name for _, _, name in stages}
+    assert not [name for _, _, name in stages if "copying" in name]
+    count, total = len(stages), sum(float(minutes) for minutes, _, _ in stages) / 60
+    assert error.startswith(f"{count} stages, an estimated ")
+    assert float(error.split()[4]) == pytest.approx(total, abs=0.05 * count)
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_installed_command_is_this_one() -> None:
+    (script,) = entry_points(group="console_scripts", name="metatokens")
+    assert script.load() is main
+
+
+def test_without_a_verb_the_verbs_are_listed(metatokens: Run) -> None:
+    status, output, error = metatokens("")
+    assert status == 2
+    assert all(f" {verb} " in output + error for verb in COMMANDS)
+
+
+def test_wrong_usage_of_a_verb_exits_with_2_as_well(metatokens: Run) -> None:
+    for line in ("trane", "pretrain", "generate --model m --max-new-tokens many the"):
+        status, output, error = metatokens(line)
+        assert (status, output) == (2, "")
+        assert "Traceback" not in error
+
+
+def test_debug_shows_the_traceback(metatokens: Run) -> None:
+    with pytest.raises(UserError, match="no preset 'huge'"):
+        metatokens("--debug reproduce --preset huge --out new")

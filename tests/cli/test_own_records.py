@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from metatokens.records import Result, read_lines
-from tests.cli.command_lines import Run
+from tests.cli.command_lines import Run, write_records
 
 OWN = [
     {"prompt": "the cat _PAUSE_ sat", "markers": [7], "completion": " hills"},
@@ -18,19 +18,17 @@ def test_own_records_are_trained_on_and_measured(
     workplace: Path, small_model: Callable[..., Path], metatokens: Run
 ) -> None:
     for name, records in (("own", OWN[:2]), ("held_out", OWN[1:])):
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_records(f"{name}.jsonl", records)
     tuned = (
         f"finetune --model {small_model()} --data own.jsonl --train-lengths 64 --set training.max_steps=60 "
         "--set training.save_steps=60 --set training.learning_rate=0.02 --set training.warmup_steps=1"
     )
     status, output, error = metatokens(f"{tuned} --eval-data held_out.jsonl --out tuned")
-    assert (status, error.splitlines()[0], error.splitlines()[-1]) == (
-        0,
-        "--train-lengths is ignored: the records of --data are used whatever their length.",
-        "models: tuned/data",
-    )
-    assert "held-out loss" in error.splitlines()[-2]
-    assert "held-out exact match 50.0%" in error.splitlines()[-2]
+    first, *_, progress, last = error.splitlines()
+    assert (status, last) == (0, "models: tuned/data")
+    assert first == "--train-lengths is ignored: the records of --data are used whatever their length."
+    assert "held-out loss" in progress
+    assert "held-out exact match 50.0%" in progress
     curve = [json.loads(line) for line in Path("tuned/data/curve.jsonl").read_text().splitlines()]
     measured = [point for point in curve if "eval_loss" in point]
     assert [point["step"] for point in measured] == list(range(6, 61, 6))
@@ -71,7 +69,7 @@ def test_records_with_landmarks_are_trained_on_and_measured_alike(
     workplace: Path, small_model: Callable[..., Path], metatokens: Run
 ) -> None:
     records = [{"prompt": "the cat\nsat", "completion": " hills"}, {"prompt": "two dogs. Over", "completion": " river"}]
-    Path("own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_records("own.jsonl", records)
     tune = f"finetune --model {small_model()} --data own.jsonl --eval-data own.jsonl --set training.max_steps=2"
     status, output, error = metatokens(f"{tune} --landmarks line --out tuned")
     assert status == 0, error
@@ -94,7 +92,7 @@ def test_a_record_with_a_marker_in_its_text_and_no_markers_is_named_once(
     silent = [text | {"markers": [7]}, text | {"markers": []}, {"prompt": "two dogs", "completion": " river"}]
     line = f"evaluate --model {small_model()} --data"
     for name, records in (("told", [*silent, text, text]), ("silent", silent)):
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_records(f"{name}.jsonl", records)
         _, _, error = metatokens(f"{line} {name}.jsonl")
         lines = [one for one in error.splitlines() if "no markers" in one]
         assert len(lines) == (name == "told")

@@ -174,20 +174,13 @@ def test_what_cannot_be_is_refused(base: Path, run: Succeed, refused: Refuse) ->
         "retrofit --model base --out new --layers 0,2": "layers are [0, 2]; give a list of some of 0 to 1",
         "retrofit --model base --out new --layers x": "layers 'x' must be numbers separated by commas",
         "retrofit --model base --out new --head-size 7": "head_size is 7: input should be a multiple of 2",
-        "evaluate --model base --task parity": "the model in base has no meta_token_id, which markers need",
+        f"{EVALUATE} base": "the model in base has no meta_token_id, which markers need",
+        f"{TUNE} --model model --out new --lora 16": "--lora '16' must be rank=N",
+        f"{TUNE} --model model --out new --lora rank=2 --set training.fsdp=true": "training.lora_rank does not go with",
     }
     for line, sentence in lines.items():
         refused(line, sentence)
         assert not Path("new").exists()
-
-
-def test_a_base_that_is_gone_is_named(base: Path, run: Succeed, refused: Refuse) -> None:
-    run(f"{RETROFIT} --delta")
-    base.rename(base.with_name("moved"))
-    refused(
-        "evaluate --model model --task parity",
-        ELSEWHERE,
-    )
 
 
 def test_a_base_of_the_hub_keeps_its_name(base: Path, run: Succeed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,13 +404,6 @@ def test_gguf_files_are_for_retrofit(base: Path, refused: Refuse) -> None:
         refused(f"retrofit --model {given} --out new", "")
     Path("quantised/two.gguf").write_bytes(b"GGUF")
     refused("retrofit --model quantised --out new", "quantised holds 2 GGUF files, such as one.gguf; name one of them.")
-
-
-def test_a_rank_that_is_none_is_refused(base: Path, run: Succeed, refused: Refuse) -> None:
-    run(RETROFIT)
-    refused(f"{FINETUNE} --model model --out tuned --task parity --lora 16", "--lora '16' must be rank=N")
-    more = "--task parity --lora rank=2 --set training.fsdp=true"
-    refused(f"{FINETUNE} --model model --out tuned {more}", "training.lora_rank does not go with training.fsdp")
 
 
 def test_text_is_trained_on_and_the_model_analysed(

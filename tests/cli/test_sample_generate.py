@@ -14,16 +14,13 @@ from metatokens import encode_prompt
 from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
 from metatokens.tasks.example import read_examples
-from tests.cli.command_lines import Refuse, Run, Succeed
+from tests.cli.command_lines import Refuse, Run, Succeed, write_records
 
 
-def test_samples_are_records(workplace: Path, small_store: TokenStore, metatokens: Run) -> None:
+def test_samples_are_records(workplace: Path, small_store: TokenStore, metatokens: Run, run: Succeed) -> None:
     common = f"-n 3 --tokenizer {small_store.path / 'tokenizer'}"
     for task, corpus in (("parity", ""), ("copying", "--corpus text.txt")):
-        status, output, error = metatokens(
-            f"sample --task {task} {common} {corpus} --split train --condition decoy --seed 4"
-        )
-        assert (status, error) == (0, "")
+        output, _ = run(f"sample --task {task} {common} {corpus} --split train --condition decoy --seed 4")
         (workplace / f"{task}.jsonl").write_text(output)
         examples = read_examples(workplace / f"{task}.jsonl", small_store.tokenizer)
         assert [(e.task, e.split, e.condition, e.seed, e.index) for e in examples] == [
@@ -33,8 +30,8 @@ def test_samples_are_records(workplace: Path, small_store: TokenStore, metatoken
     assert metatokens(f"sample --task parity {common} --phase 3 --out own.jsonl") == (0, "", "")
     phases = [example.phase for example in read_examples(workplace / "own.jsonl", small_store.tokenizer)]
     assert phases == [2, 2, 2, 3, 3, 3]
-    status, output, _ = metatokens("sample --task parity --tokenizer train:768 --corpus text.txt")
-    assert (status, json.loads(output)["task"]) == (0, "parity")
+    output, _ = run("sample --task parity --tokenizer train:768 --corpus text.txt")
+    assert json.loads(output)["task"] == "parity"
 
 
 def test_generation_continues_the_prompt(small_model: Callable[..., Path], metatokens: Run) -> None:
@@ -52,7 +49,7 @@ def test_generation_continues_the_prompt(small_model: Callable[..., Path], metat
 
 
 def test_a_prompt_with_meta_tokens(
-    workplace: Path, small_model: Callable[..., Path], small_store: TokenStore, metatokens: Run
+    workplace: Path, small_model: Callable[..., Path], small_store: TokenStore, metatokens: Run, run: Succeed
 ) -> None:
     model, tokenizer = load_model(small_model()).eval(), small_store.tokenizer
     folder = small_model()
@@ -74,20 +71,15 @@ def test_a_prompt_with_meta_tokens(
     assert told.startswith("".join(f"{tokenizer.decode(one)}<|meta|>" for one in ids[0] if one != ids.max()))
     status, output, error = metatokens(f"{generate} --show-meta --landmarks line 'the cat\nsat'")
     assert (status, output.startswith("the cat\n<|meta|>sat"), error) == (0, True, "")
-    assert (
-        metatokens(f"{generate} --landmarks line 'the cat'")[2] == "landmarks by line have no place in this prompt.\n"
-    )
+    _, error = run(f"{generate} --landmarks line 'the cat'")
+    assert error == "landmarks by line have no place in this prompt.\n"
 
-    lines = [
-        {"prompt": text, "markers": [7, 19]},
-        {"prompt": text, "markers": []},
-        {"prompt": "the", "completion": " cat"},
-    ]
-    Path("prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    status, output, error = metatokens(f"{generate} --data prompts.jsonl")
+    marked, plain = {"prompt": text, "markers": [7, 19]}, {"prompt": text, "markers": []}
+    write_records("prompts.jsonl", [marked, plain, {"prompt": "the", "completion": " cat"}])
+    output, error = run(f"{generate} --data prompts.jsonl")
     answers = [json.loads(line) for line in output.splitlines()]
-    assert (status, error) == (0, "")
-    assert answers[0] == {"prompt": text, "markers": [7, 19], "continuation": expected}
+    assert error == ""
+    assert answers[0] == marked | {"continuation": expected}
     assert [answer["prompt"] for answer in answers] == [text, text, "the"]
     assert text + answers[1]["continuation"] + "\n" == metatokens(f"{generate} '{text}'")[1]
     Path("lines.jsonl").write_text(json.dumps({"prompt": "the cat\nsat _PAUSE_\nthe", "markers": [11]}))
@@ -114,7 +106,7 @@ def test_prompts_of_a_batch_are_continued_like_single_ones(
     workplace: Path, small_model: Callable[..., Path], metatokens: Run, run: Succeed
 ) -> None:
     records = [{"prompt": "the cat"}, {"prompt": "two _PAUSE_ dogs ran over", "markers": [3]}, {"prompt": "a"}]
-    Path("prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_records("prompts.jsonl", records)
     line = f"generate --model {small_model()} --data prompts.jsonl --max-new-tokens 8 --meta-every 3 --show-meta"
     alone, _ = run(line)
     assert metatokens(f"{line} --batch-size 2")[1] == alone
@@ -126,7 +118,7 @@ def test_a_row_of_a_batch_ends_at_its_own_end_of_text(
 ) -> None:
     model = Path(shutil.copytree(small_model(), "model"))
     records = [{"prompt": "the cat"}, {"prompt": "two dogs ran over"}, {"prompt": "a"}]
-    Path("prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_records("prompts.jsonl", records)
     loaded, tokenizer = load_model(model).eval(), AutoTokenizer.from_pretrained(model)
     ids = torch.tensor([encode_prompt(tokenizer, "the cat")])
     end = int(loaded.generate(ids, max_new_tokens=2, do_sample=False)[0, -1])

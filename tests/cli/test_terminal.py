@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from metatokens.cli.output import print_figures
-from tests.cli.command_lines import FINETUNE, Run
+from tests.cli.command_lines import FINETUNE, Run, write_records
 
 
 @contextmanager
@@ -76,9 +76,8 @@ def table(printed: str) -> list[str]:
 
 def records(lines: str) -> list[dict[str, Any]]:
     """JSON lines, without the time of the measurement."""
-    return [
-        {name: value for name, value in json.loads(line).items() if name != "created"} for line in lines.splitlines()
-    ]
+    found = [json.loads(line) for line in lines.splitlines()]
+    return [{name: value for name, value in one.items() if name != "created"} for one in found]
 
 
 def test_a_terminal_gets_a_table_and_a_pipe_json_lines(
@@ -116,8 +115,8 @@ def test_every_verb_with_results_shows_a_table_or_json_lines(
     metatokens: Run,
     at_a_terminal: Callable[[str], str],
 ) -> None:
-    Path("prompts.jsonl").write_text('{"prompt": "the cat sat on a mat"}\n{"prompt": "two _PAUSE_", "markers": [3]}\n')
-    Path("own.jsonl").write_text('{"prompt": "the cat", "completion": " sat"}\n')
+    write_records("prompts.jsonl", [{"prompt": "the cat sat on a mat"}, {"prompt": "two _PAUSE_", "markers": [3]}])
+    write_records("own.jsonl", [{"prompt": "the cat", "completion": " sat"}])
     verb, *arguments = line.split()
     line = " ".join((verb, "--model", str(small_model()), *arguments))
     shown = at_a_terminal(line)
@@ -166,17 +165,8 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_table_of_one_figure_still_says_what_it_is(printed: Callable[..., list[str]]) -> None:
-    above, headings, row = printed(
-        {
-            "model": "m",
-            "metric": "perplexity",
-            "value": 15232.4,
-            "low": 999.96,
-            "high": 1e6,
-            "n": 15232,
-            "chance": 16.04,
-        }
-    )
+    interval = {"value": 15232.4, "low": 999.96, "high": 1e6}
+    above, headings, row = printed({"model": "m", "metric": "perplexity", **interval, "n": 15232, "chance": 16.04})
     assert above == "model m"
     assert headings.split() == ["measured", "value", "95", "%", "interval", "n", "chance"]
     assert row.split() == ["perplexity", "15,232", "1000", "to", "1,000,000", "15,232", "16.04"]
@@ -196,9 +186,7 @@ def test_what_rows_lack_stands_in_no_row(printed: Callable[..., list[str]]) -> N
     ]
 
 
-def test_long_rows_are_folded_between_words_and_figures_are_not(
-    printed: Callable[..., list[str]],
-) -> None:
+def test_long_rows_are_folded_between_words_and_figures_are_not(printed: Callable[..., list[str]]) -> None:
     row = {"metric": "attention_log_odds_change", "value": 0.04956, "low": -0.0009133, "high": 0.08998, "n": 648}
     places = (
         {"module": "attention", "layer": 10, "marker": "context", "keys": "near"},
