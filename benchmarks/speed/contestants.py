@@ -1,4 +1,4 @@
-"""The benchmarks: which models take part, what a unit of their work is, and what it needs."""
+"""The benchmarks: the models that take part, their unit of work, and the arithmetic that it needs."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -21,29 +21,29 @@ from metatokens.recipe import Device, Dtype
 from metatokens.records import Benchmark
 from metatokens.training.batches import with_positions
 
-FRACTION = 0.1  # of a sequence's positions that are meta-tokens (the paper's k)
-META_EVERY = 10  # generated text tokens to an inserted meta-token
-ANSWER_TOKENS = 4  # labels of a row in `answers`
+FRACTION = 0.1  # share of meta-tokens in a sequence (the paper's k)
+META_EVERY = 10  # generated text tokens per inserted meta-token
+ANSWER_TOKENS = 4  # labels per row in `answers`
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all contestants of a run share.
+    """The settings that all contestants of a run share.
 
     Attributes:
-        shape: name of the models' sizes.
-        length: positions of a sequence: of a training block, a prompt, or the context of decoding.
-        batch: sequences.
-        new_tokens: text tokens that decoding adds to each.
-        rounds, warmup: timed rounds, and untimed ones before them.
-        threads: of PyTorch, on the CPU.
-        dtype: `float32` or `bfloat16`: in training that of autocast over float32 weights, otherwise the weights'.
-        device: `cpu` or `cuda`.
+        shape: the models' sizes.
+        length: positions of a training block, of a prompt, or of the context that decoding starts from.
+        batch: sequences per batch.
+        new_tokens: text tokens that decoding adds to each sequence.
+        rounds, warmup: timed rounds, and untimed rounds before them.
+        threads: PyTorch threads on the CPU.
+        dtype: the type of the weights; in training, of autocast over float32 weights.
+        device: where the models run.
         compiled: whether the models go through `torch.compile`.
 
     Raises:
-        UserError: if there is no such device, or a number is too small.
+        UserError: if there is no GPU, or a number is too small.
     """
 
     shape: ShapeName = "small"
@@ -59,7 +59,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("device cuda is not available.")
+            raise UserError("there is no GPU that PyTorch can use.")
         if self.length < 16 or min(self.batch, self.new_tokens, self.rounds, self.warmup, self.threads) < 1:
             raise UserError("a benchmark needs a length of at least 16, and at least 1 of everything else.")
 
@@ -69,13 +69,13 @@ class Entry:
     """A contestant.
 
     Attributes:
-        name: what its figures are filed under.
+        name: the name in its figures.
         peer: its model, in `peers.PEERS`.
-        against: contestants that it is compared with; none means the heat's first.
+        against: contestants that it is compared with; by default the first of its heat.
         inserts: whether meta-tokens are inserted while decoding.
         full_logits: whether a fine-tuning step computes the logits of all positions.
-        static: whether it decodes from a cache of a fixed size.
-        compiled: whether it goes through `torch.compile` whatever the setting says.
+        static: whether it decodes with a static cache.
+        compiled: whether it goes through `torch.compile` whatever the setting.
     """
 
     name: str
@@ -97,11 +97,11 @@ def _with_compiled(peer: str, *against: str) -> tuple[Entry, Entry]:
 
 _THEIRS = (_entry("transformers"), _entry("gpt2-learned"))
 
-# The contestants of a heat take turns; the first one is the baseline. Memory holds the models of one heat at a time.
+# The contestants of a heat take turns; the first is the baseline. Only one heat's models are in memory at a time.
 HEATS: dict[Benchmark, tuple[tuple[Entry, ...], ...]] = {
     "train": (
-        # What reads and scores the same blocks, with nothing else in memory: where much is, the kernel takes longer to
-        # hand some out, the more of it a model asks for.
+        # Two models on the same blocks, with nothing else in memory: the fuller the memory, the longer the kernel takes
+        # to hand out pages, and the more so for a model that asks for more.
         (_entry("pause"), _entry("meta")),
         (
             _entry("gpt2"),
@@ -139,19 +139,19 @@ HEATS: dict[Benchmark, tuple[tuple[Entry, ...], ...]] = {
 
 @dataclass(kw_only=True)
 class Unit:
-    """A contestant's unit of work, and what it amounts to.
+    """A contestant's unit of work, and its size.
 
     Attributes:
         work: does it once.
-        prepare: makes it possible once more; not timed.
-        text_tokens: that it trains on, reads or writes, of all rows.
-        parameters: of the model.
-        products: that a forward pass needs.
-        passes: forward passes of a unit.
-        training: whether each has a backward pass.
-        counted_flops: operations as PyTorch counts them, the masked half of causal attention included; None in
+        prepare: makes it repeatable; not timed.
+        text_tokens: text tokens of all rows that it trains on, reads or writes.
+        parameters: parameters of the model.
+        products: matrix products of a forward pass.
+        passes: forward passes.
+        training: whether each pass has a backward pass.
+        counted_flops: operations as PyTorch counts them, including the masked half of causal attention; None in
             decoding.
-        reads: bytes that must be read; None where the products are the limit, everywhere but in decoding.
+        reads: bytes that decoding must read; None elsewhere, where the products are the limit.
     """
 
     work: Callable[[], object]
@@ -166,12 +166,12 @@ class Unit:
 
     @property
     def needed(self) -> int:
-        """What limits it: bytes or operations, the same for all contestants of a heat."""
+        """The limit of its speed, in bytes or in operations, as for all contestants of its heat."""
         return flops(self.products, training=self.training) if self.reads is None else self.reads
 
 
 def make_unit(benchmark: Benchmark, entry: Entry, setting: Setting) -> Unit:
-    """The contestant's unit of work in a benchmark, its model made afresh from a fixed seed."""
+    """Build a contestant's unit of work, with a new model from a fixed seed."""
     torch.manual_seed(0)
     peer, shape = PEERS[entry.peer], SHAPES[setting.shape]
     if benchmark == "decode":
@@ -183,7 +183,7 @@ def make_unit(benchmark: Benchmark, entry: Entry, setting: Setting) -> Unit:
 
 
 def _training_step(entry: Entry, setting: Setting, peer: Peer, config: MetaGPT2Config, *, answers: bool) -> Unit:
-    """Forward, backward, update. `answers` scores the end of each row alone, as fine-tuning does."""
+    """Forward, backward, update. With `answers` only the end of each row is scored, as in fine-tuning."""
     ids, labels = _sequences(config, setting, setting.length)
     if answers:
         labels[:, :-ANSWER_TOKENS] = IGNORED_LABEL
@@ -212,7 +212,7 @@ def _training_step(entry: Entry, setting: Setting, peer: Peer, config: MetaGPT2C
 
 
 def _prefill(setting: Setting, peer: Peer, config: MetaGPT2Config) -> Unit:
-    """From a prompt to its first new token, through `generate()`."""
+    """Generate the first token after a prompt."""
     ids, model = _prompt(config, setting), _for_inference(peer, config, setting)
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 1, "do_sample": False}
     return _unit(setting, peer, config, model, ids, setting.batch, work=lambda: model.generate(ids, **options))
@@ -221,7 +221,7 @@ def _prefill(setting: Setting, peer: Peer, config: MetaGPT2Config) -> Unit:
 def _unit(
     setting: Setting, peer: Peer, config: MetaGPT2Config, model: nn.Module, ids: Tensor, scored: int, **work: Any
 ) -> Unit:
-    """One pass over `ids`, `scored` of them with logits."""
+    """A unit of one pass over `ids`, with the logits of `scored` positions."""
     meta_tokens = _meta_tokens(ids, config)
 
     def products(*, skips_masked: bool) -> list[Product]:
@@ -245,7 +245,7 @@ def _unit(
 
 
 def _decode(entry: Entry, setting: Setting, peer: Peer, config: MetaGPT2Config) -> Unit:
-    """New text tokens after a context that is in the cache but for its last token, through `generate()`."""
+    """Generate text after a context whose tokens, except the last, are cached."""
     ids, model = _prompt(config, setting), _for_inference(peer, config, setting)
     empty = StaticCache(config, max_cache_len=setting.length + setting.new_tokens) if entry.static else None
     with torch.inference_mode():
@@ -278,9 +278,9 @@ def _decode(entry: Entry, setting: Setting, peer: Peer, config: MetaGPT2Config) 
 
 
 def products_unit(unit: Unit, setting: Setting) -> Unit:
-    """The matrix products of another contestant's unit, and nothing else.
+    """A unit of the same matrix products and nothing else.
 
-    Weights, keys and values are buffers of their own, so that they come from memory as in the model.
+    Each product has its own buffer for weights, keys or values, which then come from memory as in the model.
     """
     scratch: dict[tuple[object, ...], Tensor] = {}
 
@@ -293,8 +293,8 @@ def products_unit(unit: Unit, setting: Setting) -> Unit:
             scratch[key] = new(*shape)
         return scratch[key]
 
-    # out = x w^T, and in training dx = out w and dw = out^T x: the layout of a linear layer. For few rows the faster
-    # out^T = w x^T, with two columns at least (see `linear`).
+    # out = x w^T, and in training dx = out w and dw = out^T x: the layout of a linear layer. For few rows
+    # out^T = w x^T, with at least two columns, is faster (see `linear`).
     jobs = []
     for p in unit.products:
         is_few = not unit.training and setting.device == "cpu" and p.rows <= FEW_ROWS
@@ -319,7 +319,7 @@ def products_unit(unit: Unit, setting: Setting) -> Unit:
 
 
 def _sequences(config: MetaGPT2Config, setting: Setting, length: int) -> tuple[Tensor, Tensor]:
-    """Random ids and their labels, (batch, length) each, with meta-tokens as in pretraining if the model has one."""
+    """Random ids and labels, (batch, length), with meta-tokens as in pretraining if the model has one."""
     generator = np.random.default_rng(0)
     placement = "none" if config.meta_token_id is None else "uniform"
     text = length - meta_token_count(length, FRACTION, placement)
@@ -339,13 +339,13 @@ def _sequences(config: MetaGPT2Config, setting: Setting, length: int) -> tuple[T
 
 
 def _prompt(config: MetaGPT2Config, setting: Setting) -> Tensor:
-    """Random ids (batch, length) that end in a text token."""
+    """Random ids, (batch, length), whose last column is text."""
     ids, _ = _sequences(config, setting, setting.length - 1)
     return torch.cat([ids, torch.zeros_like(ids[:, :1])], dim=1)
 
 
 def _meta_tokens(ids: Tensor, config: MetaGPT2Config) -> int:
-    """Meta-tokens of each row; all rows have as many."""
+    """Meta-tokens per row, the same number in each."""
     return 0 if config.meta_token_id is None else int((ids[0] == config.meta_token_id).sum())
 
 

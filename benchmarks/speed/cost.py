@@ -1,7 +1,7 @@
-"""What a model's arithmetic costs, by formula: its matrix products, its parameters, the bytes that decoding reads.
+"""The cost of a model's arithmetic, by formula: matrix products, parameters, the bytes that decoding reads.
 
-A comparison of two implementations is shown beside what these formulas imply. They count the products of matrices and
-nothing else, as PyTorch's FLOP counter does; norms, activations and copies are what an implementation adds.
+The formulas give the limits of the ratios that the benchmarks measure. Like PyTorch's FLOP counter, they count matrix
+products and nothing else: no norms, activations or copies.
 """
 
 from collections.abc import Iterable
@@ -21,12 +21,12 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations; a multiplication and an addition are two."""
+        """Floating-point operations; a multiplication with an addition counts as two."""
         return 2 * self.count * self.rows * self.inner * self.columns
 
 
 def flops(products: Iterable[Product], *, training: bool = False) -> int:
-    """Operations of the products; in training each has two more of its size, for the gradients of its factors."""
+    """Operations of the products; in training each has two more of the same size, for its factors' gradients."""
     return sum(product.flops for product in products) * (3 if training else 1)
 
 
@@ -45,10 +45,10 @@ def forward_products(
     """The matrix products of one forward pass, in order.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         batch: rows of the input.
         length: positions of each row.
-        meta_tokens: the most that a row of the input has; rows with fewer are padded to it.
+        meta_tokens: the largest number in a row of the input; other rows are padded to it.
         scored: positions, of all rows together, whose logits are computed. None means all.
         cached: positions of each row in the cache.
         cached_meta: meta-tokens among them.
@@ -83,7 +83,7 @@ def forward_products(
 
 
 def weights(config: MetaGPT2Config) -> tuple[int, int]:
-    """Parameters that every decoding step reads (all but a table of positions), and those of the second attention."""
+    """Parameters that every decoding step reads (all except a table of positions), and the second attention's."""
     width, inner = config.hidden_size, config.intermediate_size or 4 * config.hidden_size
     norm = width * (1 + config.bias)
     attention = norm + 4 * width * width + 4 * width * config.bias
@@ -103,19 +103,19 @@ def decode_bytes(
     meta_every: int | None = None,
     dense: bool = False,
 ) -> int:
-    """Bytes that generating text must read: in each step the weights it uses, and the keys and values that it sees.
+    """Bytes that generation must read: in each step the weights that it uses, and the keys and values that it sees.
 
-    The first step reads the prompt's last token. A step in which a meta-token rides with its text token (see
-    `MetaTokenGenerationMixin.generate`) is the only one in which gathered meta-attention reads anything.
+    The first step reads the prompt's last token. Gathered meta-attention reads something only in a step that takes a
+    meta-token along with its text token (see `MetaTokenGenerationMixin.generate`).
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         batch: rows.
-        context: positions of the prompt, all but the last one cached.
+        context: positions of the prompt, all cached except the last.
         context_meta: meta-tokens among the cached ones.
         new_tokens: text tokens generated for each row.
         item_size: bytes of a number.
-        meta_every: generated text tokens to an inserted meta-token; None inserts none.
+        meta_every: generated text tokens per inserted meta-token; None inserts none.
         dense: as in `forward_products`.
     """
     common, second = weights(config)

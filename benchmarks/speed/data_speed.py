@@ -1,7 +1,7 @@
-"""How fast data is made: task examples, token ids, training batches; and how fast the command starts.
+"""The speed of making data (task examples, token ids, training batches), and of the command's start.
 
-Rates of one core in CPU seconds, which what else the machine does moves less than wall time; where the claim is about
-several cores, wall time.
+Rates of one core are in CPU seconds, which other load on the machine affects less than wall time. Rates of several
+cores are in wall time.
 """
 
 import subprocess
@@ -33,7 +33,7 @@ from metatokens.tasks.curriculum import TaskData, documents_for, task_texts
 from metatokens.tasks.example_store import ExampleStore
 from metatokens.training.examples import ByLength, Collator, Epochs, train_source
 
-PAPER_EXAMPLES = {"train": 90_000, "test": 10_000}  # of each task
+PAPER_EXAMPLES = {"train": 90_000, "test": 10_000}  # per task
 
 
 class Rate(Measured):
@@ -54,7 +54,7 @@ def _rate(measured: str, unit: str, values: Sequence[float], target: str) -> Rat
 
 
 def example_rates(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], *, rounds: int = 5) -> Iterator[Rate]:
-    """Examples a second that one core draws and encodes, phase 2 of each task."""
+    """Examples per second that one core draws and encodes, in phase 2 of each task."""
     for task in TASKS:
         source = TaskData(task, tokenizer=tokenizer, documents=documents)
         rates = []
@@ -67,7 +67,7 @@ def example_rates(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], 
 
 
 def paper_examples(tokenizer: Path, corpus: str, *, processes: int) -> Rate:
-    """The wall time of all examples of the paper: 90,000 + 10,000 of each task, prompts of up to 512 tokens."""
+    """The wall time of drawing all examples of the paper: 90,000 + 10,000 per task, of up to 512 tokens."""
     chunk = 5_000
     jobs = [
         (task, split, start, min(chunk, count - start))
@@ -99,7 +99,7 @@ def _draw(job: tuple[str, str, int, int]) -> int:
 
 
 def tokenizing(corpus: str, tokenizer: PreTrainedTokenizerBase, folder: Path, *, rounds: int = 5) -> Rate:
-    """Wall time of writing a token store over that of the tokenizers library's own batch call on the same texts."""
+    """Wall time of writing a token store, over that of the tokenizers library's batch call on the same texts."""
     texts = list(read_corpus(corpus))
     tokenizer.save_pretrained(folder / "tokenizer")
     ratios = []
@@ -113,7 +113,7 @@ def tokenizing(corpus: str, tokenizer: PreTrainedTokenizerBase, folder: Path, *,
 
 
 def waiting_share(tokenizer: PreTrainedTokenizerBase, folder: Path, *, steps: int = 100, rounds: int = 5) -> Rate:
-    """The share of a fine-tuning loop's time that goes into batches, at the demo's model size, one thread."""
+    """The share of a fine-tuning loop that is spent on batches, at the demo's model size, with one thread."""
     recipe = load_recipe(FinetuneRecipe, "demo_finetune", [f"training.max_steps={steps}"])
     batch = recipe.training.per_device_train_batch_size
     source = train_source(recipe, "list_recall", tokenizer, ())
@@ -150,7 +150,7 @@ def waiting_share(tokenizer: PreTrainedTokenizerBase, folder: Path, *, steps: in
 
 
 def start_times(*, rounds: int = 10) -> Iterator[Rate]:
-    """Wall time of `metatokens --help` and of `import metatokens`, each in a process of its own."""
+    """Wall time of `metatokens --help` and of `import metatokens`, each in a new process."""
     commands = {
         "metatokens --help": (
             "from metatokens.cli import main; import sys; sys.argv[1:] = ['--help']; main()",
@@ -170,12 +170,12 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def data_speed(corpus: str, spec: str, *, processes: int) -> Iterator[Rate]:
-    """Every rate of this module, as it is measured.
+    """Yield every rate of this module as soon as it is measured.
 
     Args:
         corpus: see `read_corpus`.
-        spec: of the tokenizer, see `load_tokenizer`.
-        processes: for the paper's examples.
+        spec: the tokenizer, see `load_tokenizer`.
+        processes: the number that draws the paper's examples.
     """
     tokenizer = load_tokenizer(spec, corpus=read_corpus(corpus), extra_texts=task_texts())
     documents = documents_for("copying", corpus)

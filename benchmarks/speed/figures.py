@@ -1,4 +1,4 @@
-"""Timings as a table for the terminal and as a figure."""
+"""Timings as a table for the terminal, and as a figure."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,17 +16,17 @@ from metatokens.records import Timing
 _COLOURS = ("#4d4d4d", "#d55e00", "#0072b2", "#00875f", "#a3478a")
 
 
-_WIDE = 100  # characters that all columns of the table need
-_COMPILED = ("first", "pays\nafter")  # are of interest where something is compiled
-_LESS = ("a text\ntoken", "its\nlimit", "over\nproducts")  # are left out where there is less room
+_WIDE = 100  # characters, enough for all columns of the table
+_COMPILED = ("first", "pays\nafter")  # columns of the benchmark `compile`
+_LESS = ("a text\ntoken", "its\nlimit", "over\nproducts")  # columns that a narrow table lacks
 
 
 def table(timings: Sequence[Timing], width: int) -> Table:
-    """One row a comparison: times and ratios with the limits that the ratios have, and time over matrix products'.
+    """A row per comparison: times, ratios with their limits, and time over that of the matrix products.
 
     Args:
-        timings: of one benchmark.
-        width: in characters, of the terminal; a narrow one gets fewer columns.
+        timings: the timings of one benchmark.
+        width: the terminal's width in characters; a narrow table has fewer columns.
     """
     first, lengths = timings[0], sorted({timing.length for timing in timings})
     size = f"batch {first.batch}, {' '.join(f'{length:,}' for length in lengths)} positions"
@@ -70,7 +70,7 @@ def table(timings: Sequence[Timing], width: int) -> Table:
 
 
 def _pays_after(timing: Timing, other_first: float | None) -> str:
-    """Units of work after which a slower first one has been made up for."""
+    """Units of work after which the slower first one is made up for."""
     if timing.model == timing.against or timing.first is None or other_first is None:
         return "-"
     saved = timing.seconds / timing.ratio - timing.seconds
@@ -78,7 +78,7 @@ def _pays_after(timing: Timing, other_first: float | None) -> str:
 
 
 def draw(timings: Sequence[Timing], path: Path) -> None:
-    """Write the figure of a benchmark: time and memory against length where there are several, otherwise ratios.
+    """Draw a benchmark: time and memory against length if there are several lengths, otherwise ratios.
 
     Raises:
         UserError: if the file cannot be written.
@@ -91,7 +91,7 @@ def draw(timings: Sequence[Timing], path: Path) -> None:
 
 
 def _ratios(timings: Sequence[Timing]) -> Figure:
-    """Each ratio with its quartiles, and a bar at its limit."""
+    """Each ratio with its quartiles, and a mark at its limit."""
     compared = [timing for timing in timings if timing.model != timing.against]
     figure = Figure(figsize=(7, 1.2 + 0.4 * len(compared)), layout="constrained")
     axes = figure.add_subplot()
@@ -107,7 +107,7 @@ def _ratios(timings: Sequence[Timing]) -> Figure:
 
 
 def _by_length(timings: Sequence[Timing]) -> Figure:
-    """Seconds, and memory if it was measured, against length; quartiles shaded; dotted, matrix products alone."""
+    """Seconds, and memory if measured, against length. Quartiles are shaded, matrix products alone are dotted."""
     has_memory = all(timing.memory is not None for timing in timings)
     figure = Figure(figsize=(9 if has_memory else 5, 3.8), layout="constrained")
     panels = figure.subplots(1, 2 if has_memory else 1, squeeze=False)[0]
@@ -122,7 +122,7 @@ def _by_length(timings: Sequence[Timing]) -> Figure:
         if has_memory:
             panels[1].plot(xs, [(p.memory or 0) / 1e6 for p in points], "o-", color=colour)
     panels[0].plot([], [], ":", color=_COLOURS[0], label="its matrix products alone")
-    for axes, quantity in zip(panels, (_unit_of_work(timings[0]), "MB in use beside the weights"), strict=False):
+    for axes, quantity in zip(panels, (_unit_of_work(timings[0]), "MB in use besides the weights"), strict=False):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])

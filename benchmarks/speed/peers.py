@@ -44,10 +44,10 @@ SHAPES: dict[ShapeName, Shape] = {
 
 
 class DenseMetaAttention(CausalAttention):
-    """Meta-attention as the paper computes it: all rows, under a mask of query and key positions.
+    """Meta-attention as the paper computes it: over all positions, under a mask.
 
-    It takes the place of `MetaAttention` in a block, which hands it all rows since it is a `CausalAttention`; the
-    block's own hook (`dense_model`) tells it where the meta-tokens are. Its store in the cache holds every token.
+    It replaces `MetaAttention` in a block. As a `CausalAttention` it gets all positions from the block; a hook
+    (`dense_model`) gives it the places of the meta-tokens. Its part of the cache stores every token.
     """
 
     def __init__(self, config: MetaGPT2Config, layer_index: int):
@@ -85,7 +85,7 @@ def dense_model(model: MetaGPT2ForCausalLM) -> MetaGPT2ForCausalLM:
         modules.append(dense)
 
     def find(_: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
-        """Make the mask once a forward pass, before the first block."""
+        """Make the mask once per forward pass, before the first block."""
         (x,), meta, cache = args, kwargs["meta"], kwargs["past_key_values"]
         slots, mask = dense_mask(x, None if meta is None else meta["rows"], cache)
         for dense in modules:
@@ -96,11 +96,11 @@ def dense_model(model: MetaGPT2ForCausalLM) -> MetaGPT2ForCausalLM:
 
 
 def dense_mask(x: Tensor, rows: MetaRows | None, cache: MetaTokenCache | None) -> tuple[Tensor, Tensor]:
-    """Where the meta-tokens among x (batch, length, width) are, and the paper's matrices M + P, ready to be added.
+    """The places of the meta-tokens in x (batch, length, width), and the paper's matrices M + P, ready to be added.
 
     Returns:
         (batch, length) int64, the slot of each meta-token and -1 elsewhere; (batch, 1, length, keys), 0 or minus
-        infinity, with the keys cached before x included. A query of text sees itself, so that no row is without a key.
+        infinity, over all keys including cached ones. A text query sees itself, so that every row has a key.
     """
     slots = torch.full(x.shape[:2], -1, device=x.device)
     if rows is not None:
@@ -115,7 +115,7 @@ def dense_mask(x: Tensor, rows: MetaRows | None, cache: MetaTokenCache | None) -
 
 
 def gpt2_of_transformers(config: MetaGPT2Config) -> GPT2LMHeadModel:
-    """transformers' GPT-2 of the sizes in a configuration, without dropout, as the paper trains."""
+    """A GPT-2 of transformers with the sizes of a configuration, without dropout, as in the paper."""
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=config.vocab_size,
@@ -135,13 +135,13 @@ def gpt2_of_transformers(config: MetaGPT2Config) -> GPT2LMHeadModel:
 
 @dataclass(frozen=True)
 class Peer:
-    """How a model of the comparison is made.
+    """How to build a compared model.
 
     Attributes:
-        make: from its configuration.
-        fields: of the configuration that are not the defaults.
+        make: builds it from its configuration.
+        fields: settings that differ from the configuration's defaults.
         inserts: whether its input has meta-tokens.
-        dense: whether its meta-attention is over all rows.
+        dense: whether its meta-attention covers all positions, under a mask.
     """
 
     make: Callable[[MetaGPT2Config], nn.Module]

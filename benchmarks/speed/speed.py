@@ -1,9 +1,9 @@
-"""How long a unit of work takes each of several models, side by side in one run.
+"""Time a unit of work of several models side by side in one run.
 
-The contestants take turns, in a new order each round, so that what the machine does meanwhile falls on all of them;
-ratios pair what two of them took in the same round. Each ratio stands beside its limit, the ratio of the operations
-(of the bytes read, in decoding) that the two functions need. One more contestant computes the matrix products of the
-heat's first model and nothing else: what no implementation of those products can beat.
+The contestants take turns, in a new order each round, so that disturbances of the machine affect all of them. A ratio
+pairs the times of two contestants in the same round. Its limit is the ratio of the operations (in decoding, of the
+bytes read) that the two functions need. A further contestant computes the matrix products of the heat's first model
+and nothing else, a bound that no implementation can beat.
 """
 
 import ctypes
@@ -27,8 +27,8 @@ from metatokens.machine import keep_freed_memory, worker_context
 from metatokens.records import Benchmark, Timing
 from metatokens.training.trainer import Progress, unwatched
 
-PRODUCTS = "products"  # the contestant that computes matrix products alone
-_SHORTEST = 0.1  # seconds of a turn; quicker work is repeated
+PRODUCTS = "products"  # the contestant that computes only matrix products
+_SHORTEST = 0.1  # seconds per turn; quicker work is repeated
 
 
 def run(
@@ -42,14 +42,14 @@ def run(
     """Carry out a benchmark.
 
     Args:
-        benchmark: which.
-        setting: what its contestants share.
-        models: names of contestants, to which their heats' baselines are added; None means all.
-        memory: whether to measure that too, on a CPU in a new process for each contestant.
-        progress: called with the rounds done and the rounds in all.
+        benchmark: its name.
+        setting: the settings that its contestants share.
+        models: names of contestants; the baselines of their heats are added. None means all.
+        memory: whether to measure memory too, on a CPU in a new process per contestant.
+        progress: called with the rounds done and the total.
 
     Returns:
-        A timing for each contestant and each other one that it is compared with, heat by heat, baselines first.
+        A timing for each contestant and each one that it is compared with, heat by heat, baselines first.
 
     Raises:
         UserError: if a contestant is unknown.
@@ -78,7 +78,7 @@ def run(
 
 
 def run_lengths(setting: Setting, lengths: Sequence[int], **options: Any) -> list[Timing]:
-    """A training step at each length, the benchmark `length`; options as in `run`."""
+    """The benchmark `length`, a training step at each length; options as in `run`."""
     return [timing for length in lengths for timing in run("length", replace(setting, length=length), **options)]
 
 
@@ -98,13 +98,13 @@ def _heats(benchmark: Benchmark, models: Sequence[str] | None) -> list[list[Entr
 
 @dataclass(frozen=True)
 class Heat:
-    """What came out of a race.
+    """The times of a race.
 
     Attributes:
         units: the contestants, the baseline first.
         first: seconds of the first unit of work, by contestant.
-        seconds: that a unit of work took in each round, by contestant.
-        repeats: units of work in a round, by contestant.
+        seconds: seconds per unit of work in each round, by contestant.
+        repeats: units of work per round, by contestant.
     """
 
     units: Mapping[str, Unit]
@@ -126,7 +126,7 @@ def race(units: Mapping[str, Unit], setting: Setting, tick: Callable[[], None]) 
     repeats = dict.fromkeys(units, 1)
     collects, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
-    gc.freeze()  # what is there already need not be searched for garbage
+    gc.freeze()  # existing objects need not be searched for garbage
     try:
         for number in range(1, setting.warmup + setting.rounds + 1):
             shuffle(order)
@@ -147,7 +147,7 @@ def race(units: Mapping[str, Unit], setting: Setting, tick: Callable[[], None]) 
 
 
 def _clock(unit: Unit, device: str) -> float:
-    """Seconds that one unit of work takes, on the device too."""
+    """Seconds of one unit of work, until the device has finished."""
     unit.prepare()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -199,7 +199,7 @@ def _timing(benchmark: Benchmark, setting: Setting, heat: Heat, name: str, again
 
 
 def device_name(device: str) -> str:
-    """The GPU's name, or the processor's as far as the system tells."""
+    """The name of the GPU or, where the system gives it, of the processor."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     cpus = Path("/proc/cpuinfo")
@@ -209,11 +209,10 @@ def device_name(device: str) -> str:
 
 
 def peak_memory(benchmark: Benchmark, entry: Entry, setting: Setting) -> int | None:
-    """The most bytes in use during a contestant's first unit of work, less those in use before it.
+    """The peak of bytes in use during a contestant's first unit of work, less the bytes in use before it.
 
-    The weights are there before; gradients, the optimizer's state and activations come with the work. On a GPU it is
-    what PyTorch's allocator says; on a CPU what is resident of a new process that does nothing else, or None where
-    the system does not tell (Linux does).
+    So it counts gradients, the optimizer's state and activations, but not the weights. On a GPU the figure comes from
+    PyTorch's allocator; on a CPU it is the resident memory of a new process, or None on systems other than Linux.
     """
     if setting.device == "cpu":
         if not Path("/proc/self/clear_refs").exists():
@@ -229,19 +228,19 @@ def peak_memory(benchmark: Benchmark, entry: Entry, setting: Setting) -> int | N
 
 
 def _peak_resident(benchmark: Benchmark, entry: Entry, setting: Setting) -> int:
-    """`peak_memory` of the process it runs in."""
-    keep_freed_memory()  # as the process has that times it
+    """`peak_memory` of this process."""
+    keep_freed_memory()  # as in the process that measures time
     torch.set_num_threads(setting.threads)
     small = make_unit(benchmark, entry, replace(setting, shape="tiny", length=16, batch=1))
     small.prepare()
-    small.work()  # what libraries load and allocate when first used
+    small.work()  # libraries load and allocate on first use
     unit = make_unit(benchmark, entry, setting)
     unit.prepare()
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # glibc; what it holds in reserve would hide what the work allocates
+    if trim is not None:  # glibc, whose reserve would hide what the work allocates
         trim(0)
-    # This resets VmHWM. (ru_maxrss cannot be reset, and a new process begins with its parent's.)
+    # This resets VmHWM. (ru_maxrss cannot be reset, and a new process inherits its parent's.)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = _status_bytes("VmRSS")
     unit.work()
@@ -249,6 +248,6 @@ def _peak_resident(benchmark: Benchmark, entry: Entry, setting: Setting) -> int:
 
 
 def _status_bytes(key: str) -> int:
-    """A figure of this process's memory, as Linux gives it."""
+    """A figure of this process's memory from /proc."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))

@@ -34,30 +34,30 @@ from metatokens.records import MARKER
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import TaskData, documents_for
 
-MAX_TOKENS = 512  # of a prompt here, so that every answer comes at once
+MAX_TOKENS = 512  # per prompt, so that answers come at once
 GAP, META = "·", "◆"
 MEAN = "mean"
 _CONDITIONS = ("paper", "decoy", "landmark")
-_FEW = 12  # rows of a map that are named one by one
-_FIRST = 128  # tokens of an example at most
+_FEW = 12  # rows of a map that fit a label each
+_FIRST = 128  # tokens of an example, at most
 
 INTRODUCTION = """# What do meta-tokens do?
-A *meta-token* (◆) is a learned token that stands between the tokens of a text. Take an example of a task, or type a
-prompt of your own with `_PAUSE_` for a meta-token. **Click between two tokens** to set a meta-token there, or on one to
-take it away. Every model answers at once, and shows what its last token attends to."""
+A *meta-token* (◆) is a learned token between the tokens of a text. Take an example of a task, or type a prompt of your
+own with `_PAUSE_` for each meta-token. **Click between two tokens** to insert a meta-token there, or on a meta-token to
+remove it. Every model answers at once and shows its attention."""
 
 
-CHANGED = "**The prompt has changed: what is shown below is about the one before. Ask again.**"
+CHANGED = "**The prompt has changed: the results below belong to the previous one. Ask again.**"
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a model does with a prompt.
+    """A model's response to a prompt.
 
     Attributes:
-        tokens: the prompt's, (length,).
-        observation: what passed in the model.
-        probabilities: of the five likeliest next tokens, by token.
+        tokens: the prompt's tokens, (length,).
+        observation: the model's internal states and attention.
+        probabilities: the five likeliest next tokens with their probabilities.
     """
 
     tokens: list[str]
@@ -66,10 +66,10 @@ class Answer:
 
 
 class Explorer:
-    """Models, asked one at a time: what is observed of one is not mixed up with another user's."""
+    """Models that are asked one at a time, which keeps the observations of different users apart."""
 
     def __init__(self, models: Sequence[Path], **placing: str | None):
-        """Load models: folders, `hf:NAME` or `example`; `placing` are the device and the dtype of `load_model`.
+        """Load models: folders, `hf:NAME` or `example`. `placing` is the device and dtype for `load_model`.
 
         Raises:
             UserError: if one cannot be loaded.
@@ -83,11 +83,11 @@ class Explorer:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The first model's, whose tokens are shown."""
+        """The first model's tokenizer, whose tokens are shown."""
         return next(iter(self.models.values()))[1]
 
     def example(self, task: str, condition: str) -> tuple[str, str]:
-        """The prompt of a test example that is drawn anew, and its answer."""
+        """Draw a new test example: its prompt and its answer."""
         data = TaskData(
             task, tokenizer=self.tokenizer, condition=condition, seed=random.randrange(10**6),
             documents=self._documents[task],
@@ -97,7 +97,7 @@ class Explorer:
         return shown.prompt, shown.completion.strip()
 
     def ask(self, text: str) -> dict[str, Answer]:
-        """What each model does with a prompt in which ` _PAUSE_` stands for a meta-token.
+        """Ask each model with a prompt that marks meta-tokens by ` _PAUSE_`.
 
         Raises:
             UserError: if the prompt is empty, or longer than 512 tokens.
@@ -114,7 +114,7 @@ class Explorer:
         return Answer(shown, seen, dict(zip(next_ones, best.probabilities.tolist(), strict=True)))
 
     def spans(self, text: str) -> list[tuple[str, str | None]]:
-        """The prompt's tokens with a place between every two, where a meta-token is or could be."""
+        """The prompt's tokens, and between every two a meta-token or a place for one."""
         spans: list[tuple[str, str | None]] = []
         for is_meta, ids in self._runs(text):
             if is_meta:
@@ -125,7 +125,7 @@ class Explorer:
         return spans
 
     def toggled(self, text: str, index: int) -> str:
-        """The prompt with a meta-token more, or less, at one of its spans; a click on a token changes nothing."""
+        """The prompt after a click on one of its spans, which adds or removes a meta-token; a text token stays."""
         spans = self.spans(text)
         runs = [token for _, ids in self._runs(text) for token in ids]
         meta, place = meta_token_id(self.tokenizer), sum(label != "gap" for _, label in spans[:index])
@@ -140,7 +140,7 @@ class Explorer:
         )
 
     def _runs(self, text: str) -> list[tuple[bool, list[int]]]:
-        """Meta-tokens and text by turns."""
+        """Runs of meta-tokens and of text, in turn."""
         ids = encode_prompt(self.tokenizer, text, MARKER.strip())[len(beginning_of(self.tokenizer)) :]
         return [(is_meta, list(run)) for is_meta, run in groupby(ids, meta_token_id(self.tokenizer).__eq__)]
 
@@ -162,11 +162,11 @@ def heat_map(weights: Tensor, labels: Sequence[str], title: str) -> graph_object
 
 
 def build(models: Sequence[Path], **placing: str | None) -> gradio.Blocks:
-    """The page.
+    """Build the page.
 
     Args:
-        models: one, or several that answer side by side: folders, `hf:NAME` or `example`.
-        **placing: the device and the dtype, as of `load_model`.
+        models: one or more, which answer side by side: folders, `hf:NAME` or `example`.
+        **placing: the device and dtype for `load_model`.
 
     Raises:
         UserError: if a model cannot be loaded.
@@ -192,7 +192,7 @@ def build(models: Sequence[Path], **placing: str | None) -> gradio.Blocks:
         gradio.Markdown(INTRODUCTION)
         with gradio.Row():
             task = gradio.Dropdown(list(TASKS), value="list_recall", label="Task")
-            condition = gradio.Dropdown(list(_CONDITIONS), value="paper", label="Meta-tokens stand as in condition")
+            condition = gradio.Dropdown(list(_CONDITIONS), value="paper", label="Meta-tokens as in condition")
             another = gradio.Button("New example", elem_id="another")
         text = gradio.Textbox(label="Prompt", lines=6, max_lines=12, elem_id="prompt")
         with gradio.Row():
@@ -215,11 +215,11 @@ def build(models: Sequence[Path], **placing: str | None) -> gradio.Blocks:
                     outputs += [gradio.Plot(label=module) for module in ("Causal attention", "Second attention")]
         asked: dict[str, Any] = {
             "fn": shown, "inputs": [text, layer, head], "outputs": outputs,
-            "trigger_mode": "always_last",  # what is asked meanwhile is answered after it, and not forgotten
+            "trigger_mode": "always_last",  # answer the last question that came in meanwhile
         }  # fmt: skip
         gradio.on([ask.click, text.submit, layer.change, head.change], **asked)
 
-        # The last example's answer and the models' earlier answers do not belong to the prompt that is typed now.
+        # The answers to the last example do not belong to a prompt that is being typed.
         typed: dict[str, Any] = {"outputs": [right, note], "show_progress": "hidden", "trigger_mode": "always_last"}
         text.input(lambda: ("", CHANGED), **typed)
 
@@ -261,7 +261,7 @@ def serve(page: gradio.Blocks, port: int | None = None) -> str:
 
 
 def _plot(told: Answer, module: str, layer: int, head: str | int) -> Any:
-    """The map of a module, or nothing where the model has none."""
+    """The map of a module, or nothing if the model has no such module."""
     if (module, layer) not in told.observation.attention:
         return gradio.Plot(visible=False)
     inputs = told.observation.attention[module, layer]

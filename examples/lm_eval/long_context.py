@@ -1,7 +1,7 @@
-"""Two tasks of recall in long texts, after RULER (Hsieh et al., 2024): a needle, and the tracking of variables.
+"""Two recall tasks in long texts, after RULER (Hsieh et al., 2024): a needle, and variable tracking.
 
-Both hide short sentences among those of ordinary text, the haystack; however long it is, the question stays the same.
-A prompt of `needle`, whose completion is " 4821", and one of `variable_tracking`, whose completion is " KD RS TB":
+Both hide short sentences in ordinary text, the haystack, and ask the same question whatever its length. A prompt of
+`needle`, whose completion is " 4821", and one of `variable_tracking`, whose completion is " KD RS TB":
 
     ... It was the best of times. The number of the tiger is 4821. _PAUSE_ It was the worst of times. _PAUSE_ ...
     Q: What is the number of the tiger? _PAUSE_
@@ -9,8 +9,8 @@ A prompt of `needle`, whose completion is " 4821", and one of `variable_tracking
     ... VAR KD = 5108. _PAUSE_ ... VAR RS = VAR KD. _PAUSE_ ... VAR TB = VAR RS. _PAUSE_ ...
     Q: Which variables have the value 5108? _PAUSE_
 
-A meta-token stands behind every sentence, so none points at the answer. There are three more needles, and one more
-chain of variables.
+Every sentence ends in a meta-token, so none points at the answer. There are three further needles, and a second chain
+of variables.
 """
 
 import re
@@ -30,10 +30,10 @@ from metatokens.tasks.inventory import INVENTORY
 LONG_CONTEXT_TASKS = ("needle", "variable_tracking")
 NEEDLES = 4
 CHAINS, HOPS = 2, 2
-TRAIN_SHARE = 0.8  # of the haystack's sentences; the others are for tests
+TRAIN_SHARE = 0.8  # share of the haystack's sentences; the rest are for tests
 
 _SENTENCE = re.compile(r"\S.{15,}?[.!?][\"')]*(?=\s)", re.DOTALL)
-_SHORTEST = 10  # tokens of a sentence that is still looked for
+_SHORTEST = 10  # tokens of the shortest sentence to look for
 _THINGS = [item for items in INVENTORY.values() for item in items]
 _NAMES = [first + second for first in ascii_uppercase for second in ascii_uppercase]
 
@@ -44,8 +44,8 @@ class LongContextData:
     Args:
         task: one of LONG_CONTEXT_TASKS.
         tokenizer: measures lengths and gives the ids.
-        documents: the haystack, whose first sentences are for training and whose last for tests.
-        seed: 0 or more; another seed, other examples.
+        documents: the haystack; its first sentences are for training, its last for tests.
+        seed: 0 or more; each seed gives other examples.
 
     Raises:
         UserError: if the task is unknown, or the haystack is too short for tests.
@@ -64,7 +64,7 @@ class LongContextData:
         }
 
     def example(self, index: int, length: int, split: Split) -> Example:
-        """The index-th example of a split: as many sentences as a prompt of `length` tokens holds.
+        """Draw an example of a split, with as many sentences as fit into `length` tokens.
 
         Raises:
             UserError: if the length is too short for the question, or the haystack for the length.
@@ -87,7 +87,7 @@ class LongContextData:
             elif room < _SHORTEST:
                 break
         places = sorted(generator.integers(len(lines) + 1, size=len(hidden)).tolist(), reverse=True)
-        for place, sentence in zip(places, reversed(hidden), strict=True):  # from the last on, so that places hold
+        for place, sentence in zip(places, reversed(hidden), strict=True):  # last first, so that places stay valid
             lines.insert(place, sentence)
         first, *others = lines
         segments = [first, *(f" {line}" for line in others), asked, ""]
@@ -108,7 +108,7 @@ def _chains(generator: np.random.Generator) -> tuple[list[str], str, str]:
     names = [_NAMES[i] for i in generator.permutation(len(_NAMES))[: CHAINS * (HOPS + 1)]]
     chains = [names[start : start + HOPS + 1] for start in range(0, len(names), HOPS + 1)]
     values = generator.permutation(np.arange(1_000, 10_000))[:CHAINS].tolist()
-    # Whose turn it is: each chain's statements stand in their order.
+    # Shuffle the chains' turns; each chain's own statements keep their order.
     turns = generator.permutation(np.repeat(np.arange(CHAINS), HOPS + 1)).tolist()
     hidden, done = [], [0] * CHAINS
     for chain in turns:

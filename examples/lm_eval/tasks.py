@@ -93,17 +93,17 @@ def write_harness_tasks(
 
     Args:
         out: the folder.
-        tokenizer: of the models to be measured; prompts have (length / 2, length] of its tokens.
-        tasks: of HARNESS_TASKS.
-        lengths: of prompts, in tokens.
-        n: prompts of each; they are those of `metatokens evaluate`.
-        condition: of the four tasks' prompts.
-        documents: what copying copies from, and the haystack of the tasks in long texts.
-        train: examples to write for training on the tasks in long texts, of the first length: records of `finetune`,
-            in `TASK_train.jsonl`.
+        tokenizer: the tokenizer of the models to be measured; prompts have (length / 2, length] of its tokens.
+        tasks: names in HARNESS_TASKS.
+        lengths: prompt lengths in tokens.
+        n: prompts per task and length, the same as in `metatokens evaluate`.
+        condition: the condition of the four tasks' prompts.
+        documents: the texts that copying copies from, and the haystack of the two tasks in long texts.
+        train: fine-tuning records to write for the two tasks in long texts, of the first length, in
+            `TASK_train.jsonl`.
 
     Returns:
-        The YAML files, the group's last.
+        The YAML files; the group's is the last.
 
     Raises:
         UserError: if a task is unknown, no prompt of a length is found, a prompt's text holds the marker itself, or the
@@ -152,7 +152,7 @@ def _description(name: str, data: Path, examples: Sequence[Example]) -> dict[str
         "doc_to_text": "prompt",
         "doc_to_target": "{{completion | trim}}",
         "target_delimiter": "",
-        # One token more than the longest answer with its end, so that a model that does not end there is wrong.
+        # One token more than the longest answer with its end: a model that goes on is wrong.
         "generation_kwargs": {
             "until": [],
             "do_sample": False,

@@ -133,9 +133,9 @@ def test_finetuning_computes_the_logits_that_it_is_scored_on_alone(
 def test_a_base_in_half_precision_is_trained_by_small_steps(kind: str, base: Path, run: Succeed) -> None:
     LlamaForCausalLM.from_pretrained("base").to(torch.bfloat16).save_pretrained("base")
     option = {"base too": " --set training.train_base=true", "lora": " --lora rank=2"}.get(kind, "")
-    line = f"{TUNE} --set training.min_learning_rate=1e-6{option}"
+    rates = "--set training.min_learning_rate=1e-6 --set training.learning_rate=1e-5"
     run(RETROFIT + (" --delta" if kind == "delta" else ""))
-    run(f"{line} --set training.learning_rate=1e-5 --model model --out tuned")
+    run(f"{TUNE} {rates}{option} --model model --out tuned")
     file = "meta_tokens.safetensors" if kind == "delta" else "model.safetensors"
     before, after = load_file(f"model/{file}"), load_file(f"tuned/64/{file}")
     for name, weight in after.items():
