@@ -225,7 +225,7 @@ def continue_prompts(
     temperature: float = 0.0,
     **options: Any,
 ) -> Iterator[Continuation]:
-    """Continue prompts that are given as ids, of any lengths; a batch's continuations come at once.
+    """Continue prompts of any lengths, given as token ids.
 
         [one.text for one in continue_prompts(model, tokenizer, [encode_prompt(tokenizer, "The cat")])]
 
@@ -236,6 +236,9 @@ def continue_prompts(
         batch_size: prompts per call of `generate`.
         temperature: 0 decodes greedily; anything else samples.
         options: for `model.generate`, such as `max_new_tokens`, `meta_every` and `streamer`.
+
+    Returns:
+        A continuation for each prompt, in order; each batch is generated when its first one is asked for.
     """
     options |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     ends = model.generation_config.eos_token_id
