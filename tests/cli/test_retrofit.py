@@ -176,7 +176,7 @@ def test_what_cannot_be_is_refused(base: Path, run: Succeed, refused: Refuse) ->
         "retrofit --model base --out new --head-size 7": "head_size is 7: input should be a multiple of 2",
         f"{EVALUATE} base": "the model in base has no meta_token_id, which markers need",
         f"{TUNE} --model model --out tuned --lora 16": "--lora '16' must be rank=N",
-        f"{TUNE} --model model --out tuned --lora rank=2 --set training.fsdp=true": "training.lora_rank does not go with",
+        f"{TUNE} --model model --out tuned --lora rank=2 --set training.fsdp=true": "lora_rank does not go with",
     }
     for line, sentence in lines.items():
         refused(line, sentence)
