@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from metatokens.paper.plan import Stage
 from metatokens.paper.pools import Done
 from metatokens.paper.runner import WEIGHTS
 from metatokens.records import PACKED, library_versions, now
+from metatokens.training.run_folder import differences
 
 LOG = "stages.jsonl"
 MEASURED_EVERY = "recipe.training.eval_steps"  # changes how often a run is measured, but not its result
@@ -87,7 +88,7 @@ class RunLog:
         for stage in plan:
             entry = self.entries.get(stage.name)
             settings = json.loads(json.dumps(stage.settings))
-            for key, before, after in _differences(entry.settings, settings) if entry is not None else ():
+            for key, before, after in differences(entry.settings, settings) if entry is not None else ():
                 if key != MEASURED_EVERY:
                     raise UserError(
                         f"{self.out} holds the stage {stage.name} with other settings ({key} was {before!r} and is "
@@ -155,11 +156,3 @@ def _cut(path: Path, count: int) -> None:
             kept = sum(len(line) for line in islice(file, count))
         if kept < path.stat().st_size:
             os.truncate(path, kept)
-
-
-def _differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted(before.keys() | now.keys()):
-            yield from _differences(before.get(key), now.get(key), f"{prefix}.{key}".lstrip("."))
-    elif before != now:
-        yield prefix, before, now

@@ -92,18 +92,23 @@ def _explained(out: Path) -> Iterator[None]:
         raise UserError(f"{out} cannot be used as a run folder: {error}.") from error
 
 
-def _compare(out: Path, before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> None:
-    for key in sorted(before.keys() | now.keys()):
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            _compare(out, old, new, f"{prefix}{key}.")
-        elif old != new:
-            name = " ".join(f"{prefix}{key}".split())
-            further = ", with --init (of finetune --model) to train its model further" if key == "max_steps" else ""
-            raise UserError(
-                f"{out} holds a run with other settings ({name} was {old!r} and is now {new!r}); "
-                f"give a new folder{further}, or --overwrite to replace it."
-            )
+def _compare(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    for name, old, new in differences(before, now):
+        is_longer = name.rpartition(".")[2] == "max_steps"
+        further = ", with --init (of finetune --model) to train its model further" if is_longer else ""
+        raise UserError(
+            f"{out} holds a run with other settings ({' '.join(name.split())} was {old!r} and is now {new!r}); "
+            f"give a new folder{further}, or --overwrite to replace it."
+        )
+
+
+def differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The settings that differ, as (name with dots, value before, value now)."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(before.keys() | now.keys()):
+            yield from differences(before.get(key), now.get(key), f"{prefix}.{key}".lstrip("."))
+    elif before != now:
+        yield prefix, before, now
 
 
 def training_of(folder: Path) -> dict[str, Any]:
