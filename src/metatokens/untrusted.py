@@ -29,7 +29,7 @@ _FURTHER_FIELDS = {
     *("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "rope_local_base_freq"),
     *("global_rope_theta", "local_rope_theta", "sliding_window_pattern"),
 }
-_RETROFITTED = {"base_model_type", "architectures", "meta_attention", "position_embedding"}
+_RETROFITTED = {"base_model_type", "architectures", "meta_attention"}
 
 
 def read_config(folder: Path, kinds: Set[str]) -> PreTrainedConfig:

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from metatokens import add_meta_attention, encode_prompt, freeze_base, load_meta, save_meta
+from metatokens.checkpoint import load_model
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.errors import UserError
 from metatokens.retrofit.classes import UNSAVED
@@ -345,7 +346,7 @@ SITES = ["self_attn"] * 3
         ({"layers": "abc"}, "layers is 'abc'"),
         ({"layers": [-1, 0, 1]}, "layers are"),
         ({"head_size": 2.5}, "head_size is 2.5: input should be a valid integer"),
-        ({"meta_token_id": 99_999}, "the meta-token is 99999, of 320 entries"),
+        ({"meta_token_id": 99_999}, "the meta-token is 99999, of 320 entries in use"),
         ({"meta_token_id": -5}, "the meta-token is -5"),
         ({"unpadded_vocab_size": 0}, "of 0 entries"),
         ({"unpadded_vocab_size": 10**15}, "which does not fit the 320 rows of the base"),
@@ -383,6 +384,21 @@ def test_a_configuration_that_names_no_model_is_refused(key: str, tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(config | {key: "os" if key != "architectures" else ["os"]}))
     with pytest.raises(UserError, match="is not known here"):
         AutoConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"meta_token_id": one} for one in ("x", None, True, -3, 10**9)]
+    + [{"unpadded_vocab_size": one} for one in ("x", -5, 10**9)],
+    ids=str,
+)
+def test_a_whole_model_without_a_row_for_its_meta_token_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+    retrofitted("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changed))
+    for load in (AutoModelForCausalLM.from_pretrained, load_model):
+        with pytest.raises(UserError, match=r"the meta-token is .* entries in use, in a table of 320 rows"):
+            load(tmp_path)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from metatokens.decoder import decoder_of
+from metatokens.decoder import decoder_of, position_embedding_of
 from metatokens.errors import UserError
 from metatokens.model.cache import derived, give
 from metatokens.model.configuration import write_remote_code
@@ -42,7 +42,7 @@ from metatokens.retrofit.layers import (
     leave_out,
     own_parameters,
 )
-from metatokens.retrofit.settings import MetaSettings
+from metatokens.retrofit.settings import MetaSettings, check_entries
 
 MODEL_TYPE = "meta_tokens"
 # The name of a model that was never saved. Libraries that load a model again by its name show it in their error.
@@ -273,10 +273,12 @@ def install(model: Any) -> None:
 
     The weights are in float32, or in the base's precision if that is wider.
     """
-    connect_head(model)
-    decoder, blocks = decoder_of(model)
-    settings = MetaSettings.checked(**model.config.meta_attention)
+    (decoder, blocks), config, table = decoder_of(model), model.config, model.get_input_embeddings()
+    settings = MetaSettings.checked(**config.meta_attention)
     settings.check_blocks(len(blocks))
+    check_entries(config.meta_token_id, config.unpadded_vocab_size, rows=len(table.weight))
+    config.position_embedding = position_embedding_of(model)
+    connect_head(model)
     # Keeps these layers from being quantised when a model is loaded.
     model._keep_in_fp32_modules |= {f"meta_attention.attention.{name}" for name in ("qkv_proj", "out_proj")}
     if hasattr(decoder, "meta_settings"):  # installed already: the decoder was made by `AutoModel.from_config`
@@ -284,11 +286,10 @@ def install(model: Any) -> None:
     decoder.meta_settings, decoder.meta_has_trained = settings, False
     decoder.register_forward_pre_hook(find_rows, with_kwargs=True)
     decoder.register_forward_hook(forget_rows, always_call=True)
-    table = model.get_input_embeddings()
     # Half precision would round small training steps away. PEFT's adapters are in float32 for the same reason.
     dtype = torch.promote_types(table.weight.dtype, torch.float32)
     _give(table, MetaEmbedding)
-    table.meta_token, table.meta_token_id = MetaRow(settings.hidden_size).to(dtype), model.config.meta_token_id
+    table.meta_token, table.meta_token_id = MetaRow(settings.hidden_size).to(dtype), config.meta_token_id
     for index, site in zip(settings.layers, settings.sites, strict=True):
         block = blocks[index]
         _give(block, MetaBlock)

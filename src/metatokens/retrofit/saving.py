@@ -14,7 +14,7 @@ from metatokens.files import DAMAGED, found_from, name_from, read_json, write_wh
 from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
 from metatokens.retrofit.identity import difference, have_same_weights, settings_of, weight_checksums
 from metatokens.retrofit.layers import MetaModule, own_parameters
-from metatokens.retrofit.settings import MetaSettings
+from metatokens.retrofit.settings import MetaSettings, check_entries
 from metatokens.retrofit.surgery import put_in
 
 DELTA = "meta_tokens.json"
@@ -137,8 +137,7 @@ def _read(folder: Path) -> tuple[MetaSettings, int, int]:
         settings = MetaSettings.checked(**given["meta_attention"])
         settings.base = found_from(folder, settings.base)
         meta_token_id, used = given["meta_token_id"], given["unpadded_vocab_size"]
-        if not (type(meta_token_id) is type(used) is int and 0 <= meta_token_id < used):
-            raise ValueError(f"the meta-token is {meta_token_id}, of {used} entries")
+        check_entries(meta_token_id, used, rows=used)  # the table may still grow
     except DAMAGED as error:
         raise UserError(f"{path} is missing or damaged: {one_line(error)}.") from error
     return settings, meta_token_id, used

@@ -73,6 +73,12 @@ class MetaSettings(BaseModel):
             raise UserError(f"{len(self.layers)} blocks have {len(self.sites)} sites; each needs one.")
 
 
+def check_entries(meta_token_id: Any, used: Any, rows: int) -> None:
+    """Refuse a meta-token that is not among the vocabulary's `used` entries, or more of these than the table's rows."""
+    if not (type(meta_token_id) is type(used) is int and 0 <= meta_token_id < used <= rows):
+        raise UserError(f"the meta-token is {meta_token_id}, of {used} entries in use, in a table of {rows} rows.")
+
+
 def check_layers(layers: Any, count: int) -> Sequence[int]:
     """Refuse layers that are not ascending indices of some of a model's `count` blocks."""
     is_list = isinstance(layers, range | list | tuple) and all(type(one) is int for one in layers)

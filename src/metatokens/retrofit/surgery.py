@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from metatokens.data.tokenizer import META_TOKEN
-from metatokens.decoder import decoder_of, position_embedding_of
+from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
 from metatokens.retrofit.classes import UNSAVED, MetaModel, classes_of, first_weights, freeze_base, install
 from metatokens.retrofit.identity import settings_of, weight_checksums
@@ -166,7 +166,6 @@ def put_in(
     model.__class__, model.config.__class__ = classes
     model.config.meta_attention = settings.model_dump()
     model.config.meta_token_id, model.config.unpadded_vocab_size = meta_token_id, used
-    model.config.position_embedding = position_embedding_of(model)
     quantised: Any = getattr(model.config, "quantization_config", None)
     if hasattr(quantised, "llm_int8_skip_modules"):
         skipped = quantised.llm_int8_skip_modules or get_keys_to_not_convert(model)
