@@ -37,9 +37,11 @@ def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) ->
             f"several processes cannot replace a run together: remove {out} if it is there, and leave --overwrite out."
         )
     settings = json.loads(json.dumps(settings, default=str))
-    with _explained(out):
+    try:
         out.mkdir(parents=True, exist_ok=True)
         _check(out, settings, overwrite)  # before anything is written to a folder that holds other things
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{out} cannot be used as a run folder: {error}.") from error
     with exclusive(out) if is_first_process() else nullcontext():
         try:
             if is_first_process():
@@ -82,14 +84,6 @@ def _wait_for_settings(out: Path) -> None:
         if time.monotonic() > end:
             raise UserError(f"the first of this run's processes has not begun in {out} for {PATIENCE} seconds.")
         time.sleep(0.05)
-
-
-@contextmanager
-def _explained(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{out} cannot be used as a run folder: {error}.") from error
 
 
 def _compare(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

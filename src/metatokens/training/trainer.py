@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -53,14 +53,6 @@ FIGURES = ("loss", "learning_rate", "eval_loss", "eval_exact_match")
 Progress = Callable[[int, int, Figures], None]  # takes the steps done, the steps in all, and the figures
 Goal = Callable[[Any], bool]  # whether a model in evaluation mode has learned enough
 Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
-
-
-class SizedDataset(Protocol):
-    """A map-style dataset."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
 
 
 def unwatched(done: int, total: int, figures: Figures) -> None:
@@ -165,15 +157,13 @@ class RunCallback(TrainerCallback):
         self.last_log = (0.0, 0)  # its time, and the tokens read until then
         self.figures: dict[str, tuple[float, int]] = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Start the clock, with the figures that a resumed run had."""
         self.last_log = time.monotonic(), self.trainer.tokens_read
         for point in state.log_history:
             self._keep(point, point["step"])
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Write the manifest of the checkpoint that was just saved, and only then remove an older one."""
         if state.is_world_process_zero:
             write_manifest(Path(args.output_dir) / f"checkpoint-{state.global_step}")
@@ -198,7 +188,7 @@ class RunCallback(TrainerCallback):
             self._report(state)
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float], **_: Any
+        self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, float], **kwargs: Any
     ) -> None:
         """Keep the figures; with a loss, measure the speed since the last one and report progress."""
         self._keep(logs, state.global_step)
@@ -221,7 +211,7 @@ class RunCallback(TrainerCallback):
 
 def train(
     model: LanguageModel,
-    dataset: SizedDataset,
+    dataset: Any,
     tokenizer: PreTrainedTokenizerBase,
     settings: TrainingSettings,
     out: Path,
@@ -239,7 +229,7 @@ def train(
 
     Args:
         model: changed in place.
-        dataset: items in the order of training, enough for all steps.
+        dataset: a map-style dataset of items in the order of training, enough for all steps.
         tokenizer: saved with the model.
         out: an existing folder.
         progress: called about once a second.
