@@ -3,8 +3,13 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+
+from metatokens.paper.pools import _work
+from tests.forked import Forked
 
 # Page faults of eight buffers of 64 MiB, one after the other, behind what is given.
 PROGRAM = """
@@ -19,11 +24,6 @@ print(sum(faults() for _ in range(8)))
 """
 KEPT = "from metatokens.machine import keep_freed_memory; keep_freed_memory()"
 COMMAND = "from metatokens import cli; cli.main(lambda: None)"
-WORKER = """
-from metatokens.paper.pools import _work
-from types import SimpleNamespace
-_work(SimpleNamespace(carry_out=lambda stage, progress: None), None, None)
-"""
 
 
 def faults(program: str, **variables: str) -> int:
@@ -38,9 +38,21 @@ def glibc() -> None:
         pytest.skip("the C library of this machine is not glibc, or another allocator is preloaded")
 
 
-@pytest.mark.parametrize("program", [KEPT, COMMAND, WORKER], ids=["the function", "a command", "a worker"])
+@pytest.mark.parametrize("program", [KEPT, COMMAND], ids=["the function", "a command"])
 def test_freed_memory_is_handed_out_again(program: str) -> None:
     assert faults(program) < 100
+
+
+def work() -> None:
+    exec(PROGRAM.format(""), {})
+    _work(SimpleNamespace(carry_out=lambda stage, progress: None), None, None)
+    exec(PROGRAM.format(""), {})
+
+
+def test_a_worker_hands_it_out_again_too(forked: Callable[..., Forked]) -> None:
+    status, output, _ = forked(work).wait()
+    before, after = map(int, output.split())
+    assert (status, before > 1000, after < 100) == (0, True, True)
 
 
 @pytest.mark.parametrize(

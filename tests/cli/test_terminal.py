@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import sys
 import termios
 import threading
@@ -19,6 +18,7 @@ import pytest
 
 from metatokens.cli.output import print_figures
 from tests.cli.command_lines import FINETUNE, Run, write_records
+from tests.forked import Forked, command
 
 
 @contextmanager
@@ -139,12 +139,20 @@ def test_a_prompt_is_continued_as_text_or_json(
     assert f"{told['prompt']}{told['continuation']}\n" == text
 
 
-def test_a_process_of_its_own_finds_the_terminal(small_model: Callable[..., Path], workplace: Path) -> None:
-    line = f"perplexity --model {small_model()} --corpus text.txt --block-size 32 --name small".split()
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+def command_at(name: str, *arguments: str) -> None:
+    os.environ.pop("COLUMNS", None)
+    opened = os.open(name, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(opened, stream)
+    command(*arguments)
+
+
+def test_a_process_of_its_own_finds_the_terminal(
+    small_model: Callable[..., Path], workplace: Path, forked: Callable[..., Forked]
+) -> None:
+    line = f"perplexity --model {small_model()} --corpus {workplace}/text.txt --block-size 32 --name small"
     with terminal() as (follower, shown):
-        command = [sys.executable, "-m", "metatokens", *line]
-        subprocess.run(command, stdin=follower, stdout=follower, stderr=follower, env=environment, check=True)
+        assert forked(command_at, os.ttyname(follower), *line.split()).wait() == (0, "", "")
     plain = re.sub(rb"\x1b\[[\d;]*m", b"", shown[0]).decode()
     assert plain != shown[0].decode()  # some of it is bold
     above, _, row = table(plain)[0], *table(plain)[-2:]
