@@ -56,9 +56,6 @@ _KINDS = {"meta_gpt2", "gpt2", MODEL_TYPE, *_DECODERS}
 _OLD_MASK = re.compile(r"\.attn\.attention\.(masked_)?bias$")  # buffers in published GPT-Neo checkpoints
 
 
-# --- manifests
-
-
 def write_manifest(folder: Path) -> None:
     """Record the SHA-256 of every file in `folder`, but not in its subfolders, which marks it as complete."""
     others = (MANIFEST, MANIFEST + PARTIAL, LOCK)
@@ -84,9 +81,6 @@ def verify_manifest(folder: Path) -> None:
 def _verify_if_present(folder: Path) -> None:
     if (folder / MANIFEST).exists():
         verify_manifest(folder)
-
-
-# --- saving
 
 
 def save_model(
@@ -125,9 +119,6 @@ def name_base(model: Any, folder: Path) -> None:
         given["base_model_name_or_path"] = name_from(folder, base)
         write_whole(folder / ADAPTER, json.dumps(given, indent=1).encode())
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's form to fill in, with the base's absolute path
-
-
-# --- files of weights
 
 
 def weights_sha256(folder: Path) -> str:
@@ -174,9 +165,6 @@ def _shards(folder: Path) -> list[Path]:
             shown = " ".join(str(name).split())[:100]
             raise UserError(f"the weights in {folder} are not complete: there is no {shown}, which {SHARDS} names.")
     return [folder / name for name in names]
-
-
-# --- where a model is
 
 
 def fetch_model(spec: Path) -> Path:
@@ -234,9 +222,6 @@ def _models_below(folder: Path) -> str:
     levels = (sorted(folder.glob(f"{'*/' * depth}config.json")) for depth in (1, 2, 3))
     nearest = next(filter(None, levels), [])[:3]
     return f"; there are models in {', '.join(str(path.parent) for path in nearest)}" if nearest else ""
-
-
-# --- loading
 
 
 def load_model(

@@ -238,7 +238,7 @@ def test_a_configuration_that_several_models_share_stays_the_bases(tmp_path: Pat
     assert torch.equal(logits(again.eval(), text()), logits(second.eval(), text()))
 
 
-def test_what_is_on_no_disk_begins_as_it_does_in_a_base(tmp_path: Path) -> None:
+def test_what_is_on_no_disk_begins_as_it_does_in_a_base() -> None:
     model = retrofitted("llama")
     again = AutoModelForCausalLM.from_config(model.config)
     added = {name: one for name, one in again.named_parameters() if "meta_" in name}
@@ -247,11 +247,6 @@ def test_what_is_on_no_disk_begins_as_it_does_in_a_base(tmp_path: Path) -> None:
     assert all((one == 1).all() for name, one in added.items() if "norm" in name)
     drawn = [one for name, one in added.items() if "qkv_proj" in name or "meta_token" in name]
     assert all(one.isfinite().all() and 0.01 < one.std() < 0.03 for one in drawn)
-    base("llama").save_pretrained(tmp_path)
-    model.config.architectures = ["LlamaForCausalLM"]
-    model.config.save_pretrained(tmp_path)  # the base's weights with a retrofitted model's configuration
-    with pytest.raises(UserError, match="the weights lack what was added to the LlamaForCausalLM"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_the_auto_classes_name_a_folder_of_what_was_added_alone(tmp_path: Path) -> None:
