@@ -36,7 +36,8 @@ def reproduce(
         int | None, typer.Option(metavar="N", min=1, help="Stages at the same time; by default one per GPU or core.")
     ] = None,
     job: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A Slurm setting, as slurm_partition=gpu; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Slurm setting such as slurm_partition=gpu; repeatable."),
     ] = None,
     overwrite: options.Overwrite = False,
 ) -> None:
@@ -163,7 +164,7 @@ def extend(
     overrides: options.Set = None,
     landmarks: options.Landmarks = None,
     original_length: Annotated[
-        int | None, typer.Option(metavar="TOKENS", min=1, help="Length of its training; by default its maximum.")
+        int | None, typer.Option(metavar="TOKENS", min=1, help="Length that it was trained on; by default its maximum.")
     ] = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -199,7 +200,8 @@ def finetune(
     task: options.TaskOrData = None,
     data: options.Data = None,
     train_lengths: Annotated[
-        str | None, typer.Option(metavar=options.SEVERAL, help="Prompt lengths, a phase each; by default the recipe's.")
+        str | None,
+        typer.Option(metavar=options.SEVERAL, help="Prompt lengths, one phase each; by default the recipe's."),
     ] = None,
     eval_data: Annotated[Path | None, typer.Option(metavar="FILE", help="Held-out records to evaluate on.")] = None,
     landmarks: options.Landmarks = None,
@@ -283,7 +285,7 @@ def retrofit(
     head_size: Annotated[int, typer.Option(metavar="N", min=2, help="Width of a head, an even number.")] = 64,
     layers: Annotated[
         str | None,
-        typer.Option(metavar="N,...", help="Blocks that get meta-attention, from 0, or none; by default all."),
+        typer.Option(metavar="N,...", help="Blocks with meta-attention, from 0, or none; by default all."),
     ] = None,
     delta: Annotated[bool, typer.Option("--delta", help="Write only the added weights, not the base.")] = False,
     dtype: options.Dtype = None,
@@ -322,7 +324,7 @@ def plot(
 
 
 def report(
-    results: Annotated[list[Path], typer.Argument(metavar="DIR|FILE", help="Folders of runs, or files of lines.")],
+    results: Annotated[list[Path], typer.Argument(metavar="DIR|FILE", help="Folders of runs, or files of results.")],
     out: options.Out,
 ) -> None:
     """Write a page of tables and figures from result files."""

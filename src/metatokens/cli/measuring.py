@@ -108,7 +108,7 @@ def analyze(
         typer.Option("-n", metavar="N", min=1, help="Test prompts; by default 100 (rate-distortion: 2,500)."),
     ] = None,
     intervention: options.Intervention = None,
-    fits: Annotated[int, typer.Option(metavar="N", min=1, help="Bottlenecks that rate-distortion fits.")] = 3,
+    fits: Annotated[int, typer.Option(metavar="N", min=1, help="Fits of rate-distortion, one per seed.")] = 3,
     name: options.Name = None,
     corpus: options.TaskCorpus = "builtin",
     device: options.Device = None,
@@ -151,16 +151,15 @@ def analyze(
 def perplexity(
     model: options.Model,
     corpus: Annotated[
-        str,
-        typer.Option(
-            metavar="CORPUS|DIR", help=f"Text: {options.CORPUS}; or a folder of tokenize, for its held-out part."
-        ),
+        str, typer.Option(metavar="CORPUS|DIR", help=f"Text: {options.CORPUS}; or what tokenize held out in a folder.")
     ],
     block_size: Annotated[int, typer.Option(metavar="TOKENS", min=2, help="Block length, meta-tokens included.")] = 256,
     fraction: Annotated[float, typer.Option(metavar="SHARE", help="Share of meta-tokens, at most 0.5.")] = 0.1,
     placement: options.Placement = "none",
     landmarks: options.Landmarks = None,
-    max_tokens: Annotated[int | None, typer.Option(metavar="TOKENS", min=1, help="Limit on the text read.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(metavar="TOKENS", min=1, help="Limit on the text that is read.")
+    ] = None,
     name: options.Name = None,
     device: options.Device = None,
     dtype: options.Dtype = None,

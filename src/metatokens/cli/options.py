@@ -87,10 +87,10 @@ Landmarks = Annotated[
 ]
 Device = Annotated[
     recipe.Device | None,
-    _choice("--device", recipe.Device, "Where the model runs, by default on a GPU if there is one"),
+    _choice("--device", recipe.Device, "Where the model runs (by default on a GPU if there is one)"),
 ]
 Dtype = Annotated[
-    recipe.Dtype | None, _choice("--dtype", recipe.Dtype, "Number type of the weights, by default as saved")
+    recipe.Dtype | None, _choice("--dtype", recipe.Dtype, "Number type of the weights (by default as saved)")
 ]
 BatchSize = Annotated[
     int | None, typer.Option("--batch-size", metavar="N", min=1, help="Sequences per batch, limited by memory.")
@@ -99,11 +99,11 @@ Name = Annotated[
     str | None, typer.Option(metavar="NAME", help="Name of the model in the results; by default its folder.")
 ]
 Task = Annotated[recipe.Task, _choice("--task", recipe.Task, "The task")]
-TaskOrData = Annotated[recipe.Task | None, _choice("--task", recipe.Task, "The task, unless --data is given")]
+TaskOrData = Annotated[recipe.Task | None, _choice("--task", recipe.Task, "The task (unless --data is given)")]
 Data = Annotated[Path | None, typer.Option("--data", metavar="FILE", help=f"Your own records: {RECORDS}.")]
 Condition = Annotated[
     recipe.Condition,
-    _choice("--condition", recipe.Condition, "Meta-tokens of the prompts, as in the paper or otherwise"),
+    _choice("--condition", recipe.Condition, "How the prompts are marked with meta-tokens"),
 ]
 Split = Annotated[recipe.Split, _choice("--split", recipe.Split, "The split of the examples")]
 Placement = Annotated[recipe.Placement, _choice("--placement", recipe.Placement, "Where meta-tokens go in a block")]
@@ -124,7 +124,7 @@ Intervention = Annotated[
 Preset = Annotated[str, _choice("--preset", recipe.PresetName, "Size of the experiments")]
 Executor = Annotated[
     recipe.Executor,
-    _choice("--executor", recipe.Executor, "Where stages run; local runs the jobs of slurm on this machine"),
+    _choice("--executor", recipe.Executor, "Where stages run (local: the jobs of slurm, on this machine)"),
 ]
 PretrainRecipe = Annotated[
     str, _recipe("Pretraining settings: a YAML file, or the name of a bundled recipe.", of_finetuning=False)
