@@ -12,7 +12,7 @@ import submitit
 import torch
 
 from metatokens.errors import UserError
-from metatokens.paper import pools, presets, run
+from metatokens.paper import pools
 from metatokens.paper.runner import Runner
 from tests.forked import PATIENCE, Forked
 from tests.paper import tiny_preset
@@ -73,6 +73,13 @@ def kill_this_process(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the folders of jobs."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / ".cache" / "metatokens" / "jobs"
+
+
 @pytest.mark.parametrize(
     ("executor", "job", "sentence"),
     [
@@ -80,31 +87,23 @@ def kill_this_process(*_: object) -> None:
         ("local", {"partitions": "gpu"}, "submitit refuses these jobs: "),
     ],
 )
-def test_other_executors_and_settings_are_refused(
-    executor: str,
-    job: dict[str, str],
-    sentence: str,
-    reproduce: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_unsuitable_settings_of_jobs_are_refused(
+    executor: str, job: dict[str, str], sentence: str, reproduce: Callable[..., Path], jobs: Path
 ) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(UserError, match=sentence):
         reproduce(executor=executor, job=job)
-    assert not list(tmp_path.glob(".cache/metatokens/jobs/*"))
+    assert not list(jobs.glob("*"))
 
 
 def test_a_job_that_is_ended_again_and_again_is_one_sentence(
-    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reproduce: Callable[..., Path], jobs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(pools, "TRIES", 2)
     monkeypatch.setattr(pools, "_work_as_job", kill_this_process)
     monkeypatch.setattr(submitit.Job, "_results_timeout_s", 1)  # seconds to wait for a killed job
-    monkeypatch.setattr(presets, "PRESETS", {"tiny": tiny_preset.tiny(str(small_corpus))})
     with pytest.raises(UserError, match="the job of tokenize was ended 2 times; its output is in ") as caught:
-        run.reproduce("tiny", tmp_path / "run", executor="local", workers=1)
-    (folder,) = (tmp_path / ".cache" / "metatokens" / "jobs").iterdir()
+        reproduce(executor="local")
+    (folder,) = jobs.iterdir()
     assert str(caught.value).endswith(f" {folder}.")
     assert "submitit" in "".join(log.read_text() for log in folder.glob("*_log.out"))
     assert not list((tmp_path / "run").rglob("*.pkl"))
