@@ -1,4 +1,4 @@
-"""Folders of models: written and read back, read by transformers alone, cut short, damaged, or not models at all."""
+"""Folders of models: written and read back, in shards, cut short, damaged, or not models at all."""
 
 import json
 import shutil

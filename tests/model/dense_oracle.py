@@ -1,7 +1,7 @@
-"""The model once more, from the paper's formulas, in the plainest and slowest way: the tests' oracle.
+"""The tests' oracle: the model written again from the paper's formulas, as plainly and slowly as possible.
 
-One sequence at a time and nothing padded: full T x T scores, masks of minus infinity, and angles from the formula of
-rotary positions. It shares no line with the package; of a model it takes the configuration and the parameters.
+It reads one sequence at a time, without padding: full T x T scores, masks of minus infinity, and angles from the
+formula of rotary positions. It shares no line with the package; it takes a model's configuration and parameters.
 """
 
 import math
@@ -24,7 +24,7 @@ def rotate_by_position(x: Tensor, base: float = 10000.0) -> Tensor:
 
 
 def masked_weights(q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
-    """softmax(Q K^T / sqrt(d) + mask), (heads, T, T); a row that is allowed no key is zero by definition."""
+    """softmax(Q K^T / sqrt(d) + mask), (heads, T, T); a row without an allowed key is zero by definition."""
     scores = (q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])).masked_fill(~allowed, -math.inf)
     empty = ~allowed.any(dim=-1)
     weights = scores.masked_fill(empty[..., None], 0.0).softmax(dim=-1).masked_fill(empty[..., None], 0.0)
@@ -52,7 +52,7 @@ class DenseOracle:
         return (x * weight if weight.ndim == 1 else x @ weight.T) + bias
 
     def attention(self, x: Tensor, name: str, allowed: Tensor) -> Tensor:
-        """Multi-head attention of x (T, width) to itself wherever `allowed` (T, T) says so."""
+        """Multi-head attention of x (T, width) to itself, where `allowed` (T, T) is True."""
         length, width = x.shape
         heads = self.config.num_attention_heads
         q, k, v = self._affine(x, name + ".qkv_proj").split(width, dim=-1)

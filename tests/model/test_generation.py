@@ -24,7 +24,7 @@ MODES: list[dict[str, Any]] = [
 
 
 def count_tokens_read(model: torch.nn.Module) -> tuple[list[int], Any]:
-    """A list that gets the number of input tokens of every forward pass, and the hook that fills it."""
+    """A list that gets the number of input tokens of each forward pass, and the hook that fills it."""
     counts: list[int] = []
 
     def count(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ def always(model: MetaGPT2ForCausalLM, token: int) -> MetaGPT2ForCausalLM:
 
 
 def insert(prompt: Sequence[int], text: Sequence[int], meta_every: int | None) -> list[int]:
-    """What the model has read after `text`: a meta-token behind every `meta_every`-th token of it."""
+    """The ids that the model has read: the prompt, and `text` with a meta-token after every `meta_every` tokens."""
     sequence = list(prompt)
     for count, token in enumerate(text, start=1):
         sequence.append(token)
@@ -115,7 +115,7 @@ def test_beam_search_is_the_slow_loop(meta_every: int | None) -> None:
 def test_rows_that_end_early(meta_every: int | None) -> None:
     model = shared_model()
     free = generate(model, EIGHT, max_new_tokens=9, meta_every=meta_every)
-    ends = free[::2, 3].tolist()  # tokens that some rows are bound to reach, each at a time of its own
+    ends = free[::2, 3].tolist()  # tokens that some rows reach, each after another number of steps
     options = {"max_new_tokens": 9, "meta_every": meta_every, "eos_token_id": ends, "pad_token_id": 0}
     cached = generate(model, EIGHT, **options)
     for row, unbounded in zip(cached.tolist(), free.tolist(), strict=True):
@@ -145,7 +145,7 @@ def test_suppression_follows_the_scores_to_their_device() -> None:
     assert SuppressMetaToken([2], device="cpu")(EIGHT, scores).device == scores.device
 
 
-def test_suppressing_a_token_of_the_users_goes_on() -> None:
+def test_tokens_that_the_user_suppresses_stay_suppressed() -> None:
     model = shared_model()
     first = generate(model, EIGHT, max_new_tokens=1)
     again = generate(model, EIGHT, max_new_tokens=4, suppress_tokens=first.flatten().tolist(), meta_every=2)
@@ -153,7 +153,7 @@ def test_suppressing_a_token_of_the_users_goes_on() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True}])
-def test_inserted_tokens_ride_in_the_passes_of_text_tokens(options: dict[str, Any]) -> None:
+def test_inserted_tokens_share_the_passes_of_text_tokens(options: dict[str, Any]) -> None:
     model = tiny_model()
     calls, _ = count_tokens_read(model)
     generate(model, ONE, max_new_tokens=9, **options)
@@ -245,7 +245,7 @@ def test_generation_from_embeddings(second_attention: str, mode: dict[str, Any])
         assert torch.equal(model.generate(inputs_embeds=embeddings, attention_mask=mask, **options), expected)
 
 
-def test_rows_behind_the_entries_in_use_are_suppressed_though_they_are_the_likeliest() -> None:
+def test_padding_rows_of_the_vocabulary_are_suppressed_though_they_are_the_likeliest() -> None:
     model = always(tiny_model(vocab_size=128, meta_token_id=META + 6, unpadded_vocab_size=META + 7), 100)
     out = model.generate(PROMPT, max_new_tokens=5, output_logits=True, return_dict_in_generate=True, do_sample=False)
     assert all((logits.argmax(dim=-1) == 100).all() for logits in out.logits)
@@ -282,7 +282,7 @@ WHOLE = "give generate\\(\\) the whole sequence as input_ids"
         (SHORT_TABLE, {"meta_every": 2}, "6 learned positions"),
     ],
 )
-def test_what_cannot_be_is_refused(model: dict[str, Any], options: dict[str, Any], message: str) -> None:
+def test_impossible_requests_are_refused(model: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         tiny_model(**model).generate(**({"inputs": PROMPT, "max_new_tokens": 5, "do_sample": False} | options))
 
@@ -292,7 +292,7 @@ def test_a_model_without_meta_token_generates_any_token() -> None:
     assert (generate(model, ONE, max_new_tokens=3) == META).all()
 
 
-def test_a_generation_configuration_says_how_often(tmp_path: Path) -> None:
+def test_a_generation_configuration_sets_meta_every(tmp_path: Path) -> None:
     model, ids, options = tiny_model(), torch.tensor([ONE[0]]), {"max_new_tokens": 9, "do_sample": False}
     expected = model.generate(ids, meta_every=2, **options)
     assert not torch.equal(model.generate(ids, **options), expected)

@@ -1,4 +1,4 @@
-"""Positions that a batch brings along: what is computed with them, and that a compiled model is then one graph."""
+"""Positions that come with a batch: the results are the same, and a compiled model is one graph."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,19 +15,19 @@ from tests.model.tiny_models import FAMILIES, META, SECOND, Fields, pad, random_
 # torch's own, as it compiles
 QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 ROWS = random_rows((26, 19, 23, 21), meta_rate=0.15)
-# What reads a number from the device, or has a shape that only the data tells.
 TOLERANCE = 2e-6  # transformers computes the loss in single precision
+# Operations that force a device sync, or have a data-dependent shape.
 WAITING = ("_local_scalar_dense", "nonzero", "aten.item", "masked_select")
 
 
 def places(mask: Tensor, columns: int) -> Tensor:
-    """The positions of a mask, one by one, -1 behind them."""
+    """The positions of a mask, found one by one, padded with -1."""
     rows = [[position for position, chosen in enumerate(row) if chosen] for row in mask.tolist()]
     return torch.tensor([row + [-1] * (columns - len(row)) for row in rows])
 
 
 def batch(rows: list[list[int]], columns: int = 16, label_columns: int = 24) -> dict[str, Tensor]:
-    """Padded on the right, labels at every other text token, and where everything is."""
+    """A batch padded on the right, with labels at every other text token and all positions."""
     ids, mask = pad(rows, "right")
     ids = ids.masked_fill(mask == 0, 1)  # as a collator pads: not with meta-tokens
     labels = ids.masked_fill((mask == 0) | (ids % 2 == 0) | (ids == META), -100)
@@ -41,7 +41,7 @@ def batch(rows: list[list[int]], columns: int = 16, label_columns: int = 24) -> 
 
 
 def found(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch without its positions, which the model then finds."""
+    """The batch without its positions, so that the model has to find them."""
     return {name: given[name] for name in ("input_ids", "labels")}
 
 
@@ -94,7 +94,7 @@ def waits(graph: torch.fx.GraphModule) -> list[str]:
 
 
 def batches(count: int) -> list[dict[str, Tensor]]:
-    """Of one shape, with other numbers of meta-tokens and labels in each."""
+    """Batches of one shape, with different numbers of meta-tokens and labels."""
     return [
         batch(random_rows((26, 19, 23, 21), seed=seed, meta_rate=0.02 * (seed % 10 + 1)), 24, 24)
         for seed in range(count)
@@ -137,7 +137,7 @@ def test_a_compiled_evaluation_is_one_graph_for_all_counts() -> None:
 
 @QUIET
 def test_without_positions_the_model_waits() -> None:
-    """What the tests above would see of a model that finds its rows."""
+    """A model that finds its rows would fail the tests above."""
     torch._dynamo.reset()
     graphs: list[Any] = []
     model = tiny_model().train()

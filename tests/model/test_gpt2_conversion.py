@@ -1,4 +1,4 @@
-"""A GPT-2 of transformers, converted: the same function, and a second module that starts as nothing."""
+"""A GPT-2 of transformers, converted: the same function, and a second module that adds nothing at first."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def test_converted_model_gives_the_same_logits_and_tokens(
     assert expected.std() > 1  # wide enough to be a test
     assert (actual[:, :64] - expected).abs().max() < tolerance * expected.abs().max()
     arguments = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    if second_attention != "none":  # the new rows of the vocabulary are no tokens of the text
+    if second_attention != "none":  # the new rows of the vocabulary are not text
         arguments["suppress_tokens"] = list(range(64, 128))
     generated = model.generate(ids, **arguments)
     arguments.pop("suppress_tokens", None)
@@ -52,7 +52,7 @@ def test_plain_conversion_keeps_the_vocabulary_and_adds_no_parameter() -> None:
 
 
 @pytest.mark.parametrize(("vocabulary", "padded"), [(61, 64), (63, 64), (64, 128), (65, 128)])
-def test_the_meta_token_is_the_first_row_behind_the_text(vocabulary: int, padded: int) -> None:
+def test_the_meta_token_is_the_first_row_after_the_text(vocabulary: int, padded: int) -> None:
     gpt2 = random_gpt2(vocab_size=vocabulary)
     model = MetaGPT2ForCausalLM.from_gpt2(gpt2, "meta")
     assert model.config.vocab_size == padded
@@ -80,7 +80,7 @@ def test_the_new_module_changes_nothing_until_it_is_trained() -> None:
         ({"scale_attn_by_inverse_layer_idx": True}, "plain GPT-2"),
         ({"scale_attn_weights": False}, "plain GPT-2"),
         ({"add_cross_attention": True}, "plain GPT-2"),
-        ({"tie_word_embeddings": False}, "a head of its own"),
+        ({"tie_word_embeddings": False}, "a separate head"),
     ],
 )
 def test_options_that_this_family_lacks_are_refused(option: dict[str, bool], message: str) -> None:

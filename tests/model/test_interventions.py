@@ -1,4 +1,4 @@
-"""Interventions against the dense oracle, whose tables and weights are edited by hand, and what they leave alone."""
+"""Interventions against the dense oracle, whose tables and weights are edited by hand; the rest stays unchanged."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -90,9 +90,9 @@ def test_a_new_intervention_is_a_new_class(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def edited(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
-    """Logits of text tokens by the dense oracle for one sequence, its tables or angles edited as a name says.
+    """Logits of text tokens by the dense oracle for one sequence, its tables or angles edited to match a name.
 
-    The oracle's head is tied to its embedding, so that of the meta-token, a row of the head too, is left out.
+    The meta-token's logit is left out, since the oracle's head is tied to the embedding, which is edited.
     """
 
     def logits(model: MetaGPT2ForCausalLM, name: str, sequence: list[int], seed: int = 0) -> Tensor:
@@ -158,9 +158,7 @@ def test_each_row_of_a_batch_is_the_edited_oracle(
 
 @POSITIONS
 @pytest.mark.parametrize("unit", ["", ":raw"])
-def test_another_seed_is_other_noise_and_the_same_one_the_same(
-    position_embedding: str, unit: str, edited: Callable[..., Tensor]
-) -> None:
+def test_the_seed_decides_the_noise(position_embedding: str, unit: str, edited: Callable[..., Tensor]) -> None:
     model, name = shared_model(position_embedding=position_embedding), f"noise:1{unit}"
     ids = torch.tensor([ROWS[0]])
     first, again, other = (logits_with(model, name, ids, seed=seed)[0] for seed in (0, 0, 7))
@@ -171,7 +169,7 @@ def test_another_seed_is_other_noise_and_the_same_one_the_same(
 
 
 @pytest.mark.parametrize(("unit", "deviation"), [("", 0.3), (":raw", 1.0)])
-def test_noise_on_a_learned_table_is_in_the_unit_that_it_says(unit: str, deviation: float) -> None:
+def test_noise_on_a_learned_table_has_the_stated_unit(unit: str, deviation: float) -> None:
     model = shared_model(position_embedding="learned", max_position_embeddings=500)  # randomize(): entries of std 0.3
     positions = model.model.learned_positions
     ids = torch.arange(500)[None] % META
@@ -254,12 +252,12 @@ def test_generation_is_the_oracles_greedy_choice(
         sequence += [token, META] if count % 2 == 0 else [token]
 
 
-# --- what they leave alone
+# --- what stays unchanged
 
 
 @pytest.mark.parametrize("name", AT_META)
 @POSITIONS
-def test_a_prompt_without_meta_tokens_is_read_as_ever(name: str, position_embedding: str) -> None:
+def test_a_prompt_without_meta_tokens_is_not_affected(name: str, position_embedding: str) -> None:
     model = shared_model(position_embedding=position_embedding)
     ids = torch.tensor(random_rows((12, 12), meta_rate=0.0))
     assert torch.equal(logits_with(model, name, ids), model(ids).logits)
@@ -306,7 +304,7 @@ def test_the_models_own_type_is_kept(name: str, position_embedding: str, dtype: 
 # --- models that lack something
 
 
-def test_a_model_without_positions_has_an_embedding_to_lose_and_no_more(edited: Callable[..., Tensor]) -> None:
+def test_the_embedding_of_a_model_without_positions(edited: Callable[..., Tensor]) -> None:
     model, ids = shared_model(position_embedding="none"), torch.tensor([ROWS[0]])
     embedding = model.model.embed_tokens.weight.detach().clone()
     embedding[META] = 0

@@ -129,7 +129,7 @@ def test_reset_forgets_everything(second_attention: str) -> None:
     assert_continues(model, torch.zeros(3, 0, dtype=torch.long), torch.zeros(3, 0, dtype=torch.long), cache)
 
 
-def test_a_step_writes_behind_what_is_cached_and_copies_none_of_it() -> None:
+def test_a_step_writes_after_the_cached_entries_without_copying_them() -> None:
     model = shared_model()
     ids, mask = pad(random_rows((13, 9)))
     cache = MetaTokenCache(model.config)

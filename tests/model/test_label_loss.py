@@ -1,4 +1,4 @@
-"""The loss: what it is over, what it is divided by, and that computing fewer logits changes nothing."""
+"""The loss: its labels, its divisor, and that computing fewer logits does not change it."""
 
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def test_a_label_that_is_a_meta_token_counts_as_none(
     batch: dict[str, Tensor], second_attention: str, counted: bool, training: bool
 ) -> None:
     model = tiny_model(second_attention=second_attention).train(training)
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)  # as everyone passes them
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)  # as usual: a copy of the ids
     masked = labels.masked_fill(labels == META, -100)
     assert (labels == META).sum() > 3
     # Trainer counts the labels itself, meta-tokens too.
@@ -112,7 +112,7 @@ def test_accumulated_gradients_of_uneven_batches_are_those_of_one_batch(batch: d
         return gradients(model)
 
     assert_same(accumulate(num_items_in_batch=count), together)
-    means = accumulate()  # what averaging the micro-batches' means would give is another thing
+    means = accumulate()  # the mean of the micro-batches' means differs
     assert max((means[name] / 3 - together[name]).abs().max() for name in together) > 1e-2
 
 

@@ -1,4 +1,4 @@
-"""What holds of the model whatever its weights: sizes, causality, padding, modes of running it."""
+"""Properties of the model for any weights: sizes, causality, padding, ways to run it."""
 
 import shutil
 from typing import Any
@@ -36,7 +36,7 @@ from tests.model.tiny_models import (
     [
         ({"second_attention": "none"}, 123_587_328),
         ({"second_attention": "meta"}, 151_908_096),
-        ({"second_attention": "causal"}, 151_908_096),  # the control has as many as what it controls for
+        ({"second_attention": "causal"}, 151_908_096),  # as many as the model that it is a control for
         ({"second_attention": "none", "position_embedding": "none"}, 123_587_328),
         ({"second_attention": "none", "position_embedding": "learned"}, 123_587_328 + 786_432),
         ({"second_attention": "meta", "position_embedding": "learned"}, 151_908_096 + 786_432),
@@ -56,7 +56,7 @@ def test_initial_weights_are_those_of_gpt2() -> None:
             assert (parameter == 1).all()
         elif name.endswith(".bias"):
             assert (parameter == 0).all()
-        else:  # what writes to the residual stream is scaled down with its depth
+        else:  # layers that write to the residual stream are scaled down with depth
             expected = 0.05 / 6**0.5 if "out_proj" in name else 0.05
             assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
 
@@ -131,7 +131,7 @@ def test_a_cache_of_transformers_gets_a_second_store(second_attention: str, with
     ids = torch.tensor(random_rows((12, 12), seed=3))
     cache = DynamicCache(config=model.config) if with_config else DynamicCache()
     model(ids[:, :7], past_key_values=cache)
-    last = model(ids[:, 7:], past_key_values=cache).logits  # the same object goes on
+    last = model(ids[:, 7:], past_key_values=cache).logits  # the same object again
     assert cache.get_seq_length() == 12
     assert (last - model(ids).logits[:, 7:]).abs().max() < 1e-11
 
@@ -193,7 +193,7 @@ def test_hidden_states_and_attentions_of_each_layer(second_attention: str) -> No
     ids = torch.tensor(random_rows((7, 7)))
     outputs = model(ids, output_hidden_states=True, output_attentions=True)
     assert [tuple(state.shape) for state in outputs.hidden_states] == [(2, 7, 32)] * 4
-    # One a layer, of the first module, also where the second is a causal attention too.
+    # One for each layer, of the first module, even if the second is a causal attention too.
     assert len(outputs.attentions) == 3
     assert (outputs.meta_attentions is None) == (second_attention == "none")
     assert all(torch.equal(*pair) for pair in zip(outputs.attentions, first, strict=True))
@@ -233,7 +233,7 @@ def test_autocast_trains() -> None:
 @pytest.mark.parametrize(
     "backend",
     [
-        "aot_eager",  # all but the last step, which makes machine code
+        "aot_eager",  # all steps except the last, which generates machine code
         pytest.param(
             "inductor",
             marks=[
@@ -266,7 +266,7 @@ def test_compiled_model_equals_eager(backend: str) -> None:
 
 
 def test_a_layer_may_be_on_another_device() -> None:
-    # accelerate's own hook, to a device that every machine has; what it holds are shapes without values.
+    # accelerate's hook, to a device that every machine has: it holds shapes without values.
     model = tiny_model().model
     add_hook_to_module(model.layers[1].to("meta"), AlignDevicesHook(execution_device="meta"))
     model.norm.to("meta")
@@ -292,7 +292,7 @@ def test_rows_that_pad_the_vocabulary() -> None:
     paper = MetaGPT2Config.paper()
     assert (paper.vocab_size, paper.unpadded_vocab_size) == (50304, 50258)
     assert never_generated(paper) == list(range(50257, 50304))
-    assert tiny_config(vocab_size=128, meta_token_id=90).unpadded_vocab_size == 128  # unless something else is said
+    assert tiny_config(vocab_size=128, meta_token_id=90).unpadded_vocab_size == 128  # unless given
     with pytest.raises(UserError, match="unpadded_vocab_size is 90; it must be above the meta_token_id 90"):
         tiny_config(vocab_size=128, meta_token_id=90, unpadded_vocab_size=90)
     model = tiny_model(vocab_size=128, meta_token_id=90)

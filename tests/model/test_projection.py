@@ -1,4 +1,4 @@
-"""Linear layers, called by another product for few rows."""
+"""The product for few rows, against the plain linear layer."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_few_rows_take_the_other_product(monkeypatch: pytest.MonkeyPatch) -> Non
     assert called == [(24, 2), (24, 2), (24, FEW_ROWS)]
 
 
-def test_a_layer_that_somebody_watches_or_replaced_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_has_hooks_or_was_replaced_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     x, seen = torch.randn(1, 24), []
     hooked, patched = nn.Linear(24, 40), nn.Linear(24, 40)
     hooked.register_forward_hook(lambda *_: seen.append("hook"))

@@ -1,4 +1,4 @@
-"""A cache of a fixed size, and a decoding step that is compiled for it, against the cache that grows."""
+"""A cache of a fixed size, and a compiled decoding step, against the cache that grows."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ LENGTHS = (7, 11, 4)
 
 
 def generate(model: MetaGPT2ForCausalLM, **options: Any) -> torch.Tensor:
-    """Continuations of rows that are padded on the left; the end of text does not end them."""
+    """Continuations of rows padded on the left, beyond the end of text."""
     ids, mask = pad(random_rows(LENGTHS, meta_rate=0.25))
     ids = ids.masked_fill(mask == 0, 1)
     return model.generate(ids, attention_mask=mask, **({"max_new_tokens": 13, "min_new_tokens": 13} | options))
@@ -31,9 +31,7 @@ def assert_alike(model: MetaGPT2ForCausalLM, **options: Any) -> None:
 @pytest.mark.parametrize("meta_every", [None, 3])
 @pytest.mark.parametrize("way", [{"do_sample": False}, {"do_sample": True}, {"num_beams": 3}], ids=str)
 @FAMILIES
-def test_what_is_generated_is_that_of_a_cache_that_grows(
-    fields: Fields, way: dict[str, Any], meta_every: int | None
-) -> None:
+def test_generation_is_that_of_a_cache_that_grows(fields: Fields, way: dict[str, Any], meta_every: int | None) -> None:
     model = tiny_model(**fields)
     assert_alike(model, meta_every=meta_every, **way)
 
@@ -44,7 +42,7 @@ def test_keys_are_counted_as_in_a_cache_that_grows(second_attention: str) -> Non
 
 
 @SECOND
-def test_a_users_own(second_attention: str) -> None:
+def test_a_cache_that_the_user_makes(second_attention: str) -> None:
     model = tiny_model(second_attention=second_attention)
     ids = torch.tensor(random_rows((20, 20), meta_rate=0.4))
     cache = StaticCache(model.config, max_cache_len=24)
@@ -110,9 +108,9 @@ def test_a_compiled_step_is_one_graph_for_each_number_of_tokens(second_attention
     model = tiny_model(second_attention=second_attention, dtype=torch.float32)
     expected = generate(model, meta_every=meta_every, do_sample=False)
     compiled = CompileConfig(backend=note, fullgraph=True, dynamic=False, mode=None)
-    compiled._compile_all_devices = True  # transformers compiles nothing on a CPU unless it is told to
+    compiled._compile_all_devices = True  # by default transformers compiles nothing on a CPU
     got = generate(
         model, meta_every=meta_every, do_sample=False, cache_implementation="static", compile_config=compiled
     )
     assert torch.equal(got, expected)
-    assert len(graphs) == (1 if meta_every is None else 2)  # a text token, or that and an inserted one ahead of it
+    assert len(graphs) == (1 if meta_every is None else 2)  # a text token, alone or with an inserted one

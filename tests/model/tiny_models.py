@@ -31,14 +31,14 @@ FAMILY: list[Fields] = [
 ]
 OPTIONS: list[Fields] = [
     {"attention_scale": "log_length", "position_embedding": "none"},
-    *({"rope_layers": layers, "num_hidden_layers": 3} for layers in ([0], [1], [0, 2])),
+    *({"rope_layers": layers, "num_hidden_layers": 3} for layers in ([1], [0, 2])),
 ]
 FAMILIES = parametrize(FAMILY)
 VARIANTS = parametrize(FAMILY + [one | {"second_attention": two} for one, two in product(OPTIONS, SECOND_ATTENTIONS)])
 
 
 def tiny_config(**overrides: Any) -> MetaGPT2Config:
-    """A configuration of two narrow layers, with biases, so that nothing about them goes untested."""
+    """A configuration of two narrow layers, with biases, so that these are tested too."""
     defaults = {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -54,7 +54,7 @@ def tiny_config(**overrides: Any) -> MetaGPT2Config:
 
 
 def randomize(model: torch.nn.Module, seed: int = 0) -> None:
-    """Draw every parameter anew, wide enough that attention is far from uniform and no bias or scale is trivial."""
+    """Draw all parameters from a wide range: attention is far from uniform, and no bias or scale is trivial."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -64,7 +64,7 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
 
 
 def tiny_model(*, seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: Any) -> MetaGPT2ForCausalLM:
-    """A random model in evaluation mode; float64 unless a test says otherwise, so that tolerances can be tight."""
+    """A random model in evaluation mode, by default in float64, so that tolerances can be tight."""
     model = MetaGPT2ForCausalLM(tiny_config(**overrides)).to(dtype).eval()
     randomize(model, seed)
     return model

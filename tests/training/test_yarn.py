@@ -36,7 +36,7 @@ def extended(factor: float) -> MetaGPT2ForCausalLM:
 
 
 def authors_frequencies(size: int, original: int, factor: float) -> list[float]:
-    """What the authors' code computes: a ramp that is linear in the index of the frequency."""
+    """The frequencies of the authors' code: a ramp that is linear in the index of the frequency."""
 
     def index_that_turns(times: float) -> float:  # original / (2 pi base^(2i/size)) = times, solved for i
         return size * math.log(original / (2 * math.pi * times)) / (2 * math.log(10000))

@@ -42,7 +42,7 @@ def give(thing: object, mixin: type) -> None:
 
 
 class Entries(NamedTuple):
-    """What a second store holds.
+    """The entries of a second store.
 
     Attributes:
         keys, values: (batch, heads, entries, head size).
@@ -71,7 +71,7 @@ class SecondStore(AnyCacheLayer):
 
     second: Entries | None = None
     first_length: int | None = None  # of the first store, when it was last looked at
-    has_lost_entries = False  # whether someone dropped entries of the first store
+    has_lost_entries = False  # whether entries of the first store were dropped
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Update as transformers does, and notice whether entries were dropped since the last time."""
@@ -85,7 +85,7 @@ class SecondStore(AnyCacheLayer):
         return self.get_seq_length() if hasattr(self, "get_seq_length") else None
 
     def look_for_losses(self) -> None:
-        """Notice that someone else changed the length of the first store."""
+        """Notice if other code changed the length of the first store."""
         self.has_lost_entries |= self.first_length not in (None, self._length())
 
     def update_second(self, new: Entries) -> tuple[Entries, Tensor]:

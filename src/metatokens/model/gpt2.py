@@ -62,7 +62,7 @@ def _configuration_of(gpt2: GPT2Config, second_attention: SecondAttention) -> Me
     if gpt2.scale_attn_by_inverse_layer_idx or gpt2.add_cross_attention or not gpt2.scale_attn_weights:
         raise UserError("only the plain GPT-2 can be converted (no cross-attention, attention scaled by sqrt(d)).")
     if not gpt2.tie_word_embeddings:
-        raise UserError("this GPT-2 has a head of its own; only one tied to the embedding can be converted.")
+        raise UserError("this GPT-2 has a separate head; only one that is tied to the embedding can be converted.")
     grows = second_attention != "none"
     return MetaGPT2Config(
         vocab_size=(gpt2.vocab_size // 64 + 1) * 64 if grows else gpt2.vocab_size,

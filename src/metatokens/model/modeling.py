@@ -240,7 +240,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         config = self.config
         is_plain = config.second_attention == "none" and config.attention_scale == "constant" and cache is None
         if (is_packed or kwargs.get("cu_seq_lens_q") is not None) and not (is_packed and is_plain):
-            raise UserError("packed sequences would see one another; give each a row of its own, padded.")
+            raise UserError("packed sequences would see one another; put each into a separate row, padded.")
         return is_packed
 
     def _prepare_cache(self, cache: Any, *, use_cache: bool | None) -> Any:
