@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Set
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import torch
 import transformers
@@ -35,6 +35,7 @@ from metatokens.files import (
 from metatokens.machine import local_rank
 from metatokens.model.configuration import REMOTE_CODE_FILE, MetaGPT2Config, SecondAttention
 from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.recipe import Device, Dtype
 from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
 from metatokens.retrofit.saving import DELTA, DELTA_WEIGHTS, base_of, load_meta, save_meta
 from metatokens.untrusted import MAX_CONFIG_BYTES, parameters_at_least, read_config
@@ -269,9 +270,9 @@ def load_model(
 
 def check_placing(device: str | None, dtype: str | None) -> None:
     """Refuse a device or a type of numbers that `load_model` does not take, or a GPU where there is none."""
-    for given, allowed in ((device, (None, "cpu", "cuda")), (dtype, (None, "float32", "bfloat16"))):
-        if given not in allowed:
-            raise UserError(f"unknown {given!r}; choose {' or '.join(filter(None, allowed))}.")
+    for given, choices in ((device, get_args(Device)), (dtype, get_args(Dtype))):
+        if given is not None and given not in choices:
+            raise UserError(f"unknown {given!r}; choose {' or '.join(choices)}.")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("there is no GPU that PyTorch can use; leave --device out, or give cpu.")
 

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from metatokens import encode_prompt
 from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
+from metatokens.errors import UserError
 from metatokens.tasks.example import read_examples
 from tests.cli.command_lines import Refuse, Run, Succeed, write_records
 
@@ -176,6 +177,8 @@ def test_a_gpu_that_is_not_there_is_refused(
 ) -> None:
     model = small_model()
     assert load_model(model, dtype="bfloat16").dtype == torch.bfloat16
+    with pytest.raises(UserError, match=r"unknown 'int4'; choose float32 or bfloat16\."):
+        load_model(model, dtype="int4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for verb in (f"generate the --model {model}", f"finetune --task parity --out tuned --model {model}"):
         refused(f"{verb} --device cuda", "there is no GPU that PyTorch can use")
