@@ -110,7 +110,8 @@ NAMES = ["../../escaped", "/escaped", "a/b", "..", "x\0y", "<x>", "", "-rf", "%s
 def test_names_in_records_are_no_paths(name: str, tmp_path: Path) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
-    stage = {"name": name, "seconds": 1.0, "settings": {}, "facts": {}, "lines": {}}
+    stage = {"name": name, "seconds": 1.0, "cpu_seconds": 1.0, "settings": {}, "facts": {}, "lines": {}}
+    stage |= {"finished": "2026-01-01T00:00:00+00:00", "versions": {}}
     (inner / LOG).write_text(json.dumps(stage) + "\n")
     RunLog(inner).resume()
     fields = {"model": name, "task": name, "condition": name, "recipe": name, "intervention": name}

@@ -65,7 +65,6 @@ def write_inputs(folder: Path, payload: str, recipe: str) -> None:
         "prompt": prompt,
         "markers": [len(payload)],
         "completion": f" {payload}",
-        "split": payload,
     }
     run = {
         "command": f"metatokens {payload}", "preset": payload, "platform": payload, "python": payload, "cores": 2,
