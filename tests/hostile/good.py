@@ -1,6 +1,8 @@
 """Good input of every kind, which the tests of this folder damage."""
 
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +12,7 @@ from metatokens.records import MARKER
 
 Lines = list[dict[str, Any]]
 Files = dict[str, bytes]  # by name
+Clean = Callable[[], AbstractContextManager[None]]  # the fixture `clean`
 
 MADE = {"versions": {"python": "3.11"}, "created": "2026-01-01T00:00:00+00:00"}
 RESULTS: Lines = [

@@ -5,7 +5,6 @@ import resource
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from metatokens.recipe import PretrainRecipe, load_recipe
 from metatokens.training.pretrain import pretrain
 from metatokens.untrusted import check_memory
 from tests.forked import Forked
-
-Clean = Callable[[], AbstractContextManager[None]]
+from tests.hostile.good import Clean
 
 
 def with_fields(folder: Path, target: Path, fields: dict[str, Any]) -> Path:

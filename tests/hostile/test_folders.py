@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -19,10 +17,10 @@ from metatokens.paper.run_log import FILES, LOG, RunLog
 from metatokens.records import Result, append_records, read_lines
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import last_good_checkpoint
+from tests.hostile.good import Clean
 from tests.hostile.test_readers import seal
 from tests.paper.report.pages import undrawn
 
-Clean = Callable[[], AbstractContextManager[None]]
 ESCAPES = [
     "../../etc/passwd", "/etc/passwd", "..", ".", "", "a/b", "x\0", "x" * 5_000, "../secret", "/dev/zero", "\ud800",
 ]  # fmt: skip
@@ -130,9 +128,7 @@ def test_names_in_records_are_no_paths(name: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["inner"]
 
 
-@pytest.mark.parametrize(
-    "name", ["../../outside", "/etc/hostname", "../manifest.json", "tokenizer.json\0", "x" * 5_000]
-)
+@pytest.mark.parametrize("name", ["../../outside", "/etc/hostname", "../manifest.json", "merges\0", "x" * 5_000])
 def test_a_token_store_that_names_other_files(
     name: str, small_store: TokenStore, tmp_path: Path, clean: Clean, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,9 +144,6 @@ def test_a_token_store_that_names_other_files(
     assert [path for path in opened if not os.path.abspath(path).startswith(str(folder))] == []
 
 
-@pytest.mark.parametrize("out", ["../escaped", "new/../../escaped"])
-def test_a_store_is_written_where_the_user_says_and_nowhere_else(out: str, small_corpus: Path, tmp_path: Path) -> None:
-    inner = tmp_path / "inner"
-    inner.mkdir()
-    write_token_store(inner / out.split("/")[-1], str(small_corpus), "train:300", workers=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["inner"]
+def test_a_store_is_written_where_the_user_says_and_nowhere_else(small_corpus: Path, tmp_path: Path) -> None:
+    write_token_store(tmp_path / "inner" / ".." / "store", str(small_corpus), "train:300", workers=1)
+    assert {path.name for path in tmp_path.iterdir()} <= {"inner", "store"}

@@ -1,8 +1,6 @@
 """Insertion and the prompts of the tasks hold what is documented, with any arguments and any text."""
 
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from decimal import Decimal
 from typing import Any
 
@@ -20,8 +18,7 @@ from metatokens.tasks.curriculum import CONDITIONS, TASKS, TaskData
 from metatokens.tasks.encoding import SegmentEncoder
 from metatokens.tasks.example import encode_example, read_examples
 from tests.hostile.drawing import TEXT, cases
-
-Clean = Callable[[], AbstractContextManager[None]]
+from tests.hostile.good import Clean
 
 META = 5_000
 FRACTIONS = st.floats() | st.floats(0, 0.5) | st.sampled_from([0, 0.1, 0.5, 1, -1, 1e-300, 0.29])

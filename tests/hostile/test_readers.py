@@ -5,7 +5,6 @@ import hashlib
 import io
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ from metatokens.tasks.example_store import ExampleStore
 from metatokens.training.run_folder import open_run, training_of
 from tests.hostile import good as whole
 from tests.hostile.drawing import JSON, NUMBER, SCALAR, TEXT, cases, changed, damaged, json_file, one_damaged
-from tests.hostile.good import CURVES, RESULTS, RUN, Files, Good, Lines, files_of, lines_of
+from tests.hostile.good import CURVES, RESULTS, RUN, Clean, Files, Good, Lines, files_of, lines_of
 
 Drawn = SearchStrategy[Any]
 DUMPED_JSON = JSON.map(json.dumps).map(str.encode)
@@ -359,9 +358,7 @@ READERS = {
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.filterwarnings("ignore")  # the libraries' doubts about a configuration
-def test_damaged_input_is_read_or_refused_in_a_sentence(
-    name: str, good: Good, tmp_path: Path, clean: Callable[[], AbstractContextManager[None]]
-) -> None:
+def test_damaged_input_is_read_or_refused_in_a_sentence(name: str, good: Good, tmp_path: Path, clean: Clean) -> None:
     reader = READERS[name]
 
     @cases(reader.cases)
@@ -393,7 +390,7 @@ def test_a_report_is_drawn_of_all_that_can_be_read(
     curves: Lines,
     run: dict[str, Any],
     tmp_path: Path,
-    clean: Callable[[], AbstractContextManager[None]],
+    clean: Clean,
 ) -> None:
     kept: dict[str, Lines] = {"results": list(RESULTS), "curves": list(CURVES)}
 

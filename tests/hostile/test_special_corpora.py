@@ -6,8 +6,6 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,14 +20,15 @@ from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.tasks.curriculum import task_texts
 from tests.hostile.drawing import TEXT, cases
+from tests.hostile.good import Clean
 
-Clean = Callable[[], AbstractContextManager[None]]
 MIB = 2**20
 
 READER = """
 import json, resource, sys, time
 from metatokens.errors import UserError
 from metatokens.data.corpus import read_corpus
+from tests.hostile.good import Clean
 before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
 documents = characters = longest = 0
 said = None
