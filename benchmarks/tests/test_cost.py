@@ -1,4 +1,4 @@
-"""The formulas against PyTorch's FLOP counter, the models' own parameters, and a count of what a run touches."""
+"""The formulas against PyTorch's FLOP counter, the models' parameters, and a count of the bytes that a run reads."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ MODELS = pytest.mark.parametrize("name", SECOND)
 
 
 def tiny(name: str, **fields: Any) -> MetaGPT2ForCausalLM:
-    """A model of sizes no two of which are equal."""
+    """A model whose sizes are all different."""
     sizes = {
         "vocab_size": 41,
         "hidden_size": 24,
@@ -41,7 +41,7 @@ def tiny(name: str, **fields: Any) -> MetaGPT2ForCausalLM:
 
 
 def batch(meta_counts: list[int], length: int = 19) -> Tensor:
-    """Rows of text with so many meta-tokens each."""
+    """Rows of text with the given numbers of meta-tokens."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(META, (len(meta_counts), length), generator=generator)
     for row, count in zip(ids, meta_counts, strict=True):
@@ -50,7 +50,7 @@ def batch(meta_counts: list[int], length: int = 19) -> Tensor:
 
 
 class Counter(FlopCounterMode):
-    """PyTorch's counter over attention that is written out in products, without those that make the rotary angles."""
+    """PyTorch's counter, with attention as explicit products and without the products of rotary angles."""
 
     def __init__(self) -> None:
         super().__init__(display=False)

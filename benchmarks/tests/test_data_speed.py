@@ -1,4 +1,4 @@
-"""Rates of making data: what is timed is what is done, and the figures are of that."""
+"""Rates of making data: the figures are of the work that is timed."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The script that measures on a GPU, run to its end on the processor with tiny sizes."""
+"""The script for a GPU, run to its end on a CPU with tiny sizes."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The compared models: dense is gathered, converted is transformers' own, and all have the sizes of their shape."""
+"""The compared models: dense equals gathered, converted equals the original, and all have the sizes of their shape."""
 
 import copy
 from itertools import pairwise
@@ -32,7 +32,7 @@ def both_ways(**fields: Any) -> tuple[MetaGPT2ForCausalLM, MetaGPT2ForCausalLM]:
 
 
 def ragged(meta_rates: tuple[float, ...] = (0.3, 0.1, 0.0, 0.6), length: int = 15) -> tuple[Tensor, Tensor]:
-    """Rows with different numbers of meta-tokens, padded on the left by as many places as their number in the batch."""
+    """Rows with different numbers of meta-tokens; row i is padded on the left by i places."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(META, (len(meta_rates), length), generator=generator)
     ids[torch.rand(ids.shape, generator=generator) < torch.tensor(meta_rates)[:, None]] = META

@@ -1,4 +1,4 @@
-"""The script that times a retrofitted model beside its base, at a tiny size."""
+"""The script that times a retrofitted model next to its base, at a tiny size."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The timing core on a clock of its own, and every benchmark on tiny models."""
+"""The timing core on a fake clock, and every benchmark on tiny models."""
 
 import dataclasses
 import gc
@@ -40,7 +40,7 @@ OURS = [
 
 
 class Machine:
-    """A clock, and work that takes time by it: the more, the longer the machine has been running."""
+    """A fake clock, and work that advances it, ever more slowly."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now, self.slowness, self.log = 0.0, 1.0, []

@@ -1,4 +1,4 @@
-"""The page of `examples/explore` in a real browser, and what stands behind it."""
+"""The page of `examples/explore` in a real browser, and the code behind it."""
 
 import asyncio
 import subprocess
@@ -102,7 +102,7 @@ def test_the_script_serves_the_bundled_model_by_default() -> None:
 
 @pytest.fixture(scope="module")
 def page(folders: list[Path], browser: Any) -> Iterator[Any]:
-    """The served page, opened; what is fetched from elsewhere, or goes wrong, fails the test."""
+    """The served page, opened; an error or a request to another server fails the test."""
     served, noted = build(folders), []
     address = serve(served)
     opened = browser.new_page(viewport={"width": 1280, "height": 900})

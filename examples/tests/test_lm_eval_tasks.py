@@ -1,4 +1,4 @@
-"""Tasks for lm-evaluation-harness, without the harness: what the files hold, and what the two in long texts ask."""
+"""Tasks for lm-evaluation-harness, without the harness: the files, and the questions of the two tasks in long texts."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def test_train_and_test_hide_in_other_sentences(task: str, tokenizer: PreTrained
 
 
 def test_no_place_tells_the_needle(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Whichever of the four numbers is taken, first to last, is right one time in four; depths are spread evenly."""
+    """Each of the four places is right one time in four; depths are spread evenly."""
     source, hits, depths = LongContextData("needle", tokenizer=tokenizer, documents=STORY), [0] * 4, []
     for index in range(400):
         example = source.example(index, 512, "test")
@@ -94,7 +94,7 @@ def test_no_place_tells_the_needle(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def test_what_places_tell_of_a_chain(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Of six names any three are right 1 time in 20; the best three for where the chains begin, 6 times in 20."""
+    """Any three of the six names are right 1 time in 20; the best three, given where chains begin, 6 times in 20."""
     source = LongContextData("variable_tracking", tokenizer=tokenizer, documents=STORY)
     found: dict[tuple[int, ...], Counter[tuple[int, ...]]] = defaultdict(Counter)
     for index in range(1000):

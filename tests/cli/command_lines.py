@@ -1,4 +1,4 @@
-"""Command lines of small runs, and the types of the fixtures that carry them out."""
+"""Command lines of small runs, and the types of the fixtures that run them."""
 
 import json
 from collections.abc import Callable, Iterable

@@ -10,7 +10,7 @@ from tests.cli.command_lines import Refuse, Run, Succeed
 
 @pytest.fixture
 def workplace(small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder but for a corpus, and the current one."""
+    """The current folder, empty except for a corpus."""
     shutil.copy(small_corpus, tmp_path / "text.txt")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from metatokens.data.store import TokenStore
 from metatokens.records import Measurement
-from tests.cli.command_lines import SMALL, Run
+from tests.cli.command_lines import SMALL, Run, Succeed
 
 
 def test_interventions_analyses_and_extension(
-    workplace: Path, small_model: Callable[..., Path], small_store: TokenStore, metatokens: Run
+    workplace: Path, small_model: Callable[..., Path], small_store: TokenStore, metatokens: Run, run: Succeed
 ) -> None:
     model = small_model(max_position_embeddings=32)
     evaluation = f"evaluate --model {model} --task parity --lengths 64 -n 4 --name meta"
@@ -28,15 +28,11 @@ def test_interventions_analyses_and_extension(
         "rate-distortion": {"rate", "distortion"},
     }.items():
         n = 70 if kind == "rate-distortion" else 3
-        status, output, error = metatokens(
-            f"analyze {kind} --model {model} --task parity --length 64 -n {n} --fits 1 --name meta"
-        )
-        assert (status, error) == (0, "")
+        output, _ = run(f"analyze {kind} --model {model} --task parity --length 64 -n {n} --fits 1 --name meta")
         measured = [Measurement.model_validate_json(line) for line in output.splitlines()]
         assert metrics <= {one.metric for one in measured}
-        assert {(one.model, one.task, one.length, one.condition) for one in measured} == {
-            ("meta", "parity", 64, "paper")
-        }
+        about = {(one.model, one.task, one.length, one.condition) for one in measured}
+        assert about == {("meta", "parity", 64, "paper")}
 
     settings = SMALL.replace("data.tokens=tokens", f"data.tokens={small_store.path}")
     status, _, error = metatokens(f"extend --model {model} --factor 2 --recipe demo {settings} --out longer")

@@ -1,4 +1,4 @@
-"""The shell's completion: through bash as its users have it, and that it is quick and complete."""
+"""Completion in the shell, through bash as users have it; it is quick and complete."""
 
 import json
 import os

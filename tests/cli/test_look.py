@@ -1,4 +1,4 @@
-"""`look`: the page and the picture that it writes, and what it leaves as it is."""
+"""`look`: the page and the picture that it writes, and the files that it keeps."""
 
 import shutil
 from collections.abc import Callable

@@ -29,7 +29,7 @@ def ground(
     small_model: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """A folder of good and of bad things, which no command below may change."""
+    """A folder of good and bad inputs, which no command below may change."""
     ground = tmp_path_factory.mktemp("ground")
     shutil.copy(small_corpus, ground / "text.txt")
     shutil.copytree(small_store.path, ground / "tokens")

@@ -1,4 +1,4 @@
-"""The command as a whole: its help, the page of the documentation made from it, what a run would cost, wrong usage."""
+"""The command as a whole: help, its page in the documentation, dry runs, wrong usage."""
 
 import html
 import subprocess

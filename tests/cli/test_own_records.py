@@ -1,4 +1,4 @@
-"""`finetune`, `evaluate` on a user's own records."""
+"""`finetune` and `evaluate` on a user's own records."""
 
 import json
 from collections.abc import Callable

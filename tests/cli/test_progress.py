@@ -1,4 +1,4 @@
-"""What a training verb says while it runs: a bar on a terminal, lines elsewhere."""
+"""Progress of training: a bar on a terminal, lines elsewhere."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""The command on a Llama: retrofitted, fine-tuned, measured and used, whole and as what was added to it."""
+"""The commands on a Llama: retrofitted, fine-tuned, measured and used, saved whole or as the added weights alone."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ ELSEWHERE = "the base of model is not at model/../base: put it there (a link wil
 
 @pytest.fixture
 def base(small_store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a Llama as others save it, whose tokenizer knows no meta-token."""
+    """A folder with a Llama as others save it, whose tokenizer has no meta-token."""
     monkeypatch.chdir(tmp_path)
     backend = json.loads(small_store.tokenizer.backend_tokenizer.to_str())
     backend["added_tokens"] = [token for token in backend["added_tokens"] if token["content"] != META_TOKEN]
@@ -85,19 +85,6 @@ def test_what_was_added_alone_goes_from_the_command_to_python_and_back(base: Pat
     save_meta(python, "from_python")
     tokenizer.save_pretrained("from_python")
     run(f"{GENERATE} from_python")
-
-
-def test_a_chat_template_still_works_after_fine_tuning(base: Path, run: Succeed) -> None:
-    plain = AutoTokenizer.from_pretrained("base")
-    plain.chat_template = "{% for message in messages %}<|endoftext|>{{ message.content }}{% endfor %}"
-    plain.save_pretrained("base")
-    run(RETROFIT)
-    run(f"{TUNE} --model model --out tuned")
-    message = [{"role": "user", "content": "the cat"}]
-    expected = plain.apply_chat_template(message)["input_ids"]
-    assert expected[0] == plain.eos_token_id
-    for folder in ("model", "tuned/64"):
-        assert AutoTokenizer.from_pretrained(folder).apply_chat_template(message)["input_ids"] == expected
 
 
 def test_finetuning_computes_the_logits_that_it_is_scored_on_alone(
@@ -231,7 +218,7 @@ def test_a_checkpoint_without_the_base_is_no_checkpoint_for_fsdp(base: Path, run
     run(train)
 
 
-def test_a_chat_goes_through_the_template(base: Path, run: Succeed, refused: Refuse) -> None:
+def test_a_chat_template_works_before_and_after_fine_tuning(base: Path, run: Succeed, refused: Refuse) -> None:
     refused("generate --model base --chat 'the cat'", "the model's tokenizer has no chat template.")
     tokenizer = AutoTokenizer.from_pretrained("base")
     tokenizer.chat_template = (
@@ -241,9 +228,8 @@ def test_a_chat_goes_through_the_template(base: Path, run: Succeed, refused: Ref
     tokenizer.save_pretrained("base")
     run(RETROFIT)
     own = AutoTokenizer.from_pretrained("model", split_special_tokens=False)
-    ids = own.apply_chat_template(
-        [{"role": "user", "content": "the cat"}], add_generation_prompt=True, return_tensors="pt"
-    )["input_ids"]
+    chat = [{"role": "user", "content": "the cat"}]
+    ids = own.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
     assert ids[0].tolist().count(own.eos_token_id) == 2
     model = AutoModelForCausalLM.from_pretrained("model")
     new = model.generate(ids, do_sample=False, max_new_tokens=6, pad_token_id=0)[0, ids.shape[1] :]
@@ -254,6 +240,11 @@ def test_a_chat_goes_through_the_template(base: Path, run: Succeed, refused: Ref
     assert output.startswith("<|endoftext|>user: the cat<|meta|> sat<|endoftext|>")
     Path("prompts.jsonl").write_text('{"prompt": "the cat"}')
     refused(f"{generate} --data prompts.jsonl", "--chat goes with a prompt")
+    run(f"{TUNE} --model model --out tuned")
+    expected = tokenizer.apply_chat_template(chat)["input_ids"]
+    assert expected[0] == tokenizer.eos_token_id
+    for folder in ("model", "tuned/64"):
+        assert AutoTokenizer.from_pretrained(folder).apply_chat_template(chat)["input_ids"] == expected
 
 
 @pytest.mark.filterwarnings(*PEFTS_OWN)
@@ -449,7 +440,7 @@ def test_what_was_added_alone_is_trained_on_text_analysed_and_adapted(
 
 
 def test_a_decoder_without_meta_tokens(base: Path, run: Succeed, refused: Refuse, small_corpus: Path) -> None:
-    """It is trained on text, measured and continued, and refused where a meta-token is needed."""
+    """It can be trained on text, measured and continued; commands that need a meta-token refuse it."""
     run(f"tokenize --corpus {small_corpus} --tokenizer base --out tokens --workers 1")
     run(f"{PRETRAIN} --init base --set data.placement=none --out more")
     before, after = load_file("base/model.safetensors"), load_file("more/model.safetensors")

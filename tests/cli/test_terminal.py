@@ -1,4 +1,4 @@
-"""What a person at a terminal of 80 columns gets, and what a pipe gets."""
+"""Output to a terminal of 80 columns, and to a pipe."""
 
 import fcntl
 import json
@@ -23,7 +23,7 @@ from tests.forked import Forked, command
 
 @contextmanager
 def terminal() -> Iterator[tuple[int, list[bytes]]]:
-    """A terminal of 80 columns: its file descriptor, and what has been shown on it when the context ends."""
+    """A terminal of 80 columns: its file descriptor and, once the context ends, the bytes that it showed."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     shown: list[bytes] = []
@@ -46,7 +46,7 @@ def terminal() -> Iterator[tuple[int, list[bytes]]]:
 
 @pytest.fixture
 def at_a_terminal(metatokens: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Runs the command in this process, its standard output a terminal: what is shown."""
+    """Runs the command in this process with a terminal as standard output; returns the text shown."""
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setenv("TERM", "dumb")
 
@@ -68,7 +68,7 @@ def at_a_terminal(metatokens: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
 
 def table(printed: str) -> list[str]:
-    """The lines of a table, none of which the terminal breaks."""
+    """The lines of a table, none longer than the terminal."""
     lines = printed.splitlines()
     assert max(map(len, lines)) <= 80
     return [line.rstrip() for line in lines]

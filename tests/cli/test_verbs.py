@@ -1,4 +1,4 @@
-"""The verbs one after the other, from text to figures, and once more."""
+"""The commands in order, from text to figures, and then again."""
 
 import json
 from collections.abc import Callable
