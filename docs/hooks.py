@@ -36,8 +36,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the page of the commands, and the files from outside docs/."""
     command = [sys.executable, "-m", "typer", "metatokens.cli", "utils", "docs", "--name", "metatokens"]
     commands = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    # Markdown would read `[:meta][:raw]` as a link.
-    files.append(File.generated(config, "command_line.md", content=commands.replace("][", "]\\[")))
+    files.append(File.generated(config, "command_line.md", content=commands))
     for path in OUTSIDE:
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     return files
