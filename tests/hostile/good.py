@@ -56,7 +56,7 @@ RUN = {
 STAGES: Lines = [
     {
         "name": name, "seconds": 1.0, "cpu_seconds": 1.0, "settings": {"seed": 0}, "facts": {}, "lines": {"results": 1},
-        "finished": MADE["created"], "versions": MADE["versions"],
+        "finished": "2026-01-01T00:00:00+00:00", "versions": {},
     }
     for name in "ab"
 ]  # fmt: skip

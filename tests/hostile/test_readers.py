@@ -373,6 +373,18 @@ def test_damaged_input_is_read_or_refused_in_a_sentence(name: str, good: Good, t
     check()
 
 
+def test_what_is_damaged_was_good(good: Good, tmp_path: Path) -> None:
+    lines = {"results": RESULTS, "analysis": whole.ANALYSES, "curves": CURVES, "examples": whole.SHOWN}
+    lines |= {"speeds": whole.SPEEDS, "records": whole.RECORDS, "stages": whole.STAGES}
+    for name, own in lines.items():
+        (tmp_path / f"{name}.jsonl").write_bytes(lines_of(own) + b"\n")
+    (tmp_path / "run.json").write_text(json.dumps(RUN))
+    read = load([tmp_path, tmp_path / "speeds.jsonl"]).read
+    assert (len(read.examples), len(read.runs)) == (1, 1)
+    assert [*RunLog(tmp_path).entries] == ["a", "b"]
+    assert len(read_examples(tmp_path / "records.jsonl", good.store.tokenizer)) == 2
+
+
 def test_the_seal_of_these_tests_is_the_packages(small_store: TokenStore) -> None:
     manifest = (small_store.path / "manifest.json").read_bytes()
     assert seal(json.loads(manifest)) == manifest
