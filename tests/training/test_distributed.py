@@ -62,14 +62,21 @@ def alone(small_store: TokenStore, tmp_path_factory: pytest.TempPathFactory, run
     return out
 
 
-def test_two_processes_follow_the_losses_of_one_and_save_once(
-    small_store: TokenStore, alone: Path, tmp_path: Path
-) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    program = [*launcher, "-m", "metatokens", *map(str, pretraining(small_store, tmp_path / "run", processes=2))]
+def torchrun(processes: int, *arguments: object) -> str:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    program = [*launcher, "-m", "metatokens", *map(str, arguments)]
     done = subprocess.run(program, env=os.environ | QUIET, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("model: ") == 1
+    return done.stderr
+
+
+@pytest.mark.parametrize("is_by_torchrun", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_two_processes_follow_the_losses_of_one_and_save_once(
+    is_by_torchrun: bool, small_store: TokenStore, alone: Path, tmp_path: Path, run_ranks: Run
+) -> None:
+    arguments = pretraining(small_store, tmp_path / "run", processes=2)
+    said = torchrun(2, *arguments) if is_by_torchrun else run_ranks(2, command, *arguments)
+    assert said.count("model: ") == 1
     assert len(curve(tmp_path / "run")["loss"]) == 30
     assert_same_training(tmp_path / "run", alone)
     verify_manifest(tmp_path / "run")
