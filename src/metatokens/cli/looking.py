@@ -76,7 +76,7 @@ def generate(
 
     from metatokens.data.prompts import chat_text, encode_chat, encode_prompt, read_messages
     from metatokens.data.tokenizer import check_meta_token
-    from metatokens.model.generation import continue_prompts
+    from metatokens.decoder import continue_prompts
     from metatokens.model.positions import reaches
     from metatokens.tasks.example import read_examples
 

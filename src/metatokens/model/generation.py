@@ -7,20 +7,16 @@ of a step are prepared.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     Cache,
     GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
     SuppressTokensLogitsProcessor,
 )
 from transformers.generation import GenerationMode
@@ -206,62 +202,3 @@ class MetaTokenGenerationMixin(GenerationMixin):
         if is_static and is_sparse and generation_config.prefill_chunk_size is None:
             for layer in model_kwargs["past_key_values"].layers:
                 layer.second_room = inserted
-
-
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """What a model wrote after a prompt: the new text alone, and the whole text with its meta-tokens shown."""
-
-    text: str
-    with_meta: str
-
-
-def continue_prompts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
-    *,
-    batch_size: int = 1,
-    temperature: float = 0.0,
-    **options: Any,
-) -> Iterator[Continuation]:
-    """Continue prompts of any lengths, given as token ids.
-
-        [one.text for one in continue_prompts(model, tokenizer, [encode_prompt(tokenizer, "The cat")])]
-
-    Args:
-        model: any model that `load_model` gives.
-        tokenizer: the model's.
-        prompts: token ids, such as `encode_prompt` gives.
-        batch_size: prompts per call of `generate`.
-        temperature: 0 decodes greedily; anything else samples.
-        options: for `model.generate`, such as `max_new_tokens`, `meta_every` and `streamer`.
-
-    Returns:
-        A continuation for each prompt, in order; each batch is generated when its first one is asked for.
-    """
-    options |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    for start in range(0, len(prompts), batch_size):
-        rows = [torch.tensor(prompt) for prompt in prompts[start : start + batch_size]]
-        ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.eos_token_id, padding_side="left")
-        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
-        output = model.generate(
-            ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            pad_token_id=tokenizer.eos_token_id,
-            return_dict_in_generate=True,
-            use_cache=True,  # the cache knows where meta-tokens were inserted
-            num_return_sequences=1,
-            **options,
-        )
-        length = ids.shape[1]
-        for row, sequence in zip(rows, output.sequences.tolist(), strict=True):
-            stops = (place for place, token in enumerate(sequence[length:], length + 1) if token in ends)
-            del sequence[next(stops, len(sequence)) :]  # padding
-            text = tokenizer.decode(sequence[length:], skip_special_tokens=True)
-            for place in reversed(getattr(output.past_key_values, "inserted", [])):
-                if place < len(sequence):
-                    sequence.insert(place, model.config.meta_token_id)
-            yield Continuation(text, tokenizer.decode(sequence[length - len(row) :]))
