@@ -14,7 +14,7 @@ from metatokens.errors import UserError
 from metatokens.files import PNG, replace_own
 
 if TYPE_CHECKING:
-    from metatokens.model.generation import Continuation
+    from metatokens.decoder import Continuation
 
 
 def sample(

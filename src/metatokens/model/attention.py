@@ -4,9 +4,9 @@
     MetaAttention(Q, K, V) = softmax(Q K^T / sqrt(d) + M + P) V
 
 M is the causal mask; P is 0 where query and key are both meta-tokens, and minus infinity elsewhere. A dense mask would
-spend T^2 work on the few pairs of meta-tokens, and would leave every row of text without a key. Here the meta-tokens'
-rows are gathered, attend causally among themselves, and are scattered back. That is the same function, and it adds
-exactly nothing to the rows of text.
+spend T^2 work on the few pairs of meta-tokens, and would leave every row of text without a key. Instead, the block
+(`modeling.py`) gathers the meta-tokens' rows, `MetaAttention` attends causally among them, and the block adds the
+result back at their places. This equals the dense formula, and the rows of text stay unchanged.
 """
 
 import math

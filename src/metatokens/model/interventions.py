@@ -37,7 +37,7 @@ class Intervention:
 
     kinds: ClassVar[dict[str, type["Intervention"]]] = {}
     usage: ClassVar[str]  # the name, with its options
-    has_positions: ClassVar[bool] = True  # whether it changes positions
+    has_positions: ClassVar[bool]  # whether it changes positions
     is_random: ClassVar[bool] = False
 
     @property
@@ -47,6 +47,8 @@ class Intervention:
 
     def __init_subclass__(cls, *, usage: str) -> None:
         cls.usage = usage
+        unchanged = Intervention.change_learned, Intervention.change_rotary
+        cls.has_positions = (cls.change_learned, cls.change_rotary) != unchanged
         cls.kinds[usage.partition(":")[0]] = cls
 
     @classmethod
@@ -105,8 +107,6 @@ class NoPosition(Intervention, usage="no_pos"):
 class NoEmbedding(Intervention, usage="no_embed"):
     """The embedding of a meta-token is 0; its position stays, and so does its row of the head, tied to the table."""
 
-    has_positions = False
-
     def change_embeddings(self, embeddings: Tensor) -> Tensor:
         """Zeros."""
         return torch.zeros_like(embeddings)
@@ -115,8 +115,6 @@ class NoEmbedding(Intervention, usage="no_embed"):
 @dataclass(frozen=True)
 class Neither(NoPosition, NoEmbedding, usage="neither"):
     """A meta-token has neither position nor embedding."""
-
-    has_positions = True
 
 
 @dataclass(frozen=True)
