@@ -18,6 +18,7 @@ FINETUNE = "finetune --set training.max_steps=2 --set training.save_steps=2 --se
 Run = Callable[[str], tuple[int, str, str]]
 Succeed = Callable[[str], tuple[str, str]]
 Refuse = Callable[[str, str], None]
+Models = Callable[..., Path]
 Contents = Callable[[Path], dict[str, bytes]]
 
 

@@ -1,18 +1,17 @@
 """`look`: the page and the picture that it writes, and the files that it keeps."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from PIL import Image
 
 from metatokens.checkpoint import EXAMPLE
-from tests.cli.command_lines import Run
+from tests.cli.command_lines import Models, Run
 
 PROMPT = '"the cat _PAUSE_ sat _PAUSE_"'
 
 
-def test_a_page_and_a_picture_of_two_models(workplace: Path, small_model: Callable[..., Path], metatokens: Run) -> None:
+def test_a_page_and_a_picture_of_two_models(workplace: Path, small_model: Models, metatokens: Run) -> None:
     folders = [small_model(second_attention=second) for second in ("meta", "none")]
     look = f"look --model {folders[0]} --compare {folders[1]} {PROMPT} --out page.html --png page.png"
     assert metatokens(look) == (0, "", "page: page.html\npicture: page.png\n")
@@ -25,7 +24,7 @@ def test_a_page_and_a_picture_of_two_models(workplace: Path, small_model: Callab
     assert (workplace / "page.html").read_text(encoding="utf-8") == page
 
 
-def test_another_marker(workplace: Path, small_model: Callable[..., Path], metatokens: Run) -> None:
+def test_another_marker(workplace: Path, small_model: Models, metatokens: Run) -> None:
     model = small_model(second_attention="meta")
     assert metatokens(f'look --model {model} --marker "**" "the _PAUSE_ cat ** sat"')[0] == 0
     page = (workplace / "look.html").read_text(encoding="utf-8")
@@ -34,7 +33,7 @@ def test_another_marker(workplace: Path, small_model: Callable[..., Path], metat
     assert "among decoys</th>" not in (workplace / "look.html").read_text(encoding="utf-8")
 
 
-def test_files_of_others_are_kept(workplace: Path, small_model: Callable[..., Path], metatokens: Run) -> None:
+def test_files_of_others_are_kept(workplace: Path, small_model: Models, metatokens: Run) -> None:
     model = small_model()
     for name, option in (("thesis.html", "--out"), ("thesis.png", "--png")):
         (workplace / name).write_text("years of work")

@@ -6,7 +6,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -19,15 +18,12 @@ from metatokens.checkpoint import write_manifest
 from metatokens.data.store import TokenStore
 from metatokens.data.writing import Plan, write_token_store
 from metatokens.training.run_folder import open_run
-from tests.cli.command_lines import PRETRAIN, SMALL, Contents, Run
+from tests.cli.command_lines import PRETRAIN, SMALL, Contents, Models, Run
 
 
 @pytest.fixture(scope="module")
 def ground(
-    small_corpus: Path,
-    small_store: TokenStore,
-    small_model: Callable[..., Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    small_corpus: Path, small_store: TokenStore, small_model: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """A folder of good and bad inputs, which no command below may change."""
     ground = tmp_path_factory.mktemp("ground")
@@ -133,6 +129,7 @@ MISTAKES = {
     "perplexity --model model --corpus model": "model/manifest.json is not the manifest of a token store",
     "perplexity --model model --corpus other-tokens": "other-tokens was made with another tokenizer than the model's",
     "perplexity --model model --corpus damaged-tokens": "held_out/00000-00000.arrow is missing, cut short or altered",
+    "perplexity --model model --corpus text.txt --placement uniform --block-size 2 --fraction 0.5": "nothing to",
     "perplexity --model model --corpus text.txt --fraction 0.6": "meta-tokens is 0.6, but must lie in [0, 0.5]",
     "perplexity --model unmarked --corpus text.txt --placement uniform": "unmarked has no meta_token_id",
     "perplexity --model unmarked --corpus text.txt --landmarks line": "unmarked has no meta_token_id",
@@ -185,6 +182,7 @@ MISTAKES = {
     f"{EVALUATE} --model model --intervention no_heads": "no intervention 'no_heads'; allowed are no_pos",
     f"{EVALUATE} --model model --intervention noise:much": "no intervention 'noise:much'; allowed are no_pos",
     "look --model model _PAUSE_": "the prompt has no text",
+    f"look --model learned '{'a ' * 50}'": "tokens; at most 48 can be shown",
     "look --model model --marker '' a": "the marker is empty",
     "look --model nothing a": "there is no model in nothing",
     "analyze sharpness --model unmarked": "the model in unmarked has no meta_token_id",

@@ -1,11 +1,10 @@
 """`finetune` and `evaluate` on a user's own records."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from metatokens.records import Result, read_lines
-from tests.cli.command_lines import Run, write_records
+from tests.cli.command_lines import Models, Run, write_records
 
 OWN = [
     {"prompt": "the cat _PAUSE_ sat", "markers": [7], "completion": " hills"},
@@ -14,9 +13,7 @@ OWN = [
 ]
 
 
-def test_own_records_are_trained_on_and_measured(
-    workplace: Path, small_model: Callable[..., Path], metatokens: Run
-) -> None:
+def test_own_records_are_trained_on_and_measured(workplace: Path, small_model: Models, metatokens: Run) -> None:
     for name, records in (("own", OWN[:2]), ("held_out", OWN[1:])):
         write_records(f"{name}.jsonl", records)
     tuned = (
@@ -66,7 +63,7 @@ def test_own_records_are_trained_on_and_measured(
 
 
 def test_records_with_landmarks_are_trained_on_and_measured_alike(
-    workplace: Path, small_model: Callable[..., Path], metatokens: Run
+    workplace: Path, small_model: Models, metatokens: Run
 ) -> None:
     records = [{"prompt": "the cat\nsat", "completion": " hills"}, {"prompt": "two dogs. Over", "completion": " river"}]
     write_records("own.jsonl", records)
@@ -86,7 +83,7 @@ def test_records_with_landmarks_are_trained_on_and_measured_alike(
 
 
 def test_a_record_with_a_marker_in_its_text_and_no_markers_is_named_once(
-    workplace: Path, small_model: Callable[..., Path], metatokens: Run
+    workplace: Path, small_model: Models, metatokens: Run
 ) -> None:
     text = {"prompt": "the cat _PAUSE_ sat", "completion": " river"}
     silent = [text | {"markers": [7]}, text | {"markers": []}, {"prompt": "two dogs", "completion": " river"}]

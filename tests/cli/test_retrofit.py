@@ -174,8 +174,7 @@ def test_a_base_of_the_hub_keeps_its_name(base: Path, run: Succeed, monkeypatch:
     cached = base.rename(base.with_name("cached"))
     retrofit = "retrofit --model hf:someone/base --out model --heads 2 --head-size 8 --delta"
     monkeypatch.setattr(
-        "metatokens.checkpoint.snapshot_download",
-        lambda name, **_: {"someone/base": str(cached)}[name],
+        "metatokens.checkpoint.snapshot_download", lambda name, **_: {"someone/base": str(cached)}[name]
     )
     run(retrofit)
     assert json.loads(Path("model/meta_tokens.json").read_text())["meta_attention"]["base"] == "someone/base"
@@ -397,15 +396,21 @@ def test_gguf_files_are_for_retrofit(base: Path, refused: Refuse) -> None:
     refused("retrofit --model quantised --out new", "quantised holds 2 GGUF files, such as one.gguf; name one of them.")
 
 
-def test_text_is_trained_on_and_the_model_analysed(
-    base: Path, run: Succeed, refused: Refuse, small_corpus: Path
+@pytest.mark.filterwarnings(*PEFTS_OWN)
+@pytest.mark.parametrize("delta", ["", " --delta"])
+def test_text_is_trained_on_and_the_model_analysed_and_adapted(
+    delta: str, base: Path, run: Succeed, refused: Refuse, small_corpus: Path
 ) -> None:
-    run(RETROFIT)
+    run(RETROFIT + delta)
     run(f"tokenize --corpus {small_corpus} --tokenizer model --out tokens --workers 1")
     run(f"{PRETRAIN} --set training.logging_steps=1 --init model --out more")
     run("plot more --out curves.png")
-    before, after = load_file("model/model.safetensors"), load_file("more/model.safetensors")
-    assert {"meta_" in name for name in before if not torch.equal(before[name], after[name])} == {True}
+    file = f"{'meta_tokens' if delta else 'model'}.safetensors"
+    assert [path.name for path in Path("more").glob("*.safetensors")] == [file]
+    before, after = (load_file(f"{folder}/{file}") for folder in ("model", "more"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert "model.embed_tokens.meta_token.weight" in changed
+    assert all("meta_" in name for name in changed)
     for kind, metric in (("sharpness", "premise_holds"), ("residual", "attention_weight")):
         run(f"analyze {kind} --model more --task parity --length 64 -n 4 --out {kind}.jsonl")
         records = map(json.loads, Path(f"{kind}.jsonl").read_text().splitlines())
@@ -414,28 +419,13 @@ def test_text_is_trained_on_and_the_model_analysed(
     refused(f"{EVALUATE} more --intervention no_pos", "no_pos is for this package's own models")
     line = "extend --model more --factor 2 --recipe small_extend --out longer --set data.tokens=tokens"
     refused(line, "extend is for this package's own models; this is a LlamaForCausalLM")
-
-
-@pytest.mark.filterwarnings(*PEFTS_OWN)
-def test_what_was_added_alone_is_trained_on_text_analysed_and_adapted(
-    base: Path, run: Succeed, small_corpus: Path
-) -> None:
-    run(f"{RETROFIT} --delta")
-    run(f"tokenize --corpus {small_corpus} --tokenizer model --out tokens --workers 1")
-    run(f"{PRETRAIN} --set training.logging_steps=1 --init model --out more")
-    name = "model.embed_tokens.meta_token.weight"
-    before, after = (load_file(f"{folder}/meta_tokens.safetensors")[name] for folder in ("model", "more"))
-    assert not torch.equal(before, after)
-    assert not Path("more/model.safetensors").exists()
-    run("plot more --out curves.png")
-    run("analyze sharpness --model more --task parity --length 64 -n 4 --out sharpness.jsonl")
     run(f"{PRETRAIN} --init more --lora rank=2 --out adapted")
-    text = load_file("adapted/model.safetensors")  # whole, since adapters were merged into the base
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert not torch.equal(text[name], load_file("base/model.safetensors")[name])
     run(f"{TUNE} --model more --out tuned --lora rank=2")
-    whole = load_file("tuned/64/model.safetensors")
-    assert not torch.equal(whole[name], load_file("base/model.safetensors")[name])
+    name = "model.layers.0.self_attn.q_proj.weight"
+    for folder in ("adapted", "tuned/64"):  # whole, since adapters were merged into the base
+        assert not torch.equal(
+            load_file(f"{folder}/model.safetensors")[name], load_file("base/model.safetensors")[name]
+        )
     run(f"{EVALUATE} tuned/64")
 
 

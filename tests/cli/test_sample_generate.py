@@ -3,7 +3,6 @@
 import json
 import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.tasks.example import read_examples
-from tests.cli.command_lines import Refuse, Run, Succeed, write_records
+from tests.cli.command_lines import Models, Refuse, Run, Succeed, write_records
 
 
 def test_samples_are_records(workplace: Path, small_store: TokenStore, metatokens: Run, run: Succeed) -> None:
@@ -35,7 +34,7 @@ def test_samples_are_records(workplace: Path, small_store: TokenStore, metatoken
     assert json.loads(output)["task"] == "parity"
 
 
-def test_generation_continues_the_prompt(small_model: Callable[..., Path], metatokens: Run) -> None:
+def test_generation_continues_the_prompt(small_model: Models, metatokens: Run) -> None:
     model = small_model()
     prompt = "the cat _PAUSE_ sat <|endoftext|>"
     generate = f"generate --model {model} {shlex.quote(prompt)} --max-new-tokens 20"
@@ -50,7 +49,7 @@ def test_generation_continues_the_prompt(small_model: Callable[..., Path], metat
 
 
 def test_a_prompt_with_meta_tokens(
-    workplace: Path, small_model: Callable[..., Path], small_store: TokenStore, metatokens: Run, run: Succeed
+    workplace: Path, small_model: Models, small_store: TokenStore, metatokens: Run, run: Succeed
 ) -> None:
     model, tokenizer = load_model(small_model()).eval(), small_store.tokenizer
     folder = small_model()
@@ -91,7 +90,7 @@ def test_a_prompt_with_meta_tokens(
 
 
 def test_text_is_streamed_as_it_is_generated(
-    small_model: Callable[..., Path], metatokens: Run, run: Succeed, monkeypatch: pytest.MonkeyPatch
+    small_model: Models, metatokens: Run, run: Succeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[str] = []
     monkeypatch.setattr("transformers.TextStreamer.put", lambda self, value: shown.append("put"))
@@ -104,7 +103,7 @@ def test_text_is_streamed_as_it_is_generated(
 
 
 def test_prompts_of_a_batch_are_continued_like_single_ones(
-    workplace: Path, small_model: Callable[..., Path], metatokens: Run, run: Succeed
+    workplace: Path, small_model: Models, metatokens: Run, run: Succeed
 ) -> None:
     records = [{"prompt": "the cat"}, {"prompt": "two _PAUSE_ dogs ran over", "markers": [3]}, {"prompt": "a"}]
     write_records("prompts.jsonl", records)
@@ -115,7 +114,7 @@ def test_prompts_of_a_batch_are_continued_like_single_ones(
 
 
 def test_a_row_of_a_batch_ends_at_its_own_end_of_text(
-    workplace: Path, small_model: Callable[..., Path], metatokens: Run, run: Succeed
+    workplace: Path, small_model: Models, metatokens: Run, run: Succeed
 ) -> None:
     model = Path(shutil.copytree(small_model(), "model"))
     records = [{"prompt": "the cat"}, {"prompt": "two dogs ran over"}, {"prompt": "a"}]
@@ -132,9 +131,7 @@ def test_a_row_of_a_batch_ends_at_its_own_end_of_text(
     assert metatokens(f"{line} --batch-size 3")[1] == alone
 
 
-def test_beams_are_not_streamed(
-    workplace: Path, small_model: Callable[..., Path], metatokens: Run, run: Succeed
-) -> None:
+def test_beams_are_not_streamed(workplace: Path, small_model: Models, metatokens: Run, run: Succeed) -> None:
     model = Path(shutil.copytree(small_model(), "model"))
     settings = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps(settings | {"num_beams": 2, "num_return_sequences": 2}))
@@ -145,7 +142,7 @@ def test_beams_are_not_streamed(
 
 
 def test_a_chat_of_several_messages_comes_from_a_file(
-    workplace: Path, small_model: Callable[..., Path], metatokens: Run, run: Succeed, refused: Refuse
+    workplace: Path, small_model: Models, metatokens: Run, run: Succeed, refused: Refuse
 ) -> None:
     model = Path(shutil.copytree(small_model(), "model"))
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -173,7 +170,7 @@ def test_a_chat_of_several_messages_comes_from_a_file(
 
 
 def test_a_gpu_that_is_not_there_is_refused(
-    workplace: Path, small_model: Callable[..., Path], refused: Refuse, monkeypatch: pytest.MonkeyPatch
+    workplace: Path, small_model: Models, refused: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_model()
     assert load_model(model, dtype="bfloat16").dtype == torch.bfloat16

@@ -17,8 +17,11 @@ from typing import Any
 import pytest
 
 from metatokens.cli.output import print_figures
-from tests.cli.command_lines import FINETUNE, Run, write_records
+from tests.cli.command_lines import FINETUNE, Models, Run, write_records
 from tests.forked import Forked, command
+
+Show = Callable[[str], str]
+Print = Callable[..., list[str]]
 
 
 @contextmanager
@@ -81,7 +84,7 @@ def records(lines: str) -> list[dict[str, Any]]:
 
 
 def test_a_terminal_gets_a_table_and_a_pipe_json_lines(
-    small_model: Callable[..., Path], workplace: Path, metatokens: Run, at_a_terminal: Callable[[str], str]
+    small_model: Models, workplace: Path, metatokens: Run, at_a_terminal: Show
 ) -> None:
     line = f"evaluate --model {small_model()} --task parity --lengths 64,96 -n 4 --corpus text.txt --name small"
     status, piped, _ = metatokens(line)
@@ -109,11 +112,7 @@ def test_a_terminal_gets_a_table_and_a_pipe_json_lines(
     ],
 )
 def test_every_verb_with_results_shows_a_table_or_json_lines(
-    line: str,
-    small_model: Callable[..., Path],
-    workplace: Path,
-    metatokens: Run,
-    at_a_terminal: Callable[[str], str],
+    line: str, small_model: Models, workplace: Path, metatokens: Run, at_a_terminal: Show
 ) -> None:
     write_records("prompts.jsonl", [{"prompt": "the cat sat on a mat"}, {"prompt": "two _PAUSE_", "markers": [3]}])
     write_records("own.jsonl", [{"prompt": "the cat", "completion": " sat"}])
@@ -129,9 +128,7 @@ def test_every_verb_with_results_shows_a_table_or_json_lines(
         assert [row.startswith(record["prompt"]) for row, record in zip(table(shown)[1:], printed, strict=True)]
 
 
-def test_a_prompt_is_continued_as_text_or_json(
-    small_model: Callable[..., Path], metatokens: Run, at_a_terminal: Callable[[str], str]
-) -> None:
+def test_a_prompt_is_continued_as_text_or_json(small_model: Models, metatokens: Run, at_a_terminal: Show) -> None:
     line = f"generate --model {small_model()} the --max-new-tokens 8"
     status, text, _ = metatokens(line)
     assert (status, at_a_terminal(line)) == (0, text)
@@ -148,7 +145,7 @@ def command_at(name: str, *arguments: str) -> None:
 
 
 def test_a_process_of_its_own_finds_the_terminal(
-    small_model: Callable[..., Path], workplace: Path, forked: Callable[..., Forked]
+    small_model: Models, workplace: Path, forked: Callable[..., Forked]
 ) -> None:
     line = f"perplexity --model {small_model()} --corpus {workplace}/text.txt --block-size 32 --name small"
     with terminal() as (follower, shown):
@@ -172,7 +169,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return show
 
 
-def test_a_table_of_one_figure_still_says_what_it_is(printed: Callable[..., list[str]]) -> None:
+def test_a_table_of_one_figure_still_says_what_it_is(printed: Print) -> None:
     interval = {"value": 15232.4, "low": 999.96, "high": 1e6}
     above, headings, row = printed({"model": "m", "metric": "perplexity", **interval, "n": 15232, "chance": 16.04})
     assert above == "model m"
@@ -180,11 +177,10 @@ def test_a_table_of_one_figure_still_says_what_it_is(printed: Callable[..., list
     assert row.split() == ["perplexity", "15,232", "1000", "to", "1,000,000", "15,232", "16.04"]
 
 
-def test_what_rows_lack_stands_in_no_row(printed: Callable[..., list[str]]) -> None:
+def test_what_rows_lack_stands_in_no_row(printed: Print) -> None:
     about = {"analysis": "residual", "model": "m", "metric": "similarity_centred", "n": 4}
     above, headings, *rows = printed(
-        about | {"value": -0.25, "low": -0.5, "high": 0.125, "layer": 0},
-        about | {"layer": 1, "premise": False},
+        about | {"value": -0.25, "low": -0.5, "high": 0.125, "layer": 0}, about | {"layer": 1, "premise": False}
     )
     assert above == "analysis residual, model m"
     assert "chance" not in headings
@@ -194,7 +190,7 @@ def test_what_rows_lack_stands_in_no_row(printed: Callable[..., list[str]]) -> N
     ]
 
 
-def test_long_rows_are_folded_between_words_and_figures_are_not(printed: Callable[..., list[str]]) -> None:
+def test_long_rows_are_folded_between_words_and_figures_are_not(printed: Print) -> None:
     row = {"metric": "attention_log_odds_change", "value": 0.04956, "low": -0.0009133, "high": 0.08998, "n": 648}
     places = (
         {"module": "attention", "layer": 10, "marker": "context", "keys": "near"},

@@ -1,14 +1,13 @@
 """The commands in order, from text to figures, and then again."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from metatokens.data.store import TokenStore
 from metatokens.records import Result, read_lines
-from tests.cli.command_lines import FINETUNE, PRETRAIN, Contents, Run
+from tests.cli.command_lines import FINETUNE, PRETRAIN, SMALL, Contents, Models, Run
 
 
 def test_from_text_to_figures_verb_by_verb(workplace: Path, metatokens: Run) -> None:
@@ -74,22 +73,12 @@ def test_finished_work_is_not_repeated(
     assert {status for status, *_ in again} == {0}
     assert contents(workplace) == before
     longer = PRETRAIN.replace("training.max_steps=2", "training.max_steps=3")
-    status, _, error = metatokens(f"{longer} --out base")
-    assert (status, error.splitlines()) == (
-        2,
-        [
-            "metatokens: base holds a run with other settings (recipe.training.max_steps was 2 and is now 3); give a "
-            "new folder, with --init (of finetune --model) to train its model further, or --overwrite to replace it."
-        ],
-    )
+    advice = "was 2 and is now 3); give a new folder, with --init (of finetune --model) to train its model further, or"
+    assert advice in metatokens(f"{longer} --out base")[2]
 
 
 def test_pretraining_starts_from_a_model_of_the_hub(
-    workplace: Path,
-    small_model: Callable[..., Path],
-    small_store: TokenStore,
-    metatokens: Run,
-    monkeypatch: pytest.MonkeyPatch,
+    workplace: Path, small_model: Models, small_store: TokenStore, metatokens: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = {"someone/small": small_model()}
     monkeypatch.setattr("metatokens.checkpoint.snapshot_download", lambda name, **_: str(models[name]))
@@ -98,3 +87,23 @@ def test_pretraining_starts_from_a_model_of_the_hub(
     assert metatokens(f"{line} {models['someone/small']} --out local")[0] == 0
     fetched, local = (Path(out, "model.safetensors").read_bytes() for out in ("fetched", "local"))
     assert fetched == local
+
+
+def test_a_model_is_measured_with_interventions_and_extended(
+    workplace: Path, small_model: Models, small_store: TokenStore, metatokens: Run
+) -> None:
+    model = small_model(max_position_embeddings=32)
+    evaluation = f"evaluate --model {model} --task parity --lengths 64 -n 4 --name meta"
+    lines = {
+        given: [json.loads(line) for line in metatokens(f"{evaluation} {given}")[1].splitlines()]
+        for given in ("", "--intervention noise:0", "--intervention noise:50 --noise-seed 3")
+    }
+    plain, none, noisy = ([(line.get("intervention"), line["value"]) for line in found] for found in lines.values())
+    assert [name for name, _ in (*plain, *none, *noisy)] == [None, None, "noise:0", "noise:0", "noise:50", "noise:50"]
+    assert [value for _, value in plain] == [value for _, value in none]
+
+    settings = SMALL.replace("data.tokens=tokens", f"data.tokens={small_store.path}")
+    status, _, error = metatokens(f"extend --model {model} --factor 2 --recipe demo {settings} --out longer")
+    assert (status, error.splitlines()[-1]) == (0, "model: longer")
+    rope = json.loads((workplace / "longer" / "config.json").read_text())["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 2.0, 32)

@@ -172,9 +172,3 @@ def test_a_wrong_spec_is_refused_before_anything_is_read(tmp_path):
     ]:
         with pytest.raises(UserError, match=sentence):
             read_corpus(spec)
-
-
-@pytest.mark.parametrize("data", [b"", b" \n\n\t\n"])
-def test_a_file_without_text_has_no_documents(tmp_path, data):
-    (tmp_path / "a.txt").write_bytes(data)
-    assert list(read_corpus(str(tmp_path / "a.txt"))) == []

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metatokens.data.store import TokenStore
-from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from tests.data.small_corpora import documents_of, flip_a_bit, make_documents, shards_of
 
@@ -92,7 +91,11 @@ def test_a_flipped_bit_anywhere_is_reported_with_the_files_name(sharded_store):
     read_everything(TokenStore.open(sharded_store.path))
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, lambda path: path.write_bytes(b""), lambda path: path.unlink()])
+def exchange(path):
+    path.write_bytes(min(path.parent.iterdir()).read_bytes())
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, exchange, lambda path: path.write_bytes(b""), os.unlink])
 def test_what_is_read_from_other_shards_is_not_touched_by_a_damaged_one(sharded_store, stored_in_shards, damage):
     damaged = shards_of(sharded_store, "train")[2]
     damage(damaged)
@@ -105,15 +108,6 @@ def test_what_is_read_from_other_shards_is_not_touched_by_a_damaged_one(sharded_
         with pytest.raises(UserError, match=rf"{damaged} is missing, cut short or altered: write the store again"):
             tokens[window]
     assert tokens[start:start].tolist() == []
-
-
-def test_shards_swapped_with_each_other_are_noticed(sharded_store):
-    first, second = shards_of(sharded_store, "train")[:2]
-    content = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(content)
-    with pytest.raises(UserError, match=rf"{first} is missing, cut short or altered"):
-        sharded_store.tokens("train")[:10]
 
 
 def test_opening_reads_the_manifest_alone_and_each_shard_is_checked_once(sharded_store, monkeypatch):
@@ -133,17 +127,3 @@ def test_open_shards_hold_no_file_open(sharded_store):
     tokens = sharded_store.tokens("train")
     tokens[:]
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.parametrize("text", ["{}", "not JSON", '{"model": "of another kind"}', ""])
-def test_a_manifest_of_something_else(tmp_path, text):
-    (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(UserError, match=r"manifest\.json is not the manifest of a token store"):
-        write_token_store(tmp_path, "builtin", "train:300")
-    assert (tmp_path / "manifest.json").read_text() == text
-
-
-def test_no_store_at_all(tmp_path):
-    for path in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(UserError, match="holds no complete token store"):
-            TokenStore.open(path)

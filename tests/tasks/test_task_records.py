@@ -42,9 +42,7 @@ def test_prompt_and_completion_suffice(tokenizer, tmp_path):
 def test_a_literal_pause_stays_text_unless_markers_name_it(tokenizer, tmp_path):
     prompt = "a _PAUSE_ b _PAUSE_<|endoftext|>"
     path = write_lines(
-        tmp_path,
-        {"prompt": prompt, "completion": "c"},
-        {"prompt": prompt, "completion": "c", "markers": [11]},
+        tmp_path, {"prompt": prompt, "completion": "c"}, {"prompt": prompt, "completion": "c", "markers": [11]}
     )
     plain, marked = read_examples(path, tokenizer)
     assert plain.input_ids[:-2] == tuple(encode_text(tokenizer, [prompt])[0])
@@ -85,19 +83,3 @@ def test_a_bad_record_is_named_by_its_line(line, reason, tokenizer, tmp_path):
     path = write_lines(tmp_path, GOOD, line)
     with pytest.raises(UserError, match=rf"records\.jsonl, line 2: .*{reason}"):
         read_examples(path, tokenizer)
-
-
-def test_text_that_is_not_utf8_is_named_by_its_line(tokenizer, tmp_path):
-    path = tmp_path / "records.jsonl"
-    path.write_bytes(b'\n{"prompt": "\xff", "completion": "b"}\n')
-    with pytest.raises(UserError, match="line 2: Invalid JSON"):
-        read_examples(path, tokenizer)
-
-
-def test_files_without_records_are_refused(tokenizer, tmp_path):
-    with pytest.raises(UserError, match="holds no record"):
-        read_examples(write_lines(tmp_path, "\n"), tokenizer)
-    with pytest.raises(UserError, match="No such file"):
-        read_examples(tmp_path / "missing.jsonl", tokenizer)
-    with pytest.raises(UserError, match="directory"):
-        read_examples(tmp_path, tokenizer)
