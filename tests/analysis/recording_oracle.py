@@ -10,7 +10,6 @@ from torch import Tensor
 from metatokens import MetaGPT2ForCausalLM
 from metatokens.tasks.example import Example
 from tests.model.dense_oracle import DenseOracle, rotate_by_position
-from tests.model.tiny_models import META
 
 KINDS: dict[str, dict[str, Any]] = {
     "meta, rope": {"position_embedding": "rope"},
@@ -26,7 +25,7 @@ class RecordingOracle(DenseOracle):
         super().__init__(model)
         if zeroed:  # the head's row is zeroed too, but the meta-token is no output
             with torch.no_grad():
-                self.weights["model.embed_tokens.weight"][META] = 0
+                self.weights["model.embed_tokens.weight"][self.config.meta_token_id] = 0
         self.states: list[Tensor] = []
         self.scores: dict[tuple[str, int], Tensor] = {}
 

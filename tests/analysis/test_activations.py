@@ -37,19 +37,6 @@ def test_patterns_and_states_are_those_of_the_dense_recomputation(second: str, p
         assert (cache[f"{name}.pattern"].sum(dim=-1) - 1).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
-def test_patterns_are_what_an_eager_model_returns(name: str) -> None:
-    model, ids = retrofitted(name), with_meta_tokens()[:1]
-    _, cache = run_with_cache(model, ids)
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        returned = model(ids, output_attentions=True, use_cache=False).attentions
-    shown = [weights for weights in returned if weights is not None]
-    assert len(shown) >= model.config.num_hidden_layers
-    for layer, weights in enumerate(shown):
-        assert error(cache[f"blocks.{layer}.attention.pattern"], weights[0]) < 1e-6
-
-
 def test_values_weighted_by_the_pattern_are_what_the_output_projection_reads() -> None:
     model, read = retrofitted("llama"), []
     ids = with_meta_tokens()[0]

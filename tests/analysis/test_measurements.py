@@ -34,11 +34,6 @@ def test_values_of_one_example_count_as_one_in_the_interval() -> None:
     assert (often["value"], often["low"], often["high"]) == pytest.approx((once["value"], once["low"], once["high"]))
 
 
-def test_the_mean_is_over_values_and_not_over_examples() -> None:
-    found = summary([np.array([0.0] * 9), np.array([1.0])])
-    assert found["value"] == pytest.approx(0.1)
-
-
 def test_the_interval_covers_the_mean_of_examples_of_different_sizes() -> None:
     generator = np.random.default_rng(0)
     hits = 0

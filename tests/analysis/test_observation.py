@@ -13,7 +13,7 @@ from metatokens.analysis.rate_distortion import final_states
 from metatokens.analysis.residual import residual
 from metatokens.analysis.sharpness import sharpness
 from metatokens.errors import UserError
-from metatokens.model.interventions import NoEmbedding, NoPosition, intervene
+from metatokens.model.interventions import NoEmbedding, intervene
 from metatokens.records import About, Measurement
 from tests.analysis.recording_oracle import bare_example
 from tests.retrofit.architectures import (
@@ -106,15 +106,6 @@ def test_no_embed_is_a_row_of_zeros(name: str) -> None:
         row.zero_()
     assert torch.equal(without, logits(model, ids))
     assert error(plain, without) > 0.01
-
-
-def test_positions_of_another_model_are_not_touched() -> None:
-    model = retrofitted("llama")
-    with (
-        pytest.raises(UserError, match=r"no_pos is for this package's own models; on a .* use no_embed"),
-        intervene(model, NoPosition()),
-    ):
-        pass
 
 
 @pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning")

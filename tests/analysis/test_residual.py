@@ -13,6 +13,7 @@ from metatokens.records import About, Measurement
 from tests.analysis.recording_oracle import KINDS, RecordingOracle, bare_example
 from tests.model.tiny_models import META, tiny_model
 
+Measured = tuple[list[RecordingOracle], list[Measurement]]
 LONG = [i % 50 for i in range(37)]
 PROMPTS = [
     [3, 4, META, 5, 6, 7, 8, META, 9, 10, META],
@@ -36,7 +37,7 @@ def bin_of(distance: int) -> int:
 
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS.keys())
-def measured(request: pytest.FixtureRequest) -> tuple[list[RecordingOracle], list[Measurement]]:
+def measured(request: pytest.FixtureRequest) -> Measured:
     model = tiny_model(**request.param)
     oracles = []
     for ids in PROMPTS:
@@ -51,9 +52,7 @@ def select(measurements: list[Measurement], metric: str) -> Iterator[Measurement
     return (m for m in measurements if m.metric == metric)
 
 
-def test_similarities_of_meta_tokens_and_their_controls(
-    measured: tuple[list[RecordingOracle], list[Measurement]],
-) -> None:
+def test_similarities_of_meta_tokens_and_their_controls(measured: Measured) -> None:
     oracles, measurements = measured
     found: dict[Any, list[float]] = defaultdict(list)
     for ids, oracle in zip(PROMPTS, oracles, strict=True):
@@ -78,7 +77,7 @@ def test_similarities_of_meta_tokens_and_their_controls(
     assert not found
 
 
-def test_what_the_final_meta_token_attends_to(measured: tuple[list[RecordingOracle], list[Measurement]]) -> None:
+def test_what_the_final_meta_token_attends_to(measured: Measured) -> None:
     oracles, measurements = measured
     found: dict[Any, list[float]] = defaultdict(list)
     for ids, oracle in zip(PROMPTS, oracles, strict=True):
@@ -100,7 +99,7 @@ def test_what_the_final_meta_token_attends_to(measured: tuple[list[RecordingOrac
     assert not any(any(numbers) for numbers in found.values())  # text is no key of meta-attention
 
 
-def test_evenly_spread_attention_for_comparison(measured: tuple[list[RecordingOracle], list[Measurement]]) -> None:
+def test_evenly_spread_attention_for_comparison(measured: Measured) -> None:
     _, measurements = measured
     for module in {m.module for m in select(measurements, "attention_weight")}:
         shares = {m.keys: m.value for m in select(measurements, "attention_weight_if_uniform") if m.module == module}
@@ -112,9 +111,7 @@ def test_evenly_spread_attention_for_comparison(measured: tuple[list[RecordingOr
         assert sum(shares.values()) == pytest.approx(1)
 
 
-def test_similarities_to_the_final_meta_token_are_of_the_first_example(
-    measured: tuple[list[RecordingOracle], list[Measurement]],
-) -> None:
+def test_similarities_to_the_final_meta_token_are_of_the_first_example(measured: Measured) -> None:
     oracles, measurements = measured
     ids, oracle = PROMPTS[0], oracles[0]
     similarity = {(m.layer, m.position): m for m in select(measurements, "similarity_to_final_centred")}

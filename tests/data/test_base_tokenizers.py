@@ -1,5 +1,6 @@
 """Tokenizers of other models: what they begin a text with, and how, is kept in corpora, prompts and on disk."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase
 
 from metatokens.data.prompts import encode_prompt
-from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.data.writing import write_token_store
 from metatokens.evaluation.perplexity import held_out_text
+from tests.data.small_corpora import write_corpus
 
 TEXTS = [f"the cat number {i} sat on a mat while it rained" for i in range(60)]
 TEMPLATE = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %}"
@@ -40,10 +41,8 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("corpus") / "texts.jsonl"
-    path.write_text("".join(f'{{"text": "{text}"}}\n' for text in TEXTS), encoding="utf-8")
-    return path
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts.jsonl", TEXTS)
 
 
 def expected_documents(folder: Path) -> dict[tuple[int, ...], str]:
@@ -52,13 +51,8 @@ def expected_documents(folder: Path) -> dict[tuple[int, ...], str]:
 
 
 def documents_in(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
-    start = 0
-    for place, token in enumerate(ids):
-        if token == tokenizer.eos_token_id:
-            found.append(tuple(ids[start : place + 1]))
-            start = place + 1
-    return found
+    ends = [place for place, token in enumerate(ids, start=1) if token == tokenizer.eos_token_id]
+    return [tuple(ids[start:end]) for start, end in pairwise([0, *ends])]
 
 
 def test_a_text_has_the_ids_that_transformers_gives(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -76,16 +70,15 @@ def test_saved_again_it_is_what_it_was(folder: Path, tokenizer: PreTrainedTokeni
 
 
 def test_the_documents_of_a_store(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, corpus: Path, tmp_path: Path
+    folder: Path, tokenizer: PreTrainedTokenizerBase, corpus: str, tmp_path: Path
 ) -> None:
-    store = write_token_store(tmp_path / "store", str(corpus), str(folder), held_out=0.2)
-    assert isinstance(store, TokenStore)
+    store = write_token_store(tmp_path / "store", corpus, str(folder), held_out=0.2)
     found = [one for split in ("train", "held_out") for one in documents_in(store.tokens(split)[:].tolist(), tokenizer)]
     expected = expected_documents(folder)
     assert sorted(found) == sorted(expected)
     assert sum(counts.tokens for counts in store.manifest.splits.values()) == sum(len(one) - 1 for one in expected)
 
 
-def test_the_documents_that_perplexity_reads(folder: Path, tokenizer: PreTrainedTokenizerBase, corpus: Path) -> None:
-    found = documents_in(held_out_text(str(corpus), tokenizer).tolist(), tokenizer)
+def test_the_documents_that_perplexity_reads(folder: Path, tokenizer: PreTrainedTokenizerBase, corpus: str) -> None:
+    found = documents_in(held_out_text(corpus, tokenizer).tolist(), tokenizer)
     assert found == list(expected_documents(folder))

@@ -235,9 +235,6 @@ def test_records_have_them_in_their_prompts(tokenizer: PreTrainedTokenizerBase, 
     assert filled.input_ids == (*expected, *plain.input_ids[plain.answer_start :])
     assert filled.answer_start == filled.n_tokens == len(expected)
     assert (filled.prompt, filled.markers) == (plain.prompt, plain.markers)
-    (tmp_path / "own.jsonl").write_text(json.dumps(record | {"markers": []}))
-    with pytest.raises(UserError, match=r"landmarks by paragraph have no place in any prompt of .*own\.jsonl"):
-        read_examples(tmp_path / "own.jsonl", tokenizer, landmarks="paragraph")
 
 
 def test_a_word_that_is_added_later_is_seen() -> None:

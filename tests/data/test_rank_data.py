@@ -1,6 +1,5 @@
 """The ranks and workers of a run together read every window of the text once an epoch, whatever their number."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -60,25 +59,6 @@ def steps(dataset: BlockDataset, ranks: int, workers: int, skip: int = 0) -> lis
     return [sum(parts, []) for parts in zip(*map(batches, range(ranks)), strict=True)]  # noqa: RUF017
 
 
-@every_split
-def test_every_window_is_read_once_an_epoch(
-    ranks: int, workers: int, dataset: BlockDataset, small_store: TokenStore
-) -> None:
-    text = small_store.tokens("train")[:].tolist()
-    windows = [tuple(text[start : start + 29]) for start in range(0, len(text) - 28, 29)]  # 32 less three meta-tokens
-    meta = small_store.manifest.meta_token_id
-    read = sum(steps(dataset, ranks, workers), [])[: len(dataset)]  # noqa: RUF017  # what fills the last batch aside
-    texts = [tuple(token for token in ids if token != meta) for ids, _ in read]
-    for epoch in range(EPOCHS):
-        of_epoch = texts[epoch * len(windows) : (epoch + 1) * len(windows)]
-        assert Counter(of_epoch) == Counter(windows)
-        ends = sum(ids.count(small_store.manifest.eos_token_id) for ids in of_epoch)
-        unread = len(text) - 29 * len(windows)  # less than a window
-        documents = small_store.manifest.splits["train"].documents
-        assert ends == documents - text[len(text) - unread :].count(small_store.manifest.eos_token_id)
-        assert sum(map(len, of_epoch)) == len(text) - unread
-
-
 def test_blocks_by_a_rule_are_the_same_for_ranks_workers_and_after_resuming(small_store: TokenStore) -> None:
     dataset = BlockDataset(small_store, "train", **BLOCK | {"placement": "sentence"}, epochs=EPOCHS)
     alone = steps(dataset, 1, 0)[:-1]  # what fills the last batch is others' with other ranks
@@ -92,6 +72,8 @@ def test_steps_have_the_same_blocks_however_many_ranks_share_them_and_after_resu
     ranks: int, workers: int, dataset: BlockDataset
 ) -> None:
     alone = steps(dataset, 1, 0)
+    items = [(item["input_ids"].tolist(), item["labels"].tolist()) for item in dataset]
+    assert sum(alone, [])[: len(items)] == items  # noqa: RUF017  # what fills the last batch aside
     an_epoch = len(alone) // EPOCHS
     for skip in (0, 1, an_epoch, an_epoch + 1, 2 * an_epoch + 3):
         assert steps(dataset, ranks, workers, skip) == alone[skip:]

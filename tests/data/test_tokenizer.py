@@ -13,13 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from metatokens.data import tokenizer as tokenizer_module
-from metatokens.data.tokenizer import (
-    encode_text,
-    load_tokenizer,
-    meta_token_id,
-    padded_vocab_size,
-    text_vocab_size,
-)
+from metatokens.data.tokenizer import encode_text, load_tokenizer, meta_token_id, padded_vocab_size, text_vocab_size
 from metatokens.errors import UserError
 from tests.data.small_corpora import save_word_level
 from tests.forked import PATIENCE
@@ -77,12 +71,6 @@ def test_any_text_stays_text_also_after_saving_and_loading(trained, loaded, text
     for tokenizer in (trained, loaded):
         assert tokenizer.decode(ids) == text
         assert tokenizer(text)["input_ids"] == ids
-
-
-def test_a_folder_gives_the_tokenizer_saved_in_it(trained, saved):
-    loaded = load_tokenizer(str(saved))
-    assert loaded.get_vocab() == trained.get_vocab()
-    assert loaded.eos_token_id == trained.eos_token_id
 
 
 def test_the_meta_token_is_a_special_token_of_the_saved_tokenizer(trained, saved):

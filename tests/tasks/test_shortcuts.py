@@ -122,11 +122,7 @@ def is_the_task(task: str, condition: str, rule: str) -> bool:
     return (
         task == "parity"
         and condition in ("paper", "decoy")
-        and rule
-        in (
-            "odd in before the first marker, +0",
-            "odd in before the first marker, -2",
-        )
+        and rule in ("odd in before the first marker, +0", "odd in before the first marker, -2")
     )
 
 
@@ -165,8 +161,11 @@ def test_no_simple_rule_is_better_than_those_that_are_named(task, condition, tok
     assert found[best] <= floor + 1.5 / n**0.5 + 0.01, (best, found[best], named)
 
 
-def test_scores_of_the_named_shortcuts(tokenizer):
+def test_scores_of_the_named_shortcuts():
     """On prompts written by hand."""
+
+    def right(task: str, condition: str, seen: Example, asked: Example) -> list[bool]:
+        return [found for (found,) in answers(task, condition, [seen], [asked]).values()]
 
     def example(prompt: str, completion: str) -> Example:
         offsets = [found.start() for found in re.finditer(" _PAUSE_", prompt)]
@@ -186,8 +185,7 @@ def test_scores_of_the_named_shortcuts(tokenizer):
         "the commonest answer": [True],
     }
     other = example("Fruits: plum fig _PAUSE_\nTools: saw axe _PAUSE_\nQ: What is item 2 of Fruits? _PAUSE_", " fig")
-    right = [*answers("list_recall", "landmark", [recall], [other]).values()]
-    assert right == [[False], [True], [False], [True], [False], [False]]
+    assert right("list_recall", "landmark", recall, other) == [False, True, False, True, False, False]
     count = example(
         "Tools: saw _PAUSE_ saw axe saw _PAUSE_\n"
         "Q: How many times does saw appear between the pauses around Tools? _PAUSE_",
@@ -205,18 +203,10 @@ def test_scores_of_the_named_shortcuts(tokenizer):
     items = example(
         "Tools: saw axe saw _PAUSE_\nQ: How many times does saw appear in items 2 to 3 of Tools? _PAUSE_", " 1"
     )
-    right = [*answers("segment_counting", "landmark", [count], [items]).values()]
-    assert right == [[True], [False], [True], [False], [True], [False], [False]]
+    assert right("segment_counting", "landmark", count, items) == [True, False, True, False, True, False, False]
     bits = example("Bits: 1 0 1 _PAUSE_ 1 1\nQ: What is the XOR of all bits before this pause? _PAUSE_", " 0")
-    assert [*answers("parity", "paper", [bits], [bits]).values()] == [[False], [True], [True], [True], [True]]
+    assert right("parity", "paper", bits, bits) == [False, True, True, True, True]
     first = example("Bits: 1 0 1 _PAUSE_ 1 1 0 _PAUSE_\nQ: What is the XOR of the first 2 bits? _PAUSE_", " 1")
-    assert [*answers("parity", "landmark", [bits], [first]).values()] == [
-        [False],
-        [True],
-        [False],
-        [False],
-        [False],
-        [False],
-    ]
+    assert right("parity", "landmark", bits, first) == [False, True, False, False, False, False]
     copied = example("one two _PAUSE_ three four _PAUSE_\nQ: Copy the 2 words after two. _PAUSE_", " three four")
-    assert [*answers("copying", "landmark", [bits], [copied]).values()] == [[True], [False]]
+    assert right("copying", "landmark", bits, copied) == [True, False]

@@ -23,21 +23,17 @@ TEXTS = st.one_of(
 AT_ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
 
 
-@AT_ANY_SPEED
-@given(text=TEXTS)
-def test_ids_are_those_of_the_whole_text(tokenizer, text):
-    assert SegmentEncoder(tokenizer).encode_text(text) == encode_text(tokenizer, [text])[0]
+@pytest.fixture(scope="session", params=["trained", "gpt2"])
+def either(request, tokenizer):
+    if request.param == "trained":
+        return tokenizer
+    return load_tokenizer(str(request.getfixturevalue("shared_data") / "gpt2_tokenizer"))
 
 
 @AT_ANY_SPEED
 @given(text=TEXTS)
-def test_ids_are_those_of_the_whole_text_with_gpt2s_vocabulary(gpt2_tokenizer, text):
-    assert SegmentEncoder(gpt2_tokenizer).encode_text(text) == encode_text(gpt2_tokenizer, [text])[0]
-
-
-@pytest.fixture(scope="session")
-def gpt2_tokenizer(shared_data):
-    return load_tokenizer(str(shared_data / "gpt2_tokenizer"))
+def test_ids_are_those_of_the_whole_text(either, text):
+    assert SegmentEncoder(either).encode_text(text) == encode_text(either, [text])[0]
 
 
 @pytest.fixture(scope="session")
