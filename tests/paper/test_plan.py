@@ -14,7 +14,7 @@ from metatokens.data.insertion import meta_token_count
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.paper.plan import Stage, examples_name, select, stages
-from metatokens.paper.presets import DEMO, GPU, PAPER, PRESETS, SMALL, preset
+from metatokens.paper.presets import DEMO, GPU, PAPER, PRESETS, SMALL
 from metatokens.paper.runner import Runner
 from metatokens.paper.variants import (
     Preset,
@@ -135,11 +135,6 @@ def test_the_demo_measures_what_it_should() -> None:
     assert {(recipe.model.position_embedding, recipe.training.seed) for recipe in recipes} == {("rope", 0)}
 
 
-def test_an_unknown_preset_names_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"no preset 'huge'; the presets are smoke, demo"):
-        preset("huge")
-
-
 def test_a_model_is_named_and_described_by_what_sets_it_apart() -> None:
     assert TrainedModel(model="meta").name == "meta"
     apart = TrainedModel(model="twin", position_embedding="learned", seed=2, variant="k=0.05")
@@ -209,11 +204,6 @@ def test_the_small_grid_is_whole() -> None:
         assert {f"{model}-landmark", f"{model}-seed1-landmark", f"{model}-seed2-landmark"} <= names
     assert {f"{model}-jumps" for model in ("gpt2", "twin", "meta")} <= names
     assert {f"meta-{variant}" for variant in ("periodic", "k=0", "k=0.05", "k=0.2", "yarn4", "yarn8")} <= names
-    learned, rope = (TrainedModel(model="meta", position_embedding=position) for position in ("learned", "rope"))
-    plain = {128: 500, 256: 500, 512: 500, 1024: 200, 2048: 100}
-    marked = {condition: {128: 500, 256: 500, 512: 500} for condition in ("landmark", "decoy")}
-    assert counts_of(SMALL, learned, "parity") == {"paper": plain}
-    assert counts_of(SMALL, rope, "parity") == {"paper": plain} | marked
 
 
 def test_one_recipe_a_task_for_all_models_of_a_preset() -> None:
