@@ -111,10 +111,7 @@ def test_an_override_may_open_a_section(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        (
-            "training.max_stepz=3",
-            "training.max_stepz is not a setting; allowed are max_steps, per_device",
-        ),
+        ("training.max_stepz=3", "training.max_stepz is not a setting; allowed are max_steps, per_device"),
         ("optimizer.name=adam", "optimizer is not a setting; allowed are data, model, training."),
         ("training.max_steps=many", "training.max_steps is 'many': input should be a valid integer"),
         ("training.max_steps=0", "training.max_steps is 0: input should be greater than 0."),

@@ -41,8 +41,7 @@ def generated(folder: Path) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    "order",
-    ["ours first", pytest.param("ours last", marks=pytest.mark.thorough), "ours last, the Auto classes in use"],
+    "order", ["ours first", pytest.param("ours last", marks=pytest.mark.thorough), "ours last, the Auto classes in use"]
 )
 def test_a_fresh_process_loads_a_checkpoint(folder: Path, added: Path, order: str) -> None:
     code = f"""{ORDERS[order]}

@@ -116,9 +116,7 @@ def test_padded_rows_in_a_static_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 2}, {"prefill_chunk_size": 5}],
-    ids=str,
+    "options", [{"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 2}, {"prefill_chunk_size": 5}], ids=str
 )
 def test_other_ways_to_generate(options: dict[str, Any]) -> None:
     model, ids = retrofitted("llama"), with_meta_tokens()[:1]
