@@ -92,19 +92,6 @@ def test_meta_attention_is_the_masked_formula(
     assert_same_gradients(model, oracle, tolerance)
 
 
-@QUICK
-@given(rows=ragged_rows, seed=st.integers(0, 99))
-def test_rows_of_text_receive_exactly_zero(rows: list[list[bool]], seed: int) -> None:
-    _, mask = pad([[0] * len(row) for row in rows], "right")
-    is_meta = torch.zeros_like(mask, dtype=torch.bool)
-    is_meta[mask.bool()] = torch.tensor([flag for row in rows for flag in row])
-    x = torch.randn(*mask.shape, 8, generator=torch.Generator().manual_seed(seed))
-    if (found := MetaRows.at(positions_of(is_meta))) is not None:
-        result = found.scatter_add(x, torch.full((*found.index.shape, 8), 1e30))
-        assert torch.equal(result[~is_meta], x[~is_meta])
-        assert (result[is_meta] == 1e30).all()
-
-
 def test_meta_attention_leaves_the_residual_of_text_bit_equal() -> None:
     ids, mask = pad(random_rows((12, 9, 7)))
     model = tiny_model(num_hidden_layers=1, dtype=torch.float32)

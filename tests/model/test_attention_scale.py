@@ -12,12 +12,8 @@ from tests.model.dense_oracle import DenseOracle
 from tests.model.tiny_models import pad, random_rows, tiny_model
 
 
-def scaled_model(**overrides: object) -> MetaGPT2ForCausalLM:
-    return tiny_model(attention_scale="log_length", **overrides)
-
-
 def test_the_logits_that_an_analysis_reads_are_scaled() -> None:
-    model = scaled_model()
+    model = tiny_model(attention_scale="log_length")
     (row,) = random_rows((13,), meta_rate=0.4)
     oracle = DenseOracle(model)
     oracle.logits(row)
@@ -42,7 +38,7 @@ def test_keys_are_counted_in_a_mask_of_four_dimensions(kind: torch.dtype) -> Non
     mask = seen if kind == torch.bool else torch.zeros(seen.shape, dtype=kind).masked_fill(~seen, torch.finfo(kind).min)
     ids = ids.masked_fill(padding == 0, 1)  # which such a mask does not say is no token
     positions = (padding.cumsum(dim=1) - 1).clamp(min=0)
-    model = scaled_model()
+    model = tiny_model(attention_scale="log_length")
     expected = model(ids, attention_mask=padding).logits
     found = model(ids, attention_mask=mask, position_ids=positions).logits
     assert (found - expected)[padding.bool()].abs().max() < 1e-10

@@ -1,6 +1,5 @@
 """Positions that come with a batch: the results are the same, and a compiled model is one graph."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,14 +78,17 @@ def test_logits_are_those_of_positions_found(fields: Fields) -> None:
             assert (logits - model(given["input_ids"], logits_to_keep=keep).logits).abs().max() < 1e-12
 
 
-def counting(graphs: list[Any]) -> Callable[..., Any]:
-    """A backend that notes the graphs, forward and backward, that it is given."""
+def compiled_with(model: MetaGPT2ForCausalLM, **options: Any) -> tuple[Any, list[Any]]:
+    """The compiled model, and a list that gets its graphs, forward and backward."""
+    torch._dynamo.reset()
+    graphs: list[Any] = []
 
     def note(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         graphs.append(graph)
         return make_boxed_func(graph.forward)
 
-    return aot_autograd(fw_compiler=note, bw_compiler=note)
+    backend = aot_autograd(fw_compiler=note, bw_compiler=note)
+    return torch.compile(model, backend=backend, dynamic=False, **options), graphs
 
 
 def waits(graph: torch.fx.GraphModule) -> list[str]:
@@ -104,10 +106,8 @@ def batches(count: int) -> list[dict[str, Tensor]]:
 @QUIET
 @SECOND
 def test_a_compiled_training_step_is_one_graph_for_all_counts(second_attention: str) -> None:
-    torch._dynamo.reset()
-    graphs: list[Any] = []
     model = tiny_model(second_attention=second_attention).train()
-    compiled = torch.compile(model, backend=counting(graphs), fullgraph=True, dynamic=False)
+    compiled, graphs = compiled_with(model, fullgraph=True)
     counts = set()
     for number, given in enumerate(batches(50)):
         counts.add((int((given["meta_positions"] >= 0).sum()), int((given["scored_positions"] >= 0).sum())))
@@ -122,10 +122,8 @@ def test_a_compiled_training_step_is_one_graph_for_all_counts(second_attention: 
 
 @QUIET
 def test_a_compiled_evaluation_is_one_graph_for_all_counts() -> None:
-    torch._dynamo.reset()
-    graphs: list[Any] = []
     model = tiny_model()
-    compiled = torch.compile(model, backend=counting(graphs), fullgraph=True, dynamic=False)
+    compiled, graphs = compiled_with(model, fullgraph=True)
     with torch.no_grad():
         for given in batches(50):
             own = {name: given[name] for name in ("input_ids", "labels", "meta_positions")}
@@ -138,10 +136,7 @@ def test_a_compiled_evaluation_is_one_graph_for_all_counts() -> None:
 @QUIET
 def test_without_positions_the_model_waits() -> None:
     """A model that finds its rows would fail the tests above."""
-    torch._dynamo.reset()
-    graphs: list[Any] = []
-    model = tiny_model().train()
-    compiled = torch.compile(model, backend=counting(graphs), dynamic=False)
+    compiled, graphs = compiled_with(tiny_model().train())
     compiled(**found(batch(ROWS))).loss.backward()
     assert len(graphs) > 2
 

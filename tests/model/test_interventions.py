@@ -1,6 +1,6 @@
 """Interventions against the dense oracle, whose tables and weights are edited by hand; the rest stays unchanged."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -168,23 +168,7 @@ def test_the_seed_decides_the_noise(position_embedding: str, unit: str, edited: 
     assert (other[:, :META] - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
-@pytest.mark.parametrize(("unit", "deviation"), [("", 0.3), (":raw", 1.0)])
-def test_noise_on_a_learned_table_has_the_stated_unit(unit: str, deviation: float) -> None:
-    model = shared_model(position_embedding="learned", max_position_embeddings=500)  # randomize(): entries of std 0.3
-    positions = model.model.learned_positions
-    ids = torch.arange(500)[None] % META
-    before = positions(torch.arange(500)[None])
-    after: list[Tensor] = []
-    with intervene(model, Intervention.parse(f"noise:2{unit}")):
-        handle = positions.register_forward_hook(lambda module, args, output: after.append(output))
-        model(ids)
-    handle.remove()
-    noise = after[0] - before
-    assert noise.std().item() == pytest.approx(2 * deviation, rel=0.03)
-    assert noise.mean().item() == pytest.approx(0, abs=0.03)
-
-
-def test_rotary_interventions_are_positions_edited_by_hand() -> None:
+def test_interventions_on_scaled_rotary_positions_are_positions_edited_by_hand() -> None:
     scaled = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 12}
     ids = torch.tensor([ROWS[0]])
     is_meta, times = ids == META, torch.arange(len(ROWS[0]))[None]
@@ -194,11 +178,10 @@ def test_rotary_interventions_are_positions_edited_by_hand() -> None:
         "noise:0.7": times + 0.7 * drawn,
         "noise:0.7:meta": times + 0.7 * drawn * is_meta,
     }
-    for overrides in ({}, {"rope_parameters": scaled, "max_position_embeddings": 48}):
-        model = tiny_model(**overrides)
-        for name, position_ids in edited.items():
-            expected = model(ids, torch.ones_like(ids), position_ids=position_ids).logits  # with a mask: one sequence
-            assert (logits_with(model, name, ids) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    model = tiny_model(rope_parameters=scaled, max_position_embeddings=48)
+    for name, position_ids in edited.items():
+        expected = model(ids, torch.ones_like(ids), position_ids=position_ids).logits  # with a mask: one sequence
+        assert (logits_with(model, name, ids) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @SECOND
@@ -273,10 +256,6 @@ def test_no_noise_and_no_intervention_change_nothing(position_embedding: str) ->
         assert torch.equal(model(ids).logits, plain)
 
 
-def hooks_of(model: torch.nn.Module) -> Iterator[object]:
-    return (hook for module in model.modules() for hook in module._forward_hooks.values())
-
-
 @INTERVENTIONS
 @POSITIONS
 def test_the_model_is_as_it_was_afterwards(name: str, position_embedding: str) -> None:
@@ -287,7 +266,7 @@ def test_the_model_is_as_it_was_afterwards(name: str, position_embedding: str) -
     with pytest.raises(IndexError), intervene(model, Intervention.parse(name)):
         model(torch.tensor([[META, 64]]))  # beyond the vocabulary
     assert torch.equal(model(ids).logits, plain)
-    assert not list(hooks_of(model))
+    assert not any(module._forward_hooks for module in model.modules())
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
 
 

@@ -1,12 +1,10 @@
 """The loss: its labels, its divisor, and that computing fewer logits does not change it."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
 
 from tests.model.tiny_models import META, pad, random_rows, tiny_model
 
@@ -114,26 +112,3 @@ def test_accumulated_gradients_of_uneven_batches_are_those_of_one_batch(batch: d
     assert_same(accumulate(num_items_in_batch=count), together)
     means = accumulate()  # the mean of the micro-batches' means differs
     assert max((means[name] / 3 - together[name]).abs().max() for name in together) > 1e-2
-
-
-def test_trainer_accumulates_by_the_count_of_labels(batch: dict[str, Tensor], tmp_path: Path) -> None:
-    rows = [{name: value[i] for name, value in batch.items()} for i in (0, 1, 2, 0)]
-    weights = []
-    optimizer = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 1e9}
-    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False}
-    for size, steps in ((4, 1), (1, 4), (2, 2)):
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=1,
-            per_device_train_batch_size=size,
-            gradient_accumulation_steps=steps,
-            train_sampling_strategy="sequential",
-            use_cpu=True,
-            **optimizer | quiet,
-        )
-        model = tiny_model()
-        Trainer(model=model, args=arguments, train_dataset=rows).train()
-        weights.append({name: p.detach() for name, p in model.named_parameters()})
-    assert (weights[0]["model.norm.weight"] - tiny_model().model.norm.weight).abs().max() > 1e-2
-    assert_same(weights[1], weights[0])
-    assert_same(weights[2], weights[0])

@@ -1,4 +1,4 @@
-"""Properties of the model for any weights: sizes, causality, padding, ways to run it."""
+"""Properties of the model for any weights: sizes, positions, ways to run it."""
 
 import shutil
 from typing import Any
@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import DataCollatorWithFlattening, DynamicCache, EncoderDecoderCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -20,7 +18,6 @@ from tests.model.dense_oracle import rotate_by_position
 from tests.model.tiny_models import (
     FAMILIES,
     META,
-    QUICK,
     SECOND,
     Fields,
     pad,
@@ -59,31 +56,6 @@ def test_initial_weights_are_those_of_gpt2() -> None:
         else:  # layers that write to the residual stream are scaled down with depth
             expected = 0.05 / 6**0.5 if "out_proj" in name else 0.05
             assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
-
-
-@FAMILIES
-@QUICK
-@given(data=st.data())
-def test_changing_the_future_changes_nothing_before(fields: Fields, data: st.DataObject) -> None:
-    model = shared_model(**fields)
-    tokens = st.one_of(st.just(META), st.integers(0, 63))
-    past = data.draw(st.lists(tokens, min_size=1, max_size=10))
-    futures = data.draw(st.tuples(*[st.lists(tokens, min_size=1, max_size=6)] * 2))
-    logits = [model(torch.tensor([past + future])).logits[0, : len(past)] for future in futures]
-    assert (logits[0] - logits[1]).abs().max() < 1e-11
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@FAMILIES
-def test_padding_changes_nothing(fields: Fields, side: str) -> None:
-    model = tiny_model(**fields)
-    rows = random_rows((14, 9, 5, 1))
-    ids, mask = pad(rows, side)
-    batched = model(ids, attention_mask=mask).logits
-    assert batched.isfinite().all()
-    for row, logits, real in zip(rows, batched, mask.bool(), strict=True):
-        alone = model(torch.tensor([row])).logits[0]
-        assert (logits[real] - alone).abs().max() < 1e-11
 
 
 def test_given_positions_replace_the_counted_ones() -> None:
@@ -230,21 +202,13 @@ def test_autocast_trains() -> None:
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
+HAS_COMPILER = any(map(shutil.which, ("g++", "c++", "clang++")))
+NEEDS_COMPILER = pytest.mark.skipif(not HAS_COMPILER, reason="torch.compile on a CPU needs a C++ compiler")
+
+
+# aot_eager takes all steps except the last, which generates machine code.
 @pytest.mark.parametrize(
-    "backend",
-    [
-        "aot_eager",  # all steps except the last, which generates machine code
-        pytest.param(
-            "inductor",
-            marks=[
-                pytest.mark.thorough,
-                pytest.mark.skipif(
-                    not any(map(shutil.which, ("g++", "c++", "clang++"))),
-                    reason="torch.compile on a CPU needs a C++ compiler",
-                ),
-            ],
-        ),
-    ],
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.thorough, NEEDS_COMPILER])]
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, like the next,
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # while it compiles

@@ -39,18 +39,9 @@ VARIANTS = parametrize(FAMILY + [one | {"second_attention": two} for one, two in
 
 def tiny_config(**overrides: Any) -> MetaGPT2Config:
     """A configuration of two narrow layers, with biases, so that these are tested too."""
-    defaults = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 48,
-        "meta_token_id": META,
-        "bias": True,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    return MetaGPT2Config(**(defaults | overrides))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 48}
+    tokens = {"vocab_size": 64, "meta_token_id": META, "bos_token_id": None, "eos_token_id": None}
+    return MetaGPT2Config(**({"bias": True} | sizes | tokens | overrides))
 
 
 def randomize(model: torch.nn.Module, seed: int = 0) -> None:
