@@ -1,4 +1,4 @@
-"""Gradients of a retrofitted Llama in two processes, one of which reads no meta-token, by DDP and by `fully_shard`."""
+"""Gradients in two processes, one of which reads no meta-token, by DDP and by `fully_shard`."""
 
 from pathlib import Path
 
@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor, distributed
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from tests.forked import Run
-from tests.retrofit.architectures import META, retrofitted, text, with_meta_tokens
+from tests.model.tiny_models import tiny_model
+from tests.retrofit.architectures import META, ROWS, retrofitted, text, with_meta_tokens
 
 pytestmark = pytest.mark.skipif(not distributed.is_gloo_available(), reason="this torch has no gloo")
 
@@ -20,23 +22,31 @@ def batch() -> Tensor:
     return torch.cat([with_meta_tokens(), text(seed=2)])
 
 
+def make(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A model to train, the same in every process."""
+    if name == "meta_gpt2":
+        return tiny_model(vocab_size=ROWS, meta_token_id=META, dtype=dtype).train()
+    return retrofitted(name, freeze=True, dtype=dtype).train()
+
+
 def gradients(model: PreTrainedModel, ids: Tensor, scale: int = 1) -> dict[str, Tensor]:
     """The gradients of the mean loss over the labels of the whole batch."""
     count = torch.tensor(batch()[:, 1:].numel())  # as Trainer passes it, meta-tokens included
-    (model(ids, labels=ids, num_items_in_batch=count).loss * scale).backward()
+    (model(ids, labels=ids, num_items_in_batch=count, use_cache=False).loss * scale).backward()
     named = {name.removeprefix("module."): weight for name, weight in model.named_parameters()}
     return {name: weight.grad for name, weight in named.items() if weight.grad is not None}
 
 
-def compute(kind: str, dtype: torch.dtype, out: Path) -> None:
+def compute(name: str, kind: str, dtype: torch.dtype, out: Path) -> None:
     """Run one process of a training; the first one writes the gradients."""
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
-    model = retrofitted("llama", freeze=True, dtype=dtype).train()
+    model = make(name, dtype)
     if kind == "fsdp":
         for block in model.model.layers:
             fully_shard(block)
         fully_shard(model)
+        assert all(isinstance(weight, DTensor) for weight in model.parameters())
     else:
         model = DistributedDataParallel(model)
     own = gradients(model, batch()[2 * rank : 2 * rank + 2], scale=2)  # both wrappers average over the processes
@@ -50,14 +60,19 @@ def compute(kind: str, dtype: torch.dtype, out: Path) -> None:
 
 
 # Next to a frozen base in either precision, what was added is in float32.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_gradients_are_those_of_one_process(kind: str, dtype: torch.dtype, tmp_path: Path, run_ranks: Run) -> None:
-    run_ranks(2, compute, kind, dtype, tmp_path / "gradients.pt")
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"),
+    [("meta_gpt2", "fsdp", torch.float32)]
+    + [("llama", kind, dtype) for kind in ("ddp", "fsdp") for dtype in (torch.float32, torch.bfloat16)],
+)
+def test_gradients_are_those_of_one_process(
+    name: str, kind: str, dtype: torch.dtype, tmp_path: Path, run_ranks: Run
+) -> None:
+    run_ranks(2, compute, name, kind, dtype, tmp_path / "gradients.pt")
     shared = torch.load(tmp_path / "gradients.pt", weights_only=True)
     ids = batch()
     assert [bool((row == META).any()) for row in ids] == [True, True, False, False]
-    model = retrofitted("llama", freeze=True, dtype=dtype).train()
+    model = make(name, dtype)
     # Half a batch at a time: the loss assumes that every part has the same share of meta-tokens among its labels.
     expected: dict[str, Tensor] = {}
     for half in ids.split(2):

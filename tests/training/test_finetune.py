@@ -41,11 +41,15 @@ def test_each_train_length_goes_on_from_the_last_ones_model(
     assert training_of(tmp_path / "both" / "128") == {"seed": 0, "train_condition": "paper", "train_length": 128}
 
 
-@pytest.mark.parametrize("cuts", [(3,), (4,), (9,), (2, 7, 14)])  # in the stage, at its end, in a length, in each
+# In the stage, at its end, in a length, in each.
+@pytest.mark.parametrize(
+    ("cuts", "optimizer"), [((3,), "adamw"), ((4,), "adamw"), ((9,), "muon"), ((2, 7, 14), "adamw")]
+)
 def test_interrupted_phases_end_like_undisturbed_ones(
-    cuts: tuple[int, ...], model: Path, finetuning: Finetuning, steps: type, tmp_path: Path
+    cuts: tuple[int, ...], optimizer: str, model: Path, finetuning: Finetuning, steps: type, tmp_path: Path
 ) -> None:
-    recipe = finetuning(LENGTHS, "task.stages=[{lists: [2, 3], items: [3, 4], max_steps: 4}]", "training.max_steps=6")
+    stages = "task.stages=[{lists: [2, 3], items: [3, 4], max_steps: 4}]"
+    recipe = finetuning(LENGTHS, stages, "training.max_steps=6", f"training.optimizer={optimizer}")
     finetune(recipe, model, tmp_path / "undisturbed", task="list_recall")
     run = partial(finetune, recipe, model, tmp_path / "run", task="list_recall")
     interrupt(run, steps, *cuts)

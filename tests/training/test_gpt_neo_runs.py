@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from metatokens.records import About
 from metatokens.retrofit.classes import MetaModel
 from metatokens.training.positions import jumped_positions, position_jumps
 from metatokens.training.pretrain import new_gpt_neo, pretrain
-from tests.training.conftest import curve
+from tests.training.conftest import curve, interrupt, result
 
 NEO = ("architecture=gpt_neo", "position_embedding=learned", "second_attention=none", "max_position_embeddings=72")
 NEO_MODEL = tuple(f"model.{setting}" for setting in NEO)
@@ -41,19 +42,10 @@ def empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def published(store: TokenStore, folder: Path) -> GPTNeoForCausalLM:
     """A small random GPT-Neo as it is published: with a tokenizer, without a meta-token."""
     torch.manual_seed(0)
-    model = GPTNeoForCausalLM(
-        GPTNeoConfig(
-            vocab_size=store.manifest.vocab_size,
-            hidden_size=16,
-            num_layers=2,
-            num_heads=2,
-            attention_types=[[["global", "local"], 1]],
-            window_size=16,
-            max_position_embeddings=72,
-            bos_token_id=store.manifest.eos_token_id,
-            eos_token_id=store.manifest.eos_token_id,
-        )
-    )
+    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "window_size": 16, "max_position_embeddings": 72}
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), store.manifest.eos_token_id)
+    kinds = [[["global", "local"], 1]]
+    model = GPTNeoForCausalLM(GPTNeoConfig(vocab_size=store.manifest.vocab_size, attention_types=kinds, **sizes, **ids))
     model.save_pretrained(folder)
     store.tokenizer.save_pretrained(folder)
     return model
@@ -100,13 +92,11 @@ def test_a_run_that_was_cut_off_ends_like_one_that_was_not(
 ) -> None:
     recipe = pretraining(*NEO_MODEL, "data.placement=none")
     pretrain(recipe, tmp_path / "undisturbed")
-    with pytest.raises(KeyboardInterrupt):
-        pretrain(recipe, tmp_path / "run", progress=steps(stop_at=5))
+    interrupt(partial(pretrain, recipe, tmp_path / "run"), steps, 5)
     rest = steps()
     pretrain(recipe, tmp_path / "run", progress=rest)
     assert rest == [5, 6, 7, 8]
-    for name in ("model.safetensors", "config.json", "curve.jsonl", "settings.json"):
-        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes(), name
+    assert result(tmp_path / "run") == result(tmp_path / "undisturbed")
 
 
 def test_verb_by_verb(small_store: TokenStore, metatokens: Run, tmp_path: Path) -> None:

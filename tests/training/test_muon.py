@@ -1,7 +1,6 @@
 """Muon on the matrices inside the blocks, AdamW on the rest, in one optimizer."""
 
 import math
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from metatokens.checkpoint import load_model
 from metatokens.training.finetune import finetune
 from metatokens.training.muon import MuonWithAdamW, block_matrices
 from metatokens.training.trainer import MetaTokenTrainer
@@ -108,25 +106,3 @@ def test_the_schedule_scales_both_rates(trainer: MetaTokenTrainer) -> None:
         trainer.lr_scheduler.step()
     factors = [0, 1, *(0.25 + 0.75 * (1 + math.cos(math.pi * step / 3)) / 2 for step in (1, 2, 3))]
     np.testing.assert_allclose(rates, [[0.004 * one, 0.004 * one, 0.02 * one] for one in factors], atol=1e-12)
-
-
-def test_training_continues_from_a_loaded_state_as_if_never_saved(small_model: Models) -> None:
-    models = [load_model(small_model()) for _ in range(2)]
-    optimizers = [
-        MuonWithAdamW(block_matrices(model), torch.optim.AdamW(model.parameters(), lr=0.004), 0.02) for model in models
-    ]
-    ids = torch.arange(1, 33).reshape(2, 16)
-
-    def step(place: int) -> None:
-        optimizers[place].zero_grad()
-        models[place](ids, labels=ids).loss.backward()
-        optimizers[place].step()
-
-    step(0)
-    step(0)
-    models[1].load_state_dict(deepcopy(models[0].state_dict()))
-    optimizers[1].load_state_dict(deepcopy(optimizers[0].state_dict()))
-    for place in (0, 1):
-        step(place)
-    ours, theirs = (model.state_dict() for model in models)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -50,30 +50,21 @@ def authors_frequencies(size: int, original: int, factor: float) -> list[float]:
 
 
 @FACTORS
-def test_tables_are_those_of_transformers(factor: float) -> None:
+def test_tables_are_those_of_transformers_and_of_the_authors(factor: float) -> None:
     model = extended(factor)
-    llama = LlamaConfig(
-        hidden_size=HEAD_SIZE,
-        num_attention_heads=1,
-        max_position_embeddings=int(ORIGINAL * factor),
-        rope_parameters=yarn(factor),
-    )
+    sizes = {"hidden_size": HEAD_SIZE, "num_attention_heads": 1, "max_position_embeddings": int(ORIGINAL * factor)}
+    llama = LlamaConfig(**sizes, rope_parameters=yarn(factor))
     frequencies, scale = ROPE_INIT_FUNCTIONS["yarn"](llama)
     ours = model.model.rotary_emb
     assert torch.equal(ours.inv_freq, frequencies)
+    expected = torch.tensor(authors_frequencies(HEAD_SIZE, ORIGINAL, factor))
+    torch.testing.assert_close(ours.inv_freq, expected, rtol=1e-6, atol=0)
     assert ours.attention_scaling == scale
     positions = torch.arange(0, int(ORIGINAL * factor) * 2, 37)[None]
     for table, expected in zip(
         ours(torch.zeros(1), positions), LlamaRotaryEmbedding(llama)(torch.zeros(1), positions), strict=True
     ):
         assert torch.equal(table, expected)
-
-
-@FACTORS
-def test_tables_are_those_of_the_authors(factor: float) -> None:
-    ours = extended(factor).model.rotary_emb
-    expected = torch.tensor(authors_frequencies(HEAD_SIZE, ORIGINAL, factor))
-    torch.testing.assert_close(ours.inv_freq, expected, rtol=1e-6, atol=0)
 
 
 @FACTORS
