@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
@@ -23,32 +23,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # the T
 TEXTS = [f"the cat sat on mat {number} while two dogs ran over green hills" for number in range(12)]
 
 
-class Tokens:
-    """Texts with a meta-token after the third id; the labels are the ids, meta-tokens included."""
-
-    def __init__(self, folder: Path):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        encoded = [tokenizer(text)["input_ids"] for text in TEXTS]
-        self.meta = tokenizer.meta_token_id
-        self.items = [[*ids[:3], self.meta, *ids[3:]][:16] for ids in encoded]
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        return {"input_ids": self.items[index], "labels": self.items[index]}
+QUIET = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "logging_steps": 1}
 
 
-class WithoutMetaLabels(Tokens):
-    """The same with -100 at meta-tokens, for losses that the Trainer computes."""
+@pytest.fixture
+def ids(folder: Path) -> Tensor:
+    """Texts with a meta-token after the third id."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    encoded = [tokenizer(text)["input_ids"] for text in TEXTS]
+    return torch.tensor([[*ids[:3], tokenizer.meta_token_id, *ids[3:]][:16] for ids in encoded])
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        item = super().__getitem__(index)
-        return item | {"labels": [-100 if label == self.meta else label for label in item["labels"]]}
 
-
-def collate(items: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    return {name: torch.tensor([item[name] for item in items]) for name in items[0]}
+def items(ids: Tensor, *, ignored: int = -100) -> list[dict[str, Tensor]]:
+    """A data set whose labels are the ids, meta-tokens included; but not those of one id, to be `ignored`."""
+    return [{"input_ids": row, "labels": row.masked_fill(row == ignored, -100)} for row in ids]
 
 
 def hit_rate(prediction: Any) -> dict[str, float]:
@@ -57,25 +45,12 @@ def hit_rate(prediction: Any) -> dict[str, float]:
     return {"hits": float((logits[:, :-1].argmax(-1) == labels[:, 1:]).mean())}
 
 
-def test_it_trains_evaluates_predicts_and_loads_the_best_model(folder: Path, tmp_path: Path) -> None:
-    arguments = TrainingArguments(
-        str(tmp_path),
-        max_steps=4,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_steps=2,
-        logging_steps=1,
-        load_best_model_at_end=True,
-        report_to="none",
-        use_cpu=True,
-    )
-    data = Tokens(folder)
-    model = MetaGPT2ForCausalLM.from_pretrained(folder)
-    trainer = Trainer(
-        model, arguments, train_dataset=data, eval_dataset=data, data_collator=collate, compute_metrics=hit_rate
-    )
+def test_it_trains_evaluates_predicts_and_loads_the_best_model(folder: Path, ids: Tensor, tmp_path: Path) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
+    steps = {"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
+    arguments = TrainingArguments(str(tmp_path), **steps, **best, **QUIET)
+    data, model = items(ids), MetaGPT2ForCausalLM.from_pretrained(folder)
+    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data, compute_metrics=hit_rate)
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()
@@ -90,65 +65,46 @@ def test_it_trains_evaluates_predicts_and_loads_the_best_model(folder: Path, tmp
     trainer.save_model(str(tmp_path / "best"))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "best")
     with torch.no_grad():
-        logits = again.eval()(torch.tensor(data.items)).logits
+        logits = again.eval()(ids).logits
     torch.testing.assert_close(logits, torch.from_numpy(predicted.predictions), rtol=1e-4, atol=1e-4)
 
 
-class FirstLoss(TrainerCallback):
-    """Keeps the loss of the first step."""
-
-    loss = math.nan
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        if state.global_step == 1 and "loss" in logs:
-            self.loss = logs["loss"]
-
-
-def first_loss(model: Any, data: Tokens, out: Path, **settings: Any) -> float:
-    kept = FirstLoss()
-    arguments = TrainingArguments(
-        str(out),
-        max_steps=1,
-        logging_steps=1,
-        report_to="none",
-        use_cpu=True,
-        **{"per_device_train_batch_size": 12} | settings,
-    )
-    Trainer(model, arguments, train_dataset=data, data_collator=collate, callbacks=[kept]).train()
-    return kept.loss
+def first_loss(model: Any, data: list[dict[str, Tensor]], out: Path, **settings: Any) -> float:
+    arguments = TrainingArguments(str(out), max_steps=1, **QUIET | {"per_device_train_batch_size": 12} | settings)
+    trainer = Trainer(model, arguments, train_dataset=data)
+    trainer.train()
+    return float(trainer.state.log_history[0]["loss"])
 
 
 @pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
 def test_the_loss_with_label_smoothing_is_that_of_the_next_token(
-    second_attention: str, small_model: Any, tmp_path: Path
+    second_attention: str, small_model: Any, ids: Tensor, tmp_path: Path
 ) -> None:
-    folder = small_model(second_attention=second_attention)
-    data, model = WithoutMetaLabels(folder), MetaGPT2ForCausalLM.from_pretrained(folder).eval()
-    ids = torch.tensor(data.items)
+    model = MetaGPT2ForCausalLM.from_pretrained(small_model(second_attention=second_attention)).eval()
+    meta = model.config.meta_token_id
     with torch.no_grad():
-        scores = model(ids).logits[:, :-1].double().log_softmax(-1)[ids[:, 1:] != data.meta]
-    truth = -scores.gather(-1, ids[:, 1:][ids[:, 1:] != data.meta][:, None]).mean()
+        scores = model(ids).logits[:, :-1].double().log_softmax(-1)[ids[:, 1:] != meta]
+    truth = -scores.gather(-1, ids[:, 1:][ids[:, 1:] != meta][:, None]).mean()
     expected = 0.9 * truth + 0.1 * -scores.mean()
-    smoothed = first_loss(model, data, tmp_path, label_smoothing_factor=0.1)
+    smoothed = first_loss(model, items(ids, ignored=meta), tmp_path, label_smoothing_factor=0.1)
     assert smoothed == pytest.approx(float(expected), abs=2e-4)  # Trainer rounds what it logs
 
 
-def test_the_loss_of_labels_that_are_the_ids_asks_for_no_meta_token(folder: Path, tmp_path: Path) -> None:
-    data, model = Tokens(folder), MetaGPT2ForCausalLM.from_pretrained(folder).eval()
-    ids = torch.tensor(data.items)
+def test_the_loss_of_labels_that_are_the_ids_asks_for_no_meta_token(folder: Path, ids: Tensor, tmp_path: Path) -> None:
+    model = MetaGPT2ForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         scores = -model(ids).logits[:, :-1].double().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     expected = scores[ids[:, 1:] != model.config.meta_token_id].mean()
-    assert first_loss(model, data, tmp_path) == pytest.approx(float(expected), abs=2e-4)
+    assert first_loss(model, items(ids), tmp_path) == pytest.approx(float(expected), abs=2e-4)
 
 
-def test_with_gradients_accumulated_it_is_nearly_so(folder: Path, tmp_path: Path) -> None:
-    data, exact = Tokens(folder), WithoutMetaLabels(folder)
-    data.items[0][5:15:2] = exact.items[0][5:15:2] = [data.meta] * 5  # one row has many more of them
+def test_with_gradients_accumulated_it_is_nearly_so(folder: Path, ids: Tensor, tmp_path: Path) -> None:
+    meta = int(ids[0, 3])
+    ids[0, 5:15:2] = meta  # one row has many more of them
     small = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4}
     losses = [
-        first_loss(MetaGPT2ForCausalLM.from_pretrained(folder), items, tmp_path / name, **small)
-        for name, items in (("given", data), ("exact", exact))
+        first_loss(MetaGPT2ForCausalLM.from_pretrained(folder), data, tmp_path, **small)
+        for data in (items(ids), items(ids, ignored=meta))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=0.03)
     assert losses[0] != losses[1]  # otherwise the docs could promise equality
@@ -158,7 +114,7 @@ def test_the_collator_of_transformers_pads_and_labels(folder: Path, tmp_path: Pa
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.eos_token
     texts = [{"input_ids": tokenizer(text)["input_ids"][: 4 + number]} for number, text in enumerate(TEXTS)]
-    arguments = TrainingArguments(str(tmp_path), max_steps=2, report_to="none", use_cpu=True, logging_steps=1)
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, **QUIET)
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     trainer = Trainer(
         MetaGPT2ForCausalLM.from_pretrained(folder), arguments, train_dataset=texts, data_collator=collator

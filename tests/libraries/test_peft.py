@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ import peft
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
-from metatokens import MetaGPT2ForCausalLM, MetaTokenCache, add_meta_attention, encode_prompt
+from metatokens import MetaGPT2ForCausalLM, MetaTokenCache, encode_prompt
 from metatokens.errors import UserError
-from tests.retrofit.architectures import META, base, error, logits, train_like, with_meta_tokens
+from tests.retrofit.architectures import error, fit, logits, retrofitted, with_meta_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning")  # its own
 
@@ -37,15 +38,7 @@ def adapt(fresh: Callable[[], Any], adapter: peft.PeftConfig, ids: Tensor, folde
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     mask = torch.ones_like(ids)
-    optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=0.03)
-    losses = []
-    for _ in range(6):
-        loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+    fit(model, ids, steps=6, rate=0.03)
     assert {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])} == trained
     model.eval()
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
@@ -94,9 +87,7 @@ def test_an_adapter_trains_generates_and_comes_back(
     ("name", "choices"), [("gpt2", {}), *((name, one) for name in ("llama", "phi", "gemma2") for one in ({}, LINEAR))]
 )
 def test_an_adapter_of_a_retrofitted_model(name: str, choices: dict[str, Any], tmp_path: Path) -> None:
-    def fresh() -> PreTrainedModel:
-        return train_like(add_meta_attention(base(name), meta_token_id=META, heads=2, head_size=16))
-
+    fresh = partial(retrofitted, name, freeze=True)
     lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, modules_to_save=["meta_attention", "meta_token"], **choices)
     ids = with_meta_tokens()
     assert error(logits(peft.get_peft_model(fresh(), deepcopy(lora)).eval(), ids), logits(fresh(), ids)) == 0.0

@@ -23,6 +23,9 @@ from tests.checkpointing import checkpoint_activations, keep_activations
 from tests.retrofit.small import auto_class, small
 
 ROWS, META, LENGTH = 320, 319, 24
+CORPUS = [
+    "the cat sat on a mat while two dogs ran over green hills and a river in spring; nobody saw how they came back"
+]
 MOST_PARAMETERS = 40_000_000
 
 _TOKENS = {"vocab_size": ROWS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -30,12 +33,8 @@ _SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "
 _PLAIN = _TOKENS | _SIZES | {"max_position_embeddings": 256}
 _GROUPED = _PLAIN | {"num_key_value_heads": 2}
 _SMALL_HEADS = _GROUPED | {"head_dim": 16}
-_EXPERTS = _SMALL_HEADS | {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-}
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_EXPERTS |= _SMALL_HEADS
 _GPT = _TOKENS | {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}
 _WINDOW = {"sliding_window": 8}
 _MIXED = _WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
@@ -138,6 +137,19 @@ def retrofitted(
     return train_like(add_meta_attention(model, **options, freeze=freeze))
 
 
+def fit(model: torch.nn.Module, ids: Tensor, *, steps: int, rate: float) -> None:
+    """Train what is not frozen on one batch, whose loss must fall."""
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=rate)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
 def text(seed: int = 1) -> Tensor:
     """Two rows of ids without a meta-token."""
     return torch.randint(3, META, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
@@ -198,13 +210,9 @@ def cached_error(name: str) -> float:
     cuts = (0, 10, 11, 12, 15, 16, 17, 18, 20, LENGTH)
     past, read = None, []
     for first, last in pairwise(cuts):
+        mask = torch.ones(2, last, dtype=torch.long)
         with torch.no_grad():
-            out = model(
-                ids[:, first:last],
-                past_key_values=past,
-                use_cache=True,
-                attention_mask=torch.ones(2, last, dtype=torch.long),
-            )
+            out = model(ids[:, first:last], past_key_values=past, use_cache=True, attention_mask=mask)
         past, read = out.past_key_values, [*read, out.logits[..., :META]]
     return error(torch.cat(read, dim=1), logits(model, ids))
 
@@ -345,9 +353,8 @@ def saved_error(name: str, make: Callable[[str], PreTrainedModel]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         model = make(name)
         model.save_pretrained(folder)
-        auto = (
-            auto_class(name) if make is retrofitted else type(model)
-        )  # for some saved bases the Auto class finds no class
+        # For some saved bases the Auto class finds no class.
+        auto = auto_class(name) if make is retrofitted else type(model)
         return error(logits(auto.from_pretrained(folder).eval(), with_meta_tokens()), logits(model, with_meta_tokens()))
 
 

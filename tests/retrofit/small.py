@@ -43,21 +43,15 @@ _SIZES = {
     r"intermediate_size_mlp|feed_forward_size|ff_dim|moe_hidden_size|share_expert_dim": 96,
     r"num_experts|num_local_experts|n_routed_experts|moe_num_experts": 4,
     r"num_experts_per_tok(en)?|moe_k|moe_topk|moe_top_k|top_k_experts": 2,
-    r"n_group|topk_group|num_expert_group": 1,
-    r"n_shared_experts|num_shared_experts|moe_num_shared_experts": 1,
+    r"n_group|topk_group|num_expert_group|n_shared_experts|num_shared_experts|moe_num_shared_experts|"
+    r"first_k_dense_replace|num_dense_layers": 1,
     r"max_position_embeddings|n_positions|max_seq_len|n_ctx|context_length|max_target_positions|model_max_length": 256,
     r"sliding_window(_size)?|attention_window_size|local_attention": 8,
-    r"linear_num_value_heads": 4,
-    r"linear_num_key_heads": 2,
-    r"linear_num_heads": 4,
-    r"index_n_heads": 2,
-    r"index_topk": 8,
-    r"(mamba_)?chunk_size": 8,
+    r"linear_num_value_heads|linear_num_heads": 4,
+    r"linear_num_key_heads|index_n_heads": 2,
+    r"index_topk|(mamba_)?chunk_size|patch_size|hidden_size_per_layer_input": 8,
     r"image_size|img_size": 32,
-    r"patch_size": 8,
-    r"hidden_size_per_layer_input": 8,
     r"num_kv_shared_layers|num_nextn_predict_layers": 0,
-    r"first_k_dense_replace|num_dense_layers": 1,
 }
 # Further settings that a type needs.
 FURTHER: dict[str, dict[str, Any]] = {

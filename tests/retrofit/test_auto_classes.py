@@ -26,11 +26,8 @@ from transformers import (
 from metatokens import add_meta_attention
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
-from tests.retrofit.architectures import META, base, logits, retrofitted, train_like, with_meta_tokens
+from tests.retrofit.architectures import CORPUS, META, base, logits, retrofitted, train_like, with_meta_tokens
 
-CORPUS = [
-    "the cat sat on a mat while two dogs ran over green hills and a river in spring; nobody saw how they came back"
-]
 HEADS = {
     "llama": [AutoModelForSequenceClassification, AutoModelForTokenClassification],
     "gpt2": [AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoModelForQuestionAnswering],
@@ -90,15 +87,13 @@ def test_adapters_of_peft_for_classes_of_texts(tmp_path: Path) -> None:
     )
     torch.manual_seed(0)
     adapted = get_peft_model(load(tmp_path / "model", num_labels=3), lora)
-    options = {"lr": 0.01}
-    optimizer = torch.optim.SGD([one for one in adapted.parameters() if one.requires_grad], **options)
+    optimizer = torch.optim.SGD([one for one in adapted.parameters() if one.requires_grad], lr=0.01)
     before = {name: one.clone() for name, one in adapted.named_parameters()}
     adapted(with_meta_tokens(), labels=torch.tensor([0, 2])).loss.backward()
     optimizer.step()
     moved = {name for name, one in adapted.named_parameters() if not torch.equal(one, before[name])}
     for part in ("lora_B", "out_proj.modules_to_save", "meta_token.modules_to_save", "score.modules_to_save"):
-        pattern = part.split(".")
-        assert any(all(piece in name for piece in pattern) for name in moved), part
+        assert any(all(piece in name for piece in part.split(".")) for name in moved), part
     adapted.save_pretrained(tmp_path / "adapter")
     torch.manual_seed(1)
     again = PeftModel.from_pretrained(load(tmp_path / "model", num_labels=3), tmp_path / "adapter").eval()

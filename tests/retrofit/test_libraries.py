@@ -22,6 +22,7 @@ from tests.retrofit.architectures import (
     META,
     base,
     error,
+    fit,
     logits,
     retrofitted,
     text,
@@ -52,18 +53,9 @@ def is_new(name: str) -> bool:
 
 
 def train(model: PreTrainedModel, out: Path, steps: int, **options: Any) -> Trainer:
-    settings = TrainingArguments(
-        out,
-        max_steps=steps,
-        per_device_train_batch_size=4,
-        report_to=[],
-        logging_steps=1,
-        disable_tqdm=True,
-        use_cpu=True,
-        seed=0,
-        **{"learning_rate": 5e-3, "save_strategy": "no", **options},
-    )
-    return Trainer(model, settings, train_dataset=ITEMS)
+    quiet = {"report_to": [], "logging_steps": 1, "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+    usual = {"learning_rate": 5e-3, "per_device_train_batch_size": 4, "seed": 0}
+    return Trainer(model, TrainingArguments(out, max_steps=steps, **quiet | usual | options), train_dataset=ITEMS)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma3_text"])
@@ -226,15 +218,16 @@ def test_embeddings_in_half_precision_under_autocast() -> None:
 
 
 @torch.no_grad()
-def test_padding_by_a_mask_of_four_dimensions() -> None:
-    """A padded meta-token sees nothing, and nothing sees it."""
+def test_a_padded_meta_token_sees_nothing_and_nothing_sees_it() -> None:
+    """Whether the mask has two dimensions or four."""
     model, ids = retrofitted("llama"), with_meta_tokens()
     padded = torch.cat([torch.full((2, 5), META), ids], dim=1)
     seen = torch.ones(LENGTH + 5, LENGTH + 5, dtype=torch.bool).tril()[None, None].repeat(2, 1, 1, 1)
     seen[..., :5] = False
     positions = (torch.arange(LENGTH + 5) - 5).clamp(min=0).expand(2, -1)
-    got = model(padded, attention_mask=seen, position_ids=positions, use_cache=False).logits[:, 5:, :META]
-    assert error(got, logits(model, ids)) < 1e-5
+    mask = (torch.arange(LENGTH + 5) >= 5).long().expand(2, -1)
+    for given in ({"attention_mask": seen, "position_ids": positions}, {"attention_mask": mask}):
+        assert error(logits(model, padded, **given)[:, 5:], logits(model, ids)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "gemma3_text"])
@@ -270,16 +263,10 @@ def test_weights_that_accelerate_keeps_elsewhere(name: str, late: bool) -> None:
 def test_a_device_map_with_weights_on_disk(tmp_path: Path) -> None:
     model = retrofitted("llama")
     model.save_pretrained(tmp_path / "model")
-    places: dict[str, Any] = {
-        "model.embed_tokens": "disk",
-        "model.norm": "cpu",
-        "model.rotary_emb": "cpu",
-        "lm_head": "cpu",
-    }
-    places |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
-    again = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk"
-    )
+    places: dict[str, Any] = dict.fromkeys(("model.norm", "model.rotary_emb", "lm_head", "model.layers.0"), "cpu")
+    places |= dict.fromkeys(("model.embed_tokens", "model.layers.1", "model.layers.2"), "disk")
+    folders = {"pretrained_model_name_or_path": tmp_path / "model", "offload_folder": tmp_path / "disk"}
+    again = AutoModelForCausalLM.from_pretrained(**folders, device_map=places)
     assert error(logits(again, with_meta_tokens()), logits(model, with_meta_tokens())) == 0.0
     with torch.no_grad():
         got = again(inputs_embeds=again.get_input_embeddings()(with_meta_tokens()), use_cache=False).logits[..., :META]
@@ -313,9 +300,8 @@ def test_a_compiled_model(name: str, has_positions: bool) -> None:
     for ids in (with_meta_tokens(), text()):
         with torch.no_grad():
             assert error(compiled(ids, use_cache=False, **given).logits[..., :META], logits(model, ids)) < 1e-5
-    assert (
-        0 < len(graphs) <= 8
-    )  # for two inputs: finding the meta-tokens, whose number is data-dependent, breaks the graph
+    # For two inputs: finding the meta-tokens, whose number is data-dependent, breaks the graph.
+    assert 0 < len(graphs) <= 8
 
 
 @pytest.mark.filterwarnings("ignore")  # bitsandbytes' own
@@ -331,15 +317,7 @@ def test_a_base_in_eight_bits(tmp_path: Path) -> None:
     plain, ids = load(tmp_path / "base"), with_meta_tokens()
     model = train_like(add_meta_attention(load(tmp_path / "base"), meta_token_id=META, heads=2, head_size=16))
     assert error(logits(model, text()), logits(plain, text())) == 0.0
-    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=0.01)
-    losses = []
-    for _ in range(4):
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+    fit(model, ids, steps=4, rate=0.01)
     model.save_pretrained(tmp_path / "whole")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
     assert error(logits(again, ids), logits(model, ids)) == 0.0
@@ -358,12 +336,8 @@ def test_a_base_in_eight_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("further", [{}, {"ensure_weight_tying": True}], ids=str)
 def test_a_tied_head_that_peft_replaces_leaves_out_what_it_did(further: dict[str, Any]) -> None:
     model = retrofitted("llama", tie_word_embeddings=True)
-    settings = peft.LoraConfig(
-        target_modules="all-linear",
-        exclude_modules=r".*meta_attention.*",
-        modules_to_save=["meta_attention", "embed_tokens"],
-        **further,
-    )
+    linear = {"target_modules": "all-linear", "exclude_modules": r".*meta_attention.*"}
+    settings = peft.LoraConfig(**linear, modules_to_save=["meta_attention", "embed_tokens"], **further)
     adapted = peft.get_peft_model(model, settings)
     assert (adapted(with_meta_tokens()).logits[..., META:] == -1e4).all()
     assert (adapted.merge_and_unload()(with_meta_tokens()).logits[..., META:] == -1e4).all()

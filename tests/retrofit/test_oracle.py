@@ -108,13 +108,6 @@ def test_meta_tokens_put_in_while_text_is_generated(name: str) -> None:
     assert not torch.equal(got, plain)
 
 
-def test_a_padded_meta_token_is_none() -> None:
-    model, ids = retrofitted("llama"), with_meta_tokens()
-    padded = torch.cat([torch.full((2, 5), META), ids], dim=1)
-    mask = (torch.arange(padded.shape[1]) >= 5).long().expand(2, -1)
-    assert error(logits(model, padded, attention_mask=mask)[:, 5:], logits(model, ids)) < 1e-5
-
-
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
 def test_no_meta_token_is_put_in_beyond_a_learned_table(name: str) -> None:
     model = retrofitted(name)

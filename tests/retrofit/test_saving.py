@@ -35,6 +35,7 @@ from metatokens.tasks.drills import draw_drill
 from metatokens.tasks.encoding import SegmentEncoder
 from metatokens.tasks.phases import Sizes
 from tests.retrofit.architectures import (
+    CORPUS,
     META,
     ROWS,
     base,
@@ -45,10 +46,6 @@ from tests.retrofit.architectures import (
     train_like,
     with_meta_tokens,
 )
-
-CORPUS = [
-    "the cat sat on a mat while two dogs ran over green hills and a river in spring; nobody saw how they came back"
-]
 
 
 def test_what_is_written(tmp_path: Path) -> None:
@@ -137,6 +134,8 @@ def test_a_wrong_base_is_refused(tmp_path: Path) -> None:
         load_meta(retrofitted("llama"), tmp_path)
     with pytest.raises(UserError, match="is no retrofitted model"):
         save_meta(base("llama"), tmp_path)
+    with pytest.raises(UserError, match="cannot be written to"):
+        save_meta(retrofitted("llama"), tmp_path / "meta_tokens.json")  # a file
 
 
 def test_settings_of_training_do_not_make_another_base(tmp_path: Path) -> None:
@@ -183,15 +182,12 @@ def test_a_base_of_other_weights_is_refused(name: str, tmp_path: Path) -> None:
     assert not hasattr(other.config, "meta_attention")
     with pytest.raises(UserError, match="the weights have other checksums"):
         load_meta(other.to(torch.bfloat16), tmp_path)
-
-
-def test_of_two_half_precisions_the_size_is_compared(tmp_path: Path) -> None:
-    save_meta(add_meta_attention(base("llama").to(torch.bfloat16), meta_token_id=META), tmp_path)
-    other = base("llama")
+    half = base("llama").to(torch.bfloat16)  # for another half precision, sizes are compared
+    save_meta(add_meta_attention(half, meta_token_id=META), tmp_path / "half")
     for weight in other.parameters():
         weight.data.mul_(1.1)
     with pytest.raises(UserError, match="the weights have other checksums"):
-        load_meta(other.to(torch.float16), tmp_path)
+        load_meta(other.to(torch.float16), tmp_path / "half")
 
 
 def test_a_configuration_comes_back_from_its_file_as_the_same_settings() -> None:
@@ -297,19 +293,15 @@ def test_damaged_files_are_refused(file: str, content: bytes | None, tmp_path: P
         load_meta(base("llama"), tmp_path)
 
 
-def shorter(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: one.flatten()[:8].clone() for name, one in weights.items()}
-
-
-def fewer(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return dict(list(weights.items())[1:])
-
-
-def whole_numbers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: one.to(torch.int8) for name, one in weights.items()}
-
-
-@pytest.mark.parametrize("change", [shorter, fewer, whole_numbers])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weights: {name: one.flatten()[:8].clone() for name, one in weights.items()},
+        lambda weights: dict(list(weights.items())[1:]),
+        lambda weights: {name: one.to(torch.int8) for name, one in weights.items()},
+    ],
+    ids=["shorter", "fewer", "whole numbers"],
+)
 def test_weights_that_do_not_fit_are_refused(
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]], tmp_path: Path
 ) -> None:
@@ -364,12 +356,6 @@ def test_settings_that_cannot_be_are_refused(changed: dict[str, Any], message: s
     with pytest.raises(UserError, match=message):
         load_meta(model, tmp_path)
     assert not hasattr(model.config, "meta_attention")
-
-
-def test_what_is_no_folder_is_not_written_to(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written to"):
-        save_meta(retrofitted("llama"), tmp_path / "file")
 
 
 @pytest.mark.parametrize("key", ["base_model_type", "architectures"])
@@ -442,7 +428,11 @@ def test_what_cannot_be_is_refused() -> None:
     refused(base("llama"), "meta_token_id 320 is outside the 320 rows", meta_token_id=320)
     refused(base("llama"), "give the model's tokenizer, or as meta_token_id a row", meta_token_id=None)
     refused(base("llama"), r"layers are \[0, 3\]; give a list of some of 0 to 2", layers=[0, 3])
-    refused(base("llama"), "head_size is 7: input should be a multiple of 2", heads=2, head_size=7)
+    model = base("llama")
+    refused(model, "head_size is 7: input should be a multiple of 2", heads=2, head_size=7)
+    assert type(model) is LlamaForCausalLM  # as it was
+    assert torch.equal(logits(model, text()), logits(base("llama"), text()))
+    assert all(weight.requires_grad for weight in model.parameters())
     refused(base("llama"), "num_attention_heads is 2.5: input should be a valid integer", heads=2.5)
     refused(base("llama"), "layers are 2; give a list of some of 0 to 2", layers=2)
     refused(base("llama"), r"layers are \[\[0\]\]; give a list", layers=[[0]])
@@ -456,15 +446,6 @@ def test_what_cannot_be_is_refused() -> None:
     plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({str(i): i for i in range(ROWS + 3)})))
     refused(base("llama"), "has no row, such as '320'", tokenizer=plain)
     assert len(plain) == ROWS + 3  # a tokenizer that is refused gets no token
-
-
-def test_a_refused_model_is_as_it_was() -> None:
-    model = base("llama")
-    before = logits(model, text())
-    refused(model, "head_size is 7: input should be a multiple of 2", heads=2, head_size=7)
-    assert type(model) is LlamaForCausalLM
-    assert torch.equal(logits(model, text()), before)
-    assert all(weight.requires_grad for weight in model.parameters())
 
 
 def test_prompts_begin_as_the_bases_tokenizer_begins_a_text() -> None:
