@@ -13,21 +13,10 @@ from metatokens.model import configuration
 from metatokens.paper.presets import PRESETS
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
 
-PACKAGED = {
-    "demo": PretrainRecipe,
-    "demo_finetune": FinetuneRecipe,
-    "demo_segment_counting": FinetuneRecipe,
-    "small_extend": PretrainRecipe,
-    "paper": PretrainRecipe,
-    "paper_extend": PretrainRecipe,
-    "paper_finetune": FinetuneRecipe,
-    "pretrained_finetune": FinetuneRecipe,
-    "small": PretrainRecipe,
-    "small_copying": FinetuneRecipe,
-    "small_list_recall": FinetuneRecipe,
-    "small_parity": FinetuneRecipe,
-    "small_segment_counting": FinetuneRecipe,
-}
+PRETRAINING = ("demo", "small", "small_extend", "paper", "paper_extend")
+FINETUNING = ("demo_finetune", "demo_segment_counting", "paper_finetune", "pretrained_finetune", "small_copying")
+FINETUNING += ("small_list_recall", "small_parity", "small_segment_counting")
+PACKAGED = dict.fromkeys(PRETRAINING, PretrainRecipe) | dict.fromkeys(FINETUNING, FinetuneRecipe)
 
 
 def complaint(kind: type[PretrainRecipe] | type[FinetuneRecipe], source: str | Path, *overrides: str) -> str:
