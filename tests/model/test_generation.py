@@ -68,6 +68,21 @@ def next_scores(oracle: DenseOracle, prompt: Sequence[int], text: Sequence[int],
     return scores
 
 
+def slow_search(
+    oracle: DenseOracle, prompt: Sequence[int], length: int, meta_every: int | None, *, beams: int
+) -> list[int]:
+    """The text that beam search finds; with one beam, greedy search."""
+    kept: list[tuple[float, list[int]]] = [(0.0, [])]
+    for _ in range(length):
+        extended = [
+            (score + gain, [*text, token])
+            for score, text in kept
+            for token, gain in enumerate(next_scores(oracle, prompt, text, meta_every).tolist())
+        ]
+        kept = sorted(extended, reverse=True)[:beams]
+    return kept[0][1]
+
+
 @pytest.mark.parametrize(("meta_every", "new_tokens"), [(None, 6), (1, 6), (4, 9), (10, 12)])
 @FAMILIES
 def test_cache_gives_the_tokens_of_recomputation(fields: Fields, meta_every: int | None, new_tokens: int) -> None:
@@ -86,29 +101,16 @@ def test_cache_gives_the_tokens_of_recomputation(fields: Fields, meta_every: int
 def test_greedy_search_is_the_slow_loop(fields: Fields, meta_every: int | None) -> None:
     model = shared_model(**fields)
     oracle = DenseOracle(model)
-    for row, actual in zip(EIGHT[:4], generate(model, EIGHT[:4], max_new_tokens=9, meta_every=meta_every), strict=True):
-        text: list[int] = []
-        while len(text) < 9:
-            text.append(int(next_scores(oracle, row, text, meta_every).argmax()))
-        assert actual.tolist() == text
+    found = generate(model, EIGHT[:4], max_new_tokens=9, meta_every=meta_every)
+    assert found.tolist() == [slow_search(oracle, row, 9, meta_every, beams=1) for row in EIGHT[:4]]
 
 
 @pytest.mark.parametrize("meta_every", [None, 2])
 def test_beam_search_is_the_slow_loop(meta_every: int | None) -> None:
     model = shared_model()
     oracle = DenseOracle(model)
-    for row, actual in zip(
-        EIGHT[:3], generate(model, EIGHT[:3], max_new_tokens=7, num_beams=3, meta_every=meta_every), strict=True
-    ):
-        beams: list[tuple[float, list[int]]] = [(0.0, [])]
-        for _ in range(7):
-            extended = [
-                (score + gain, [*text, token])
-                for score, text in beams
-                for token, gain in enumerate(next_scores(oracle, row, text, meta_every).tolist())
-            ]
-            beams = sorted(extended, reverse=True)[:3]
-        assert actual.tolist() == beams[0][1]
+    found = generate(model, EIGHT[:3], max_new_tokens=7, num_beams=3, meta_every=meta_every)
+    assert found.tolist() == [slow_search(oracle, row, 7, meta_every, beams=3) for row in EIGHT[:3]]
 
 
 @pytest.mark.parametrize("meta_every", [None, 2])
