@@ -17,6 +17,7 @@ from metatokens.checkpoint import load_model, verify_manifest
 from metatokens.data.store import TokenStore
 from metatokens.training.trainer import RunCallback
 from tests.forked import PATIENCE, QUIET, Run, Start, command
+from tests.training.conftest import curve
 
 MODEL = {"model.hidden_size": 16, "model.num_hidden_layers": 1, "model.num_attention_heads": 2, "data.block_size": 32}
 STEPS = {"max_steps": 30, "logging_steps": 1, "save_steps": 10, "warmup_steps": 5, "eval_steps": 0}
@@ -32,14 +33,10 @@ def pretraining(store: TokenStore, out: Path, *, processes: int) -> list[object]
     return ["pretrain", "--recipe", "demo", "--out", out, *overrides]
 
 
-def curve(folder: Path) -> dict[str, torch.Tensor]:
-    points = [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
-    return {key: torch.tensor([point[key] for point in points]) for key in ("loss", "grad_norm")}
-
-
 def assert_same_training(ours: Path, theirs: Path) -> None:
-    for key, values in curve(ours).items():
-        torch.testing.assert_close(values, curve(theirs)[key], rtol=1e-4, atol=0)
+    for key in ("loss", "grad_norm"):
+        values, expected = ([point[key] for point in curve(folder)] for folder in (ours, theirs))
+        assert values == pytest.approx(expected, rel=1e-4, abs=0)
     weights = [load_model(folder).state_dict() for folder in (ours, theirs)]
     for name, value in weights[0].items():
         torch.testing.assert_close(value, weights[1][name], rtol=1e-3, atol=1e-4)
@@ -68,7 +65,7 @@ def test_two_processes_follow_the_losses_of_one_and_save_once(
     arguments = pretraining(small_store, tmp_path / "run", processes=2)
     said = torchrun(2, *arguments) if is_by_torchrun else run_ranks(2, command, *arguments)
     assert said.count("model: ") == 1
-    assert len(curve(tmp_path / "run")["loss"]) == 30
+    assert len(curve(tmp_path / "run")) == 30
     assert_same_training(tmp_path / "run", alone)
     verify_manifest(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {path.name for path in alone.iterdir()}
