@@ -102,30 +102,23 @@ def test_text_is_streamed_as_it_is_generated(
     assert shown == []
 
 
-def test_prompts_of_a_batch_are_continued_like_single_ones(
+def test_prompts_of_a_batch_are_continued_like_single_ones_each_to_its_own_end_of_text(
     workplace: Path, small_model: Models, metatokens: Run, run: Succeed
 ) -> None:
+    model = Path(shutil.copytree(small_model(), "model"))
     records = [{"prompt": "the cat"}, {"prompt": "two _PAUSE_ dogs ran over", "markers": [3]}, {"prompt": "a"}]
     write_records("prompts.jsonl", records)
-    line = f"generate --model {small_model()} --data prompts.jsonl --max-new-tokens 8 --meta-every 3 --show-meta"
+    line = f"generate --model {model} --data prompts.jsonl --max-new-tokens 8 --meta-every 3 --show-meta"
     alone, _ = run(line)
     assert metatokens(f"{line} --batch-size 2")[1] == alone
     assert metatokens(f"{line} --batch-size 3 --device cpu --dtype float32")[1] == alone
 
-
-def test_a_row_of_a_batch_ends_at_its_own_end_of_text(
-    workplace: Path, small_model: Models, metatokens: Run, run: Succeed
-) -> None:
-    model = Path(shutil.copytree(small_model(), "model"))
-    records = [{"prompt": "the cat"}, {"prompt": "two dogs ran over"}, {"prompt": "a"}]
-    write_records("prompts.jsonl", records)
     loaded, tokenizer = load_model(model).eval(), AutoTokenizer.from_pretrained(model)
     ids = torch.tensor([encode_prompt(tokenizer, "the cat")])
     end = int(loaded.generate(ids, max_new_tokens=2, do_sample=False)[0, -1])
     settings = json.loads((model / "generation_config.json").read_text()) | {"eos_token_id": [end]}
     (model / "generation_config.json").write_text(json.dumps(settings))
     (model / "manifest.json").unlink()
-    line = f"generate --model {model} --data prompts.jsonl --max-new-tokens 8 --meta-every 3 --show-meta"
     alone, _ = run(line)
     assert len({len(json.loads(one)["with_meta"]) for one in alone.splitlines()}) > 1
     assert metatokens(f"{line} --batch-size 3")[1] == alone

@@ -98,14 +98,10 @@ def test_rows_with_landmarks_are_cut_to_a_length() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     for rule in ("every:0", "word", 8):
-        with pytest.raises(
-            UserError, match=f"rule for landmarks is {rule!r}: give line, paragraph, sentence or every:N"
-        ):
+        with pytest.raises(UserError, match=f"rule for landmarks is {rule!r}: give line, paragraph, sentence or"):
             MetaTokenCollator(list, TOKENIZER, rule)  # type: ignore[arg-type]
     for no_tokenizer in (META, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(TOKENS)))):
-        with pytest.raises(
-            UserError, match="this tokenizer has no meta-token: use the one that add_meta_attention was given"
-        ):
+        with pytest.raises(UserError, match="no meta-token: use the one that add_meta_attention was given"):
             MetaTokenCollator(list, no_tokenizer, "every:2")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="packed into one"):
         MetaTokenCollator(list, TOKENIZER, "every:2")([{"input_ids": [1, 2], "position_ids": [0, 0]}])

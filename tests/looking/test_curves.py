@@ -1,7 +1,6 @@
 """The picture of runs' curves, finished, in phases, or still going."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ from matplotlib.axes import Axes
 
 from metatokens.errors import UserError
 from metatokens.looking.curves import draw_curves, read_curves
-
-Run = Callable[[str], tuple[int, str, str]]
+from tests.cli.command_lines import Run
 
 POINTS = [{"step": step, "loss": 4.0 / step, "learning_rate": 0.1} for step in (1, 2, 4)]
 HELD_OUT = [{"step": 2, "eval_loss": 2.5}, {"step": 4, "eval_loss": 1.5, "eval_exact_match": 0.25}]

@@ -9,7 +9,7 @@ import pytest
 from metatokens.checkpoint import load_model
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.looking.look import look
-from metatokens.looking.page import Look, to_html
+from metatokens.looking.page import MAX_SIDE, Look, to_html
 
 PROMPT = "Birds: swan owl _PAUSE_ duck\nColours: red <b>blue</b> _PAUSE_ green\nQ: What is item 3 of Birds? _PAUSE_"
 
@@ -25,10 +25,12 @@ def looks(small_model: Callable[..., Path]) -> list[Look]:
 
 
 @pytest.fixture
-def page(browser: Any, looks: list[Look], tmp_path: Path) -> Iterator[Any]:
+def page(browser: Any, looks: list[Look], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """The page of both models; the test fails if it logs, raises or fetches anything."""
     file = tmp_path / "look.html"
-    file.write_text(to_html(looks), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("metatokens.looking.page.MAX_SIDE", getattr(request, "param", MAX_SIDE))
+        file.write_text(to_html(looks), encoding="utf-8")
     opened, noted = browser.new_page(viewport={"width": 1280, "height": 900}), []
     opened.on("console", lambda message: noted.append(message.text))
     opened.on("pageerror", lambda error: noted.append(str(error)))
@@ -138,18 +140,10 @@ def test_lightness_alone_distinguishes_weights(page: Any) -> None:
     assert lightness[0] - lightness[-1] > 150
 
 
-def test_a_map_of_several_tokens_a_cell_says_so_and_names_positions(
-    browser: Any, looks: list[Look], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("metatokens.looking.page.MAX_SIDE", 16)
-    file, step = tmp_path / "look.html", -(-len(looks[0].ids) // 16)
-    file.write_text(to_html(looks[:1]), encoding="utf-8")
-    opened = browser.new_page()
-    opened.goto(file.as_uri())
-    opened.wait_for_selector("body[data-ready]")
-    assert f"a cell for {step} tokens" in opened.locator("figcaption").first.text_content()
-    axis = opened.evaluate("document.querySelector('.plot').layout.xaxis")
+@pytest.mark.parametrize("page", [16], indirect=True)
+def test_a_map_of_several_tokens_a_cell_says_so_and_names_positions(page: Any, looks: list[Look]) -> None:
+    step = -(-len(looks[0].ids) // 16)
+    assert f"a cell for {step} tokens" in page.locator("figcaption").first.text_content()
+    axis = page.evaluate("document.querySelector('.plot').layout.xaxis")
     assert [int(text) for text in axis["ticktext"]] == [cell * step for cell in axis["tickvals"]]
-    shades = opened.eval_on_selector_all(".tokens button", "all => all.map(one => one.style.background)")
-    assert any(shades)
-    opened.close()
+    assert any(page.eval_on_selector_all(".tokens button", "all => all.map(one => one.style.background)"))

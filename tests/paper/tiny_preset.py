@@ -57,25 +57,11 @@ def wide(corpus: str) -> Preset:
         tasks=("parity",),
         tested=(128,),
     )
-    ablation = Ablation(
-        tables=("table13",),
-        models=("meta",),
-        tasks=("parity",),
-        interventions=("no_pos", "noise:1"),
-        counts={64: 4},
-        noise_seeds=2,
-    )
+    of = {"models": ("meta",), "tasks": ("parity",)}
+    changes = ("no_pos", "noise:1")
+    ablation = Ablation(tables=("table13",), **of, interventions=changes, counts={64: 4}, noise_seeds=2)
     analyses = [
-        Analysis(
-            kind=kind,
-            tables=("figure3",),
-            models=("meta",),
-            tasks=("parity",),
-            train_length=64,
-            length=64,
-            n=n,
-            interventions=changes,
-        )
+        Analysis(kind=kind, tables=("figure3",), **of, train_length=64, length=64, n=n, interventions=changes)
         for kind, n, changes in (
             ("sharpness", 2, (None,)),
             ("residual", 2, (None,)),
