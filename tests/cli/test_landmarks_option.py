@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from metatokens.data.store import TokenStore
-from tests.cli.command_lines import PRETRAIN, SMALL, Models, Run
+from tests.cli.command_lines import PRETRAIN, SMALL, Models, Refuse, Succeed
 
 
 @pytest.fixture
@@ -16,32 +16,28 @@ def tokens(workplace: Path, small_store: TokenStore) -> TokenStore:
     return small_store
 
 
-def test_pretraining_by_a_rule_goes_on_as_another_run_does_not(tokens: TokenStore, metatokens: Run) -> None:
-    status, _, error = metatokens(f"{PRETRAIN} --landmarks sentence --out base")
-    assert (status, error.splitlines()[-1]) == (0, "model: base")
+def test_pretraining_by_a_rule_goes_on_as_another_run_does_not(
+    tokens: TokenStore, run: Succeed, refused: Refuse
+) -> None:
+    _, error = run(f"{PRETRAIN} --landmarks sentence --out base")
+    assert error.splitlines()[-1] == "model: base"
     assert json.loads(Path("base/settings.json").read_text())["recipe"]["data"]["placement"] == "sentence"
-    assert metatokens(f"{PRETRAIN} --set data.placement=sentence --out base")[0] == 0  # the same run
-    status, _, error = metatokens(f"{PRETRAIN} --landmarks every:8 --out base")
-    assert (status, "data.placement was 'sentence' and is now 'every:8'" in error) == (2, True)
+    run(f"{PRETRAIN} --set data.placement=sentence --out base")  # the same run
+    refused(f"{PRETRAIN} --landmarks every:8 --out base", "data.placement was 'sentence' and is now 'every:8'")
     weights = Path("base/model.safetensors").read_bytes()
-    assert metatokens(f"{PRETRAIN} --landmarks every:8 --out other")[0] == 0
+    run(f"{PRETRAIN} --landmarks every:8 --out other")
     assert Path("other/model.safetensors").read_bytes() != weights
 
-    extend = (
-        f"extend --model base --factor 2 --original-length 32 --recipe demo {SMALL} --landmarks sentence --out long"
-    )
-    assert metatokens(extend)[0] == 0
+    run(f"extend --model base --factor 2 --original-length 32 --recipe demo {SMALL} --landmarks sentence --out long")
     settings = json.loads(Path("long/settings.json").read_text())["recipe"]["data"]
     assert (settings["placement"], settings["block_size"]) == ("sentence", 64)
 
 
-def test_perplexity_with_landmarks(tokens: TokenStore, small_model: Models, metatokens: Run) -> None:
+def test_perplexity_with_landmarks(tokens: TokenStore, small_model: Models, run: Succeed) -> None:
     measure = f"perplexity --model {small_model()} --corpus tokens --block-size 32 --max-tokens 600"
     lines = {}
     for options in ("", "--landmarks sentence", "--landmarks every:6"):
-        status, output, error = metatokens(f"{measure} {options}")
-        assert (status, error) == (0, "")
-        lines[options] = json.loads(output)
+        lines[options] = json.loads(run(f"{measure} {options}")[0])
     conditions = [line.get("condition") for line in lines.values()]
     assert conditions == ["none", "sentence", "every:6"]
     assert len({line["n"] for line in lines.values()}) == 1

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from metatokens.records import Result, read_lines
-from tests.cli.command_lines import Models, Run, write_records
+from tests.cli.command_lines import Models, Refuse, Run, Succeed, write_records
 
 OWN = [
     {"prompt": "the cat _PAUSE_ sat", "markers": [7], "completion": " hills"},
@@ -63,21 +63,17 @@ def test_own_records_are_trained_on_and_measured(workplace: Path, small_model: M
 
 
 def test_records_with_landmarks_are_trained_on_and_measured_alike(
-    workplace: Path, small_model: Models, metatokens: Run
+    workplace: Path, small_model: Models, run: Succeed, refused: Refuse
 ) -> None:
     records = [{"prompt": "the cat\nsat", "completion": " hills"}, {"prompt": "two dogs. Over", "completion": " river"}]
     write_records("own.jsonl", records)
     tune = f"finetune --model {small_model()} --data own.jsonl --eval-data own.jsonl --set training.max_steps=2"
-    status, output, error = metatokens(f"{tune} --landmarks line --out tuned")
-    assert status == 0, error
+    output, _ = run(f"{tune} --landmarks line --out tuned")
     printed = [json.loads(line) for line in output.splitlines()]
     assert {line["condition"] for line in printed} == {"line"}
     assert json.loads(Path("tuned/settings.json").read_text())["recipe"]["task"]["landmarks"] == "line"
-    status, output, error = metatokens(f"{tune} --landmarks sentence --out tuned")
-    assert (status, "task.landmarks was 'line' and is now 'sentence'" in error) == (2, True)
-
-    status, output, _ = metatokens("evaluate --model tuned/data --data own.jsonl --landmarks line")
-    assert status == 0
+    refused(f"{tune} --landmarks sentence --out tuned", "task.landmarks was 'line' and is now 'sentence'")
+    output, _ = run("evaluate --model tuned/data --data own.jsonl --landmarks line")
     again = [json.loads(line) for line in output.splitlines()]
     assert [(line["value"], line["condition"]) for line in again] == [(line["value"], "line") for line in printed]
 
