@@ -145,5 +145,7 @@ def test_a_token_store_that_names_other_files(
 
 
 def test_a_store_is_written_where_the_user_says_and_nowhere_else(small_corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
     write_token_store(tmp_path / "inner" / ".." / "store", str(small_corpus), "train:300", workers=1)
-    assert {path.name for path in tmp_path.iterdir()} <= {"inner", "store"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["inner", "store"]
+    assert not list((tmp_path / "inner").iterdir())

@@ -66,10 +66,13 @@ def test_insertion(size: int, fraction: float, placement: str, ids: list[int] | 
     phase=st.integers(-1, 7),
     split=st.sampled_from(["train", "test"]) | TEXT,
     documents=st.lists(TEXT, max_size=4),
+    index=st.integers(0, 2**70),
 )
-def test_any_arguments(phase: int, split: str, small_store: TokenStore, clean: Clean, **arguments: Any) -> None:
+def test_any_arguments(
+    phase: int, split: str, index: int, small_store: TokenStore, clean: Clean, **arguments: Any
+) -> None:
     with clean():
-        TaskData(tokenizer=small_store.tokenizer, **arguments).sample(0, min(phase, 3), split)
+        TaskData(tokenizer=small_store.tokenizer, **arguments).sample(index, min(phase, 3), split)
 
 
 WORDS = st.lists(TEXT.filter(lambda text: text.isprintable()) | st.sampled_from(["word", "it's", "世界"]), min_size=60)
