@@ -3,7 +3,7 @@
     python -m benchmarks.retrofit_overhead --out benchmarks/results/retrofit.jsonl
 
 A Llama with random weights takes turns with itself after `add_meta_attention` (8 heads of 64 in every layer): on text,
-on as many positions of which every eighth is a meta-token, and generating, where a meta-token is one more position.
+on as many positions, every eighth a meta-token, and generating, where a meta-token is one more position.
 """
 
 import copy

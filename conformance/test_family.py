@@ -47,7 +47,7 @@ class Member:
     is_training: bool = True
 
     def __getattr__(self, name: str) -> int:
-        """A size, of which the suite asks for several by name."""
+        """A size; the suite asks for several by name."""
         try:
             return SIZES[name]
         except KeyError:

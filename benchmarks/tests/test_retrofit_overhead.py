@@ -18,6 +18,6 @@ def test_it_writes_a_line_for_each_comparison(tmp_path: Path) -> None:
         ("generating", "base, generating"),
         ("generating, meta_every=8", "base, generating"),
     }
-    # A tiny model has more added than it had: 8 heads of 64 beside a width of 64.
+    # More is added to a tiny model than it had: 8 heads of 64 at a width of 64.
     assert all(one["parameters"] - one["base_parameters"] == 4 * 64 * 512 + 64 + 64 for one in lines)
     assert all(one["ratio"] > 0 and one["n"] == 2 for one in lines)

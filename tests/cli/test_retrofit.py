@@ -250,7 +250,7 @@ def test_a_chat_template_works_before_and_after_fine_tuning(base: Path, run: Suc
 @pytest.mark.parametrize("layers", ["", " --layers none"])
 def test_lora_changes_the_base_and_comes_back(layers: str, base: Path, run: Succeed) -> None:
     run(RETROFIT + layers)
-    tune = FINETUNE.replace("max_steps=2", "max_steps=4")  # of which the second is saved
+    tune = FINETUNE.replace("max_steps=2", "max_steps=4")  # step 2 is saved
     line = f"{tune} --model model --out tuned --task parity --train-lengths 64 --lora rank=2"
     run(line)
     assert {path.name for path in Path("tuned/64/checkpoints/checkpoint-2").glob("*.safetensors")} == {

@@ -25,7 +25,7 @@ def write(file: Path, points: list[dict[str, Any]]) -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pretrained model, fine-tuned in two phases, of which the second is still going."""
+    """A pretrained model that is fine-tuned in two phases; the second is still going."""
     monkeypatch.chdir(tmp_path)
     write(Path("base/curve.jsonl"), POINTS)
     write(Path("tuned/64/curve.jsonl"), POINTS + HELD_OUT)

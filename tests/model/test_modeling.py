@@ -128,7 +128,7 @@ def test_embeddings_in_place_of_ids(fields: Fields, side: str) -> None:
     assert torch.equal(by_embedding, expected)
     assert torch.equal(by_ids, expected)
     assert torch.equal(by_mask, expected)
-    if fields["second_attention"] == "meta":  # interpolated embeddings, say, of which none equals the meta-token's
+    if fields["second_attention"] == "meta":  # such as interpolated embeddings: none equals the meta-token's
         blurred = embeddings + 1e-9
         assert (model(inputs_embeds=blurred, attention_mask=mask).logits - expected).abs().max() > 1e-3
         marked = model(inputs_embeds=blurred, meta_token_mask=ids == META, attention_mask=mask).logits

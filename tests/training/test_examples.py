@@ -12,7 +12,7 @@ META, END = 9, 0
 
 
 def example(prompt: list[int], completion: list[int]) -> Example:
-    """An example of which only the ids matter."""
+    """An example in which only the ids matter."""
     ids = (*prompt, *completion, END)
     return Example(prompt="", markers=(), completion="", input_ids=ids, answer_start=len(prompt), n_tokens=len(prompt))
 

@@ -44,7 +44,9 @@ def sample(
 
 def generate(
     model: options.Model,
-    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text to continue.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="Text to continue, unless a file is given.")
+    ] = None,
     data: options.Data = None,
     marker: Annotated[
         str | None, typer.Option(metavar="TEXT", help="What marks a meta-token in PROMPT, such as _PAUSE_.")

@@ -26,7 +26,9 @@ def reproduce(
     corpus: Annotated[
         str | None, typer.Option(metavar="CORPUS", help=f"Text to train on instead of the preset's: {options.CORPUS}.")
     ] = None,
-    book: Annotated[str | None, typer.Option(metavar="CORPUS", help="Further text to measure perplexity on.")] = None,
+    book: Annotated[
+        str | None, typer.Option(metavar="CORPUS", help="Further text to measure perplexity on, named as --corpus is.")
+    ] = None,
     only: Annotated[
         str | None, typer.Option(metavar="NAME", help="Run only the stages of this table or task, such as table7.")
     ] = None,
@@ -164,7 +166,8 @@ def extend(
     overrides: options.Set = None,
     landmarks: options.Landmarks = None,
     original_length: Annotated[
-        int | None, typer.Option(metavar="TOKENS", min=1, help="Length that it was trained on; by default its maximum.")
+        int | None,
+        typer.Option(metavar="TOKENS", min=1, help="Length that the model was trained on; by default its maximum."),
     ] = None,
     device: options.Device = None,
     dtype: options.Dtype = None,

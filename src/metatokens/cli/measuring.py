@@ -154,11 +154,13 @@ def perplexity(
         str, typer.Option(metavar="CORPUS|DIR", help=f"Text: {options.CORPUS}; or what tokenize held out in a folder.")
     ],
     block_size: Annotated[int, typer.Option(metavar="TOKENS", min=2, help="Block length, meta-tokens included.")] = 256,
-    fraction: Annotated[float, typer.Option(metavar="SHARE", help="Share of meta-tokens, at most 0.5.")] = 0.1,
+    fraction: Annotated[
+        float, typer.Option(metavar="SHARE", help="Share of meta-tokens in a block, at most 0.5.")
+    ] = 0.1,
     placement: options.Placement = "none",
     landmarks: options.Landmarks = None,
     max_tokens: Annotated[
-        int | None, typer.Option(metavar="TOKENS", min=1, help="Limit on the text that is read.")
+        int | None, typer.Option(metavar="TOKENS", min=1, help="Limit on the text that is read; by default all is.")
     ] = None,
     name: options.Name = None,
     device: options.Device = None,

@@ -118,7 +118,7 @@ Intervention = Annotated[
     typer.Option(
         "--intervention",
         metavar="NAME",
-        help="Change the meta-tokens inside the model: no_pos, no_embed, neither or noise:S, with :meta, :raw or both.",
+        help="Change the meta-tokens inside the model: no_pos, no_embed, neither or noise:S[:meta][:raw].",
     ),
 ]
 Preset = Annotated[str, _choice("--preset", recipe.PresetName, "Size of the experiments")]

@@ -110,7 +110,7 @@ def write_token_store(
         held_out: the share of documents that is held out, between 0 and 1.
         extra_texts: see `load_tokenizer`.
         overwrite: replace the store in the folder, if there is one.
-        workers: the number of processes, each of which encodes one part of the corpus at a time (see `corpus_parts`);
+        workers: the number of processes; each encodes one part of the corpus at a time (see `corpus_parts`);
             by default the number of cores. This process encodes a corpus of a single part itself, in several threads
             unless `workers` is 1.
 

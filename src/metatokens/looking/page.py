@@ -43,7 +43,7 @@ class Likeliest:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a model does with one prompt.
+    """The inside of a model as it reads one prompt.
 
     Attributes:
         name: of the model.

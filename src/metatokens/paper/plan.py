@@ -291,7 +291,7 @@ class _Estimate:
     """The seconds that a model takes: 2 N operations per token, 6 N in training.
 
     N counts the parameters of the blocks, and in pretraining those of the output layer as well: the other stages
-    compute the logits of a few positions alone.
+    compute the logits of a few positions alone. In tests, whose prompts may be long, attention counts too.
     """
 
     # Operations per second: on a core, what the models of `small` reach on an AMD EPYC; on a GPU, a fifth of an H100's
@@ -304,6 +304,7 @@ class _Estimate:
         attentions = 2 if sizes.second_attention == "causal" else 1  # meta-attention reads one position in ten
         self.blocks = sizes.num_hidden_layers * (8 + 4 * attentions) * sizes.hidden_size**2
         self.output_layer = vocabulary * sizes.hidden_size
+        self.attention = attentions * sizes.num_hidden_layers * sizes.hidden_size  # for each key before a token
         self.rate = self.GPU if recipe.training.bf16 else self.CORE
 
     def seconds_to_pretrain(self, tokens: int) -> float:
@@ -313,7 +314,10 @@ class _Estimate:
         return 6 * self.blocks * tokens / self.rate
 
     def seconds_to_test(self, counts: Mapping[int, int]) -> float:
-        return 2 * self.blocks * sum(n * _mean(length) for length, n in counts.items()) / self.rate
+        lengths = {_mean(length): n for length, n in counts.items()}
+        return (
+            2 * sum(n * length * (self.blocks + self.attention * length) for length, n in lengths.items()) / self.rate
+        )
 
 
 def _seconds_to_draw(counts: Mapping[int, int]) -> float:

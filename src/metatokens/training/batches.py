@@ -13,7 +13,7 @@ from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.model.rows import positions_of
 
 Batch = dict[str, Tensor]
-MULTIPLE = 8  # numbers of positions are rounded up to it: few shapes, for each of which a model is compiled
+MULTIPLE = 8  # numbers of positions are rounded up to it, since a model is compiled once per shape
 
 
 class WithPositions:
