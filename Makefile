@@ -25,7 +25,9 @@
 VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
+# Files in the order of their names: xdist would start those of few, long tests last, and leave a core idle.
+TOGETHER := -n auto --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest $(TOGETHER)
 TOKENIZER ?= gpt2
 DEVICE ?= cuda
 PIECE ?= 540
@@ -47,7 +49,7 @@ test-outside: $(VENV)/.installed-test
 	$(PYTEST) benchmarks/tests examples/tests
 
 test-lowest: $(VENV)-lowest/.installed
-	$(VENV)-lowest/bin/python -m pytest -n auto --dist loadfile
+	$(VENV)-lowest/bin/python -m pytest $(TOGETHER)
 
 test-all: $(VENV)/.installed-test
 	$(PYTEST) --thorough tests benchmarks/tests examples/tests

@@ -8,7 +8,7 @@ from transformers import CompileConfig, StaticCache
 
 from metatokens import MetaGPT2ForCausalLM
 from metatokens.errors import UserError
-from tests.model.tiny_models import FAMILIES, META, SECOND, Fields, pad, random_rows, tiny_model
+from tests.model.tiny_models import FAMILIES, FAMILY, META, SECOND, Fields, pad, random_rows, tiny_model
 
 LENGTHS = (7, 11, 4)
 
@@ -54,8 +54,14 @@ def test_a_cache_that_the_user_makes(second_attention: str) -> None:
             cache.reset()
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-@FAMILIES
+# Compiling takes two to four seconds, so that the quick run compiles with rotary positions alone.
+COMPILED = [(one, pytest.mark.thorough if one["position_embedding"] != "rope" else ()) for one in FAMILY]
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_compiled"),
+    [*((one, False) for one in FAMILY), *(pytest.param(one, True, marks=marks) for one, marks in COMPILED)],
+)
 def test_a_mask_as_long_as_the_cache(fields: Fields, is_compiled: bool) -> None:
     torch._dynamo.reset()
     model = tiny_model(**fields)

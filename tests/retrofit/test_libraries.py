@@ -284,8 +284,9 @@ def test_several_threads_run_one_model(name: str) -> None:
     assert sum(error(one, expected[number % 10]) > 1e-5 for number, one in enumerate(got)) == 0
 
 
-@pytest.mark.parametrize("has_positions", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("name", "has_positions"), [("llama", False), ("llama", True), ("gpt_neox", False), ("gemma3_text", True)]
+)
 def test_a_compiled_model(name: str, has_positions: bool) -> None:
     torch._dynamo.reset()
     graphs = []
