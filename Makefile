@@ -25,8 +25,9 @@
 VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-# Files in the order of their names: xdist would start those of few, long tests last, and leave a core idle.
-TOGETHER := -n auto --dist loadfile --no-loadscope-reorder
+# A process more than cores, since some tests wait for another process. Files in the order of their names: xdist would
+# start those of few, long tests last, and leave a core idle.
+TOGETHER := -n $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)') --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest $(TOGETHER)
 TOKENIZER ?= gpt2
 DEVICE ?= cuda
