@@ -118,7 +118,7 @@ Intervention = Annotated[
     typer.Option(
         "--intervention",
         metavar="NAME",
-        help="Change the meta-tokens inside the model: no_pos, no_embed, neither or noise:S[:meta][:raw].",
+        help="Change the meta-tokens: no_pos, no_embed, neither or noise:S, then perhaps :meta, :raw or :meta:raw.",
     ),
 ]
 Preset = Annotated[str, _choice("--preset", recipe.PresetName, "Size of the experiments")]
