@@ -3,10 +3,12 @@
 from suite import has_generation
 
 NO_ROTARY = "there are no rotary positions to scale"
+NO_PLAN = "the family has no plan for tensor parallelism"
 
 NOT_APPLICABLE = [
     ("*_learned", "test_model_rope_scaling_*", NO_ROTARY),
     ("*_none", "test_model_rope_scaling_*", NO_ROTARY),
+    *((members, "test_*tp_plan*", NO_PLAN) for members in ("*_learned", "*_none", "*_rope")),
 ]
 
 if not has_generation():
