@@ -1,4 +1,4 @@
-"""What all decoders have in common: blocks, a kind of positions, logits at chosen positions, continued prompts."""
+"""Functions for any decoder: find its blocks and its kind of positions, compute chosen logits, continue prompts."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -61,7 +61,7 @@ def _head(model: Any, decoder: Any, output: Any, states: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What a model wrote after a prompt: the new text alone, and the whole text with its meta-tokens shown."""
+    """A prompt that a model continued: the new text, and the prompt and the new text with visible meta-tokens."""
 
     text: str
     with_meta: str

@@ -21,7 +21,7 @@ from metatokens.errors import UserError, one_line
 
 LOCK = ".lock"  # in a folder that a process works in, or has worked in
 PARTIAL = ".partial"  # suffix of a file that is being written
-# What reading a damaged or hostile file may raise, here or in transformers.
+# Exceptions that this package or transformers may raise when a file is damaged or hostile.
 DAMAGED = (OSError, ValueError, RecursionError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 

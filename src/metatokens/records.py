@@ -75,7 +75,7 @@ class Record(BaseModel):
 
 
 class About(Record):
-    """What a figure is about: a model, its training, and the prompts. Lines have these fields among their own."""
+    """The subject of a figure: a model, its training, and the prompts. Result lines have these fields too."""
 
     model: str  # gpt2, pause, twin, meta, gpt-neo, the name of a folder or of a shortcut
     position_embedding: str | None = None  # learned, rope, none

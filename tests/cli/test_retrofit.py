@@ -391,7 +391,7 @@ def test_gguf_files_are_for_retrofit(base: Path, refused: Refuse) -> None:
     Path("quantised/one.gguf").write_bytes(b"GGUF")
     for given in ("quantised", "quantised/one.gguf"):
         refused(f"generate --model {given} the", f"{given} is in GGUF form, which `metatokens retrofit` alone takes")
-        refused(f"retrofit --model {given} --out new", "")
+        refused(f"retrofit --model {given} --out new", f"the folder {given} holds no tokenizer that can be loaded.")
     Path("quantised/two.gguf").write_bytes(b"GGUF")
     refused("retrofit --model quantised --out new", "quantised holds 2 GGUF files, such as one.gguf; name one of them.")
 

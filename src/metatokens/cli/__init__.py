@@ -1,4 +1,4 @@
-"""The command `metatokens`: one verb per step, each usable by itself on your own files.
+"""The command `metatokens`: one verb per step. You can run each verb alone, on your own files.
 
 Results go to standard output, as a table on a terminal and as JSON lines elsewhere; everything else goes to standard
 error. A user's mistake is one sentence and exit status 2. Each verb imports what it needs when it runs, which keeps
@@ -32,8 +32,16 @@ PANELS = {
 INTERRUPTED = 130  # typer's exit status after Ctrl-C
 
 
-class _PlainFlags:
-    """Flags whose help shows no `<bool>`."""
+class _Plain:
+    """Flags whose help shows no `<bool>`, and plain sentences about wrong choices."""
+
+    def make_context(self, *args: Any, **options: Any) -> typer.Context:
+        try:
+            made: typer.Context = super().make_context(*args, **options)  # type: ignore[misc]  # of the class behind it
+        except typer.BadParameter as error:  # typer keeps pydantic's prefix
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+        return made
 
     def get_params(self, context: typer.Context) -> list[Any]:
         params: list[Any] = super().get_params(context)  # type: ignore[misc]  # of the class behind it
@@ -43,10 +51,10 @@ class _PlainFlags:
         return params
 
 
-class _Verb(_PlainFlags, TyperCommand): ...  # type: ignore[misc]  # two signatures of get_params
+class _Verb(_Plain, TyperCommand): ...  # type: ignore[misc]  # two signatures of get_params
 
 
-class _Verbs(_PlainFlags, TyperGroup): ...  # type: ignore[misc]  # the same
+class _Verbs(_Plain, TyperGroup): ...  # type: ignore[misc]  # the same
 
 
 app = typer.Typer(cls=_Verbs, no_args_is_help=True, pretty_exceptions_enable=False)

@@ -95,7 +95,7 @@ def print_figures(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _described(row: Mapping[str, Any], without: Collection[str] = ()) -> Iterator[str]:
-    """What a row is about, a text for each field."""
+    """One text for each field that describes a row."""
     for name, value in row.items():
         if name not in _FIGURE and name not in without:
             yield f"{name.replace('_', ' ')} {('no', 'yes')[value] if isinstance(value, bool) else value}"

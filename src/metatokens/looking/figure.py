@@ -1,4 +1,4 @@
-"""What `look` finds in a model, as a figure for a paper."""
+"""The findings of `look` as a figure for a paper."""
 
 from collections.abc import Sequence
 from functools import partial

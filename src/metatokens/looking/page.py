@@ -1,4 +1,4 @@
-"""What `look` finds in a model, and the page that shows it: one self-contained HTML file, drawn by Plotly."""
+"""The findings of `look`, and the page that shows them: one self-contained HTML file, drawn by Plotly."""
 
 import base64
 import gzip

@@ -314,10 +314,8 @@ class _Estimate:
         return 6 * self.blocks * tokens / self.rate
 
     def seconds_to_test(self, counts: Mapping[int, int]) -> float:
-        lengths = {_mean(length): n for length, n in counts.items()}
-        return (
-            2 * sum(n * length * (self.blocks + self.attention * length) for length, n in lengths.items()) / self.rate
-        )
+        means = [(_mean(length), n) for length, n in counts.items()]
+        return 2 * sum(n * length * (self.blocks + self.attention * length) for length, n in means) / self.rate
 
 
 def _seconds_to_draw(counts: Mapping[int, int]) -> float:

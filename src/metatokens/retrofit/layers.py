@@ -46,7 +46,7 @@ class Pass:
 
 
 class _Thread(threading.local):
-    """What this thread is running: the pass of a decoder; and a block, with its input, its pass and the cache."""
+    """State of one thread: the forward pass of a decoder, and the current block with its input, pass and cache."""
 
     step: Pass | None = None
     block: "tuple[MetaBlock, Tensor, Pass, Cache | None] | None" = None
@@ -97,7 +97,7 @@ class MetaModule(nn.Module):
         init.zeros_(self.attention.out_proj.weight)
 
     def forward(self, x: Tensor, step: Pass, cache: Cache | None) -> Tensor:
-        """What is added to the residual stream x at the meta-tokens, (batch, most, width)."""
+        """Meta-attention's output for the residual stream x, at the meta-tokens alone: (batch, most, width)."""
         if cache is not None:
             give_second_store(cache.layers[self.attention.layer_index])
         if not torch.is_autocast_enabled(x.device.type):  # the base may be in another precision

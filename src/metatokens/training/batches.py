@@ -47,8 +47,8 @@ def with_positions(batch: Batch, meta_token_id: int | None, *, multiple: int = M
 class WithLogitsToKeep:
     """A collator whose batches make a model of transformers compute logits only in scored columns.
 
-    Of a prompt of a thousand tokens only the few of the answer are scored, and a vocabulary may have more parameters
-    than the rest of the model.
+    A prompt of a thousand tokens has few scored tokens, those of the answer, and the output layer may be larger than
+    the rest of the model.
     """
 
     def __init__(self, collator: Callable[[list[Any]], Batch]):
