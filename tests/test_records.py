@@ -1,11 +1,13 @@
 """Records in files of lines: written and read again; errors name the file and the line."""
 
+import base64
 import gzip
 import json
 import platform
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -18,9 +20,11 @@ from metatokens.records import (
     Result,
     RunInfo,
     append_records,
+    pack_hits,
     read_lines,
     read_record,
     stamped,
+    unpack_hits,
 )
 
 EXACT = Result(
@@ -167,3 +171,10 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(name: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"cannot read .*: {said}"):
         read_lines(tmp_path / name, Result)
+
+
+def test_hits_come_back_as_they_were_packed() -> None:
+    for n in (1, 8, 13, 2000):
+        hits = np.random.default_rng(n).random(n) < 0.5
+        assert unpack_hits(pack_hits(hits.tolist()), n).tolist() == hits.tolist()
+    assert pack_hits([True, False, False]) == base64.b64encode(b"\x80").decode()

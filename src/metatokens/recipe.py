@@ -229,6 +229,12 @@ class FinetuneRecipe(_Settings):
         inside = any(stage.inside_loss for stage in task.stages)
         if steps is not None and len(steps) != len(lengths):
             raise ValueError(f"{len(steps)} task.train_steps for {len(lengths)} task.train_lengths")
+        decay, total = self.training.decay_steps, sum(self.train_steps)
+        if decay is not None and decay < total:
+            raise ValueError(
+                f"training.decay_steps is {decay}, less than the {total} steps of all train lengths: the learning rate "
+                "would rise again after it"
+            )
         if task.condition != "paper" and (inside or any(stage.drill for stage in task.stages)):
             raise ValueError(
                 "a stage's drill or inside_loss is for task.condition paper, whose markers bracket the answer, and "
@@ -249,10 +255,19 @@ class FinetuneRecipe(_Settings):
             update = own.model_dump(include=shared, exclude_none=True)
             settings = self.training.model_copy(update=update | {"decay_steps": _NEVER, "position_jumps": None})
             found.append(Phase(f"stage-{number}", settings, lengths[0], curriculum=own, first_example=number * _APART))
-        steps = self.task.train_steps or (self.training.max_steps,) * len(lengths)
+        # One learning rate schedule spans all train lengths: a second warm-up would damage what the first one taught.
+        steps, done = self.train_steps, 0
+        horizon = self.training.decay_steps or sum(steps)
         for length, count in zip(lengths, steps, strict=True):
-            found.append(Phase(str(length), self.training.model_copy(update={"max_steps": count}), length))
+            settings = self.training.model_copy(update={"max_steps": count, "decay_steps": horizon})
+            found.append(Phase(str(length), settings, length, schedule_start=done))
+            done += count
         return found
+
+    @property
+    def train_steps(self) -> tuple[int, ...]:
+        """The steps of each train length."""
+        return self.task.train_steps or (self.training.max_steps,) * len(self.task.train_lengths)
 
 
 @dataclass(frozen=True)
@@ -264,6 +279,7 @@ class Phase:
     train_length: int  # tokens of its longest prompts
     curriculum: CurriculumSettings | None = None  # its entry in `task.stages`; None for a train length
     first_example: int = 0  # the index of its first example, so that no two phases read the same ones
+    schedule_start: int = 0  # the step of the learning rate's schedule at which it begins
 
     @property
     def examples(self) -> int:

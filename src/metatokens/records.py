@@ -4,6 +4,7 @@ These records are the only interface between measuring and reporting. This modul
 transformers, so that reports can be made without them.
 """
 
+import base64
 import gzip
 import importlib.metadata
 import platform
@@ -13,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from metatokens.errors import UserError
@@ -122,6 +124,7 @@ class Result(Measured):
     low: float | None = None  # 95 % interval
     high: float | None = None
     chance: float | None = None
+    hits: str | None = None  # of an exact match: whether each prompt was answered, as `pack_hits` writes it
     seed: int
     recipe: str | None = None
 
@@ -334,6 +337,16 @@ def stamped(records: Iterable[Record]) -> Iterator[Record]:
     made = {"versions": library_versions(), "created": now()}
     for record in records:
         yield record.model_copy(update=made) if isinstance(record, Measured) else record
+
+
+def pack_hits(hits: Sequence[bool]) -> str:
+    """One bit for each prompt, the first in the highest bit of the first byte, in base64."""
+    return base64.b64encode(np.packbits(np.asarray(hits, dtype=bool)).tobytes()).decode()
+
+
+def unpack_hits(packed: str, n: int) -> np.ndarray:
+    """The n bools that `pack_hits` wrote."""
+    return np.unpackbits(np.frombuffer(base64.b64decode(packed), dtype=np.uint8), count=n).astype(bool)
 
 
 def append_records(path: Path, records: Iterable[Record]) -> None:

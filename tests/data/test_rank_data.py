@@ -98,6 +98,7 @@ def test_trainer_cuts_its_data_like_this(
         train_dataset=dataset,
         data_collator=default_data_collator,
         settings=TrainingSettings(max_steps=1, per_device_train_batch_size=GLOBAL_BATCH),
+        schedule_start=0,
     )
     own, like = trainer.get_train_dataloader(), loader(dataset, 0, 1, 0)
     assert type(own) is type(like)

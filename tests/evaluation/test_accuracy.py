@@ -1,5 +1,6 @@
 """Accuracy against greedy generation, token by token, and the fixed test set."""
 
+import base64
 import dataclasses
 import re
 from collections.abc import Callable
@@ -149,6 +150,12 @@ def test_a_bin_holds_prompts_of_its_lengths_from_the_test_split(task: str, lengt
 # --- results
 
 
+def bits(right: list[bool]) -> bytes:
+    """The first prompt in the highest bit of the first byte, the last byte filled with zeros."""
+    digits = "".join(map(str, map(int, right))).ljust(-8 * (-len(right) // 8), "0")
+    return bytes(int(digits[start : start + 8], 2) for start in range(0, len(digits), 8))
+
+
 def test_results_count_examples_and_answer_tokens(small_model: Models, draw: Draw) -> None:
     model = load_model(small_model())
     about = {"model": "meta", "task": "copying", "condition": "none", "recipe": "demo"}
@@ -159,6 +166,8 @@ def test_results_count_examples_and_answer_tokens(small_model: Models, draw: Dra
     for exact, by_token in (results[:2], results[2:]):
         hits = [correct_tokens(model.eval(), example) for example in tests[exact.length]]
         assert (exact.value, exact.n) == (sum(map(all, hits)) / len(hits), len(hits))
+        assert base64.b64decode(exact.hits) == bits([all(hit) for hit in hits])
+        assert by_token.hits is None
         answer_tokens = sum(map(len, hits))
         assert (by_token.value, by_token.n) == (sum(map(sum, hits)) / answer_tokens, answer_tokens)
         assert (exact.chance, by_token.chance) == (0, None)

@@ -1,6 +1,7 @@
 """Fine-tuning: phases, a user's own records, and what does not fit."""
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 
@@ -31,14 +32,29 @@ def test_each_train_length_goes_on_from_the_last_ones_model(
     model: Path, finetuning: Finetuning, tmp_path: Path
 ) -> None:
     finetune(finetuning(LENGTHS), model, tmp_path / "both", task="parity")
-    finetune(finetuning(), model, tmp_path / "first", task="parity")
+    finetune(finetuning("training.decay_steps=8"), model, tmp_path / "first", task="parity")
     finetune(finetuning("task.train_lengths=[128]"), tmp_path / "first" / "64", tmp_path / "second", task="parity")
     names = {path.name for path in (tmp_path / "both").iterdir()}
     assert names == {"64", "128", "examples", "settings.json", ".lock"}
     assert result(tmp_path / "both" / "64") == result(tmp_path / "first" / "64")
-    assert result(tmp_path / "both" / "128") == result(tmp_path / "second" / "128")
+    assert curve(tmp_path / "both" / "128")[0]["loss"] == curve(tmp_path / "second" / "128")[0]["loss"]
     assert not list((tmp_path / "both").rglob("pytorch_model*"))
     assert training_of(tmp_path / "both" / "128") == {"seed": 0, "train_condition": "paper", "train_length": 128}
+
+
+def test_one_schedule_spans_all_train_lengths(
+    model: Path, finetuning: Finetuning, steps: type, tmp_path: Path
+) -> None:
+    settings = ("learning_rate=0.01", "min_learning_rate=0.001", "warmup_steps=2", "optimizer=muon")
+    recipe = finetuning(LENGTHS, "task.train_steps=[5, 3]", *(f"training.{setting}" for setting in settings))
+    run = partial(finetune, recipe, model, tmp_path / "run", task="parity")
+    interrupt(run, steps, 7)  # a resumed phase goes on in the schedule too
+    run()
+    points = [*curve(tmp_path / "run" / "64"), *curve(tmp_path / "run" / "128")]
+    rates = [0, 0.005] + [0.001 + 0.009 * (1 + math.cos(math.pi * step / 6)) / 2 for step in range(6)]
+    assert [point["learning_rate"] for point in points] == pytest.approx(rates)
+    with pytest.raises(UserError, match=r"decay_steps is 7, less than the 8 steps of all train lengths"):
+        finetuning(LENGTHS, "task.train_steps=[5, 3]", "training.decay_steps=7")
 
 
 # In the stage, at its end, in a length, in each.
@@ -122,8 +138,6 @@ def test_each_train_length_may_have_steps_of_its_own(
     finetune(finetuning(LENGTHS, "task.train_steps=[4, 2]"), model, tmp_path / "own", task="parity", progress=done)
     assert done == [1, 2, 3, 4, 5, 6]
     assert [point["step"] for point in curve(tmp_path / "own" / "128")] == [1, 2]
-    finetune(finetuning(LENGTHS), model, tmp_path / "same", task="parity")
-    assert weights(tmp_path / "own" / "64") == weights(tmp_path / "same" / "64")
     with pytest.raises(UserError, match=r"demo_finetune: 1 task\.train_steps for 2 task\.train_lengths\.$"):
         finetuning(LENGTHS, "task.train_steps=[4]")
 

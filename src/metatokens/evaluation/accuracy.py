@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from metatokens.checkpoint import LanguageModel
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.model.positions import reaches
-from metatokens.records import About, Metric, Result
+from metatokens.records import About, Metric, Result, pack_hits
 from metatokens.tasks.curriculum import TaskData, chance
 from metatokens.tasks.example import Encoded, Example
 from metatokens.tasks.scoring import score
@@ -58,7 +58,10 @@ def evaluate(
         answer_tokens = sum(len(example.input_ids) - example.answer_start for example in examples)
         measured = ((sum(exact), len(exact), guessed), (sum(tokens), answer_tokens, None))
         for metric, (successes, n, guessing) in zip(METRICS, measured, strict=True):
-            results.append(Result(**shared, **_share(successes, n), length=length, metric=metric, chance=guessing))
+            hits = pack_hits(exact) if metric == "exact_match" else None
+            results.append(
+                Result(**shared, **_share(successes, n), length=length, metric=metric, chance=guessing, hits=hits)
+            )
     return results
 
 

@@ -115,6 +115,7 @@ def finetune(
                 probe=probe(model, phase) if probe else None,
                 goal=source.goals.get(phase.name),
                 inside_weight=phase.inside_loss,
+                schedule_start=phase.schedule_start,
             )
             trained = True
             if own.keep_adapter:  # PEFT has wrapped the layers of the model in memory

@@ -65,9 +65,9 @@ class MetaTokenTrainer(Trainer):
     Its learning rate may decay over a longer horizon than the run (paper: 600k against 200k steps).
     """
 
-    def __init__(self, *args: Any, settings: TrainingSettings, **kwargs: Any):
+    def __init__(self, *args: Any, settings: TrainingSettings, schedule_start: int, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.settings = settings
+        self.settings, self.schedule_start = settings, schedule_start
         self.tokens_read, self.seconds_paused = 0, 0.0
 
     @property
@@ -91,8 +91,16 @@ class MetaTokenTrainer(Trainer):
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The schedule, over `decay_steps` if the settings have them."""
-        return super().create_scheduler(self.settings.decay_steps or num_training_steps, optimizer)
+        """The schedule, over `decay_steps` if the settings have them, from `schedule_start` on."""
+        schedule = super().create_scheduler(self.settings.decay_steps or num_training_steps, optimizer)
+        rates = [
+            rate * factor(self.schedule_start)
+            for rate, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        ]
+        schedule.load_state_dict(schedule.state_dict() | {"last_epoch": self.schedule_start, "_last_lr": rates})
+        for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        return schedule
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with library_writes(Path(self.args.output_dir).parent), self.paused():
@@ -221,6 +229,7 @@ def train(
     probe: Probe | None = None,
     goal: Goal | None = None,
     inside_weight: float | None = None,
+    schedule_start: int = 0,
 ) -> None:
     """Train until `settings.max_steps` or a goal, resuming from the last good checkpoint, and write the model to `out`.
 
@@ -236,6 +245,7 @@ def train(
         goal: decides, every `GOAL_STEPS`, whether to end before `settings.max_steps`.
         inside_weight: the weight of the auxiliary loss `inside_loss`. Its heads are not saved, so such a training
             writes no checkpoints and starts again if it is interrupted.
+        schedule_start: the step of the learning rate's schedule at which the training begins.
     """
     model, tuned = _made_trainable(model, settings)
     checkpoints = out / "checkpoints"
@@ -249,6 +259,7 @@ def train(
         processing_class=tokenizer,
         data_collator=_with_hints(collator, model),
         settings=settings,
+        schedule_start=schedule_start,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(RunCallback(trainer, progress, probe, goal))
