@@ -13,8 +13,8 @@ from metatokens.model import configuration
 from metatokens.paper.presets import PRESETS
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
 
-PRETRAINING = ("demo", "small", "small_extend", "paper", "paper_extend")
-FINETUNING = ("demo_finetune", "demo_segment_counting", "paper_finetune", "pretrained_finetune", "small_copying")
+PRETRAINING = ("demo", "small_extend", "paper", "paper_extend")
+FINETUNING = ("demo_finetune", "paper_finetune", "pretrained_finetune", "small_copying")
 FINETUNING += ("small_list_recall", "small_parity", "small_segment_counting")
 PACKAGED = dict.fromkeys(PRETRAINING, PretrainRecipe) | dict.fromkeys(FINETUNING, FinetuneRecipe)
 

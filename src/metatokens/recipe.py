@@ -185,8 +185,6 @@ class CurriculumSettings(_Settings):
     lists: Range  # the fewest and the most lists of a prompt
     items: Range  # the fewest and the most items of a list
     max_steps: Positive
-    # The phase ends early once the model answers this share of validation prompts of the same sizes.
-    until: Annotated[float, Field(gt=0, le=1)] | None = None
     per_device_train_batch_size: Positive | None = None  # default: as in `training`
     learning_rate: Annotated[float, Field(gt=0)] | None = None  # default: as in `training`
     # For every task: copy random entries of the vocabulary. This teaches a model to find a bracket and a token.

@@ -42,9 +42,7 @@ def test_each_train_length_goes_on_from_the_last_ones_model(
     assert training_of(tmp_path / "both" / "128") == {"seed": 0, "train_condition": "paper", "train_length": 128}
 
 
-def test_one_schedule_spans_all_train_lengths(
-    model: Path, finetuning: Finetuning, steps: type, tmp_path: Path
-) -> None:
+def test_one_schedule_spans_all_train_lengths(model: Path, finetuning: Finetuning, steps: type, tmp_path: Path) -> None:
     settings = ("learning_rate=0.01", "min_learning_rate=0.001", "warmup_steps=2", "optimizer=muon")
     recipe = finetuning(LENGTHS, "task.train_steps=[5, 3]", *(f"training.{setting}" for setting in settings))
     run = partial(finetune, recipe, model, tmp_path / "run", task="parity")

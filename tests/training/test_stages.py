@@ -13,7 +13,6 @@ from metatokens.recipe import FinetuneRecipe, load_recipe
 from metatokens.tasks.curriculum import Sizes, TaskData
 from metatokens.tasks.drills import draw_drill
 from metatokens.tasks.example_store import ExampleStore
-from metatokens.training import finetune as finetuning_module
 from metatokens.training import trainer
 from metatokens.training.finetune import finetune
 from tests.training.conftest import Finetuning, curve, weights
@@ -46,42 +45,17 @@ def test_a_stage_has_its_prompts_its_batch_and_a_rate_that_does_not_decay(
     assert curve(tmp_path / "64")[-1]["learning_rate"] < 0.002
 
 
-def test_a_stage_ends_when_prompts_that_are_neither_trained_on_nor_tested_are_answered(
-    model: Path, finetuning: Finetuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trainer, "GOAL_STEPS", 2)
-    monkeypatch.setattr(finetuning_module, "VALIDATED", 10)
-    asked, shares = [], iter([0.6, 0.8])
-
-    def exact_match(model: object, examples: list) -> float:
-        assert not model.training  # type: ignore[attr-defined]
-        asked.append(examples)
-        return next(shares)
-
-    monkeypatch.setattr(finetuning_module, "exact_match", exact_match)
-    recipe = finetuning(stages("lists: [2, 3], items: [6, 8], max_steps: 60, until: 0.8"))
-    finetune(recipe, model, tmp_path / "run", task="parity")
-    assert curve(tmp_path / "run" / "stage-1")[-1]["step"] == 4
-    assert curve(tmp_path / "run" / "64")[-1]["step"] == 4
-    assert asked[0] == asked[1]
-    assert {example.split for example in asked[0]} == {"validation"}
-    assert len(asked[0]) == 10
-
-
 def test_a_stage_that_was_interrupted_after_its_last_checkpoint_is_over(
     model: Path, finetuning: Finetuning, steps: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "GOAL_STEPS", 2)
-    recipe = finetuning(stages("lists: [2, 2], items: [5, 6], max_steps: 200, until: 0.2, learning_rate: 0.005"))
+    recipe = finetuning(stages(SHORT))
     finetune(recipe, model, tmp_path / "undisturbed", task="parity")
-    last = int(curve(tmp_path / "undisturbed" / "stage-1")[-1]["step"])
-    assert 2 < last < 200
     run = partial(finetune, recipe, model, tmp_path / "run", task="parity")
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "save_model", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run()
-    assert (tmp_path / "run" / "stage-1" / "checkpoints" / f"checkpoint-{last}").is_dir()
+    assert (tmp_path / "run" / "stage-1" / "checkpoints" / "checkpoint-4").is_dir()
     rest = steps()
     run(progress=rest)
     assert len(rest) == 4  # of the train length alone
@@ -89,14 +63,14 @@ def test_a_stage_that_was_interrupted_after_its_last_checkpoint_is_over(
         assert weights(tmp_path / "run" / name) == weights(tmp_path / "undisturbed" / name)
 
 
-@pytest.mark.parametrize(("task", "split"), [("copying", "train"), ("copying", "validation"), ("parity", "train")])
-def test_a_drill_asks_for_the_tokens_in_its_bracket(task: str, split: str, small_store: TokenStore) -> None:
+@pytest.mark.parametrize("task", ["copying", "parity"])
+def test_a_drill_asks_for_the_tokens_in_its_bracket(task: str, small_store: TokenStore) -> None:
     tokenizer, meta = small_store.tokenizer, meta_token_id(small_store.tokenizer)
     source = TaskData(task, tokenizer=tokenizer, documents=TEXTS)
     drilled, sizes = Sizes((2, 3), ((3, 10),)), set()
     distinct = 0
     for index in range(300):
-        drill = draw_drill(source, index, 64, drilled, split)
+        drill = draw_drill(source, index, 64, drilled)
         ids = drill.input_ids.tolist()
         first, second, last = (place for place, one in enumerate(ids) if one == meta)
         assert last == drill.answer_start - 1 < 64
@@ -112,7 +86,7 @@ def test_a_drill_asks_for_the_tokens_in_its_bracket(task: str, split: str, small
         distinct += len({*context}) == len(context)
     assert sizes == set(range(3, 11))
     assert 60 < distinct < 200
-    same, again = (draw_drill(source, 7, 64, drilled, split).input_ids.tolist() for _ in range(2))
+    same, again = (draw_drill(source, 7, 64, drilled).input_ids.tolist() for _ in range(2))
     assert same == again
 
 
@@ -120,9 +94,7 @@ def test_a_run_may_begin_with_a_drill(
     model: Path, finetuning: Finetuning, small_corpus: Path, small_store: TokenStore, tmp_path: Path
 ) -> None:
     texts = small_corpus.read_text().split("\n\n")
-    finetune(
-        finetuning(stages(f"{SHORT}, until: 0.9, drill: true", SHORT)), model, tmp_path, task="copying", documents=texts
-    )
+    finetune(finetuning(stages(f"{SHORT}, drill: true", SHORT)), model, tmp_path, task="copying", documents=texts)
     words = {}
     for name in ("stage-1", "stage-2"):
         prompts = (one.input_ids[: one.answer_start] for one in ExampleStore(tmp_path / "examples" / f"{name}.arrow"))
@@ -140,7 +112,6 @@ def test_a_run_may_begin_with_a_drill(
     ("stage", "sentence"),
     [
         ("lists: [3, 2], items: [3, 4], max_steps: 4", "3 to 2 is not a range: the smaller number comes first"),
-        ("lists: [2, 3], items: [3, 4], max_steps: 4, until: 1.5", r"task.stages.0.until is 1.5"),
         ("lists: [2, 3], max_steps: 4", r"task.stages.0.items is missing"),
         (f"{SHORT}, wide: 1", r"task.stages.0.wide is not a setting; allowed are lists, items"),
     ],
@@ -154,12 +125,11 @@ def test_a_stage_that_makes_no_sense_is_refused(stage: str, sentence: str) -> No
     ("task", "stage", "sentence"),
     [
         ("copying", f"{SHORT}, inside_loss: 1.0", "inside_loss is for segment_counting, .* not for copying"),
-        ("parity", "lists: [1, 1], items: [1, 2], max_steps: 4, until: 0.9", "no parity prompt of 1 lists of 1 to 2"),
         ("list_recall", "lists: [15, 15], items: [20, 20], max_steps: 4", "no list_recall prompt of 15 lists of 20"),
         ("copying", "lists: [8, 8], items: [9, 9], max_steps: 4, drill: true", "no drill of 8 lists of 9 items has at"),
         (None, SHORT, r"task\.stages are for the tasks"),
     ],
-)  # all short parity prompts are trained on, so that none validates
+)
 def test_a_stage_without_prompts_or_a_task_is_refused_before_any_training(
     task: str | None, stage: str, sentence: str, model: Path, finetuning: Finetuning, tmp_path: Path
 ) -> None:

@@ -215,7 +215,7 @@ def _task_stages(model: TrainedModel, sizes: Preset, task: str, estimate: "_Esti
         "evaluate",
         model,
         task,
-        options={"counts": counts, "train_lengths": lengths},
+        options={"counts": counts, "train_lengths": lengths, "ratio": sizes.test_ratio},
         after=(f"finetune-{model.name}-{task}",),
         tables=(*tables, "markers") if len(counts) > 1 else tables,
         priority=model.priority + _wait(task) - 0.25,  # before the next model is trained

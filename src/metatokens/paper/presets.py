@@ -11,7 +11,7 @@
    stage to `stages.jsonl`. A stage that is in there is not carried out again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from metatokens.errors import UserError
@@ -23,23 +23,22 @@ def _steps(**steps: int) -> dict[str, tuple[str, ...]]:
     return {task: (f"training.max_steps={count}",) for task, count in steps.items()}
 
 
-# Each task has one recipe for all models of a preset. The demo stops at the first train length.
+# Each task has one recipe for all models of a preset.
 _SMALL_RECIPES = {task: f"small_{task}" for task in TASKS}
+_MODELS = ("gpt2", "pause", "twin", "meta")
+# With positions in all layers, small models count worse: docs/pilot.md.
+_FIRST_LAYER = ("model.rope_layers=[0]",)
 
+# The recipes of `small`, up to its first train length.
 DEMO = Preset(
     corpus="builtin",
     tokenizer="train:2048",
     pretrain_recipe="demo",
-    finetune_recipes=_SMALL_RECIPES | {"segment_counting": "demo_segment_counting"},
-    task_overrides={
-        task: ("task.train_lengths=[128]", f"task.train_steps=[{steps}]")
-        for task, steps in {"list_recall": 250, "parity": 1000, "copying": 800}.items()
-    },
+    pretrain_overrides=_FIRST_LAYER,
+    finetune_recipes=_SMALL_RECIPES,
+    finetune_overrides=("task.train_lengths=[128]", "task.train_steps=null"),
     test_counts={128: 500, 256: 200, 512: 200, 1024: 200},
-    # Only the first of three layers has positions: with positions in all layers, small models count worse.
-    models=tuple(
-        TrainedModel(model=model, pretrain_overrides=("model.rope_layers=[0]",)) for model in ("gpt2", "meta")
-    ),
+    models=tuple(TrainedModel(model=model) for model in ("gpt2", "meta")),
     extra_conditions=dict.fromkeys(("list_recall", "parity"), ("landmark", "decoy")),
     probe_steps=dict.fromkeys(TASKS, 250) | {"list_recall": 100},
     looked_into=("meta", "gpt2"),
@@ -57,27 +56,18 @@ SMOKE = Preset(
     extra_conditions={"list_recall": ("landmark", "decoy")},
 )
 
-_COUNTS = {128: 500, 256: 500, 512: 500, 1024: 200, 2048: 100}  # test prompts by length
-_SHORT_COUNTS = {length: n for length, n in _COUNTS.items() if length <= 1024}
-_CONDITIONS = ("landmark", "decoy")
-_MODELS = ("gpt2", "pause", "twin", "meta")
-_SEEDED = ("gpt2", "twin", "meta")  # the models of the length controls
-_SEEDS = (1, 2)  # in addition to 0, with rope
-_SOONER_LEARNED = tuple(task for task in TASKS if task != "segment_counting")
 
-# Every model with rope in three seeds, and with the other position embeddings in two (Tables 7-10).
-_GRID = (
-    *(TrainedModel(model=model, seed=seed, priority=seed) for seed in (0, *_SEEDS) for model in _MODELS),
-    *(
-        TrainedModel(model=model, position_embedding=position, seed=seed, tasks=tasks, priority=priority)
-        for seed, tasks, priority in ((0, TASKS, 3), (1, _SOONER_LEARNED, 6))
-        for position in ("learned", "none")
+def _core(seeds: Iterable[int]) -> tuple[TrainedModel, ...]:
+    """The four models with rope, seed by seed. `pause` comes last, so that a run cut short lacks it alone."""
+    last = 100
+    return tuple(
+        TrainedModel(model=model, seed=seed, priority=order + (last if model == "pause" else 0))
+        for order, seed in enumerate(seeds)
         for model in _MODELS
-    ),
-)
+    )
 
 
-def _unmarked(*overrides: str) -> tuple[TrainedModel, ...]:
+def _unmarked(seeds: Iterable[int], *overrides: str) -> tuple[TrainedModel, ...]:
     """Models trained on list recall whose markers do not reveal the answer."""
     return tuple(
         TrainedModel(
@@ -88,32 +78,154 @@ def _unmarked(*overrides: str) -> tuple[TrainedModel, ...]:
             pretrained_as=TrainedModel(model=model, seed=seed).name,
             tasks=("list_recall",),
             seed=seed,
-            priority=seed,
+            priority=order,
         )
-        for seed in (0, *_SEEDS)
+        for order, seed in enumerate(seeds)
         for model in _MODELS
     )
 
 
-# With the recipe for marked prompts (AdamW, one curriculum phase) no model learns this: 9 to 14 %. So the curriculum
-# starts with as few as two items, and Muon trains the matrices.
-_SMALL_UNMARKED = (
-    "task.stages=["
-    "{lists: [1, 2], items: [2, 4], max_steps: 1500, until: 0.95, per_device_train_batch_size: 64},"
-    "{lists: [2, 3], items: [3, 6], max_steps: 3000, until: 0.9, per_device_train_batch_size: 48},"
-    "{lists: [3, 8], items: [3, 10], max_steps: 3000, until: 0.95}]",
-    "training.optimizer=muon",
-    "training.muon_learning_rate=0.01",
-    "training.learning_rate=2.0e-3",
+def _extended(
+    base: TrainedModel, block: int, steps: Mapping[int, list[int]], *overrides: str, tasks: tuple[str, ...]
+) -> tuple[TrainedModel, ...]:
+    """Models of Table 1: `base` with its context extended by a factor, fine-tuned up to half of it and all of it.
+
+    Args:
+        base: the model whose pretrained weights are extended.
+        block: its block size, in tokens.
+        steps: for each factor, the fine-tuning steps at 128 and the two extended lengths.
+        overrides: of the fine-tuning recipe.
+        tasks: of the fine-tuning.
+    """
+    return tuple(
+        replace(
+            base,
+            variant=f"yarn{factor}",
+            tables=("table1",),
+            pretrained_as=base.name,
+            extension=float(factor),
+            finetune_overrides=(
+                f"task.train_lengths=[128, {factor * block // 2}, {factor * block}]",
+                f"task.train_steps={own}",
+                *overrides,
+            ),
+            tasks=tasks,
+            priority=50,
+            tested=(factor * block // 2, factor * block),
+            longer_tests={
+                own: 100 for own in (factor * block // 2 * times for times in (1, 2, 4)) if own not in _COUNTS
+            },
+        )
+        for factor, own in steps.items()
+    )
+
+
+_COUNTS = {128: 2000, 256: 2000, 512: 2000, 1024: 500, 2048: 500}  # test prompts by length
+_SEEDS = tuple(range(10, 22))  # runs that sought the recipes had seeds below 10 and above 99
+_INSPECTED = ("twin", "meta")
+_TAKEN_AWAY = ("no_pos", "no_embed", "neither")
+
+
+def _with_seeds(models: Iterable[str], seeds: Iterable[int]) -> tuple[str, ...]:
+    """The names of the models with rope and these seeds."""
+    return tuple(TrainedModel(model=model, seed=seed).name for seed in seeds for model in models)
+
+
+def _analyses(models: Sequence[str], with_distortion: Sequence[str], longest: int) -> tuple[Analysis, ...]:
+    """The measurements of Figures 2 and 3 in list recall; `longest` is the train length of the first two, in tokens."""
+    return (
+        *(
+            Analysis(kind=kind, tables=tables, models=tuple(models), train_length=longest, length=256, n=100)
+            for kind, tables in {"sharpness": ("figure2",), "residual": ("figure2", "figure3")}.items()
+        ),
+        Analysis(
+            kind="rate-distortion",
+            tables=("figure3",),
+            models=tuple(with_distortion),
+            train_length=128,
+            length=128,
+            n=2500,
+            interventions=(None, "no_pos"),
+        ),
+    )
+
+
+SMALL = Preset(
+    corpus="builtin",
+    tokenizer="train:4096",
+    pretrain_recipe="demo",
+    pretrain_overrides=_FIRST_LAYER,
+    finetune_recipes=_SMALL_RECIPES,
+    extend_recipe="small_extend",
+    test_counts=_COUNTS,
+    test_ratio=4,
+    models=(
+        *_core(_SEEDS),
+        *(
+            longer
+            for seed in _SEEDS[:3]
+            for model in ("gpt2", "meta")
+            for longer in _extended(
+                TrainedModel(model=model, seed=seed),
+                256,
+                {factor: [800, 300, 300] for factor in (4, 8)},
+                tasks=("list_recall",),
+            )
+        ),
+    ),
+    extra_conditions=dict.fromkeys(TASKS, ("decoy",)),
+    extra_condition_limit=128,
+    probe_steps=dict.fromkeys(TASKS, 100),
+    inspections=(
+        FurtherTest(
+            kind="long-prompts",
+            tables=("lengths",),
+            models=_with_seeds(_MODELS, _SEEDS),
+            tasks=TASKS,
+            counts={"long_prompt": {512: 500, 2048: 500}},
+            train_lengths=(128,),
+        ),
+        Ablation(
+            tables=("table2", "table11", "table12", "table13", "table14", "table17"),
+            models=_with_seeds(_INSPECTED, _SEEDS),
+            tasks=TASKS,
+            interventions=_TAKEN_AWAY,
+            counts={128: 250, 256: 250, 512: 250},
+        ),
+        Ablation(
+            kind="noise",
+            tables=("table15", "table16"),
+            models=_with_seeds(["meta"], _SEEDS),
+            tasks=("list_recall", "copying"),
+            interventions=("noise:0.1", "noise:0.5"),
+            counts={128: 250, 512: 250},
+        ),
+        *_analyses(_with_seeds(_INSPECTED, _SEEDS), _with_seeds(("gpt2", *_INSPECTED), _SEEDS), 512),
+    ),
 )
-# 2,304 positions hold prompts of 2,048 tokens and their answers; the published model has 2,048.
-_SMALL_NEO = TrainedModel(
-    model="gpt-neo",
-    position_embedding="learned",
-    pretrain_overrides=("model.architecture=gpt_neo", "model.max_position_embeddings=2304"),
-    priority=3,
+
+# --- The paper's sizes and text. Four A100 pretrain one of its models in about two weeks.
+
+_PAPER_COUNTS = {128: 500, 256: 500, 512: 500, 1024: 200, 2048: 100}
+_PAPER_SEEDS = (0, 1, 2)
+_SHORT_COUNTS = {length: n for length, n in _PAPER_COUNTS.items() if length <= 1024}
+_CONTROLLED = ("gpt2", "twin", "meta")  # the models of the length controls
+_LONG = ("training.per_device_train_batch_size=4", "training.gradient_accumulation_steps=16")
+
+# Every position embedding (Tables 7-10). Learned positions have room for prompts of 1,024 tokens and their answers.
+_OTHER_POSITIONS = tuple(
+    TrainedModel(
+        model=model,
+        position_embedding=position,
+        pretrain_overrides=("model.max_position_embeddings=1152",) if position == "learned" else (),
+        priority=3,
+    )
+    for position in ("learned", "none")
+    for model in _MODELS
 )
-_PUBLISHED_NEO = replace(_SMALL_NEO, published="hf:EleutherAI/gpt-neo-125m")
+_PUBLISHED_NEO = TrainedModel(
+    model="gpt-neo", position_embedding="learned", published="hf:EleutherAI/gpt-neo-125m", priority=3
+)
 # Other placements and numbers of meta-tokens in pretraining; block sizes vary so that the text stays the same.
 _PLACEMENT = tuple(
     TrainedModel(
@@ -131,221 +243,110 @@ _PLACEMENT = tuple(
         "k=0.2": ("data.fraction=0.2", "data.block_size=1152"),
     }.items()
 )
-# Pretrained on blocks of 256, for a counterpart of Table 1 at a quarter of its lengths.
-_SHORT = TrainedModel(
-    model="meta",
-    variant="short",
-    pretrain_overrides=("data.block_size=256", "training.per_device_train_batch_size=16"),
-    tasks=(),
-    priority=3,
+# For lengths beyond the paper: trained on up to 128 tokens, half of the sequences with a jump in positions. Attention
+# logits grow with the logarithm of the number of keys.
+_JUMPS = tuple(
+    TrainedModel(
+        model=model,
+        variant="jumps",
+        tables=("lengths",),
+        pretrain_overrides=("model.attention_scale=log_length",),
+        finetune_overrides=("training.position_jumps=2304", "task.train_lengths=[128]"),
+    )
+    for model in _CONTROLLED
 )
-
-
-def _jumps(*overrides: str) -> tuple[TrainedModel, ...]:
-    """Models for lengths beyond the paper: trained on up to 128 tokens, half of the sequences with a jump in positions.
-
-    Their attention logits grow with the logarithm of the number of keys. The control is the grid's model at train
-    length 128, which has had the same number of steps.
-    """
-    return tuple(
-        TrainedModel(
-            model=model,
-            variant="jumps",
-            tables=("lengths",),
-            pretrain_overrides=("model.attention_scale=log_length",),
-            finetune_overrides=("training.position_jumps=2304", "task.train_lengths=[128]", *overrides),
-        )
-        for model in _SEEDED
+# As much pretraining compute as `meta`, in place of as much text.
+_EQUAL_COMPUTE = tuple(
+    TrainedModel(
+        model=model,
+        variant="equal-compute",
+        tables=("perplexity",),
+        pretrain_overrides=(f"training.max_steps={count}",),
+        tasks=(),
+        priority=3,
     )
-
-
-def _extended(
-    base: TrainedModel, block: int, steps: Mapping[int, list[int]], *overrides: str
-) -> tuple[TrainedModel, ...]:
-    """Models of Table 1: `base` with its context extended by a factor, fine-tuned up to half of it and all of it.
-
-    Args:
-        base: the model whose pretrained weights are extended.
-        block: its block size, in tokens.
-        steps: for each factor, the fine-tuning steps at 128, 256 and the two extended lengths.
-        overrides: of the fine-tuning recipe.
-    """
-    return tuple(
-        TrainedModel(
-            model="meta",
-            variant=f"yarn{factor}",
-            tables=("table1",),
-            pretrain_overrides=base.pretrain_overrides,
-            pretrained_as=base.name,
-            extension=float(factor),
-            finetune_overrides=(
-                f"task.train_lengths=[128, 256, {factor * block // 2}, {factor * block}]",
-                f"task.train_steps={own}",
-                *overrides,
-            ),
-            tasks=("list_recall", "segment_counting"),
-            priority=3,
-            tested=(factor * block // 2, factor * block),
-            longer_tests={
-                own: 50 for own in (factor * block // 2 * times for times in (1, 2, 4)) if own not in _COUNTS
-            },
-        )
-        for factor, own in steps.items()
-    )
-
-
-def _equal_compute(**steps: int) -> tuple[TrainedModel, ...]:
-    """Models with the same pretraining compute as `meta`, in place of the same amount of text."""
-    return tuple(
-        TrainedModel(
-            model=model,
-            variant="equal-compute",
-            tables=("perplexity",),
-            pretrain_overrides=(f"training.max_steps={count}",),
-            tasks=(),
-            priority=3,
-        )
-        for model, count in steps.items()
-    )
-
-
-_TAKEN_AWAY = ("no_pos", "no_embed", "neither")
-
-
-def _noise(*models: str, tasks: tuple[str, ...]) -> tuple[Ablation, ...]:
-    """Noise on positions, for all tokens or only the meta-tokens, in either unit."""
-    return tuple(
-        Ablation(
-            kind=kind,
-            tables=("table15", "table16"),
-            models=models,
-            tasks=tasks,
-            interventions=tuple(
-                f"noise:{scale}{place}{unit}" for place in ("", ":meta") for scale in ("0.1", "0.5", "1", "2")
-            ),
-            counts={128: 500, 512: 500},
-            noise_seeds=5,
-        )
-        for kind, unit in {"noise": "", "raw-noise": ":raw"}.items()
-    )
-
-
-_ABLATIONS = (
-    Ablation(
-        tables=("table2", "table11", "table12", "table13", "table14", "table17"),
-        models=("meta", "meta-learned", *(f"meta-seed{seed}" for seed in _SEEDS)),
-        tasks=TASKS,
-        interventions=_TAKEN_AWAY,
-        counts=_COUNTS,
-    ),
-    Ablation(
-        tables=("table2", "table11"), models=("gpt2", "pause", "twin"), interventions=_TAKEN_AWAY, counts=_SHORT_COUNTS
-    ),
-    *_noise("gpt2", "gpt2-learned", "meta", "meta-learned", tasks=("list_recall", "copying")),
+    for model, count in {"gpt2": 221_352, "pause": 204_530, "twin": 158_129}.items()
 )
-
-
-def _with_seeds(*models: str) -> tuple[str, ...]:
-    """The names of the models with rope and every seed."""
-    return tuple(TrainedModel(model=model, seed=seed).name for model in models for seed in (0, *_SEEDS))
-
-
+# Noise on positions, for all tokens or only the meta-tokens, in either unit.
+_NOISE = tuple(
+    Ablation(
+        kind=kind,
+        tables=("table15", "table16"),
+        models=("gpt2", "gpt2-learned", "meta", "meta-learned"),
+        tasks=("list_recall", "copying"),
+        interventions=tuple(
+            f"noise:{scale}{place}{unit}" for place in ("", ":meta") for scale in ("0.1", "0.5", "1", "2")
+        ),
+        counts={128: 500, 512: 500},
+        noise_seeds=5,
+    )
+    for kind, unit in {"noise": "", "raw-noise": ":raw"}.items()
+)
 # Longer prompts whose question is as in training on 128 tokens.
 _LONG_PROMPTS = tuple(
     FurtherTest(
         kind=kind,
         tables=("lengths",),
-        models=(*models, *(f"{model}-jumps" for model in _SEEDED)),
+        models=(*models, *(f"{model}-jumps" for model in _CONTROLLED)),
         tasks=tasks,
         counts={"long_prompt": counts},
         train_lengths=(128,),
     )
     for kind, models, tasks, counts in (
-        ("long-prompts", _with_seeds(*_SEEDED), TASKS, {128: 500, 256: 200, 512: 200, 1024: 200, 2048: 100}),
+        ("long-prompts", _with_seeds(_CONTROLLED, _PAPER_SEEDS), TASKS, _PAPER_COUNTS),
         # Few documents are long enough for copying.
-        ("longest-prompts", _SEEDED, tuple(task for task in TASKS if task != "copying"), {8192: 50}),
+        ("longest-prompts", _CONTROLLED, tuple(task for task in TASKS if task != "copying"), {8192: 50}),
     )
 )
-
-_ANALYSES = (
-    Analysis(
-        kind="sharpness",
-        tables=("figure2",),
-        models=(*_with_seeds("pause", "twin", "meta"), "meta-learned"),
-        train_length=512,
-        length=256,
-        n=100,
-    ),
-    Analysis(
-        kind="residual",
-        tables=("figure2", "figure3"),
-        models=(*_with_seeds("pause", "twin", "meta"), "meta-learned"),
-        train_length=512,
-        length=256,
-        n=100,
-    ),
-    Analysis(
-        kind="rate-distortion",
-        tables=("figure3",),
-        models=_with_seeds(*_SEEDED),
-        train_length=128,
-        length=128,
-        n=2500,
-        interventions=(None, "no_pos"),
-    ),
-)
-SMALL = Preset(
-    corpus="builtin",
-    tokenizer="train:4096",
-    pretrain_recipe="small",
-    finetune_recipes=_SMALL_RECIPES,
-    extend_recipe="small_extend",
-    finetune_overrides=("training.train_base=true",),  # of GPT-Neo, whose meta-token a retrofit added
-    test_counts=_COUNTS,
-    models=(
-        *_GRID,
-        *_unmarked(*_SMALL_UNMARKED),
-        _SMALL_NEO,
-        *_jumps("task.train_steps=[1500]"),
-        *_PLACEMENT,
-        _SHORT,
-        *_extended(_SHORT, 256, {4: [1500, 150, 60, 40], 8: [1500, 150, 60, 40]}),
-        *_equal_compute(gpt2=358, pause=324, twin=220),
-    ),
-    extra_conditions=dict.fromkeys(TASKS, _CONDITIONS),
-    extra_condition_limit=512,
-    probe_steps=dict.fromkeys(TASKS, 100),
-    inspections=(*_LONG_PROMPTS, *_ABLATIONS, *_ANALYSES),
-)
-
-
-def _with_room(model: TrainedModel) -> TrainedModel:
-    """Learned positions for prompts of 1,024 tokens and their answers, as in `small`."""
-    if model.position_embedding != "learned":
-        return model
-    room = "model.max_position_embeddings=1152"
-    return replace(model, pretrain_overrides=(*model.pretrain_overrides, room))
-
-
-# The paper's sizes and text. Four A100 pretrain one of its models in about two weeks.
-_LONG = ("training.per_device_train_batch_size=4", "training.gradient_accumulation_steps=16")
-PAPER = replace(
-    SMALL,
+PAPER = Preset(
     corpus="hf:allenai/c4:en",
     tokenizer="gpt2",
     pretrain_recipe="paper",
     finetune_recipes=dict.fromkeys(TASKS, "paper_finetune"),
     extend_recipe="paper_extend",
+    finetune_overrides=("training.train_base=true",),  # of GPT-Neo, whose meta-token a retrofit added
+    test_counts=_PAPER_COUNTS,
     models=(
-        *map(_with_room, _GRID),
-        *_unmarked(),
+        *_core(_PAPER_SEEDS),
+        *_OTHER_POSITIONS,
+        *_unmarked(_PAPER_SEEDS),
         _PUBLISHED_NEO,
-        *_jumps(),
+        *_JUMPS,
         *_PLACEMENT,
-        *_extended(TrainedModel(model="meta"), 1024, {factor: [2800, 2800, 1000, 1000] for factor in (4, 8)}, *_LONG),
-        *_equal_compute(gpt2=221_352, pause=204_530, twin=158_129),
+        *_extended(
+            TrainedModel(model="meta"),
+            1024,
+            {factor: [2800, 1000, 1000] for factor in (4, 8)},
+            *_LONG,
+            tasks=("list_recall", "segment_counting"),
+        ),
+        *_EQUAL_COMPUTE,
     ),
+    extra_conditions=dict.fromkeys(TASKS, ("landmark", "decoy")),
+    extra_condition_limit=512,
     probe_steps={"list_recall": 50},
+    inspections=(
+        *_LONG_PROMPTS,
+        Ablation(
+            tables=("table2", "table11", "table12", "table13", "table14", "table17"),
+            models=("meta-learned", *_with_seeds(["meta"], _PAPER_SEEDS)),
+            tasks=TASKS,
+            interventions=_TAKEN_AWAY,
+            counts=_PAPER_COUNTS,
+        ),
+        Ablation(
+            tables=("table2", "table11"),
+            models=("gpt2", "pause", "twin"),
+            interventions=_TAKEN_AWAY,
+            counts=_SHORT_COUNTS,
+        ),
+        *_NOISE,
+        *_analyses(
+            (*_with_seeds(("pause", *_INSPECTED), _PAPER_SEEDS), "meta-learned"),
+            _with_seeds(_CONTROLLED, _PAPER_SEEDS),
+            512,
+        ),
+    ),
 )
 
 # The paper's model and lengths, with the training that fits into half an hour on one H100.
@@ -360,11 +361,8 @@ GPU = replace(
         "training.logging_steps=10",
     ),
     finetune_overrides=("task.train_steps=[800, 150, 100]", "training.warmup_steps=50", "training.save_steps=400"),
-    models=tuple(
-        TrainedModel(model=model, tasks=("list_recall", "parity"), priority=0)
-        for model in ("gpt2", "pause", "twin", "meta")
-    ),
-    extra_conditions={"list_recall": _CONDITIONS},
+    models=tuple(TrainedModel(model=model, tasks=("list_recall", "parity"), priority=0) for model in _MODELS),
+    extra_conditions={"list_recall": ("landmark", "decoy")},
     inspections=(
         Ablation(
             tables=("table2", "table11", "table13"),

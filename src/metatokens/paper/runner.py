@@ -7,6 +7,7 @@ was cut off starts again and resumes from the files that it left.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -218,16 +219,15 @@ class Runner:
         task: str,
         counts: Mapping[str, Mapping[int, int]],
         train_lengths: Sequence[int],
+        ratio: int | None = None,
     ) -> Outcome:
-        """Accuracy of a fine-tuned model, by condition and length."""
-        results = [
-            result
-            for tuned, about in self._tuned(model, task, train_lengths)
-            for condition, own in counts.items()
-            for result in evaluate(
-                tuned, self.tests(task, condition, own), about.model_copy(update={"condition": condition})
-            )
-        ]
+        """Accuracy of a fine-tuned model, by condition and length, up to `ratio` times the train length."""
+        results = []
+        for tuned, about in self._tuned(model, task, train_lengths):
+            longest = math.inf if ratio is None else ratio * (about.train_length or 0)
+            for condition, own in counts.items():
+                tests = self.tests(task, condition, {length: n for length, n in own.items() if length <= longest})
+                results += evaluate(tuned, tests, about.model_copy(update={"condition": condition}))
         return Outcome(results=results)
 
     def intervene(

@@ -164,6 +164,7 @@ class Preset:
     finetune_overrides: tuple[str, ...] = ()
     task_overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of fine-tuning, by task
     test_counts: Mapping[int, int]  # test prompts by length
+    test_ratio: int | None = None  # the longest bin tested, in train lengths; None: the longest of all
     models: tuple[TrainedModel, ...] = tuple(TrainedModel(model=model) for model in ("gpt2", "pause", "twin", "meta"))
     extra_conditions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # for models with rope, by task
     extra_condition_limit: int = 1024  # the longest bin tested in an extra condition

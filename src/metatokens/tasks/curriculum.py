@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from itertools import islice
-from typing import Literal, cast, get_args
+from typing import cast, get_args
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,6 @@ COPIED_DOCUMENTS = 500  # at most
 # Finds a test prompt (one in ten) of a length that one in a hundred has, except with probability e^-10.
 ATTEMPTS = 10_000
 
-Drawn = Literal["train", "validation"]  # the splits that are for training
 _TASKS = {task: import_module(f"metatokens.tasks.{task}") for task in TASKS}
 
 
@@ -77,23 +76,22 @@ class TaskData:
         else:
             self._draw = _TASKS[task].draw
 
-    def train(self, index: int, train_length: int, sizes: Sizes | None = None, split: Drawn = "train") -> Example:
+    def train(self, index: int, train_length: int, sizes: Sizes | None = None) -> Example:
         """Draw the index-th training example, with a prompt of at most `train_length` tokens.
 
         Args:
             index: 0 or more.
             train_length: tokens.
             sizes: how many lists and items; by default a phase drawn uniformly from those up to the length's.
-            split: `validation` for prompts that are neither trained on nor tested.
 
         Raises:
             UserError: if no such prompt was found.
         """
-        generator, phase = self.generator(index, f"{split} {train_length}"), None
+        generator, phase = self.generator(index, f"train {train_length}"), None
         if sizes is None:
             phase = int(generator.integers(1, phase_of_length(train_length) + 1))
             sizes = sizes_of(self._task, phase)
-        return self._find(generator, index, phase, sizes, split, up_to=train_length)
+        return self._find(generator, index, phase, sizes, "train", up_to=train_length)
 
     def test(self, index: int, length: int) -> Example:
         """Draw the index-th test example of bin `length`: its prompt has (length / 2, length] tokens.

@@ -7,14 +7,14 @@ import numpy as np
 
 from metatokens.errors import UserError
 from metatokens.tasks.copying import QUESTION
-from metatokens.tasks.curriculum import ATTEMPTS, Drawn, TaskData
+from metatokens.tasks.curriculum import ATTEMPTS, TaskData
 from metatokens.tasks.example import Encoded
 from metatokens.tasks.phases import Sizes
 
 _DISTINCT = 0.3  # of drills repeat no entry
 
 
-def draw_drill(data: TaskData, index: int, train_length: int, sizes: Sizes, split: Drawn = "train") -> Encoded:
+def draw_drill(data: TaskData, index: int, train_length: int, sizes: Sizes) -> Encoded:
     """Draw the index-th drill of a task; the arguments are those of `TaskData.train`.
 
     Whatever the task, the question and the markers are those of copying in condition `paper`.
@@ -22,7 +22,7 @@ def draw_drill(data: TaskData, index: int, train_length: int, sizes: Sizes, spli
     Raises:
         UserError: if no prompt is so short.
     """
-    encoder, generator = data.encoder, data.generator(index, f"drill {split} {train_length}")
+    encoder, generator = data.encoder, data.generator(index, f"drill train {train_length}")
     question, marker = encoder.encode_text(f"\n{QUESTION}"), encoder.meta_token_id
     most = train_length - len(encoder.beginning) - len(question) - 3  # markers
     for _ in range(ATTEMPTS):

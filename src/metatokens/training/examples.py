@@ -14,7 +14,7 @@ from metatokens.data.blocks import shuffled
 from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.errors import UserError
 from metatokens.recipe import FinetuneRecipe, Phase
-from metatokens.tasks.curriculum import Drawn, TaskData
+from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.drills import draw_drill
 from metatokens.tasks.example import Encoded
 from metatokens.tasks.example_store import ExampleStore
@@ -119,10 +119,10 @@ def train_examples(recipe: FinetuneRecipe, source: TaskData, phase: Phase, folde
     return ExampleStore.write(path, map(drawn(source, phase), range(count)))
 
 
-def drawn(source: TaskData, phase: Phase, split: Drawn = "train") -> Callable[[int], Encoded]:
+def drawn(source: TaskData, phase: Phase) -> Callable[[int], Encoded]:
     """The function that draws a phase's example of an index."""
     if phase.curriculum is None:
-        return partial(source.train, train_length=phase.train_length, split=split)
+        return partial(source.train, train_length=phase.train_length)
     draw = partial(draw_drill, source) if phase.curriculum.drill else source.train
     sizes = Sizes(phase.curriculum.lists, (phase.curriculum.items,))
-    return lambda index: draw(phase.first_example + index, phase.train_length, sizes, split)
+    return lambda index: draw(phase.first_example + index, phase.train_length, sizes)

@@ -12,7 +12,7 @@ from metatokens.errors import UserError
 from metatokens.files import sha256_of
 from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, Phase
-from metatokens.tasks.example import Encoded, read_examples
+from metatokens.tasks.example import read_examples
 from metatokens.training.examples import (
     ByLength,
     Collator,
@@ -23,11 +23,9 @@ from metatokens.training.examples import (
     train_source,
 )
 from metatokens.training.inside import check_inside
-from metatokens.training.probe import Probe, exact_match
+from metatokens.training.probe import Probe
 from metatokens.training.run_folder import open_run
-from metatokens.training.trainer import Figures, Goal, Progress, check_trackers, train, unwatched
-
-VALIDATED = 200  # prompts that decide whether a phase has reached its goal
+from metatokens.training.trainer import Figures, Progress, check_trackers, train, unwatched
 
 # Returns the probe of a model that is about to be trained in a phase; None: nothing is measured.
 Probing = Callable[[LanguageModel, Phase], Probe | None]
@@ -113,7 +111,6 @@ def finetune(
                 collator=collator,
                 progress=report,
                 probe=probe(model, phase) if probe else None,
-                goal=source.goals.get(phase.name),
                 inside_weight=phase.inside_loss,
                 schedule_start=phase.schedule_start,
             )
@@ -132,7 +129,6 @@ class _RecordSource:
         self.records = read_examples(file, tokenizer, landmarks=recipe.task.landmarks)
         self.phases = [Phase("data", recipe.training, max(len(record.input_ids) for record in self.records))]
         self.identity = {"data_sha256": sha256_of(file.read_bytes())}
-        self.goals: dict[str, Goal] = {}
 
     def open(self, phase: Phase) -> Examples:
         """The examples of the phase."""
@@ -140,7 +136,7 @@ class _RecordSource:
 
 
 class _TaskSource:
-    """The examples of a fine-tuning on a task, in the recipe's phases, and the goals at which phases end early."""
+    """The examples of a fine-tuning on a task, in the recipe's phases."""
 
     def __init__(
         self,
@@ -155,21 +151,13 @@ class _TaskSource:
         self.recipe, self.folder = recipe, folder
         self.data, self.phases = train_source(recipe, task, tokenizer, documents), recipe.phases()
         self.identity = {"task": task, "documents_sha256": sha256_of("\0".join(documents).encode())}
-        self.goals: dict[str, Goal] = {}
         for phase in self.phases:
             drawn(self.data, phase)(0)  # fails before any training if there is no such prompt
-            if phase.curriculum and (until := phase.curriculum.until):
-                asked = list(map(drawn(self.data, phase, "validation"), range(VALIDATED)))
-                self.goals[phase.name] = partial(_is_reached, asked, until)
 
     def open(self, phase: Phase) -> Examples:
         """The examples of a phase."""
         stored = train_examples(self.recipe, self.data, phase, self.folder)
         return Epochs(stored, length=phase.examples)
-
-
-def _is_reached(asked: Sequence[Encoded], share: float, model: LanguageModel) -> bool:
-    return exact_match(model, asked) >= share
 
 
 def _report_phase(progress: Progress, before: int, total: int, done: int, _: int, figures: Figures) -> None:

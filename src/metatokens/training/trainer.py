@@ -45,13 +45,11 @@ from metatokens.training.probe import Probe
 # FSDP2, in the layers that the model names; the weights of a checkpoint are saved whole.
 FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
 
-GOAL_STEPS = 50  # between two checks of a goal
 KEPT = 2  # checkpoints of a run
 
 Figures = Mapping[str, tuple[float, int]]  # the latest value of each of FIGURES and tokens_per_second, and its step
 FIGURES = ("loss", "learning_rate", "eval_loss", "eval_exact_match")
 Progress = Callable[[int, int, Figures], None]  # takes the steps done, the steps in all, and the figures
-Goal = Callable[[Any], bool]  # whether a model in evaluation mode has learned enough
 Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
 
 
@@ -159,8 +157,8 @@ class MetaTokenTrainer(Trainer):
 class RunCallback(TrainerCallback):
     """Marks saved checkpoints as complete, keeps the last two, probes the model, and reports progress."""
 
-    def __init__(self, trainer: MetaTokenTrainer, progress: Progress, probe: Probe | None, goal: Goal | None):
-        self.trainer, self.progress, self.probe, self.goal = trainer, progress, probe, goal
+    def __init__(self, trainer: MetaTokenTrainer, progress: Progress, probe: Probe | None):
+        self.trainer, self.progress, self.probe = trainer, progress, probe
         self.last_report = 0.0
         self.last_log = (0.0, 0)  # its time, and the tokens read until then
         self.figures: dict[str, tuple[float, int]] = {}
@@ -186,12 +184,6 @@ class RunCallback(TrainerCallback):
                 self.trainer.log(self.probe.measure(model))  # to trackers too
             model.train()
             control.should_log = is_due  # that call has reset it, and the loss is still to be logged
-        if self.goal is not None and state.global_step % GOAL_STEPS == 0:
-            with self.trainer.paused():
-                is_reached = self.goal(kwargs["model"].eval())
-            if is_reached:
-                control.should_training_stop = control.should_log = True
-            kwargs["model"].train()
         if not control.should_log:
             self._report(state)
 
@@ -227,11 +219,10 @@ def train(
     collator: Collate,
     progress: Progress,
     probe: Probe | None = None,
-    goal: Goal | None = None,
     inside_weight: float | None = None,
     schedule_start: int = 0,
 ) -> None:
-    """Train until `settings.max_steps` or a goal, resuming from the last good checkpoint, and write the model to `out`.
+    """Train until `settings.max_steps`, resuming from the last good checkpoint, and write the model to `out`.
 
     `out` then holds the model, `curve.jsonl` and `checkpoints/`. The curve has a line for each logged step (step, loss,
     learning rate, gradient norm) and for each measurement of the probe.
@@ -242,7 +233,6 @@ def train(
         tokenizer: saved with the model.
         out: an existing folder.
         progress: called about once a second.
-        goal: decides, every `GOAL_STEPS`, whether to end before `settings.max_steps`.
         inside_weight: the weight of the auxiliary loss `inside_loss`. Its heads are not saved, so such a training
             writes no checkpoints and starts again if it is interrupted.
         schedule_start: the step of the learning rate's schedule at which the training begins.
@@ -262,9 +252,9 @@ def train(
         schedule_start=schedule_start,
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(RunCallback(trainer, progress, probe, goal))
+    trainer.add_callback(RunCallback(trainer, progress, probe))
     try:
-        if checkpoint is not None and _is_last(trainer, checkpoint, goal):
+        if checkpoint is not None and int(checkpoint.name.removeprefix("checkpoint-")) == settings.max_steps:
             # The run was interrupted after its last checkpoint. The Trainer would train one step more.
             trainer.restored(checkpoint)
             trainer.state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
@@ -344,14 +334,6 @@ def _write_curve(log_history: Iterable[Mapping[str, float]], path: Path) -> None
             if "train_runtime" not in entry:  # the summary of the whole run
                 point = {"step": entry["step"]} | {key: entry[key] for key in sorted(entry.keys() - {"epoch"})}
                 file.write(json.dumps(point) + "\n")
-
-
-def _is_last(trainer: MetaTokenTrainer, checkpoint: Path, goal: Goal | None) -> bool:
-    """Whether a checkpoint is of the last step, or has reached the goal."""
-    step = int(checkpoint.name.removeprefix("checkpoint-"))
-    is_due = goal is not None and step % GOAL_STEPS == 0
-    is_over = step == trainer.settings.max_steps
-    return is_over or (is_due and goal is not None and goal(trainer.restored(checkpoint).eval()))
 
 
 def check_trackers(settings: TrainingSettings) -> None:
