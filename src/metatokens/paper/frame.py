@@ -254,13 +254,14 @@ def _with_chances(figures: pd.DataFrame) -> pd.DataFrame:
 def _steps_to_learn(curves: pd.DataFrame) -> Iterable[Mapping[str, Any]]:
     """`log_steps_to_learn`: log(min(steps until the task is learned, tau)), tau the steps that every run was trained.
 
-    The runs are those of the task and the positions. So no run is censored before tau.
+    The runs are those of the task and the positions, so that none is censored before tau. `chance` is log(tau).
     """
     found = learning_curves(curves)
     for (task, model, place, seed), points in found.items():
         tau = min(own["step"].iloc[-1] for (its, _, where, _), own in found.items() if (its, where) == (task, place))
         about = {"task": task, "model": model, "position_embedding": place, "seed": seed, "n": points["n"].max()}
-        yield about | {"metric": "log_steps_to_learn", "value": np.log(min(learned_from(points), tau))}
+        value = np.log(min(learned_from(points), tau))
+        yield about | {"metric": "log_steps_to_learn", "value": value, "chance": np.log(tau)}
 
 
 def _distortions(figures: pd.DataFrame) -> Iterable[Mapping[str, Any]]:
@@ -292,4 +293,4 @@ def _slowdowns(speeds: Sequence[Timing]) -> Iterable[Mapping[str, Any]]:
 def _log_perplexities(figures: pd.DataFrame) -> pd.DataFrame:
     """`log_perplexity`: every model reads the same text, which is not taken as a draw; so there is no interval."""
     found = select(figures, metric="perplexity").dropna(subset=["value"])
-    return found.assign(metric="log_perplexity", value=np.log(found["value"]), low=nan, high=nan)
+    return found.assign(metric="log_perplexity", value=np.log(found["value"]), low=nan, high=nan, chance=nan)

@@ -1,0 +1,169 @@
+"""The rule by which data judge a claim. It was written, with the claims, before the experiment ran.
+
+1. A claim is one number: the difference that it predicts, averaged over the settings that it names, each task weighted
+   alike. A setting is left out where both sides guess (means at most 5 points above guessing) or, for a gain, both
+   exceed 98 %.
+2. Its 95 % interval takes each training run as one observation (Welch's t for each task, degrees of freedom by
+   Satterthwaite) and adds the draw of the test prompts.
+3. The claim is **supported** if the interval lies above 0; **contradicted** if it lies below the smallest effect of
+   interest (5 points); **equivalent** if it lies within that effect on both sides (this word comes first where two
+   fit); otherwise **inconclusive**.
+
+docs/paper_map.md, "Verdicts", has the variants and the reason for each choice.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, nan, sqrt
+from typing import Literal
+
+import numpy as np
+from scipy.stats import t as student_t
+
+Verdict = Literal["supported", "contradicted", "equivalent", "inconclusive", "not run"]
+Kind = Literal["gain", "match", "above"]
+Array = np.ndarray
+
+LEVEL = 0.95  # of the intervals
+
+
+@dataclass(frozen=True)
+class Stratum:
+    """One task's part of a claim: what each training run scored.
+
+    Args:
+        task: strata of one task share its weight.
+        samples: for each side that was trained on its own, the scores of its runs; those of the side that the claim
+            subtracts are negative. A comparison within the same runs is one sample, of the runs' differences.
+        constant: what else the difference holds: a bound that the claim names, or a measured time.
+        prompts: the variance of the difference from the draw of the test prompts.
+    """
+
+    task: str
+    samples: tuple[Array, ...]
+    constant: float = 0.0
+    prompts: float = 0.0
+
+    @property
+    def value(self) -> float:
+        """The difference that the claim predicts."""
+        return self.constant + sum(float(np.mean(sample)) for sample in self.samples)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A difference with its interval; `low` and `high` are NaN where a side has one run, all are where it has none."""
+
+    value: float = nan
+    low: float = nan
+    high: float = nan
+    error: float = nan
+    freedom: float = nan
+
+    def p(self, boundary: float) -> float:
+        """The two-sided p-value of the difference being at the boundary; NaN without an interval."""
+        distance = abs(self.value - boundary)
+        steps = distance / self.error if self.error else inf if distance else 0.0
+        return float(2 * student_t.sf(steps, self.freedom))
+
+
+def prompt_variance(answers: Sequence[Array]) -> float:
+    """The variance that the draw of the prompts adds to a difference of means; what runs have of it is taken out.
+
+    Runs and prompts are crossed random effects. Let d_j be the difference at prompt j, averaged over the runs of each
+    side: var(d) = s2_prompts + sum(s2_residual / k) over the sides with k runs. The variance between runs already
+    holds s2_residual / (k n), so s2_prompts / n is what is left to add. s2_residual is the mean square of a two-way
+    analysis of variance of one side.
+
+    Args:
+        answers: for each side an array (runs, prompts) of what a run has at a prompt, negative on the side that is
+            subtracted. Every side has the same prompts.
+    """
+    n = answers[0].shape[1]
+    added = float(np.var(sum(side.mean(axis=0) for side in answers), ddof=1))
+    for side in answers:
+        residual = side - side.mean(axis=0) - side.mean(axis=1, keepdims=True) + side.mean()
+        runs = len(side)
+        added -= float((residual**2).sum()) / max(runs - 1, 1) / (n - 1) / runs
+    return added / n
+
+
+def effect(strata: Sequence[Stratum], level: float = LEVEL) -> Effect:
+    """The mean over tasks, with its interval; see `Effect` for sides without enough runs."""
+    if not strata:
+        return Effect()
+    shares = Counter(one.task for one in strata)
+    weights = [1 / len(shares) / shares[one.task] for one in strata]
+    value = sum(weight * one.value for weight, one in zip(weights, strata, strict=True))
+    runs = [
+        (weight**2 * float(np.var(sample, ddof=1)) / len(sample) if len(sample) > 1 else nan, len(sample) - 1)
+        for weight, one in zip(weights, strata, strict=True)
+        for sample in one.samples
+    ]
+    prompts = sum(weight**2 * one.prompts for weight, one in zip(weights, strata, strict=True))
+    variance = sum(own for own, _ in runs)
+    if np.isnan(variance):
+        return Effect(value)
+    spread = sum(own**2 / freedom for own, freedom in runs)
+    freedom = (
+        variance**2 / spread if spread else inf
+    )  # of the runs alone, so that the prompts never narrow the interval
+    error = sqrt(variance + prompts)
+    reach = float(student_t.ppf((1 + level) / 2, freedom)) * error
+    return Effect(value, value - reach, value + reach, error, freedom)
+
+
+def boundaries(kind: Kind, smallest: float) -> tuple[float, float]:
+    """Above which an interval supports a claim, and below which it contradicts it.
+
+    Args:
+        kind: gain, the difference is positive; match, nothing is lost; above, a bound is kept.
+        smallest: the smallest effect of interest: a smaller gain is none, and a smaller loss is none.
+    """
+    return {"gain": (0.0, smallest), "match": (-smallest, -smallest), "above": (0.0, 0.0)}[kind]
+
+
+def verdict(found: Effect, kind: Kind, smallest: float) -> Verdict:
+    """What the interval says of the claim; see `boundaries` for the arguments."""
+    supports, contradicts = boundaries(kind, smallest)
+    if np.isnan(found.value):
+        return "not run"
+    if kind == "gain" and -smallest < found.low and found.high < smallest:
+        return "equivalent"
+    return "supported" if found.low > supports else "contradicted" if found.high < contradicts else "inconclusive"
+
+
+def verdict_everywhere(strata: Sequence[Stratum], kind: Kind, smallest: float, *, is_complete: bool) -> Verdict:
+    """The verdict on a claim about all cases, each a stratum; see `boundaries` for the arguments.
+
+    It is supported if the interval of each supports it, which needs no correction. It is contradicted if that of one
+    does, at a level corrected for their number (Bonferroni). Not all of them were run unless `is_complete`.
+    """
+    supports, contradicts = boundaries(kind, smallest)
+    corrected = [effect([one], 1 - (1 - LEVEL) / len(strata)) for one in strata]
+    if not strata:
+        return "not run"
+    if any(one.high < contradicts for one in corrected):
+        return "contradicted"
+    return "supported" if is_complete and all(effect([one]).low > supports for one in strata) else "inconclusive"
+
+
+def told_p(found: Effect, kind: Kind, smallest: float) -> float:
+    """The p-value of the verdict that was told: the largest of the boundaries that the interval excludes; 1 of none."""
+    supports, contradicts = boundaries(kind, smallest)
+    excluded = {
+        "supported": [supports],
+        "contradicted": [contradicts],
+        "equivalent": [-smallest, smallest],
+    }.get(verdict(found, kind, smallest), [])
+    return max((found.p(boundary) for boundary in excluded), default=1.0)
+
+
+def holm(ps: Mapping[str, float]) -> dict[str, bool]:
+    """Which of several verdicts remain told where they are corrected for their number (Holm), at 5 % in all."""
+    is_told, remains = True, {}
+    for place, (name, p) in enumerate(sorted(ps.items(), key=lambda one: one[1])):
+        is_told = is_told and p <= (1 - LEVEL) / (len(ps) - place)
+        remains[name] = is_told
+    return remains
