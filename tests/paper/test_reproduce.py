@@ -87,6 +87,25 @@ def test_the_result_lines(undisturbed: Path) -> None:
     assert {result.recipe for result in results} == {"tiny"}
 
 
+def test_the_caller_hears_of_each_task_that_is_done_while_another_is_left(
+    reproduce: Callable[..., Path], tiny: Preset, tmp_path: Path
+) -> None:
+    tasks, seen = ("parity", "list_recall"), []
+    both = replace(
+        tiny,
+        models=tuple(TrainedModel(model=model, tasks=tasks) for model in ("gpt2", "meta")),
+        finetune_recipes=dict.fromkeys(tasks, "demo_finetune"),
+        task_overrides=dict.fromkeys(tasks, ("training.max_steps=4",)),
+    )
+
+    def look() -> None:
+        results = read_lines(tmp_path / "run" / "results.jsonl", Result)
+        seen.append({(one.model, one.task) for one in results if one.metric == "exact_match"})
+
+    reproduce(sizes=both, task_done=look)
+    assert seen == [{("gpt2", "list_recall"), ("meta", "list_recall")}]
+
+
 def test_curves_examples_and_provenance_are_what_the_report_reads(undisturbed: Path) -> None:
     inputs = load([undisturbed])
     steps = inputs.curves.fillna({"train_length": 0}).groupby(["model", "task", "train_length"])["step"].agg(list)

@@ -69,6 +69,7 @@ def reproduce(
             workers=workers,
             job=job_settings(job or ()),
             overwrite=overwrite,
+            task_done=lambda: say(f"report so far: {write_report([out], out / 'report')}"),
         )
         say(f"report: {write_report([out], out / 'report', say)}")
 

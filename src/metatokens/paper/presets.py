@@ -152,7 +152,7 @@ def _analyses(models: Sequence[str], with_distortion: Sequence[str], longest: in
 
 SMALL = Preset(
     corpus="builtin",
-    tokenizer="train:4096",
+    tokenizer="train:2048",
     pretrain_recipe="demo",
     pretrain_overrides=_FIRST_LAYER,
     finetune_recipes=_SMALL_RECIPES,

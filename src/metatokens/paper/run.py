@@ -2,7 +2,8 @@
 
 import platform
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -33,6 +34,7 @@ def reproduce(
     workers: int | None = None,
     job: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    task_done: Callable[[], None] = lambda: None,
 ) -> None:
     """Carry out the stages of a preset; write `results.jsonl`, `analysis.jsonl`, `curves.jsonl` and `run.json`.
 
@@ -46,6 +48,7 @@ def reproduce(
         table: carry out only the stages whose results this table of the paper shows, and those that they need.
         executor, workers, job: see `open_pool`.
         overwrite: replace another run in `out`.
+        task_done: called whenever the last model was evaluated on a task and another task is left.
     """
     sizes = preset(name)
     sizes = replace(sizes, corpus=corpus or sizes.corpus, book=book or sizes.book)
@@ -62,7 +65,7 @@ def reproduce(
             pool = open_pool(Runner(out.resolve(), name, sizes), executor, workers, job or {})
             (out / "run.json").unlink(missing_ok=True)  # so that the next try writes it if this one does not
             try:
-                _carry_out(log, plan, left, pool)
+                _carry_out(log, plan, left, pool, task_done)
             finally:
                 # The wall time is unknown if the run was cut off before.
                 is_whole = is_first and len(left) == len(log.entries)
@@ -96,12 +99,13 @@ def _unfinished(log: RunLog, plan: list[Stage]) -> set[str]:
     return unfinished
 
 
-def _carry_out(log: RunLog, plan: list[Stage], left: set[str], pool: Pool) -> None:
+def _carry_out(log: RunLog, plan: list[Stage], left: set[str], pool: Pool, task_done: Callable[[], None]) -> None:
     by_name = {stage.name: stage for stage in plan}
     order = TopologicalSorter({stage.name: stage.after for stage in plan})
     order.prepare()
     ready: list[str] = []
     running: set[str] = set()
+    asked = Counter(by_name[name].subject["task"] for name in left if by_name[name].kind == "evaluate")
     with Display({stage.name: stage.cost for stage in plan}) as display, pool:
         while order.is_active():
             while names := order.get_ready():  # skipping a finished stage may make others ready
@@ -128,6 +132,10 @@ def _carry_out(log: RunLog, plan: list[Stage], left: set[str], pool: Pool) -> No
                     display.finish(name)
                     order.done(name)
                 display.refresh(running)
+                tested = Counter(by_name[name].subject["task"] for name in finished if by_name[name].kind == "evaluate")
+                asked -= tested  # tasks without a model left disappear
+                if asked and tested.keys() - asked.keys():
+                    task_done()
 
 
 def _write_provenance(log: RunLog, name: str, sizes: Preset, **run: Any) -> None:
