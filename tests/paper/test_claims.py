@@ -130,6 +130,19 @@ def test_an_intervention_is_compared_within_each_run(tmp_path: Path) -> None:
     assert judged.verdict == "supported"
 
 
+def test_a_test_with_fewer_prompts_is_compared_on_those_alone(tmp_path: Path) -> None:
+    """The run with No Pos had the first 20 of 80 prompts: what it lost there counts, not what the others show."""
+    lines = []
+    for seed in SEEDS:
+        bits = [place % 2 == 0 for place in range(20)] + [place < 20 + seed for place in range(20, N)]
+        few = [right and place > 3 + seed % 2 for place, right in enumerate(bits[:20])]
+        lines += [_line(fmean(bits), bits, model="meta", task="parity", seed=seed)]
+        lines += [_line(fmean(few), few, model="meta", task="parity", seed=seed, intervention="no_pos")]
+    judged = _judge(tmp_path, lines, b={"model": "meta", "intervention": "no_pos"})
+    assert judged.parts[0].samples[0] == pytest.approx([2 / 20, 3 / 20, 2 / 20, 3 / 20])
+    assert judged.parts[0].settings[0].means == pytest.approx((0.5, 0.375))
+
+
 def test_without_bits_the_intervals_of_the_lines_count_as_wholly_dependent(tmp_path: Path) -> None:
     """The error of a side is the mean over its runs, and over the train lengths of a length's prompts."""
     lines = [

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from importlib.resources import files
 from itertools import product
 from math import prod
@@ -214,8 +214,8 @@ def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]
     """A row for each setting, figure and run, of settings that have every figure.
 
     Columns: the keys of the settings, `figure` (its number), `sign`, `training` (the number of the side that was
-    trained), `seed`, `value`, `error` (the standard error in the line), `n`, `hits`, `chance`, and `prompts`, by which
-    the rows that were measured on the same prompts are alike.
+    trained), `seed`, `value`, `error` (the standard error in the line), `hits` (right or wrong of each prompt that all
+    figures have, or empty), `chance`, and `prompts`, in which rows that were measured on the same prompts are alike.
     """
     scale = inputs.scale if claim.scaled else 1
     lists = {key: [one // scale for one in over[key]] if key.endswith("length") else over[key] for key in keys}
@@ -232,7 +232,7 @@ def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]
             figure=figure,
             sign=sign,
             training=trainings.index(trainings[figure]),
-            prompts=rows["condition"] + rows["length"].fillna(0).astype(str),
+            prompts=rows["task"] + rows["condition"] + rows["length"].fillna(0).astype(str),
             error=((rows["high"] - rows["low"]) / 2 / 1.96).fillna(0.0),
         )
         own = [key for key in keys if key not in fields]
@@ -241,7 +241,12 @@ def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]
     about = [*keys, "figure", "sign", "training", "seed"]
     columns = {"value": "mean", "error": "mean", **dict.fromkeys(("n", "hits", "chance", "prompts"), "first")}
     scores = pd.concat(found).groupby(about, as_index=False, sort=False).agg(columns)  # heads and layers are averaged
-    return scores[scores.groupby(keys)["figure"].transform("nunique") == len(figures)]
+    scores = scores[scores.groupby(keys)["figure"].transform("nunique") == len(figures)]
+    if not scores["hits"].all():
+        return scores.assign(hits="")
+    fewest = scores.groupby("prompts")["n"].transform("min").astype(int)  # a test with fewer prompts has the first ones
+    hits = [unpack_hits(*one) for one in zip(scores["hits"], fewest, strict=True)]
+    return scores.assign(hits=hits, value=[float(own.mean()) for own in hits])
 
 
 def _why_left_out(claim: Claim, means: np.ndarray, chance: float) -> str:
@@ -288,14 +293,11 @@ def _prompts(kept: pd.DataFrame) -> float:
     then those of runs, and of settings with the same prompts, are taken as wholly dependent, those of the figures as
     independent.
     """
-    variance, has_hits = 0.0, kept["hits"].all() and (kept.groupby("prompts")["n"].nunique() == 1).all()
+    variance = 0.0
     for _, own in kept.groupby("prompts"):
-        if has_hits:
-            sides = []
-            for _, side in own.groupby("training"):
-                shares = side["share"] * side["hits"].map(partial(unpack_hits, n=int(side["n"].iloc[0])))
-                sides.append(np.stack(shares.groupby(side["seed"]).sum().to_list()))
-            variance += rule.prompt_variance(sides)
+        if len(own["hits"].iloc[0]):
+            shares = (own["share"] * own["hits"]).groupby([own["training"], own["seed"]]).sum()
+            variance += rule.prompt_variance([np.stack(side.to_list()) for _, side in shares.groupby("training")])
         else:
             errors = (own["share"] * own["error"]).groupby([own["figure"], own["seed"]]).sum()
             variance += float((errors.groupby("figure").mean() ** 2).sum())
