@@ -1,5 +1,7 @@
 """The rule of the verdicts on numbers worked out by hand, and against other libraries."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -96,6 +98,14 @@ def test_prompts_widen_the_interval_and_leave_its_degrees_of_freedom() -> None:
     without, with_prompts = effect([_versus(0.1)]), effect([Stratum("parity", _versus(0.1).samples, prompts=0.0003)])
     assert with_prompts.error**2 == pytest.approx(without.error**2 + 0.0003)
     assert with_prompts.freedom == without.freedom
+
+
+def test_strata_of_a_task_may_share_prompts_and_tasks_do_not() -> None:
+    alone = _versus(0.1).samples
+    strata = [Stratum(task, alone, prompts=prompts) for task, prompts in (("a", 0.01), ("a", 0.04), ("b", 0.09))]
+    runs = effect([replace(one, prompts=0.0) for one in strata]).error
+    shared, other = (0.1 + 0.2) / 4, 0.3 / 2
+    assert effect(strata).error ** 2 == pytest.approx(runs**2 + shared**2 + other**2)
 
 
 def test_runs_that_agree_exactly_have_an_interval_of_the_prompts_alone() -> None:

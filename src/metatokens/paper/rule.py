@@ -101,7 +101,9 @@ def effect(strata: Sequence[Stratum], level: float = LEVEL) -> Effect:
         for weight, one in zip(weights, strata, strict=True)
         for sample in one.samples
     ]
-    prompts = sum(weight**2 * one.prompts for weight, one in zip(weights, strata, strict=True))
+    errors = {task: 0.0 for task in shares}  # strata of a task may share prompts: they count as wholly dependent
+    for weight, one in zip(weights, strata, strict=True):
+        errors[one.task] += weight * sqrt(one.prompts)
     variance = sum(own for own, _ in runs)
     if np.isnan(variance):
         return Effect(value)
@@ -109,7 +111,7 @@ def effect(strata: Sequence[Stratum], level: float = LEVEL) -> Effect:
     freedom = (
         variance**2 / spread if spread else inf
     )  # of the runs alone, so that the prompts never narrow the interval
-    error = sqrt(variance + prompts)
+    error = sqrt(variance + sum(own**2 for own in errors.values()))
     reach = float(student_t.ppf((1 + level) / 2, freedom)) * error
     return Effect(value, value - reach, value + reach, error, freedom)
 
