@@ -13,7 +13,7 @@ import pytest
 from metatokens.paper.rule import Effect, Kind, Stratum, effect, prompt_variance, verdict
 
 TASKS = {"parity": 0.05, "copying": 0.03, "segment_counting": 0.08, "list_recall": 0.15}  # SD between runs, as observed
-SIZES = {3: (2000, 2500), 5: (500, 2500), 12: (500, 2000)}  # runs a side: prompts, repetitions
+SIZES = {3: (500, 2000), 5: (500, 2000), 12: (500, 1500)}  # runs a side: prompts, repetitions
 LUCKS = [None, 0.6]
 
 

@@ -19,7 +19,7 @@ from math import inf, nan, sqrt
 from typing import Literal
 
 import numpy as np
-from scipy.stats import t as student_t
+from scipy.special import stdtr, stdtrit  # Student's t: ten times as fast as those of scipy.stats
 
 Verdict = Literal["supported", "contradicted", "equivalent", "inconclusive", "not run"]
 Kind = Literal["gain", "match", "above"]
@@ -65,7 +65,7 @@ class Effect:
         """The two-sided p-value of the difference being at the boundary; NaN without an interval."""
         distance = abs(self.value - boundary)
         steps = distance / self.error if self.error else inf if distance else 0.0
-        return float(2 * student_t.sf(steps, self.freedom))
+        return float(2 * stdtr(self.freedom, -steps))
 
 
 def prompt_variance(answers: Sequence[Array]) -> float:
@@ -112,7 +112,7 @@ def effect(strata: Sequence[Stratum], level: float = LEVEL) -> Effect:
         variance**2 / spread if spread else inf
     )  # of the runs alone, so that the prompts never narrow the interval
     error = sqrt(variance + sum(own**2 for own in errors.values()))
-    reach = float(student_t.ppf((1 + level) / 2, freedom)) * error
+    reach = float(stdtrit(freedom, (1 + level) / 2)) * error
     return Effect(value, value - reach, value + reach, error, freedom)
 
 
