@@ -101,16 +101,15 @@ def effect(strata: Sequence[Stratum], level: float = LEVEL) -> Effect:
         for weight, one in zip(weights, strata, strict=True)
         for sample in one.samples
     ]
-    errors = {task: 0.0 for task in shares}  # strata of a task may share prompts: they count as wholly dependent
+    errors = dict.fromkeys(shares, 0.0)  # strata of a task may share prompts: they count as wholly dependent
     for weight, one in zip(weights, strata, strict=True):
         errors[one.task] += weight * sqrt(one.prompts)
     variance = sum(own for own, _ in runs)
     if np.isnan(variance):
         return Effect(value)
     spread = sum(own**2 / freedom for own, freedom in runs)
-    freedom = (
-        variance**2 / spread if spread else inf
-    )  # of the runs alone, so that the prompts never narrow the interval
+    # They are of the runs alone, so that the prompts never narrow the interval.
+    freedom = variance**2 / spread if spread else inf
     error = sqrt(variance + sum(own**2 for own in errors.values()))
     reach = float(stdtrit(freedom, (1 + level) / 2)) * error
     return Effect(value, value - reach, value + reach, error, freedom)
