@@ -195,7 +195,7 @@ SMALL = Preset(
         Ablation(
             kind="noise",
             tables=("table15", "table16"),
-            models=_with_seeds(["meta"], _SEEDS),
+            models=_with_seeds(("gpt2", *_INSPECTED), _SEEDS),
             tasks=("list_recall", "copying"),
             interventions=("noise:0.1", "noise:0.5"),
             counts={128: 250, 512: 250},
