@@ -168,7 +168,7 @@ SMALL = Preset(
             for longer in _extended(
                 TrainedModel(model=model, seed=seed),
                 256,
-                {factor: [800, 300, 300] for factor in (4, 8)},
+                {factor: [500, 300, 300] for factor in (4, 8)},
                 tasks=("list_recall",),
             )
         ),
