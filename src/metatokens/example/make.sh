@@ -1,6 +1,7 @@
 #!/bin/sh
 # How the model in this folder was made: pretrained on the built-in text, taught copying, then copying and list recall
-# together. A quarter of an hour on one core; the same command goes on where it was cut off.
+# together. About a quarter of an hour on one core; the same command goes on where it was cut off. The committed weights
+# are from commit 1df599d, when a stage of small_copying ended once the model answered its prompts; now it has fixed steps.
 #
 #     sh src/metatokens/example/make.sh runs/example
 set -eu
