@@ -95,7 +95,6 @@ def test_the_caller_hears_of_each_task_that_is_done_while_another_is_left(
         tiny,
         models=tuple(TrainedModel(model=model, tasks=tasks) for model in ("gpt2", "meta")),
         finetune_recipes=dict.fromkeys(tasks, "demo_finetune"),
-        task_overrides=dict.fromkeys(tasks, ("training.max_steps=4",)),
     )
 
     def look() -> None:
@@ -315,7 +314,7 @@ def test_a_finished_stage_with_other_settings_is_refused_and_a_longer_plan_is_no
     reproduce: Reproduce, copied: Path, tiny: Preset
 ) -> None:
     before = records(copied)
-    changed = replace(tiny, task_overrides={"parity": ("training.max_steps=4", "training.learning_rate=0.5")})
+    changed = replace(tiny, finetune_overrides=(*tiny.finetune_overrides, "training.learning_rate=0.5"))
     with pytest.raises(
         UserError, match=r"finetune-gpt2-parity with other settings \(recipe.training.learning_rate was"
     ):

@@ -18,11 +18,6 @@ from metatokens.errors import UserError
 from metatokens.paper.variants import Ablation, Analysis, FurtherTest, Preset, TrainedModel
 from metatokens.tasks import TASKS
 
-
-def _steps(**steps: int) -> dict[str, tuple[str, ...]]:
-    return {task: (f"training.max_steps={count}",) for task, count in steps.items()}
-
-
 # Each task has one recipe for all models of a preset.
 _SMALL_RECIPES = {task: f"small_{task}" for task in TASKS}
 _MODELS = ("gpt2", "pause", "twin", "meta")
@@ -50,8 +45,7 @@ SMOKE = Preset(
     pretrain_recipe="demo",
     finetune_recipes=dict.fromkeys(TASKS, "demo_finetune"),
     pretrain_overrides=("training.max_steps=4", "training.save_steps=4", "training.logging_steps=2"),
-    finetune_overrides=("training.save_steps=4", "training.logging_steps=2"),
-    task_overrides=_steps(**dict.fromkeys(TASKS, 4)),
+    finetune_overrides=("training.max_steps=4", "training.save_steps=4", "training.logging_steps=2"),
     test_counts={128: 16, 256: 8},
     extra_conditions={"list_recall": ("landmark", "decoy")},
 )

@@ -162,7 +162,6 @@ class Preset:
     extend_recipe: str = ""
     pretrain_overrides: tuple[str, ...] = ()
     finetune_overrides: tuple[str, ...] = ()
-    task_overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of fine-tuning, by task
     test_counts: Mapping[int, int]  # test prompts by length
     test_ratio: int | None = None  # the longest bin tested, in train lengths; None: the longest of all
     models: tuple[TrainedModel, ...] = tuple(TrainedModel(model=model) for model in ("gpt2", "pause", "twin", "meta"))
@@ -209,8 +208,8 @@ def extend_recipe(sizes: Preset, model: TrainedModel, pretrained: PretrainRecipe
 
 def finetune_recipe(sizes: Preset, model: TrainedModel, task: str) -> FinetuneRecipe:
     """A model's fine-tuning recipe for a task."""
-    overrides = [*sizes.finetune_overrides, *sizes.task_overrides.get(task, ()), *model.finetune_overrides]
-    return load_recipe(FinetuneRecipe, sizes.finetune_recipes[task], [*overrides, f"training.seed={model.seed}"])
+    overrides = [*sizes.finetune_overrides, *model.finetune_overrides, f"training.seed={model.seed}"]
+    return load_recipe(FinetuneRecipe, sizes.finetune_recipes[task], overrides)
 
 
 def lengths_tested(sizes: Preset, model: TrainedModel, task: str) -> tuple[int, ...]:
