@@ -74,7 +74,7 @@ def check_results_file(out: Path | None) -> None:
 
 
 _SHARES = ("exact_match", "token_accuracy", "shortcut", "majority_rate")  # shown in percent
-_FIGURE = ("metric", "value", "low", "high", "n", "chance", "quantiles")
+_FIGURE = ("metric", "value", "low", "high", "n", "chance", "quantiles", "hits")
 
 
 def print_figures(rows: Sequence[Mapping[str, Any]]) -> None:
