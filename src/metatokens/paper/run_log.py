@@ -27,7 +27,6 @@ from metatokens.records import PACKED, library_versions, now
 from metatokens.training.run_folder import differences
 
 LOG = "stages.jsonl"
-MEASURED_EVERY = "recipe.training.eval_steps"  # changes how often a run is measured, but not its result
 FILES = {"results": "results.jsonl", "measurements": "analysis.jsonl", "curves": "curves.jsonl"}
 
 
@@ -89,11 +88,10 @@ class RunLog:
             entry = self.entries.get(stage.name)
             settings = json.loads(json.dumps(stage.settings))
             for key, before, after in differences(entry.settings, settings) if entry is not None else ():
-                if key != MEASURED_EVERY:
-                    raise UserError(
-                        f"{self.out} holds the stage {stage.name} with other settings ({key} was {before!r} and is "
-                        f"now {after!r}); give a new folder, or --overwrite to replace the run."
-                    )
+                raise UserError(
+                    f"{self.out} holds the stage {stage.name} with other settings ({key} was {before!r} and is now "
+                    f"{after!r}); give a new folder, or --overwrite to replace the run."
+                )
 
     def add(self, stage: Stage, done: Done) -> None:
         """Append a stage and its records; nothing for a stage that ran again because its product was missing.
