@@ -60,7 +60,7 @@ def unwatched(done: int, total: int, figures: Figures) -> None:
 class MetaTokenTrainer(Trainer):
     """The Trainer, except that it stops at a non-finite loss and may use Muon.
 
-    Its learning rate may decay over a longer horizon than the run (paper: 600k against 200k steps).
+    Its learning rate may follow a part of a schedule that is longer than the run (paper: 200k of 600k steps).
     """
 
     def __init__(self, *args: Any, settings: TrainingSettings, schedule_start: int, **kwargs: Any):
@@ -126,13 +126,12 @@ class MetaTokenTrainer(Trainer):
             for name, one in own_parameters(self.model).items():
                 one.copy_(weights[name])
 
-    def restored(self, checkpoint: Path) -> Any:
-        """Load a checkpoint's weights into the model, and return it."""
+    def restore(self, checkpoint: Path) -> None:
+        """Load a checkpoint's weights into the model."""
         if self.is_fsdp_enabled:  # before the model is wrapped
             self.model.load_state_dict(load_model(checkpoint).state_dict())
         else:
             self._load_from_checkpoint(str(checkpoint))
-        return self.model
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Take a step; keep the loss, for the message if training stops, and count the tokens of all processes."""
@@ -256,7 +255,7 @@ def train(
     try:
         if checkpoint is not None and int(checkpoint.name.removeprefix("checkpoint-")) == settings.max_steps:
             # The run was interrupted after its last checkpoint. The Trainer would train one step more.
-            trainer.restored(checkpoint)
+            trainer.restore(checkpoint)
             trainer.state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
         else:
             pieces = settings.batch // settings.per_device_train_batch_size
