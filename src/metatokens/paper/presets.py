@@ -61,14 +61,14 @@ def _core(seeds: Iterable[int]) -> tuple[TrainedModel, ...]:
     )
 
 
-def _unmarked(seeds: Iterable[int], *overrides: str) -> tuple[TrainedModel, ...]:
+def _unmarked(seeds: Iterable[int]) -> tuple[TrainedModel, ...]:
     """Models trained on list recall whose markers do not reveal the answer."""
     return tuple(
         TrainedModel(
             model=model,
             variant="landmark",
             tables=("markers",),
-            finetune_overrides=("task.condition=landmark", *overrides),
+            finetune_overrides=("task.condition=landmark",),
             pretrained_as=TrainedModel(model=model, seed=seed).name,
             tasks=("list_recall",),
             seed=seed,
@@ -125,11 +125,11 @@ def _with_seeds(models: Iterable[str], seeds: Iterable[int]) -> tuple[str, ...]:
     return tuple(TrainedModel(model=model, seed=seed).name for seed in seeds for model in models)
 
 
-def _analyses(models: Sequence[str], with_distortion: Sequence[str], longest: int) -> tuple[Analysis, ...]:
-    """The measurements of Figures 2 and 3 in list recall; `longest` is the train length of the first two, in tokens."""
+def _analyses(models: Sequence[str], with_distortion: Sequence[str]) -> tuple[Analysis, ...]:
+    """The measurements of Figures 2 and 3 in list recall."""
     return (
         *(
-            Analysis(kind=kind, tables=tables, models=tuple(models), train_length=longest, length=256, n=100)
+            Analysis(kind=kind, tables=tables, models=tuple(models), train_length=512, length=256, n=100)
             for kind, tables in {"sharpness": ("figure2",), "residual": ("figure2", "figure3")}.items()
         ),
         Analysis(
@@ -194,7 +194,7 @@ SMALL = Preset(
             interventions=("noise:0.1", "noise:0.5"),
             counts={128: 250, 512: 250},
         ),
-        *_analyses(_with_seeds(_INSPECTED, _SEEDS), _with_seeds(("gpt2", *_INSPECTED), _SEEDS), 512),
+        *_analyses(_with_seeds(_INSPECTED, _SEEDS), _with_seeds(("gpt2", *_INSPECTED), _SEEDS)),
     ),
 )
 
@@ -338,7 +338,6 @@ PAPER = Preset(
         *_analyses(
             (*_with_seeds(("pause", *_INSPECTED), _PAPER_SEEDS), "meta-learned"),
             _with_seeds(_CONTROLLED, _PAPER_SEEDS),
-            512,
         ),
     ),
 )
