@@ -43,6 +43,7 @@ EXACT = Result(
     chance=0.5,
     seed=0,
     recipe="demo",
+    hits="gA==",
 )
 NOTHING = Result(model="gpt2", metric="token_accuracy", value=None, n=0, seed=1)
 INNER = Measurement(
@@ -113,6 +114,10 @@ GOOD = EXACT.line()
         (EXACT, (GOOD, "3")),
         (EXACT, ('"n":3', '"n":-1')),
         (EXACT, ('"low":0.1', '"low":NaN')),
+        (EXACT, ('"n":3', '"n":9')),  # more than the 8 bits of `hits`
+        (EXACT, ("gA==", "gAA=")),
+        (EXACT, ("gA==", "g?==")),
+        (EXACT, ("gA==", "gA=")),
         (EXACT, ("exact_match", "f1")),
         (EXACT, ('"seed":0', '"seeds":0')),
         (EXACT, ('"length":256', '"lengths":256')),

@@ -1,7 +1,7 @@
 """The records in files of lines, one JSON object per line. Measurements write them, and reports read them.
 
-These records are the only interface between measuring and reporting. This module imports neither torch nor
-transformers, so that reports can be made without them.
+These records are the only interface between measuring and reporting. Importing this module loads neither torch nor
+transformers nor numpy, so that reports can be made without the first two, and commands start fast.
 """
 
 import base64
@@ -12,14 +12,16 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from metatokens.errors import UserError
 from metatokens.files import append_lines
 from metatokens.recipe import Condition, Split
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MARKER = " _PAUSE_"  # stands for a meta-token in the prompt of a task or a record
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # of a measurement
@@ -127,6 +129,12 @@ class Result(Measured):
     hits: str | None = None  # of an exact match: whether each prompt was answered, as `pack_hits` writes it
     seed: int
     recipe: str | None = None
+
+    @model_validator(mode="after")
+    def _has_a_hit_for_each_prompt(self) -> "Result":
+        if self.hits is not None and len(base64.b64decode(self.hits, validate=True)) != (self.n + 7) // 8:
+            raise ValueError(f"hits has another length than that of {self.n} bits in base64")
+        return self
 
 
 class Measurement(Measured):
@@ -341,11 +349,15 @@ def stamped(records: Iterable[Record]) -> Iterator[Record]:
 
 def pack_hits(hits: Sequence[bool]) -> str:
     """One bit for each prompt, the first in the highest bit of the first byte, in base64."""
+    import numpy as np
+
     return base64.b64encode(np.packbits(np.asarray(hits, dtype=bool)).tobytes()).decode()
 
 
-def unpack_hits(packed: str, n: int) -> np.ndarray:
+def unpack_hits(packed: str, n: int) -> "np.ndarray":
     """The n bools that `pack_hits` wrote."""
+    import numpy as np
+
     return np.unpackbits(np.frombuffer(base64.b64decode(packed), dtype=np.uint8), count=n).astype(bool)
 
 
@@ -393,4 +405,5 @@ def _validate(kind: type[AnyRecord], text: str, place: str) -> AnyRecord:
     except ValidationError as error:
         first = error.errors()[0]
         where = " ".join(".".join(map(str, first["loc"])).split())
-        raise UserError(f"{place}: {where + ': ' if where else ''}{first['msg']}.") from error
+        what = first["msg"].removeprefix("Value error, ").rstrip(".")
+        raise UserError(f"{place}: {where + ': ' if where else ''}{what}.") from error

@@ -28,7 +28,7 @@ def _load(folder: Path, results: Iterable[Line], **files: Iterable[Line]) -> Inp
 
 
 def test_a_later_line_of_the_same_figure_counts_and_a_grid_has_its_own_runs_alone(tmp_path: Path) -> None:
-    lines = [_line(value=0.1, hits="wA=="), _line(value=0.2), _line(recipe="small/jumps"), _line(recipe="mine")]
+    lines = [_line(value=0.1, hits="gAA="), _line(value=0.2), _line(recipe="small/jumps"), _line(recipe="mine")]
     inputs = _load(tmp_path, lines)
     assert inputs.preset == "small"
     assert inputs.remeasured == 1
