@@ -1,4 +1,4 @@
-"""Stages of fine-tuning: which prompts they are trained on, and when they end."""
+"""Stages of fine-tuning: their prompts, their batches and their learning rates."""
 
 import re
 from functools import partial
