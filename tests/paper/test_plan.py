@@ -353,6 +353,9 @@ def test_a_model_is_tested_up_to_four_times_its_train_length() -> None:
     plain = next(stage for stage in measured if not stage.subject["model"].variant)
     counts = {128: 2000, 256: 2000, 512: 2000, 1024: 500, 2048: 500}
     assert plain.settings["counts"] == {"paper": counts, "decoy": {128: 2000}}
+    plan = {stage.name: stage for stage in planned("small")}
+    copied = plan["draw_tests-copying-paper"].settings["counts"]
+    assert copied == {length: n for length, n in counts.items() if length <= 1024}
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,7 @@ SMALL = Preset(
     finetune_recipes=_SMALL_RECIPES,
     extend_recipe="small_extend",
     test_counts=_COUNTS,
+    longest_tests={"copying": 1024},  # in this vocabulary the longest texts have more than 2,048 tokens
     test_ratio=4,
     models=(
         *_core(_SEEDS),
@@ -171,13 +172,19 @@ SMALL = Preset(
     extra_condition_limit=128,
     probe_steps=dict.fromkeys(TASKS, 100),
     inspections=(
-        FurtherTest(
-            kind="long-prompts",
-            tables=("lengths",),
-            models=_with_seeds(_MODELS, _SEEDS),
-            tasks=TASKS,
-            counts={"long_prompt": {512: 500, 2048: 500}},
-            train_lengths=(128,),
+        *(
+            FurtherTest(
+                kind="long-prompts",
+                tables=("lengths",),
+                models=_with_seeds(_MODELS, _SEEDS),
+                tasks=tasks,
+                counts={"long_prompt": counts},
+                train_lengths=(128,),
+            )
+            for tasks, counts in (
+                (tuple(task for task in TASKS if task != "copying"), {512: 500, 2048: 500}),
+                (("copying",), {512: 500}),
+            )
         ),
         Ablation(
             tables=("table2", "table11", "table12", "table13", "table14", "table17"),

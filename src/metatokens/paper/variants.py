@@ -1,5 +1,6 @@
 """The parts of an experiment: models that differ in one respect, their recipes, and the tests that they get."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
@@ -163,6 +164,7 @@ class Preset:
     pretrain_overrides: tuple[str, ...] = ()
     finetune_overrides: tuple[str, ...] = ()
     test_counts: Mapping[int, int]  # test prompts by length
+    longest_tests: Mapping[str, int] = field(default_factory=dict)  # the longest bin of tasks with no longer prompts
     test_ratio: int | None = None  # the longest bin tested, in train lengths; None: the longest of all
     models: tuple[TrainedModel, ...] = tuple(TrainedModel(model=model) for model in ("gpt2", "pause", "twin", "meta"))
     extra_conditions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # for models with rope, by task
@@ -220,7 +222,8 @@ def lengths_tested(sizes: Preset, model: TrainedModel, task: str) -> tuple[int, 
 def counts_of(sizes: Preset, model: TrainedModel, task: str) -> dict[str, dict[int, int]]:
     """The number of a model's test prompts on a task, by condition and length."""
     is_rope = model.position_embedding == "rope"
-    plain = {**sizes.test_counts, **model.longer_tests}
+    longest = sizes.longest_tests.get(task, math.inf)
+    plain = {length: n for length, n in {**sizes.test_counts, **model.longer_tests}.items() if length <= longest}
     short = {length: n for length, n in sizes.test_counts.items() if length <= sizes.extra_condition_limit}
     extra = sizes.extra_conditions.get(task, ()) if is_rope else ()
     own = finetune_recipe(sizes, model, task).task.condition  # tested at every length
