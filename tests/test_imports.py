@@ -143,5 +143,5 @@ def test_the_public_names_load_when_asked_for() -> None:
 
 def test_what_a_report_reads_needs_no_model() -> None:
     assert loaded_by("import metatokens.records") & HEAVY == set()
-    assert loaded_by("import metatokens.paper.report.frame") & {"torch", "transformers", "matplotlib"} == set()
+    assert loaded_by("import metatokens.paper.frame") & {"torch", "transformers", "matplotlib"} == set()
     assert "torch" not in loaded_by("import metatokens.paper.report.page")

@@ -29,7 +29,7 @@ LOOKS = "looks"  # a run's folder of pages of attention, one for each task
 PACKED = ".gz"  # the suffix of a compressed file
 _GZIP = b"\x1f\x8b"  # the first bytes of a compressed file, and of no text
 
-Metric = Literal["exact_match", "token_accuracy", "perplexity", "shortcut", "majority_rate"]
+Metric = Literal["exact_match", "token_accuracy", "perplexity", "shortcut"]
 Analysis = Literal["sharpness", "residual", "rate_distortion"]
 AnalysisMetric = Literal[
     "attention_logit_change",

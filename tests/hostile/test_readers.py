@@ -23,7 +23,7 @@ from metatokens.data.corpus import read_corpus
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
-from metatokens.paper.report.frame import load
+from metatokens.paper.frame import load
 from metatokens.paper.report.page import write_report
 from metatokens.paper.run_log import LOG, FinishedStage, RunLog
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe

@@ -31,10 +31,9 @@ PAYLOADS = {
     "css": "red; background: url(javascript:alert(1)) }",
 }
 ALLOWED = {
-    "html", "head", "meta", "link", "title", "style", "body", "header", "main", "footer", "section", "nav", "p",
-    "h1", "h2", "h3", "a", "b", "ul", "li", "div", "span", "small", "table", "thead", "tbody", "tfoot", "tr", "th",
-    "td", "figure", "picture", "source", "img", "details", "summary", "pre", "mark", "svg", "path", "polygon",
-    "rect",
+    "html", "head", "meta", "link", "title", "style", "body", "main", "nav", "p", "h1", "h2", "h3", "a", "em", "strong",
+    "blockquote", "div", "br", "code", "table", "thead", "tbody", "tr", "th", "td", "picture", "source", "img",
+    "details", "summary", "pre", "kbd",
 }  # fmt: skip
 
 
@@ -52,7 +51,7 @@ def write_inputs(folder: Path, payload: str, recipe: str) -> None:
     changes: list[dict[str, Any]] = [
         {}, {"condition": f"other {payload}"}, {"model": "meta", "length": 256}, {"metric": "token_accuracy"},
         {"metric": "perplexity", "value": 30.0, "task": None}, {"intervention": payload},
-        {"metric": "majority_rate", "model": f"answer {payload}"},
+        {"metric": "shortcut", "model": f"answer {payload}"},
     ]  # fmt: skip
     results = [record(payload, recipe, **one) for one in changes]
     curves = [
@@ -105,14 +104,14 @@ def test_a_page_has_only_elements_of_its_own(page: tuple[str, str, Path]) -> Non
     payload, _, folder = page
     found = Page((folder / "index.html").read_text())
     assert {tag for tag, _ in found.elements} <= ALLOWED
-    assert found.other == []
+    assert [comment.strip() for comment in found.other] == ["metatokens report"]
     for tag, attributes in found.elements:
         assert not [name for name in attributes if name.startswith("on")]
         for name in {"href", "src", "srcset", "action", "formaction", "xlink:href"} & attributes.keys():
             target = attributes[name] or ""
-            assert re.fullmatch(r"#[\w-]+|data:,|data:image/png;base64,[\w+/=]+", target), (tag, name, target[:80])
-        if tag in ("meta", "link", "style", "svg", "path", "polygon", "rect", "section", "a", "details", "table", "th"):
-            assert payload not in "".join(value or "" for name, value in attributes.items() if name != "aria-label")
+            wanted = r"#[\w-]+|data:,|tables\.html|data:image/png;base64,[\w+/=]+"
+            assert re.fullmatch(wanted, target), (tag, name, target[:80])
+        assert payload not in "".join(value or "" for value in attributes.values())
     text = " ".join(found.texts["html"][0].split())
     assert text.count(" ".join(payload.split())) >= 10  # shown, as it is
     policies = [a["content"] for tag, a in found.elements if tag == "meta" and "http-equiv" in a]
@@ -140,13 +139,13 @@ def test_a_page_is_the_same_but_for_the_text(page: tuple[str, str, Path], plain:
 def test_markdown_shows_text(page: tuple[str, str, Path]) -> None:
     text = (page[2] / "report.md").read_text()
     found = Page(re.sub(r"\\(.)", "", text))  # the HTML that a Markdown file may hold
-    assert {tag for tag, _ in found.elements} <= {"details", "summary", "pre", "kbd", "a"}
-    assert all(set(attributes) <= {"id"} for _, attributes in found.elements)
+    assert {tag for tag, _ in found.elements} <= {"details", "summary", "pre", "kbd", "br"}
+    assert all(set(attributes) <= {"markdown"} for _, attributes in found.elements)
     assert [comment.strip() for comment in found.other] == ["metatokens report"]
     outside = re.sub(r"<pre>.*?</pre>", "", text, flags=re.DOTALL)
     unescaped = re.sub(r"\\.", "", outside)
     for target in re.findall(r"\]\(([^)]*)\)", unescaped):
-        assert re.fullmatch(r"figures/\w+\.png|#[\w-]+", target), target
+        assert re.fullmatch(r"figures/\w+\.png|tables\.md", target), target
     assert not re.search(r"^\[[^\]]*\]:", unescaped, flags=re.MULTILINE)
     headings = [line for line in outside.split("\n") if line.startswith("#")]
     assert "# heading" not in headings
@@ -164,7 +163,7 @@ def test_pictures_are_pictures(tmp_path: Path) -> None:
         base64.b64decode(encoded, validate=True)
         for encoded in re.findall(r"data:image/png;base64,([\w+/=]+)", (folder / "index.html").read_text())
     ]
-    assert len(pictures) >= 6
+    assert len(pictures) >= 4
     for picture in pictures:
         assert picture.startswith(b"\x89PNG\r\n\x1a\n")
         assert payload.encode() not in picture

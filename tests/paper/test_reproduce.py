@@ -19,8 +19,8 @@ from metatokens.errors import UserError
 from metatokens.files import write_whole
 from metatokens.paper import pools, presets, run
 from metatokens.paper import run_log as run_log_module
+from metatokens.paper.frame import load
 from metatokens.paper.plan import Stage, stages
-from metatokens.paper.report.frame import load
 from metatokens.paper.run_log import RunLog
 from metatokens.paper.runner import Outcome, Runner
 from metatokens.paper.variants import Preset, TrainedModel

@@ -129,7 +129,7 @@ FULL = {
         ("64/curve.jsonl", 100), ("128/checkpoints/checkpoint-2", 100_000), ("128/curve.jsonl", 20_000),
     ],
     "evaluate": [("evaluate", room) for room in (0, 100, 900)],
-    "report": [("index.html", 100), ("report.md", 100), (".png", 100)],
+    "report": [("index.html", 100), ("tables.html", 100), ("report.md", 100), (".png", 100)],
     "reproduce": [
         ("tokens", 10_000), ("curves.jsonl", 100), ("checkpoint-2", 20_000), ("results.jsonl", 900),
         ("examples.jsonl", 100), ("examples/parity", 100), ("stages.jsonl", 100), ("run.json", 3_000),

@@ -73,7 +73,7 @@ def check_results_file(out: Path | None) -> None:
             out.unlink()
 
 
-_SHARES = ("exact_match", "token_accuracy", "shortcut", "majority_rate")  # shown in percent
+_SHARES = ("exact_match", "token_accuracy", "shortcut")  # shown in percent
 _FIGURE = ("metric", "value", "low", "high", "n", "chance", "quantiles", "hits")
 
 

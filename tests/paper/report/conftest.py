@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from metatokens.paper.report.frame import Inputs, load
+from metatokens.paper.frame import Inputs, load
 from tests.paper.report import pages
 from tests.paper.report.made_lines import Line, write
 

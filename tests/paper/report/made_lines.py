@@ -40,9 +40,9 @@ def perplexity(value: float, spread: float | None = None, /, **fields: Any) -> L
     return line | {"metric": "perplexity", "value": value, "n": 51234} | ends | fields
 
 
-def majority(rate: float, task: str, length: int, **fields: Any) -> Line:
-    line = {"model": "-", "task": task, "length": length, "metric": "majority_rate", "value": rate, "n": 500}
-    return line | {"seed": 2026, "recipe": "small"} | fields
+def shortcut(rate: float, task: str, length: int, /, **fields: Any) -> Line:
+    line = {"model": "the last bit", "task": task, "condition": "paper", "length": length, "metric": "shortcut"}
+    return line | {"value": rate, "n": 500, "seed": 2026, "recipe": "small"} | fields
 
 
 def inner(analysis: str, metric: str, value: float, spread: float | None = 0.05, /, **fields: Any) -> Line:
@@ -129,7 +129,7 @@ def demo(folder: Path) -> Path:
     ]  # fmt: skip
     results += [accuracy(0.9, 9000, metric="token_accuracy", model=one, length=128, **plain) for one in MODELS]
     results += [perplexity(80 - place, 2, model=one, recipe="demo") for place, one in enumerate(MODELS)]
-    results += [majority(0.52, "parity", length, recipe="demo") for length in LENGTHS[:4]]
+    results += [shortcut(0.52, "parity", length, recipe="demo") for length in LENGTHS[:4]]
     rates = {"gpt2": 0.0, "pause": 0.006, "twin": 0.01, "meta": 0.02}
     curves = [
         loss(step, 2.3 * exp(-rates[model] * step), model=model, task=task, train_length=128, recipe="demo")
@@ -140,11 +140,11 @@ def demo(folder: Path) -> Path:
 
 
 def grid(folder: Path) -> list[Path]:
-    """A run of the preset `small`, of a few of its stages, and a benchmark's file beside it: what a report reads."""
+    """A run of the preset `small`, of a few of its stages, and a benchmark's file next to it: what a report reads."""
     results = []
     for (model, seeds), length in product({"gpt2": 2, "pause": 1, "twin": 3, "meta": 3}.items(), LENGTHS):
         for seed, (task, trained) in product(
-            range(seeds), (("list_recall", 512), ("list_recall", 128), ("parity", 512))
+            range(seeds), (("list_recall", 512), ("list_recall", 128), ("parity", 512), ("parity", 128))
         ):
             about: Line = {"model": model, "task": task, "train_length": trained, "length": length, "seed": seed}
             value = skilled(model, task, length, trained) - seed / 50
@@ -154,15 +154,15 @@ def grid(folder: Path) -> list[Path]:
     for length in LENGTHS[:5]:
         beyond = None if length > 1024 else 0.4
         results.append(accuracy(beyond, length=length, position_embedding="learned"))
-        for value, recipe in ((0.2, "small"), (0.3, "small/jumps")):
-            about = {"length": length, "train_length": 128, "condition": "long_prompt", "recipe": recipe}
-            results.append(accuracy(value, **about))
+        results.append(accuracy(0.2, length=length, train_length=128, condition="long_prompt"))
+        about = {"condition": "landmark", "train_condition": "landmark", "recipe": "small/landmark"}
+        results.append(accuracy(0.3, length=length, train_length=128, **about))
         results.append(accuracy(0.9, length=length, train_length=1024, recipe="small/yarn4"))
     for draw, scale in product(range(2), ("0.1", "1")):
         results.append(accuracy(0.7, 100, length=128, intervention=f"noise:{scale}", noise_seed=draw))
     results += [accuracy(0.2, condition=condition, model=one) for condition in ("landmark", "decoy") for one in MODELS]
     results += [perplexity(80 - place, 2, model=one) for place, one in enumerate(MODELS)]
-    results += [perplexity(79, 3, seed=1)] + [majority(0.52, "parity", length) for length in LENGTHS]
+    results += [perplexity(79, 3, seed=1)] + [shortcut(0.52, "parity", length) for length in LENGTHS]
     curves = [
         loss(step, 2.3 * exp(-step / 200), model=model, task="list_recall", train_length=128)
         for model, step in product(("gpt2", "meta"), range(50, 1001, 50))

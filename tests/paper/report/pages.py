@@ -1,4 +1,4 @@
-"""Reports without what takes longest, and what stands in them."""
+"""Reports without what takes longest, and what they hold."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +17,9 @@ Image.new("L", (8, 3), 255).save(_WHITE, format="png")
 def undrawn() -> Iterator[None]:
     """While it lasts, figures have their panels and nothing drawn in them; their pictures are white."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("lines", "inside"):
-            empty = lambda panels, *_, **__: SimpleNamespace(axes=list(panels))  # noqa: E731
-            patch.setattr(f"metatokens.paper.report.figures.{module}.small_multiples", empty)
-        patch.setattr("metatokens.paper.report.blocks.png", lambda figure: _WHITE.getvalue())
+        empty = lambda panels, *_, **__: SimpleNamespace(axes=list(panels))  # noqa: E731
+        patch.setattr("metatokens.paper.report.figures.small_multiples", empty)
+        patch.setattr("metatokens.paper.report.page.png", lambda figure: _WHITE.getvalue())
         yield
 
 

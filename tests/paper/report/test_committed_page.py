@@ -4,11 +4,13 @@ import gzip
 import json
 import re
 from functools import cache
+from math import sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
+from scipy import stats
 
 from metatokens.paper.report.page import write_report
 from tests.paper.report.made_lines import Line, wilson
@@ -18,100 +20,113 @@ ROOT = Path(__file__).parents[3]
 LINES = ROOT / "results" / "small"
 SPEEDS = [ROOT / "benchmarks" / "results" / f"{name}.jsonl" for name in ("decode_1", "decode_8", "prefill")]
 NUMBERS = json.loads((ROOT / "src/metatokens/paper/report/paper_numbers.json").read_text(encoding="utf-8"))
+POSITIONS = {"rotary positions": "rope", "learned positions": "learned", "without positions": "none"}
+CONDITIONS = {"landmarks": "landmark", "decoys": "decoy", "long prompts": "long_prompt"}
+LENGTH_TABLES = {"list_recall": 7, "segment_counting": 8, "parity": 9, "copying": 10}
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_the_committed_page_is_what_the_committed_lines_give(tmp_path: Path) -> None:
+def test_the_committed_pages_are_what_the_committed_lines_give(tmp_path: Path) -> None:
     write_report([LINES, *SPEEDS], tmp_path)
-    assert (tmp_path / "report.md").read_bytes() == (LINES / "report" / "report.md").read_bytes()
+    for page in ("report.md", "tables.md"):
+        assert (tmp_path / page).read_bytes() == (LINES / "report" / page).read_bytes()
 
 
-def test_what_was_not_measured_is_no_number() -> None:
-    page = (LINES / "report" / "report.md").read_text(encoding="utf-8")
-    assert "| nan |" not in page
-    assert re.search(r"\| List recall \| long.*prompt \| .*\| - \|", page)  # 4,096 tokens, of short cuts
+def test_the_committed_page_is_short() -> None:
+    text = (LINES / "report" / "report.md").read_text(encoding="utf-8")
+    assert text.count("\n") <= 4000
+    assert not re.search(r"\bnan\b", text)
 
 
 @cache
 def lines(name: str) -> list[Line]:
-    text = gzip.decompress((LINES / f"{name}.jsonl.gz").read_bytes()).decode()
+    file = LINES / f"{name}.jsonl.gz"
+    text = gzip.decompress(file.read_bytes()).decode() if file.exists() else (LINES / f"{name}.jsonl").read_text()
     return [json.loads(line) for line in text.split("\n") if line]
 
 
-def found(name: str, **fields: Any) -> dict[int, Line]:
-    """The last line with these fields, and none of the others that a plain figure has not, of each seed."""
-    return {one["seed"]: one for one in lines(name) if all(one.get(key) == value for key, value in fields.items())}
+@cache
+def accuracies() -> dict[tuple[Any, ...], dict[int, Line]]:
+    """The last line of each seed of the plain runs, by what was measured."""
+    found: dict[tuple[Any, ...], dict[int, Line]] = {}
+    for one in lines("results"):
+        is_plain = one.get("recipe") == "small" and one.get("train_condition") == "paper" and "intervention" not in one
+        if one["metric"] == "exact_match" and is_plain and one.get("value") is not None:
+            key = tuple(
+                one[key] for key in ("task", "condition", "model", "position_embedding", "train_length", "length")
+            )
+            found.setdefault(key, {})[one["seed"]] = one
+    return found
 
 
-def shown(title: str) -> dict[str, dict[str, str]]:
-    """The cells of a table of the committed report, by the first words of its rows."""
-    cells = table((LINES / "report" / "report.md").read_text(encoding="utf-8"), title)
-    return {label.split(" (")[0]: row for label, row in cells.items()}
+def slow(seeds: dict[int, Line], most: int) -> str:
+    """What a cell shows."""
+    values = [one["value"] for one in seeds.values()]
+    fewer = f" [{len(values)}]" if len(values) < most else ""
+    if len(values) == 1:
+        ends = [100 * end for end in wilson(values[0], next(iter(seeds.values()))["n"])]
+        return f"{100 * values[0]:.1f} ({ends[0]:.1f} to {ends[1]:.1f}){fewer}"
+    reach = stats.t.ppf(0.975, len(values) - 1) * stdev(values) / sqrt(len(values))
+    return f"{100 * fmean(values):.1f} \u00b1 {100 * reach:.1f}{fewer}"
 
 
-@pytest.mark.parametrize(
-    ("number", "task"), [(7, "list_recall"), (8, "segment_counting"), (9, "parity"), (10, "copying")]
-)
-def test_accuracies_by_length(number: int, task: str) -> None:
-    [paper] = (one for one in NUMBERS["tables"] if one["table"] == number)
-    printed = {frozenset(({"train_length": 512} | row["fields"]).items()): row["values"] for row in paper["rows"]}
-    name = task.replace("_", " ").capitalize()
-    cells_of = shown(f"{name} (Table {number}): answers exactly right, %")
+def papers(task: str, **fields: Any) -> str:
+    """The paper's figure, if there is one."""
+    [paper] = (one for one in NUMBERS["tables"] if one["table"] == LENGTH_TABLES[task])
+    for row in paper["rows"]:
+        for column, value in zip(paper["columns"], row["values"], strict=True):
+            cell = row["fields"] | column
+            if value is not None and cell.items() <= fields.items():
+                return f"<br>paper {value:.1f}"
+    return ""
+
+
+@pytest.mark.parametrize("task", LENGTH_TABLES)
+def test_every_accuracy_is_recomputed_from_the_lines(task: str) -> None:
+    page = (LINES / "report" / "report.md").read_text(encoding="utf-8")
+    title = task.replace("_", " ").capitalize()
+    mine = {key: seeds for key, seeds in accuracies().items() if key[0] == task}
+    kinds = {position for _, _, _, position, _, _ in mine}
     compared = 0
-    for label, cells in cells_of.items():
-        if label in ("floor", "n"):
+    for name, is_main in ((f"{title}**", True), (f"{title}, other prompts**", False)):
+        if f"\n**{name}" not in page:
             continue
-        model, position, trained = label.split(", ")
-        own: Line = {"model": model, "position_embedding": position, "train_length": int(trained)}
-        values = dict(zip(cells, printed[frozenset(own.items())], strict=True))
-        about = {"task": task, "condition": "paper", "train_condition": "paper", "recipe": "small"} | own
-        for column, cell in cells.items():
-            length = int(column.replace(",", ""))
-            seeds = found("results", metric="exact_match", intervention=None, length=length, **about)
-            expected = "\u2026"
-            if run := [one for _, one in sorted(seeds.items()) if one.get("value") is not None]:
-                ends = [fmean(all_) for all_ in zip(*(wilson(one["value"], one["n"]) for one in run), strict=True)]
-                mean = fmean(one["value"] for one in run)
-                expected = f"{100 * mean:.1f} ({100 * ends[0]:.1f}\u2013{100 * ends[1]:.1f})"
-                compared += 1
-            elif seeds:
-                expected = "-"
-            theirs = values[column]
-            expected += " paper \u2014" if theirs is None else f" paper {theirs:.1f}"
-            if len(run) > 1:
-                expected += " seeds " + " ".join(f"{100 * one['value']:.0f}" for one in run)
-            assert cell == expected, (label, column)
-    of_row = ("model", "position_embedding", "train_length")
-    plain = {"task": task, "metric": "exact_match", "recipe": "small", "condition": "paper", "train_condition": "paper"}
-    measured = {
-        (*(one[key] for key in of_row), one["length"])
-        for one in lines("results")
-        if plain.items() <= one.items() and one.get("value") is not None and "intervention" not in one
-        if frozenset({key: one[key] for key in of_row}.items()) in printed
-    }
-    assert compared == len(measured) >= 40  # a row that was measured is not left out
+        shown = {key: seeds for key, seeds in mine.items() if (key[1] == "paper") == is_main}
+        most = max(len(seeds) for seeds in shown.values())
+        trained = {key[4] for key in shown}
+        for label, cells in table(page, name).items():
+            if label in ("best shortcut", "guessing"):
+                continue
+            model, *rest = label.split(", ")
+            said = [POSITIONS[one] for one in rest if one in POSITIONS] or [*{key[3] for key in shown}]
+            [position] = said
+            [train] = [int(one.removeprefix("to ").replace(",", "")) for one in rest if one.startswith("to ")] or [
+                *trained
+            ]
+            for column, cell in cells.items():
+                *condition, length = column.split(", ") if not column.replace(",", "").isdigit() else [column]
+                what = CONDITIONS[condition[0]] if condition else "paper"
+                where = {"model": model, "position_embedding": position, "train_length": train}
+                where["length"] = int(length.replace(",", ""))
+                seeds = shown.get((task, what, *where.values()), {})
+                expected = slow(seeds, most) if seeds else "\u2013"
+                assert cell == expected + (papers(task, **where) if is_main else ""), (label, column)
+                compared += bool(seeds)
+    assert compared == len(mine) > 0
+    assert kinds
 
 
-def inner_figure(fields: Line) -> str:
-    seeds = [one for _, one in sorted(found("analysis", **fields).items())]
-    value, low, high = (f"{fmean(one[end] for one in seeds):z.3f}" for end in ("value", "low", "high"))
-    several = " seeds " + " / ".join(f"{one['value']:z.3f}" for one in seeds) if len(seeds) > 1 else ""
-    return f"{value} ({low} to {high}){several}".replace("-", "\u2212")
-
-
-def test_what_was_measured_inside() -> None:
-    entropy = {"metric": "attention_entropy_change", "module": "attention", "layer": None, "head": None}
-    logit = {"metric": "output_answer_logit_change", "marker": "final"}
-    cosine = {"metric": "similarity_centred", "marker": "context", "layer": 4}
-    for title, row, fields in (
-        ("What the meta-tokens' embeddings change", "attention entropy of rows that see one", entropy),
-        ("What the meta-tokens' embeddings change", "the answer's logit at the end", logit),
-        ("Cosine with the tokens before", "1 before, meta-token", cosine | {"subject": "meta", "distance": 1}),
-        ("Cosine with the tokens before", "32 before, text control", cosine | {"subject": "text", "distance": 32}),
-    ):
-        cells = shown(title)[row]
-        assert len(cells) == 4
-        for column, cell in cells.items():
-            model, position = column.split(" ")[0].strip(","), column.split(" ")[1]
-            own = {"model": model, "position_embedding": position, "recipe": "small"} | fields
-            assert cell == inner_figure(own), (row, column)
+def test_perplexities_are_recomputed_from_the_lines() -> None:
+    found: dict[str, list[float]] = {}
+    for one in lines("results"):
+        plain = {"metric": "perplexity", "condition": "none", "recipe": "small", "position_embedding": "rope"}
+        if plain.items() <= one.items() and one.get("text", "held_out") == "held_out":
+            found.setdefault(one["model"], []).append(one["value"])
+    page = (LINES / "report" / "report.md").read_text(encoding="utf-8").split("## Perplexity")[1]
+    compared = 0
+    for model, values in found.items():
+        if len(values) > 1:
+            reach = stats.t.ppf(0.975, len(values) - 1) * stdev(values) / sqrt(len(values))
+            assert re.search(rf"\| {model}[^|]*\|.*{fmean(values):,.1f} \u00b1 {reach:,.1f}", page)
+            compared += 1
+    assert compared or not any(len(values) > 1 for values in found.values())

@@ -2,21 +2,30 @@
 
 from math import isnan
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from metatokens.looking.style import PAGE, PHONE, palette, png, swatch
-from metatokens.paper.report.figures import inside, lines
-from metatokens.paper.report.frame import Inputs, load
-from metatokens.paper.report.labels import labelled
-from tests.paper.report.made_lines import LENGTHS, MODELS, accuracy, demo, grid, loss, skilled, write
+from metatokens.looking.style import PAGE, PHONE, png
+from metatokens.paper.claims import Judged, claims, judge
+from metatokens.paper.frame import Inputs, load
+from metatokens.paper.report import figures
+from metatokens.paper.report.tables import Tables
+from tests.paper.report.made_lines import LENGTHS, accuracy, grid, skilled, write
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     return load(grid(tmp_path_factory.mktemp("grid")))
+
+
+@pytest.fixture(scope="module")
+def told(inputs: Inputs) -> list[Judged]:
+    found = [judge(inputs, one) for one in claims()]
+    return [one for one in found if not isnan(one.effect.low)]
 
 
 def drawn(axes: Axes) -> dict[str, list[float]]:
@@ -30,95 +39,65 @@ def panels(figure: Figure) -> dict[str, Axes]:
 
 
 @pytest.mark.parametrize(
-    ("draw", "titles"),
-    [
-        (lines.beside_the_paper, 4),
-        (lines.lengths, 4 * 2 * 3),
-        (lines.jumps, 2),
-        (lines.learning, 1),
-        (inside.sharpness, 4 + 2),
-        (inside.similarity, 1),
-        (inside.heat_map, 1),
-        (inside.rate_distortion, 2),
-    ],
-)
-def test_every_figure_of_a_grid_is_drawn_for_both_widths(draw, titles: int, inputs: Inputs) -> None:
+    ("name", "titles"),
+    [("by_length", 2), ("learning", 1), ("losses", 1), ("sharpness", 4), ("similarity", 1), ("heat_map", 1),
+     ("rate_distortion", 2)],
+)  # fmt: skip
+def test_every_figure_of_a_grid_is_drawn_for_both_widths(name: str, titles: int, inputs: Inputs) -> None:
+    about: Any = Tables(inputs) if name == "by_length" else inputs
     for width in (PAGE, PHONE):
-        figure = draw(inputs, width)
+        figure = getattr(figures, name)(about, width)
         shown = panels(figure)
         assert (figure.get_figwidth(), len(shown)) == (width, titles)
-        artists = [axes.lines or axes.images or axes.collections for axes in shown.values()]
-        assert all(artists)
+        assert all(axes.lines or axes.images for axes in shown.values())
         columns = {round(axes.get_position().x0, 2) for axes in shown.values()}
         assert (len(columns) == 1) == (width == PHONE or titles == 1)
 
 
 def test_what_was_not_measured_has_no_figure(tmp_path: Path) -> None:
     bare = load([write(tmp_path, results=[accuracy(0.5)])])
-    for draw in (lines.learning, inside.sharpness, inside.similarity, inside.heat_map):
+    for draw in (figures.learning, figures.losses, figures.sharpness, figures.similarity, figures.heat_map):
         assert draw(bare).axes == []
+    assert figures.forest([judge(bare, one) for one in claims()]).axes == []
 
 
-def test_accuracies_and_the_papers_stand_at_their_heights(inputs: Inputs) -> None:
-    figure = panels(lines.lengths(inputs))
-    shown = drawn(figure["List recall, rope, 512"])
-    means = [100 * (skilled("meta", "list_recall", length, 512) - 1 / 50) for length in LENGTHS]  # of three seeds
-    assert shown["meta"] == pytest.approx(means)
-    assert shown["paper's meta"][:5] == [100.0, 100.0, 99.3, 58.9, 5.6]
-    assert isnan(shown["paper's meta"][5])
-    assert shown["floor"] == [10.0] * 6
-    parity = drawn(figure["Parity, rope, 512"])
-    assert parity["floor"] == pytest.approx([52.0] * 6)
-    learned = drawn(figure["List recall, learned, 512"])
-    assert learned["meta"] == pytest.approx([40.0] * 4)  # nothing where it cannot be run
-    assert "paper's gpt-neo" in learned
-
-
-def test_learning_and_what_is_inside_stand_at_their_heights(inputs: Inputs) -> None:
-    [axes] = lines.learning(inputs).axes
-    meta = [line for line in axes.lines if line.get_color() == lines.STYLES["meta"].colour]
-    assert [list(line.get_ydata())[:3] for line in meta] == [
-        pytest.approx([100 / 3, 200 / 3, 100]), pytest.approx([25, 50, 75])
-    ]  # fmt: skip
-    assert list(meta[0].get_xdata())[:2] == [300_000, 600_000]
-    shown = drawn(panels(inside.similarity(inputs))["meta, rope"])
-    assert shown["meta-token"] == pytest.approx([0.55 / distance for distance in (1, 2, 3, 4, 8, 16, 32)])
-    [held_out, _] = panels(inside.rate_distortion(inputs)).values()
-    assert drawn(held_out)["meta"] == pytest.approx([1.85, 1.55, 1.15])  # each the mean of two fits
-    [image] = next(iter(panels(inside.heat_map(inputs)).values())).images
-    assert image.get_array().tolist() == [[pytest.approx(position / 10) for position in range(10)]] * 3
-
-
-def test_the_figures_of_another_run(tmp_path: Path) -> None:
-    run = load([demo(tmp_path)])
-    run.figures = labelled(run.figures)
-    styles = palette(MODELS)
-    figure = lines.accuracy(run, styles)
-    assert list(panels(figure)) == ["List recall", "Segment counting", "Parity", "Copying"]
-    shown = drawn(panels(figure)["List recall"])
-    assert shown["twin"] == pytest.approx([100 * skilled("twin", "list_recall", length) for length in LENGTHS[:4]])
-    conditions = panels(lines.marker_conditions(run, styles, "list_recall", PHONE))
-    assert [drawn(axes)["meta"][0] for axes in conditions.values()] == pytest.approx([99.2, 10.0, 10.0])
-    assert [text.get_text() for text in figure.legends[0].get_texts()][:4] == ["gpt2", "pause", "twin", "meta"]
-
-
-def test_losses_are_drawn_in_the_order_of_steps(tmp_path: Path) -> None:
-    points = [
-        loss(step, value, model=model) for model in ("meta", "mine") for step, value in ((20, 3), (10, 5), (20, 2))
+def test_accuracy_by_length_is_the_mean_of_the_runs_next_to_the_papers(inputs: Inputs) -> None:
+    shown = drawn(panels(figures.by_length(Tables(inputs)))["List recall"])
+    expected = [
+        100 * np.mean([skilled("meta", "list_recall", one, 512) - seed / 50 for seed in range(3)]) for one in LENGTHS
     ]
-    points += [one | {"task": "parity", "train_length": 64} for one in points] + [loss(30, 4, model="$x_1$ {y}")]
-    curves = labelled(load([write(tmp_path, results=[accuracy(0.5)], curves=points)]).curves)
-    styles = palette(["meta", "mine", "$x_1$ {y}"])
-    [axes] = lines.pretraining(curves, styles, 412.0).axes
-    assert drawn(axes) == {"meta": [5, 2], "mine": [5, 2], "$x_1$ {y}": [4]}
-    assert "unigram, held-out text" in [text.get_text() for text in axes.texts]
-    [axes] = lines.fine_tuning(curves, styles).axes
-    assert drawn(axes) == {"meta": [5, 2], "mine": [5, 2]}
-    assert png(lines.fine_tuning(curves, styles, PHONE)).startswith(b"\x89PNG")
+    assert shown["meta"] == pytest.approx(expected)
+    assert shown["the paper's meta"][:5] == [100.0, 100.0, 99.3, 58.9, 5.6]
+    assert isnan(shown["the paper's meta"][5])
+    assert shown["the paper's gpt2, learned positions"][:3] == [19.8, 9.5, 3.6]
 
 
-def test_every_label_has_a_look_of_its_own() -> None:
-    styles = palette(["meta", "meta \u00b7 learned", "gpt2", "mine", "yours"])
-    assert styles["meta"].colour == styles["meta \u00b7 learned"].colour == lines.STYLES["meta"].colour
-    assert len({(style.colour, style.fill) for style in styles.values()}) == 5
-    assert swatch(styles["gpt2"])["dashes"] == "1.8 2.16"
+@pytest.mark.parametrize("width", [PAGE, PHONE])
+def test_the_forest_has_the_interval_of_every_claim(width: float, told: list[Judged]) -> None:
+    [axes] = figures.forest(told, width).axes
+    intervals = [list(line.get_xdata()) for line in axes.lines if len(line.get_xdata()) == 2]
+    points = [float(line.get_xdata()[0]) for line in axes.lines if len(line.get_xdata()) == 1]
+    assert len(intervals) == len(points) == len(told) > 5
+    for one, interval, point in zip(told, intervals, points, strict=True):
+        scale = 100 if one.claim.unit == "points" else 5 / one.claim.smallest
+        ends = (one.effect.low, one.effect.high, one.effect.value)
+        assert [*interval, point] == pytest.approx([min(60, max(-60, scale * end)) for end in ends])
+    arrows = sum(abs(end) > 60 for one in told for end in (
+        (100 if one.claim.unit == "points" else 5 / one.claim.smallest) * np.array([one.effect.low, one.effect.high])
+    ))  # fmt: skip
+    texts = [text.get_text() for text in axes.texts]
+    assert sum(text in ("\u25c2", "\u25b8") for text in texts) == arrows
+    for one in told:
+        assert any(text.replace("\n    ", " ").endswith(one.claim.text) for text in texts)
+    assert {one.claim.question for one in told} <= {text.replace("\n", " ").replace("     ", " ") for text in texts}
+
+
+def test_verdicts_differ_in_colour_and_in_shape() -> None:
+    looks = [*figures.MARKERS.values(), figures.OPEN]
+    assert len({colour for colour, _ in looks}) == len({marker for _, marker in looks}) == 4
+
+
+def test_equal_figures_give_equal_bytes(told: list[Judged]) -> None:
+    first, second = (png(figures.forest(told[:3])) for _ in range(2))
+    assert first == second
+    assert first.startswith(b"\x89PNG")

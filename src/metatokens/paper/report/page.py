@@ -1,35 +1,41 @@
-"""The report as one HTML file that needs nothing else, and as Markdown with its pictures beside it."""
+"""The report: a Markdown page that a template makes, its tables in full next to it, and both as HTML in one frame."""
 
 import base64
 import html
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote as quote_url
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from metatokens.errors import UserError
 from metatokens.files import write_whole
-from metatokens.looking.style import palette, swatch
-from metatokens.paper.report import grid_page, run_page
-from metatokens.paper.report.blocks import Picture
-from metatokens.paper.report.frame import Inputs, load
-from metatokens.paper.report.labels import in_order, labelled, of_models
-from metatokens.paper.report.provenance import provenance
-from metatokens.paper.report.tables.claims import MARKS, PLURALS, SIDES, counts, quote, so_far, tally
-from metatokens.paper.report.text import name
+from metatokens.looking.style import PAGE, PHONE, png
+from metatokens.paper.claims import claims, judge
+from metatokens.paper.frame import Inputs, load
+from metatokens.paper.report import figures, overview
+from metatokens.paper.report.paper import paper_figure
+from metatokens.paper.report.tables import Tables
+from metatokens.paper.report.text import TOKENS_RIGHT, escape, name, number
 
-SIGNATURE = "metatokens report"  # in both files; a file without it is never overwritten
+SIGNATURE = "metatokens report"  # in every page; a file without it is never overwritten
+_PAGES = {"index.html": "report.md", "tables.html": "tables.md"}  # and the Markdown that each is made from
+
+Pictures = dict[str, tuple[bytes, bytes]]
+"""By name, for a page and for a phone."""
 
 
 def write_report(paths: Sequence[Path], out: Path, say: Callable[[str], None] = lambda text: None) -> Path:
-    """Write `index.html`, `report.md` and `figures/*.png`. The same inputs give the same bytes.
+    """Write `index.html`, `tables.html`, `report.md`, `tables.md` and `figures/*.png`; equal inputs give equal bytes.
 
     Args:
         paths: run folders (`results.jsonl` and, where there are, `analysis.jsonl`, `curves.jsonl`, `examples.jsonl`,
@@ -41,24 +47,19 @@ def write_report(paths: Sequence[Path], out: Path, say: Callable[[str], None] = 
         The path of `index.html`.
 
     Raises:
-        UserError: if an input is missing, empty or malformed, if `out` cannot be written, or if it holds an
-            `index.html` or `report.md` that is not a report.
+        UserError: if an input is missing, empty or malformed, if `out` cannot be written, or if it holds a page that
+            is not a report.
     """
     inputs = load(paths)
-    say(f"read {len(inputs.figures):,} figures; making the tables")
-    content = _content(inputs)
-    say("drawing and writing the page")
-    files: dict[Path, bytes] = {
-        out / "index.html": _rendered("page.html.j2", content, out, autoescape=True),
-        # Every value is escaped where it is printed, but for what a template marks as markup.
-        out / "report.md": _rendered("page.md.j2", content, out, finalize=_escape_markdown),
-    }
+    say(f"read {len(inputs.figures):,} figures; making the tables and drawing")
+    pictures: Pictures = {}
+    texts = _markdown(inputs, out, pictures)
+    files = {out / page: _html(texts[source], pictures).encode() for page, source in _PAGES.items()}
+    files |= {out / page: text.encode() for page, text in texts.items()}
     for file in files:
         if file.is_file() and SIGNATURE.encode() not in file.read_bytes():
             raise UserError(f"{file} is not a report; choose another folder for --out, or remove it.")
-    pictures = [content["overview"].picture] if content["overview"] else []
-    pictures += [block for section in content["sections"] for block in section.blocks if isinstance(block, Picture)]
-    files |= {out / "figures" / f"{picture.file}.png": picture.page for picture in pictures}
+    files |= {out / "figures" / f"{picture}.png": page for picture, (page, _) in pictures.items()}
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
         for file, data in files.items():
@@ -68,64 +69,100 @@ def write_report(paths: Sequence[Path], out: Path, say: Callable[[str], None] = 
     return out / "index.html"
 
 
-def _content(inputs: Inputs) -> dict[str, Any]:
-    """What both templates show: of a grid all claims, of another run the comparison of its models."""
-    dates = [one.created for one in inputs.read.results]
-    dates += [run.finished or run.created for run in inputs.read.runs]
-    content: dict[str, Any] = {
-        "signature": SIGNATURE,
-        "presets": list(dict.fromkeys(run.preset for run in inputs.read.runs if run.preset)),
+def _markdown(inputs: Inputs, out: Path, pictures: Pictures) -> dict[str, str]:
+    """The pages in Markdown; their pictures are drawn into `pictures`."""
+
+    def picture(draw: Callable[..., Figure], about: Any, alt: str) -> Markup:
+        drawn = draw(about, PAGE)
+        if not drawn.axes:  # nothing was measured
+            return Markup("")
+        pictures[draw.__name__] = png(drawn), png(draw(about, PHONE))
+        return Markup(f"![{escape(alt)}](figures/{draw.__name__}.png)")
+
+    # Every value is escaped where it is printed, except for what a template marks as markup.
+    environment = _environment(autoescape=True, finalize=escape)
+    environment.filters["markdown"] = lambda table: Markup(table.markdown())
+    environment.filters["href"] = lambda page: Markup(quote_url(os.path.relpath(page, out)))
+    environment.filters["html"] = lambda text: Markup(html.escape(text, quote=False).replace("\n", "&#10;"))
+    environment.filters["inline"] = lambda text: Markup(html.escape(" ".join(text.split()), quote=False))
+    judged = [judge(inputs, claim) for claim in claims()]
+    dates = [one.created for one in inputs.read.results] + [run.finished or run.created for run in inputs.read.runs]
+    presets = [run.preset for run in inputs.read.runs if run.preset] or [inputs.preset]
+    content = {
+        "inputs": inputs,
+        "judged": judged,
+        "questions": {
+            text: [one for one in judged if one.claim.question == text]
+            for text in dict.fromkeys(one.claim.question for one in judged)
+        },
+        "told": [one for one in judged if one.parts],
+        "has_intervals": any(math.isfinite(one.effect.low) for one in judged),
         "created": max(filter(None, dates), default=""),
-        "headline": None,
-        "overview": None,
-        "marks": MARKS,
-        "plurals": PLURALS,
-        "sides": SIDES,
-        "swatches": {},
+        "command": lambda one: overview.command(one, presets[0]),
+        "picture": picture,
+        "draw": figures,
+        "overview": overview,
+        "paper_figure": paper_figure,
+        "tokens_right": TOKENS_RIGHT,
     }
-    if inputs.preset is not None:
-        first = grid_page.overview(inputs)
-        judged = list(chain.from_iterable(first.questions.values()))
-        shown = [*grid_page.sections(inputs, judged), *provenance(inputs)]
-        return content | {"overview": first, "verdict": first.sentences[0], "sections": shown}
-    inputs = replace(inputs, figures=labelled(inputs.figures))
-    measured, trained = of_models(inputs.figures)["label"], labelled(inputs.curves)["label"]
-    styles = palette([*in_order(measured), *in_order(trained)])
-    headline = run_page.headline(inputs)
-    return content | {
-        "headline": headline,
-        "verdict": headline.verdict,
-        "sections": [*run_page.sections(inputs, styles), *provenance(inputs)],
-        "swatches": {label: swatch(style) for label, style in styles.items()},
-    }
+    texts = {}
+    for page in _PAGES.values():
+        own = Tables(inputs, by_seed=page == "tables.md")
+        text = environment.get_template(f"{page}.j2").render(content, tables=own)
+        texts[page] = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    return texts
 
 
-def _rendered(template: str, content: Mapping[str, Any], out: Path, **options: Any) -> bytes:
+def _environment(**options: Any) -> Environment:
     environment = Environment(
         loader=PackageLoader("metatokens.paper.report", "."),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        keep_trailing_newline=True,
         **options,
     )
-    environment.tests["kind"] = lambda block, kind: type(block).__name__ == kind
-    filters = (_data_uri, _verdict_class, name, so_far, counts, quote, tally)
-    environment.filters |= {"markup": Markup} | {one.__name__.removeprefix("_"): one for one in filters}
-    environment.filters["href"] = lambda page: quote_url(os.path.relpath(page, out))
-    return environment.get_template(template).render(content).encode()
+    environment.globals["signature"] = SIGNATURE
+    environment.filters |= {"name": name, "number": number, "markup": Markup}
+    return environment
 
 
-def _verdict_class(verdict: str) -> str:
-    return verdict.removesuffix(" at this scale").replace(" ", "-")
+def _html(markdown: str, pictures: Pictures) -> str:
+    """A page of Markdown as HTML that needs nothing else."""
+    parser = MarkdownIt("commonmark", {"html": True}).enable("table")
+    rules: Mapping[str, Callable[[Sequence[Token], int], str]] = {
+        "table_open": lambda tokens, place: '<div class="scroll" role="region" tabindex="0"><table>\n',
+        "table_close": lambda tokens, place: "</table></div>\n",
+        "heading_open": lambda tokens, place: f'<{tokens[place].tag} id="{_anchor(tokens[place + 1])}">',
+        "image": lambda tokens, place: _picture(tokens[place], pictures),
+    }
+    for rule, render in rules.items():
+        parser.add_render_rule(rule, lambda _, tokens, place, *rest, render=render: render(tokens, place))
+    tokens = parser.parse(markdown)
+    headings = [
+        (_anchor(own), _text(own))
+        for before, own in pairwise(tokens)
+        if before.type == "heading_open" and before.tag == "h2"
+    ]
+    title = next((_text(own) for own in tokens if own.type == "inline"), "")
+    for own in tokens:
+        for child in own.children or ():
+            if child.type == "link_open" and child.attrs["href"] in _PAGES.values():
+                child.attrs["href"] = next(page for page, source in _PAGES.items() if source == child.attrs["href"])
+    body = Markup(parser.renderer.render(tokens, parser.options, {}))
+    return _environment(autoescape=True).get_template("page.html.j2").render(title=title, headings=headings, body=body)
 
 
-def _data_uri(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+def _text(heading: Token) -> str:
+    return "".join(child.content for child in heading.children or ())
 
 
-def _escape_markdown(value: object) -> object:
-    if isinstance(value, Markup):
-        return value
-    text = " ".join(str(value).split())
-    return re.sub(r"([\\`*_\[\]|~])", r"\\\1", html.escape(text, quote=False))
+def _anchor(heading: Token) -> str:
+    """The name of a heading in links."""
+    return re.sub(r"\W+", "-", _text(heading).lower()).strip("-")
+
+
+def _picture(image: Token, pictures: Pictures) -> str:
+    drawn = pictures[Path(str(image.attrs["src"])).stem]
+    page, phone = (f"data:image/png;base64,{base64.b64encode(one).decode()}" for one in drawn)
+    phone_source = f'<source media="(max-width: 40rem)" srcset="{phone}">'
+    return f'<picture>{phone_source}<img src="{page}" alt="{html.escape(image.content)}"></picture>'

@@ -39,15 +39,15 @@ class PaperTable(_Strict):
                 raise ValueError(f"table {self.table}, {row.printed}: {len(self.columns)} values are needed")
         return self
 
-    def value(self, **fields: Any) -> float | None:
-        """The number of the cell whose fields have the given values; None where there is none, or a dash.
+    def at(self, **fields: Any) -> float | None:
+        """The number of the first cell whose fields are among those given; None where there is none, or a dash.
 
-        An accuracy is in percent.
+        Fields that are not given may have any value. An accuracy is in percent.
         """
         for row in self.rows:
             for column, value in zip(self.columns, row.values, strict=True):
                 cell = self.fields | row.fields | column
-                if all(name in cell and cell[name] == wanted for name, wanted in fields.items()):
+                if all(fields.get(name, wanted) == wanted for name, wanted in cell.items()):
                     return value
         return None
 
@@ -85,12 +85,7 @@ def paper_figure(number: int) -> PaperFigure:
     return next(one for one in _paper().figures if one.figure == number)
 
 
-def printed(value: Any) -> str:
-    """A number as the paper prints it; a dash where it prints one."""
-    return "\u2014" if value is None else f"{value:.1f}"
-
-
 def first_token_ratio() -> float:
     """By how much meta-tokens lengthen the paper's time to the first token (Table 3)."""
-    times = [paper_table(3).value(metric="first_token_ms", model=model) or 1.0 for model in ("meta", "gpt2")]
+    times = [paper_table(3).at(metric="first_token_ms", model=model) or 1.0 for model in ("meta", "gpt2")]
     return times[0] / times[1]

@@ -1,44 +1,50 @@
-"""How names and figures read in the report."""
+"""How names and figures read, and how they are kept from being Markdown."""
 
-import math
-from collections.abc import Callable
+import html
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp
 
-from metatokens.evaluation.intervals import Difference, Estimate
+from markupsafe import Markup
 
-NOT_RUN = "-"
-NOT_YET = "\u2026"  # of what a run under way has still to measure
-EN_DASH, MINUS, DIVIDED = "\u2013", "\u2212", "\u00f7"
+NOT_RUN = "\u2013"
+MINUS, PLUS_MINUS = "\u2212", "\u00b1"
 
 
-def name(value: str | None) -> str:
+@dataclass(frozen=True)
+class Form:
+    """How figures read."""
+
+    what: str
+    """What they are, with their unit."""
+    scale: float = 1.0
+    digits: int = 0
+    """After the point."""
+    is_log: bool = False
+    """Whether the figures are logarithms, and what is shown is not."""
+    counted: str = "prompts"
+    """What each is the mean of."""
+    chance: str = ""
+    """The name of what chance gives, where that is shown."""
+
+    def __call__(self, value: float) -> str:
+        """A figure: `97.4`, `1,240`, `−0.31`."""
+        return number(self.scale * (exp(value) if self.is_log else value), self.digits)
+
+
+PERCENT = Form("Exactly right, in %", 100.0, 1, chance="guessing")
+TOKENS_RIGHT = Form("Answer tokens right, in %", 100.0, 1, counted="answer tokens")
+
+
+def number(value: float, digits: int = 0, sign: str = "") -> str:
+    """A number with its thousands apart: `1,240`, `−0.31`; with the sign `+` also `+0.31`."""
+    return f"{value:{sign}z,.{digits}f}".replace("-", MINUS)
+
+
+def name(value: str) -> str:
     """A task or condition as a reader sees it: `list_recall` is "List recall"."""
-    return (value or "no name").replace("_", " ").capitalize()
-
-
-def tokens(length: int | None) -> str:
-    """A length as a reader sees it: `1,024`."""
-    return "all" if length is None else f"{length:,}"
-
-
-def percent(value: float | None) -> str:
-    """A proportion in percent: `97.4`; `-` where there is none."""
-    return NOT_RUN if value is None else f"{100 * value:.1f}"
-
-
-def with_interval(estimate: Estimate, form: Callable[[float | None], str] = percent, to: str = EN_DASH) -> str:
-    """A figure, by default a proportion in percent, and its interval where it is known: `97.4 (95.6–98.5)`."""
-    is_known = estimate.low is not None and estimate.high is not None
-    return form(estimate.value) + (f" ({form(estimate.low)}{to}{form(estimate.high)})" if is_known else "")
-
-
-def signed(value: float) -> str:
-    """A signed proportion in percent or percentage points: `+3.1`."""
-    return f"{100 * value:+.1f}".replace("-", MINUS)
-
-
-def points(gap: Difference | None) -> str:
-    """A difference and its interval in percentage points: `+3.1 (+0.4 to +5.8)`; `-` where there is none."""
-    return NOT_RUN if gap is None else f"{signed(gap.value)} ({signed(gap.low)} to {signed(gap.high)})"
+    return value.replace("_", " ").capitalize() or "No name"
 
 
 def duration(seconds: float) -> str:
@@ -50,29 +56,14 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
-def count(value: float) -> str:
-    """A whole number as a reader sees it: `51,234`."""
-    return f"{value:,.0f}"
+def listed(items: Sequence[str], word: str = "and") -> str:
+    """`a`, `a and b`, or `a, b and c`."""
+    return f" {word} ".join(filter(None, [", ".join(items[:-1]), *items[-1:]]))
 
 
-def compact(value: float) -> str:
-    """A large number in three figures: `1.23 M`."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g}\u00a0{letter}"
-    return f"{value:.3g}"
-
-
-def nats(value: float | None, digits: int = 3) -> str:
-    """An amount: `0.305`, `−0.305`; `-` where there is none."""
-    return NOT_RUN if value is None else f"{value:z.{digits}f}".replace("-", MINUS)
-
-
-def signed_nats(value: float) -> str:
-    """A signed amount: `+0.31`."""
-    return f"{value:+.2f}".replace("-", MINUS)
-
-
-def learned_at(text_tokens: float | None) -> str:
-    """The text tokens until something was learned: `991 k`."""
-    return "not reached" if text_tokens is None or math.isinf(text_tokens) else compact(text_tokens)
+def escape(value: object) -> object:
+    """Text as Markdown that shows it, on one line; what is marked as markup stays as it is."""
+    if isinstance(value, Markup):
+        return value
+    text = " ".join(str(value).split())
+    return Markup(re.sub(r"([\\`*_\[\]|~])", r"\\\1", html.escape(text, quote=False)))
