@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.markers import MarkerStyle
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
@@ -72,18 +71,6 @@ def palette(labels: Iterable[str]) -> dict[str, Style]:
         variant = variants[model] = variants.get(model, -1) + 1
         styles[label] = replace(of_model[model], fill=_FILLS[variant % len(_FILLS)])
     return styles
-
-
-def swatch(style: Style) -> dict[str, str]:
-    """A style as the attributes of an SVG line and of its marker, a polygon around the origin with y downwards."""
-    marker = MarkerStyle(style.marker)
-    outline = np.asarray(marker.get_path().transformed(marker.get_transform()).to_polygons()[0])
-    return {
-        "colour": style.colour,
-        "dashes": " ".join(f"{1.8 * length:g}" for length in style.dashes),
-        "points": " ".join(f"{style.size * x:.2f},{-style.size * y:.2f}" for x, y in outline),
-        "fill": style.colour if style.fill == "full" else "#fff",
-    }
 
 
 def png(figure: Figure) -> bytes:
