@@ -7,12 +7,15 @@ import runpy
 import shutil
 from collections.abc import Callable
 from itertools import chain
+from math import sqrt
 from pathlib import Path
+from statistics import fmean, stdev
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
+from scipy import stats
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from typer.main import get_command
 
@@ -238,8 +241,11 @@ def test_a_figure_by_hand() -> None:
         for line in map(json.loads, lines)
         if wanted.items() <= line.items() and "intervention" not in line
     }
-    mean, each = f"{sum(found.values()) / 3:.1f}", ", ".join(f"{found[seed]:.1f}" for seed in (0, 1, 2))
-    for page, table, cell in (("README.md", "summary", mean), ("docs/results.md", "tasks", f"{mean} ({each})")):
+    values = [value for _, value in sorted(found.items())]
+    reach = stats.t.ppf(0.975, len(values) - 1) * stdev(values) / sqrt(len(values))
+    for page, table in (("README.md", "summary"), ("docs/results.md", "tasks")):
         block = (ROOT / page).read_text(encoding="utf-8").split(f"<!-- figures: {table} -->")[1]
-        (row, *_) = re.findall(r"^\| `meta`.*", block, re.MULTILINE)
-        assert row.split("|")[3].strip() == cell
+        lines_of = [line.split("|")[1:-1] for line in block.split("\n\n")[0].split("\n") if "|" in line]
+        header, _, *rows = ([cell.strip() for cell in line] for line in lines_of)
+        (row,) = (dict(zip(header, cells, strict=True)) for cells in rows if cells[0].startswith("`meta`"))
+        assert row["parity"] == f"{fmean(values):.1f} \u00b1 {reach:.1f}"
