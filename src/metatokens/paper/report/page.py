@@ -87,7 +87,9 @@ def _markdown(inputs: Inputs, out: Path, pictures: Pictures) -> dict[str, str]:
     environment.filters["inline"] = lambda text: Markup(html.escape(" ".join(text.split()), quote=False))
     judged = [judge(inputs, claim) for claim in claims()]
     dates = [one.created for one in inputs.read.results] + [run.finished or run.created for run in inputs.read.runs]
-    presets = [run.preset for run in inputs.read.runs if run.preset] or [inputs.preset]
+    recipes = (one.recipe for one in inputs.read.results if one.recipe)  # of a run under way, which has no run.json
+    named = [run.preset for run in inputs.read.runs if run.preset]
+    presets = [*named, *(recipe.partition("/")[0] for recipe in recipes), None]
     content = {
         "inputs": inputs,
         "judged": judged,
