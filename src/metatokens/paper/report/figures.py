@@ -251,7 +251,7 @@ def losses(inputs: Inputs, width: float = PAGE) -> Figure:
 
 def sharpness(inputs: Inputs, width: float = PAGE) -> Figure:
     """Figure 2, left and middle: what the meta-tokens' embeddings change, a point for each run."""
-    measures = {
+    measures: Mapping[str, Mapping[str, Any]] = {
         "Attention logit at a meta-token": {"metric": "attention_logit_change", "module": "attention", "layer": None},
         "Attention entropy": {"metric": "attention_entropy_change", "module": "attention", "layer": None},
         "The answer's output logit": {"metric": "output_answer_logit_change", "marker": "final"},

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from metatokens.paper import rule
 from metatokens.paper.claims import Judged, Part, Setting, Side, after_holm
@@ -11,7 +11,7 @@ from metatokens.paper.frame import GRIDS, PRESETS, select
 from metatokens.paper.report.table import Cell, Table, order, plain
 from metatokens.paper.report.tables import CONDITIONS, Tables
 from metatokens.paper.report.text import NOT_RUN, PERCENT, listed, name, number
-from metatokens.paper.rule import Effect
+from metatokens.paper.rule import Effect, Verdict
 
 MARKS = {
     "supported": "\u25b6",
@@ -62,8 +62,7 @@ def sentences(tables: Tables, judged: Sequence[Judged]) -> list[str]:
 def _verdicts(judged: Sequence[Judged]) -> str:
     """How many of the paper's claims have each verdict."""
     counts = Counter(one.verdict for one in judged if one.claim.number is not None)
-    order_of = ("supported", "contradicted", "equivalent", "inconclusive", "not run")
-    said = [f"{counts[one]} {_be(counts[one])} {one}" for one in order_of if counts[one]]
+    said = [f"{counts[one]} {_be(counts[one])} {one}" for one in get_args(Verdict) if counts[one]]
     return f"Of the paper's {counts.total()} claims, {listed(said)} at this scale."
 
 
@@ -74,7 +73,7 @@ def _main_claims(judged: Sequence[Judged]) -> str:
     said = "; ".join(f"\u201c{one.claim.text}\u201d is {one.verdict}: {effect_text(one)}" for one in told)
     quoted = listed([f"\u201c{text}\u201d" for text in lost])
     holm = f" Holm's correction for their number would leave {quoted} inconclusive." if lost else ""
-    return f"The main claims, named before the experiment: {said}.{holm}" if told else ""
+    return f"The main claims: {said}.{holm}" if told else ""
 
 
 def _compared(tables: Tables) -> str:
@@ -82,7 +81,7 @@ def _compared(tables: Tables) -> str:
     found = select(tables.inputs.figures, metric="exact_match", intervention="")
     names = sorted(set(found["model"]), key=order)
     infos = {one: info for run in tables.inputs.read.runs for one, info in run.models.items()}
-    sizes = [f"{infos[one].parameters / 1e6:.2f}" for one in names if one in infos and infos[one].parameters]
+    sizes = [f"{size / 1e6:.2f}" for one in names if one in infos and (size := infos[one].parameters)]
     of_size = f" ({listed(sizes)} million parameters)" if len(sizes) == len(names) else ""
     runs = found.groupby("model")["seed"].nunique().max() if len(found) else 0
     how = "trained once" if runs == 1 else f"trained up to {runs} times"
