@@ -62,7 +62,7 @@ def accuracies() -> dict[tuple[Any, ...], dict[int, Line]]:
 def slow(seeds: dict[int, Line], most: int) -> str:
     """What a cell shows."""
     values = [one["value"] for one in seeds.values()]
-    fewer = f" [{len(values)}]" if len(values) < most else ""
+    fewer = f" \\[{len(values)}\\]" if len(values) < most else ""
     if len(values) == 1:
         ends = [100 * end for end in wilson(values[0], next(iter(seeds.values()))["n"])]
         return f"{100 * values[0]:.1f} ({ends[0]:.1f} to {ends[1]:.1f}){fewer}"
