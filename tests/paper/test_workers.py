@@ -161,7 +161,7 @@ def test_ctrl_c_and_going_on_in_worker_processes(
     again = forked(tiny_preset.reproduce, tiny_preset.tiny(str(small_corpus)), tmp_path / "run", "--workers 2")
     status, output, error = again.wait()
     assert (status, output) == (0, ""), error
-    *progress, _, _, last = error.splitlines()  # two of the report
+    *progress, _, last = error.splitlines()  # one of the report
     assert last == f"report: {tmp_path / 'run' / 'report' / 'index.html'}"
     assert len([line for line in progress if " left: " in line or "estimating the time left: " in line]) >= 4
     assert progress[-1].startswith("100% in ")
