@@ -44,16 +44,15 @@ LANDMARKS: Fields = {
 
 @cache
 def run(folder: str = "results/small") -> Inputs:
-    """The lines of a run."""
-    return load([ROOT / folder])
+    """The lines of a run, and the times of the benchmarks, which some claims are on."""
+    speeds = [ROOT / f"benchmarks/results/{file}.jsonl" for file in ("decode_1", "decode_8", "prefill")]
+    return load([ROOT / folder, *speeds])
 
 
 @cache
 def judged() -> list[Judged]:
     """The claims with their verdicts."""
-    speeds = [ROOT / f"benchmarks/results/{file}.jsonl" for file in ("decode_1", "decode_8", "prefill")]
-    inputs = load([ROOT / "results/small", *speeds])
-    return [judge(inputs, claim) for claim in claims()]
+    return [judge(run(), claim) for claim in claims()]
 
 
 def grid(corner: str, rows: Rows, columns: Rows, folder: str = "results/small", form: Form = PERCENT) -> str:
@@ -90,11 +89,6 @@ def answers() -> str:
     """The first sentences of the report."""
     said = overview.sentences(Tables(run()), judged())
     return "".join(f"- {sentence}\n" for sentence in said)
-
-
-def verdicts() -> str:
-    """How many of the paper's claims have each verdict."""
-    return overview.sentences(Tables(run()), judged())[0] + "\n"
 
 
 def tasks() -> str:
@@ -242,7 +236,7 @@ def demo_recall() -> str:
 FIGURES = {
     function.__name__: function
     for function in (
-        summary, answers, verdicts, cost, tasks, sooner, markers, unmarked, positions, no_pos, yarn,
+        summary, answers, cost, tasks, sooner, markers, unmarked, positions, no_pos, yarn,
         long_prompts, added, long_texts, perplexity, speed, demo_tasks, demo_recall,
     )
 }  # fmt: skip

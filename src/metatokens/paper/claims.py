@@ -73,7 +73,7 @@ class Claim(BaseModel):
         return sum(prod(len(over[key]) for key in over if key in _TRAINED) for over in self.over) * len(self.b)
 
     def figures(self, b: Side) -> list[tuple[int, Fields]]:
-        """What is measured, each with its sign: a, b, and what is less of either; a bound is not measured."""
+        """The figures to measure, each with its sign: a, b, and their counterparts by `less`. A bound is none."""
         sides = [(1, self.a), (-1, b)]
         if self.less:
             sides += [(-sign, {**side, **self.less}) for sign, side in sides if isinstance(side, dict)]
@@ -133,7 +133,7 @@ class Judged:
 
     @cached_property
     def tasks(self) -> dict[str, Effect]:
-        """The effect in each task by itself, which carries no verdict."""
+        """The effect in each task. It carries no verdict."""
         tasks = dict.fromkeys(part.task for part in self.parts)
         return {task: self._effect([part for part in self.parts if part.task == task]) for task in tasks}
 

@@ -60,7 +60,7 @@ Curve = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What was read.
+    """The figures and curves that a report reads.
 
     Args:
         figures: what was measured and what is derived from it, of a grid's preset its own runs alone. A row has the
@@ -88,7 +88,7 @@ class Inputs:
     def select(self, **where: Any) -> pd.DataFrame:
         """The figures whose fields have the given values, by the rules of `select`; the metric is an exact match.
 
-        What is not given is as in the plain runs: the paper's prompts, no intervention, no variant.
+        A field that is not given is as in the plain runs: the paper's prompts, no intervention, no variant.
 
         Raises:
             KeyError: if there is no such column or metric.
@@ -100,7 +100,7 @@ class Inputs:
 
 
 def load(paths: Sequence[Path]) -> Inputs:
-    """What `read_runs` reads, as frames; where a figure was measured again, the later line counts.
+    """Read run folders and files of lines into frames. Where a figure was measured again, the later line counts.
 
     Raises:
         UserError: as `read_runs` does, or if there are results of several grids, whose figures are not to be mixed.
@@ -238,8 +238,8 @@ def _whole_noise(figures: pd.DataFrame) -> pd.DataFrame:
 def _with_chances(figures: pd.DataFrame) -> pd.DataFrame:
     """Each exact match with `chance` and `shortcut`; see `Inputs`.
 
-    What a constant answer scores is written in the lines, except for counting: there it is the commonest answer's
-    share, as measured.
+    A line has the score of a constant answer as its chance, except in counting. There it is the measured share of the
+    commonest answer.
     """
     found = select(figures, metric="shortcut", variant="")
     on, is_match = ["task", "length", "condition"], figures["metric"] == "exact_match"

@@ -18,19 +18,22 @@ from metatokens.errors import UserError
 from metatokens.paper.variants import Ablation, Analysis, FurtherTest, Preset, TrainedModel
 from metatokens.tasks import TASKS
 
-# Each task has one recipe for all models of a preset.
-_SMALL_RECIPES = {task: f"small_{task}" for task in TASKS}
 _MODELS = ("gpt2", "pause", "twin", "meta")
-# With positions in all layers, small models count worse: docs/pilot.md.
-_FIRST_LAYER = ("model.rope_layers=[0]",)
 
-# The recipes of `small`, up to its first train length.
-DEMO = Preset(
+# `demo` and `small` share this, so that they agree. Each task has one recipe for all models.
+_SMALLEST = Preset(
     corpus="builtin",
     tokenizer="train:2048",
     pretrain_recipe="demo",
-    pretrain_overrides=_FIRST_LAYER,
-    finetune_recipes=_SMALL_RECIPES,
+    pretrain_overrides=("model.rope_layers=[0]",),  # with positions in all layers, small models count worse
+    finetune_recipes={task: f"small_{task}" for task in TASKS},
+    extend_recipe="small_extend",
+    test_counts={},
+)
+
+# The recipes of `small`, up to its first train length.
+DEMO = replace(
+    _SMALLEST,
     finetune_overrides=("task.train_lengths=[128]", "task.train_steps=null"),
     test_counts={128: 500, 256: 200, 512: 200, 1024: 200},
     models=tuple(TrainedModel(model=model) for model in ("gpt2", "meta")),
@@ -144,13 +147,8 @@ def _analyses(models: Sequence[str], with_distortion: Sequence[str]) -> tuple[An
     )
 
 
-SMALL = Preset(
-    corpus="builtin",
-    tokenizer="train:2048",
-    pretrain_recipe="demo",
-    pretrain_overrides=_FIRST_LAYER,
-    finetune_recipes=_SMALL_RECIPES,
-    extend_recipe="small_extend",
+SMALL = replace(
+    _SMALLEST,
     test_counts=_COUNTS,
     longest_tests={"copying": 1024},  # in this vocabulary the longest texts have more than 2,048 tokens
     test_ratio=4,

@@ -126,7 +126,7 @@ def boundaries(kind: Kind, smallest: float) -> tuple[float, float]:
 
 
 def verdict(found: Effect, kind: Kind, smallest: float) -> Verdict:
-    """What the interval says of the claim; see `boundaries` for the arguments."""
+    """The verdict on a claim whose effect has this interval; see `boundaries` for the arguments."""
     supports, contradicts = boundaries(kind, smallest)
     if np.isnan(found.value):
         return "not run"

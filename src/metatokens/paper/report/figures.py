@@ -305,7 +305,7 @@ def similarity(inputs: Inputs, width: float = PAGE) -> Figure:
 
 
 def heat_map(inputs: Inputs, width: float = PAGE) -> Figure:
-    """Figure 3, left: of one prompt, how like the final meta-token's state each state of the first run of meta is."""
+    """Figure 3, left: the likeness of each state to the last meta-token's, in one prompt of the first run of meta."""
 
     def draw(rows: pd.DataFrame, axes: Axes) -> None:
         values = rows.pivot_table(index="layer", columns="position", values="value", dropna=False)

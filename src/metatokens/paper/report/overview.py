@@ -1,4 +1,4 @@
-"""What came out, in words that the data choose: the first screen's sentences, and what each claim rests on."""
+"""The sentences of the first screen, and the entry of each claim; the data choose the words."""
 
 import math
 from collections import Counter
@@ -25,7 +25,7 @@ _UNITS = {
     "points": (100.0, 1, "points"), "percent": (100.0, 1, "%"), "nats": (1.0, 2, "nats"), "logits": (1.0, 2, "logits"),
     "cosine": (1.0, 2, "cosine"), "times": (1.0, 2, "times"),
 }  # fmt: skip
-# What `reproduce --only` takes, by the section that shows a claim.
+# The name that `reproduce --only` takes, by the section that shows a claim.
 _ONLY = {
     "lengths": "figure1", "controls": "figure1", "markers": "markers", "long-prompts": "lengths", "jumps": "lengths",
     "learning": "learning", "yarn": "table1", "noise": "table15", "placement": "placement", "sharpness": "figure2",
@@ -54,7 +54,7 @@ def effect_text(one: Judged) -> str:
 
 
 def sentences(tables: Tables, judged: Sequence[Judged]) -> list[str]:
-    """What came out: verdicts where several runs can be compared, and what was compared where there is one run."""
+    """The verdicts where several runs can be compared; with one run, the largest difference."""
     said = [_verdicts(judged), _main_claims(judged)] if any(math.isfinite(one.effect.low) for one in judged) else []
     return list(filter(None, [*(said or [_compared(tables), _largest(tables)]), _learned(tables)]))
 
@@ -63,13 +63,14 @@ def _verdicts(judged: Sequence[Judged]) -> str:
     """How many of the paper's claims have each verdict."""
     counts = Counter(one.verdict for one in judged if one.claim.number is not None)
     said = [f"{counts[one]} {_be(counts[one])} {one}" for one in get_args(Verdict) if counts[one]]
-    return f"Of the paper's {counts.total()} claims, {listed(said)} at this scale."
+    return f"The paper makes {counts.total()} claims. At this scale {listed(said)}."
 
 
 def _main_claims(judged: Sequence[Judged]) -> str:
     """The claims that were named beforehand, and whether a correction for their number changes them."""
     told = [one for one in judged if one.claim.primary and one.parts]
-    lost = [one.claim.text for one in told if one.verdict != "inconclusive" and not after_holm(judged)[one.claim.text]]
+    remains = after_holm(judged)
+    lost = [one.claim.text for one in told if one.verdict != "inconclusive" and not remains[one.claim.text]]
     said = "; ".join(f"\u201c{one.claim.text}\u201d is {one.verdict}: {effect_text(one)}" for one in told)
     quoted = listed([f"\u201c{text}\u201d" for text in lost])
     holm = f" Holm's correction for their number would leave {quoted} inconclusive." if lost else ""
@@ -135,7 +136,7 @@ def _be(count: int) -> str:
 
 
 def evidence(one: Judged) -> Table:
-    """What a claim rests on: the effect in each task, the figures compared, the runs and the settings."""
+    """A row for each task of a claim: its effect, the figures compared, the runs and the settings."""
     rows = [
         (
             _part_name(one, part),

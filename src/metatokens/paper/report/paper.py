@@ -53,7 +53,7 @@ class PaperTable(_Strict):
 
 
 class PaperFigure(_Strict):
-    """What the paper says of a figure, which prints no numbers."""
+    """The paper's words on a figure, which prints no numbers."""
 
     figure: int
     title: str
@@ -81,7 +81,7 @@ def paper_table(number: int) -> PaperTable:
 
 
 def paper_figure(number: int) -> PaperFigure:
-    """What the paper says of its figure of that number."""
+    """The paper's words on its figure of that number."""
     return next(one for one in _paper().figures if one.figure == number)
 
 

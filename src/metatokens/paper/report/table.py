@@ -19,7 +19,7 @@ from metatokens.paper.report.text import NOT_RUN, PERCENT, PLUS_MINUS, Form, esc
 
 Fields = Mapping[str, Any]
 Text = str | tuple[str, ...]
-"""Of a cell: one line, or several."""
+"""The text of a cell, in one line or several."""
 Row = tuple[Text, ...]
 
 SHORTCUT = "best shortcut"
@@ -27,7 +27,7 @@ POSITIONS = {"rope": "rotary positions", "learned": "learned positions", "none":
 _FIGURE = re.compile(r"[+\u2212]?\d[^\u2192]*$|\u2013|$")  # a cell of a column of figures; settings have arrows
 _PROMPTS = ("task", "condition", "length")  # whose shortcuts are measured
 _READ = ("seed", "value", "low", "high", "n", "shortcut", "chance")  # columns
-# What sets two figures of one model apart, and how the label of a row says it.
+# The fields in which two figures of one model may differ, and the words for them in the label of a row.
 _APART = {
     "position_embedding": "{}",
     "variant": "{}",
@@ -71,11 +71,11 @@ class Cell:
     runs: Mapping[int, float] = field(default_factory=dict)
     """By seed."""
     ends: tuple[float, float] = (math.nan, math.nan)
-    """Of a single run the 95 % interval over prompts."""
+    """The 95 % interval over prompts, which is shown for a single run."""
     n: frozenset[int] = frozenset()
     """How many prompts, rows or tokens: each number that a run has."""
     floors: tuple[float, float] = (math.nan, math.nan)
-    """What the best shortcut and chance score on the same prompts."""
+    """The scores of the best shortcut and of chance on the same prompts."""
 
     @classmethod
     def of(cls, found: pd.DataFrame) -> "Cell":
@@ -178,7 +178,7 @@ def _floor(form: Form, found: np.ndarray) -> str:
 
 
 def note(form: Form, cells: Sequence[Cell]) -> str:
-    """What the cells of a table show: the figure, its interval, the runs, and n."""
+    """The note below a table: it explains the figure, its interval, the runs, and n."""
     runs = sorted({len(one.runs) for one in cells if one.runs})
     if not runs:
         return "Not run."
@@ -225,5 +225,5 @@ def _said(column: str, value: Any) -> str:
 
 
 def order(name: str) -> tuple[int, str]:
-    """What sorts models, tasks and conditions: those of the project first, in their order."""
+    """The key that sorts models, tasks and conditions: those of the project first, in their order."""
     return _ORDER.index(name) if name in _ORDER else len(_ORDER), name

@@ -178,7 +178,7 @@ class Tables:
         return self._table("", "model", rows, columns, form=PERPLEXITY)
 
     def shortcuts(self) -> Table:
-        """What each shortcut scores."""
+        """The score of each shortcut."""
         about = {"metric": "shortcut"}
         found = self.found(about)
         kinds = _distinct(found, ["task", "condition", "model"])
@@ -358,7 +358,7 @@ def _main(found: pd.DataFrame) -> dict[str, Any]:
 
 
 def _distinct(found: pd.DataFrame, keys: list[str]) -> list[dict[str, Any]]:
-    """What the figures have in these columns, each combination once, in order."""
+    """The combinations of values in these columns, each once, in order."""
     found = found[keys].drop_duplicates()
     rows = [{key: plain(value) for key, value in row.items()} for row in found.to_dict("records")]
     return sorted(
@@ -392,7 +392,7 @@ def _nothing(fields: Fields) -> list[str]:
 
 
 def _papers(*tables: int | None, scale: int = 1) -> Callable[[Fields], list[str]]:
-    """What is written below a figure: the paper's, from the first of these tables that has it.
+    """The line below a figure: the paper's figure, from the first of these tables that has it.
 
     Its prompts are `scale` times as long as ours.
     """

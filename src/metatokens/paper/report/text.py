@@ -17,14 +17,14 @@ class Form:
     """How figures read."""
 
     what: str
-    """What they are, with their unit."""
+    """Their name, with their unit."""
     scale: float = 1.0
     digits: int = 0
     """After the point."""
     is_log: bool = False
     """Whether the figures are logarithms, and what is shown is not."""
     counted: str = "prompts"
-    """What each is the mean of."""
+    """The things that each is the mean of."""
     chance: str = ""
     """The name of what chance gives, where that is shown."""
 
