@@ -170,7 +170,7 @@ class CausalAttention(Attention):
             (k, v, *_), _ = layer.update_second(Entries(k, v, slots, slots))
         elif cache is not None:
             k, v = cache.update(k, v, self.layer_index)
-        if mask is not None:
+        if isinstance(mask, Tensor):  # not the block mask of flex attention
             mask = mask[..., -k.shape[2] :]  # the second module has no keys for a learned prefix
         out, weights = attend(self, q, k, v, mask, scaling=self.scaling, dropout=0.0)
         return linear(self.out_proj, out.flatten(2)), weights

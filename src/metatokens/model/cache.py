@@ -228,7 +228,7 @@ class MetaTokenCacheLayer(SecondStore, DynamicLayer):
             room[:, :, length:total] = new
             grown.append(room[:, :, :total])
         self.keys, self.values = grown
-        self.first_length = total
+        self.first_length = self._length()
         return self.keys, self.values
 
     def _room_for(self, length: int) -> tuple[Tensor, Tensor]:

@@ -45,6 +45,9 @@ class MetaGPT2Config(PreTrainedConfig):
         attention_scale: a factor of attention logits in addition to 1 / sqrt(head size): `constant` (none), or
             `log_length`, a number that each head learns times the logarithm of how many keys the query sees (scalable
             softmax), which keeps attention sharp in longer sequences.
+        text_window: a query sees of the text only what is fewer than this many positions back, itself included, and
+            what `text_sinks` adds; it sees all earlier meta-tokens. `None` means that it sees all that is before it.
+        text_sinks: with `text_window`, positions from 0 on that later queries see as well.
         meta_token_id: the meta-token's id; `None` for a model that has none.
         unpadded_vocab_size: entries in use; later rows pad the table and are never generated. `None` means all.
         bias: whether linear layers and LayerNorms have biases.
@@ -70,6 +73,8 @@ class MetaGPT2Config(PreTrainedConfig):
     rope_layers: list[int] | None = None
     second_attention: SecondAttention = "meta"
     attention_scale: AttentionScale = "constant"
+    text_window: int | None = None
+    text_sinks: int = 4
     meta_token_id: int | None = 50257
     unpadded_vocab_size: int | None = None
     bias: bool = False
@@ -104,6 +109,12 @@ class MetaGPT2Config(PreTrainedConfig):
             raise UserError(f"initializer_range is {self.initializer_range}; a standard deviation is at least 0.")
         if self.second_attention == "meta" and self.meta_token_id is None:
             raise UserError("second_attention 'meta' needs a meta_token_id.")
+        if self.text_window is not None and (self.text_window < 1 or self.text_sinks < 0):
+            raise UserError(
+                f"text_window is {self.text_window} and text_sinks {self.text_sinks}; they must be at least 1 and 0."
+            )
+        if self.text_window is not None and self.meta_token_id is None:
+            raise UserError("text_window needs a meta_token_id: meta-tokens are what stays of the text.")
         if self.activation not in ACT2FN:
             raise UserError(f"activation {self.activation!r} is unknown; allowed are {', '.join(ACT2FN)}.")
         rope_types = ("default", *ROPE_INIT_FUNCTIONS)

@@ -157,6 +157,22 @@ class MetaTokenGenerationMixin(GenerationMixin):
             self._give_positions(step, new)
         return step
 
+    def _prefill(self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: Any, **first: Any) -> Any:
+        """Read the prompt, in chunks if `prefill_chunk_size` asks for them."""
+        size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
+        if size is None or cache is None or "prompt_length" not in model_kwargs:
+            return super()._prefill(input_ids, generation_config, model_kwargs, **first)
+        if cache.is_compileable:
+            raise UserError("prefill_chunk_size and a cache of a fixed size do not support inserted meta-tokens.")
+        # transformers would split the ids, in which the inserted meta-tokens of an earlier call are missing.
+        step = self.prepare_inputs_for_generation(input_ids, **first, **model_kwargs)
+        ids, mask, positions = (step.pop(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        cached = mask.shape[1] - ids.shape[1]
+        for start in range(0, ids.shape[1], size):
+            new, seen = slice(start, start + size), mask[:, : cached + start + size]
+            outputs = self(input_ids=ids[:, new], attention_mask=seen, position_ids=positions[:, new], **step)
+        return outputs
+
     def _give_positions(self, step: dict[str, Any], places: Sequence[int]) -> None:
         """Give the model the places of meta-tokens, equal in all rows, which spares it a device sync."""
         if isinstance(self.config, MetaGPT2Config):
@@ -185,9 +201,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
-        if "prompt_length" in model_kwargs and (assisted or generation_config.prefill_chunk_size):
-            raise UserError("assisted generation and prefill_chunk_size do not support inserted meta-tokens.")
+        if "prompt_length" in model_kwargs and generation_mode == GenerationMode.ASSISTED_GENERATION:
+            raise UserError("assisted generation does not support inserted meta-tokens.")
         inserted = 0
         if every := model_kwargs.get("insert_every"):  # a static cache needs room for these, too
             inserted = (max_cache_length - model_kwargs["prompt_length"]) // every + 1

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from metatokens.model.attention import AttentionFunction
 from metatokens.model.positions import check_positions, position_ids_from_mask
+from metatokens.model.window import TextRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +77,22 @@ def attention_function(
     attention_mask: Tensor | None,
     cache: Cache | None,
     packed: Tensor | None,
+    rule: TextRule | None,
     *,
     needs_weights: bool,
 ) -> tuple[AttentionFunction, Any]:
     """The attention function, and the causal mask M in the form that this function takes.
 
     Only the eager function returns attention weights, so it replaces any other where they are needed. From positions
-    transformers infers packed sequences, one at each jump, so it only gets those of packed sequences.
+    transformers infers packed sequences, one at each jump, so it only gets those of packed sequences. A `rule` decides
+    alone what is seen, padding included.
     """
     if needs_weights and config._attn_implementation != "eager":
         config = copy(config)
         config._attn_implementation = "eager"
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
+    if rule is not None:
+        return attend, rule.mask(config, x.dtype)
     mask = create_causal_mask(config, x, attention_mask, cache, packed)
     if attend is eager_attention_forward and mask.dtype == torch.bool:  # a given mask of four dimensions; to be added
         mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, torch.finfo(x.dtype).min)

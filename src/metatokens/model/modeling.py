@@ -7,7 +7,7 @@
 - Two controls: `second_attention="causal"` has the same parameters but attends over all positions; `"none"` is GPT-2.
 - Rotary positions, in all layers or in some; learned positions; or none (`positions.py`).
 - Meta-tokens are never predicted: they count for no loss and are never generated (`labels.py`, `generation.py`).
-- A key-value cache with a second store for the second attention (`cache.py`).
+- A key-value cache with a second store for the second attention (`cache.py`), which may forget text (`window.py`).
 - The conventions of transformers: padding and masks, attention functions, static caches, `torch.compile`, gradient
   checkpointing, layers on several devices (`inputs.py`).
 
@@ -58,6 +58,7 @@ from metatokens.model.labels import scored_labels, without_meta_tokens
 from metatokens.model.positions import are_packed
 from metatokens.model.rows import MetaRows, least_rows, positions_of
 from metatokens.model.vocabulary import MetaVocabulary
+from metatokens.model.window import READ_AT_ONCE, TextRule, last_readers, make_forgetting
 
 
 def layer_norm(config: MetaGPT2Config) -> nn.LayerNorm:
@@ -129,6 +130,7 @@ class MetaGPT2PreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _can_compile_fullgraph = True
     _supports_flash_attn = True
+    _supports_flex_attn = True
     _supports_attention_backend = True
     _can_record_outputs = {  # noqa: RUF012  (transformers reads a dict)
         "hidden_states": MetaGPT2Block,
@@ -187,7 +189,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
                 needs `output_attentions`.
 
         Raises:
-            UserError: if a learned table is too short, sequences are packed into one, or the cache is of another kind.
+            UserError: if a learned table is too short, sequences are packed into one, the cache is of another kind, or
+                something does not go together with a `text_window`.
         """
         if input_ids is None and inputs_embeds is None:
             raise UserError("the model needs input_ids or inputs_embeds.")
@@ -197,6 +200,12 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         span = InputSpan.of(x, attention_mask, past_key_values)
         position_ids = span.position_ids() if position_ids is None else position_ids
         rows = self._meta_rows(span, position_ids, input_ids, x, meta_token_mask, meta_positions)
+        readers = rule = None
+        if self.config.text_window is not None:
+            if attention_mask is not None and attention_mask.ndim == 4:
+                raise UserError("a mask of four dimensions would replace the text_window; give one of two dimensions.")
+            is_meta = self._is_meta(input_ids, x, meta_token_mask)
+            readers = last_readers(position_ids, is_meta, span.real(torch.ones_like(is_meta)), self.config)
 
         rotary = None
         if self.learned_positions is not None:  # e_t = E(x_t) + p_t
@@ -206,14 +215,22 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             rotary = self.rotary_emb(x, position_ids)
 
         needs_weights = kwargs.get("output_attentions", self.config.output_attentions)
+        if readers is not None:
+            if past_key_values is not None:
+                readers = past_key_values.read(readers, position_ids, self.config)
+                if needs_weights and past_key_values.has_dropped:
+                    raise UserError("text was dropped from this cache, and attention weights with it; use no cache.")
+            rule = TextRule(position_ids, readers)
         packed = position_ids if is_packed else None
         attend, mask = attention_function(
-            self.config, x, attention_mask, past_key_values, packed, needs_weights=needs_weights
+            self.config, x, attention_mask, past_key_values, packed, rule, needs_weights=needs_weights
         )
         causal: AttentionKwargs = {"attend": attend, "mask": mask, "rotary": rotary, "log_keys": None}
         meta: MetaAttentionKwargs | None = None
         if rows is not None:
-            is_masked = attend is eager_attention_forward or (attention_mask is not None and attention_mask.ndim == 4)
+            # A `rule` hides no meta-token, and a cache that drops text has other places than its mask.
+            is_masked = attend is eager_attention_forward and (rule is None or needs_weights)
+            is_masked |= attention_mask is not None and attention_mask.ndim == 4
             meta = {
                 "rows": rows,
                 "attend": attend,
@@ -224,7 +241,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             if past_key_values is not None and not torch.compiler.is_compiling():
                 past_key_values.layers[0].check_second(rows, is_masked=is_masked)
         if self.config.attention_scale == "log_length":
-            causal["log_keys"] = _log(span.key_counts(attention_mask), x.dtype)
+            counts = span.key_counts(attention_mask) if rule is None else rule.key_counts()
+            causal["log_keys"] = _log(counts, x.dtype)
             if rows is not None and meta is not None:
                 seen = rows.valid.cumsum(dim=1) + entries_in_second_store(past_key_values)
                 meta["log_keys"] = _log(seen, x.dtype)
@@ -239,6 +257,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         is_packed = are_packed(attention_mask, position_ids)
         config = self.config
         is_plain = config.second_attention == "none" and config.attention_scale == "constant" and cache is None
+        is_plain &= config.text_window is None
         if (is_packed or kwargs.get("cu_seq_lens_q") is not None) and not (is_packed and is_plain):
             raise UserError("packed sequences would see one another; put each into a separate row, padded.")
         return is_packed
@@ -247,10 +266,22 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         """The cache to use: the given one, with second stores, or a new one where one is wanted."""
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and cache is None and not self.training:
-            return MetaTokenCache(self.config)
-        if cache is not None and self.config.second_attention != "none":
+            cache = MetaTokenCache(self.config)
+        has_window = self.config.text_window is not None
+        if cache is not None and (self.config.second_attention != "none" or has_window):
             give_second_stores(cache, self.config)
+            if has_window:
+                make_forgetting(cache)
         return cache
+
+    def _is_meta(self, input_ids: Tensor | None, embeddings: Tensor, meta_token_mask: Tensor | None) -> Tensor:
+        """Where the meta-tokens are, (batch, length) bool."""
+        if meta_token_mask is not None:
+            return meta_token_mask.bool()
+        if input_ids is not None:
+            return input_ids == self.config.meta_token_id
+        meta_token = self.embed_tokens(torch.tensor(self.config.meta_token_id, device=embeddings.device))
+        return (embeddings == meta_token).all(dim=-1)
 
     def _meta_rows(
         self,
@@ -266,13 +297,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             return None
         least = least_rows(self)
         if meta_positions is None:
-            if meta_token_mask is not None:
-                is_meta = meta_token_mask.bool()
-            elif input_ids is not None:
-                is_meta = input_ids == self.config.meta_token_id
-            else:
-                meta_token = self.embed_tokens(torch.tensor(self.config.meta_token_id, device=embeddings.device))
-                is_meta = (embeddings == meta_token).all(dim=-1)
+            is_meta = self._is_meta(input_ids, embeddings, meta_token_mask)
             # A static cache makes its second store with the first tokens, before anything is compiled.
             meta_positions = positions_of(span.real(is_meta), least=max(least, int(span.is_static)))
         elif (missing := least - meta_positions.shape[1]) > 0:
@@ -408,6 +433,9 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
             generation_config.cache_implementation = None  # transformers makes no cache; the next lines do
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache and kind != "static":
             model_kwargs["past_key_values"] = MetaTokenCache(self.config)
+        is_split = generation_config.use_cache and not model_kwargs.keys() & {"inputs_embeds", "meta_token_mask"}
+        if self.config.text_window is not None and is_split:  # transformers splits ids alone
+            generation_config.prefill_chunk_size = generation_config.prefill_chunk_size or READ_AT_ONCE
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
 
     def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:

@@ -31,7 +31,8 @@ def positions_of(chosen: Tensor, *, least: int = 0, multiple: int = 1) -> Tensor
     return index.masked_fill(torch.arange(most, device=chosen.device) >= counts[:, None], -1)
 
 
-def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """The rows of x, (batch or 1, ..., length, features), at `index`, (batch, most) -> (batch, ..., most, features)."""
     batch, most = index.shape
     index = index.view(batch, *[1] * (x.ndim - 3), most, 1).expand(-1, *x.shape[1:-2], -1, x.shape[-1])
     return x.expand(batch, *x.shape[1:]).gather(-2, index)
@@ -78,8 +79,8 @@ class MetaRows:
         return MetaRows(*(getattr(self, one.name).to(device, non_blocking=non_blocking) for one in fields(self)))
 
     def gather(self, x: Tensor) -> Tensor:
-        """The rows of x, (batch or 1, ..., length, features) -> (batch, ..., most, features)."""
-        return _gather_rows(x, self.index)
+        """These rows of x; shapes as in `gather_rows`."""
+        return gather_rows(x, self.index)
 
     def scatter_add(self, x: Tensor, rows: Tensor) -> Tensor:
         """Add `rows` (batch, most, features) to x (batch, length, features) at the meta-tokens' places."""
@@ -96,7 +97,7 @@ class MetaRows:
         """
         is_bool = mask.dtype == torch.bool
         seen, unseen = (True, False) if is_bool else (0.0, torch.finfo(mask.dtype).min)
-        columns = _gather_rows(self.gather(mask).transpose(-1, -2), key_slots.clamp(min=0)).transpose(-1, -2)
+        columns = gather_rows(self.gather(mask).transpose(-1, -2), key_slots.clamp(min=0)).transpose(-1, -2)
         columns = columns.masked_fill((key_slots < 0)[:, None, None, :], unseen)
         return columns.masked_fill(~self.valid[:, None, :, None], seen)  # a padded query that sees nothing gives NaN
 
