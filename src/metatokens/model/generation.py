@@ -26,6 +26,10 @@ from metatokens.model.cache import InsertedTokens, give
 from metatokens.model.configuration import MetaGPT2Config, never_generated
 from metatokens.model.positions import check_length, check_positions, position_ids_from_mask
 
+READ_AT_ONCE = 512  # tokens of a prompt in one forward pass of a model with a `text_window`
+# The inputs of a step that are split if a prompt is read in chunks.
+_SPLIT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "meta_token_mask", "meta_positions")
+
 
 def mark_as_own(generation_config: GenerationConfig | None) -> None:
     """Have transformers load `meta_every` again; it drops custom settings derived from a model's configuration."""
@@ -157,20 +161,44 @@ class MetaTokenGenerationMixin(GenerationMixin):
             self._give_positions(step, new)
         return step
 
-    def _prefill(self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: Any, **first: Any) -> Any:
-        """Read the prompt, in chunks if `prefill_chunk_size` asks for them."""
+    def _prefill(
+        self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: Any, is_first_iteration: bool = True
+    ) -> Any:
+        """Read the prompt, in chunks if `prefill_chunk_size` or a `text_window` asks for them.
+
+        Into a cache that grows, this class reads the chunks itself: transformers would split the ids, in which inserted
+        meta-tokens are missing, and its release 5.19 would read cached ids again.
+        """
         size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
-        if size is None or cache is None or "prompt_length" not in model_kwargs:
-            return super()._prefill(input_ids, generation_config, model_kwargs, **first)
-        if cache.is_compileable:
+        if size is not None and cache is not None and cache.is_compileable and "prompt_length" in model_kwargs:
             raise UserError("prefill_chunk_size and a cache of a fixed size do not support inserted meta-tokens.")
-        # transformers would split the ids, in which the inserted meta-tokens of an earlier call are missing.
-        step = self.prepare_inputs_for_generation(input_ids, **first, **model_kwargs)
-        ids, mask, positions = (step.pop(name) for name in ("input_ids", "attention_mask", "position_ids"))
-        cached = mask.shape[1] - ids.shape[1]
-        for start in range(0, ids.shape[1], size):
-            new, seen = slice(start, start + size), mask[:, : cached + start + size]
-            outputs = self(input_ids=ids[:, new], attention_mask=seen, position_ids=positions[:, new], **step)
+        if size is None and getattr(self.config, "text_window", None) is not None:
+            size = READ_AT_ONCE
+        if size is None or cache is None or cache.is_compileable:
+            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+        embeddings = model_kwargs.get("inputs_embeds") if is_first_iteration else None
+        length, mask = (input_ids if embeddings is None else embeddings).shape[1], model_kwargs.get("attention_mask")
+        seen = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+        if embeddings is not None or seen == length:  # cached tokens are given as well
+            length -= cache.get_seq_length()
+        own: Any = {"next_sequence_length": length, "is_first_iteration": is_first_iteration}
+        step = self.prepare_inputs_for_generation(input_ids, **own, **model_kwargs)
+        if any(isinstance(one, Tensor) for name, one in step.items() if name not in _SPLIT):  # images, say
+            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+        return self._read_in_chunks(step, size)
+
+    def _read_in_chunks(self, step: dict[str, Any], size: int) -> Any:
+        """Run the model on the inputs of one step, `size` tokens at a time; return the last output."""
+        split = {name: one for name in _SPLIT if (one := step.pop(name, None)) is not None}
+        length = next(one.shape[1] for name, one in split.items() if name in ("input_ids", "inputs_embeds"))
+        mask = split.pop("attention_mask", None)
+        for end in range(size, length + size, size):
+            chunk = {}
+            for name, one in split.items():
+                chunk[name] = one[:, end - size : end] if name == "inputs_embeds" else one[..., end - size : end]
+            if mask is not None:
+                chunk["attention_mask"] = mask[:, : mask.shape[1] - max(length - end, 0)]
+            outputs = self(**chunk, **step)
         return outputs
 
     def _give_positions(self, step: dict[str, Any], places: Sequence[int]) -> None:

@@ -58,7 +58,7 @@ from metatokens.model.labels import scored_labels, without_meta_tokens
 from metatokens.model.positions import are_packed
 from metatokens.model.rows import MetaRows, least_rows, positions_of
 from metatokens.model.vocabulary import MetaVocabulary
-from metatokens.model.window import READ_AT_ONCE, TextRule, last_readers, make_forgetting
+from metatokens.model.window import TextRule, last_readers, make_forgetting
 
 
 def layer_norm(config: MetaGPT2Config) -> nn.LayerNorm:
@@ -433,9 +433,6 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
             generation_config.cache_implementation = None  # transformers makes no cache; the next lines do
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache and kind != "static":
             model_kwargs["past_key_values"] = MetaTokenCache(self.config)
-        is_split = generation_config.use_cache and not model_kwargs.keys() & {"inputs_embeds", "meta_token_mask"}
-        if self.config.text_window is not None and is_split:  # transformers splits ids alone
-            generation_config.prefill_chunk_size = generation_config.prefill_chunk_size or READ_AT_ONCE
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
 
     def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:

@@ -17,8 +17,6 @@ from metatokens.errors import UserError
 from metatokens.model.cache import AnyCache, AnyCacheLayer, Entries, SecondStore, give
 from metatokens.model.rows import gather_rows, positions_of
 
-READ_AT_ONCE = 512  # tokens of a prompt that `generate()` reads in one forward pass
-
 
 def last_readers(position_ids: Tensor, is_meta: Tensor, is_real: Tensor, config: Any) -> Tensor:
     """The last position that sees each token, (batch, length) int64; -1 at padding, which no position sees.
