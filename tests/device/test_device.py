@@ -80,6 +80,7 @@ def test_generated_text_is_that_without_a_cache(dtype: torch.dtype, second_atten
 
 
 @SECOND
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # a GPU has them, and the test wants float32
 def test_a_compiled_step_is_the_eager_one(second_attention: str) -> None:
     torch._dynamo.reset()
     model, given = on_device(second_attention=second_attention).train(), batch()
@@ -91,16 +92,17 @@ def test_a_compiled_step_is_the_eager_one(second_attention: str) -> None:
 
 
 @SECOND
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # PyTorch calls it a prototype
 def test_nothing_in_a_training_step_waits_for_the_device(second_attention: str) -> None:
     model, given = on_device(second_attention=second_attention).train(), batch()
     model(**given).loss.backward()  # what is made once
-    if DEVICE == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
     with nullcontext() if DEVICE == "cuda" else pytest.MonkeyPatch.context() as patch:
         if DEVICE != "cuda":  # where nothing waits, whoever asks is noticed
             for name in ("item", "tolist", "nonzero", "__bool__", "__int__", "__float__"):
                 patch.setattr(Tensor, name, refused(name))
         try:
+            if DEVICE == "cuda":
+                torch.cuda.set_sync_debug_mode("error")
             model(**given).loss.backward()
         finally:
             if DEVICE == "cuda":
