@@ -200,7 +200,7 @@ def test_the_small_grid_is_whole() -> None:
     assert len({*names}) == len(names)
     core = {f"{model}-seed{seed}" for model in MODELS for seed in range(22, 34)}
     longer = {
-        f"{model}-seed{seed}-yarn{factor}" for model in ("gpt2", "meta") for seed in (22, 23, 24) for factor in (4, 8)
+        f"{model}-seed{seed}-yarn{factor}" for model in ("gpt2", "meta") for seed in (31, 32, 33) for factor in (4, 8)
     }
     assert {*names} == core | longer
 
@@ -228,7 +228,7 @@ def test_one_recipe_a_task_and_equal_steps_for_all_models() -> None:
 def test_contexts_are_extended_as_in_the_papers_first_table(sizes: Preset, block: int) -> None:
     by_name = {one.name: one for one in sizes.models}
     for factor in (4, 8):
-        one = by_name[f"meta-yarn{factor}" if sizes is PAPER else f"meta-seed22-yarn{factor}"]
+        one = by_name[f"meta-yarn{factor}" if sizes is PAPER else f"meta-seed33-yarn{factor}"]
         short = pretrain_recipe(sizes, one)
         base = by_name[one.pretrained_as or ""]
         assert short.model_dump() == pretrain_recipe(sizes, base).model_dump()

@@ -345,7 +345,7 @@ def test_the_committed_run_describes_its_stages_as_a_new_one_would() -> None:
     model = {"model": "meta", "position_embedding": "rope", "seed": 10, "task": "list_recall"}
     analysis = planned["rate-distortion-meta-seed22-list_recall"]
     assert analysis == model | {"kind": "rate-distortion", "recipe": "small", "train_length": 128}
-    longer = planned["finetune-meta-seed22-yarn4-list_recall"]
+    longer = planned["finetune-meta-seed33-yarn4-list_recall"]
     assert longer == model | {"kind": "finetune", "recipe": "small/yarn4", "train_length": None}
 
 
