@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from metatokens.retrofit.classes import MetaTokensConfig, freeze_base
     from metatokens.retrofit.saving import load_meta, save_meta
     from metatokens.retrofit.surgery import add_meta_attention
+    from metatokens.retrofit.window import set_text_window
 
 _HOMES = {
     "Landmarks": "metatokens.data.landmarks",
@@ -44,6 +45,7 @@ _HOMES = {
     "look": "metatokens.looking.look",
     "run_with_cache": "metatokens.analysis.activations",
     "save_meta": "metatokens.retrofit.saving",
+    "set_text_window": "metatokens.retrofit.window",
 }
 
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "look",
     "run_with_cache",
     "save_meta",
+    "set_text_window",
 ]
 
 

@@ -58,7 +58,7 @@ from metatokens.model.labels import scored_labels, without_meta_tokens
 from metatokens.model.positions import are_packed
 from metatokens.model.rows import MetaRows, least_rows, positions_of
 from metatokens.model.vocabulary import MetaVocabulary
-from metatokens.model.window import TextRule, last_readers, make_forgetting
+from metatokens.model.window import TextRule
 
 
 def layer_norm(config: MetaGPT2Config) -> nn.LayerNorm:
@@ -200,12 +200,10 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         span = InputSpan.of(x, attention_mask, past_key_values)
         position_ids = span.position_ids() if position_ids is None else position_ids
         rows = self._meta_rows(span, position_ids, input_ids, x, meta_token_mask, meta_positions)
-        readers = rule = None
+        rule = None
         if self.config.text_window is not None:
-            if attention_mask is not None and attention_mask.ndim == 4:
-                raise UserError("a mask of four dimensions would replace the text_window; give one of two dimensions.")
             is_meta = self._is_meta(input_ids, x, meta_token_mask)
-            readers = last_readers(position_ids, is_meta, span.real(torch.ones_like(is_meta)), self.config)
+            rule = TextRule.of(self.config, position_ids, is_meta, attention_mask, past_key_values)
 
         rotary = None
         if self.learned_positions is not None:  # e_t = E(x_t) + p_t
@@ -215,12 +213,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             rotary = self.rotary_emb(x, position_ids)
 
         needs_weights = kwargs.get("output_attentions", self.config.output_attentions)
-        if readers is not None:
-            if past_key_values is not None:
-                readers = past_key_values.read(readers, position_ids, self.config)
-                if needs_weights and past_key_values.has_dropped:
-                    raise UserError("text was dropped from this cache, and attention weights with it; use no cache.")
-            rule = TextRule(position_ids, readers)
+        if rule is not None and needs_weights and past_key_values is not None and past_key_values.has_dropped:
+            raise UserError("text was dropped from this cache, and attention weights with it; use no cache.")
         packed = position_ids if is_packed else None
         attend, mask = attention_function(
             self.config, x, attention_mask, past_key_values, packed, rule, needs_weights=needs_weights
@@ -267,11 +261,9 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and cache is None and not self.training:
             cache = MetaTokenCache(self.config)
-        has_window = self.config.text_window is not None
-        if cache is not None and (self.config.second_attention != "none" or has_window):
+        has_own = self.config.second_attention != "none" or self.config.text_window is not None
+        if cache is not None and has_own:
             give_second_stores(cache, self.config)
-            if has_window:
-                make_forgetting(cache)
         return cache
 
     def _is_meta(self, input_ids: Tensor | None, embeddings: Tensor, meta_token_mask: Tensor | None) -> Tensor:

@@ -1,8 +1,8 @@
 """Text that is forgotten: a query sees every meta-token, the first text and the last text, and nothing else.
 
 A query sees a key that is not after it if the key is a meta-token, or its position is below `text_sinks`, or it is
-fewer than `text_window` positions back. So each key has a last reader, which is the last position that sees it. Last
-readers are all that a mask needs, and all that a cache has to remember of what it holds (`ForgettingCache`).
+fewer than `text_window` positions back. So a key is seen from its own position to that of its last reader. These two
+numbers are all that a mask needs, and all that a cache has to remember of what it holds.
 """
 
 from collections.abc import Callable
@@ -11,25 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 
 from metatokens.errors import UserError
 from metatokens.model.cache import AnyCache, AnyCacheLayer, Entries, SecondStore, give
 from metatokens.model.rows import gather_rows, positions_of
-
-
-def last_readers(position_ids: Tensor, is_meta: Tensor, is_real: Tensor, config: Any) -> Tensor:
-    """The last position that sees each token, (batch, length) int64; -1 at padding, which no position sees.
-
-    Args:
-        position_ids: (batch or 1, length) int64.
-        is_meta: (batch, length) bool.
-        is_real: (batch, length) bool, False at padding.
-        config: the model's, with `text_window` and `text_sinks`.
-    """
-    is_kept = is_meta | (position_ids < config.text_sinks)
-    readers = torch.where(is_kept, torch.iinfo(torch.int64).max, position_ids + config.text_window - 1)
-    return readers.masked_fill(~is_real, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +25,47 @@ class TextRule:
 
     Attributes:
         positions: (batch or 1, length) int64, those of the queries.
-        readers: (batch, held + length) int64, the last readers of the cached entries and of the new ones.
+        keys: (batch, held + length) int64, the position of each key, cached ones first.
+        readers: (batch, held + length) int64, the last position that sees it; -1 at padding, which none sees.
     """
 
     positions: Tensor
+    keys: Tensor
     readers: Tensor
 
+    @classmethod
+    def of(cls, config: Any, positions: Tensor, is_meta: Tensor, attention_mask: Any, cache: Any) -> "TextRule":
+        """The rule for new tokens, which a cache takes note of; it forgets from now on.
+
+        Args:
+            config: the model's, with `text_window` and `text_sinks`.
+            positions: (batch or 1, length) int64.
+            is_meta: (batch, length) bool.
+            attention_mask: (batch, held + length or more), 1 at real tokens; or None.
+            cache: what the tokens before are in, or None.
+
+        Raises:
+            UserError: if the mask has four dimensions, or the cache a fixed size or entries that are unknown here.
+        """
+        if isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim == 4):
+            raise UserError("a mask of four dimensions would replace the text_window; give one of two dimensions.")
+        is_kept = is_meta | (positions < config.text_sinks)
+        readers = torch.where(is_kept, torch.iinfo(torch.int64).max, positions + config.text_window - 1)
+        if attention_mask is not None:
+            readers = readers.masked_fill(attention_mask[:, -is_meta.shape[1] :] == 0, -1)
+        keys = positions.expand_as(readers)
+        if cache is not None:
+            keys, readers = forgetting(cache, config.get_text_config().num_hidden_layers).read(keys, readers, config)
+        return cls(positions, keys, readers)
+
     def mask_function(self) -> Callable[[Any, Any, Any, Any], Tensor]:
-        """The causal rule as a mask function of transformers; its indices count from 0, and broadcast."""
-        positions, readers = self.positions.expand(len(self.readers), -1), self.readers
-        held = readers.shape[1] - positions.shape[1]
+        """The rule as a mask function of transformers, whose indices count from 0, and broadcast."""
+        positions = self.positions.expand(len(self.keys), -1)
+        keys, readers = self.keys.contiguous(), self.readers.contiguous()  # as flex attention needs them
 
         def is_seen(batch: Any, head: Any, query: Any, key: Any) -> Tensor:
-            return (key <= query + held) & (positions[batch, query] <= readers[batch, key])
+            position = positions[batch, query]
+            return (keys[batch, key] <= position) & (position <= readers[batch, key])
 
         return is_seen
 
@@ -103,43 +118,50 @@ class ForgettingCache(AnyCache):
     """Mixin for a cache whose layers hold what later queries can see, and little else.
 
     Entries that no later query sees are dropped when some have piled up, so that a step seldom copies the cache. A
-    layer holds at most max(16, text_window // 4) such entries, and those that the last forward pass added.
+    layer holds at most max(16, text_window // 4) such entries, and those that the last forward pass added. One more
+    layer than the model has takes note of the entries: its keys are their positions, and its values the last positions
+    that see them, each (batch, 1, held, 1).
 
     Attributes:
-        readers: (batch, held), the last readers of the entries of each layer.
         kept: how many entries were left when some were dropped the last time.
-        has_dropped: whether any were.
     """
 
-    readers: Tensor | None = None
+    layers: list[Any]
     kept = 0
-    has_dropped = False
 
-    def read(self, new: Tensor, position_ids: Tensor, config: Any) -> Tensor:
+    @property
+    def has_dropped(self) -> bool:
+        """Whether any entries were dropped."""
+        return any(layer.forgotten for layer in self.layers)
+
+    @property
+    def held(self) -> int:
+        """The number of entries of each layer."""
+        return int(self.get_seq_length()) - self.layers[0].forgotten
+
+    def read(self, keys: Tensor, readers: Tensor, config: Any) -> tuple[Tensor, Tensor]:
         """Make room for new tokens, and note them.
 
         Args:
-            new: (batch, length), their last readers.
-            position_ids: (batch or 1, length). All later queries have positions from the least of a row on.
+            keys, readers: (batch, length), as in `TextRule`. No later position is before the least of a row.
             config: the model's; its second store holds all tokens if `second_attention` is `causal`.
 
         Returns:
-            The last readers of the entries that are held and of the new ones, (batch, held + length).
+            The same of the entries that are held and of the new ones, (batch, held + length).
         """
-        readers = new[:, :0] if self.readers is None else self.readers
-        held = readers.shape[1]
-        if held != self.get_seq_length() - self.layers[0].forgotten:
+        *_, notes = self.layers
+        if notes.get_seq_length() != self.get_seq_length():
             raise UserError(
                 "this cache lost entries, or has some, as of learned prompts, that a text_window cannot place."
             )
-        if held >= max(self.kept, config.text_window) + max(16, config.text_window // 4):
-            index = positions_of(readers >= position_ids.amin(dim=1, keepdim=True))
+        if self.held >= max(self.kept, config.text_window) + max(16, config.text_window // 4):
+            index = positions_of(notes.values[:, 0, :, 0] >= keys.amin(dim=1, keepdim=True))
             for layer in self.layers:
-                layer.keep(index, in_second=config.second_attention == "causal")
-            readers = readers.gather(1, index.clamp(min=0)).masked_fill(index < 0, -1)
-            self.kept, self.has_dropped = index.shape[1], True
-        self.readers = torch.cat([readers, new], dim=1)
-        return self.readers
+                layer.keep(index, in_second=getattr(config, "second_attention", "meta") == "causal")
+            notes.values = notes.values.masked_fill((index < 0)[:, None, :, None], -1)
+            self.kept = index.shape[1]
+        keys, readers = notes.update(keys[:, None, :, None], readers[:, None, :, None])
+        return keys[:, 0, :, 0], readers[:, 0, :, 0]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; at least those of the last forward pass can be removed.
@@ -147,42 +169,26 @@ class ForgettingCache(AnyCache):
         Raises:
             UserError: if text before them was dropped that their successors would have to see.
         """
-        held = 0 if self.readers is None else self.readers.shape[1]
-        if self.has_dropped and -tokens_to_remove > held - self.kept:
+        if self.has_dropped and -tokens_to_remove > self.held - self.kept:
             raise UserError(
-                f"text was dropped from this cache; only its last {held - self.kept} tokens can be removed."
+                f"text was dropped from this cache; only its last {self.held - self.kept} tokens can be removed."
             )
         super().crop(tokens_to_remove)
-        self._change(lambda readers: readers[:, : max(held + tokens_to_remove, 0)])
 
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self.readers, self.kept, self.has_dropped = None, 0, False
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes a copy of row `beam_idx[i]` (beam search)."""
-        super().reorder_cache(beam_idx)
-        self._change(lambda readers: readers.index_select(0, beam_idx.to(readers.device)))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given rows, in the given order."""
-        super().batch_select_indices(indices)
-        self._change(lambda readers: readers[indices])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times."""
-        super().batch_repeat_interleave(repeats)
-        self._change(lambda readers: readers.repeat_interleave(repeats, dim=0))
-
-    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.readers = None if self.readers is None else change(self.readers)
+        self.kept = 0
 
 
-def make_forgetting(cache: Any) -> None:
-    """Have a cache forget text, in place."""
-    if cache.is_compileable:
-        raise UserError("a text_window needs a cache that grows, not one of a fixed size (cache_implementation).")
-    give(cache, ForgettingCache)
-    for layer in cache.layers:
-        give(layer, ForgettingLayer)
+def forgetting(cache: Any, layers: int) -> ForgettingCache:
+    """The cache of a model of so many layers, which forgets text from now on."""
+    if not isinstance(cache, ForgettingCache):
+        cache.layers += [DynamicLayer() for _ in range(layers - len(cache.layers))]
+        if not all(isinstance(layer, DynamicLayer) and not layer.is_sliding for layer in cache.layers):
+            raise UserError("a text_window needs a cache that grows, not one of a fixed size (cache_implementation).")
+        cache.layers += [type(cache.layers[0])()]
+        give(cache, ForgettingCache)
+        for layer in cache.layers:
+            give(layer, ForgettingLayer)
+    return cache

@@ -63,6 +63,16 @@ class MetaConfig(PreTrainedConfig):
         meta_attention: the fields of a `MetaSettings`.
     """
 
+    @property
+    def text_window(self) -> int | None:
+        """As in `MetaGPT2Config`; `set_text_window` changes it."""
+        return getattr(self, "meta_attention", {}).get("text_window")
+
+    @property
+    def text_sinks(self) -> int:
+        """As in `MetaGPT2Config`."""
+        return getattr(self, "meta_attention", {}).get("text_sinks", 4)
+
     def to_json_string(self, *args: Any, **kwargs: Any) -> str:
         """The base's JSON, under this package's model type."""
         given = json.loads(super().to_json_string(*args, **kwargs))
@@ -283,7 +293,7 @@ def install(model: Any) -> None:
     model._keep_in_fp32_modules |= {f"meta_attention.attention.{name}" for name in ("qkv_proj", "out_proj")}
     if hasattr(decoder, "meta_settings"):  # installed already: the decoder was made by `AutoModel.from_config`
         return
-    decoder.meta_settings, decoder.meta_has_trained = settings, False
+    decoder.meta_settings, decoder.meta_config, decoder.meta_has_trained = settings, config, False
     decoder.register_forward_pre_hook(find_rows, with_kwargs=True)
     decoder.register_forward_hook(forget_rows, always_call=True)
     # Half precision would round small training steps away. PEFT's adapters are in float32 for the same reason.

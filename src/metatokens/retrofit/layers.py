@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, DynamicCache
 from transformers import initialization as init
 
 from metatokens.errors import UserError
 from metatokens.model.attention import MetaAttention
 from metatokens.model.cache import SecondStore, give_second_store
+from metatokens.model.inputs import InputSpan
 from metatokens.model.positions import Rotary, are_packed, check_positions, position_ids_from_mask, rotary_tables
 from metatokens.model.rows import MetaRows, least_rows, positions_of
+from metatokens.model.window import TextRule
 from metatokens.retrofit.settings import MetaSettings
 
 
@@ -159,8 +161,8 @@ def leave_out(head: Any, args: tuple, logits: Tensor) -> Tensor:
     return logits
 
 
-def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of the decoder: find the meta-tokens of this pass.
+def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of the decoder: find the meta-tokens of this pass, and hide forgotten text.
 
     Refuses what would be silently wrong: an adapter around the embeddings, sequences packed into one row without a mask
     that separates them, and sequences beyond a learned table of positions.
@@ -178,11 +180,14 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         row = table(torch.tensor([[table.meta_token_id]], device=embeddings.device)).to(embeddings)
         is_meta = (embeddings == row).all(dim=-1)
     else:
-        return  # the base raises an error for it
+        return None  # the base raises an error for it
     past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
     if not decoder.meta_has_trained and decoder.training and torch.is_grad_enabled():
         _look_at_first_step(decoder, is_meta)
     _begin(decoder, is_meta, past, kwargs.get("attention_mask"), kwargs.get("position_ids"))
+    if decoder.meta_config.text_window is None:
+        return None
+    return args, kwargs | _forgetting(decoder, is_meta, past, **kwargs)
 
 
 @torch.compiler.disable
@@ -231,6 +236,29 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Any, positio
             store.check_second(rows, is_masked=seen is not None)
     rotary = rotary_tables(rows.positions.clamp(min=0), settings.head_size, settings.rope_theta)
     _thread.step = Pass(rows, rotary, seen)
+
+
+@torch.compiler.disable  # as `_begin`
+def _forgetting(
+    decoder: Any,
+    is_meta: Tensor,
+    past: Cache | None,
+    attention_mask: Any = None,
+    position_ids: Any = None,
+    use_cache: bool | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """The decoder's inputs by which this pass forgets text: positions, a mask, and a cache that forgets, if any."""
+    if past is None and not decoder.training and (decoder.config.use_cache if use_cache is None else use_cache):
+        past = DynamicCache(config=decoder.config)
+    positions = InputSpan.of(is_meta, attention_mask, past).position_ids()
+    if position_ids is None:
+        position_ids = positions
+    elif position_ids.ndim == 2:  # multimodal models have three axes of positions
+        positions = position_ids
+    rule = TextRule.of(decoder.meta_config, positions, is_meta, attention_mask, past)
+    mask = rule.mask(decoder.config, decoder.dtype)
+    return {"attention_mask": mask, "position_ids": position_ids, "past_key_values": past}
 
 
 def _check_positions(config: Any, length: int, mask: Any, positions: Tensor | None) -> None:

@@ -40,6 +40,7 @@ class MetaSettings(BaseModel):
         base: the base's name.
         base_settings: the settings of the base's configuration (`settings_of`).
         base_weights: checksums of the base (`weight_checksums`); None if its weights could not be read.
+        text_window, text_sinks: what a query sees of the text, as in `MetaGPT2Config`.
     """
 
     # Read by `Attention`. The paper's code base has no biases.
@@ -57,6 +58,8 @@ class MetaSettings(BaseModel):
     base: str
     base_settings: dict[str, Any]
     base_weights: Checksums | None
+    text_window: Size | None = None
+    text_sinks: Annotated[int, Field(ge=0)] = 4
 
     @classmethod
     def checked(cls, **given: Any) -> "MetaSettings":

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from metatokens.decoder import decoder_of
 from metatokens.errors import UserError, one_line
 
+_STEPS = "meta-attention cannot be added to a {}: it must read text alone, also in steps of two tokens with a cache"
+
 
 @dataclass
 class Call:
@@ -53,7 +55,7 @@ def find_sites(model: PreTrainedModel, layers: Sequence[int]) -> tuple[tuple[str
             f"meta-attention cannot be added to a {type(model).__name__}: block {layers[sites.index(None)]} has no "
             "attention whose output joins the residual stream ahead of a feed-forward layer, or next to one."
         )
-    with _a_text(model) as ids:  # generation reads an inserted meta-token together with the token before it
+    with a_text(model, _STEPS) as ids:  # generation reads an inserted meta-token together with the token before it
         apart, together = _in_steps(model, ids, (6, 1, 1)), _in_steps(model, ids, (6, 2))
         if (apart - together).norm() > 0.2 * apart.norm():  # for example if a step of two tokens drops a state
             raise ValueError("two tokens read in one step give other logits than one by one")
@@ -71,7 +73,7 @@ def _calls(model: PreTrainedModel, layers: Sequence[int], replaced: str | None) 
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(after))
     try:
-        with _a_text(model) as ids:
+        with a_text(model, _STEPS) as ids:
             model(ids, use_cache=False)
     finally:
         for handle in handles:
@@ -91,18 +93,16 @@ def _in_steps(model: PreTrainedModel, ids: Tensor, lengths: tuple[int, ...]) -> 
 
 
 @contextmanager
-def _a_text(model: PreTrainedModel) -> Iterator[Tensor]:
-    """Eight ids, (1, 8), for a model in evaluation mode; whatever it raises becomes a UserError."""
+def a_text(model: PreTrainedModel, complaint: str, length: int = 8) -> Iterator[Tensor]:
+    """Ids, (1, length), for a model in evaluation mode; whatever it raises becomes a UserError with this complaint."""
     modes = {module: module.training for module in model.modules()}
-    ids = torch.arange(8)[None] % model.config.get_text_config().vocab_size
+    ids = torch.arange(length)[None] % model.config.get_text_config().vocab_size
     try:
         model.eval()
         yield ids.to(device_of(model.get_input_embeddings()))
     except Exception as error:  # of any type
-        raise UserError(
-            f"meta-attention cannot be added to a {type(model).__name__}: it must read text alone, also in steps of "
-            f"two tokens with a cache, and fails ({type(error).__name__}: {one_line(error)[:200]})."
-        ) from error
+        reason = f"({type(error).__name__}: {one_line(error)[:200]})"
+        raise UserError(f"{complaint.format(type(model).__name__)}, and fails {reason}.") from error
     finally:
         for module, mode in modes.items():
             module.training = mode

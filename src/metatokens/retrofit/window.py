@@ -1,0 +1,79 @@
+"""Setting a text window: a model then forgets text that is neither near, nor a meta-token, nor at the start."""
+
+from itertools import pairwise
+
+import torch
+from torch.nn.functional import pad
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from metatokens.decoder import decoder_of
+from metatokens.errors import UserError
+from metatokens.model.configuration import MetaGPT2Config
+from metatokens.retrofit.classes import MetaConfig
+from metatokens.retrofit.settings import MetaSettings
+from metatokens.retrofit.sites import a_text
+
+_READS = "a {} cannot have a text_window: it must read text by masks of four dimensions, and a cache that drops some"
+
+
+def set_text_window(model: PreTrainedModel, window: int | None, sinks: int = 4) -> None:
+    """Have a model forget text from now on, in training, evaluation and generation.
+
+    A query then sees all earlier meta-tokens, the first positions, and a window, in every block, and a cache that
+    grows holds little else. The model is to be trained so: as it comes, its meta-tokens hold nothing.
+
+    Args:
+        model: a `MetaGPT2ForCausalLM` or a retrofitted model.
+        window: how many positions a query sees at most, itself included; None: everything.
+        sinks: the number of first positions that all queries see.
+
+    Raises:
+        UserError: if a number is too small, or the model has no meta-token or masks of its own, such as a sliding
+            window. The model is then unchanged.
+    """
+    config, own = model.config, {"text_window": window, "text_sinks": sinks}
+    if isinstance(config, MetaConfig):
+        settings = MetaSettings.checked(**config.meta_attention | own).model_dump()
+        if window is not None:
+            _check(model)
+        config.meta_attention = settings
+    elif isinstance(config, MetaGPT2Config):
+        type(config).from_dict(config.to_dict() | own)  # refuses what does not fit
+        config.text_window, config.text_sinks = window, sinks
+    else:
+        raise UserError("a text_window needs meta-tokens, which this model has not: call add_meta_attention first.")
+
+
+@torch.no_grad()
+def _check(model: PreTrainedModel) -> None:
+    """Refuse a base that does not forget by masks, or whose attention depends on the places of cached keys.
+
+    With a window of 1, text that is no sink changes nothing after it, whether a mask hides it or a cache drops it.
+    """
+    (decoder, _), config = decoder_of(model), model.config
+    layers = DynamicCache(config=decoder.config).layers
+    if any(type(layer) is not DynamicLayer for layer in layers) or hasattr(decoder.config, "attention_types"):
+        raise UserError(
+            f"a {type(model).__name__} cannot have a text_window: some of its blocks have a sliding window of their "
+            "own, or a state instead of a cache."
+        )
+    before, config.meta_attention = config.meta_attention, config.meta_attention | {"text_window": 1, "text_sinks": 1}
+    try:
+        with a_text(model, _READS, 24) as ids:
+            ids = torch.cat([ids, pad(ids[:, :19], (5, 0))])
+            mask = (torch.arange(24, device=ids.device) >= torch.tensor([[0], [5]], device=ids.device)).long()
+            ids[:, 10] = config.meta_token_id
+            other, cache = ids.clone(), None
+            other[:, 8] += 1
+            whole = decoder(other, attention_mask=mask, use_cache=False)[0]
+            for start, end in pairwise([0, *range(20, 25)]):
+                given = {"attention_mask": mask[:, :end], "past_key_values": cache, "use_cache": True}
+                out = decoder(ids[:, start:end], **given)
+                cache, expected = out.past_key_values, whole[:, max(start, 12) : end]
+                if (out[0][:, -expected.shape[1] :] - expected).norm() > torch.finfo(
+                    model.dtype
+                ).eps ** 0.5 * expected.norm():
+                    raise ValueError("text that is forgotten changes what it predicts")
+    finally:
+        config.meta_attention = before
