@@ -17,7 +17,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from metatokens.paper.claims import Judged, claims, judge
-from metatokens.paper.frame import MODELS, TASKS, Inputs, load
+from metatokens.paper.frame import TASKS, Inputs, load
 from metatokens.paper.report import overview
 from metatokens.paper.report.table import Cell, Fields, Table, tabulate
 from metatokens.paper.report.tables import INTERVENTIONS, PERPLEXITY, Tables
@@ -34,12 +34,6 @@ SMALL: Fields = {"position_embedding": "rope"}
 AT_128: Fields = {**SMALL, "train_length": 128, "length": 128}
 TWICE: Fields = {"task": "list_recall", "train_length": 512, "length": 1024}
 FAR: Fields = {"train_length": 128, "length": 2048, "condition": "long_prompt"}
-LANDMARKS: Fields = {
-    "task": "list_recall",
-    "variant": "landmark",
-    "condition": "landmark",
-    "train_condition": "landmark",
-}
 
 
 @cache
@@ -109,27 +103,9 @@ def sooner() -> str:
 
 
 def markers() -> str:
-    """List recall with markers that point at the answer, with landmarks, and among decoys."""
-    columns = {
-        text: {"condition": condition}
-        for condition, text in {"paper": "as trained", "landmark": "landmarks", "decoy": "decoys"}.items()
-    }
+    """List recall with markers that point at the answer, and among decoys."""
+    columns = {text: {"condition": condition} for condition, text in {"paper": "as trained", "decoy": "decoys"}.items()}
     return grid("list recall, 128 tokens", models({**AT_128, "task": "list_recall"}), columns)
-
-
-def unmarked() -> str:
-    """List recall of models trained where no marker points at the answer."""
-    return grid("trained and tested with landmarks", models(SMALL | LANDMARKS), lengths(128, 256, 512))
-
-
-def positions() -> str:
-    """The four tasks by kind of positions."""
-    rows = {
-        Markup(f"`{model}`, {text}"): {**AT_128, "model": model, "position_embedding": kind}
-        for kind, text in {"rope": "rotary", "learned": "learned", "none": "none"}.items()
-        for model in MODELS
-    }
-    return grid("trained to 128 tokens, tested there", rows, each_task())
 
 
 def no_pos() -> str:
@@ -236,8 +212,8 @@ def demo_recall() -> str:
 FIGURES = {
     function.__name__: function
     for function in (
-        summary, answers, cost, tasks, sooner, markers, unmarked, positions, no_pos, yarn,
-        long_prompts, added, long_texts, perplexity, speed, demo_tasks, demo_recall,
+        summary, answers, cost, tasks, sooner, markers, no_pos, yarn, long_prompts,
+        added, long_texts, perplexity, speed, demo_tasks, demo_recall,
     )
 }  # fmt: skip
 FIGURES |= {

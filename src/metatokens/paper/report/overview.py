@@ -74,7 +74,7 @@ def _main_claims(judged: Sequence[Judged]) -> str:
     said = "; ".join(f"\u201c{one.claim.text}\u201d is {one.verdict}: {effect_text(one)}" for one in told)
     quoted = listed([f"\u201c{text}\u201d" for text in lost])
     holm = f" Holm's correction for their number would leave {quoted} inconclusive." if lost else ""
-    return f"The main claims: {said}.{holm}" if told else ""
+    return f"The main claims, named before the experiment: {said}.{holm}" if told else ""
 
 
 def _compared(tables: Tables) -> str:
