@@ -1,7 +1,7 @@
 """Functions for any decoder: find its blocks and its kind of positions, compute chosen logits, continue prompts."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -57,6 +57,40 @@ def _head(model: Any, decoder: Any, output: Any, states: Tensor) -> Tensor:
     output["last_hidden_state"] = states[None]
     with patch.object(decoder, "forward", lambda *args, **kwargs: output):
         return model(states.new_zeros((1, 1), dtype=torch.int64), use_cache=False).logits[0]
+
+
+@torch.no_grad()
+def cache_kept(model: Any, texts: Iterable[Any]) -> dict[str, Any]:
+    """What a cache of keys and values keeps at the end of texts: the fields of a `Result`; none without a text window.
+
+    Args:
+        model: any model that `load_model` gives; it is put into evaluation mode.
+        texts: token ids, (length,) each.
+    """
+    config, lengths, held = model.config, [], []
+    if (window := getattr(config, "text_window", None)) is None:
+        return {}
+    for text in texts:
+        ids, place = torch.as_tensor(text).cpu(), torch.arange(len(text))
+        is_kept = (ids == config.meta_token_id) | (place < config.text_sinks) | (place >= len(text) - window)
+        lengths.append(len(text))
+        held.append(int(is_kept.sum()))
+    cache = model.eval()(torch.zeros((1, 1), dtype=torch.int64, device=model.device), use_cache=True).past_key_values
+    size = sum(one.nbytes for layer in cache.layers for one in (layer.keys, layer.values))
+    return {
+        "text_window": window,
+        "kv_kept": sum(held) / sum(lengths),
+        "kv_bytes": round(size * sum(held) / len(held)),
+    }
+
+
+def kept_line(kept: Mapping[str, Any]) -> str:
+    """A line that shows what `cache_kept` found."""
+    share, size = kept["kv_kept"], kept["kv_bytes"]
+    return (
+        f"text_window {kept['text_window']}: a cache keeps {100 * share:.1f} % of the keys and values, {size:,} bytes "
+        f"instead of {size / share:,.0f} for each text"
+    )
 
 
 @dataclass(frozen=True, slots=True)

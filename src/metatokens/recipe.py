@@ -130,6 +130,10 @@ class TrainingSettings(TrainerSettings):
     # Half of the training sequences have one jump in their positions, which all stay below this; None: no jumps. Stages
     # have none.
     position_jumps: Annotated[int, Field(gt=0, le=2**20)] | None = None
+    # How far back the model sees text, from now on, and how many first positions it keeps (`set_text_window`). None: as
+    # it was trained before, and 4.
+    text_window: Positive | None = None
+    text_sinks: AtLeastZero | None = None
 
     @model_validator(mode="after")
     def _fit_each_other(self) -> "TrainingSettings":

@@ -120,6 +120,9 @@ class Result(Measured):
     intervention: str | None = None
     noise_seed: int | None = None
     text: str | None = None  # for perplexity: held_out, book, or a path
+    text_window: int | None = None  # positions; null for a model that forgets no text
+    kv_kept: float | None = None  # the share of keys and values that a cache keeps at the end of the prompts or blocks
+    kv_bytes: int | None = None  # their mean size
     metric: Metric
     value: float | None = None  # proportions in [0, 1]; null where the model cannot be run
     n: Annotated[int, Field(ge=0)]  # examples (accuracies) or scored tokens (token_accuracy, perplexity)

@@ -52,6 +52,7 @@ def generate(
         str | None, typer.Option(metavar="TEXT", help="What marks a meta-token in PROMPT, such as _PAUSE_.")
     ] = None,
     landmarks: options.Landmarks = None,
+    text_window: options.TextWindow = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Wrap PROMPT in the chat template as a user message; print only the answer.")
     ] = False,
@@ -90,7 +91,7 @@ def generate(
         raise UserError("--chat goes with a prompt; the records of --data are continued as they are.")
     asked = [] if messages is None else read_messages(messages)
     asked += [] if prompt is None else [{"role": "user", "content": prompt}]
-    loaded, tokenizer = options.load(model, device, dtype)
+    loaded, tokenizer = options.load(model, device, dtype, text_window)
     if marker is not None or meta_every is not None or landmarks is not None:
         check_meta_token(loaded.config, tokenizer, model)
     torch.manual_seed(seed)
@@ -103,6 +104,7 @@ def generate(
         if any(record.markers for record in records):
             check_meta_token(loaded.config, tokenizer, model)
         prompts = [record.input_ids[: record.answer_start] for record in records]
+        _say_kept(loaded, prompts)
         rows: Iterator[dict[str, Any]] = (
             {"prompt": record.prompt, "markers": record.markers, **_fields(new, show_meta)}
             for record, new in zip(records, continued(prompts), strict=True)
@@ -127,6 +129,7 @@ def generate(
         raise UserError(f"the marker {marker!r} is not in the prompt.")
     if landmarks is not None and loaded.config.meta_token_id not in ids:
         say(f"landmarks by {landmarks} have no place in this prompt.")
+    _say_kept(loaded, [ids])
     longest = len(ids) + max_new_tokens + (max_new_tokens // meta_every if meta_every else 0)
     has_beams = loaded.generation_config.num_beams not in (None, 1)  # they may take words back
     if not (as_json or show_meta or has_beams) and reaches(loaded.config, longest):  # else it may end in a mistake
@@ -139,6 +142,14 @@ def generate(
         print(json.dumps(line | _fields(new, show_meta), ensure_ascii=False))
     else:
         print(new.with_meta if show_meta else new.text if chat else f"{prompt}{new.text}")
+
+
+def _say_kept(model: Any, prompts: Any) -> None:
+    """Print what a cache keeps of prompts, if the model has a text window."""
+    from metatokens.decoder import cache_kept, kept_line
+
+    if kept := cache_kept(model, prompts):
+        say(kept_line(kept))
 
 
 def _fields(new: "Continuation", show_meta: bool) -> dict[str, str]:
@@ -157,6 +168,8 @@ def look(
     layers: Annotated[
         str | None, typer.Option(metavar="N,...", help="Blocks whose attention to show, from 0; by default all.")
     ] = None,
+    landmarks: options.Landmarks = None,
+    text_window: options.TextWindow = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="HTML file to write.")] = Path("look.html"),
@@ -175,8 +188,10 @@ def look(
     chosen = options.parse_layers(layers)
     looks = []
     for given in filter(None, (model, compare)):
-        loaded, tokenizer = options.load(fetch_model(given), device, dtype)
-        looks.append(look_inside(loaded, tokenizer, prompt, marker, name=str(given), layers=chosen))
+        loaded, tokenizer = options.load(fetch_model(given), device, dtype, text_window)
+        found = look_inside(loaded, tokenizer, prompt, marker, landmarks=landmarks, name=str(given), layers=chosen)
+        looks.append(found)
+        _say_kept(loaded, [found.ids])
     replace_own(out, to_html(looks).encode(), SIGNATURE.encode())
     say(f"page: {out}")
     if picture is not None:

@@ -17,7 +17,7 @@ from metatokens.files import PNG, replace_own
 from metatokens.machine import is_first_process
 
 LARGE = 100_000_000  # bytes of weights; larger models are assumed to be pretrained elsewhere
-BATCH_SIZE = "training.per_device_train_batch_size"
+BATCH_SIZE, WINDOW = "training.per_device_train_batch_size", "training.text_window"
 
 
 def reproduce(
@@ -138,6 +138,7 @@ def pretrain(
         typer.Option(metavar="DIR|hf:NAME", callback=options.fetched, help="Model to start from, also a plain GPT-2."),
     ] = None,
     landmarks: options.Landmarks = None,
+    text_window: options.TextWindow = None,
     lora: options.Lora = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -150,7 +151,7 @@ def pretrain(
     """
     from metatokens.training.pretrain import pretrain
 
-    own = {"data.placement": landmarks, "training.lora_rank": _rank(lora), BATCH_SIZE: batch_size}
+    own = {"data.placement": landmarks, "training.lora_rank": _rank(lora), BATCH_SIZE: batch_size, WINDOW: text_window}
     settings = _settings(recipes.PretrainRecipe, recipe, overrides, device, dtype, own)
     with progress_bar("pretrain") as progress:
         trained = pretrain(settings, out, init=init, overwrite=overwrite, progress=progress)
@@ -166,6 +167,7 @@ def extend(
     recipe: options.PretrainRecipe,
     overrides: options.Set = None,
     landmarks: options.Landmarks = None,
+    text_window: options.TextWindow = None,
     original_length: Annotated[
         int | None,
         typer.Option(metavar="TOKENS", min=1, help="Length that the model was trained on; by default its maximum."),
@@ -181,7 +183,7 @@ def extend(
     """
     from metatokens.training.extend import extend
 
-    own = {"data.placement": landmarks, BATCH_SIZE: batch_size}
+    own = {"data.placement": landmarks, BATCH_SIZE: batch_size, WINDOW: text_window}
     settings = _settings(recipes.PretrainRecipe, recipe, overrides, device, dtype, own)
     with progress_bar("extend") as progress:
         trained = extend(
@@ -209,6 +211,7 @@ def finetune(
     ] = None,
     eval_data: Annotated[Path | None, typer.Option(metavar="FILE", help="Held-out records to evaluate on.")] = None,
     landmarks: options.Landmarks = None,
+    text_window: options.TextWindow = None,
     recipe: options.FinetuneRecipe = None,
     overrides: options.Set = None,
     lora: options.Lora = None,
@@ -247,6 +250,7 @@ def finetune(
         "training.keep_adapter": keep_adapter or None,
         "training.lora_rank": _rank(lora),
         BATCH_SIZE: batch_size,
+        WINDOW: text_window,
     }
     if recipe is None:
         recipe = "pretrained_finetune" if weights_size(model) >= LARGE else "demo_finetune"

@@ -16,6 +16,7 @@ def evaluate(
     task: options.TaskOrData = None,
     data: options.Data = None,
     landmarks: options.Landmarks = None,
+    text_window: options.TextWindow = None,
     lengths: Annotated[
         str, typer.Option(metavar=options.SEVERAL, help="Longest prompts in tokens; the shortest have half as many.")
     ] = "128,256,512,1024",
@@ -58,7 +59,7 @@ def evaluate(
         raise UserError("--landmarks goes with --data; --condition places the meta-tokens of a task.")
     check_results_file(out)
     check_results_file(predictions)
-    loaded, tokenizer = options.load(model, device, dtype)
+    loaded, tokenizer = options.load(model, device, dtype, text_window)
     check_meta_token(loaded.config, tokenizer, model)
     tests: dict[Any, list[Example]]
     if task is None:
@@ -159,6 +160,7 @@ def perplexity(
     ] = 0.1,
     placement: options.Placement = "none",
     landmarks: options.Landmarks = None,
+    text_window: options.TextWindow = None,
     max_tokens: Annotated[
         int | None, typer.Option(metavar="TOKENS", min=1, help="Limit on the text that is read; by default all is.")
     ] = None,
@@ -181,7 +183,7 @@ def perplexity(
     check_results_file(out)
     if landmarks is not None and placement != "none":
         raise UserError("give --placement or --landmarks, not both: each places the meta-tokens of a block.")
-    loaded, tokenizer = options.load(model, device, dtype)
+    loaded, tokenizer = options.load(model, device, dtype, text_window)
     text = held_out_text(corpus, tokenizer, max_tokens)
     result = perplexity(
         loaded,

@@ -27,12 +27,18 @@ def fetched(context: typer.Context, model: Path | None) -> Path | None:
     return fetch_model(model)
 
 
-def load(model: Path, device: str | None, dtype: str | None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """The model of a folder and its tokenizer."""
+def load(
+    model: Path, device: str | None, dtype: str | None, text_window: int | None = None
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The model of a folder, with another text window if one is given, and its tokenizer."""
     from metatokens.checkpoint import load_model
     from metatokens.data.tokenizer import load_tokenizer
+    from metatokens.retrofit.window import set_text_window
 
-    return load_model(model, device=device, dtype=dtype), load_tokenizer(str(model))
+    loaded = load_model(model, device=device, dtype=dtype)
+    if text_window is not None:
+        set_text_window(loaded, text_window)
+    return loaded, load_tokenizer(str(model))
 
 
 def _listed(choices: Any) -> str:
@@ -83,6 +89,15 @@ Landmarks = Annotated[
         metavar="RULE",
         help="Put a meta-token after each line, paragraph or sentence, or after every:N tokens.",
         autocompletion=lambda: ["line", "paragraph", "sentence", "every:N"],
+    ),
+]
+TextWindow = Annotated[
+    int | None,
+    typer.Option(
+        "--text-window",
+        metavar="W",
+        min=1,
+        help="Forget text W positions back, except the first and meta-tokens; by default as the model was trained.",
     ),
 ]
 Device = Annotated[

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.checkpoint import LanguageModel
+from metatokens.decoder import cache_kept
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.model.positions import reaches
 from metatokens.records import About, Metric, Result, pack_hits
@@ -55,12 +56,15 @@ def evaluate(
             results += [Result(**shared, length=length, metric=metric, n=0) for metric in METRICS]
             continue
         exact, tokens = score(model, examples, batch=batch)
+        kept = cache_kept(model, (example.input_ids[: example.answer_start] for example in examples))
         answer_tokens = sum(len(example.input_ids) - example.answer_start for example in examples)
         measured = ((sum(exact), len(exact), guessed), (sum(tokens), answer_tokens, None))
         for metric, (successes, n, guessing) in zip(METRICS, measured, strict=True):
             hits = pack_hits(exact) if metric == "exact_match" else None
             results.append(
-                Result(**shared, **_share(successes, n), length=length, metric=metric, chance=guessing, hits=hits)
+                Result(
+                    **shared, **_share(successes, n), **kept, length=length, metric=metric, chance=guessing, hits=hits
+                )
             )
     return results
 

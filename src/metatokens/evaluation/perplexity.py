@@ -6,6 +6,7 @@ nothing precedes it. Meta-tokens are context, never targets.
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +20,36 @@ from metatokens.data.insertion import IGNORED_LABEL, insert_meta_tokens, labels_
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import encode_documents
-from metatokens.decoder import logits_at
+from metatokens.decoder import cache_kept, logits_at
 from metatokens.errors import UserError
 from metatokens.evaluation.intervals import normal_interval
 from metatokens.model.positions import check_length
 from metatokens.records import About, Result
+
+
+def block_of(
+    blocks: np.ndarray,
+    row: int,
+    meta_token_id: Any,
+    block_size: int,
+    fraction: float,
+    placement: str,
+    behind: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a block with its meta-tokens, and their labels; the arguments are those of `block_losses`."""
+    if behind is not None:
+        ids = np.insert(blocks[row], np.flatnonzero(behind[row]) + 1, meta_token_id).astype(np.int64)
+        return ids, labels_of(ids, meta_token_id)
+    if placement == "none":
+        return (blocks[row].astype(np.int64),) * 2
+    return insert_meta_tokens(
+        blocks[row],
+        meta_token_id=meta_token_id,
+        block_size=block_size,
+        fraction=fraction,
+        placement=placement,
+        generator=np.random.default_rng(row),
+    )
 
 
 @torch.inference_mode()
@@ -52,25 +78,9 @@ def block_losses(
     losses: list[float] = []
     for start in range(0, len(blocks), batch):
         rows = range(start, min(start + batch, len(blocks)))
-        meta = model.config.meta_token_id
-        if behind is not None:
-            inserted = [np.insert(blocks[row], np.flatnonzero(behind[row]) + 1, meta).astype(np.int64) for row in rows]
-            pairs = [(ids, labels_of(ids, meta)) for ids in inserted]
-        elif placement == "none":
-            pairs = [(blocks[row].astype(np.int64),) * 2 for row in rows]
-        else:
-            assert meta is not None  # checked by `perplexity`
-            pairs = [
-                insert_meta_tokens(
-                    blocks[row],
-                    meta_token_id=meta,
-                    block_size=block_size,
-                    fraction=fraction,
-                    placement=placement,
-                    generator=np.random.default_rng(row),
-                )
-                for row in rows
-            ]
+        pairs = [
+            block_of(blocks, row, model.config.meta_token_id, block_size, fraction, placement, behind) for row in rows
+        ]
         ids, labels = (
             pad_sequence([*map(torch.from_numpy, part)], batch_first=True, padding_value=filled).to(model.device)
             for part, filled in zip(zip(*pairs, strict=True), (0, IGNORED_LABEL), strict=True)
@@ -132,14 +142,15 @@ def perplexity(
         behind = landmarks(blocks.reshape(-1)).reshape(blocks.shape)
         longest = text_per_block + int(behind.sum(axis=1).max())
     check_length(model.config, longest)
-    a_token = block_losses(
-        model, blocks, block_size=block_size, fraction=fraction, placement=placement, behind=behind, batch=batch
-    )
+    how: Any = {"block_size": block_size, "fraction": fraction, "placement": placement, "behind": behind}
+    a_token = block_losses(model, blocks, **how, batch=batch)
     a_token /= text_per_block - 1
     mean = a_token.mean()
     low, high = normal_interval(mean, a_token.std(ddof=1) / math.sqrt(count))
     position = model.config.position_embedding
+    read = (block_of(blocks, row, model.config.meta_token_id, **how)[0] for row in range(count))
     return Result(
+        **cache_kept(model, read),
         **about.known(position_embedding=position, condition=condition, length=block_size, metric="perplexity"),
         text=source,
         value=math.exp(mean),

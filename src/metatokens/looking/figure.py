@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.ticker import MaxNLocator
@@ -35,8 +36,11 @@ def draw(looks: Sequence[Look]) -> bytes:
 
 
 def _draw_weights(look: Look, module: str, layer: int, axes: Axes) -> None:
-    weights = look.attention(module, layer).mean(dim=0).cpu().numpy()
-    axes.imshow(weights, cmap="Blues", norm=PowerNorm(0.5, 0, 1), aspect="auto", interpolation="nearest")
+    weights = look.attention(module, layer).mean(dim=0).cpu()
+    if (forgotten := look.forgotten(module, layer)) is not None:  # grey
+        weights = weights.masked_fill(forgotten.cpu(), torch.nan)
+        axes.set_facecolor("#d9d6d0")
+    axes.imshow(weights.numpy(), cmap="Blues", norm=PowerNorm(0.5, 0, 1), aspect="auto", interpolation="nearest")
     axes.grid(False)
     positions = look.positions(module, layer).tolist()
     marked = [row for row, position in enumerate(positions) if look.is_meta[position]]

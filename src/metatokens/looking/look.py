@@ -33,6 +33,7 @@ def look(
     text: str,
     markers: str | Sequence[int] = (),
     *,
+    landmarks: str | None = None,
     name: str | None = None,
     seed: int = 0,
     layers: Sequence[int] | None = None,
@@ -50,6 +51,7 @@ def look(
         text: the prompt.
         markers: the text that marks a meta-token, or the offsets of those ` _PAUSE_` that do (`encode_prompt`). They
             are left out for a model without a meta-token.
+        landmarks: a rule for further meta-tokens (`encode_prompt`).
         name: of the model; by default its class.
         seed: for the places of decoys.
         layers: the blocks whose attention is kept, from 0; None: all.
@@ -59,7 +61,7 @@ def look(
             or the model's attention cannot be read.
     """
     meta = meta_token_id(tokenizer)
-    ids = prompt_ids(model, tokenizer, text, markers)
+    ids = prompt_ids(model, tokenizer, text, markers, landmarks=landmarks)
     is_meta = ids == meta
     observation, zeroed = _of_layers(observe(model, ids), layers), None
     followed = {WITHOUT: ids[~is_meta]}
@@ -98,9 +100,10 @@ def prompt_ids(
     text: str,
     markers: str | Sequence[int],
     limit: int = MAX_TOKENS,
+    landmarks: str | None = None,
 ) -> Tensor:
     """The ids of a prompt, (length,) int64; without meta-tokens if the model has none."""
-    ids = torch.tensor(encode_prompt(tokenizer, text, markers), dtype=torch.int64)
+    ids = torch.tensor(encode_prompt(tokenizer, text, markers, landmarks=landmarks), dtype=torch.int64)
     is_text = ids != meta_token_id(tokenizer)
     if not is_text.any():
         raise UserError("the prompt has no text.")

@@ -28,6 +28,9 @@ const unpack = (text, width) => {
   return rows;
 };
 
+// The share of each cell that the query has forgotten; undefined if it has forgotten nothing.
+const forgotten = (part, width) => part.forgotten ? unpack(part.forgotten, width) : undefined;
+
 const label = (model, position) => `${position} ${model.isMeta[position] ? "◆" : model.tokens[position]}`;
 
 const cells = (model, part) => {  // the positions in each row and column of a map
@@ -56,8 +59,9 @@ const drawMap = (view, module, plot) => {
   const shapes = around.map(y => ({
     type: "rect", x0: -0.5, x1: names.length - 0.5, y0: y - 0.5, y1: y + 0.5, line: {color: "#d55e00", width: 1.5},
   }));
+  const gone = forgotten(part, names.length);
   const trace = {
-    type: "heatmap", ...COLOURS, z: weights.map(line => line.map(Math.sqrt)),
+    type: "heatmap", ...COLOURS, z: weights.map((line, y) => line.map((weight, x) => gone?.[y][x] > 0.5 ? null : Math.sqrt(weight))),
     customdata: weights.map((line, y) => line.map((weight, x) => [names[y], names[x], weight])),
     hovertemplate: "query %{customdata[0]}<br>key %{customdata[1]}<br>weight %{customdata[2]:.3f}<extra></extra>",
   };
@@ -71,7 +75,7 @@ const drawMap = (view, module, plot) => {
     for (const axis of [look.xaxis, look.yaxis]) Object.assign(axis, {tickvals, ticktext});
   }
   plot.previousSibling.textContent = `${module.title}: weights` + (part.step > 1 ? `, a cell for ${part.step} tokens` : "");
-  Plotly.react(plot, [trace], {...look, shapes}, OPTIONS);
+  Plotly.react(plot, [trace], {...look, shapes, plot_bgcolor: gone ? "#d9d6d0" : "#fff"}, OPTIONS);
 };
 
 const drawLens = (view, plot) => {
@@ -106,17 +110,20 @@ const drawEntropy = (view, module, plot) => {
 };
 
 const shade = view => {
-  const part = view.model.modules[0].layers[chosen.layer], weight = new Map();
+  const part = view.model.modules[0].layers[chosen.layer], weight = new Map(), gone = new Set();
   const index = row(part);
   if (index >= 0) {  // the weight of a cell is the sum over its tokens
     const {step, positions} = part, width = Math.ceil(positions.length / step);
     const weights = unpack(part.maps[Math.min(chosen.head, part.maps.length - 1)], width)[Math.floor(index / step)];
+    const hidden = forgotten(part, width)?.[Math.floor(index / step)];
     positions.forEach((position, key) => weight.set(position, weights[Math.floor(key / step)] / step));
+    positions.forEach((position, key) => hidden?.[Math.floor(key / step)] > 0.5 && gone.add(position));
   }
   view.buttons.forEach((button, position) => {
     const is = position === chosen.position;
     button.setAttribute("aria-pressed", is);
     button.tabIndex = is ? 0 : -1;
+    button.classList.toggle("forgotten", gone.has(position));
     const strength = Math.sqrt(weight.get(position) || 0);
     button.style.background = strength > 0.03 ? `rgba(0, 114, 178, ${(0.75 * strength).toFixed(3)})` : "";
   });

@@ -85,6 +85,12 @@ class Look:
         """Attention weights, (heads, queries, keys); each row sums to 1."""
         return self.observation.attention[module, layer].weights()
 
+    def forgotten(self, module: str, layer: int) -> Tensor | None:
+        """Which keys before a query it does not see, (queries, keys) bool; None if it sees all."""
+        mask = self.observation.attention[module, layer].mask
+        hidden = None if mask is None else (mask == -torch.inf).tril()
+        return hidden if hidden is not None and hidden.any() else None
+
     def entropy(self, module: str, layer: int, *, zeroed: bool = False) -> Tensor:
         """The entropy (nats) of each row of attention weights, (heads, rows).
 
@@ -179,8 +185,10 @@ def _module(look: Look, module: str, layer: int, side: int) -> dict[str, Any]:
     entropies = {"kept": look.entropy(module, layer)}
     if look.zeroed is not None:
         entropies["zeroed"] = look.entropy(module, layer, zeroed=True)
+    forgotten = look.forgotten(module, layer)
     return {
         "positions": look.positions(module, layer).tolist(),
+        "forgotten": None if forgotten is None else _bytes(coarse(forgotten[None].float(), step) / step),
         "step": step,
         "maps": [_bytes(one) for one in coarse(weights, step)],
         # The mean of the heads' entropies, which is not the entropy of their mean weights.

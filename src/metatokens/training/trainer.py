@@ -27,6 +27,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from metatokens.checkpoint import LanguageModel, load_model, name_base, save_model, verify_manifest, write_manifest
+from metatokens.decoder import cache_kept, kept_line
 from metatokens.errors import UserError
 from metatokens.files import library_writes
 from metatokens.machine import is_first_process, process_count
@@ -35,6 +36,7 @@ from metatokens.recipe import TrainerSettings, TrainingSettings
 from metatokens.retrofit.classes import MetaModel, freeze_base
 from metatokens.retrofit.layers import own_parameters
 from metatokens.retrofit.saving import DELTA_WEIGHTS, save_meta
+from metatokens.retrofit.window import set_text_window
 from metatokens.training.batches import WithLogitsToKeep, WithPositions
 from metatokens.training.inside import inside_loss
 from metatokens.training.lora import check_rank, with_lora
@@ -236,6 +238,12 @@ def train(
             writes no checkpoints and starts again if it is interrupted.
         schedule_start: the step of the learning rate's schedule at which the training begins.
     """
+    if settings.text_window is not None:
+        set_text_window(model, settings.text_window, 4 if settings.text_sinks is None else settings.text_sinks)
+    items = (dataset[index] for index in range(min(len(dataset), 16)))
+    kept = cache_kept(model, (one["input_ids"] if isinstance(one, dict) else one.input_ids for one in items))
+    if kept and is_first_process():
+        print(kept_line(kept), file=sys.stderr)
     model, tuned = _made_trainable(model, settings)
     checkpoints = out / "checkpoints"
     checkpoint = last_good_checkpoint(checkpoints)

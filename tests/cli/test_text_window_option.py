@@ -1,0 +1,117 @@
+"""`--text-window` of the commands, and the share of the keys and values that they say is kept."""
+
+import gzip
+import json
+import re
+import shutil
+from base64 import b64decode
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from metatokens import encode_prompt
+from metatokens.data.store import TokenStore
+from metatokens.data.tokenizer import load_tokenizer
+from tests.cli.command_lines import FINETUNE, PRETRAIN, Models, Refuse, Succeed, write_records
+
+RECORDS = [
+    {"prompt": f"The cat sat on a mat. _PAUSE_ It slept there for {number} days.", "markers": [21], "completion": " ok"}
+    for number in range(3)
+]
+LINE = r"text_window (\d+): a cache keeps ([\d.]+) % of the keys and values, ([\d,]+) bytes instead of ([\d,]+) for"
+
+
+def kept(prompts: Sequence[Sequence[int]], meta: int, window: int, sinks: int = 4) -> float:
+    """The share of the tokens that the next one sees, one by one."""
+    seen = 0
+    for prompt in prompts:
+        for place, token in enumerate(prompt):
+            seen += token == meta or place < sinks or len(prompt) - place <= window
+    return seen / sum(map(len, prompts))
+
+
+def share(error: str) -> float:
+    """The share in the line of a command, whose bytes must fit it."""
+    _, percent, now, full = re.search(LINE, error).groups()
+    sizes = [int(size.replace(",", "")) for size in (now, full)]
+    assert sizes[0] / sizes[1] == pytest.approx(float(percent) / 100, rel=0.01)
+    return float(percent) / 100
+
+
+@pytest.fixture
+def tokens(workplace: Path, small_store: TokenStore) -> None:
+    shutil.copytree(small_store.path, workplace / "tokens")
+
+
+def test_training_with_a_window(tokens: None, run: Succeed, refused: Refuse) -> None:
+    def window_of(folder: str) -> Any:
+        config = json.loads(Path(folder, "config.json").read_text())
+        return config["text_window"], config["text_sinks"]
+
+    train = f"{PRETRAIN} --landmarks every:7 --out base"
+    _, error = run(f"{train} --text-window 8")
+    assert window_of("base") == (8, 4)
+    assert share(error) == pytest.approx(15 / 32, abs=0.0005)  # the first 4, landmarks at 7, 15 and 23, and the last 8
+    run(f"{train} --set training.text_window=8")  # the same run
+    refused(f"{train} --text-window 9", "training.text_window was 8 and is now 9")
+    run(f"{PRETRAIN} --init base --out next")
+    assert window_of("next") == (8, 4)
+    run(f"{PRETRAIN} --init base --text-window 5 --set training.text_sinks=0 --out other")
+    assert window_of("other") == (5, 0)
+    write_records("data.jsonl", RECORDS)
+    _, error = run(f"{FINETUNE} --model next --data data.jsonl --text-window 6 --landmarks sentence --out tuned")
+    assert window_of("tuned/data") == (6, 4)
+    assert 0 < share(error) < 1
+
+
+def test_measuring_with_a_window(tokens: None, small_model: Models, run: Succeed) -> None:
+    model = small_model(second_attention="meta")
+    tokenizer = load_tokenizer(str(model))
+    write_records("data.jsonl", RECORDS)
+    evaluate = f"evaluate --model {model} --data data.jsonl"
+    plain, small = (json.loads(run(f"{evaluate}{end}")[0].splitlines()[0]) for end in ("", " --text-window 5"))
+    prompts = [encode_prompt(tokenizer, record["prompt"], record["markers"]) for record in RECORDS]
+    assert plain.keys().isdisjoint({"text_window", "kv_kept", "kv_bytes"})
+    assert (small["text_window"], small["kv_kept"]) == (5, pytest.approx(kept(prompts, tokenizer.meta_token_id, 5)))
+
+    measure = f"perplexity --model {model} --corpus tokens --block-size 32 --fraction 0 --max-tokens 640"
+    lines = [
+        json.loads(run(f"{measure} {options}")[0])
+        for options in ("", "--text-window 32", "--text-window 4", "--landmarks every:8 --text-window 4")
+    ]
+    assert lines[0]["value"] == pytest.approx(lines[1]["value"])
+    assert len({round(line["value"], 6) for line in lines}) == 3
+    assert [line.get("kv_kept") for line in lines] == [None, 1, 8 / 32, 11 / 36]  # the fourth landmark is the last key
+
+
+def test_generating_and_looking_with_a_window(workplace: Path, small_model: Models, run: Succeed) -> None:
+    model, text = small_model(second_attention="meta"), "The cat sat. _PAUSE_ It slept on the mat for a long time."
+    tokenizer = load_tokenizer(str(model))
+    ids = encode_prompt(tokenizer, text, "_PAUSE_")
+    wanted = pytest.approx(kept([ids], tokenizer.meta_token_id, 3), abs=0.0005)
+    assert share(run(f'generate --model {model} --text-window 3 --marker _PAUSE_ "{text}"')[1]) == wanted
+    assert "text_window" not in run(f'generate --model {model} --marker _PAUSE_ "{text}"')[1]
+    assert share(run(f'look --model {model} --text-window 3 "{text}" --png look.png')[1]) == wanted
+    packed = re.search(r'id="data">([^<]+)<', Path("look.html").read_text(encoding="utf-8"))[1]
+    causal, meta = json.loads(gzip.decompress(b64decode(packed)))[0]["modules"]
+    shares = list(b64decode(causal["layers"]["0"]["forgotten"]))
+    for query in range(len(ids)):
+        for key in range(len(ids)):
+            is_kept = ids[key] == tokenizer.meta_token_id or key < 4 or query - key < 3 or key > query
+            assert shares[query * len(ids) + key] == (0 if is_kept else 255)
+    assert meta["layers"]["0"]["forgotten"] is None  # no meta-token is
+    with Image.open("look.png") as picture:
+        assert (0xD9, 0xD6, 0xD0) in {color[:3] for _, color in picture.convert("RGB").getcolors(2**24)}
+    _, error = run(f'look --model {model} --landmarks every:4 --text-window 3 "{text}"')
+    assert share(error) > wanted.expected
+
+
+def test_a_model_without_meta_tokens_is_refused(workplace: Path, refused: Refuse) -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=64, **sizes)).save_pretrained("plain")
+    refused('generate --model plain --text-window 8 "the cat"', "a text_window needs meta-tokens, which this model has")
