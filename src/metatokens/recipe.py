@@ -134,6 +134,9 @@ class TrainingSettings(TrainerSettings):
     # it was trained before, and 4.
     text_window: Positive | None = None
     text_sinks: AtLeastZero | None = None
+    # base: the loss is the divergence from the model as it was, which sees all text and no meta-tokens, in place of the
+    # loss of the next token. Its weights have to stay: those of a retrofitted model without train_base, or with LoRA.
+    teacher: Literal["base"] | None = None
 
     @model_validator(mode="after")
     def _fit_each_other(self) -> "TrainingSettings":

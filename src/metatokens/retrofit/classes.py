@@ -68,6 +68,10 @@ class MetaConfig(PreTrainedConfig):
         """As in `MetaGPT2Config`; `set_text_window` changes it."""
         return getattr(self, "meta_attention", {}).get("text_window")
 
+    @text_window.setter
+    def text_window(self, window: int | None) -> None:
+        self.meta_attention = {**vars(self)["meta_attention"], "text_window": window}
+
     @property
     def text_sinks(self) -> int:
         """As in `MetaGPT2Config`."""

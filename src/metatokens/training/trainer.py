@@ -38,6 +38,7 @@ from metatokens.retrofit.layers import own_parameters
 from metatokens.retrofit.saving import DELTA_WEIGHTS, save_meta
 from metatokens.retrofit.window import set_text_window
 from metatokens.training.batches import WithLogitsToKeep, WithPositions
+from metatokens.training.distillation import divergence
 from metatokens.training.inside import inside_loss
 from metatokens.training.lora import check_rank, with_lora
 from metatokens.training.muon import MuonWithAdamW, block_matrices
@@ -140,6 +141,13 @@ class MetaTokenTrainer(Trainer):
         self.tokens_read += inputs["input_ids"].numel() * process_count()
         self._loss = super().training_step(model, inputs, *args, **kwargs)
         return self._loss
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        """The loss of the next token; or, if the settings ask for it, the divergence from the base."""
+        if self.settings.teacher is None:
+            return super().compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+        total, count = divergence(model, self.model, inputs)
+        return total / count if num_items_in_batch is None else total * process_count() / num_items_in_batch
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         # The last chance before the update: a non-finite gradient would ruin the weights.
@@ -245,6 +253,12 @@ def train(
     if kept and is_first_process():
         print(kept_line(kept), file=sys.stderr)
     model, tuned = _made_trainable(model, settings)
+    is_frozen = settings.lora_rank or (isinstance(model, MetaModel) and not settings.train_base)
+    if settings.teacher and (model.config.meta_token_id is None or not is_frozen):
+        raise UserError(
+            "training.teacher needs a model with meta-tokens whose base stays as it is: train with --lora, or a "
+            "retrofitted model without training.train_base."
+        )
     checkpoints = out / "checkpoints"
     checkpoint = last_good_checkpoint(checkpoints)
     if settings.fsdp and checkpoint is not None and (checkpoint / DELTA_WEIGHTS).exists():

@@ -1,0 +1,50 @@
+"""Distillation: a model learns to predict what its own base predicts that sees all text, and no meta-tokens."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metatokens.data.insertion import IGNORED_LABEL
+from metatokens.model.rows import positions_of
+
+
+@contextmanager
+def _base(model: Any) -> Iterator[None]:
+    """Have a model compute what its base does for text: without a text window, adapters and dropout."""
+    config, is_training = model.config, model.training
+    window, config.text_window = config.text_window, None
+    model.eval()
+    try:
+        with model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
+            yield
+    finally:
+        config.text_window = window
+        model.train(is_training)
+
+
+def divergence(model: Any, tuned: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    """The Kullback-Leibler divergence (nats) of a model from its base, summed over labels, and their number.
+
+    Text has the positions in the base that it would have without meta-tokens. The first text token, which nothing
+    precedes there, does not count.
+
+    Args:
+        model: the one that is trained, perhaps wrapped.
+        tuned: the same, without wrappers except PEFT's.
+        batch: `input_ids` and `labels`, (batch, length), and perhaps an `attention_mask`.
+    """
+    given = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+    ids = given["input_ids"]
+    is_text = (ids != tuned.config.meta_token_id) & given.get("attention_mask", torch.ones_like(ids)).bool()
+    place = is_text.cumsum(dim=1) - 1  # in the text alone
+    rows, columns = ((batch["labels"] != IGNORED_LABEL) & is_text & (place > 0)).nonzero(as_tuple=True)
+    found = model(**given, use_cache=False).logits[rows, columns - 1].float().log_softmax(dim=-1)
+    index = positions_of(is_text)
+    with torch.no_grad(), _base(tuned):
+        text = {"input_ids": ids.gather(1, index.clamp(min=0)), "attention_mask": (index >= 0).long()}
+        logits = tuned(**text, use_cache=False).logits[rows, place[rows, columns] - 1]
+        wanted = logits.float().log_softmax(dim=-1)
+    return torch.nn.functional.kl_div(found, wanted, reduction="sum", log_target=True), len(rows)
