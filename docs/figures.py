@@ -21,7 +21,8 @@ from metatokens.paper.frame import TASKS, Inputs, load
 from metatokens.paper.report import overview
 from metatokens.paper.report.table import Cell, Fields, Table, tabulate
 from metatokens.paper.report.tables import INTERVENTIONS, PERPLEXITY, Tables
-from metatokens.paper.report.text import PERCENT, Form, name, number
+from metatokens.paper.report.text import NOT_RUN, PERCENT, Form, name, number
+from metatokens.paper.rule import Effect
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -70,13 +71,25 @@ def each_task(**where: Any) -> Rows:
 
 
 def summary() -> str:
-    """The README's table: the four tasks at the trained length, and two beyond it."""
-    columns = {
-        **each_task(**AT_128),
-        "list recall, twice as long": TWICE,
-        "parity, 16 times as long": {**FAR, "task": "parity"},
-    }
-    return grid("trained to 128 tokens, or 512", models(SMALL), columns)
+    """The README's table: the four tasks at the trained length."""
+    return grid("trained to 128 tokens, tested there", models(SMALL), each_task(**AT_128))
+
+
+def differences() -> str:
+    """What the main claims predict: the differences in each task, and their mean."""
+    told = {one.claim.text: one for one in judged() if one.claim.primary}
+    columns = {text.split(": ")[-1].replace(" beats ", " less "): one for text, one in told.items()}
+    rows = [
+        (name(task), *(points(one.tasks[task]) if task in one.tasks else NOT_RUN for one in columns.values()))
+        for task in TASKS
+    ]
+    rows.append(("mean of tasks", *(points(one.effect) for one in columns.values())))
+    return Table("", ("points (95 % interval)", *columns), [*rows]).markdown()
+
+
+def points(effect: Effect) -> str:
+    """A difference of shares and its interval, in points."""
+    return overview.amount(effect, "points").replace(" points", "")
 
 
 def answers() -> str:
@@ -112,18 +125,6 @@ def no_pos() -> str:
     """List recall without the meta-tokens' positions or embeddings."""
     columns = {INTERVENTIONS[what]: {"intervention": what} for what in ("", "no_pos", "no_embed")}
     return grid("list recall, 128 tokens", models({**AT_128, "task": "list_recall"}), columns)
-
-
-def yarn() -> str:
-    """List recall with windows that YaRN extended."""
-    rows = {
-        f"{model}, window {number(window)}, fine-tuned to {number(train)}": {
-            **SMALL, "task": "list_recall", "model": model, "variant": f"yarn{factor}", "train_length": train,
-        }
-        for model in ("gpt2", "meta")
-        for factor, window, train in ((4, 1024, 512), (4, 1024, 1024), (8, 2048, 1024), (8, 2048, 2048))
-    }  # fmt: skip
-    return grid("list recall, prompt tokens", rows, lengths(128, 256, 512, 1024, 2048, 4096))
 
 
 def long_prompts() -> str:
@@ -192,7 +193,7 @@ def cost() -> str:
     stages = pd.DataFrame(json.loads((ROOT / "results/small/run.json").read_text(encoding="utf-8"))["stages"])
     trained = stages.name.str.startswith(("pretrain-", "extend-", "finetune-")).sum()
     hours = stages.cpu_seconds.fillna(stages.seconds).sum() / 3600
-    return f"The run has {len(stages)} stages, and {trained} of them trained a model. It took {hours:.1f} core-hours.\n"
+    return f"{len(stages)} stages, {trained} of them trainings, took {hours:.1f} hours of CPU time.\n"
 
 
 def demo_tasks() -> str:
@@ -212,7 +213,7 @@ def demo_recall() -> str:
 FIGURES = {
     function.__name__: function
     for function in (
-        summary, answers, cost, tasks, sooner, markers, no_pos, yarn, long_prompts,
+        summary, differences, answers, cost, tasks, sooner, markers, no_pos, long_prompts,
         added, long_texts, perplexity, speed, demo_tasks, demo_recall,
     )
 }  # fmt: skip

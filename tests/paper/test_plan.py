@@ -190,9 +190,9 @@ def test_marker_conditions_are_tested_with_rope_up_to_a_length() -> None:
 def test_models_that_read_the_same_examples_share_them() -> None:
     drawn = [stage for stage in planned("small") if stage.kind == "draw_examples"]
     assert len({stage.product for stage in drawn}) == len(drawn)
-    # By task: one for each seed, two for longer contexts in three seeds, and one among landmarks in eight.
+    # By task: one for each seed, and two for longer contexts in three seeds.
     of_task = {task: sum(stage.subject["task"] == task for stage in drawn) for task in TASKS}
-    assert of_task == dict.fromkeys(TASKS, 12) | {"list_recall": 12 + 2 * 3 + 8}
+    assert of_task == dict.fromkeys(TASKS, 12) | {"list_recall": 12 + 2 * 3}
 
 
 def test_the_small_grid_is_whole() -> None:
@@ -202,8 +202,7 @@ def test_the_small_grid_is_whole() -> None:
     longer = {
         f"{model}-seed{seed}-yarn{factor}" for model in ("gpt2", "meta") for seed in (31, 32, 33) for factor in (4, 8)
     }
-    unmarked = {f"{model}-seed{seed}-landmark" for model in ("gpt2", "twin", "meta") for seed in range(22, 30)}
-    assert {*names} == core | longer | unmarked
+    assert {*names} == core | longer
 
 
 def test_one_recipe_a_task_and_equal_steps_for_all_models() -> None:

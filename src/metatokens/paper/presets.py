@@ -13,7 +13,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from metatokens.errors import UserError
 from metatokens.paper.variants import Ablation, Analysis, FurtherTest, Preset, TrainedModel
@@ -65,33 +64,21 @@ def _core(seeds: Iterable[int]) -> tuple[TrainedModel, ...]:
     )
 
 
-def _unmarked(
-    models: Iterable[str], seeds: Iterable[int], *overrides: str, first: int = 0, **changes: Any
-) -> tuple[TrainedModel, ...]:
-    """Models trained on list recall whose markers do not reveal the answer.
-
-    Args:
-        models, seeds: of each pair.
-        overrides: of the fine-tuning recipe.
-        first: the priority of the first seed.
-        changes: other fields that the models share.
-    """
+def _unmarked(seeds: Iterable[int]) -> tuple[TrainedModel, ...]:
+    """Models trained on list recall whose markers do not reveal the answer."""
     return tuple(
-        replace(
-            TrainedModel(
-                model=model,
-                variant="landmark",
-                tables=("markers",),
-                finetune_overrides=("task.condition=landmark", *overrides),
-                pretrained_as=TrainedModel(model=model, seed=seed).name,
-                tasks=("list_recall",),
-                seed=seed,
-                priority=first + order,
-            ),
-            **changes,
+        TrainedModel(
+            model=model,
+            variant="landmark",
+            tables=("markers",),
+            finetune_overrides=("task.condition=landmark",),
+            pretrained_as=TrainedModel(model=model, seed=seed).name,
+            tasks=("list_recall",),
+            seed=seed,
+            priority=order,
         )
         for order, seed in enumerate(seeds)
-        for model in models
+        for model in _MODELS
     )
 
 
@@ -177,18 +164,6 @@ SMALL = replace(
                 {factor: [500, 300, 300] for factor in (4, 8)},
                 tasks=("list_recall",),
             )
-        ),
-        *_unmarked(
-            ("gpt2", "twin", "meta"),
-            _SEEDS[:8],
-            "task.train_lengths=[128]",
-            "task.train_steps=[2000]",
-            "task.stages=[{lists: [1, 1], items: [2, 5], max_steps: 500, per_device_train_batch_size: 64}, "
-            "{lists: [1, 1], items: [2, 10], max_steps: 700, per_device_train_batch_size: 64}, "
-            "{lists: [1, 3], items: [2, 10], max_steps: 800, per_device_train_batch_size: 48}]",
-            pretrained_as=None,
-            pretrain_overrides=("model.num_hidden_layers=4", "model.rope_layers=null"),
-            first=60,
         ),
     ),
     extra_conditions=dict.fromkeys(TASKS, ("decoy",)),
@@ -340,7 +315,7 @@ PAPER = Preset(
     models=(
         *_core(_PAPER_SEEDS),
         *_OTHER_POSITIONS,
-        *_unmarked(_MODELS, _PAPER_SEEDS),
+        *_unmarked(_PAPER_SEEDS),
         _PUBLISHED_NEO,
         _RANDOM_NEO,
         *_JUMPS,

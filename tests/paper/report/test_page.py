@@ -60,7 +60,7 @@ def test_a_grid_first_counts_its_verdicts_and_names_its_main_claims(report: Path
     for one in judged.values():
         if one.claim.primary and one.parts:
             assert f"\u201c{one.claim.text}\u201d is {one.verdict}: " in second
-    assert third.startswith("At the train length, ")
+    assert third.startswith("At 128 tokens, ")
 
 
 def test_every_claim_that_was_run_opens_to_its_tasks_settings_and_command(
@@ -128,7 +128,7 @@ def test_the_demos_page_says_what_was_seen_and_links_to_the_looks(tmp_path: Path
         "tested on list recall, segment counting, parity and copying.",
         "They differ most in copying with prompts of 128 tokens: meta answers 99.0 % right and gpt2 5.0 %, which may "
         "be the luck of one run.",
-        "At the train length, every model is above the best shortcut in list recall, segment counting and copying; "
+        "At 128 tokens, every model is above the best shortcut in list recall, segment counting and copying; "
         "only twin and meta are above the best shortcut in parity.",
     ]
     assert "[list recall](../looks/list_recall.html)" in page
@@ -141,23 +141,23 @@ def test_the_demos_page_says_what_was_seen_and_links_to_the_looks(tmp_path: Path
 def test_a_shortcut_that_is_always_right_takes_a_task_out_of_what_was_learned(read: Read) -> None:
     lines = [accuracy(1.0), accuracy(1.0, model="gpt2"), shortcut(1.0, "list_recall", 512)]
     assert overview.sentences(Tables(read(lines)), [])[-1] == (
-        "At the train length, in list recall a shortcut is always right, so that accuracy does not show what was "
+        "At 128 tokens, in list recall a shortcut is always right, so that accuracy does not show what was "
         "learned."
     )
     few = [accuracy(0.12, task="parity"), accuracy(0.9, task="parity", model="gpt2"), shortcut(0.2, "parity", 512)]
     assert overview.sentences(Tables(read(few)), [])[-1] == (
-        "At the train length, only gpt2 is above the best shortcut in parity."
+        "At 128 tokens, only gpt2 is above the best shortcut in parity."
     )
 
 
 def test_a_section_without_data_is_left_out(tmp_path: Path, report: Path) -> None:
     bare = of(tmp_path, [accuracy(0.5, recipe="mine", position_embedding=None, task="mine", train_condition=None)])
     assert re.findall("^## (.*)", bare, flags=re.MULTILINE) == [
-        "What was learned, and by whom", "Accuracy by length", "What was run"
+        "Which model learned which task", "Accuracy by length", "What was run"
     ]  # fmt: skip
     whole = re.findall("^## (.*)", (report / "report.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert whole == [
-        "What was learned, and by whom", "Claims", "Accuracy by length", "Other prompts", "Trained among landmarks",
+        "Which model learned which task", "Claims", "Accuracy by length", "Other prompts", "Trained among landmarks",
         "How soon", "Loss",
         "Longer windows with YaRN", "Without position, without embedding, with noise", "Sharper attention",
         "Cached context", "Rate and distortion", "Inference cost", "Perplexity", "Examples", "What was run",

@@ -115,7 +115,7 @@ def _largest(tables: Tables) -> str:
 
 
 def _learned(tables: Tables) -> str:
-    """Which models are above the best shortcut on each task, at the train length."""
+    """Which models are above the best shortcut on each task, at the shortest train length."""
     groups: dict[str, list[str]] = {}
     for task, about in tables.tasks.items():
         cells = {model: Cell.of(own) for model, own in tables.found(about).groupby("model")}
@@ -128,7 +128,8 @@ def _learned(tables: Tables) -> str:
     said = [f"{who} above the best shortcut in {listed(tasks)}" for who, tasks in sorted(groups.items())]
     if easy:
         said.append(f"in {listed(easy)} a shortcut is always right, so that accuracy does not show what was learned")
-    return f"At the train length, {'; '.join(said)}." if said else ""
+    lengths = listed(sorted({number(about["length"]) for about in tables.tasks.values()}))
+    return f"At {lengths} tokens, {'; '.join(said)}." if said else ""
 
 
 def _be(count: int) -> str:
