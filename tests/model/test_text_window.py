@@ -455,17 +455,56 @@ def test_a_training_step_compiles_and_may_be_checkpointed(second_attention: str)
             assert (model.get_parameter(name).grad - gradient).abs().max() < 1e-6, (change, name)
 
 
+def small_cache(model: MetaGPT2ForCausalLM, size: int) -> StaticCache:
+    return StaticCache(model.config, max_cache_len=size)
+
+
+@pytest.mark.parametrize("second_attention", ["meta", "none"])
+@pytest.mark.parametrize("meta_every", [None, 3])
+def test_a_cache_of_a_fixed_size(second_attention: str, meta_every: int | None) -> None:
+    """One for all tokens, and one that is smaller than the text, whose places are taken again."""
+    model = shared_model(second_attention=second_attention, **SMALL)
+    score = score_of(DenseOracle(model))
+    greedy = [slow_beams(score, row, 20, meta_every, 1) for row in PROMPTS]
+    beams = [slow_beams(score, row, 5, meta_every, 3) for row in PROMPTS]
+    options = {"max_new_tokens": 20, "meta_every": meta_every, "disable_compile": True}
+    assert generate(model, PROMPTS, cache_implementation="static", **options).tolist() == greedy
+    cache = small_cache(model, 32)
+    assert generate(model, PROMPTS, past_key_values=cache, prefill_chunk_size=4, **options).tolist() == greedy
+    assert (held(cache), int(cache.get_seq_length())) == ([32] * 3, 53 + (19 // 3 if meta_every else 0))
+    cache.reset()
+    again = generate(model, PROMPTS, past_key_values=cache, prefill_chunk_size=7, **options)
+    assert again.tolist() == greedy
+    assert (
+        generate(model, PROMPTS, cache_implementation="static", num_beams=3, **options | {"max_new_tokens": 5}).tolist()
+        == beams
+    )
+
+
+def test_a_step_with_a_small_cache_of_a_fixed_size_compiles() -> None:
+    torch._dynamo.reset()
+    model, ids = shared_model(second_attention="none", **SMALL), torch.tensor(ROWS[:1])
+    wanted = model(ids, use_cache=False).logits
+    with torch.no_grad():
+        cache = small_cache(model, 32)
+        model(ids[:, :12], past_key_values=cache)
+        step = torch.compile(model, backend="eager", fullgraph=True)
+        for place in range(12, 44):
+            assert_close(step(ids[:, place : place + 1], past_key_values=cache).logits[:, 0], wanted[:, place], 1e-11)
+
+
+def filled_static(model: MetaGPT2ForCausalLM) -> StaticCache:
+    return model(IDS, past_key_values=small_cache(model, 60)).past_key_values
+
+
 IDS = torch.tensor(ROWS[:1])
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda model: model(IDS, past_key_values=StaticCache(model.config, max_cache_len=60)), "a cache that grows"),
-        (
-            lambda model: generate(model, ROWS[:1], cache_implementation="static", max_new_tokens=2),
-            "a cache that grows",
-        ),
+        (lambda model: model(IDS, past_key_values=small_cache(model, 40)), "a cache of 40 tokens is too small for the"),
+        (lambda model: filled_static(model).crop(-1), "a cache of a fixed size that forgets text cannot be cropped"),
         (lambda model: model(IDS, position_ids=torch.arange(44)[None] % 30), "packed sequences"),
         (lambda model: model(IDS, attention_mask=torch.ones(1, 1, 44, 44).bool()), "would replace the text_window"),
         (
@@ -478,6 +517,12 @@ IDS = torch.tensor(ROWS[:1])
 def test_what_would_be_wrong_is_refused(second_attention: str, call: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         call(tiny_model(second_attention=second_attention, **SMALL))
+
+
+def test_a_cache_of_a_fixed_size_is_refused_with_a_causal_second_attention() -> None:
+    model = shared_model(second_attention="causal", **SMALL)
+    with pytest.raises(UserError, match="a text_window with second_attention 'causal' needs a cache that grows"):
+        model(IDS, past_key_values=small_cache(model, 60))
 
 
 def test_a_cache_with_other_entries_is_refused() -> None:

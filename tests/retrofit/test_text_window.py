@@ -1,6 +1,7 @@
 """Retrofitted models that forget text, against the same model with a mask of four dimensions written pair by pair."""
 
 import functools
+import shutil
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, GPT2LMHeadModel, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2LMHeadModel, PreTrainedModel, StaticCache
 
 from metatokens import add_meta_attention, load_meta, save_meta, set_text_window
 from metatokens.errors import UserError
@@ -142,12 +143,36 @@ def test_a_cache_can_be_cropped_where_nothing_is_missing(name: str) -> None:
         cache.crop(-30)
 
 
+@pytest.mark.parametrize("meta_every", [None, 3])
+@pytest.mark.parametrize("name", FEW)
+def test_a_cache_of_a_fixed_size(name: str, meta_every: int | None) -> None:
+    """One for all tokens, and one that is smaller than the text, whose places are taken again."""
+    options = {"max_new_tokens": 20, "meta_every": meta_every}
+    wanted = generate(shared(name), PROMPTS, use_cache=False, **options)
+    options["disable_compile"] = True
+    assert generate(shared(name), PROMPTS, cache_implementation="static", **options) == wanted
+    cache = StaticCache(shared(name).config, max_cache_len=32)
+    assert generate(shared(name), PROMPTS, past_key_values=cache, prefill_chunk_size=4, **options) == wanted
+    assert int(cache.get_seq_length()) > 50
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_the_eager_attention_function(name: str) -> None:
     model, (ids, mask) = model_of(name), pad(ROWS)
     model.set_attn_implementation("eager")
     wanted = torch.cat([dense(name, row) for row in ROWS])[:, :META]
     found, _ = in_steps(model, ids, mask, (20, 36))
+    assert error(found[mask.bool()][:, :META], wanted) < 1e-4
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles flex attention with g++")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it compiles
+def test_flex_attention() -> None:
+    model, (ids, mask) = model_of("llama"), pad(ROWS)
+    model.set_attn_implementation("flex_attention")
+    with torch.no_grad():
+        found = model(ids, attention_mask=mask, use_cache=False).logits
+    wanted = torch.cat([dense("llama", row) for row in ROWS])[:, :META]
     assert error(found[mask.bool()][:, :META], wanted) < 1e-4
 
 
@@ -221,8 +246,8 @@ def test_what_would_be_wrong_is_refused() -> None:
         set_text_window(GPT2LMHeadModel(base("gpt2").config), 5)
     with pytest.raises(UserError, match="would replace the text_window"):
         model(ids, attention_mask=torch.ones(1, 1, 44, 44).bool())
-    with pytest.raises(UserError, match="a cache that grows"):
-        model.generate(ids, cache_implementation="static", max_new_tokens=2)
+    with pytest.raises(UserError, match="a cache of 30 tokens is too small for the text_window"):
+        model(ids, past_key_values=StaticCache(model.config, max_cache_len=30))
     cache = DynamicCache()
     cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)
     with pytest.raises(UserError, match="learned prompts"):

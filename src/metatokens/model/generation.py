@@ -122,6 +122,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
             step = super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **given, **kwargs)
             if kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration"):
                 self._give_positions(step, ())  # the token just generated is text
+            if getattr(self.config, "text_window", None) is not None:  # not a mask of four dimensions
+                step["attention_mask"] = attention_mask
             if meta_token_mask is not None:
                 read = step["input_ids"] if step.get("inputs_embeds") is None else step["inputs_embeds"]
                 step["meta_token_mask"] = meta_token_mask[:, -read.shape[1] :]
@@ -155,6 +157,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
             "next_sequence_length": length - cached,
         }
         step = super().prepare_inputs_for_generation(ids, past_key_values=past_key_values, **kwargs | own)
+        if getattr(self.config, "text_window", None) is not None:
+            step["attention_mask"] = mask
         places = [ids + number - cached for number, ids in enumerate(inserted)]
         new = [place for place in places if place >= 0]
         if cached - (len(places) - len(new)) >= prompt_length:  # the whole prompt was read
@@ -170,17 +174,19 @@ class MetaTokenGenerationMixin(GenerationMixin):
         meta-tokens are missing, and its release 5.19 would read cached ids again.
         """
         size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
-        if size is not None and cache is not None and cache.is_compileable and "prompt_length" in model_kwargs:
-            raise UserError("prefill_chunk_size and a cache of a fixed size do not support inserted meta-tokens.")
-        if size is None and getattr(self.config, "text_window", None) is not None:
+        has_window = getattr(self.config, "text_window", None) is not None
+        if size is None and has_window:
             size = READ_AT_ONCE
-        if size is None or cache is None or cache.is_compileable:
+        is_static = cache is not None and cache.is_compileable and not has_window
+        if size is not None and is_static and "prompt_length" in model_kwargs:
+            raise UserError("prefill_chunk_size and a cache of a fixed size do not support inserted meta-tokens.")
+        if size is None or cache is None or is_static:
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
         embeddings = model_kwargs.get("inputs_embeds") if is_first_iteration else None
         length, mask = (input_ids if embeddings is None else embeddings).shape[1], model_kwargs.get("attention_mask")
         seen = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
         if embeddings is not None or seen == length:  # cached tokens are given as well
-            length -= cache.get_seq_length()
+            length -= int(cache.get_seq_length())
         own: Any = {"next_sequence_length": length, "is_first_iteration": is_first_iteration}
         step = self.prepare_inputs_for_generation(input_ids, **own, **model_kwargs)
         if any(isinstance(one, Tensor) for name, one in step.items() if name not in _SPLIT):  # images, say
@@ -242,6 +248,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         )
         # If a prompt is read in chunks, the first one does not show how many meta-tokens the others have.
         is_sparse = getattr(self.config, "second_attention", "meta") == "meta"
-        if is_static and is_sparse and generation_config.prefill_chunk_size is None:
+        is_whole = generation_config.prefill_chunk_size is None and getattr(self.config, "text_window", None) is None
+        if is_static and is_sparse and is_whole:
             for layer in model_kwargs["past_key_values"].layers:
                 layer.second_room = inserted

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 
 from metatokens.errors import UserError
@@ -51,8 +51,11 @@ class TextRule:
             raise UserError("a mask of four dimensions would replace the text_window; give one of two dimensions.")
         is_kept = is_meta | (positions < config.text_sinks)
         readers = torch.where(is_kept, torch.iinfo(torch.int64).max, positions + config.text_window - 1)
-        if attention_mask is not None:
-            readers = readers.masked_fill(attention_mask[:, -is_meta.shape[1] :] == 0, -1)
+        if attention_mask is not None:  # longer than what was read, with a cache of a fixed size
+            now = torch.arange(is_meta.shape[1], device=is_meta.device) + (
+                0 if cache is None else cache.get_seq_length()
+            )
+            readers = readers.masked_fill(attention_mask[:, now] == 0, -1)
         keys = positions.expand_as(readers)
         if cache is not None:
             keys, readers = forgetting(cache, config.get_text_config().num_hidden_layers).read(keys, readers, config)
@@ -114,6 +117,31 @@ class ForgettingLayer(AnyCacheLayer):
         self.forgotten = 0
 
 
+class ForgettingStaticLayer(AnyCacheLayer):
+    """Mixin for a layer of a fixed size: new entries take the places of those that no later query sees.
+
+    Attributes:
+        places: (batch, new) int64, of the entries of this forward pass.
+    """
+
+    forgotten = 0
+    keys: Tensor
+    values: Tensor
+    places: Tensor
+    is_initialized: bool
+    cumulative_length: Tensor
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the new entries, (batch, heads, new, head size), and return all."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.cumulative_length.add_(key_states.shape[-2])
+        places = self.places.to(self.keys.device)[:, None, :, None]
+        for store, new in ((self.keys, key_states), (self.values, value_states)):
+            store.scatter_(2, places.expand_as(new), new)
+        return self.keys, self.values
+
+
 class ForgettingCache(AnyCache):
     """Mixin for a cache whose layers hold what later queries can see, and little else.
 
@@ -127,6 +155,7 @@ class ForgettingCache(AnyCache):
     """
 
     layers: list[Any]
+    is_compileable: bool  # whether the layers have a fixed size
     kept = 0
 
     @property
@@ -150,25 +179,50 @@ class ForgettingCache(AnyCache):
             The same of the entries that are held and of the new ones, (batch, held + length).
         """
         *_, notes = self.layers
-        if notes.get_seq_length() != self.get_seq_length():
+        keys, readers = keys[:, None, :, None], readers[:, None, :, None]
+        in_second = getattr(config, "second_attention", "meta") == "causal"
+        if self.is_compileable and in_second:
+            raise UserError("a text_window with second_attention 'causal' needs a cache that grows.")
+        if self.is_compileable:
+            self._find_places(notes, keys, readers)
+        elif notes.get_seq_length() != self.get_seq_length():
             raise UserError(
                 "this cache lost entries, or has some, as of learned prompts, that a text_window cannot place."
             )
-        if self.held >= max(self.kept, config.text_window) + max(16, config.text_window // 4):
-            index = positions_of(notes.values[:, 0, :, 0] >= keys.amin(dim=1, keepdim=True))
+        elif self.held >= max(self.kept, config.text_window) + max(16, config.text_window // 4):
+            index = positions_of((notes.values >= keys.amin(dim=2, keepdim=True))[:, 0, :, 0])
             for layer in self.layers:
-                layer.keep(index, in_second=getattr(config, "second_attention", "meta") == "causal")
+                layer.keep(index, in_second=in_second)
             notes.values = notes.values.masked_fill((index < 0)[:, None, :, None], -1)
             self.kept = index.shape[1]
-        keys, readers = notes.update(keys[:, None, :, None], readers[:, None, :, None])
+        keys, readers = notes.update(keys, readers)
         return keys[:, 0, :, 0], readers[:, 0, :, 0]
+
+    def _find_places(self, notes: Any, keys: Tensor, readers: Tensor) -> None:
+        """Choose the places of new entries in layers of a fixed size: free ones, and those of unseen entries."""
+        if not notes.is_initialized:
+            notes.lazy_initialization(keys, readers)
+            notes.values.fill_(-1)
+        places = notes.values[:, 0, :, 0].argsort(dim=1, stable=True)[:, : keys.shape[2]]
+        if not torch.compiler.is_compiling():
+            is_seen = notes.values[:, 0, :, 0].gather(1, places) >= keys[:, 0, :, 0].amin(dim=1, keepdim=True)
+            if places.shape[1] < keys.shape[2] or is_seen.any():
+                raise UserError(
+                    f"a cache of {notes.values.shape[2]} tokens is too small for the text_window, the meta-tokens and "
+                    f"{keys.shape[2]} new tokens; give a larger one, or a smaller prefill_chunk_size."
+                )
+        for layer in self.layers:
+            layer.places = places
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; at least those of the last forward pass can be removed.
 
         Raises:
-            UserError: if text before them was dropped that their successors would have to see.
+            UserError: if text before them was dropped that their successors would have to see, or the cache has a
+                fixed size.
         """
+        if self.is_compileable:
+            raise UserError("a cache of a fixed size that forgets text cannot be cropped.")
         if self.has_dropped and -tokens_to_remove > self.held - self.kept:
             raise UserError(
                 f"text was dropped from this cache; only its last {self.held - self.kept} tokens can be removed."
@@ -179,16 +233,20 @@ class ForgettingCache(AnyCache):
         """Forget everything."""
         super().reset()
         self.kept = 0
+        if self.is_compileable:
+            self.layers[-1].values.fill_(-1)
 
 
 def forgetting(cache: Any, layers: int) -> ForgettingCache:
     """The cache of a model of so many layers, which forgets text from now on."""
     if not isinstance(cache, ForgettingCache):
         cache.layers += [DynamicLayer() for _ in range(layers - len(cache.layers))]
-        if not all(isinstance(layer, DynamicLayer) and not layer.is_sliding for layer in cache.layers):
-            raise UserError("a text_window needs a cache that grows, not one of a fixed size (cache_implementation).")
-        cache.layers += [type(cache.layers[0])()]
+        kind = StaticLayer if isinstance(cache.layers[0], StaticLayer) else DynamicLayer
+        if not all(isinstance(layer, kind) and not layer.is_sliding for layer in cache.layers):
+            raise UserError("a text_window needs a DynamicCache or a StaticCache.")
+        size = [cache.layers[0].max_cache_len] if kind is StaticLayer else []
+        cache.layers += [type(cache.layers[0])(*size)]
         give(cache, ForgettingCache)
         for layer in cache.layers:
-            give(layer, ForgettingLayer)
+            give(layer, ForgettingStaticLayer if size else ForgettingLayer)
     return cache
