@@ -95,6 +95,7 @@ def test_generating_and_looking_with_a_window(workplace: Path, small_model: Mode
     assert share(run(f'generate --model {model} --text-window 3 --marker _PAUSE_ "{text}"')[1]) == wanted
     assert "text_window" not in run(f'generate --model {model} --marker _PAUSE_ "{text}"')[1]
     assert share(run(f'look --model {model} --text-window 3 "{text}" --png look.png')[1]) == wanted
+    assert "Text that it has forgotten is grey" in Path("look.html").read_text(encoding="utf-8")
     packed = re.search(r'id="data">([^<]+)<', Path("look.html").read_text(encoding="utf-8"))[1]
     causal, meta = json.loads(gzip.decompress(b64decode(packed)))[0]["modules"]
     shares = list(b64decode(causal["layers"]["0"]["forgotten"]))

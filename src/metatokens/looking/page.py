@@ -126,6 +126,7 @@ def to_html(looks: Sequence[Look]) -> str:
         names=names,
         looks=looks,
         answers=[_answers(look) for look in looks],
+        forgets=any(look.forgotten(*module) is not None for look in looks for module in look.observation.attention),
         script=Markup(files("metatokens.looking").joinpath("page.js").read_text(encoding="utf-8")),
         plotly=Markup(get_plotlyjs()),
         data=base64.b64encode(data).decode(),

@@ -122,7 +122,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
             step = super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **given, **kwargs)
             if kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration"):
                 self._give_positions(step, ())  # the token just generated is text
-            if getattr(self.config, "text_window", None) is not None:  # not a mask of four dimensions
+            if self.config.text_window is not None:  # which a mask of four dimensions would replace
                 step["attention_mask"] = attention_mask
             if meta_token_mask is not None:
                 read = step["input_ids"] if step.get("inputs_embeds") is None else step["inputs_embeds"]
@@ -157,7 +157,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
             "next_sequence_length": length - cached,
         }
         step = super().prepare_inputs_for_generation(ids, past_key_values=past_key_values, **kwargs | own)
-        if getattr(self.config, "text_window", None) is not None:
+        if self.config.text_window is not None:
             step["attention_mask"] = mask
         places = [ids + number - cached for number, ids in enumerate(inserted)]
         new = [place for place in places if place >= 0]
@@ -174,10 +174,9 @@ class MetaTokenGenerationMixin(GenerationMixin):
         meta-tokens are missing, and its release 5.19 would read cached ids again.
         """
         size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
-        has_window = getattr(self.config, "text_window", None) is not None
-        if size is None and has_window:
+        if size is None and self.config.text_window is not None:
             size = READ_AT_ONCE
-        is_static = cache is not None and cache.is_compileable and not has_window
+        is_static = cache is not None and cache.is_compileable and self.config.text_window is None
         if size is not None and is_static and "prompt_length" in model_kwargs:
             raise UserError("prefill_chunk_size and a cache of a fixed size do not support inserted meta-tokens.")
         if size is None or cache is None or is_static:
@@ -248,7 +247,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         )
         # If a prompt is read in chunks, the first one does not show how many meta-tokens the others have.
         is_sparse = getattr(self.config, "second_attention", "meta") == "meta"
-        is_whole = generation_config.prefill_chunk_size is None and getattr(self.config, "text_window", None) is None
+        is_whole = generation_config.prefill_chunk_size is None and self.config.text_window is None
         if is_static and is_sparse and is_whole:
             for layer in model_kwargs["past_key_values"].layers:
                 layer.second_room = inserted

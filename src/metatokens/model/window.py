@@ -16,6 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_atten
 
 from metatokens.errors import UserError
 from metatokens.model.cache import AnyCache, AnyCacheLayer, Entries, SecondStore, give
+from metatokens.model.positions import are_packed
 from metatokens.model.rows import gather_rows, positions_of
 
 
@@ -45,17 +46,19 @@ class TextRule:
             cache: what the tokens before are in, or None.
 
         Raises:
-            UserError: if the mask has four dimensions, or the cache a fixed size or entries that are unknown here.
+            UserError: if the mask has four dimensions, sequences are packed into one row, or the cache is of another
+                kind, too small, or has entries that are unknown here.
         """
         if isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim == 4):
             raise UserError("a mask of four dimensions would replace the text_window; give one of two dimensions.")
+        if are_packed(attention_mask, positions):
+            raise UserError("packed sequences would see one another; put each into a separate row, padded.")
         is_kept = is_meta | (positions < config.text_sinks)
         readers = torch.where(is_kept, torch.iinfo(torch.int64).max, positions + config.text_window - 1)
         if attention_mask is not None:  # longer than what was read, with a cache of a fixed size
-            now = torch.arange(is_meta.shape[1], device=is_meta.device) + (
-                0 if cache is None else cache.get_seq_length()
-            )
-            readers = readers.masked_fill(attention_mask[:, now] == 0, -1)
+            before = 0 if cache is None else cache.get_seq_length()
+            new = torch.arange(is_meta.shape[1], device=is_meta.device) + before
+            readers = readers.masked_fill(attention_mask[:, new] == 0, -1)
         keys = positions.expand_as(readers)
         if cache is not None:
             keys, readers = forgetting(cache, config.get_text_config().num_hidden_layers).read(keys, readers, config)
