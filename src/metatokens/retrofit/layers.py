@@ -187,7 +187,7 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     _begin(decoder, is_meta, past, kwargs.get("attention_mask"), kwargs.get("position_ids"))
     if decoder.meta_config.text_window is None:
         return None
-    return args, kwargs | _forgetting(decoder, is_meta, past, **kwargs)
+    return args, kwargs | _forgetting(decoder, is_meta, past, kwargs)
 
 
 @torch.compiler.disable
@@ -239,26 +239,15 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Any, positio
 
 
 @torch.compiler.disable  # as `_begin`
-def _forgetting(
-    decoder: Any,
-    is_meta: Tensor,
-    past: Cache | None,
-    attention_mask: Any = None,
-    position_ids: Any = None,
-    use_cache: bool | None = None,
-    **kwargs: Any,
-) -> dict[str, Any]:
+def _forgetting(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, Any]) -> dict[str, Any]:
     """The decoder's inputs by which this pass forgets text: positions, a mask, and a cache that forgets, if any."""
+    padding, positions, use_cache = (given.get(name) for name in ("attention_mask", "position_ids", "use_cache"))
     if past is None and not decoder.training and (decoder.config.use_cache if use_cache is None else use_cache):
         past = DynamicCache(config=decoder.config)
-    positions = InputSpan.of(is_meta, attention_mask, past).position_ids()
-    if position_ids is None:
-        position_ids = positions
-    elif position_ids.ndim == 2:  # multimodal models have three axes of positions
-        positions = position_ids
-    rule = TextRule.of(decoder.meta_config, positions, is_meta, attention_mask, past)
-    mask = rule.mask(decoder.config, decoder.dtype)
-    return {"attention_mask": mask, "position_ids": position_ids, "past_key_values": past}
+    own = InputSpan.of(is_meta, padding, past).position_ids() if positions is None or positions.ndim > 2 else positions
+    mask = TextRule.of(decoder.meta_config, own, is_meta, padding, past).mask(decoder.config, decoder.dtype)
+    # Multimodal models have three axes of positions, which stay.
+    return {"attention_mask": mask, "position_ids": own if positions is None else positions, "past_key_values": past}
 
 
 def _check_positions(config: Any, length: int, mask: Any, positions: Tensor | None) -> None:
