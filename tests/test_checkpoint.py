@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from metatokens import MetaGPT2ForCausalLM
+from metatokens import MetaGPT2ForCausalLM, add_meta_attention
 from metatokens.checkpoint import (
     MANIFEST,
     fetch_model,
@@ -86,6 +86,15 @@ def test_a_gpt2_folder_is_converted(tmp_path: Path) -> None:
         assert model.config.second_attention == (second_attention or "none")
         ids = IDS % 60
         assert (model(ids).logits[..., :60] - gpt2(ids).logits).abs().max() < 1e-5
+
+
+def test_a_retrofitted_gpt2_stays_one(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=60, n_embd=32, n_layer=1, n_head=4, bos_token_id=None, eos_token_id=None)
+    model = add_meta_attention(GPT2LMHeadModel(config), meta_token_id=59, heads=2, head_size=8).eval()
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    assert loaded.config.meta_token_id == 59
+    assert torch.equal(loaded(IDS % 60).logits, model(IDS % 60).logits)
 
 
 def test_weights_have_a_checksum(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -260,7 +260,7 @@ def load_model(
         model = _with_delta(folder, dtype)
     else:
         model = _load(folder, _KINDS, dtype)
-        if isinstance(model, GPT2LMHeadModel):
+        if isinstance(model, GPT2LMHeadModel) and not isinstance(model, MetaModel):
             model = MetaGPT2ForCausalLM.from_gpt2(model, second_attention or "none")
         elif not isinstance(model, MetaModel | MetaGPT2ForCausalLM):
             model.config.meta_token_id, model.config.position_embedding = None, position_embedding_of(model)

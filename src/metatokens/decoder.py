@@ -79,7 +79,7 @@ def cache_kept(model: Any, texts: Iterable[Any]) -> dict[str, Any]:
     size = sum(one.nbytes for layer in cache.layers for one in (layer.keys, layer.values))
     return {
         "text_window": window,
-        "kv_kept": sum(held) / sum(lengths),
+        "kv_kept": round(sum(held) / sum(lengths), 4),
         "kv_bytes": round(size * sum(held) / len(held)),
     }
 
