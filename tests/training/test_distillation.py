@@ -16,6 +16,7 @@ from metatokens.recipe import FinetuneRecipe, load_recipe
 from metatokens.training.distillation import divergence
 from metatokens.training.finetune import finetune
 from metatokens.training.lora import with_lora
+from tests.model.tiny_models import tiny_model
 from tests.retrofit.architectures import META, base, error, train_like
 from tests.training.conftest import Models
 
@@ -33,15 +34,15 @@ def batch_of(rows: Any) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels.masked_fill(ids == META, -100)}
 
 
-def slowly(model: Any, plain: Any) -> tuple[float, int]:
-    """The sum of the divergences, and their number."""
+def slowly(model: Any, plain: Any, entries: int = META) -> tuple[float, int]:
+    """The sum of the divergences over the first entries of the vocabulary, and their number."""
     total, count = 0.0, 0
     for row in ROWS:
-        read = model(torch.tensor([row]), use_cache=False).logits[0, :, :META].double().softmax(dim=-1)
+        read = model(torch.tensor([row]), use_cache=False).logits[0, :, :entries].double().softmax(dim=-1)
         for place in range(3, len(row)):
             text = [one for one in row[:place] if one != META]
             if row[place] != META and text:
-                wanted = plain(torch.tensor([text]), use_cache=False).logits[0, -1, :META].double().softmax(dim=-1)
+                wanted = plain(torch.tensor([text]), use_cache=False).logits[0, -1, :entries].double().softmax(dim=-1)
                 total += float((wanted * (wanted.log() - read[place - 1].log())).sum())
                 count += 1
     return total, count
@@ -72,6 +73,18 @@ def test_the_divergence_from_the_base(name: str, has_lora: bool) -> None:
     text = batch_of([[one for one in row if one != META] for row in ROWS])
     if not has_lora:  # nothing is there that could make a difference
         assert float(divergence(tuned, tuned, text)[0]) < 1e-6
+
+
+@torch.no_grad()
+def test_a_model_of_this_package_has_a_base_with_lora() -> None:
+    model, plain = (tiny_model(vocab_size=320, meta_token_id=META, dtype=torch.float32) for _ in range(2))
+    tuned = with_lora(model, 2).eval()
+    for name, weight in tuned.named_parameters():
+        if "lora_" in name:
+            weight.normal_(0, 0.1)
+    set_text_window(model, 2, 1)
+    total, count = divergence(tuned, tuned, batch_of(ROWS))
+    assert (float(total), count) == (pytest.approx(slowly(tuned, plain, 320)[0], rel=1e-4), 10)
 
 
 def test_the_teacher_has_no_dropout_and_no_gradient() -> None:

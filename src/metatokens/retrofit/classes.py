@@ -295,9 +295,10 @@ def install(model: Any) -> None:
     connect_head(model)
     # Keeps these layers from being quantised when a model is loaded.
     model._keep_in_fp32_modules |= {f"meta_attention.attention.{name}" for name in ("qkv_proj", "out_proj")}
+    decoder.meta_config = config
     if hasattr(decoder, "meta_settings"):  # installed already: the decoder was made by `AutoModel.from_config`
         return
-    decoder.meta_settings, decoder.meta_config, decoder.meta_has_trained = settings, config, False
+    decoder.meta_settings, decoder.meta_has_trained = settings, False
     decoder.register_forward_pre_hook(find_rows, with_kwargs=True)
     decoder.register_forward_hook(forget_rows, always_call=True)
     # Half precision would round small training steps away. PEFT's adapters are in float32 for the same reason.
