@@ -105,10 +105,13 @@ def test_generation_is_the_masked_recomputation(name: str, meta_every: int | Non
         assert generate(model, PROMPTS, max_new_tokens=4, num_beams=3, **options) == beams
 
 
+@pytest.mark.parametrize("mode", [{}, {"do_sample": True}, {"num_beams": 3}], ids=str)
 @pytest.mark.parametrize("meta_every", [None, 3])
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("name", FEW)
-def test_a_chat_goes_on_with_the_same_cache(name: str, chunk: int | None, meta_every: int | None) -> None:
+def test_a_chat_goes_on_with_the_same_cache(
+    name: str, chunk: int | None, meta_every: int | None, mode: dict[str, Any]
+) -> None:
     model, (ids, mask) = shared(name), pad(PROMPTS)
     options = {"do_sample": False, "pad_token_id": 0, "suppress_tokens": [EOS], "meta_every": meta_every}
     cache = DynamicCache()
@@ -121,11 +124,21 @@ def test_a_chat_goes_on_with_the_same_cache(name: str, chunk: int | None, meta_e
     is_text[[text + number for number, text in enumerate(inserted)]] = False
     whole, whole_mask = ids.new_full((3, len(is_text)), META), mask.new_ones((3, len(is_text)))
     whole[:, is_text], whole_mask[:, is_text] = ids, mask
-    options["max_new_tokens"] = 7
+    options |= {"max_new_tokens": 7} | mode
+    torch.manual_seed(5)
     wanted = model.generate(whole, attention_mask=whole_mask, use_cache=False, **options)[:, len(is_text) :]
+    torch.manual_seed(5)
+    cache.batch_repeat_interleave(mode.get("num_beams", 1))
     found = model.generate(ids, attention_mask=mask, past_key_values=cache, prefill_chunk_size=chunk, **options)
     assert torch.equal(found[:, ids.shape[1] :], wanted)
     assert max(held(cache)) < 40
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_guesses_that_are_cropped_change_nothing(name: str) -> None:
+    rows = [[5, META, 9] * 12]
+    wanted = generate(shared(name), rows, max_new_tokens=20, use_cache=False)
+    assert generate(shared(name), rows, max_new_tokens=20, prompt_lookup_num_tokens=3) == wanted
 
 
 @pytest.mark.parametrize("name", FEW)
