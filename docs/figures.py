@@ -76,7 +76,7 @@ def summary() -> str:
 
 
 def differences() -> str:
-    """What the main claims predict: the differences in each task, and their mean."""
+    """The main claims: the differences in each task, their mean, and the verdict."""
     told = {one.claim.text: one for one in judged() if one.claim.primary}
     columns = {text.split(": ")[-1].replace(" beats ", " less "): one for text, one in told.items()}
     rows = [
@@ -84,6 +84,7 @@ def differences() -> str:
         for task in TASKS
     ]
     rows.append(("mean of tasks", *(points(one.effect) for one in columns.values())))
+    rows.append((Markup("that `meta` leads is"), *(one.verdict for one in columns.values())))
     return Table("", ("points (95 % interval)", *columns), [*rows]).markdown()
 
 
