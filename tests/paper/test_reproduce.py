@@ -342,8 +342,8 @@ def test_the_committed_run_describes_its_stages_as_a_new_one_would() -> None:
     for name in written.keys() & planned.keys():
         given = written[name].model_dump(exclude_none=True, exclude={"name", "seconds", "cpu_seconds"})
         assert given == {key: one for key, one in planned[name].items() if one is not None}, name
-    model = {"model": "meta", "position_embedding": "rope", "seed": 10, "task": "list_recall"}
-    analysis = planned["rate-distortion-meta-seed22-list_recall"]
+    model = {"model": "meta", "position_embedding": "rope", "seed": 33, "task": "list_recall"}
+    analysis = planned["rate-distortion-meta-seed33-list_recall"]
     assert analysis == model | {"kind": "rate-distortion", "recipe": "small", "train_length": 128}
     longer = planned["finetune-meta-seed33-yarn4-list_recall"]
     assert longer == model | {"kind": "finetune", "recipe": "small/yarn4", "train_length": None}

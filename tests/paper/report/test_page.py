@@ -141,11 +141,11 @@ def test_the_demos_page_says_what_was_seen_and_links_to_the_looks(tmp_path: Path
 def test_a_shortcut_that_is_always_right_takes_a_task_out_of_what_was_learned(read: Read) -> None:
     lines = [accuracy(1.0), accuracy(1.0, model="gpt2"), shortcut(1.0, "list_recall", 512)]
     assert overview.sentences(Tables(read(lines)), [])[-1] == (
-        "At 128 tokens, in list recall a shortcut is always right, so that accuracy does not show what was learned."
+        "At 512 tokens, in list recall a shortcut is always right, so that accuracy does not show what was learned."
     )
     few = [accuracy(0.12, task="parity"), accuracy(0.9, task="parity", model="gpt2"), shortcut(0.2, "parity", 512)]
     assert overview.sentences(Tables(read(few)), [])[-1] == (
-        "At 128 tokens, only gpt2 is above the best shortcut in parity."
+        "At 512 tokens, only gpt2 is above the best shortcut in parity."
     )
 
 
