@@ -61,7 +61,7 @@ def _head(model: Any, decoder: Any, output: Any, states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def cache_kept(model: Any, texts: Iterable[Any]) -> dict[str, Any]:
-    """What a cache of keys and values keeps at the end of texts: the fields of a `Result`; none without a text window.
+    """Measure how much of texts a cache of keys and values keeps: fields of a `Result`, or none without a text window.
 
     Args:
         model: any model that `load_model` gives; it is put into evaluation mode.

@@ -142,6 +142,10 @@ class TrainingSettings(TrainerSettings):
     def _fit_each_other(self) -> "TrainingSettings":
         if self.optimizer == "muon" and self.fsdp:
             raise ValueError("training.optimizer is muon, which needs whole matrices, and training.fsdp cuts them up")
+        if self.teacher and self.fsdp:
+            raise ValueError("training.teacher reads the base between two steps, and training.fsdp cuts it up")
+        if self.text_sinks is not None and self.text_window is None:
+            raise ValueError("training.text_sinks needs training.text_window: without one the model sees all text")
         if self.keep_adapter and not self.lora_rank:
             raise ValueError("training.keep_adapter needs training.lora_rank (--lora rank=16): there is no adapter")
         if self.decay_steps is not None and self.decay_steps < self.max_steps:
