@@ -36,18 +36,21 @@ def position_embedding_of(model: PreTrainedModel) -> str:
     return "rope" if has_angles else "none"
 
 
-def logits_at(model: Any, input_ids: Tensor, chosen: Tensor, *, most: int = PIECE) -> Iterator[Tensor]:
+def logits_at(
+    model: Any, input_ids: Tensor, chosen: Tensor, *, mask: Tensor | None = None, most: int = PIECE
+) -> Iterator[Tensor]:
     """Next-token logits at some positions, row by row, in pieces of shape (positions, vocabulary).
 
     Args:
         model: any model that `load_model` returns, in evaluation mode.
         input_ids: (batch, length), without left padding.
         chosen: (batch, length) bool.
+        mask: (batch, 1, length, length), True where a query sees a key; by default attention is causal.
         most: logits in a piece, which has at least one position.
     """
     model = getattr(model, "get_base_model", lambda: model)()  # unwraps PEFT's wrapper; the adapters stay
     decoder, _ = decoder_of(model)
-    output = decoder(input_ids, use_cache=False)
+    output = decoder(input_ids, attention_mask=mask, use_cache=False)
     for piece in output[0][chosen].split(max(1, most // model.config.get_text_config().vocab_size)):
         yield _head(model, decoder, output, piece)
 
@@ -59,7 +62,6 @@ def _head(model: Any, decoder: Any, output: Any, states: Tensor) -> Tensor:
         return model(states.new_zeros((1, 1), dtype=torch.int64), use_cache=False).logits[0]
 
 
-@torch.no_grad()
 def cache_kept(model: Any, texts: Iterable[Any]) -> dict[str, Any]:
     """Measure how much of texts a cache of keys and values keeps: fields of a `Result`, or none without a text window.
 
@@ -75,13 +77,18 @@ def cache_kept(model: Any, texts: Iterable[Any]) -> dict[str, Any]:
         is_kept = (ids == config.meta_token_id) | (place < config.text_sinks) | (place >= len(text) - window)
         lengths.append(len(text))
         held.append(int(is_kept.sum()))
+    return {"text_window": window, **kept_of(model, held, lengths)}
+
+
+@torch.no_grad()
+def kept_of(model: Any, held: Sequence[int], lengths: Sequence[int]) -> dict[str, Any]:
+    """Fields of a `Result`: the share and the mean bytes of keys and values, if so many tokens of each text are held.
+
+    The model, any that `load_model` gives, is put into evaluation mode.
+    """
     cache = model.eval()(torch.zeros((1, 1), dtype=torch.int64, device=model.device), use_cache=True).past_key_values
     size = sum(one.nbytes for layer in cache.layers for one in (layer.keys, layer.values))
-    return {
-        "text_window": window,
-        "kv_kept": round(sum(held) / sum(lengths), 4),
-        "kv_bytes": round(size * sum(held) / len(held)),
-    }
+    return {"kv_kept": round(sum(held) / sum(lengths), 4), "kv_bytes": round(size * sum(held) / len(held))}
 
 
 def kept_line(kept: Mapping[str, Any]) -> str:

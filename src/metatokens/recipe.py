@@ -21,7 +21,8 @@ from metatokens.machine import process_count
 
 # Choices that recipes, functions and the command line share.
 Task = Literal["list_recall", "segment_counting", "parity", "copying"]  # a module of `tasks` each
-Condition = Literal["paper", "landmark", "none", "decoy", "long_prompt"]  # which meta-tokens a prompt has
+Facts = Literal["facts_1", "facts_2", "facts_4", "facts_8"]  # of list recall: so many one-item lists a meta-token
+Condition = Literal["paper", "landmark", "none", "decoy", "long_prompt", Facts]  # which meta-tokens a prompt has
 Split = Literal["train", "validation", "test"]  # of a task's examples
 Placement = Literal["uniform", "periodic", "none"]  # the functions of `data.insertion.PLACEMENTS`
 PositionEmbedding = Literal["learned", "rope", "none"]
@@ -211,7 +212,9 @@ class TaskSettings(_Settings):
     train_lengths: Annotated[tuple[Positive, ...], Field(min_length=1)] = (128, 256, 512)
     stages: tuple[CurriculumSettings, ...] = ()  # phases before these, on prompts of at most the first length
     train_steps: tuple[Positive, ...] | None = None  # of each train length; None: training.max_steps each
-    condition: Literal["paper", "landmark", "none", "decoy"] = "paper"
+    condition: Literal["paper", "landmark", "none", "decoy", Facts] = "paper"
+    # landmarks: the question sees the meta-tokens of its document alone (`LandmarksAlone`). None: all of it.
+    question_sees: Literal["landmarks"] | None = None
     # Where the prompts of a user's own records get meta-tokens: a rule for landmarks, see `Landmarks`.
     landmarks: Annotated[str, AfterValidator(landmark_rule)] | None = None
     examples: Positive = 90_000
@@ -249,6 +252,8 @@ class FinetuneRecipe(_Settings):
                 "a stage's drill or inside_loss is for task.condition paper, whose markers bracket the answer, and "
                 f"task.condition is {task.condition}"
             )
+        if task.question_sees and task.condition == "none":
+            raise ValueError("task.question_sees landmarks leaves nothing to see in task.condition none")
         for setting in ("fsdp", "torch_compile"):
             if inside and getattr(self.training, setting):
                 raise ValueError(

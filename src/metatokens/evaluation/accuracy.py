@@ -6,12 +6,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.checkpoint import LanguageModel
-from metatokens.decoder import cache_kept
+from metatokens.decoder import cache_kept, kept_of
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.model.positions import reaches
 from metatokens.records import About, Metric, Result, pack_hits
 from metatokens.tasks.curriculum import TaskData, chance
 from metatokens.tasks.example import Encoded, Example
+from metatokens.tasks.landmarks_alone import ALONE, LandmarksAlone
 from metatokens.tasks.scoring import score
 from metatokens.tasks.shortcuts import answers
 
@@ -34,6 +35,7 @@ def evaluate(
     about: About,
     *,
     batch: int | None = None,
+    alone: LandmarksAlone | None = None,
 ) -> list[Result]:
     """Two results a length: `exact_match`, where n counts examples, and `token_accuracy`, where n counts answer tokens.
 
@@ -43,11 +45,14 @@ def evaluate(
             of any length.
         about: the fields that all results share. Without a task, chance is not known.
         batch: examples per forward pass; by default as many as `score` takes.
+        alone: if the questions see the meta-tokens of their documents alone, which is then the results' intervention;
+            the keys and values that are kept are those meta-tokens', of the document's.
 
     Returns:
         The results; a length beyond the model's learned positions has no value, and n = 0.
     """
-    shared = about.known(position_embedding=model.config.position_embedding)
+    changed = {} if alone is None else {"intervention": ALONE}
+    shared = about.known(position_embedding=model.config.position_embedding, **changed)
     guessed = None if about.task is None else chance(about.task)
     results = []
     for length, examples in tests.items():
@@ -55,8 +60,11 @@ def evaluate(
         if not reaches(model.config, max(length or 0, longest)):
             results += [Result(**shared, length=length, metric=metric, n=0) for metric in METRICS]
             continue
-        exact, tokens = score(model, examples, batch=batch)
-        kept = cache_kept(model, (example.input_ids[: example.answer_start] for example in examples))
+        exact, tokens = score(model, examples, batch=batch, alone=alone)
+        if alone is None:
+            kept = cache_kept(model, (example.input_ids[: example.answer_start] for example in examples))
+        else:
+            kept = kept_of(model, *alone.kept(examples))
         answer_tokens = sum(len(example.input_ids) - example.answer_start for example in examples)
         measured = ((sum(exact), len(exact), guessed), (sum(tokens), answer_tokens, None))
         for metric, (successes, n, guessing) in zip(METRICS, measured, strict=True):

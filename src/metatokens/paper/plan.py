@@ -210,12 +210,13 @@ def _task_stages(model: TrainedModel, sizes: Preset, task: str, estimate: "_Esti
         priority=model.priority + _wait(task),
         cost=10 + estimate.seconds_to_finetune(tokens),
     )
-    lengths = lengths_tested(sizes, model, task)
+    lengths, sees = lengths_tested(sizes, model, task), recipe.task.question_sees
     yield _stage(
         "evaluate",
         model,
         task,
-        options={"counts": counts, "train_lengths": lengths, "ratio": sizes.test_ratio},
+        options={"counts": counts, "train_lengths": lengths, "ratio": sizes.test_ratio}
+        | ({"question_sees": sees} if sees else {}),
         after=(f"finetune-{model.name}-{task}",),
         tables=(*tables, "markers") if len(counts) > 1 else tables,
         priority=model.priority + _wait(task) - 0.25,  # before the next model is trained

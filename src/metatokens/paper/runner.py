@@ -39,6 +39,7 @@ from metatokens.retrofit.surgery import add_meta_attention
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import documents_for, task_texts
 from metatokens.tasks.example_store import ExampleStore
+from metatokens.tasks.landmarks_alone import LandmarksAlone
 from metatokens.training.examples import train_examples, train_source
 from metatokens.training.extend import extend
 from metatokens.training.finetune import finetune
@@ -179,12 +180,13 @@ class Runner:
         """Fine-tune a pretrained model on a task; its learning curve covers all phases up to the first train length."""
         folder, examples = self.out / "models" / model.name / task, self.examples(task, recipe)
         first, condition = recipe.task.train_lengths[0], recipe.task.condition
-        tests = ExampleStore(self.test_file(task, condition, first))[:PROBED]
+        tests, sees = ExampleStore(self.test_file(task, condition, first))[:PROBED], recipe.task.question_sees
 
         def probe(model: LanguageModel, phase: Phase) -> Probe | None:
             if not probe_steps or phase.train_length != first:
                 return None
-            return Probe(probe_steps, lambda model: {"exact_match": exact_match(model, tests), "n": len(tests)})
+            alone = LandmarksAlone(model, self.tokenizer()) if sees else None
+            return Probe(probe_steps, lambda model: {"exact_match": exact_match(model, tests, alone), "n": len(tests)})
 
         finetune(
             recipe,
@@ -220,14 +222,16 @@ class Runner:
         counts: Mapping[str, Mapping[int, int]],
         train_lengths: Sequence[int],
         ratio: int | None = None,
+        question_sees: str | None = None,
     ) -> Outcome:
         """Accuracy of a fine-tuned model, by condition and length, up to `ratio` times the train length."""
         results = []
         for tuned, about in self._tuned(model, task, train_lengths):
             longest = math.inf if ratio is None else ratio * (about.train_length or 0)
+            alone = LandmarksAlone(tuned, self.tokenizer()) if question_sees else None
             for condition, own in counts.items():
                 tests = self.tests(task, condition, {length: n for length, n in own.items() if length <= longest})
-                results += evaluate(tuned, tests, about.model_copy(update={"condition": condition}))
+                results += evaluate(tuned, tests, about.model_copy(update={"condition": condition}), alone=alone)
         return Outcome(results=results)
 
     def intervene(

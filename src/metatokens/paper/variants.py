@@ -53,6 +53,7 @@ class TrainedModel:
     variant: str = ""  # a name for its other differences
     tables: tuple[str, ...] = ()  # the tables that show it, in place of its tasks' tables
     pretrain_overrides: tuple[str, ...] = ()
+    finetune_recipe: str | None = None  # of its tasks, in place of the preset's
     finetune_overrides: tuple[str, ...] = ()
     pretrained_as: str | None = None  # the name of a model whose pretrained weights it starts from
     published: str | None = None  # a published model that it starts from, a folder or `hf:NAME`
@@ -60,6 +61,8 @@ class TrainedModel:
     tasks: tuple[str, ...] = TASKS
     tested: tuple[int, ...] | None = None  # train lengths whose models are tested; default: all
     longer_tests: Mapping[int, int] = field(default_factory=dict, hash=False)  # more test prompts, by length
+    # All its test prompts, by condition and length, in place of the preset's.
+    tests: Mapping[str, Mapping[int, int]] | None = field(default=None, hash=False)
     priority: int = 1  # lower priorities run first; within one, list recall runs before the other tasks
 
     @property
@@ -122,6 +125,16 @@ class FurtherTest(Inspection):
     method = "evaluate"
     counts: Mapping[str, Mapping[int, int]]  # test prompts by condition and length
     train_lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LandmarksTest(FurtherTest):
+    """Accuracy if the question sees the meta-tokens of its document alone."""
+
+    kind: str = "landmarks-alone"
+    tables: tuple[str, ...] = ("landmarks_alone",)
+    train_lengths: tuple[int, ...] = (128,)
+    question_sees: str = "landmarks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +224,7 @@ def extend_recipe(sizes: Preset, model: TrainedModel, pretrained: PretrainRecipe
 def finetune_recipe(sizes: Preset, model: TrainedModel, task: str) -> FinetuneRecipe:
     """A model's fine-tuning recipe for a task."""
     overrides = [*sizes.finetune_overrides, *model.finetune_overrides, f"training.seed={model.seed}"]
-    return load_recipe(FinetuneRecipe, sizes.finetune_recipes[task], overrides)
+    return load_recipe(FinetuneRecipe, model.finetune_recipe or sizes.finetune_recipes[task], overrides)
 
 
 def lengths_tested(sizes: Preset, model: TrainedModel, task: str) -> tuple[int, ...]:
@@ -221,6 +234,8 @@ def lengths_tested(sizes: Preset, model: TrainedModel, task: str) -> tuple[int, 
 
 def counts_of(sizes: Preset, model: TrainedModel, task: str) -> dict[str, dict[int, int]]:
     """The number of a model's test prompts on a task, by condition and length."""
+    if model.tests is not None:
+        return {condition: {**own} for condition, own in model.tests.items()}
     is_rope = model.position_embedding == "rope"
     longest = sizes.longest_tests.get(task, math.inf)
     plain = {length: n for length, n in {**sizes.test_counts, **model.longer_tests}.items() if length <= longest}

@@ -7,6 +7,8 @@ from itertools import pairwise
 
 from metatokens.recipe import Condition, Split
 
+LINES = {"landmark": 1, "facts_1": 1, "facts_2": 2, "facts_4": 4, "facts_8": 8}  # behind each landmark, by condition
+
 
 def stable_hash(text: str) -> int:
     """A 64-bit hash that is the same in every process."""
@@ -57,9 +59,12 @@ class Content:
 
     def segments(self, condition: Condition) -> tuple[str, ...]:
         """The prompt's text segments, with a meta-token at each join; the last meta-token ends the prompt."""
-        if condition in ("landmark", "none"):
-            context = self._cut(self.pieces, self.landmarks if condition == "landmark" else ())
+        if condition in LINES:
+            ends, every = self.landmarks, LINES[condition]
+            context = self._cut(self.pieces, sorted({*ends[every - 1 :: every], ends[-1]}))
             question = self.landmark_question
+        elif condition == "none":
+            context, question = self._cut(self.pieces, ()), self.landmark_question
         elif condition == "decoy":
             repeated = self.repeated if self.decoy_repeated is None else self.decoy_repeated
             context = self._cut([*self.pieces, *repeated], self.decoyed)

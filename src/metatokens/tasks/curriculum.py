@@ -19,13 +19,13 @@ from transformers import PreTrainedTokenizerBase
 from metatokens.data.corpus import read_corpus
 from metatokens.data.tokenizer import text_vocab_size
 from metatokens.errors import UserError
-from metatokens.recipe import Condition, Split
+from metatokens.recipe import Condition, Facts, Split
 from metatokens.tasks import TASKS, copying
 from metatokens.tasks.content import Content, stable_hash
 from metatokens.tasks.encoding import SegmentEncoder
 from metatokens.tasks.example import Example, encode_example
 from metatokens.tasks.inventory import INVENTORY
-from metatokens.tasks.phases import PHASES, Sizes, phase_of_length, sizes_of
+from metatokens.tasks.phases import FACTS, PHASES, Sizes, phase_of_length, sizes_of
 
 CONDITIONS: tuple[Condition, ...] = get_args(Condition)
 COPIED_DOCUMENTS = 500  # at most
@@ -62,6 +62,9 @@ class TaskData:
             raise UserError(f"unknown task {task!r}; the tasks are {', '.join(TASKS)}.")
         if condition not in CONDITIONS:
             raise UserError(f"unknown condition {condition!r}; the conditions are {', '.join(CONDITIONS)}.")
+        self._is_facts = condition in get_args(Facts)
+        if self._is_facts and task != "list_recall":
+            raise UserError(f"condition {condition} is for list_recall, whose lists are the facts, not for {task}.")
         if seed < 0:
             raise UserError(f"the seed is {seed}; it must be 0 or more.")
         self.encoder = SegmentEncoder(tokenizer)
@@ -90,7 +93,7 @@ class TaskData:
         generator, phase = self.generator(index, f"train {train_length}"), None
         if sizes is None:
             phase = int(generator.integers(1, phase_of_length(train_length) + 1))
-            sizes = sizes_of(self._task, phase)
+            sizes = FACTS if self._is_facts else sizes_of(self._task, phase)
         return self._find(generator, index, phase, sizes, "train", up_to=train_length)
 
     def test(self, index: int, length: int) -> Example:
@@ -124,6 +127,8 @@ class TaskData:
         return np.setdiff1d(np.arange(self._vocabulary_size), self._special)
 
     def _sizes(self, phase: int, length: int = 0) -> Sizes:
+        if self._is_facts:
+            return FACTS
         sizes = sizes_of(self._task, phase, length)
         if self._condition == "long_prompt":  # asks about as much as in phase 1
             [asked] = sizes_of(self._task, 1).lengths

@@ -35,6 +35,7 @@ PHASES = {
     4: Sizes((15, 20), ((40, 60),)),
     5: Sizes((15, 20), ((90, 110),)),
 }
+FACTS = Sizes((8, 16), ((1, 1),))  # of the conditions `facts_K`, whatever the phase
 # In parity the marked bits decide the split: with 10 at most, as in the paper, few sequences would be left to test.
 _PARITY_PHASES = PHASES | {1: Sizes((3, 8), ((3, 16),))}
 

@@ -9,6 +9,7 @@ from metatokens.checkpoint import LanguageModel
 from metatokens.decoder import logits_at
 from metatokens.model.configuration import never_generated
 from metatokens.tasks.example import Encoded
+from metatokens.tasks.landmarks_alone import LandmarksAlone
 
 
 def by_length(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
@@ -18,7 +19,11 @@ def by_length(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
 
 
 def score(
-    model: LanguageModel, examples: Sequence[Encoded], *, batch: int | None = None
+    model: LanguageModel,
+    examples: Sequence[Encoded],
+    *,
+    batch: int | None = None,
+    alone: LandmarksAlone | None = None,
 ) -> tuple[list[bool], list[int]]:
     """Compare each example's answer with that of greedy decoding, token by token.
 
@@ -31,6 +36,7 @@ def score(
         examples: prompts with their answers, which are never truncated.
         batch: examples per forward pass. By default a batch has up to 16,384 padded tokens on a GPU, and 4,096 on a
             CPU: larger ones leave its cache (a tenth slower; with GPT-Neo's attention scores up to 1.6 times).
+        alone: makes the mask, if the questions see the meta-tokens of their documents alone.
 
     Returns:
         For each example, whether the whole answer is right, and how many of its tokens are.
@@ -43,13 +49,13 @@ def score(
     lengths = [len(example.input_ids) for example in examples]
     batch = batch or max(1, (16_384 if model.device.type == "cuda" else 4_096) // max(lengths))
     for rows in by_length(lengths, batch):
-        for row, hits in zip(rows, _hits(model, [examples[row] for row in rows]), strict=True):
+        for row, hits in zip(rows, _hits(model, [examples[row] for row in rows], alone), strict=True):
             exact[row], tokens[row] = bool(hits.all()), int(hits.sum())
     return exact, tokens
 
 
 @torch.inference_mode()
-def _hits(model: LanguageModel, examples: Sequence[Encoded]) -> Iterator[torch.Tensor]:
+def _hits(model: LanguageModel, examples: Sequence[Encoded], alone: LandmarksAlone | None) -> Iterator[torch.Tensor]:
     """For each example, a bool for each token of its answer."""
     longest = max(len(example.input_ids) for example in examples)
     ids = torch.zeros(len(examples), longest, dtype=torch.long)
@@ -58,10 +64,11 @@ def _hits(model: LanguageModel, examples: Sequence[Encoded]) -> Iterator[torch.T
         size = len(example.input_ids)
         ids[row, :size] = torch.tensor(example.input_ids)
         answer[row, example.answer_start : size] = True
+    mask = None if alone is None else alone.mask(ids[:, :-1], examples).to(model.device)
     ids, answer = ids.to(model.device), answer.to(model.device)
-    # Padding is on the right, where causal attention never looks, so no mask is needed.
+    # Padding is on the right, where causal attention never looks, so no mask is needed for it.
     best = []
-    for logits in logits_at(model, ids[:, :-1], answer[:, 1:]):
+    for logits in logits_at(model, ids[:, :-1], answer[:, 1:], mask=mask):
         logits[:, never_generated(model.config)] = -math.inf
         best.append(logits.argmax(-1))
     hit = torch.cat(best) == ids[answer]

@@ -200,6 +200,8 @@ def answers(task: str, condition: str, train: Sequence[Example], test: Sequence[
     rules = dict(_RULES[task])
     if condition == "landmark":
         rules |= _LANDMARK_RULES.get(task, {})
+    if condition.startswith("facts_"):
+        del rules["the commonest word of the list asked for"]  # a list has one word: this does the task itself
     known, asked = _with_answers(train), _with_answers(test)
     rules |= {name: _looked_up(key, known) for name, key in _TABLES[task].items()}
     return {name: [rule(prompt) == answer for prompt, answer in asked] for name, rule in rules.items()}

@@ -18,6 +18,7 @@ from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.drills import draw_drill
 from metatokens.tasks.example import Encoded
 from metatokens.tasks.example_store import ExampleStore
+from metatokens.tasks.landmarks_alone import LandmarksAlone
 from metatokens.tasks.phases import Sizes
 
 
@@ -79,14 +80,15 @@ class ByLength:
 class Collator:
     """Makes batches padded on the right, where causal attention needs no mask for padding.
 
-    Labels are the completion and the end of text; with `loss_on="sequence"`, also the text of the prompt.
+    Labels are the completion and the end of text; with `loss_on="sequence"`, also the text of the prompt. With `alone`,
+    a mask lets the questions see the meta-tokens of their documents alone.
     """
 
-    def __init__(self, *, pad_token_id: int, meta_token_id: int, loss_on: str):
-        self.pad_token_id, self.meta_token_id, self.loss_on = pad_token_id, meta_token_id, loss_on
+    def __init__(self, *, pad_token_id: int, meta_token_id: int, loss_on: str, alone: LandmarksAlone | None = None):
+        self.pad_token_id, self.meta_token_id, self.loss_on, self.alone = pad_token_id, meta_token_id, loss_on, alone
 
     def __call__(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
-        """`input_ids` and `labels`, each (batch, longest)."""
+        """`input_ids` and `labels`, each (batch, longest); with `alone` an `attention_mask` of four dimensions."""
         longest = max(len(example.input_ids) for example in examples)
         input_ids = np.full((len(examples), longest), self.pad_token_id)
         labels = np.full((len(examples), longest), IGNORED_LABEL)
@@ -96,7 +98,9 @@ class Collator:
             input_ids[row, : len(ids)] = ids
             labels[row, first : len(ids)] = ids[first:]
         labels[labels == self.meta_token_id] = IGNORED_LABEL
-        return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+        batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+        mask = {} if self.alone is None else {"attention_mask": self.alone.mask(batch["input_ids"], examples)}
+        return batch | mask
 
 
 def train_source(

@@ -13,6 +13,7 @@ from metatokens.files import sha256_of
 from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, Phase
 from metatokens.tasks.example import read_examples
+from metatokens.tasks.landmarks_alone import LandmarksAlone
 from metatokens.training.examples import (
     ByLength,
     Collator,
@@ -90,7 +91,10 @@ def finetune(
         **source.identity,
     }
     collator = Collator(
-        pad_token_id=tokenizer.eos_token_id, meta_token_id=model.config.meta_token_id, loss_on=recipe.task.loss_on
+        pad_token_id=tokenizer.eos_token_id,
+        meta_token_id=model.config.meta_token_id,
+        loss_on=recipe.task.loss_on,
+        alone=LandmarksAlone(model, tokenizer) if recipe.task.question_sees else None,
     )
     before, trained, total = 0, False, sum(phase.settings.max_steps for phase in source.phases)
     with open_run(out, run, overwrite=overwrite):
@@ -126,6 +130,8 @@ class _RecordSource:
     def __init__(self, recipe: FinetuneRecipe, file: Path, tokenizer: PreTrainedTokenizerBase):
         if recipe.task.stages:
             raise UserError("task.stages are for the tasks; with records, give a recipe without them.")
+        if recipe.task.question_sees:
+            raise UserError("task.question_sees is for the tasks, whose prompts have a question; records may have none.")
         self.records = read_examples(file, tokenizer, landmarks=recipe.task.landmarks)
         self.phases = [Phase("data", recipe.training, max(len(record.input_ids) for record in self.records))]
         self.identity = {"data_sha256": sha256_of(file.read_bytes())}

@@ -11,6 +11,7 @@ from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.model.positions import check_length
 from metatokens.recipe import Phase
 from metatokens.tasks.example import Encoded
+from metatokens.tasks.landmarks_alone import LandmarksAlone
 from metatokens.tasks.scoring import score
 from metatokens.training.examples import Collator
 
@@ -40,9 +41,9 @@ def held_out_loss(model: Any, batches: Iterable[Mapping[str, torch.Tensor]]) -> 
     return {"eval_loss": total / scored}
 
 
-def exact_match(model: LanguageModel, examples: Sequence[Encoded]) -> float:
-    """The share of examples whose whole answer greedy decoding gives."""
-    exact, _ = score(model, examples)
+def exact_match(model: LanguageModel, examples: Sequence[Encoded], alone: LandmarksAlone | None = None) -> float:
+    """The share of examples whose whole answer greedy decoding gives; see `score`."""
+    exact, _ = score(model, examples, alone=alone)
     return sum(exact) / len(exact)
 
 
