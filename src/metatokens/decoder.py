@@ -62,33 +62,31 @@ def _head(model: Any, decoder: Any, output: Any, states: Tensor) -> Tensor:
         return model(states.new_zeros((1, 1), dtype=torch.int64), use_cache=False).logits[0]
 
 
-def cache_kept(model: Any, texts: Iterable[Any]) -> dict[str, Any]:
+@torch.no_grad()
+def cache_kept(model: Any, texts: Iterable[Any], *, metas_alone: bool = False) -> dict[str, Any]:
     """Measure how much of texts a cache of keys and values keeps: fields of a `Result`, or none without a text window.
 
     Args:
         model: any model that `load_model` gives; it is put into evaluation mode.
         texts: token ids, (length,) each.
+        metas_alone: the cache keeps the meta-tokens alone, whatever the text window.
     """
     config, lengths, held = model.config, [], []
-    if (window := getattr(config, "text_window", None)) is None:
+    window, sinks = (0, 0) if metas_alone else (getattr(config, "text_window", None), getattr(config, "text_sinks", 0))
+    if window is None:
         return {}
     for text in texts:
         ids, place = torch.as_tensor(text).cpu(), torch.arange(len(text))
-        is_kept = (ids == config.meta_token_id) | (place < config.text_sinks) | (place >= len(text) - window)
+        is_kept = (ids == config.meta_token_id) | (place < sinks) | (place >= len(text) - window)
         lengths.append(len(text))
         held.append(int(is_kept.sum()))
-    return {"text_window": window, **kept_of(model, held, lengths)}
-
-
-@torch.no_grad()
-def kept_of(model: Any, held: Sequence[int], lengths: Sequence[int]) -> dict[str, Any]:
-    """Fields of a `Result`: the share and the mean bytes of keys and values, if so many tokens of each text are held.
-
-    The model, any that `load_model` gives, is put into evaluation mode.
-    """
     cache = model.eval()(torch.zeros((1, 1), dtype=torch.int64, device=model.device), use_cache=True).past_key_values
     size = sum(one.nbytes for layer in cache.layers for one in (layer.keys, layer.values))
-    return {"kv_kept": round(sum(held) / sum(lengths), 4), "kv_bytes": round(size * sum(held) / len(held))}
+    return {
+        "text_window": window or None,
+        "kv_kept": round(sum(held) / sum(lengths), 4),
+        "kv_bytes": round(size * sum(held) / len(held)),
+    }
 
 
 def kept_line(kept: Mapping[str, Any]) -> str:

@@ -121,9 +121,9 @@ class Result(Measured):
     noise_seed: int | None = None
     text: str | None = None  # for perplexity: held_out, book, or a path
     text_window: int | None = None  # positions; null for a model that forgets no text
-    # The share of keys and values that a cache keeps at the end of the prompts or blocks; if the intervention is
-    # landmarks_alone, the meta-tokens' share of the document before the question.
-    kv_kept: float | None = None
+    kv_kept: float | None = (
+        None  # the share of keys and values that is kept of prompts, blocks or landmarks_alone's documents
+    )
     kv_bytes: int | None = None  # their mean size
     metric: Metric
     value: float | None = None  # proportions in [0, 1]; null where the model cannot be run

@@ -47,6 +47,7 @@ def evaluate(
     from metatokens.records import About
     from metatokens.tasks.curriculum import documents_for
     from metatokens.tasks.example import Example, read_examples
+    from metatokens.tasks.landmarks_alone import ALONE, LandmarksAlone
     from metatokens.training.run_folder import training_of
 
     if (task is None) == (data is None):
@@ -57,6 +58,10 @@ def evaluate(
         raise UserError(f"{given[0]} goes with --task; the records of --data are read as they are.")
     if data is None and landmarks is not None:
         raise UserError("--landmarks goes with --data; --condition places the meta-tokens of a task.")
+    if intervention == ALONE and (data is not None or predictions is not None):
+        raise UserError(
+            f"--intervention {ALONE} goes with --task, whose prompts have a question, and no --predictions."
+        )
     check_results_file(out)
     check_results_file(predictions)
     loaded, tokenizer = options.load(model, device, dtype, text_window)
@@ -74,7 +79,8 @@ def evaluate(
             length: test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
             for length in bins
         }
-    changed = None if intervention is None else Intervention.parse(intervention)
+    alone = LandmarksAlone(loaded, tokenizer) if intervention == ALONE else None
+    changed = None if intervention is None or alone else Intervention.parse(intervention)
     with intervene(loaded, changed, seed=noise_seed):
         about = About(
             model=name or str(model),
@@ -84,7 +90,7 @@ def evaluate(
             noise_seed=noise_seed if changed is not None and changed.is_random else None,
             **training_of(model),
         )
-        results = evaluate(loaded, tests, about, batch=batch_size)
+        results = evaluate(loaded, tests, about, batch=batch_size, alone=alone)
         if predictions is not None:
             reached = (tests[length] for length in dict.fromkeys(r.length for r in results if r.value is not None))
             write_records((each for examples in reached for each in predict(loaded, examples, tokenizer)), predictions)

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.checkpoint import LanguageModel
-from metatokens.decoder import cache_kept, kept_of
+from metatokens.decoder import cache_kept
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.model.positions import reaches
 from metatokens.records import About, Metric, Result, pack_hits
@@ -45,8 +45,7 @@ def evaluate(
             of any length.
         about: the fields that all results share. Without a task, chance is not known.
         batch: examples per forward pass; by default as many as `score` takes.
-        alone: if the questions see the meta-tokens of their documents alone, which is then the results' intervention;
-            the keys and values that are kept are those meta-tokens', of the document's.
+        alone: if the questions see the meta-tokens of their documents alone; this is then the results' intervention.
 
     Returns:
         The results; a length beyond the model's learned positions has no value, and n = 0.
@@ -61,10 +60,9 @@ def evaluate(
             results += [Result(**shared, length=length, metric=metric, n=0) for metric in METRICS]
             continue
         exact, tokens = score(model, examples, batch=batch, alone=alone)
-        if alone is None:
-            kept = cache_kept(model, (example.input_ids[: example.answer_start] for example in examples))
-        else:
-            kept = kept_of(model, *alone.kept(examples))
+        ends = [example.answer_start if alone is None else alone.start(example) for example in examples]
+        texts = (example.input_ids[:end] for example, end in zip(examples, ends, strict=True))
+        kept = cache_kept(model, texts, metas_alone=alone is not None)
         answer_tokens = sum(len(example.input_ids) - example.answer_start for example in examples)
         measured = ((sum(exact), len(exact), guessed), (sum(tokens), answer_tokens, None))
         for metric, (successes, n, guessing) in zip(METRICS, measured, strict=True):

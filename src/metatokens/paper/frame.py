@@ -41,10 +41,12 @@ METRICS = {*get_args(Metric), *get_args(AnalysisMetric), *DERIVED}
 _NUMBERS = (
     "train_length", "length", "noise_seed", "layer", "head", "distance", "position", "beta", "fit_seed", "rate",
     "batch", "seed", "value", "low", "high", "n", "chance", "shortcut", "step", "loss", "text_tokens", "exact_match",
+    "kv_kept", "kv_bytes",
 )  # fmt: skip
 _TEXTS = ("benchmark", "against", "shape", "device")  # that derived figures alone have
 _OBJECTS = ("premise", "boosted", "quantiles")
-_OUTCOMES = ("value", "low", "high", "n", "chance", "quantiles", "hits")  # the other columns say what was measured
+# The other columns say what was measured.
+_OUTCOMES = ("value", "low", "high", "n", "chance", "quantiles", "hits", "kv_kept", "kv_bytes")
 _ACCURACY = {"condition": "paper", "train_condition": "paper", "intervention": "", "variant": ""}
 _PLAIN: Mapping[str, Mapping[str, Any]] = {
     "exact_match": _ACCURACY,

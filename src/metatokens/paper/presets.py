@@ -11,11 +11,13 @@
    stage to `stages.jsonl`. A stage that is in there is not carried out again.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 from metatokens.errors import UserError
-from metatokens.paper.variants import Ablation, Analysis, FurtherTest, Preset, TrainedModel
+from metatokens.paper.variants import Ablation, Analysis, FurtherTest, LandmarksTest, Preset, TrainedModel
 from metatokens.tasks import TASKS
 
 _MODELS = ("gpt2", "pause", "twin", "meta")
@@ -147,6 +149,34 @@ def _analyses(models: Sequence[str], with_distortion: Sequence[str]) -> tuple[An
     )
 
 
+_AT_128 = {128: _COUNTS[128]}
+_FACTS: dict[str, Any] = {"finetune_recipe": "small_facts", "tasks": ("list_recall",), "tables": ("landmarks", "facts")}
+_SHORT = ("task.question_sees=landmarks", "task.train_lengths=[128]", "task.train_steps=null")
+
+
+def _through_landmarks(
+    variant: str, condition: str, models: Sequence[str], seeds: Sequence[int], *overrides: str, **more: Any
+) -> Iterator[TrainedModel]:
+    """Models trained and tested on prompts of up to 128 tokens, in a condition; the four tasks come after all else."""
+    for order, (seed, model) in enumerate(product(seeds, models)):
+        yield TrainedModel(
+            model=model,
+            variant=variant,
+            finetune_overrides=(f"task.condition={condition}", *overrides),
+            pretrained_as=TrainedModel(model=model, seed=seed).name,
+            tests={condition: _AT_128},
+            seed=seed,
+            priority=(300 if "alone" in variant else 60) + order // len(models),
+            **{"tables": ("landmarks",), **more},
+        )
+
+
+# So many facts behind each landmark; the question sees the landmarks alone, or in training all text.
+_BEHIND = ("facts_1", "facts_2", "facts_4", "facts_8")
+_IN_SIGHT = (
+    *_through_landmarks("facts_4-in-sight", "facts_4", _MODELS[1:], _SEEDS[:4], "task.question_sees=null", **_FACTS),
+)
+
 SMALL = replace(
     _SMALLEST,
     test_counts=_COUNTS,
@@ -164,6 +194,12 @@ SMALL = replace(
                 {factor: [500, 300, 300] for factor in (4, 8)},
                 tasks=("list_recall",),
             )
+        ),
+        *(one for facts in _BEHIND for one in _through_landmarks(facts, facts, _MODELS, _SEEDS[:8], **_FACTS)),
+        *_IN_SIGHT,
+        *_through_landmarks("alone", "paper", _MODELS[1:], _SEEDS[:3], *_SHORT),
+        *_through_landmarks(
+            "alone-landmark", "landmark", _MODELS[1:], _SEEDS[:3], *_SHORT, tasks=("list_recall", "parity")
         ),
     ),
     extra_conditions=dict.fromkeys(TASKS, ("decoy",)),
@@ -200,6 +236,10 @@ SMALL = replace(
             counts={128: 250, 512: 250},
         ),
         *_analyses(_with_seeds(_INSPECTED, _SEEDS), _with_seeds(("gpt2", *_INSPECTED), _SEEDS)),
+        LandmarksTest(models=_with_seeds(_MODELS, _SEEDS), tasks=TASKS, counts={"paper": _AT_128}),
+        LandmarksTest(
+            models=tuple(one.name for one in _IN_SIGHT), counts={"facts_4": _AT_128}, tables=_FACTS["tables"]
+        ),
     ),
 )
 

@@ -132,7 +132,7 @@ class LandmarksTest(FurtherTest):
     """Accuracy if the question sees the meta-tokens of its document alone."""
 
     kind: str = "landmarks-alone"
-    tables: tuple[str, ...] = ("landmarks_alone",)
+    tables: tuple[str, ...] = ("landmarks",)
     train_lengths: tuple[int, ...] = (128,)
     question_sees: str = "landmarks"
 

@@ -1,7 +1,7 @@
-"""Questions that see the meta-tokens of their document alone, and so can recall only what these hold of the text.
+"""Questions that see the meta-tokens of their documents alone, and so can recall only what these hold of the text.
 
-The document's own tokens see everything before them. The tokens of question and answer see the document's meta-tokens,
-and everything of their own before them. In a `text_window` facts would also hop from text to text, layer by layer.
+A document's tokens see everything before them; those of question and answer see its meta-tokens, and one another. In a
+`text_window` facts would also hop from text to text, layer by layer.
 """
 
 from collections.abc import Sequence
@@ -19,30 +19,11 @@ ALONE = "landmarks_alone"  # the `intervention` of a result that was measured so
 _OPENING = "\nQ:"  # of the question of every task
 
 
-def landmarks_alone(input_ids: Tensor, starts: Tensor, meta_token_id: int) -> Tensor:
-    """The mask (batch, 1, length, length), True where a query sees a key.
-
-    Args:
-        input_ids: (batch, length), padded on the right.
-        starts: (batch,), the index of the first token of each question.
-        meta_token_id: the meta-token.
-    """
-    place = torch.arange(input_ids.shape[1])
-    in_document = place < starts[:, None]
-    is_forgotten = in_document & (input_ids != meta_token_id)
-    is_causal = place <= place[:, None]
-    return (is_causal & (in_document[:, :, None] | ~is_forgotten[:, None, :]))[:, None]
-
-
 class LandmarksAlone:
-    """The masks and the cache of a task's examples whose questions see the meta-tokens alone.
-
-    Args:
-        model: any model that takes masks of four dimensions.
-        tokenizer: the model's.
+    """The masks of a task's examples, for a model and its tokenizer.
 
     Raises:
-        UserError: if the attention function cannot take such masks.
+        UserError: if the model's attention function does not take such masks.
     """
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase):
@@ -56,18 +37,13 @@ class LandmarksAlone:
         prompt, size = list(example.input_ids[: example.answer_start]), len(self._opening)
         starts = (start for start in range(len(prompt) - size, -1, -1) if prompt[start : start + size] == self._opening)
         if (start := next(starts, None)) is None:
-            raise UserError("this tokenizer's ids do not show where the question of a prompt begins, the line with 'Q:'.")
+            raise UserError("the ids that this tokenizer gives a prompt do not show where its question begins.")
         return start
 
     def mask(self, input_ids: Tensor, examples: Sequence[Encoded]) -> Tensor:
-        """The mask of a batch, as `landmarks_alone` makes it; `input_ids` (batch, length) are on the CPU."""
-        return landmarks_alone(input_ids, torch.tensor(list(map(self.start, examples))), self._meta_token_id)
-
-    def kept(self, examples: Sequence[Encoded]) -> tuple[list[int], list[int]]:
-        """How many meta-tokens each document has, and how many tokens."""
-        sizes = list(map(self.start, examples))
-        metas = [
-            sum(token == self._meta_token_id for token in example.input_ids[:size])
-            for example, size in zip(examples, sizes, strict=True)
-        ]
-        return metas, sizes
+        """True where a query sees a key, (batch, 1, length, length), for `input_ids` (batch, length) on the CPU."""
+        place, starts = torch.arange(input_ids.shape[1]), torch.tensor(list(map(self.start, examples)))
+        in_document = place < starts[:, None]
+        is_forgotten = in_document & (input_ids != self._meta_token_id)
+        is_causal = place <= place[:, None]
+        return (is_causal & (in_document[:, :, None] | ~is_forgotten[:, None, :]))[:, None]

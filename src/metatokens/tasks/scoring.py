@@ -19,11 +19,7 @@ def by_length(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
 
 
 def score(
-    model: LanguageModel,
-    examples: Sequence[Encoded],
-    *,
-    batch: int | None = None,
-    alone: LandmarksAlone | None = None,
+    model: LanguageModel, examples: Sequence[Encoded], *, batch: int | None = None, alone: LandmarksAlone | None = None
 ) -> tuple[list[bool], list[int]]:
     """Compare each example's answer with that of greedy decoding, token by token.
 

@@ -90,12 +90,9 @@ def finetune(
         "model_sha256": weights_sha256(model_folder),
         **source.identity,
     }
-    collator = Collator(
-        pad_token_id=tokenizer.eos_token_id,
-        meta_token_id=model.config.meta_token_id,
-        loss_on=recipe.task.loss_on,
-        alone=LandmarksAlone(model, tokenizer) if recipe.task.question_sees else None,
-    )
+    alone = LandmarksAlone(model, tokenizer) if recipe.task.question_sees else None
+    pad, meta = tokenizer.eos_token_id, model.config.meta_token_id
+    collator = Collator(pad_token_id=pad, meta_token_id=meta, loss_on=recipe.task.loss_on, alone=alone)
     before, trained, total = 0, False, sum(phase.settings.max_steps for phase in source.phases)
     with open_run(out, run, overwrite=overwrite):
         for phase in source.phases:
@@ -131,7 +128,9 @@ class _RecordSource:
         if recipe.task.stages:
             raise UserError("task.stages are for the tasks; with records, give a recipe without them.")
         if recipe.task.question_sees:
-            raise UserError("task.question_sees is for the tasks, whose prompts have a question; records may have none.")
+            raise UserError(
+                "task.question_sees is for the tasks, whose prompts have a question; records may have none."
+            )
         self.records = read_examples(file, tokenizer, landmarks=recipe.task.landmarks)
         self.phases = [Phase("data", recipe.training, max(len(record.input_ids) for record in self.records))]
         self.identity = {"data_sha256": sha256_of(file.read_bytes())}

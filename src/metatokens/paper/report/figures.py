@@ -33,7 +33,7 @@ from metatokens.paper.frame import Inputs, distortion_at, distortion_curves, lea
 from metatokens.paper.report.overview import MARKS, effect_text, numbered
 from metatokens.paper.report.paper import paper_table
 from metatokens.paper.report.table import Cell, models, order
-from metatokens.paper.report.tables import LENGTH_TABLES, PLACES, SPLITS, Tables
+from metatokens.paper.report.tables import ALONE, FACTS, LENGTH_TABLES, PLACES, SPLITS, Tables
 from metatokens.paper.report.text import name, number
 
 MARKERS = {"supported": ("#0072b2", ">"), "contradicted": ("#d55e00", "<"), "equivalent": (INK, "s")}
@@ -302,6 +302,23 @@ def similarity(inputs: Inputs, width: float = PAGE) -> Figure:
 
     panels = {label: partial(draw, row) for label, row in models(inputs, **about).items()}
     return small_multiples(panels, (), width, across=3)
+
+
+def held(inputs: Inputs, width: float = PAGE) -> Figure:
+    """Facts recalled through landmarks alone, by the share of keys and values that is kept: a line for each model."""
+    found = inputs.select(intervention=ALONE, condition=[*FACTS], train_condition=[*FACTS], variant=[*FACTS])
+    styles = palette(sorted(set(found["model"]), key=order))
+
+    def draw(axes: Axes) -> None:
+        for model, style in styles.items():
+            facts = found[found["model"] == model].groupby("condition")
+            points = sorted((own["kv_kept"].mean(), *Cell.of(own).estimate()) for _, own in facts)
+            kept, middle, low, high = 100 * np.array(points).T
+            axes.plot(kept, middle, label=model, **line(style))
+            band(axes, kept, np.clip(low, 0, 100), np.clip(high, 0, 100), style)
+        axes.set(ylim=(-4, 104), yticks=range(0, 101, 25), xlabel="keys and values kept, %", ylabel="exactly right, %")
+
+    return small_multiples({"Facts recalled through landmarks alone": draw} if styles else {}, styles, width)
 
 
 def heat_map(inputs: Inputs, width: float = PAGE) -> Figure:

@@ -30,6 +30,8 @@ LONGEST = 512  # tokens: our train length next to the GPT-Neo of the paper, whic
 WINDOWS = {"yarn4": 4096, "yarn8": 8192}  # the paper's, in tokens
 DISTANCES = (1, 2, 3, 4, 8, 16, 32)  # tokens before a meta-token
 MODULES = {"attention": "attention", "second_attention": "second attention"}
+ALONE = "landmarks_alone"  # an intervention
+FACTS = {"facts_1": "one fact", "facts_2": "two facts", "facts_4": "four facts", "facts_8": "eight facts"}
 KEYS = ("earlier_meta", "before_meta", "after_meta", "itself", "near", "first", "other")
 PLACES = {"last meta-token": ("meta", ""), "no position": ("meta", "no_pos"), "text before it": ("text", "")}
 SPLITS = {"held_out": "held out", "fit": "as the paper, on the 50 fitted"}
@@ -148,7 +150,7 @@ class Tables:
 
         At the train length, or at every length.
         """
-        kinds = [one for one in self._any("intervention") if one]
+        kinds = [one for one in self._any("intervention") if one not in ("", ALONE)]
         about = {"metric": "exact_match", "task": task, "intervention": kinds}
         found = self.found(about)
         lengths = [row for row in _distinct(found, ["train_length", "length"]) if every or len({*row.values()}) == 1]
@@ -168,6 +170,20 @@ class Tables:
             return (at_train(fields) if fields["length"] == fields["train_length"] else []) or elsewhere(fields)
 
         return self._table(name(task), "model", rows, columns, below=below)
+
+    def held(self) -> Table:
+        """How much is recalled through landmarks alone; with all text in sight, where a model was tested so too."""
+        found = self._accuracies(variant=self._any("variant"), intervention=ALONE)
+        rows: dict[str, Fields] = {}
+        for row in _distinct(found, ["condition", "task", "variant", "train_condition", "train_length", "length"]):
+            facts, place = FACTS.get(row["condition"]), ", landmarks" if row["condition"] == "landmark" else ""
+            label = f"{facts} behind a landmark" if facts else f"{name(row['task'])}{place}"
+            alone, in_sight = {**row, "intervention": ALONE}, {**row, "intervention": ""}
+            if len(self.found(in_sight)):
+                label += ", trained with all text in sight"
+                rows[f"{label}, tested so"] = in_sight
+            rows[f"{label}, {PERCENT(self.found(alone)['kv_kept'].mean())} % of the KV"] = alone
+        return self._table("", "", rows, {model: {"model": model} for model in sorted(set(found["model"]), key=order)})
 
     def perplexity(self) -> Table:
         """The perplexity of text, with and without meta-tokens inserted."""
