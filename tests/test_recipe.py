@@ -15,7 +15,7 @@ from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
 
 PRETRAINING = ("demo", "small_extend", "paper", "paper_extend")
 FINETUNING = ("demo_finetune", "paper_finetune", "pretrained_finetune", "small_copying")
-FINETUNING += ("small_list_recall", "small_parity", "small_segment_counting")
+FINETUNING += ("small_facts", "small_list_recall", "small_parity", "small_segment_counting")
 PACKAGED = dict.fromkeys(PRETRAINING, PretrainRecipe) | dict.fromkeys(FINETUNING, FinetuneRecipe)
 
 
@@ -152,6 +152,12 @@ def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path: Path, content: bytes
     path.write_bytes(content)
     assert complaint(PretrainRecipe, path).startswith(f"recipe {path}")
     assert sentence in complaint(PretrainRecipe, path)
+
+
+def test_a_question_that_sees_landmarks_needs_some() -> None:
+    said = complaint(FinetuneRecipe, "demo_finetune", "task.question_sees=landmarks", "task.condition=none")
+    assert said.endswith("task.question_sees landmarks leaves nothing to see in task.condition none.")
+    assert "task.question_sees is 'text'" in complaint(FinetuneRecipe, "demo_finetune", "task.question_sees=text")
 
 
 def test_fine_tuning_needs_a_train_length() -> None:

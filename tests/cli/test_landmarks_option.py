@@ -42,3 +42,18 @@ def test_perplexity_with_landmarks(tokens: TokenStore, small_model: Models, run:
     assert conditions == ["none", "sentence", "every:6"]
     assert len({line["n"] for line in lines.values()}) == 1
     assert len({line["value"] for line in lines.values()}) == 3
+
+
+def test_answers_through_landmarks_alone(
+    tokens: TokenStore, small_model: Models, run: Succeed, refused: Refuse
+) -> None:
+    model = small_model(second_attention="meta")
+    alone, task = "--intervention landmarks_alone", "--task list_recall --condition facts_1 --lengths 128 -n 3"
+    output, _ = run(f"evaluate --model {model} {task} {alone}")
+    lines = [json.loads(line) for line in output.splitlines()]
+    assert [(one["intervention"], one["n"]) for one in lines] == [("landmarks_alone", 3), ("landmarks_alone", 6)]
+    assert all(0.1 < one["kv_kept"] < 0.3 for one in lines)
+    said = "--intervention landmarks_alone goes with --task"
+    Path("records.jsonl").write_text('{"prompt": "a", "completion": " b"}\n')
+    refused(f"evaluate --model {model} --data records.jsonl {alone}", said)
+    refused(f"evaluate --model {model} {task} {alone} --predictions answers.jsonl", said)

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from metatokens.checkpoint import load_model
+from metatokens.data.prompts import encode_prompt
 from metatokens.data.store import TokenStore
+from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
 from metatokens.evaluation import accuracy
 from metatokens.evaluation.accuracy import TEST_SEED, evaluate, score, shortcut_rates
@@ -19,6 +21,7 @@ from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.records import About
 from metatokens.tasks.curriculum import TASKS
 from metatokens.tasks.example import Example
+from metatokens.tasks.landmarks_alone import LandmarksAlone
 
 Models = Callable[..., Path]
 Draw = Callable[..., list[Example]]
@@ -121,6 +124,24 @@ def test_the_meta_token_is_no_answer_as_in_generation(small_model: Models, draw:
     likeliest = [model(torch.tensor([row.input_ids[: row.answer_start]])).logits[0, -1].argmax() for row in examples]
     assert meta in likeliest
     assert sum(exact) >= 4
+
+
+def test_what_is_measured_through_landmarks_says_so_and_what_is_kept(small_model: Models, draw: Draw) -> None:
+    model, examples = load_model(small_model()), draw("list_recall", 128, 5, "landmark")
+    tokenizer = load_tokenizer(str(small_model()))
+    documents = [example.prompt.rpartition("\nQ: ")[0] for example in examples]
+    metas = [document.count(" _PAUSE_") for document in documents]
+    sizes = [len(encode_prompt(tokenizer, document, "_PAUSE_")) for document in documents]
+    found = evaluate(
+        model, {128: examples}, About(model="x", task="list_recall"), alone=LandmarksAlone(model, tokenizer)
+    )
+    for one in found:
+        assert one.intervention == "landmarks_alone"
+        assert (one.kv_kept, one.text_window) == (round(sum(metas) / sum(sizes), 4), None)
+        config = model.config  # keys and values of each layer, in float32
+        assert one.kv_bytes == round(2 * 4 * config.num_hidden_layers * config.hidden_size * sum(metas) / 5)
+    plain, _ = evaluate(model, {128: examples}, About(model="x", task="list_recall"))
+    assert (plain.intervention, plain.kv_kept) == (None, None)
 
 
 def test_batches_do_not_change_the_scores(small_model: Models, draw: Draw) -> None:

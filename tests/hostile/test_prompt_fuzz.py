@@ -79,7 +79,7 @@ WORDS = st.lists(TEXT.filter(lambda text: text.isprintable()) | st.sampled_from(
 
 
 @cases(20)
-@given(words=WORDS, index=st.integers(0, 5), condition=st.sampled_from(CONDITIONS))
+@given(words=WORDS, index=st.integers(0, 5), condition=st.sampled_from(CONDITIONS[:5]))  # the others are of list recall
 def test_copying_from_any_document(
     words: list[str], index: int, condition: str, small_store: TokenStore, clean: Clean
 ) -> None:

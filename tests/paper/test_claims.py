@@ -13,6 +13,9 @@ from scipy.stats import t as student_t
 
 from metatokens.paper.claims import Claim, Judged, after_holm, claims, judge
 from metatokens.paper.frame import load
+from metatokens.paper.plan import stages
+from metatokens.paper.presets import SMALL
+from metatokens.paper.variants import finetune_recipe
 from metatokens.records import pack_hits
 
 Line = dict[str, Any]
@@ -289,6 +292,36 @@ def test_the_papers_claims_are_numbered_and_three_claims_are_primary() -> None:
     assert len({claim.text for claim in claims()}) == len(claims())
     ours = ("control", "beyond the paper")
     assert all((claim.number is None) == (claim.source in ours) for claim in claims())
+
+
+def test_what_the_preset_measures_through_landmarks_judges_the_claims_on_it(tmp_path: Path) -> None:
+    """The lines have the fields of the preset's stages; more parameters and fewer facts are better in them."""
+    lines = []
+    for stage in (stage for stage in stages(SMALL) if "landmarks" in stage.tables and "counts" in stage.settings):
+        model, task = stage.subject["model"], stage.subject["task"]
+        [condition] = stage.settings["counts"]
+        alone = {"intervention": "landmarks_alone"} if stage.settings.get("question_sees") else {}
+        facts = int(condition.removeprefix("facts_")) if "facts" in condition else 4
+        skill = {"gpt2": 0.5, "pause": 0.6, "twin": 0.7, "meta": 0.9}[model.model] - 0.02 * facts
+        value = skill - 0.2 * model.variant.endswith("in-sight") if model.variant else 0.5
+        trained = {"train_condition": finetune_recipe(SMALL, model, task).task.condition, "train_length": 128}
+        about = model.about("small", task=task, condition=condition, length=128, **trained, **alone)
+        figure = {"metric": "exact_match", "value": value + 0.001 * model.seed, "n": 2000}
+        lines.append(about.known(**figure, chance=0.5 if task == "parity" else 0.1))
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    inputs = load([tmp_path])
+    judged = [judge(inputs, claim) for claim in claims() if claim.section == "landmarks-alone"]
+    assert len(judged) == 10
+    words = {one.claim.text: one.verdict for one in judged}
+    assert [text for text, word in words.items() if word != "supported"] == [
+        "With one fact behind each landmark pause loses nothing against meta (5 points)"
+    ]
+    assert words["With one fact behind each landmark pause loses nothing against meta (5 points)"] == "contradicted"
+    effects = {one.claim.text: one.effect.value for one in judged}
+    mask = "The mask, not the parameters: with four facts behind a landmark meta beats twin"
+    assert effects[mask] == pytest.approx(0.2)
+    assert effects["More facts behind a landmark, less is held: one beats eight"] == pytest.approx(0.14)
+    assert effects["Training through landmarks alone helps to hold four facts behind each"] == pytest.approx(0.202)
 
 
 def test_every_claim_can_be_judged(tmp_path: Path) -> None:

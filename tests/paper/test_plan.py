@@ -60,7 +60,7 @@ def test_every_stage_comes_after_what_it_needs(name: str) -> None:
             assert f"perplexity-{one.name}" not in needs
         for task in one.tasks:
             tuned, extended = f"finetune-{one.name}-{task}", f"extend-{one.name}"
-            assert {pretrained, f"draw_tests-{task}-paper"} <= needs[tuned]
+            assert {pretrained, f"draw_tests-{task}-{finetune_recipe(sizes, one, task).task.condition}"} <= needs[tuned]
             assert extended not in needs or extended in needs[tuned]
             assert tuned in needs[f"evaluate-{one.name}-{task}"]
     assert all(stage.cost > 0 for stage in plan)
@@ -119,8 +119,11 @@ def test_fine_tuning_fits_the_tests(name: str) -> None:
     for one in sizes.models:
         for task in one.tasks:
             recipe = finetune_recipe(sizes, one, task)
-            assert set(recipe.task.train_lengths) <= set(counts_of(sizes, one, task)["paper"])
-            assert recipe.task.condition == ("landmark" if one.variant == "landmark" else "paper")
+            counts = counts_of(sizes, one, task)
+            assert set(recipe.task.train_lengths) <= set(counts[recipe.task.condition])
+            assert one.tests is not None or set(recipe.task.train_lengths) <= set(counts["paper"])
+            named = [name for name in ("facts_1", "facts_2", "facts_4", "facts_8", "landmark") if name in one.variant]
+            assert recipe.task.condition == (named[0] if named else "paper")
             assert recipe.training.seed == one.seed
 
 
@@ -128,7 +131,7 @@ def test_the_demo_measures_what_it_should() -> None:
     assert [one.name for one in DEMO.models] == ["gpt2", "meta"]
     (length,) = finetune_recipe(DEMO, DEMO.models[0], "parity").task.train_lengths
     assert DEMO.test_counts == {length: 500, 2 * length: 200, 4 * length: 200, 8 * length: 200}
-    assert set(CONDITIONS) == {"paper", "landmark", "none", "decoy", "long_prompt"}
+    assert CONDITIONS[:5] == ("paper", "landmark", "none", "decoy", "long_prompt")
     assert DEMO.extra_conditions == dict.fromkeys(("list_recall", "parity"), ("landmark", "decoy"))
     assert DEMO.corpus == "builtin"
     recipes = [pretrain_recipe(DEMO, one) for one in DEMO.models]
@@ -192,7 +195,9 @@ def test_models_that_read_the_same_examples_share_them() -> None:
     assert len({stage.product for stage in drawn}) == len(drawn)
     # By task: one for each seed, and two for longer contexts in three seeds.
     of_task = {task: sum(stage.subject["task"] == task for stage in drawn) for task in TASKS}
-    assert of_task == dict.fromkeys(TASKS, 12) | {"list_recall": 12 + 2 * 3}
+    # And through landmarks: three seeds up to 128 tokens alone, two tasks of them in another form, and facts.
+    more = {"list_recall": 2 * 3 + 3 + 4 * 8, "parity": 3}
+    assert of_task == {task: 12 + 3 + more.get(task, 0) for task in TASKS}
 
 
 def test_the_small_grid_is_whole() -> None:
@@ -202,7 +207,42 @@ def test_the_small_grid_is_whole() -> None:
     longer = {
         f"{model}-seed{seed}-yarn{factor}" for model in ("gpt2", "meta") for seed in (31, 32, 33) for factor in (4, 8)
     }
-    assert {*names} == core | longer
+    through = {f"{model}-seed{seed}-facts_{k}" for model in MODELS for seed in range(22, 30) for k in (1, 2, 4, 8)}
+    for own, last in {"facts_4-in-sight": 25, "alone": 24, "alone-landmark": 24}.items():
+        through |= {f"{model}-seed{seed}-{own}" for model in MODELS[1:] for seed in range(22, last + 1)}
+    assert {*names} == core | longer | through
+
+
+def test_what_is_recalled_through_landmarks_is_measured_so() -> None:
+    """Models trained through landmarks are tested so alone; those trained with all text in sight, also so."""
+    plan, by_name = planned("small"), {one.name: one for one in SMALL.models}
+    settings = {stage.name: stage.settings for stage in plan}
+    trained = [one for one in SMALL.models if "facts" in one.variant or "alone" in one.variant]
+    steps = set()
+    for one in trained:
+        for task in one.tasks:
+            recipe = finetune_recipe(SMALL, one, task)
+            sees = None if one.variant.endswith("in-sight") else "landmarks"
+            assert recipe.task.question_sees == settings[f"evaluate-{one.name}-{task}"].get("question_sees") == sees
+            assert settings[f"evaluate-{one.name}-{task}"]["counts"] == {recipe.task.condition: {128: 2000}}
+            assert recipe.phases()[-1].train_length == 128
+            assert by_name[one.pretrained_as or ""].seed == one.seed
+            if "facts" in one.variant:
+                same = {"condition": "", "question_sees": ""}
+                steps.add((recipe.task.model_copy(update=same), recipe.training.model_copy(update={"seed": 0})))
+    assert len(steps) == 1  # one recipe for all
+    tests = {name for name, own in settings.items() if name.startswith("landmarks-alone") and own["question_sees"]}
+    core = {
+        f"landmarks-alone-{model}-seed{seed}-{task}" for model in MODELS for seed in range(22, 34) for task in TASKS
+    }
+    both_ways = {one.name for one in trained if one.variant == "facts_4-in-sight"}
+    assert tests == core | {f"landmarks-alone-{name}-list_recall" for name in both_ways}
+    last = {stage.name: stage.priority for stage in plan if "alone" in stage.name.removeprefix("landmarks-alone")}
+    assert min(last.values()) > max(stage.priority for stage in plan if stage.name not in last)
+    facts = {stage.name for stage in select(plan, "facts")}
+    assert {name for name in facts if name.startswith("finetune")} == {
+        f"finetune-{one.name}-list_recall" for one in trained if "facts" in one.variant
+    }
 
 
 def test_one_recipe_a_task_and_equal_steps_for_all_models() -> None:

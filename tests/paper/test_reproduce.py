@@ -378,12 +378,19 @@ def test_every_kind_of_stage(reproduce: Reproduce, small_corpus: Path, monkeypat
     assert [(one.noise_seed, one.n) for one in noise] == [(0, 2), (1, 2)]
     (zeroed,) = [one for one in results if one.intervention == "no_pos" and one.metric == "exact_match"]
     assert (zeroed.noise_seed, zeroed.n) == (None, 4)
+    through = [one for one in results if one.intervention == "landmarks_alone" and one.metric == "exact_match"]
+    assert sorted((one.recipe, one.condition, one.train_condition, one.n) for one in through) == [
+        ("tiny", "paper", "paper", 4),
+        ("tiny/alone", "landmark", "landmark", 4),
+    ]
+    assert all(0 < one.kv_kept < 0.5 and one.kv_bytes for one in through)
+    assert all(one.intervention == "landmarks_alone" for one in results if one.recipe == "tiny/alone")
     found = [json.loads(line) for line in lines(out)["analysis.jsonl"]]
     assert {one["analysis"] for one in found} == {"sharpness", "residual", "rate_distortion"}
     assert {one.get("intervention") for one in found if one["analysis"] == "rate_distortion"} == {None, "no_pos"}
     points = [json.loads(line) for line in lines(out)["curves.jsonl"]]
     probed = [(one["step"], one["n"]) for one in points if "exact_match" in one]
-    assert probed == [(2, 4), (4, 4)] * 2
+    assert probed == [(2, 4), (4, 4)] * 3
     tokens = {one["step"]: one["text_tokens"] for one in points if one.get("train_length") == 64}
     assert tokens[4] == pytest.approx(4 * tokens[1], abs=4)
     assert 4 * 20 < tokens[1] < 4 * 64

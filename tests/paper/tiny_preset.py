@@ -17,7 +17,7 @@ import submitit
 from metatokens import cli
 from metatokens.evaluation import accuracy
 from metatokens.paper import presets
-from metatokens.paper.variants import Ablation, Analysis, Preset, TrainedModel
+from metatokens.paper.variants import Ablation, Analysis, LandmarksTest, Preset, TrainedModel
 from metatokens.training.trainer import RunCallback
 
 accuracy.SHORTCUT_PROMPTS = 40  # in place of 2,000, which each run would draw again
@@ -59,6 +59,16 @@ def wide(corpus: str) -> Preset:
     of = {"models": ("meta",), "tasks": ("parity",)}
     changes = ("no_pos", "noise:1")
     ablation = Ablation(tables=("table13",), **of, interventions=changes, counts={64: 4}, noise_seeds=2)
+    alone = LandmarksTest(**of, counts={"paper": {64: 4}}, train_lengths=(64,))
+    through = TrainedModel(
+        model="meta",
+        variant="alone",
+        pretrained_as="meta",
+        finetune_recipe="demo_finetune",
+        finetune_overrides=("task.question_sees=landmarks", "task.condition=landmark"),
+        tests={"landmark": {64: 4}},
+        tasks=("parity",),
+    )
     analyses = [
         Analysis(kind=kind, tables=("figure3",), **of, train_length=64, length=64, n=n, interventions=changes)
         for kind, n, changes in (
@@ -71,10 +81,10 @@ def wide(corpus: str) -> Preset:
         tiny(corpus),
         book=corpus,
         extend_recipe="small_extend",
-        models=(TrainedModel(model="meta", tasks=("parity",)), longer),
+        models=(TrainedModel(model="meta", tasks=("parity",)), longer, through),
         extra_conditions={},
         probe_steps={"parity": 2},
-        inspections=(ablation, *analyses),
+        inspections=(ablation, alone, *analyses),
         looked_into=("meta", "meta-yarn"),
     )
 

@@ -8,6 +8,14 @@ from transformers import PreTrainedTokenizerBase
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.tasks import curriculum
 
+# Every task in every condition that is for it.
+CASES = [
+    (task, condition)
+    for task in curriculum.TASKS
+    for condition in curriculum.CONDITIONS
+    if task == "list_recall" or not condition.startswith("facts_")
+]
+
 
 @pytest.fixture(scope="session")
 def documents() -> list[str]:

@@ -14,6 +14,7 @@ from metatokens.tasks import curriculum
 from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.inventory import INVENTORY
 from metatokens.tasks.phases import Sizes, phase_of_length
+from tests.tasks.conftest import CASES
 
 
 def test_inventory_is_twenty_categories_of_ten_items_in_one_category_each():
@@ -150,11 +151,10 @@ def test_a_stages_prompts_have_its_sizes(task, tokenizer, documents):
 
 
 def print_examples(tokenizer, documents):
-    for task in curriculum.TASKS:
-        for condition in curriculum.CONDITIONS:
-            data = TaskData(task, tokenizer=tokenizer, condition=condition, seed=5, documents=documents)
-            for index in (7, 0, 3):
-                print((data.train(index, 256), data.test(index, 128), data.sample(index, 3, "test")))
+    for task, condition in CASES:
+        data = TaskData(task, tokenizer=tokenizer, condition=condition, seed=5, documents=documents)
+        for index in (7, 0, 3):
+            print((data.train(index, 256), data.test(index, 128), data.sample(index, 3, "test")))
 
 
 def test_examples_are_the_same_in_every_process(tokenizer, documents, forked, capsys):

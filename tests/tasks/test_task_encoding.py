@@ -18,7 +18,7 @@ TEXTS = st.one_of(
     ),
     st.text(),
 )
-
+from tests.tasks.conftest import CASES
 
 AT_ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
 
@@ -53,8 +53,7 @@ def test_a_tokenizer_whose_words_depend_on_each_other_gets_whole_texts(phrase_to
     assert SegmentEncoder(phrase_tokenizer).encode_text("a b a b") == whole
 
 
-@pytest.mark.parametrize("task", curriculum.TASKS)
-@pytest.mark.parametrize("condition", curriculum.CONDITIONS)
+@pytest.mark.parametrize(("task", "condition"), CASES)
 def test_example_ids_are_its_segments_meta_tokens_answer_and_end(task, condition, tokenizer, documents):
     data = curriculum.TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)
     for index in range(30):

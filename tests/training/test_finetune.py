@@ -20,6 +20,7 @@ from metatokens.training.examples import Collator
 from metatokens.training.finetune import finetune
 from metatokens.training.probe import Probe
 from metatokens.training.run_folder import training_of
+from tests.model.dense_oracle import DenseOracle
 from tests.training.conftest import Finetuning, Models, curve, interrupt, result, weights
 
 LENGTHS = "task.train_lengths=[64, 128]"
@@ -117,6 +118,43 @@ def test_the_loss_is_the_mean_over_all_answer_tokens_of_a_step(
         losses.append([-log_probabilities[place - 1, ids[place]].item() for place in range(start, len(ids))])
     assert len({len(answer) for answer in losses}) > 1  # or a mean of the pieces' means would be the same
     assert curve(tmp_path / "run" / "64")[0]["loss"] == pytest.approx(np.mean(np.concatenate(losses)), rel=1e-5)
+
+
+@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+def test_the_loss_of_a_question_that_sees_landmarks_is_the_dense_formulas(
+    second_attention: str,
+    small_model: Models,
+    finetuning: Finetuning,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[Encoded] = []
+    collate = Collator.__call__
+    monkeypatch.setattr(Collator, "__call__", lambda self, rows: read.extend(rows) or collate(self, rows))
+    model, tuned = small_model(second_attention=second_attention), tmp_path / "run"
+    sees = ("task.question_sees=landmarks", "task.condition=facts_4", "task.train_lengths=[160]")
+    finetune(finetuning(*sees), model, tuned, task="list_recall")
+    oracle, tokenizer, losses = DenseOracle(load_model(model)), load_tokenizer(str(model)), []
+    feed = tokenizer.encode("\n", add_special_tokens=False)
+    for ids, start in ((list(row.input_ids), row.answer_start) for row in read[:4]):
+        question = max(place for place in range(start) if [ids[place]] == feed)  # the last line of the prompt
+        places, meta = range(len(ids)), tokenizer.meta_token_id
+        seen = [
+            [key <= query and (query < question or key >= question or ids[key] == meta) for key in places]
+            for query in places
+        ]
+        log_probabilities = oracle.logits(ids, torch.tensor(seen)).log_softmax(-1)
+        losses += [-log_probabilities[place - 1, ids[place]].item() for place in range(start, len(ids))]
+    assert curve(tuned / "160")[0]["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    finetune(finetuning(*sees[1:]), model, tmp_path / "in_sight", task="list_recall")
+    assert curve(tmp_path / "in_sight" / "160")[0]["loss"] != pytest.approx(np.mean(losses), rel=1e-3)
+
+
+def test_records_have_no_question_that_sees_landmarks(
+    model: Path, finetuning: Finetuning, records: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"task\.question_sees is for the tasks, whose prompts have a question; .*\.$"):
+        finetune(finetuning("task.question_sees=landmarks"), model, tmp_path / "run", data=records)
 
 
 def test_loss_on_the_sequence_is_another_run(model: Path, finetuning: Finetuning, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from markupsafe import Markup
 
 from metatokens.paper.frame import Inputs, load
+from metatokens.paper.report import figures
 from metatokens.paper.report.table import Cell, Table, models, tabulate
 from metatokens.paper.report.tables import STEPS, Tables
 from metatokens.paper.report.text import Form
@@ -18,6 +19,7 @@ from tests.paper.report.made_lines import Line, accuracy, grid, inner, recall, s
 T_975 = {1: 12.706204736, 2: 4.302652730, 3: 3.182446305}  # by degrees of freedom
 ROW = {"task": "parity", "position_embedding": "rope", "train_length": 512}
 Read = Callable[..., Inputs]
+LANDMARKS = {"intervention": "landmarks_alone", "task": "list_recall", "train_length": 128, "length": 128}
 
 
 def slow(values: list[float], n: int = 500) -> str:
@@ -169,3 +171,34 @@ def test_no_table_of_a_grid_is_without_figures(inputs: Inputs, tmp_path: Path) -
     meta = {row[0]: row for row in tables.papers(7).rows}["meta, rotary positions, to 512"]
     assert meta[1][1] == "paper 100.0"
     assert meta[1][0] != "\u2013"
+
+
+def test_what_landmarks_hold_is_shown_with_what_is_kept_of_the_cache(read: Read) -> None:
+    def facts(number: int, variant: str = "", **fields: Any) -> Line:
+        name = f"facts_{number}"
+        about = LANDMARKS | {"condition": name, "train_condition": name, "recipe": f"small/{variant or name}"}
+        return about | {"kv_kept": 0.2 / number} | fields
+
+    lines = [line for model in ("pause", "meta") for number, value in ((1, 0.9), (8, 0.3))
+             for line in runs(model, value, value + 0.02, **facts(number))]  # fmt: skip
+    lines += runs("meta", 0.4, 0.5, **facts(8, "facts_8-in-sight"))
+    lines += runs("meta", 0.95, 0.97, **facts(8, "facts_8-in-sight", intervention="", kv_kept=None))
+    lines += runs("meta", 0.1, 0.2, **LANDMARKS | {"kv_kept": 0.02})
+    table = Tables(read(lines)).held()
+    assert table.header == ("", "pause", "meta", "guessing")
+    assert {label: cells for label, *cells in table.rows} == {
+        "List recall, 2.0 % of the KV": ["\u2013", slow([0.1, 0.2]), "10.0"],
+        "one fact behind a landmark, 20.0 % of the KV": [*[slow([0.9, 0.92])] * 2, "10.0"],
+        "eight facts behind a landmark, 2.5 % of the KV": [*[slow([0.3, 0.32])] * 2, "10.0"],
+        "eight facts behind a landmark, trained with all text in sight, tested so": [
+            "\u2013", slow([0.95, 0.97]), "10.0",
+        ],
+        "eight facts behind a landmark, trained with all text in sight, 2.5 % of the KV": [
+            "\u2013", slow([0.4, 0.5]), "10.0",
+        ],
+    }  # fmt: skip
+    [axes] = figures.held(read(lines)).axes
+    kept = {line.get_label(): line.get_xdata().tolist() for line in axes.lines}
+    assert kept == {"pause": pytest.approx([2.5, 20]), "meta": pytest.approx([2.5, 20])}
+    assert axes.lines[0].get_ydata() == pytest.approx([31, 91])
+    assert figures.held(read(runs("meta", 0.5))).axes == []
