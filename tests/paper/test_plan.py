@@ -237,8 +237,9 @@ def test_what_is_recalled_through_landmarks_is_measured_so() -> None:
     }
     both_ways = {one.name for one in trained if one.variant == "facts_4-in-sight"}
     assert tests == core | {f"landmarks-alone-{name}-list_recall" for name in both_ways}
-    last = {stage.name: stage.priority for stage in plan if "alone" in stage.name.removeprefix("landmarks-alone")}
-    assert min(last.values()) > max(stage.priority for stage in plan if stage.name not in last)
+    last = {f"finetune-{one.name}-{task}" for one in trained if "alone" in one.variant for task in one.tasks}
+    order = {stage.name: stage.priority for stage in plan if stage.kind == "finetune"}
+    assert min(map(order.get, last)) > max(map(order.get, order.keys() - last))
     facts = {stage.name for stage in select(plan, "facts")}
     assert {name for name in facts if name.startswith("finetune")} == {
         f"finetune-{one.name}-list_recall" for one in trained if "facts" in one.variant
@@ -424,7 +425,9 @@ def test_one_tables_part_of_the_plan(table: str, some: str, none: str) -> None:
 
 
 def test_a_table_that_nothing_answers() -> None:
-    with pytest.raises(UserError, match=r"no stage of this preset answers 'table0'; --only takes figure1, .*table9\.$"):
+    with pytest.raises(
+        UserError, match=r"no stage of this preset answers 'table0'; --only takes facts, figure1, .*table9\.$"
+    ):
         select(planned("small"), "table0")
     assert select(stages(DEMO), None) == stages(DEMO)
     with pytest.raises(UserError, match=r"answers 'table3', which `python -m benchmarks.speed decode` measures"):

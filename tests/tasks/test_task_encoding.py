@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from metatokens.data.tokenizer import encode_text, load_tokenizer
 from metatokens.tasks import curriculum
 from metatokens.tasks.encoding import SegmentEncoder
+from tests.tasks.conftest import CASES
 
 TEXTS = st.one_of(
     st.text(alphabet=st.characters(max_codepoint=127)),
@@ -18,7 +19,6 @@ TEXTS = st.one_of(
     ),
     st.text(),
 )
-from tests.tasks.conftest import CASES
 
 AT_ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
 
