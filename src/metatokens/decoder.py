@@ -76,7 +76,8 @@ def cache_kept(model: Any, texts: Iterable[Any], *, metas_alone: bool = False) -
     if window is None:
         return {}
     for text in texts:
-        ids, place = torch.as_tensor(text).cpu(), torch.arange(len(text))
+        ids = text.cpu() if isinstance(text, Tensor) else torch.tensor(list(text))  # stored ids are read-only arrays
+        place = torch.arange(len(text))
         is_kept = (ids == config.meta_token_id) | (place < sinks) | (place >= len(text) - window)
         lengths.append(len(text))
         held.append(int(is_kept.sum()))
