@@ -157,7 +157,7 @@ def observe(model: PreTrainedModel, ids: Tensor, modules: Iterable[str] = ()) ->
             mask = mask.masked_fill(mask <= torch.finfo(attention_mask.dtype).min, -torch.inf)
         q, k, v = (x[0].double() for x in (query, key, value))
         inputs = AttentionInputs(q, k, v, everywhere.to(query.device), scaling, softcap, mask)
-        name = "second_attention" if isinstance(module, CausalAttention) and module.second else "attention"
+        name = "second_attention" if isinstance(module, CausalAttention) and module.is_second else "attention"
         attention[name, len(states) - 1] = inputs
         return (inputs.weights().to(value.dtype) @ value[0]).transpose(0, 1)[None], None
 

@@ -3,27 +3,37 @@
     CausalAttention(Q, K, V) = softmax(Q K^T / sqrt(d) + M) V
     MetaAttention(Q, K, V) = softmax(Q K^T / sqrt(d) + M + P) V
 
-M is the causal mask; P is 0 where query and key are both meta-tokens, and minus infinity elsewhere. A dense mask would
-spend T^2 work on the few pairs of meta-tokens, and would leave every row of text without a key. Instead, the block
-(`modeling.py`) gathers the meta-tokens' rows, `MetaAttention` attends causally among them, and the block adds the
-result back at their places. This equals the dense formula, and the rows of text stay unchanged.
+M is the causal mask; P is 0 where query and key are both meta-tokens, and minus infinity elsewhere. Meta-attention has
+two forms of the same function:
+
+- **Gathered**, where the model knows the meta-tokens' rows. The block (`modeling.py`) gathers them, `MetaAttention`
+  attends causally among them, and the block adds the result back at their places. T / 8 meta-tokens take T^2 / 64 pairs.
+- **Dense**, where an engine owns the cache, or a graph has no room for rows whose number depends on the data. P becomes
+  one more feature of each head, and ordinary causal attention over all positions computes the rest (`MetaAttention.
+  dense`). Any kernel can do that: paged, packed, compiled.
+
+Both leave the rows of text unchanged.
 """
 
 import math
-from collections.abc import Callable
-from typing import Protocol, TypedDict, TypeGuard
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol, TypedDict, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from metatokens.model.cache import Entries, MetaTokenCache, SecondStore
+from metatokens.model.paged import TEXT_KEY, put_into_pages
 from metatokens.model.positions import Rotary, rotate
-from metatokens.model.rows import MetaRows
+from metatokens.model.rows import AllRows, MetaRows
 
 FEW_ROWS = 128
+_HIDDEN = -1e4  # P in the dense form; half precision holds it
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]  # as transformers defines them
 
 
@@ -36,18 +46,20 @@ class AttentionKwargs(TypedDict):
         rotary: rotary tables for the positions of x, or None.
         log_keys: (batch or 1, length, 1), the logarithm of the number of keys that each query sees; scalable softmax
             alone reads it.
+        engine: what an engine passes on to the attention function, such as its paged cache; empty without one.
     """
 
     attend: AttentionFunction
     mask: Tensor | None
     rotary: Rotary | None
     log_keys: Tensor | None
+    engine: Mapping[str, Any]
 
 
 class MetaAttentionKwargs(AttentionKwargs):
     """The same for meta-attention, and the rows that it sees."""
 
-    rows: MetaRows
+    rows: MetaRows | AllRows
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
@@ -104,11 +116,12 @@ class Attention(nn.Module):
     is_rotated = True  # whether rotary positions apply in this layer
     is_causal = True  # read by the attention functions of transformers, as is the next one
     num_key_value_groups = 1
+    is_second = False
 
     def __init__(self, config: Sizes, layer_index: int):
         super().__init__()
         self.config = config
-        self.layer_index = layer_index
+        self.layer_index = self.layer_idx = layer_index  # `layer_idx` is the layer in a paged cache
         self.scaling = config.head_size**-0.5
         inner = config.num_attention_heads * config.head_size
         self.qkv_proj = nn.Linear(config.hidden_size, 3 * inner, bias=config.bias)
@@ -146,7 +159,7 @@ class CausalAttention(Attention):
 
     def __init__(self, config: Sizes, layer_index: int, *, second: bool = False):
         super().__init__(config, layer_index)
-        self.second = second
+        self.is_second = second
 
     def forward(
         self,
@@ -157,22 +170,23 @@ class CausalAttention(Attention):
         mask: Tensor | None,
         rotary: Rotary | None,
         log_keys: Tensor | None = None,
+        engine: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[Tensor, Tensor | None]:
         """The output for x, both (batch, length, width), and the weights if the attention function returns them.
 
         `cache` holds earlier keys and values, and takes the new ones; see `AttentionKwargs` for the other arguments.
         """
         q, k, v = self.project(x, rotary, log_keys)
-        if cache is not None and self.second:
+        if cache is not None and self.is_second:
             layer = cache.layers[self.layer_index]
             first_slot = layer.get_seq_length() - k.shape[2]  # the first module has already stored these tokens
             slots = (torch.arange(k.shape[2], device=k.device) + first_slot).expand(k.shape[0], -1)
             (k, v, *_), _ = layer.update_second(Entries(k, v, slots, slots))
         elif cache is not None:
             k, v = cache.update(k, v, self.layer_index)
-        if isinstance(mask, Tensor):  # not the block mask of flex attention
+        if cache is not None and isinstance(mask, Tensor):  # not the block mask of flex attention
             mask = mask[..., -k.shape[2] :]  # the second module has no keys for a learned prefix
-        out, weights = attend(self, q, k, v, mask, scaling=self.scaling, dropout=0.0)
+        out, weights = attend(self, q, k, v, mask, scaling=self.scaling, dropout=0.0, **engine)
         return linear(self.out_proj, out.flatten(2)), weights
 
 
@@ -180,23 +194,25 @@ class MetaAttention(Attention):
     """softmax(Q K^T / sqrt(d) + M + P) V, computed on the meta-tokens' rows: causal attention among them alone."""
 
     usual_keys = 3
+    is_second = True
 
     def forward(
         self,
         x: Tensor,
         *,
-        rows: MetaRows,
+        rows: MetaRows | AllRows,
         cache: Cache | None,
         attend: AttentionFunction | None = None,
         mask: Tensor | None = None,
         rotary: Rotary | None,
         log_keys: Tensor | None = None,
+        engine: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
         Args:
-            x: the meta-tokens' rows, (batch, most, width).
-            rows: where they are in the input.
+            x: the meta-tokens' rows, (batch, most, width); all rows in the dense form.
+            rows: where they are in the input. `AllRows` ask for the dense form, with the mask of causal attention.
             cache: holds earlier meta-tokens' keys and values, and takes the new ones.
             attend: the model's attention function. Only transformers' eager one is called; sdpa replaces any other.
             mask: a mask over all positions, (batch, heads or 1, length, total), needed where the model was given one of
@@ -204,12 +220,15 @@ class MetaAttention(Attention):
             rotary: rotary tables for the positions of these rows, or None.
             log_keys: (batch, most, 1), the logarithm of the number of meta-tokens that each row sees; for scalable
                 softmax.
+            engine: as in `AttentionKwargs`, for the dense form.
 
         Returns:
-            The output, (batch, most, width), arbitrary in padded rows; and the weights of the eager function, (batch,
-            heads, length, total).
+            The output, (batch, most, width), arbitrary in padded rows and in rows of text; and the weights of the eager
+            function, (batch, heads, length, total).
         """
         q, k, v = self.project(x, rotary, log_keys)
+        if isinstance(rows, AllRows):
+            return self._dense(q, k, v, rows.is_meta, attend or sdpa_attention_forward, mask, dict(engine))
         key_slots, places = rows.slots, None
         if cache is not None:
             layer: SecondStore = cache.layers[self.layer_index]
@@ -227,3 +246,32 @@ class MetaAttention(Attention):
             return linear(self.out_proj, out.flatten(2)), rows.spread(weights, key_slots, mask.shape)
         out = scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=self.scaling)
         return linear(self.out_proj, out.transpose(1, 2).flatten(2)), None
+
+    def _dense(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_meta: Tensor,
+        attend: AttentionFunction,
+        mask: Tensor | None,
+        engine: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend over all positions, where one more feature of each head hides text from meta-tokens.
+
+        The feature is 1 in each query, and in a key P sqrt(d): 0 at a meta-token, and otherwise a number so far below
+        zero that text gets a weight of exactly 0, since a meta-token sees itself at least.
+        """
+        is_text = ~is_meta[:, None, :]
+        if (cache := engine.pop("cache", None)) is not None:
+            k, v, engine = put_into_pages(cache, k.masked_fill(is_text[..., None], TEXT_KEY), v, self.layer_idx, engine)
+            is_text = (k == TEXT_KEY).all(dim=-1)
+            attend = attend if mask is None else sdpa_attention_forward
+        size = q.shape[-1]
+        more = 8 - size % 8  # kernels take sizes that are multiples of 8
+        hidden = torch.zeros_like(is_text, dtype=k.dtype).masked_fill(is_text, _HIDDEN).expand(k.shape[:-1])[..., None]
+        q = pad(pad(q, (0, 1), value=1.0), (0, more - 1))
+        k = pad(torch.cat([k.masked_fill(is_text[..., None], 0.0), hidden], dim=-1), (0, more - 1))
+        mask = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
+        out, _ = attend(self, q, k, pad(v, (0, more)), mask, scaling=self.scaling, **engine)
+        return linear(self.out_proj, out[..., :size].flatten(2)), None

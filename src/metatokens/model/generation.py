@@ -8,12 +8,14 @@ of a step are prepared.
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
     Cache,
+    ContinuousBatchingConfig,
     GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
@@ -24,6 +26,7 @@ from transformers.generation import GenerationMode
 from metatokens.errors import UserError
 from metatokens.model.cache import InsertedTokens, give
 from metatokens.model.configuration import MetaGPT2Config, never_generated
+from metatokens.model.paged import MetaManager, give_layers
 from metatokens.model.positions import check_length, check_positions, position_ids_from_mask
 
 READ_AT_ONCE = 512  # tokens of a prompt in one forward pass of a model with a `text_window`
@@ -38,7 +41,9 @@ def mark_as_own(generation_config: GenerationConfig | None) -> None:
 
 
 class SuppressMetaToken(SuppressTokensLogitsProcessor):
-    """Suppress tokens. A type that differs from the base, since `generate()` uses one processor of each type."""
+    """Suppress tokens, in continuous batching too."""
+
+    supports_continuous_batching = True
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores (batch, vocabulary); unlike the base, without a search through the vocabulary."""
@@ -73,18 +78,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
             UserError: if `meta_every` is below 0, the model has no meta-token, or another argument does not support
                 inserted meta-tokens.
         """
-        for config in (generation_config, self.generation_config):
-            meta_every = getattr(config, "meta_every", None) if meta_every is None else meta_every
-        if suppressed := never_generated(self.config):
-            # The model's device may be "meta", where weights are offloaded.
-            devices = (one.device for one in (inputs, *kwargs.values()) if isinstance(one, Tensor))
-            suppress = SuppressMetaToken(suppressed, device=next(devices, self.device))
-            kwargs["logits_processor"] = LogitsProcessorList([*(kwargs.get("logits_processor") or ()), suppress])
-        meta_every = None if meta_every == 0 else meta_every
-        if meta_every is not None and self.config.meta_token_id is None:
-            raise UserError("meta_every needs a model with a meta_token_id; this one has none.")
-        if meta_every is not None and (type(meta_every) is not int or meta_every < 1):
-            raise UserError(f"meta_every is {meta_every!r}; it must be a whole number, at least 1, or 0 for none.")
+        meta_every = self._checked_every(meta_every, generation_config)
         if meta_every is not None or getattr(kwargs.get("past_key_values"), "inserted", None):
             prompt, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
             has_embeddings = kwargs.keys() & {"inputs_embeds", "meta_token_mask"}
@@ -100,9 +94,69 @@ class MetaTokenGenerationMixin(GenerationMixin):
             kwargs |= {"insert_every": meta_every, "prompt_length": prompt.shape[1]}
         return super().generate(inputs, generation_config, *args, **kwargs)
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse continuous batching (`generate_batch`, `transformers serve`): its cache has no second store."""
-        raise UserError("continuous batching cannot cache the keys and values of meta-tokens; call generate() instead.")
+    def generate_batch(
+        self,
+        inputs: list[list[int]],
+        generation_config: GenerationConfig | None = None,
+        *args: Any,
+        meta_every: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """`generate_batch` of transformers, with inserted meta-tokens; arguments are those of `generate`, and its own.
+
+        Args:
+            inputs: the ids of each prompt, which may contain meta-tokens.
+            generation_config: as in `generate`.
+            *args: as in transformers.
+            meta_every: as in `generate`.
+            **kwargs: as in transformers.
+        """
+        if meta_every is not None:
+            generation_config = copy(generation_config or self.generation_config)
+            generation_config.meta_every = meta_every
+        return super().generate_batch(inputs, generation_config, *args, **kwargs)
+
+    def init_continuous_batching(
+        self,
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """The engine of `generate_batch` and `transformers serve`; a `meta_every` of the configuration holds for it.
+
+        Raises:
+            UserError: if the model does something that a paged cache does not show, or `meta_every` is wrong.
+        """
+        engine = copy(continuous_batching_config) or ContinuousBatchingConfig()
+        meta_every = self._checked_every(None, generation_config)
+        if give_layers(self):
+            engine.max_blocks_per_request = 0  # no kernel reads the second attention's pages by itself
+        if meta_every is not None:
+            engine.use_async_batching = False  # its next batch would begin before it is known what is inserted
+        manager = super().init_continuous_batching(generation_config, engine, *args, **kwargs)
+        give(manager, MetaManager)
+        manager.meta_every = meta_every
+        return manager
+
+    def _checked_every(self, meta_every: int | None, generation_config: GenerationConfig | None) -> int | None:
+        """The `meta_every` that holds: what is given, or what a generation configuration has; None for 0."""
+        for config in (generation_config, self.generation_config):
+            meta_every = getattr(config, "meta_every", None) if meta_every is None else meta_every
+        if meta_every is None or meta_every == 0:
+            return None
+        if self.config.meta_token_id is None:
+            raise UserError("meta_every needs a model with a meta_token_id; this one has none.")
+        if type(meta_every) is not int or meta_every < 1:
+            raise UserError(f"meta_every is {meta_every!r}; it must be a whole number, at least 1, or 0 for none.")
+        return meta_every
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        """The processors of transformers, after one that suppresses meta-tokens and unused rows."""
+        processors = super()._get_logits_processor(*args, **kwargs)
+        if suppressed := never_generated(self.config):
+            processors.insert(0, SuppressMetaToken(suppressed, device=kwargs.get("device") or self.device))
+        return processors
 
     def prepare_inputs_for_generation(
         self,

@@ -55,8 +55,9 @@ from metatokens.model.generation import MetaTokenGenerationMixin, mark_as_own
 from metatokens.model.gpt2 import FromGPT2
 from metatokens.model.inputs import InputSpan, attention_function
 from metatokens.model.labels import scored_labels, without_meta_tokens
+from metatokens.model.paged import engine_of
 from metatokens.model.positions import are_packed
-from metatokens.model.rows import MetaRows, least_rows, positions_of
+from metatokens.model.rows import AllRows, MetaRows, least_rows, positions_of
 from metatokens.model.vocabulary import MetaVocabulary
 from metatokens.model.window import TextRule
 
@@ -194,12 +195,17 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         """
         if input_ids is None and inputs_embeds is None:
             raise UserError("the model needs input_ids or inputs_embeds.")
-        is_packed = self._check_packing(attention_mask, position_ids, past_key_values, kwargs)
+        engine = engine_of(kwargs)
+        is_packed = not engine and self._check_packing(attention_mask, position_ids, past_key_values, kwargs)
         past_key_values = self._prepare_cache(past_key_values, use_cache=False if is_packed else use_cache)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         span = InputSpan.of(x, attention_mask, past_key_values)
         position_ids = span.position_ids() if position_ids is None else position_ids
-        rows = self._meta_rows(span, position_ids, input_ids, x, meta_token_mask, meta_positions)
+        rows: MetaRows | AllRows | None
+        if engine and self.config.second_attention == "meta":
+            rows = AllRows(self._is_meta(input_ids, x, meta_token_mask))
+        else:
+            rows = self._meta_rows(span, position_ids, input_ids, x, meta_token_mask, meta_positions)
         rule = None
         if self.config.text_window is not None:
             is_meta = self._is_meta(input_ids, x, meta_token_mask)
@@ -219,9 +225,11 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         attend, mask = attention_function(
             self.config, x, attention_mask, past_key_values, packed, rule, needs_weights=needs_weights
         )
-        causal: AttentionKwargs = {"attend": attend, "mask": mask, "rotary": rotary, "log_keys": None}
+        causal: AttentionKwargs = {"attend": attend, "mask": mask, "rotary": rotary, "log_keys": None, "engine": engine}
         meta: MetaAttentionKwargs | None = None
-        if rows is not None:
+        if isinstance(rows, AllRows):
+            meta = {"rows": rows, **causal}
+        elif rows is not None:
             # A `rule` hides no meta-token, and a cache that drops text has other places than its mask.
             is_masked = attend is eager_attention_forward and (rule is None or needs_weights)
             is_masked |= attention_mask is not None and attention_mask.ndim == 4
@@ -231,6 +239,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
                 "mask": mask if is_masked else None,
                 "rotary": None if rotary is None else (rows.gather(rotary[0]), rows.gather(rotary[1])),
                 "log_keys": None,
+                "engine": {},
             }
             if past_key_values is not None and not torch.compiler.is_compiling():
                 past_key_values.layers[0].check_second(rows, is_masked=is_masked)

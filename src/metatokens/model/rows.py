@@ -117,6 +117,29 @@ class MetaRows:
         return wide.new_zeros(*wide.shape[:2], length, total).scatter_add(-2, rows, wide)
 
 
+@dataclass(frozen=True, slots=True)
+class AllRows:
+    """Every row of a batch, for the dense form of meta-attention, which counts at meta-tokens alone.
+
+    Attributes:
+        is_meta: (batch, length) bool.
+    """
+
+    is_meta: Tensor
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "AllRows":
+        """The same rows on another device, as in `MetaRows`."""
+        return AllRows(self.is_meta.to(device, non_blocking=non_blocking))
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All rows of x, unchanged."""
+        return x
+
+    def scatter_add(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Add `rows`, both (batch, length, features), at the meta-tokens' places."""
+        return x + rows.to(x.dtype).masked_fill(~self.is_meta[:, :, None], 0.0)
+
+
 def least_rows(module: nn.Module) -> int:
     """The least number of meta-token rows: 1, if only of padding, where several processes train; otherwise 0.
 

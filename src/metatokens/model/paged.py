@@ -1,0 +1,174 @@
+"""Continuous batching, in `generate_batch` and `transformers serve`: an engine owns the batch and its paged cache.
+
+The engine puts tokens of many requests into one row, and their keys and values into pages. The second attention module
+gets layers of its own in these pages, after those of the model, so that the engine shares prefixes, copies and offloads
+its entries like all others. They hold every token. At text, which meta-attention must not see, a key has one value in
+all its features, `TEXT_KEY`, by which it is known again.
+
+Generated text gets meta-tokens too: the engine reads an inserted one, with the token before it, like the rest of a
+prompt that was split.
+"""
+
+from abc import ABC
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.generation.continuous_batching.requests import RequestStatus
+from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
+
+from metatokens.errors import UserError
+from metatokens.model.cache import give
+
+if TYPE_CHECKING:  # each mixin goes in front of one of these
+    from transformers.generation.continuous_batching import ContinuousBatchingManager as AnyManager
+    from transformers.generation.continuous_batching.requests import RequestState as AnyRequest
+    from transformers.generation.continuous_batching.scheduler import Scheduler as AnyScheduler
+else:
+    AnyManager, AnyRequest, AnyScheduler = object, object, ABC  # the root class of each; Python requires the same here
+
+TEXT_KEY = 2.0**14  # which every precision holds exactly
+# What the engine passes on, by way of the model, to its attention functions.
+_ENGINE = ("cache", "read_index", "write_index", "block_table", "is_causal")
+_ENGINE += tuple(f"{name}_{of}" for name in ("cu_seq_lens", "max_length") for of in "qk")
+
+
+def engine_of(given: dict[str, Any]) -> dict[str, Any]:
+    """What an engine gave to a forward pass for its attention functions; empty without an engine."""
+    return {name: given[name] for name in _ENGINE if name in given} if given.get("cache") is not None else {}
+
+
+def put_into_pages(
+    cache: Any, k: Tensor, v: Tensor, layer: int, engine: dict[str, Any]
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Put keys and values into an engine's pages, and read all that the requests of this pass have.
+
+    Args:
+        cache: the engine's.
+        k, v: (1, heads, tokens, head size), of any sizes.
+        layer: the first of the layers in the cache that hold them.
+        engine: what else the engine passes on.
+
+    Returns:
+        The keys and values, (1, heads, keys, head size), and `engine` for the attention function.
+    """
+    allocator, (_, heads, tokens, size) = cache.layer_to_allocator[layer], k.shape
+    shape = (1, tokens, -1, allocator.num_key_value_heads, allocator.head_dim)
+    room = shape[3] * shape[4]
+    flat = (x.transpose(1, 2).reshape(1, tokens, heads * size).to(cache.dtype) for x in (k, v))
+    parts = [nn.functional.pad(x, (0, -x.shape[2] % room)).view(shape).permute(2, 0, 3, 1, 4) for x in flat]
+    stored, own = [], dict(engine)
+    for number, (key, value) in enumerate(zip(*parts, strict=True)):
+        own = dict(engine)  # which `update` changes
+        stored.append(cache.update(key, value, layer + number, own))
+    found = []
+    for x, of in zip((k, v), zip(*stored, strict=True), strict=True):
+        whole = torch.stack(of).permute(1, 3, 0, 2, 4).flatten(2)[:, :, : heads * size]
+        found.append(whole.unflatten(2, (heads, size)).transpose(1, 2).to(x.dtype))
+    return found[0], found[1], own
+
+
+class MetaManager(AnyManager):
+    """Mixin for the engine: its cache has layers for the second attention, and it inserts meta-tokens.
+
+    Attributes:
+        meta_every: as in `generate`; None: none are inserted.
+    """
+
+    meta_every: int | None
+
+    def _create_batch_processor(self) -> Any:
+        model = self.model
+        self.model = _with_layers(model, give_layers(model))
+        try:
+            processor = super()._create_batch_processor()
+        finally:
+            self.model = model
+        give(processor.scheduler, MetaScheduler)
+        processor.scheduler.meta_token_id, processor.scheduler.meta_every = model.config.meta_token_id, self.meta_every
+        return processor
+
+
+class MetaScheduler(AnyScheduler):
+    """Mixin for the engine's scheduler: its requests get meta-tokens."""
+
+    meta_token_id: int | None
+    meta_every: int | None
+
+    def add_waiting_request(self, state: Any) -> None:
+        """Take a request."""
+        give(state, MetaRequest)
+        state.meta_token_id, state.meta_every = self.meta_token_id, self.meta_every
+        super().add_waiting_request(state)
+
+
+class MetaRequest(AnyRequest):
+    """Mixin for a request: meta-tokens are inserted into what is generated, and its output omits them."""
+
+    meta_token_id: int | None
+    meta_every: int | None
+
+    def generated_len(self) -> int:
+        """The number of text tokens generated, since the engine began or began again."""
+        return len(self._text(self.generated_tokens))
+
+    def update_and_check_completion(self, token_id: int, logprob: float | None) -> bool:
+        """Take a generated token; True if it is the last one. A meta-token after it is read like a prompt's rest."""
+        is_complete = super().update_and_check_completion(token_id, logprob)
+        read = self.initial_tokens[self._true_initial_tokens :] if self._true_initial_tokens else []
+        if not is_complete and self.meta_every and len(self._text(read + self.generated_tokens)) % self.meta_every == 0:
+            self.generated_tokens.append(self.meta_token_id)
+            self.remaining_prefill_tokens = [token_id, self.meta_token_id]
+            self.status = RequestStatus.PREFILLING
+        return is_complete
+
+    def create_equivalent_initial_request(self) -> Any:
+        """The request that goes on from here, after its cache was given to others."""
+        again = super().create_equivalent_initial_request()
+        if again.max_new_tokens is not None:  # of which transformers subtracted inserted tokens too
+            again.max_new_tokens = self.max_new_tokens - self.generated_len()
+            again.__post_init__()
+        return again
+
+    def to_generation_output(self) -> Any:
+        """The output, without inserted meta-tokens."""
+        output = super().to_generation_output()
+        output.generated_tokens = self._text(output.generated_tokens)
+        return output
+
+    def _text(self, tokens: list[int]) -> list[int]:
+        return [token for token in tokens if token != self.meta_token_id]
+
+
+def give_layers(model: PreTrainedModel) -> int:
+    """Give each second attention module its layers in an engine's cache, after those of the model; return their number.
+
+    Raises:
+        UserError: if the model does something that pages do not show.
+    """
+    config, text = model.config, model.config.get_text_config()
+    if getattr(config, "text_window", None) is not None or getattr(config, "attention_scale", "") == "log_length":
+        raise UserError(
+            "continuous batching does not go with a text_window, or with attention_scale 'log_length'; call generate()."
+        )
+    second = [module for module in model.modules() if getattr(module, "is_second", False)]
+    room = find_num_key_value_heads(text) * find_head_dim(text)
+    layers = text.num_hidden_layers
+    for module in second:
+        module.layer_idx = layers
+        layers += -(-module.config.num_attention_heads * module.config.head_size // room)
+    if second and getattr(text, "layer_types", None) is None and getattr(text, "sliding_window", None) is not None:
+        raise UserError("continuous batching needs a block without a sliding window; call generate() instead.")
+    return layers - text.num_hidden_layers
+
+
+def _with_layers(model: PreTrainedModel, further: int) -> PreTrainedModel:
+    """The model with so many further layers in its configuration, for an engine that makes its cache by it."""
+    model, config = copy(model), copy(model.config.get_text_config())
+    config.num_hidden_layers += further
+    if (types := getattr(config, "layer_types", None)) is not None:
+        config.layer_types = [*types, *["full_attention"] * further]
+    model.config = config
+    return model
