@@ -317,8 +317,3 @@ def test_a_generation_configuration_sets_meta_every(tmp_path: Path) -> None:
     assert torch.equal(again.generate(ids, **options), expected)
     with pytest.raises(UserError, match="meta_every is 'two'"):
         again.generate(ids, generation_config=GenerationConfig(meta_every="two", **options))
-
-
-def test_continuous_batching_is_refused() -> None:
-    with pytest.raises(UserError, match="continuous batching cannot cache the keys"):
-        tiny_model().generate_batch([[1, 2, META, 3]])

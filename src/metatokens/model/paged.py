@@ -153,6 +153,8 @@ def give_layers(model: PreTrainedModel) -> int:
         raise UserError(
             "continuous batching does not go with a text_window, or with attention_scale 'log_length'; call generate()."
         )
+    if not model._supports_attention_backend:
+        raise UserError(f"continuous batching is not for a {type(model).__name__}, whose attention reads no pages.")
     second = [module for module in model.modules() if getattr(module, "is_second", False)]
     room = find_num_key_value_heads(text) * find_head_dim(text)
     layers = text.num_hidden_layers

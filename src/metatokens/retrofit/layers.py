@@ -7,44 +7,55 @@ thread-local, so several threads may run one model at once.
 
 import threading
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers import initialization as init
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from metatokens.errors import UserError
-from metatokens.model.attention import MetaAttention
+from metatokens.model.attention import AttentionFunction, MetaAttention
 from metatokens.model.cache import SecondStore, give_second_store
 from metatokens.model.inputs import InputSpan
+from metatokens.model.paged import engine_of
 from metatokens.model.positions import Rotary, are_packed, check_positions, position_ids_from_mask, rotary_tables
-from metatokens.model.rows import MetaRows, least_rows, positions_of
+from metatokens.model.rows import AllRows, MetaRows, least_rows, positions_of
 from metatokens.model.window import TextRule
 from metatokens.retrofit.settings import MetaSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The positions of the meta-tokens in one forward pass, and their rotary tables.
+    """The rows of meta-attention in one forward pass, and what it needs with them.
 
     Attributes:
-        seen: bool, (batch, 1, length, total): which positions each position may attend to; None unless the model was
-            given a mask of four dimensions.
+        rows: those of meta-tokens; all rows where an engine owns the batch, and in a compiled graph.
+        rotary: rotary tables for their positions.
+        mask: (batch, 1, length, total), which positions each position may attend to; None unless the model was given a
+            mask of four dimensions, or one was made of all positions.
+        attend: the attention function of the base, for `AllRows`.
+        engine: as in `AttentionKwargs`.
     """
 
-    rows: MetaRows
+    rows: MetaRows | AllRows
     rotary: Rotary
-    seen: Tensor | None
+    mask: Tensor | None
+    attend: AttentionFunction | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Pass":
         """Move to another device; accelerate calls this when layers are on several devices."""
-        if self.rows.index.device == torch.device(device):
+        if self.rotary[0].device == torch.device(device):
             return self
         cos, sin = (table.to(device, non_blocking=non_blocking) for table in self.rotary)
-        seen = None if self.seen is None else self.seen.to(device, non_blocking=non_blocking)
-        return Pass(self.rows.to(device, non_blocking=non_blocking), (cos, sin), seen)
+        mask = None if self.mask is None else self.mask.to(device, non_blocking=non_blocking)
+        rows = self.rows.to(device, non_blocking=non_blocking)
+        return replace(self, rows=rows, rotary=(cos, sin), mask=mask)
 
 
 class _Thread(threading.local):
@@ -105,7 +116,8 @@ class MetaModule(nn.Module):
         if not torch.is_autocast_enabled(x.device.type):  # the base may be in another precision
             x = x.to(self.norm.weight.dtype)
         rotary = step.rotary[0].to(x.dtype), step.rotary[1].to(x.dtype)
-        return self.attention(self.norm(x), rows=step.rows, rotary=rotary, cache=cache, mask=step.seen)[0]
+        given = {"rows": step.rows, "mask": step.mask, "attend": step.attend, "engine": step.engine}
+        return self.attention(self.norm(x), rotary=rotary, cache=cache, **given)[0]
 
 
 class MetaBlock(nn.Module):
@@ -184,10 +196,21 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
     if not decoder.meta_has_trained and decoder.training and torch.is_grad_enabled():
         _look_at_first_step(decoder, is_meta)
+    if engine := engine_of(kwargs):
+        _thread.step = _paged(decoder, is_meta, kwargs, engine)
+        return None
     _begin(decoder, is_meta, past, kwargs.get("attention_mask"), kwargs.get("position_ids"))
     if decoder.meta_config.text_window is None:
         return None
     return args, kwargs | _forgetting(decoder, is_meta, past, kwargs)
+
+
+def _paged(decoder: Any, is_meta: Tensor, given: dict[str, Any], engine: dict[str, Any]) -> Pass:
+    """The pass of an engine that owns the batch and its cache."""
+    settings, mask = decoder.meta_settings, given.get("attention_mask")
+    rotary = rotary_tables(given["position_ids"], settings.head_size, settings.rope_theta)
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(decoder.config._attn_implementation, sdpa_attention_forward)
+    return Pass(AllRows(is_meta), rotary, mask["full_attention"] if isinstance(mask, dict) else mask, attend, engine)
 
 
 @torch.compiler.disable

@@ -1,0 +1,46 @@
+"""`generate_batch` of retrofitted models, and of one that was saved, as `transformers serve` calls it."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from metatokens import add_meta_attention
+from metatokens.errors import UserError
+from tests.model.test_continuous_batching import apart, some_prompts, together
+from tests.retrofit.architectures import ARCHITECTURES, META, retrofitted, train_like
+
+NAMES = (
+    "cohere2", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mixtral", "olmo2", "opt",
+    "phi", "qwen3", "smollm3", "starcoder2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_equals_generate(name: str) -> None:
+    model, prompts = retrofitted(name), some_prompts(META)
+    assert together(model, prompts, blocks=24, meta_every=3) == apart(model, prompts, meta_every=3, eos_token_id=None)
+
+
+def test_a_saved_model(tmp_path: Path) -> None:
+    model, prompts = retrofitted("llama"), some_prompts(META)
+    model.generation_config.meta_every = 4
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, eos_token_id=None).eval()
+    assert together(again, prompts) == apart(model, prompts, meta_every=4, eos_token_id=None)
+
+
+def test_heads_that_need_several_layers() -> None:
+    plain = LlamaForCausalLM(LlamaConfig(**ARCHITECTURES["llama"] | {"num_key_value_heads": 1}))
+    model = train_like(add_meta_attention(plain, meta_token_id=META, heads=2, head_size=16)).eval()
+    prompts = some_prompts(META)
+    assert together(model, prompts, meta_every=2) == apart(model, prompts, meta_every=2, eos_token_id=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [("bloom", "whose attention reads no pages"), ("mistral", "needs a block without a sliding window")],
+)
+def test_bases_that_an_engine_would_get_wrong_are_refused(name: str, complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        retrofitted(name).generate_batch([[1, 2, META, 3]])
