@@ -50,8 +50,9 @@ class DenseMetaAttention(CausalAttention):
     (`dense_model`) gives it the places of the meta-tokens. Its part of the cache stores every token.
     """
 
-    def __init__(self, config: MetaGPT2Config, layer_index: int):
-        super().__init__(config, layer_index, second=True)
+    def __init__(self, config: MetaGPT2Config, block: int):
+        super().__init__(config, block, second=True)
+        self.block = block
         self.slots = torch.empty(0)  # (batch, length), position in the sequence of each meta-token, -1 at text
         self.mask = torch.empty(0)  # (batch, 1, length, keys), 0 where a query sees a key, minus infinity elsewhere
 
@@ -64,12 +65,13 @@ class DenseMetaAttention(CausalAttention):
         attend: AttentionFunction,
         cache: MetaTokenCache | None,
         log_keys: Tensor | None = None,
+        engine: Mapping[str, Any] | None = None,
     ) -> tuple[Tensor, None]:
         """Attend, as `CausalAttention.forward`, without `mask` and `attend`."""
         q, k, v = self.project(x, rotary, log_keys=log_keys)
         if cache is not None:
             new = Entries(k, v, self.slots, torch.full_like(self.slots, -1))
-            (k, v, *_), _ = cache.layers[self.layer_index].update_second(new)
+            (k, v, *_), _ = cache.layers[self.block].update_second(new)
         out = scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=self.scaling)
         out = linear(self.out_proj, out.transpose(1, 2).reshape(x.shape))
         return out.masked_fill(self.slots[:, :, None] < 0, 0.0), None

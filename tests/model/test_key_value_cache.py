@@ -75,10 +75,10 @@ def test_second_store_of_a_ragged_batch_is_as_long_as_its_longest_row() -> None:
 
 
 def test_second_store_of_the_controls() -> None:
-    _, _, cache = filled(shared_model(second_attention="causal"), ROWS)
-    assert all(layer.second.keys.shape == layer.keys.shape for layer in cache.layers)
-    _, _, cache = filled(shared_model(second_attention="none"), ROWS)
-    assert all(layer.second is None for layer in cache.layers)
+    for second_attention, layers in (("causal", 4), ("none", 2)):
+        ids, _, cache = filled(shared_model(second_attention=second_attention), ROWS)
+        assert [layer.keys.shape for layer in cache.layers] == [(4, 4, ids.shape[1], 8)] * layers
+        assert all(layer.second is None for layer in cache.layers)
 
 
 @SECOND

@@ -85,21 +85,6 @@ def test_positions_beyond_a_learned_table_are_refused() -> None:
         model(torch.tensor([[6, 7]]), past_key_values=cache)
 
 
-def test_room_is_kept_for_the_tokens_to_come() -> None:
-    model = tiny_model()
-    prompt = torch.tensor([[1, META, 3, 4, META, 5]])
-    options = {"cache_implementation": "static", "disable_compile": True, "return_dict_in_generate": True}
-    entries = {
-        every: model.generate(prompt, max_new_tokens=12, do_sample=False, meta_every=every, **options)
-        .past_key_values.layers[0]
-        .second.keys.shape[2]
-        for every in (None, 4, 1)
-    }
-    assert entries[None] == 2  # those of the prompt
-    assert 2 + 2 <= entries[4] <= 2 + 4
-    assert 2 + 11 <= entries[1] <= 2 + 13
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, as it compiles
 @pytest.mark.parametrize("meta_every", [None, 3])
 @SECOND

@@ -459,7 +459,7 @@ def small_cache(model: MetaGPT2ForCausalLM, size: int) -> StaticCache:
     return StaticCache(model.config, max_cache_len=size)
 
 
-@pytest.mark.parametrize("second_attention", ["meta", "none"])
+@SECOND
 @pytest.mark.parametrize("meta_every", [None, 3])
 def test_a_cache_of_a_fixed_size(second_attention: str, meta_every: int | None) -> None:
     """One for all tokens, and one that is smaller than the text, whose places are taken again."""
@@ -471,7 +471,8 @@ def test_a_cache_of_a_fixed_size(second_attention: str, meta_every: int | None) 
     assert generate(model, PROMPTS, cache_implementation="static", **options).tolist() == greedy
     cache = small_cache(model, 32)
     assert generate(model, PROMPTS, past_key_values=cache, prefill_chunk_size=4, **options).tolist() == greedy
-    assert (held(cache), int(cache.get_seq_length())) == ([32] * 3, 53 + (19 // 3 if meta_every else 0))
+    layers = 2 if second_attention == "none" else 4  # and one that takes note of the entries
+    assert (held(cache), int(cache.get_seq_length())) == ([32] * (layers + 1), 53 + (19 // 3 if meta_every else 0))
     cache.reset()
     again = generate(model, PROMPTS, past_key_values=cache, prefill_chunk_size=7, **options)
     assert again.tolist() == greedy
@@ -517,12 +518,6 @@ IDS = torch.tensor(ROWS[:1])
 def test_what_would_be_wrong_is_refused(second_attention: str, call: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         call(tiny_model(second_attention=second_attention, **SMALL))
-
-
-def test_a_cache_of_a_fixed_size_is_refused_with_a_causal_second_attention() -> None:
-    model = shared_model(second_attention="causal", **SMALL)
-    with pytest.raises(UserError, match="a text_window with second_attention 'causal' needs a cache that grows"):
-        model(IDS, past_key_values=small_cache(model, 60))
 
 
 def test_a_cache_with_other_entries_is_refused() -> None:

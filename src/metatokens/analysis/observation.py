@@ -134,7 +134,7 @@ def observe(model: PreTrainedModel, ids: Tensor, modules: Iterable[str] = ()) ->
     def note_meta_attention(module: MetaAttention, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
         q, k, v = (x[0].double() for x in module.project(args[0], kwargs["rotary"], log_keys=kwargs.get("log_keys")))
         inputs = AttentionInputs(q, k, v, kwargs["rows"].index[0], module.scaling)
-        attention["second_attention", module.layer_index] = inputs
+        attention["second_attention", module.block] = inputs
 
     def attend(
         module: nn.Module,

@@ -7,7 +7,7 @@ M is the causal mask; P is 0 where query and key are both meta-tokens, and minus
 two forms of the same function:
 
 - **Gathered**, where the model knows the meta-tokens' rows. The block (`modeling.py`) gathers them, `MetaAttention`
-  attends causally among them, and the block adds the result back at their places. T / 8 meta-tokens take T^2 / 64 pairs.
+  attends causally among them, and the block adds the result back at their places. T/8 meta-tokens make T^2/64 pairs.
 - **Dense**, where an engine owns the cache, or a graph has no room for rows whose number depends on the data. P becomes
   one more feature of each head, and ordinary causal attention over all positions computes the rest (`MetaAttention.
   dense`). Any kernel can do that: paged, packed, compiled.
@@ -27,8 +27,8 @@ from transformers import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from metatokens.model.cache import Entries, MetaTokenCache, SecondStore
-from metatokens.model.paged import TEXT_KEY, put_into_pages
+from metatokens.model.cache import TEXT_KEY, Entries, MetaTokenCache, SecondStore
+from metatokens.model.paged import put_into_pages
 from metatokens.model.positions import Rotary, rotate
 from metatokens.model.rows import AllRows, MetaRows
 
@@ -118,10 +118,10 @@ class Attention(nn.Module):
     num_key_value_groups = 1
     is_second = False
 
-    def __init__(self, config: Sizes, layer_index: int):
+    def __init__(self, config: Sizes, layer_idx: int):
         super().__init__()
         self.config = config
-        self.layer_index = self.layer_idx = layer_index  # `layer_idx` is the layer in a paged cache
+        self.layer_idx = layer_idx  # the layer of a cache that holds its keys and values; the name is transformers'
         self.scaling = config.head_size**-0.5
         inner = config.num_attention_heads * config.head_size
         self.qkv_proj = nn.Linear(config.hidden_size, 3 * inner, bias=config.bias)
@@ -153,12 +153,12 @@ class Attention(nn.Module):
 class CausalAttention(Attention):
     """softmax(Q K^T / sqrt(d) + M) V: every position attends to itself and the ones before.
 
-    With `second=True` it is the control of meta-attention: the same module over all positions. Its keys and values go
-    into the cache's second store.
+    With `second=True` it is the control of meta-attention: the same module over all positions, whose keys and values go
+    into further layers of the cache.
     """
 
-    def __init__(self, config: Sizes, layer_index: int, *, second: bool = False):
-        super().__init__(config, layer_index)
+    def __init__(self, config: Sizes, layer_idx: int, *, second: bool = False):
+        super().__init__(config, layer_idx)
         self.is_second = second
 
     def forward(
@@ -177,13 +177,8 @@ class CausalAttention(Attention):
         `cache` holds earlier keys and values, and takes the new ones; see `AttentionKwargs` for the other arguments.
         """
         q, k, v = self.project(x, rotary, log_keys)
-        if cache is not None and self.is_second:
-            layer = cache.layers[self.layer_index]
-            first_slot = layer.get_seq_length() - k.shape[2]  # the first module has already stored these tokens
-            slots = (torch.arange(k.shape[2], device=k.device) + first_slot).expand(k.shape[0], -1)
-            (k, v, *_), _ = layer.update_second(Entries(k, v, slots, slots))
-        elif cache is not None:
-            k, v = cache.update(k, v, self.layer_index)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         if cache is not None and isinstance(mask, Tensor):  # not the block mask of flex attention
             mask = mask[..., -k.shape[2] :]  # the second module has no keys for a learned prefix
         out, weights = attend(self, q, k, v, mask, scaling=self.scaling, dropout=0.0, **engine)
@@ -195,6 +190,10 @@ class MetaAttention(Attention):
 
     usual_keys = 3
     is_second = True
+
+    def __init__(self, config: Sizes, block: int, layer_idx: int):
+        super().__init__(config, layer_idx)  # of a cache of a fixed size, or of pages
+        self.block = block
 
     def forward(
         self,
@@ -228,10 +227,10 @@ class MetaAttention(Attention):
         """
         q, k, v = self.project(x, rotary, log_keys)
         if isinstance(rows, AllRows):
-            return self._dense(q, k, v, rows.is_meta, attend or sdpa_attention_forward, mask, dict(engine))
+            return self._dense(q, k, v, rows.valid, cache, attend or sdpa_attention_forward, mask, dict(engine))
         key_slots, places = rows.slots, None
         if cache is not None:
-            layer: SecondStore = cache.layers[self.layer_index]
+            layer: SecondStore = cache.layers[self.block]
             (k, v, key_slots, _), places = layer.update_second(Entries(k, v, rows.slots, rows.positions))
         seen = None  # causal among these rows: padding comes last, so that no real row sees it
         if mask is not None:
@@ -253,6 +252,7 @@ class MetaAttention(Attention):
         k: Tensor,
         v: Tensor,
         is_meta: Tensor,
+        cache: Cache | None,
         attend: AttentionFunction,
         mask: Tensor | None,
         engine: dict[str, Any],
@@ -262,16 +262,21 @@ class MetaAttention(Attention):
         The feature is 1 in each query, and in a key P sqrt(d): 0 at a meta-token, and otherwise a number so far below
         zero that text gets a weight of exactly 0, since a meta-token sees itself at least.
         """
-        is_text = ~is_meta[:, None, :]
-        if (cache := engine.pop("cache", None)) is not None:
-            k, v, engine = put_into_pages(cache, k.masked_fill(is_text[..., None], TEXT_KEY), v, self.layer_idx, engine)
-            is_text = (k == TEXT_KEY).all(dim=-1)
+        is_text = ~is_meta[:, None, :, None]
+        pages = engine.pop("cache", None)
+        if pages is not None:
+            k, v, engine = put_into_pages(pages, k.masked_fill(is_text, TEXT_KEY), v, self.layer_idx, engine)
             attend = attend if mask is None else sdpa_attention_forward
+        elif cache is not None:
+            k, v = cache.update(k.masked_fill(is_text, TEXT_KEY), v, self.layer_idx)
+        if pages is not None or cache is not None:
+            is_text = (k == TEXT_KEY).all(dim=-1, keepdim=True)
         size = q.shape[-1]
         more = 8 - size % 8  # kernels take sizes that are multiples of 8
-        hidden = torch.zeros_like(is_text, dtype=k.dtype).masked_fill(is_text, _HIDDEN).expand(k.shape[:-1])[..., None]
+        hidden = torch.zeros_like(k[..., :1]).masked_fill(is_text, _HIDDEN)
         q = pad(pad(q, (0, 1), value=1.0), (0, more - 1))
-        k = pad(torch.cat([k.masked_fill(is_text[..., None], 0.0), hidden], dim=-1), (0, more - 1))
+        k = pad(torch.cat([k.masked_fill(is_text, 0.0), hidden], dim=-1), (0, more - 1))
         mask = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
-        out, _ = attend(self, q, k, pad(v, (0, more)), mask, scaling=self.scaling, **engine)
-        return linear(self.out_proj, out[..., :size].flatten(2)), None
+        out, weights = attend(self, q, k, pad(v, (0, more)), mask, scaling=self.scaling, **engine)
+        weights = weights if weights is None else weights * is_meta[:, None, :, None]
+        return linear(self.out_proj, out[..., :size].flatten(2)), weights

@@ -1,10 +1,13 @@
-"""Key-value caches with a second store.
+"""Key-value caches with room for a second attention module.
 
-Each layer has two stores. Causal attention's grows by one entry a token, as in any decoder. The second module's store
-grows by one entry a *meta-token* (`second_attention="meta"`) or a token (`"causal"`). The rows of a batch hold
-different numbers of meta-tokens, so each entry carries its token's slot, which is the place in the first store, or -1
-where a row has nothing to add. Slots decide which entries a mask hides and a crop removes. Methods that compress a
-cache drop entries of the first store; then slots no longer give the order of tokens, but positions still do.
+In a cache that grows, meta-attention has a second store in each layer, which grows by one entry a *meta-token*. The
+rows of a batch hold different numbers of meta-tokens, so each entry carries its token's slot, which is the place in the
+first store, or -1 where a row has nothing to add. Slots decide which entries a mask hides and a crop removes. Methods
+that compress a cache drop entries of the first store; then slots no longer give the order of tokens, but positions do.
+
+In a cache of a fixed size, meta-attention has further layers, which hold every token. At text, which it must not see, a
+key has one value in all its features, `TEXT_KEY`, by which it is known again. A second causal attention has further
+layers in every cache.
 """
 
 import functools
@@ -26,6 +29,9 @@ if TYPE_CHECKING:  # the mixins go in front of several kinds of caches, so that 
     from transformers.cache_utils import CacheLayerMixin as AnyCacheLayer
 else:
     AnyCache, AnyCacheLayer = object, ABC  # the root classes of transformers' caches; Python requires the same here
+
+
+TEXT_KEY = 2.0**14  # which every precision holds exactly
 
 
 @functools.cache  # one class for all objects
@@ -157,52 +163,23 @@ class SecondStore(AnyCacheLayer):
         self.second = None if self.second is None else self.second.map(change)
 
 
-class StaticSecondStore(SecondStore):
-    """A second store of a fixed size, written in place, for the layers of transformers' `StaticCache`.
+class TextLayer(StaticLayer):
+    """A layer of a fixed size in which every free place is text."""
 
-    It returns all of its entries each time; those still to come have slot -1.
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate the layer."""
+        super().lazy_initialization(*args, **kwargs)
+        self.keys.fill_(TEXT_KEY)
 
-    Attributes:
-        second_room: the number of entries that may follow the first ones; None: as many as the layer has tokens.
-    """
-
-    second_room: int | None = None
-    second_length: Tensor  # entries in use
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Update as transformers does."""
-        return super(SecondStore, self).update(*args, **kwargs)
-
-    def look_for_losses(self) -> None:
-        """Do nothing: the first store has a fixed size, and only the device knows how many entries are in use."""
-
-    def update_second(self, new: Entries) -> tuple[Entries, Tensor]:
-        """Write the new entries; return all entries, and the places (new,) of the new ones."""
-        second = self._allocate(new) if self.second is None else self.second
-        places = torch.arange(new.keys.shape[2], device=new.keys.device) + self.second_length
-        second.keys.index_copy_(2, places, new.keys)
-        second.values.index_copy_(2, places, new.values)
-        second.slots.index_copy_(1, places, new.slots)
-        second.positions.index_copy_(1, places, new.positions)
-        self.second_length.add_(new.keys.shape[2])
-        self.second = second
-        return second, places
-
-    def _allocate(self, new: Entries) -> Entries:
-        """Room for these first entries and for those to come."""
-        room = self.max_cache_len if self.second_room is None else new.keys.shape[2] + self.second_room
-        shape = (*new.keys.shape[:2], room, new.keys.shape[-1])
-        slots = new.slots.new_full((len(new.slots), room), -1)
-        second = Entries(new.keys.new_zeros(shape), new.values.new_zeros(shape), slots, slots.clone())
-        self.second_length = torch.zeros((), dtype=torch.int64, device=new.keys.device)
-        if not torch.compiler.is_compiling():  # a captured graph writes to these addresses
-            for store in (*second, self.second_length):
-                torch._dynamo.mark_static_address(store)
-        return second
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        if self.is_initialized:
+            self.keys.fill_(TEXT_KEY)
 
 
 class MetaTokenCacheLayer(SecondStore, DynamicLayer):
-    """The keys and values of one block: causal attention's, with room to grow, and the second module's."""
+    """The keys and values of a causal attention, with room to grow, and those of meta-attention in its block."""
 
     keys: Tensor  # (batch, heads, tokens, head size)
     values: Tensor
@@ -276,39 +253,45 @@ class MetaTokenCache(InsertedTokens, DynamicCache):
         give_second_stores(self, config)
 
 
-def entries_in_second_store(cache: Cache | None) -> Tensor | int:
-    """The number of entries in each row's second store, (batch, 1); 0 before the first ones."""
-    layer = cache.layers[0] if cache is not None and cache.layers else None
-    second = getattr(layer, "second", None)
+def meta_tokens_in(cache: Cache | None, layers: int) -> Tensor | int:
+    """How many meta-tokens each row has in the cache of a model of so many layers, (batch, 1); 0 before the first."""
+    if cache is None or not cache.layers:
+        return 0
+    if len(cache.layers) > layers and isinstance(further := cache.layers[layers], TextLayer):
+        return (further.keys[:, 0] != TEXT_KEY).any(dim=-1).sum(dim=1, keepdim=True) if further.is_initialized else 0
+    second = getattr(cache.layers[0], "second", None)
     return 0 if second is None else (second.slots >= 0).sum(dim=1, keepdim=True)
 
 
-def give_second_store(layer: AnyCacheLayer) -> None:
-    """Add a second store to a layer of a cache, in place; it is static if the first store is.
+def give_further_layers(cache: Cache, layers: int) -> bool:
+    """Make a cache of a fixed size have so many layers, further ones for meta-attention, in place.
 
-    Next to a sliding window it grows, since the second module sees beyond the window.
+    Returns:
+        Whether it has. One that has sliding windows alone does not show how many tokens it is for.
     """
-    give(layer, StaticSecondStore if isinstance(layer, StaticLayer) and not layer.is_sliding else SecondStore)
+    sizes = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
+    if not sizes or not cache.is_compileable:
+        return False
+    cache.layers += [TextLayer(sizes[0]) for _ in range(layers - len(cache.layers))]
+    return True
 
 
 def give_second_stores(cache: Cache, config: MetaGPT2Config) -> None:
-    """Add second stores to a `DynamicCache` or `StaticCache` of transformers, in place.
+    """Give a `DynamicCache` or `StaticCache` of transformers room for the second attention, in place.
 
     Entries that it already holds, as after PEFT's prefix tuning, stay causal attention's alone: the second module has
     no keys for them, and the slots of meta-tokens count them.
     """
-    if isinstance(cache, StaticCache) and all(isinstance(layer, StaticLayer) for layer in cache.layers):
-        for layer in cache.layers:
-            give_second_store(layer)
+    layers, second = config.num_hidden_layers, config.second_attention
+    if isinstance(cache, StaticCache) and give_further_layers(cache, layers if second == "none" else 2 * layers):
         return
     if isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers):
-        missing = config.num_hidden_layers - len(cache.layers)
-        layers = [*cache.layers, *(DynamicLayer() for _ in range(missing))]
-        for layer in layers:
+        missing = (2 * layers if second == "causal" else layers) - len(cache.layers)
+        cache.layers = [*cache.layers, *(DynamicLayer() for _ in range(missing))]
+        cache.layer_class_to_replicate = None
+        for layer in cache.layers:
             layer.__class__ = MetaTokenCacheLayer
-        cache.layers, cache.layer_class_to_replicate = layers, None
-    layers = getattr(cache, "layers", [None])
-    if not all(isinstance(layer, MetaTokenCacheLayer) for layer in layers):
+    if not all(isinstance(layer, MetaTokenCacheLayer) for layer in getattr(cache, "layers", [None])):
         raise UserError(
             f"past_key_values is a {type(cache).__name__}; give a MetaTokenCache, a DynamicCache or a StaticCache."
         )

@@ -299,9 +299,3 @@ class MetaTokenGenerationMixin(GenerationMixin):
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length + inserted
         )
-        # If a prompt is read in chunks, the first one does not show how many meta-tokens the others have.
-        is_sparse = getattr(self.config, "second_attention", "meta") == "meta"
-        is_whole = generation_config.prefill_chunk_size is None and self.config.text_window is None
-        if is_static and is_sparse and is_whole:
-            for layer in model_kwargs["past_key_values"].layers:
-                layer.second_room = inserted

@@ -49,7 +49,7 @@ from metatokens.model.attention import (
     linear,
     residual_linear,
 )
-from metatokens.model.cache import MetaTokenCache, entries_in_second_store, give_second_stores
+from metatokens.model.cache import MetaTokenCache, give_second_stores, meta_tokens_in
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.generation import MetaTokenGenerationMixin, mark_as_own
 from metatokens.model.gpt2 import FromGPT2
@@ -95,9 +95,9 @@ class MetaGPT2Block(GradientCheckpointingLayer):
         if config.second_attention != "none":
             self.second_norm = layer_norm(config)
         if config.second_attention == "meta":
-            self.second_attention = MetaAttention(config, layer_index)
+            self.second_attention = MetaAttention(config, layer_index, config.num_hidden_layers + layer_index)
         elif config.second_attention == "causal":
-            self.second_attention = CausalAttention(config, layer_index, second=True)
+            self.second_attention = CausalAttention(config, config.num_hidden_layers + layer_index, second=True)
         for module in (self.attention, self.second_attention):
             if module is not None:
                 module.is_rotated = config.rope_layers is None or layer_index in config.rope_layers
@@ -201,12 +201,11 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         span = InputSpan.of(x, attention_mask, past_key_values)
         position_ids = span.position_ids() if position_ids is None else position_ids
-        rows: MetaRows | AllRows | None
-        if engine and self.config.second_attention == "meta":
-            rows = AllRows(self._is_meta(input_ids, x, meta_token_mask))
-        else:
-            rows = self._meta_rows(span, position_ids, input_ids, x, meta_token_mask, meta_positions)
-        rule = None
+        rows, rule = None, None
+        if self.config.second_attention == "meta":
+            is_dense = bool(engine) or span.is_static
+            is_dense |= meta_positions is None and past_key_values is None and torch.compiler.is_compiling()
+            rows = self._meta_rows(span, position_ids, input_ids, x, meta_token_mask, meta_positions, is_dense=is_dense)
         if self.config.text_window is not None:
             is_meta = self._is_meta(input_ids, x, meta_token_mask)
             rule = TextRule.of(self.config, position_ids, is_meta, attention_mask, past_key_values)
@@ -228,7 +227,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         causal: AttentionKwargs = {"attend": attend, "mask": mask, "rotary": rotary, "log_keys": None, "engine": engine}
         meta: MetaAttentionKwargs | None = None
         if isinstance(rows, AllRows):
-            meta = {"rows": rows, **causal}
+            meta = {**causal, "rows": rows}
         elif rows is not None:
             # A `rule` hides no meta-token, and a cache that drops text has other places than its mask.
             is_masked = attend is eager_attention_forward and (rule is None or needs_weights)
@@ -244,10 +243,10 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             if past_key_values is not None and not torch.compiler.is_compiling():
                 past_key_values.layers[0].check_second(rows, is_masked=is_masked)
         if self.config.attention_scale == "log_length":
-            counts = span.key_counts(attention_mask) if rule is None else rule.key_counts()
+            counts = span.key_counts(attention_mask) if rule is None else rule.seen().sum(dim=-1)
             causal["log_keys"] = _log(counts, x.dtype)
             if rows is not None and meta is not None:
-                seen = rows.valid.cumsum(dim=1) + entries_in_second_store(past_key_values)
+                seen = rows.valid.cumsum(dim=1) + meta_tokens_in(past_key_values, self.config.num_hidden_layers)
                 meta["log_keys"] = _log(seen, x.dtype)
         for layer in self.layers:
             x = layer(x, causal=causal, meta=meta, past_key_values=past_key_values)
@@ -292,15 +291,15 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         embeddings: Tensor,
         meta_token_mask: Tensor | None,
         meta_positions: Tensor | None,
-    ) -> MetaRows | None:
-        """The rows that meta-attention sees; None if there are none, or no meta-attention."""
-        if self.config.second_attention != "meta":
-            return None
+        *,
+        is_dense: bool,
+    ) -> MetaRows | AllRows | None:
+        """The rows that meta-attention sees: all in its dense form; otherwise those of meta-tokens, None if none is."""
+        if is_dense:
+            return AllRows(span.real(self._is_meta(input_ids, embeddings, meta_token_mask)))
         least = least_rows(self)
         if meta_positions is None:
-            is_meta = self._is_meta(input_ids, embeddings, meta_token_mask)
-            # A static cache makes its second store with the first tokens, before anything is compiled.
-            meta_positions = positions_of(span.real(is_meta), least=max(least, int(span.is_static)))
+            meta_positions = positions_of(span.real(self._is_meta(input_ids, embeddings, meta_token_mask)), least=least)
         elif (missing := least - meta_positions.shape[1]) > 0:
             meta_positions = nn.functional.pad(meta_positions, (0, missing), value=-1)
         return MetaRows.at(meta_positions, span.cached, position_ids)

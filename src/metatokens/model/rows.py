@@ -119,17 +119,17 @@ class MetaRows:
 
 @dataclass(frozen=True, slots=True)
 class AllRows:
-    """Every row of a batch, for the dense form of meta-attention, which counts at meta-tokens alone.
+    """Every row of a batch, for the dense form of meta-attention, whose output counts at meta-tokens alone.
 
     Attributes:
-        is_meta: (batch, length) bool.
+        valid: (batch, length) bool, True at meta-tokens.
     """
 
-    is_meta: Tensor
+    valid: Tensor
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "AllRows":
         """The same rows on another device, as in `MetaRows`."""
-        return AllRows(self.is_meta.to(device, non_blocking=non_blocking))
+        return AllRows(self.valid.to(device, non_blocking=non_blocking))
 
     def gather(self, x: Tensor) -> Tensor:
         """All rows of x, unchanged."""
@@ -137,7 +137,16 @@ class AllRows:
 
     def scatter_add(self, x: Tensor, rows: Tensor) -> Tensor:
         """Add `rows`, both (batch, length, features), at the meta-tokens' places."""
-        return x + rows.to(x.dtype).masked_fill(~self.is_meta[:, :, None], 0.0)
+        return x + rows.to(x.dtype).masked_fill(~self.valid[:, :, None], 0.0)
+
+    def mask(self, cached: Tensor | int, total: int) -> Tensor:
+        """Which of `total` keys each row sees that follows `cached` tokens: (1, 1, length, total) bool.
+
+        It does not show padding, which is no meta-token, so that meta-attention hides it like text.
+        """
+        length, device = self.valid.shape[1], self.valid.device
+        slots = torch.arange(length, device=device) + cached
+        return (torch.arange(total, device=device) <= slots[:, None])[None, None]
 
 
 def least_rows(module: nn.Module) -> int:

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 
 from metatokens.errors import UserError
-from metatokens.model.cache import AnyCache, AnyCacheLayer, Entries, SecondStore, give
+from metatokens.model.cache import AnyCache, AnyCacheLayer, give
 from metatokens.model.positions import are_packed
 from metatokens.model.rows import gather_rows, positions_of
 
@@ -87,11 +87,11 @@ class TextRule:
         rule = {"mask_function": self.mask_function(), "allow_is_causal_skip": False}
         return make(batch_size=batch, q_length=length, kv_length=keys, device=device, dtype=dtype, **rule)
 
-    def key_counts(self) -> Tensor:
-        """How many keys each query sees, (batch, length)."""
+    def seen(self) -> Tensor:
+        """Which keys each query sees, (batch, length, keys) bool."""
         sizes = (len(self.readers), self.positions.shape[1], self.readers.shape[1])
         batch, query, key = (torch.arange(size, device=self.readers.device) for size in sizes)
-        return self.mask_function()(batch[:, None, None], None, query[:, None], key).sum(dim=-1)
+        return self.mask_function()(batch[:, None, None], None, query[:, None], key)
 
 
 class ForgettingLayer(AnyCacheLayer):
@@ -105,14 +105,11 @@ class ForgettingLayer(AnyCacheLayer):
         """The number of tokens read."""
         return super().get_seq_length() + self.forgotten
 
-    def keep(self, index: Tensor, *, in_second: bool) -> None:
-        """Keep the entries at `index`, (batch, kept), any entry where it is -1; `in_second`: in both stores."""
+    def keep(self, index: Tensor) -> None:
+        """Keep the entries at `index`, (batch, kept), any entry where it is -1."""
         index = index.to(self.keys.device).clamp(min=0)
         self.forgotten += self.keys.shape[-2] - index.shape[1]
         self.keys, self.values = gather_rows(self.keys, index), gather_rows(self.values, index)
-        if in_second and isinstance(self, SecondStore) and self.second is not None:
-            vectors = (gather_rows(x, index) for x in self.second[:2])
-            self.second = Entries(*vectors, *(x.gather(1, index) for x in self.second[2:]))
 
     def reset(self) -> None:
         """Forget everything."""
@@ -176,16 +173,13 @@ class ForgettingCache(AnyCache):
 
         Args:
             keys, readers: (batch, length), as in `TextRule`. No later position is before the least of a row.
-            config: the model's; its second store holds all tokens if `second_attention` is `causal`.
+            config: the model's.
 
         Returns:
             The same of the entries that are held and of the new ones, (batch, held + length).
         """
         *_, notes = self.layers
         keys, readers = keys[:, None, :, None], readers[:, None, :, None]
-        in_second = getattr(config, "second_attention", "meta") == "causal"
-        if self.is_compileable and in_second:
-            raise UserError("a text_window with second_attention 'causal' needs a cache that grows.")
         if self.is_compileable:
             self._find_places(notes, keys, readers)
         elif notes.get_seq_length() != self.get_seq_length():
@@ -195,7 +189,7 @@ class ForgettingCache(AnyCache):
         elif self.held >= max(self.kept, config.text_window) + max(16, config.text_window // 4):
             index = positions_of((notes.values >= keys.amin(dim=2, keepdim=True))[:, 0, :, 0])
             for layer in self.layers:
-                layer.keep(index, in_second=in_second)
+                layer.keep(index)
             notes.values = notes.values.masked_fill((index < 0)[:, None, :, None], -1)
             self.kept = index.shape[1]
         keys, readers = notes.update(keys, readers)

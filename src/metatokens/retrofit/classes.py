@@ -299,16 +299,17 @@ def install(model: Any) -> None:
     if hasattr(decoder, "meta_settings"):  # installed already: the decoder was made by `AutoModel.from_config`
         return
     decoder.meta_settings, decoder.meta_has_trained = settings, False
+    decoder.meta_cache_layers = len(blocks) + len(settings.layers)  # of a cache of a fixed size
     decoder.register_forward_pre_hook(find_rows, with_kwargs=True)
     decoder.register_forward_hook(forget_rows, always_call=True)
     # Half precision would round small training steps away. PEFT's adapters are in float32 for the same reason.
     dtype = torch.promote_types(table.weight.dtype, torch.float32)
     _give(table, MetaEmbedding)
     table.meta_token, table.meta_token_id = MetaRow(settings.hidden_size).to(dtype), config.meta_token_id
-    for index, site in zip(settings.layers, settings.sites, strict=True):
+    for further, (index, site) in enumerate(zip(settings.layers, settings.sites, strict=True)):
         block = blocks[index]
         _give(block, MetaBlock)
-        block.meta_attention = MetaModule(settings, index).to(dtype)
+        block.meta_attention = MetaModule(settings, index, len(blocks) + further).to(dtype)
         block.meta_site_has_residual = settings.site_has_residual
         block.get_submodule(site).register_forward_hook(add_at_site)
 

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers import initialization as init
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from metatokens.errors import UserError
 from metatokens.model.attention import AttentionFunction, MetaAttention
-from metatokens.model.cache import SecondStore, give_second_store
+from metatokens.model.cache import SecondStore, give, give_further_layers
 from metatokens.model.inputs import InputSpan
 from metatokens.model.paged import engine_of
 from metatokens.model.positions import Rotary, are_packed, check_positions, position_ids_from_mask, rotary_tables
@@ -58,14 +57,23 @@ class Pass:
         return replace(self, rows=rows, rotary=(cos, sin), mask=mask)
 
 
-class _Thread(threading.local):
-    """State of one thread: the forward pass of a decoder, and the current block with its input, pass and cache."""
+class _State:
+    """The forward pass of a decoder, and the current block with its input, pass and cache."""
 
     step: Pass | None = None
     block: "tuple[MetaBlock, Tensor, Pass, Cache | None] | None" = None
 
 
-_thread = _Thread()
+class _Thread(_State, threading.local):
+    """The state of one thread."""
+
+
+_thread, _traced = _Thread(), _State()
+
+
+def _state() -> _State:
+    """The state; while a graph of the whole pass is traced, one that torch.compile can trace."""
+    return _traced if torch.compiler.is_compiling() and _traced.step is not None else _thread
 
 
 class MetaRow(nn.Module):
@@ -98,10 +106,10 @@ class MetaEmbedding(nn.Module):
 class MetaModule(nn.Module):
     """LayerNorm and meta-attention of one block, computed at meta-tokens only."""
 
-    def __init__(self, settings: MetaSettings, layer_index: int):
+    def __init__(self, settings: MetaSettings, block: int, layer_idx: int):
         super().__init__()
         self.norm = nn.LayerNorm(settings.hidden_size, eps=settings.layer_norm_epsilon, bias=False)
-        self.attention = MetaAttention(settings, layer_index)  # type: ignore[arg-type]  # some are class variables
+        self.attention = MetaAttention(settings, block, layer_idx)  # type: ignore[arg-type]  # some are class variables
 
     def start(self) -> None:
         """Set initial weights with which the module adds exactly zero."""
@@ -111,8 +119,8 @@ class MetaModule(nn.Module):
 
     def forward(self, x: Tensor, step: Pass, cache: Cache | None) -> Tensor:
         """Meta-attention's output for the residual stream x, at the meta-tokens alone: (batch, most, width)."""
-        if cache is not None:
-            give_second_store(cache.layers[self.attention.layer_index])
+        if cache is not None and isinstance(step.rows, MetaRows):
+            give(cache.layers[self.attention.block], SecondStore)
         if not torch.is_autocast_enabled(x.device.type):  # the base may be in another precision
             x = x.to(self.norm.weight.dtype)
         rotary = step.rotary[0].to(x.dtype), step.rotary[1].to(x.dtype)
@@ -129,18 +137,19 @@ class MetaBlock(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block with the current pass."""
         # Not in `forward`, which activation checkpointing runs again, after the pass.
-        return super().__call__(*args, meta_step=_thread.step, **kwargs)
+        return super().__call__(*args, meta_step=_state().step, **kwargs)
 
     def forward(self, hidden_states: Tensor, *args: Any, meta_step: Pass | None = None, **kwargs: Any) -> Any:
         """Run the block, with meta-attention in it if there are meta-tokens, and otherwise unchanged."""
         if meta_step is None:
             return super().forward(hidden_states, *args, **kwargs)
         cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, Cache)), None)
-        _thread.block = self, hidden_states, meta_step, cache
+        state = _state()
+        state.block = self, hidden_states, meta_step, cache
         try:
             return super().forward(hidden_states, *args, **kwargs)
         finally:  # checkpointing may end the recomputation early, by an exception
-            _thread.block = None
+            state.block = None
 
 
 def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -151,9 +160,9 @@ def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def add_at_site(site: nn.Module, args: Any, output: Any) -> Any:
     """Forward hook of a site: add meta-attention to the output, which joins the residual stream."""
-    if _thread.block is None:
+    if (current := _state().block) is None:
         return output
-    block, x, step, cache = _thread.block
+    block, x, step, cache = current
     y = output[0] if isinstance(output, tuple) else output
     step = step.to(y.device)
     state = step.rows.gather(y)
@@ -194,23 +203,54 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     else:
         return None  # the base raises an error for it
     past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
-    if not decoder.meta_has_trained and decoder.training and torch.is_grad_enabled():
+    is_traced, engine = torch.compiler.is_compiling(), engine_of(kwargs)
+    changed: dict[str, Any] = {}
+    rule = None
+    if not (is_traced or decoder.meta_has_trained) and decoder.training and torch.is_grad_enabled():
         _look_at_first_step(decoder, is_meta)
-    if engine := engine_of(kwargs):
-        _thread.step = _paged(decoder, is_meta, kwargs, engine)
-        return None
-    _begin(decoder, is_meta, past, kwargs.get("attention_mask"), kwargs.get("position_ids"))
-    if decoder.meta_config.text_window is None:
-        return None
-    return args, kwargs | _forgetting(decoder, is_meta, past, kwargs)
+    is_dense = bool(engine) or (past is None and is_traced) or (past is not None and _has_room(decoder, past))
+    if not is_dense:
+        _begin(decoder, is_meta, past, kwargs.get("attention_mask"), kwargs.get("position_ids"))
+    if decoder.meta_config.text_window is not None:
+        rule, changed = _forgetting(decoder, is_meta, past, kwargs)
+    if is_dense:
+        (_traced if is_traced else _thread).step = _all_rows(decoder, is_meta, past, rule, kwargs, engine)
+    return (args, kwargs | changed) if changed else None
 
 
-def _paged(decoder: Any, is_meta: Tensor, given: dict[str, Any], engine: dict[str, Any]) -> Pass:
-    """The pass of an engine that owns the batch and its cache."""
-    settings, mask = decoder.meta_settings, given.get("attention_mask")
-    rotary = rotary_tables(given["position_ids"], settings.head_size, settings.rope_theta)
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(decoder.config._attn_implementation, sdpa_attention_forward)
-    return Pass(AllRows(is_meta), rotary, mask["full_attention"] if isinstance(mask, dict) else mask, attend, engine)
+def _has_room(decoder: Any, cache: Cache) -> bool:
+    """Whether a cache is of a fixed size, and now has further layers for meta-attention."""
+    return bool(decoder.meta_settings.layers) and give_further_layers(cache, decoder.meta_cache_layers)
+
+
+def _all_rows(
+    decoder: Any, is_meta: Tensor, past: Cache | None, rule: TextRule | None, given: Mapping[str, Any], engine: Any
+) -> Pass:
+    """The pass in the dense form, which does not ask for values, so that a graph can be captured."""
+    settings, length, positions = decoder.meta_settings, is_meta.shape[1], given.get("position_ids")
+    positions = positions if _are_of(positions, length) else None
+    cached = 0 if past is None else past.get_seq_length()
+    mask = given.get("attention_mask") if engine else _full_mask(decoder, given.get("attention_mask"), past)
+    slots = (torch.arange(length, device=is_meta.device) + cached)[None]
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        is_meta = is_meta & mask[:, slots[0]].bool()
+    rows = AllRows(is_meta)
+    if engine:
+        mask = mask["full_attention"] if isinstance(mask, dict) else mask
+    elif rule is not None:
+        mask = rule.seen()[:, None]
+    elif past is not None:
+        mask = rows.mask(cached, past.layers[-1].max_cache_len)
+    elif mask is not None and mask.ndim == 2:
+        mask = None  # it hides padding, which is no meta-token
+    rotary = rotary_tables(slots if positions is None else positions, settings.head_size, settings.rope_theta)
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(decoder.config._attn_implementation, None) if engine else None
+    return Pass(rows, rotary, mask, attend, engine)
+
+
+def _are_of(positions: Any, length: int) -> bool:
+    """Whether these are positions of a row; multimodal models have three axes of them."""
+    return isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == length
 
 
 @torch.compiler.disable
@@ -235,8 +275,7 @@ def _look_at_first_step(decoder: Any, is_meta: Tensor) -> None:
 def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Any, positions: Any) -> None:
     """Set this thread's pass, for the blocks; None if there are no meta-tokens."""
     _thread.step, least, length = None, least_rows(decoder), is_meta.shape[1]
-    if not (isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == length):
-        positions = None  # multimodal models have three axes of positions
+    positions = positions if _are_of(positions, length) else None
     cached = 0 if past is None else int(past.get_seq_length())
     if getattr(decoder.config, "position_embedding", None) == "learned":
         _check_positions(decoder.config, cached + length, mask, positions)
@@ -261,16 +300,19 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Any, positio
     _thread.step = Pass(rows, rotary, seen)
 
 
-@torch.compiler.disable  # as `_begin`
-def _forgetting(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, Any]) -> dict[str, Any]:
-    """The decoder's inputs by which this pass forgets text: positions, a mask, and a cache that forgets, if any."""
+def _forgetting(
+    decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, Any]
+) -> tuple[TextRule, dict[str, Any]]:
+    """The rule by which this pass forgets text, and the decoder's inputs by it: positions, a mask, perhaps a cache."""
     padding, positions, use_cache = (given.get(name) for name in ("attention_mask", "position_ids", "use_cache"))
     if past is None and not decoder.training and (decoder.config.use_cache if use_cache is None else use_cache):
         past = DynamicCache(config=decoder.config)
     own = InputSpan.of(is_meta, padding, past).position_ids() if positions is None or positions.ndim > 2 else positions
-    mask = TextRule.of(decoder.meta_config, own, is_meta, padding, past).mask(decoder.config, decoder.dtype)
+    rule = TextRule.of(decoder.meta_config, own, is_meta, padding, past)
+    mask = rule.mask(decoder.config, decoder.dtype)
     # Multimodal models have three axes of positions, which stay.
-    return {"attention_mask": mask, "position_ids": own if positions is None else positions, "past_key_values": past}
+    positions = own if positions is None else positions
+    return rule, {"attention_mask": mask, "position_ids": positions, "past_key_values": past}
 
 
 def _check_positions(config: Any, length: int, mask: Any, positions: Tensor | None) -> None:
@@ -303,4 +345,4 @@ def _full_mask(decoder: Any, mask: Any, past: Cache | None) -> Tensor | None:
 
 def forget_rows(decoder: nn.Module, args: tuple, output: Any) -> None:
     """Forward hook of the decoder: the pass is over."""
-    _thread.step = None
+    _state().step = None

@@ -117,7 +117,7 @@ def _shapes(base: PreTrainedModel, settings: MetaSettings) -> dict[str, torch.Si
     shapes = {f"{names[table]}.meta_token.weight": torch.Size([table.weight.shape[1]])}
     with torch.device("meta"):
         for index in settings.layers:
-            for name, one in MetaModule(settings, index).named_parameters():
+            for name, one in MetaModule(settings, index, index).named_parameters():
                 shapes[f"{names[blocks[index]]}.meta_attention.{name}"] = one.shape
     return shapes
 
