@@ -284,27 +284,6 @@ def test_several_threads_run_one_model(name: str) -> None:
     assert sum(error(one, expected[number % 10]) > 1e-5 for number, one in enumerate(got)) == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "has_positions"), [("llama", False), ("llama", True), ("gpt_neox", False), ("gemma3_text", True)]
-)
-def test_a_compiled_model(name: str, has_positions: bool) -> None:
-    torch._dynamo.reset()
-    graphs = []
-
-    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    model = retrofitted(name)
-    compiled = torch.compile(model, backend=count, dynamic=False)
-    given = {"position_ids": torch.arange(LENGTH).expand(2, -1)} if has_positions else {}
-    for ids in (with_meta_tokens(), text()):
-        with torch.no_grad():
-            assert error(compiled(ids, use_cache=False, **given).logits[..., :META], logits(model, ids)) < 1e-5
-    # For two inputs: finding the meta-tokens, whose number is data-dependent, breaks the graph.
-    assert 0 < len(graphs) <= 8
-
-
 @pytest.mark.filterwarnings("ignore")  # bitsandbytes' own
 def test_a_base_in_eight_bits(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")

@@ -1,0 +1,95 @@
+"""Retrofitted models as one graph: `torch.compile(fullgraph=True)`, `torch.export`, and a compiled decoding step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CompileConfig, PreTrainedModel, StaticCache
+
+from tests.retrofit.architectures import LENGTH, META, error, logits, retrofitted, text, with_meta_tokens
+
+NAMES = (
+    "cohere2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mixtral", "olmo2", "opt", "phi", "qwen3",
+    "starcoder2",
+)  # fmt: skip
+TOLERANCE = 1e-5
+
+
+def counted() -> tuple[Callable[..., Any], list[torch.fx.GraphModule]]:
+    """A backend of torch.compile, and the graphs that it gets."""
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    return note, graphs
+
+
+def whole(model: PreTrainedModel, backend: Any) -> Any:
+    return torch.compile(model, fullgraph=True, backend=backend)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_compiled_pass_is_one_graph(name: str) -> None:
+    (backend, graphs), model = counted(), retrofitted(name)
+    compiled = whole(model, backend)
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, :5] = 0
+    with torch.no_grad():
+        for ids in (with_meta_tokens(), text(), with_meta_tokens(2)):
+            assert error(compiled(ids, use_cache=False).logits[..., :META], logits(model, ids)) < TOLERANCE
+        assert len(graphs) == 1
+        got = compiled(ids, attention_mask=mask, use_cache=False).logits[..., :META]
+    assert error(got[mask.bool()], logits(model, ids, attention_mask=mask)[mask.bool()]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_exported_pass(name: str) -> None:
+    model = retrofitted(name)
+    exported = torch.export.export(model, (), {"input_ids": text(), "use_cache": False}).module()
+    for ids in (with_meta_tokens(), text()):
+        with torch.no_grad():
+            got = exported(input_ids=ids, use_cache=False).logits[..., :META]
+        assert error(got, logits(model, ids)) < TOLERANCE
+
+
+# OPT by itself does not compile so. This small cohere2 has sliding windows alone, so that a cache does not show its size.
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("cohere2", "opt")])
+def test_a_compiled_step_is_one_graph(name: str) -> None:
+    (backend, graphs), model, ids = counted(), retrofitted(name), with_meta_tokens()
+    cache, compiled = StaticCache(model.config, max_cache_len=LENGTH + 4), whole(model, backend)
+    with torch.no_grad():
+        model(ids[:, :10], past_key_values=cache)
+        steps = [compiled(ids[:, place : place + 1], past_key_values=cache).logits for place in range(10, LENGTH)]
+    assert error(torch.cat(steps, dim=1)[..., :META], logits(model, ids)[:, 10:]) < TOLERANCE
+    # The length is a number of Python in a sliding window: a second graph is for any length, as without meta-attention.
+    assert len(graphs) == (2 if name == "gemma3_text" else 1)
+
+
+def test_training_is_one_graph() -> None:
+    (backend, graphs), ids = counted(), with_meta_tokens()
+    gradients = []
+    for is_compiled in (False, True):
+        model = retrofitted("llama").train()
+        run = whole(model, backend) if is_compiled else model
+        run(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+    assert len(graphs) == 1
+    assert gradients[0].keys() == gradients[1].keys()
+    assert max(error(one, gradients[1][name]) for name, one in gradients[0].items()) < TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, as it compiles
+@pytest.mark.parametrize("meta_every", [None, 3])
+def test_generate_compiles_its_step(meta_every: int | None) -> None:
+    (backend, graphs), model, ids = counted(), retrofitted("llama"), with_meta_tokens()
+    options = {"max_new_tokens": 13, "do_sample": False, "eos_token_id": None, "meta_every": meta_every}
+    expected = model.generate(ids, **options)
+    compiled = CompileConfig(backend=backend, fullgraph=True, dynamic=False, mode=None)
+    compiled._compile_all_devices = True  # by default transformers compiles nothing on a CPU
+    assert torch.equal(model.generate(ids, cache_implementation="static", compile_config=compiled, **options), expected)
+    assert len(graphs) == (1 if meta_every is None else 2)  # a text token, alone or with an inserted one
