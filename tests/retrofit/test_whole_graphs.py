@@ -57,7 +57,7 @@ def test_an_exported_pass(name: str) -> None:
         assert error(got, logits(model, ids)) < TOLERANCE
 
 
-# OPT by itself does not compile so. This small cohere2 has sliding windows alone, so that a cache does not show its size.
+# OPT by itself does not compile so. In this small cohere2, with sliding windows alone, a cache does not show its size.
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("cohere2", "opt")])
 def test_a_compiled_step_is_one_graph(name: str) -> None:
     (backend, graphs), model, ids = counted(), retrofitted(name), with_meta_tokens()
