@@ -26,7 +26,7 @@ from transformers.generation import GenerationMode
 from metatokens.errors import UserError
 from metatokens.model.cache import InsertedTokens, give
 from metatokens.model.configuration import MetaGPT2Config, never_generated
-from metatokens.model.paged import MetaManager, give_layers
+from metatokens.model.paged import MetaManager, further_layers
 from metatokens.model.positions import check_length, check_positions, position_ids_from_mask
 
 READ_AT_ONCE = 512  # tokens of a prompt in one forward pass of a model with a `text_window`
@@ -130,7 +130,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         """
         engine = copy(continuous_batching_config) or ContinuousBatchingConfig()
         meta_every = self._checked_every(None, generation_config)
-        if give_layers(self):
+        if further_layers(self):
             engine.max_blocks_per_request = 0  # no kernel reads the second attention's pages by itself
         if meta_every is not None:
             engine.use_async_batching = False  # its next batch would begin before it is known what is inserted

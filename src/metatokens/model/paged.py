@@ -40,20 +40,22 @@ def engine_of(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_into_pages(
-    cache: Any, k: Tensor, v: Tensor, layer: int, engine: dict[str, Any]
+    cache: Any, k: Tensor, v: Tensor, layer_idx: int, engine: dict[str, Any]
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Put keys and values into an engine's pages, and read all that the requests of this pass have.
 
     Args:
         cache: the engine's.
         k, v: (1, heads, tokens, head size), of any sizes.
-        layer: the first of the layers in the cache that hold them.
+        layer_idx: the layer of the module in a cache of a fixed size. Pages have room for the features of the model's
+            attention; where the module has more, each of its layers becomes several.
         engine: what else the engine passes on.
 
     Returns:
         The keys and values, (1, heads, keys, head size), and `engine` for the attention function.
     """
-    allocator, (_, heads, tokens, size) = cache.layer_to_allocator[layer], k.shape
+    first, (_, heads, tokens, size) = cache.config.first_further_layer, k.shape
+    allocator = cache.layer_to_allocator[first]
     shape = (1, tokens, -1, allocator.num_key_value_heads, allocator.head_dim)
     room = shape[3] * shape[4]
     flat = (x.transpose(1, 2).reshape(1, tokens, heads * size).to(cache.dtype) for x in (k, v))
@@ -61,7 +63,7 @@ def put_into_pages(
     stored, own = [], dict(engine)
     for number, (key, value) in enumerate(zip(*parts, strict=True)):
         own = dict(engine)  # which `update` changes
-        stored.append(cache.update(key, value, layer + number, own))
+        stored.append(cache.update(key, value, first + (layer_idx - first) * len(parts[0]) + number, own))
     found = []
     for x, of in zip((k, v), zip(*stored, strict=True), strict=True):
         whole = torch.stack(of).permute(1, 3, 0, 2, 4).flatten(2)[:, :, : heads * size]
@@ -81,7 +83,7 @@ class MetaManager(AnyManager):
 
     def _create_batch_processor(self) -> Any:
         model = self.model
-        self.model = _with_layers(model, give_layers(model))
+        self.model = _with_layers(model, further_layers(model))
         try:
             processor = super()._create_batch_processor()
         finally:
@@ -142,8 +144,8 @@ class MetaRequest(AnyRequest):
         return [token for token in tokens if token != self.meta_token_id]
 
 
-def give_layers(model: PreTrainedModel) -> int:
-    """Give each second attention module its layers in an engine's cache, after those of the model; return their number.
+def further_layers(model: PreTrainedModel) -> int:
+    """How many further layers of an engine's cache the second attention of a model needs.
 
     Raises:
         UserError: if the model does something that pages do not show.
@@ -155,20 +157,17 @@ def give_layers(model: PreTrainedModel) -> int:
         )
     if not model._supports_attention_backend:
         raise UserError(f"continuous batching is not for a {type(model).__name__}, whose attention reads no pages.")
-    second = [module for module in model.modules() if getattr(module, "is_second", False)]
-    room = find_num_key_value_heads(text) * find_head_dim(text)
-    layers = text.num_hidden_layers
-    for module in second:
-        module.layer_idx = layers
-        layers += -(-module.config.num_attention_heads * module.config.head_size // room)
+    second = [module.config for module in model.modules() if getattr(module, "is_second", False)]
     if second and getattr(text, "layer_types", None) is None and getattr(text, "sliding_window", None) is not None:
         raise UserError("continuous batching needs a block without a sliding window; call generate() instead.")
-    return layers - text.num_hidden_layers
+    room = find_num_key_value_heads(text) * find_head_dim(text)
+    return sum(-(-one.num_attention_heads * one.head_size // room) for one in second)
 
 
 def _with_layers(model: PreTrainedModel, further: int) -> PreTrainedModel:
     """The model with so many further layers in its configuration, for an engine that makes its cache by it."""
     model, config = copy(model), copy(model.config.get_text_config())
+    config.first_further_layer = config.num_hidden_layers
     config.num_hidden_layers += further
     if (types := getattr(config, "layer_types", None)) is not None:
         config.layer_types = [*types, *["full_attention"] * further]
