@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.positions import counts_within
 from metatokens.model.rows import MetaRows
 
 if TYPE_CHECKING:  # the mixins go in front of several kinds of caches, so that none of these can be their base
@@ -276,11 +277,17 @@ class MetaTokenCache(InsertedTokens, DynamicCache):
         give_second_stores(self, config)
 
 
-def entries_in_second_store(cache: Cache | None) -> Tensor | int:
-    """The number of entries in each row's second store, (batch, 1); 0 before the first ones."""
+def meta_key_counts(rows: MetaRows, cache: Cache | None, mask: Tensor | None) -> Tensor:
+    """How many meta-tokens, cached ones included, each of these sees, (batch, most); `mask` as for `MetaAttention`."""
+    if rows.sequences is not None:
+        return counts_within(rows.sequences)
     layer = cache.layers[0] if cache is not None and cache.layers else None
     second = getattr(layer, "second", None)
-    return 0 if second is None else (second.slots >= 0).sum(dim=1, keepdim=True)
+    slots = rows.slots[:, :0] if second is None else second.slots
+    if mask is None:
+        return rows.valid.cumsum(dim=1) + (slots >= 0).sum(dim=1, keepdim=True)
+    seen = rows.mask(mask, torch.cat([slots, rows.slots], dim=1))[:, 0]
+    return (seen if seen.dtype == torch.bool else seen > -1e4).sum(dim=-1)
 
 
 def give_second_store(layer: AnyCacheLayer) -> None:

@@ -19,7 +19,7 @@ from metatokens.errors import UserError
 from metatokens.model.attention import MetaAttention
 from metatokens.model.cache import SecondStore, give_second_store
 from metatokens.model.inputs import InputSpan
-from metatokens.model.positions import Rotary, are_packed, check_positions, position_ids_from_mask, rotary_tables
+from metatokens.model.positions import Rotary, check_positions, packed_sequences, position_ids_from_mask, rotary_tables
 from metatokens.model.rows import MetaRows, least_rows, positions_of
 from metatokens.model.window import TextRule
 from metatokens.retrofit.settings import MetaSettings
@@ -48,9 +48,14 @@ class Pass:
 
 
 class _Thread(threading.local):
-    """State of one thread: the forward pass of a decoder, and the current block with its input, pass and cache."""
+    """State of one thread: the forward pass of a decoder, and the current block with its input, pass and cache.
+
+    Attributes:
+        sequences: those packed into its rows, until a block was called, whose mask has to keep them apart.
+    """
 
     step: Pass | None = None
+    sequences: Tensor | None = None
     block: "tuple[MetaBlock, Tensor, Pass, Cache | None] | None" = None
 
 
@@ -116,6 +121,8 @@ class MetaBlock(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block with the current pass."""
+        if _thread.sequences is not None:
+            _check_apart(_thread.sequences, (*args, *kwargs.values()))
         # Not in `forward`, which activation checkpointing runs again, after the pass.
         return super().__call__(*args, meta_step=_thread.step, **kwargs)
 
@@ -129,6 +136,20 @@ class MetaBlock(nn.Module):
             return super().forward(hidden_states, *args, **kwargs)
         finally:  # checkpointing may end the recomputation early, by an exception
             _thread.block = None
+
+
+@torch.compiler.disable  # as `_begin`
+def _check_apart(sequences: Tensor, given: tuple) -> None:
+    """Refuse packed sequences that see one another by the mask that a block is given; some bases make such masks."""
+    _thread.sequences, size = None, (sequences.shape[1],) * 2
+    masks = [one for one in given if isinstance(one, Tensor) and one.ndim == 4 and one.shape[2:] == size]
+    begins = sequences.diff()[:, None] > 0
+    for mask in masks[:1]:
+        sees = mask.diagonal(-1, 2, 3)  # whether a token sees the one before it, (batch, heads or 1, length - 1)
+        sees = sees if sees.dtype == torch.bool else sees > -1e4
+        if not bool((sees & begins.to(sees.device)).any()):
+            return
+    raise UserError("this base lets sequences that are packed into one row see one another; give each its own row.")
 
 
 def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -164,8 +185,8 @@ def leave_out(head: Any, args: tuple, logits: Tensor) -> Tensor:
 def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of the decoder: find the meta-tokens of this pass, and hide forgotten text.
 
-    Refuses what would be silently wrong: an adapter around the embeddings, sequences packed into one row without a mask
-    that separates them, and sequences beyond a learned table of positions.
+    Refuses what would be silently wrong: an adapter around the embeddings, a cache of packed sequences, and sequences
+    beyond a learned table of positions.
     """
     embeddings: Any = kwargs.get("inputs_embeds")
     ids = kwargs.get("input_ids", args[0] if args else None)
@@ -184,10 +205,12 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
     if not decoder.meta_has_trained and decoder.training and torch.is_grad_enabled():
         _look_at_first_step(decoder, is_meta)
-    _begin(decoder, is_meta, past, kwargs.get("attention_mask"), kwargs.get("position_ids"))
-    if decoder.meta_config.text_window is None:
-        return None
-    return args, kwargs | _forgetting(decoder, is_meta, past, kwargs)
+    sequences = _begin(decoder, is_meta, past, kwargs)
+    if sequences is not None:  # next to a cache, even an empty one, transformers does not look for several sequences
+        kwargs = kwargs | {"use_cache": False}
+    if decoder.meta_config.text_window is not None:
+        kwargs = kwargs | _forgetting(decoder, is_meta, past, kwargs, sequences)
+    return args, kwargs
 
 
 @torch.compiler.disable
@@ -209,43 +232,50 @@ def _look_at_first_step(decoder: Any, is_meta: Tensor) -> None:
 
 
 @torch.compiler.disable  # the number of meta-tokens is data-dependent, and thread-local state would be traced once
-def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Any, positions: Any) -> None:
-    """Set this thread's pass, for the blocks; None if there are no meta-tokens."""
+def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, Any]) -> Tensor | None:
+    """Set this thread's pass, for the blocks; None if there are no meta-tokens. Return the `packed_sequences`."""
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
     _thread.step, least, length = None, least_rows(decoder), is_meta.shape[1]
     if not (isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == length):
         positions = None  # multimodal models have three axes of positions
     cached = 0 if past is None else int(past.get_seq_length())
     if getattr(decoder.config, "position_embedding", None) == "learned":
         _check_positions(decoder.config, cached + length, mask, positions)
+    sequences = packed_sequences(mask, positions, past, given.get("cu_seq_lens_q"))
+    has_masks = decoder.config._attn_implementation in ("sdpa", "eager")
+    is_mixed = "linear_attention" in (getattr(decoder.config, "layer_types", None) or ())
+    _thread.sequences = sequences if has_masks and not is_mixed else None
     if not (least or bool(is_meta.any())):  # only text
-        return
-    given, mask, seen = mask, _full_mask(decoder, mask, past), None
+        return sequences
+    mask, seen = _full_mask(decoder, mask, past), None
     if mask is not None and mask.ndim == 4:
         seen = (mask if mask.dtype == torch.bool else mask > -1e4).any(dim=1, keepdim=True)
     elif mask is not None:  # longer than what was read, with a cache of a fixed size
         is_meta = is_meta & mask[:, : cached + length][:, -length:].bool()
     settings = decoder.meta_settings
-    if are_packed(given, positions):
-        raise UserError("sequences packed into one row would see one another's meta-tokens; give each its own row.")
-    rows = MetaRows.at(positions_of(is_meta, least=least), cached, positions)
+    rows = MetaRows.at(positions_of(is_meta, least=least), cached, positions, sequences)
     if rows is None:
-        return
+        return sequences
     if past is not None and settings.layers and settings.layers[0] < len(past.layers):
         store = past.layers[settings.layers[0]]
         if isinstance(store, SecondStore):
             store.check_second(rows, is_masked=seen is not None)
     rotary = rotary_tables(rows.positions.clamp(min=0), settings.head_size, settings.rope_theta)
     _thread.step = Pass(rows, rotary, seen)
+    return sequences
 
 
 @torch.compiler.disable  # as `_begin`
-def _forgetting(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, Any]) -> dict[str, Any]:
+def _forgetting(
+    decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, Any], sequences: Tensor | None
+) -> dict[str, Any]:
     """The decoder's inputs by which this pass forgets text: positions, a mask, and a cache that forgets, if any."""
     padding, positions, use_cache = (given.get(name) for name in ("attention_mask", "position_ids", "use_cache"))
     if past is None and not decoder.training and (decoder.config.use_cache if use_cache is None else use_cache):
         past = DynamicCache(config=decoder.config)
     own = InputSpan.of(is_meta, padding, past).position_ids() if positions is None or positions.ndim > 2 else positions
-    mask = TextRule.of(decoder.meta_config, own, is_meta, padding, past).mask(decoder.config, decoder.dtype)
+    rule = TextRule.of(decoder.meta_config, own, is_meta, padding, past, sequences)
+    mask = rule.mask(decoder.config, decoder.dtype)
     # Multimodal models have three axes of positions, which stay.
     return {"attention_mask": mask, "position_ids": own if positions is None else positions, "past_key_values": past}
 
@@ -280,4 +310,4 @@ def _full_mask(decoder: Any, mask: Any, past: Cache | None) -> Tensor | None:
 
 def forget_rows(decoder: nn.Module, args: tuple, output: Any) -> None:
     """Forward hook of the decoder: the pass is over."""
-    _thread.step = None
+    _thread.step = _thread.sequences = None
