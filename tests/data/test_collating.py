@@ -103,8 +103,27 @@ def test_what_cannot_be_is_refused() -> None:
     for no_tokenizer in (META, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(TOKENS)))):
         with pytest.raises(UserError, match="no meta-token: use the one that add_meta_attention was given"):
             MetaTokenCollator(list, no_tokenizer, "every:2")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="packed into one"):
+    with pytest.raises(UserError, match="has position_ids, which landmarks would shift"):
         MetaTokenCollator(list, TOKENIZER, "every:2")([{"input_ids": [1, 2], "position_ids": [0, 0]}])
+
+
+def test_each_packed_sequence_has_its_own_landmarks() -> None:
+    sequences = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    row = {
+        "input_ids": [id_ for ids in sequences for id_ in ids],
+        "labels": list(range(9)),
+        "seq_lengths": [3, 1, 5],
+        "weight": 0.5,
+    }
+    collator = MetaTokenCollator(lambda examples: examples, TOKENIZER, "every:2", max_length=6)
+    apart = collator([{"input_ids": ids, "labels": [id_ - 1 for id_ in ids]} for ids in sequences])
+    (made,) = collator([row])
+    assert made == {
+        "input_ids": [id_ for one in apart for id_ in one["input_ids"]],
+        "labels": [label for one in apart for label in one["labels"]],
+        "seq_lengths": [4, 1, 6],
+        "weight": 0.5,
+    }
 
 
 def test_pairs_of_answers_are_refused_with_what_to_do() -> None:

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
     Trainer,
     TrainingArguments,
 )
@@ -108,6 +109,21 @@ def test_with_gradients_accumulated_it_is_nearly_so(folder: Path, ids: Tensor, t
     ]
     assert losses[0] == pytest.approx(losses[1], rel=0.03)
     assert losses[0] != losses[1]  # otherwise the docs could promise equality
+
+
+@pytest.mark.parametrize("has_lengths", [False, True])
+@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+def test_packed_sequences_train_as_separate_rows_do(
+    second_attention: str, has_lengths: bool, small_model: Any, ids: Tensor, tmp_path: Path
+) -> None:
+    folder, meta, weights = small_model(second_attention=second_attention), int(ids[0, 3]), []
+    for collator in (None, DataCollatorWithFlattening(return_flash_attn_kwargs=has_lengths)):
+        arguments = TrainingArguments(str(tmp_path), max_steps=2, per_device_train_batch_size=6, **QUIET)
+        model = MetaGPT2ForCausalLM.from_pretrained(folder)
+        trainer = Trainer(model, arguments, train_dataset=items(ids, ignored=meta), data_collator=collator)
+        trainer.train()
+        weights.append((trainer.state.log_history[0]["loss"], trainer.evaluate(items(ids))["eval_loss"]))
+    assert weights[0] == pytest.approx(weights[1], abs=2e-4)  # Trainer rounds what it logs
 
 
 def test_the_collator_of_transformers_pads_and_labels(folder: Path, tmp_path: Path) -> None:

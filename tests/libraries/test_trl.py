@@ -115,6 +115,45 @@ def test_the_loss_of_trl_is_the_models(folder: Path, tmp_path: Path) -> None:
     assert own - 1e-4 <= float(trainer.compute_loss(model, dict(batch))) <= own + math.log(len(table) / ROWS) + 1e-4
 
 
+PACKINGS: list[dict[str, Any]] = [
+    {"padding_free": True, "max_length": None},
+    {"packing": True, "max_length": 12},
+    {"packing": True, "max_length": 12, "packing_strategy": "bfd_split"},
+]
+
+
+@pytest.mark.parametrize("is_retrofitted", [False, True], ids=["own", "retrofitted"])
+@pytest.mark.parametrize("options", PACKINGS, ids=str)
+def test_the_loss_of_packed_sequences_is_that_of_each_alone(
+    options: dict[str, Any], is_retrofitted: bool, folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
+    if is_retrofitted:
+        model = add_meta_attention(tiny_llama(tokenizer), tokenizer, heads=2, head_size=8)
+        for name, weight in model.named_parameters():
+            if "meta_attention" in name:
+                weight.data.normal_()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    texts = Dataset.from_list([{"input_ids": list(range(5, 6 + number))} for number in (0, 5, 8, 12, 3, 7)])
+    arguments = SFTConfig(str(tmp_path), **TWO_STEPS, **options)
+    trainer = SFTTrainer(model, arguments, train_dataset=texts, processing_class=tokenizer)
+    trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer, "every:3")
+    batch = next(iter(trainer.get_train_dataloader()))
+    ids, begins = batch["input_ids"][0], batch["position_ids"][0] == 0
+    assert begins.sum() > 2
+    assert (ids == tokenizer.meta_token_id).sum() > 2
+    assert batch["labels"][0].tolist() == ids.masked_fill(begins | (ids == tokenizer.meta_token_id), -100).tolist()
+    total, count = 0.0, 0
+    for one in ids.tensor_split(begins.nonzero()[1:, 0]):
+        labels = one.masked_fill(one == tokenizer.meta_token_id, -100)[None]
+        if scored := int((labels[:, 1:] != -100).sum()):
+            alone = {"input_ids": one[None], "labels": labels, "attention_mask": torch.ones_like(labels)}
+            total, count = total + scored * float(trainer.compute_loss(model, alone)), count + scored
+    assert float(trainer.compute_loss(model, dict(batch))) == pytest.approx(total / count, abs=1e-5)
+    assert learns(trainer)
+
+
 GROUPS = {"max_steps": 1, "per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 8}
 GROUPS |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from transformers import DataCollatorWithFlattening, DynamicCache, EncoderDecoderCache, LlamaConfig
+from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM
@@ -263,31 +263,3 @@ def test_rows_that_pad_the_vocabulary() -> None:
     model.resize_token_embeddings(94, pad_to_multiple_of=64)  # after three tokens were added
     assert (model.config.vocab_size, model.config.unpadded_vocab_size) == (128, 94)
     assert never_generated(model.config) == [90, *range(94, 128)]
-
-
-PACKED = [{"input_ids": [4]}, {"input_ids": [3, META, 5, 6]}, {"input_ids": [7, 8, META]}, {"input_ids": [9]}]
-
-
-@pytest.mark.parametrize("has_lengths", [True, False])
-@pytest.mark.parametrize("options", [{}, {"second_attention": "causal"}, {"attention_scale": "log_length"}], ids=str)
-def test_packed_sequences_are_refused(options: dict[str, Any], has_lengths: bool) -> None:
-    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=has_lengths)(PACKED)
-    with pytest.raises(UserError, match="packed sequences would see one another"):
-        tiny_model(**options)(**batch)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("has_lengths", [True, False])
-def test_packed_sequences_without_a_second_attention_are_apart(attention: str, has_lengths: bool) -> None:
-    model = tiny_model(second_attention="none", position_embedding="learned")
-    model.set_attn_implementation(attention)
-    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=has_lengths)(PACKED)
-    apart = [model(torch.tensor([one["input_ids"]])).logits[0] for one in PACKED]
-    out = model(**batch)
-    assert torch.allclose(out.logits[0], torch.cat(apart), atol=1e-5)
-    assert out.past_key_values is None
-    jump = {"input_ids": torch.tensor([[3, 5, 6]]), "position_ids": torch.tensor([[0, 4, 5]])}
-    first = model(jump["input_ids"][:, :1]).logits[0, 0]
-    assert torch.allclose(model(**jump).logits[0, 0], first, atol=1e-5)
-    assert not torch.allclose(model(**jump).logits[0, 1], model(torch.tensor([[5]])).logits[0, 0], atol=1e-3)

@@ -506,7 +506,6 @@ IDS = torch.tensor(ROWS[:1])
     [
         (lambda model: model(IDS, past_key_values=small_cache(model, 40)), "a cache of 40 tokens is too small for the"),
         (lambda model: filled_static(model).crop(-1), "a cache of a fixed size that forgets text cannot be cropped"),
-        (lambda model: model(IDS, position_ids=torch.arange(44)[None] % 30), "packed sequences"),
         (lambda model: model(IDS, attention_mask=torch.ones(1, 1, 44, 44).bool()), "would replace the text_window"),
         (
             lambda model: model(IDS.repeat(4, 1), past_key_values=filled(model)[2], output_attentions=True),

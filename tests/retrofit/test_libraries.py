@@ -12,7 +12,7 @@ import torch
 from accelerate import cpu_offload, dispatch_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 from metatokens import add_meta_attention, freeze_base, save_meta
 from metatokens.errors import UserError
@@ -154,20 +154,6 @@ def test_adapters_are_not_left_out_of_what_was_added(tmp_path: Path) -> None:
     expected = logits(adapted.eval(), ids)
     adapted.merge_and_unload().save_pretrained(tmp_path / "whole")
     assert error(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval(), ids), expected) < 1e-5
-
-
-@torch.no_grad()
-def test_sequences_packed_into_one_are_refused() -> None:
-    rows = [{"input_ids": row.tolist()} for row in with_meta_tokens()]
-    batch = DataCollatorWithFlattening()(rows)
-    model = retrofitted("llama")
-    with pytest.raises(UserError, match="packed into one row would see one another's meta-tokens"):
-        model(**{key: torch.as_tensor(value) for key, value in batch.items()})
-    plain = {key: torch.as_tensor(value) for key, value in DataCollatorWithFlattening()(rows[:1]).items()}
-    assert error(model(**plain).logits[..., :META], logits(model, with_meta_tokens()[:1])) < 1e-5
-    texts = DataCollatorWithFlattening()([{"input_ids": row.tolist()} for row in text()])
-    packed = {key: torch.as_tensor(value) for key, value in texts.items()}
-    assert error(model(**packed).logits[..., :META], base("llama")(**packed).logits[..., :META]) == 0.0
 
 
 def packed(name: str) -> dict[str, Tensor]:

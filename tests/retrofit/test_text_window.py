@@ -259,9 +259,6 @@ def test_what_would_be_wrong_is_refused() -> None:
         set_text_window(GPT2LMHeadModel(base("gpt2").config), 5)
     with pytest.raises(UserError, match="would replace the text_window"):
         model(ids, attention_mask=torch.ones(1, 1, 44, 44).bool())
-    for ids_of in (ids, torch.full_like(ids, 5)):
-        with pytest.raises(UserError, match="packed"):
-            model(ids_of, position_ids=torch.arange(44)[None] % 30)
     with pytest.raises(UserError, match="a cache of 30 tokens is too small for the text_window"):
         model(ids, past_key_values=StaticCache(model.config, max_cache_len=30))
     cache = DynamicCache()

@@ -1,6 +1,7 @@
 """Insert landmarks while a batch is made, for trainers that do not support meta-tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from numbers import Real
 from typing import Any
 
@@ -13,8 +14,6 @@ from metatokens.data.landmarks import Landmarks
 from metatokens.data.tokenizer import meta_token_id
 from metatokens.errors import UserError
 
-_POSITIONS = ("position_ids", "seq_lengths")  # fields of packed sequences
-
 
 class MetaTokenCollator:
     """A collator that puts landmarks into each sequence, then calls another collator.
@@ -22,7 +21,7 @@ class MetaTokenCollator:
     It works with `transformers.Trainer`, TRL's `SFTTrainer` and similar trainers:
     `trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer, "sentence")`.
     No meta-token keeps a label, not even one that was in the sequence before, since losses that TRL computes would
-    count it.
+    count it. If a row holds several sequences, whose `seq_lengths` TRL's packing gives, each gets landmarks of its own.
 
     Args:
         collator: makes a batch of examples.
@@ -33,7 +32,7 @@ class MetaTokenCollator:
 
     Raises:
         UserError: if the rule is unknown, or the tokenizer has no meta-token or does not fit the rule; on a call, if an
-            example has no `input_ids`, or sequences are packed.
+            example has no `input_ids`, or has `position_ids`.
     """
 
     def __init__(
@@ -59,11 +58,25 @@ class MetaTokenCollator:
             batch["labels"] = labels.masked_fill(ids == self.meta_token_id, IGNORED_LABEL)
         return batch
 
+    def _with_meta_tokens_in_each(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The same for a row of several sequences: each for itself."""
+        ends = np.cumsum(row["seq_lengths"]).tolist()
+        own: dict[str, Any] = {"seq_lengths": []}
+        for start, end in pairwise([0, *ends]):
+            tokens = {name: x[start:end] for name, x in row.items() if np.size(x) == ends[-1] and name != "seq_lengths"}
+            one = self._with_meta_tokens(tokens)
+            own["seq_lengths"].append(len(one["input_ids"]))
+            for name, values in one.items():
+                own[name] = [*own.get(name, []), *values]
+        return dict(row) | own
+
     def _with_meta_tokens(self, example: Mapping[str, Any]) -> dict[str, Any]:
-        if packed := [name for name in _POSITIONS if name in example]:
-            raise UserError(f"sequences packed into one row ({packed[0]}) see one another; train without packing.")
         if self.landmarks is None:
             return dict(example)
+        if "position_ids" in example:
+            raise UserError("an example has position_ids, which landmarks would shift; put them in before.")
+        if "seq_lengths" in example:
+            return self._with_meta_tokens_in_each(example)
         if "input_ids" not in example:
             raise UserError(
                 f"an example has no input_ids, but {', '.join(example)}: put landmarks into such rows before they are "

@@ -235,6 +235,8 @@ class MetaAttention(Attention):
         seen = None  # causal among these rows: padding comes last, so that no real row sees it
         if mask is not None:
             seen = rows.mask(mask, key_slots)
+        elif rows.sequences is not None:
+            seen = (rows.sequences[:, None, :, None] == rows.sequences[:, None, None, :]).tril()
         elif places is not None and key_slots.shape != rows.slots.shape:  # the cache holds earlier meta-tokens
             is_before = torch.arange(k.shape[2], device=k.device) <= places[:, None]  # entries are in order
             seen = (key_slots[:, None, :] >= 0) & is_before

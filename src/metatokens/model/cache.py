@@ -22,7 +22,8 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
-from metatokens.model.rows import MetaRows
+from metatokens.model.positions import counts_within
+from metatokens.model.rows import AllRows, MetaRows
 
 if TYPE_CHECKING:  # the mixins go in front of several kinds of caches, so that none of these can be their base
     from transformers import Cache as AnyCache
@@ -253,14 +254,30 @@ class MetaTokenCache(InsertedTokens, DynamicCache):
         give_second_stores(self, config)
 
 
-def meta_tokens_in(cache: Cache | None, layers: int) -> Tensor | int:
-    """How many meta-tokens each row has in the cache of a model of so many layers, (batch, 1); 0 before the first."""
-    if cache is None or not cache.layers:
-        return 0
-    if len(cache.layers) > layers and isinstance(further := cache.layers[layers], TextLayer):
-        return (further.keys[:, 0] != TEXT_KEY).any(dim=-1).sum(dim=1, keepdim=True) if further.is_initialized else 0
-    second = getattr(cache.layers[0], "second", None)
-    return 0 if second is None else (second.slots >= 0).sum(dim=1, keepdim=True)
+def meta_key_counts(rows: MetaRows | AllRows, cache: Cache | None, mask: Tensor | None, layers: int) -> Tensor:
+    """How many meta-tokens, cached ones included, each of these sees, (batch, most).
+
+    Args:
+        rows: those of the pass.
+        cache: the cache, before it took them.
+        mask: as for `MetaAttention`.
+        layers: the number of the model's layers, after which a cache of a fixed size has further ones.
+    """
+    if isinstance(rows, AllRows):
+        further = cache.layers[layers] if cache is not None else None
+        earlier: Tensor | int = 0
+        if further is not None and further.is_initialized:
+            earlier = (further.keys[:, 0] != TEXT_KEY).any(dim=-1).sum(dim=1, keepdim=True)
+        return rows.valid.cumsum(dim=1) + earlier
+    if rows.sequences is not None:
+        return counts_within(rows.sequences)
+    layer = cache.layers[0] if cache is not None and cache.layers else None
+    second = getattr(layer, "second", None)
+    slots = rows.slots[:, :0] if second is None else second.slots
+    if mask is None:
+        return rows.valid.cumsum(dim=1) + (slots >= 0).sum(dim=1, keepdim=True)
+    seen = rows.mask(mask, torch.cat([slots, rows.slots], dim=1))[:, 0]
+    return (seen if seen.dtype == torch.bool else seen > -1e4).sum(dim=-1)
 
 
 def give_further_layers(cache: Cache, layers: int) -> bool:

@@ -11,8 +11,9 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from metatokens.errors import UserError
 from metatokens.model.attention import AttentionFunction
-from metatokens.model.positions import check_positions, position_ids_from_mask
+from metatokens.model.positions import check_positions, counts_within, position_ids_from_mask
 from metatokens.model.window import TextRule
 
 
@@ -61,8 +62,10 @@ class InputSpan:
         """`chosen`, (batch, length) bool, without padding."""
         return chosen if self.padding_mask is None else chosen & self.padding_mask[:, self.columns].bool()
 
-    def key_counts(self, attention_mask: Tensor | None) -> Tensor:
+    def key_counts(self, attention_mask: Tensor | None, sequences: Tensor | None) -> Tensor:
         """How many keys each query sees, (batch or 1, length)."""
+        if sequences is not None:
+            return counts_within(sequences)
         if attention_mask is None:
             return self.cache_position[None] + 1
         if self.padding_mask is not None:
@@ -76,7 +79,7 @@ def attention_function(
     x: Tensor,
     attention_mask: Tensor | None,
     cache: Cache | None,
-    packed: Tensor | None,
+    sequences: Tensor | None,
     rule: TextRule | None,
     *,
     needs_weights: bool,
@@ -84,8 +87,11 @@ def attention_function(
     """The attention function, and the causal mask M in the form that this function takes.
 
     Only the eager function returns attention weights, so it replaces any other where they are needed. From positions
-    transformers infers packed sequences, one at each jump, so it only gets those of packed sequences. A `rule` decides
-    alone what is seen, padding included.
+    transformers infers packed sequences, one at each jump, so it gets positions that jump only between `sequences`,
+    which are those of `packed_sequences`. A `rule` decides alone what is seen, padding included.
+
+    Raises:
+        UserError: if sequences are packed, and the attention function takes no mask.
     """
     if needs_weights and config._attn_implementation != "eager":
         config = copy(config)
@@ -93,7 +99,10 @@ def attention_function(
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
     if rule is not None:
         return attend, rule.mask(config, x.dtype)
+    packed = None if sequences is None else sequences + torch.arange(x.shape[1], device=x.device)
     mask = create_causal_mask(config, x, attention_mask, cache, packed)
+    if packed is not None and mask is None and not torch.compiler.is_compiling():
+        raise UserError("packed sequences need attention that takes masks: 'sdpa', 'flex_attention' or 'eager'.")
     if attend is eager_attention_forward and mask.dtype == torch.bool:  # a given mask of four dimensions; to be added
         mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, torch.finfo(x.dtype).min)
     return attend, mask

@@ -49,14 +49,14 @@ from metatokens.model.attention import (
     linear,
     residual_linear,
 )
-from metatokens.model.cache import MetaTokenCache, give_second_stores, meta_tokens_in
+from metatokens.model.cache import MetaTokenCache, give_second_stores, meta_key_counts
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.generation import MetaTokenGenerationMixin, mark_as_own
 from metatokens.model.gpt2 import FromGPT2
 from metatokens.model.inputs import InputSpan, attention_function
 from metatokens.model.labels import scored_labels, without_meta_tokens
 from metatokens.model.paged import engine_of
-from metatokens.model.positions import are_packed
+from metatokens.model.positions import packed_sequences
 from metatokens.model.rows import AllRows, MetaRows, least_rows, positions_of
 from metatokens.model.vocabulary import MetaVocabulary
 from metatokens.model.window import TextRule
@@ -190,14 +190,15 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
                 needs `output_attentions`.
 
         Raises:
-            UserError: if a learned table is too short, sequences are packed into one, the cache is of another kind, or
-                something does not go together with a `text_window`.
+            UserError: if a learned table is too short, packed sequences have a cache or no positions, the cache is of
+                another kind, or something does not go together with a `text_window`.
         """
         if input_ids is None and inputs_embeds is None:
             raise UserError("the model needs input_ids or inputs_embeds.")
-        engine = engine_of(kwargs)
-        is_packed = not engine and self._check_packing(attention_mask, position_ids, past_key_values, kwargs)
-        past_key_values = self._prepare_cache(past_key_values, use_cache=False if is_packed else use_cache)
+        engine, sequences = engine_of(kwargs), None
+        if not engine:  # which packs requests into a row, and keeps them apart
+            sequences = packed_sequences(attention_mask, position_ids, past_key_values, kwargs.get("cu_seq_lens_q"))
+        past_key_values = self._prepare_cache(past_key_values, use_cache=use_cache if sequences is None else False)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         span = InputSpan.of(x, attention_mask, past_key_values)
         position_ids = span.position_ids() if position_ids is None else position_ids
@@ -205,10 +206,11 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         if self.config.second_attention == "meta":
             is_dense = bool(engine) or span.is_static
             is_dense |= meta_positions is None and past_key_values is None and torch.compiler.is_compiling()
-            rows = self._meta_rows(span, position_ids, input_ids, x, meta_token_mask, meta_positions, is_dense=is_dense)
+            given = (input_ids, x, meta_token_mask, meta_positions)
+            rows = self._meta_rows(span, position_ids, sequences, *given, is_dense=is_dense)
         if self.config.text_window is not None:
             is_meta = self._is_meta(input_ids, x, meta_token_mask)
-            rule = TextRule.of(self.config, position_ids, is_meta, attention_mask, past_key_values)
+            rule = TextRule.of(self.config, position_ids, is_meta, attention_mask, past_key_values, sequences)
 
         rotary = None
         if self.learned_positions is not None:  # e_t = E(x_t) + p_t
@@ -220,9 +222,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         needs_weights = kwargs.get("output_attentions", self.config.output_attentions)
         if rule is not None and needs_weights and past_key_values is not None and past_key_values.has_dropped:
             raise UserError("text was dropped from this cache, and attention weights with it; use no cache.")
-        packed = position_ids if is_packed else None
         attend, mask = attention_function(
-            self.config, x, attention_mask, past_key_values, packed, rule, needs_weights=needs_weights
+            self.config, x, attention_mask, past_key_values, sequences, rule, needs_weights=needs_weights
         )
         causal: AttentionKwargs = {"attend": attend, "mask": mask, "rotary": rotary, "log_keys": None, "engine": engine}
         meta: MetaAttentionKwargs | None = None
@@ -243,26 +244,15 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             if past_key_values is not None and not torch.compiler.is_compiling():
                 past_key_values.layers[0].check_second(rows, is_masked=is_masked)
         if self.config.attention_scale == "log_length":
-            counts = span.key_counts(attention_mask) if rule is None else rule.seen().sum(dim=-1)
+            counts = span.key_counts(attention_mask, sequences) if rule is None else rule.seen().sum(dim=-1)
             causal["log_keys"] = _log(counts, x.dtype)
-            if rows is not None and meta is not None:
-                seen = rows.valid.cumsum(dim=1) + meta_tokens_in(past_key_values, self.config.num_hidden_layers)
+            if meta is not None:
+                layers = self.config.num_hidden_layers
+                seen = meta_key_counts(meta["rows"], past_key_values, meta["mask"], layers)
                 meta["log_keys"] = _log(seen, x.dtype)
         for layer in self.layers:
             x = layer(x, causal=causal, meta=meta, past_key_values=past_key_values)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
-
-    def _check_packing(
-        self, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Any, kwargs: Any
-    ) -> bool:
-        """Whether sequences are packed into a row; refused unless one causal attention can keep them apart."""
-        is_packed = are_packed(attention_mask, position_ids)
-        config = self.config
-        is_plain = config.second_attention == "none" and config.attention_scale == "constant" and cache is None
-        is_plain &= config.text_window is None
-        if (is_packed or kwargs.get("cu_seq_lens_q") is not None) and not (is_packed and is_plain):
-            raise UserError("packed sequences would see one another; put each into a separate row, padded.")
-        return is_packed
 
     def _prepare_cache(self, cache: Any, *, use_cache: bool | None) -> Any:
         """The cache to use: the given one, with second stores, or a new one where one is wanted."""
@@ -287,6 +277,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         self,
         span: InputSpan,
         position_ids: Tensor,
+        sequences: Tensor | None,
         input_ids: Tensor | None,
         embeddings: Tensor,
         meta_token_mask: Tensor | None,
@@ -302,7 +293,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             meta_positions = positions_of(span.real(self._is_meta(input_ids, embeddings, meta_token_mask)), least=least)
         elif (missing := least - meta_positions.shape[1]) > 0:
             meta_positions = nn.functional.pad(meta_positions, (0, missing), value=-1)
-        return MetaRows.at(meta_positions, span.cached, position_ids)
+        return MetaRows.at(meta_positions, span.cached, position_ids, sequences)
 
 
 def _log(counts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -358,8 +349,7 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
                 dimensions, (batch, heads or 1, length, cached + length), True where a query sees a key, or added to the
                 logits; it replaces the causal mask, in meta-attention too.
             position_ids: (batch, length); default: real tokens counted from 0 in each row. Without an `attention_mask`,
-                a new sequence begins where they start again, and sees nothing before it; only a model with
-                `second_attention="none"` takes such rows.
+                a new sequence begins where they start again, and sees nothing before it. Such rows have no cache.
             past_key_values: a `MetaTokenCache` with the tokens before. A `DynamicCache` is converted in place.
             inputs_embeds: (batch, length, width), used instead of the embeddings of `input_ids`.
             meta_token_mask: (batch, length), true at meta-tokens. Default: where `input_ids` are the meta-token's or,
@@ -382,7 +372,8 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
             logits at those positions, (batch, most, vocabulary).
 
         Raises:
-            UserError: if the sequence is longer than a learned table of positions, or several are packed into a row.
+            UserError: if the sequence is longer than a learned table of positions, or several are packed into a row
+                and have a cache, or `cu_seq_lens_q` without `position_ids`.
         """
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         outputs = self.model(

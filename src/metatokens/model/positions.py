@@ -2,7 +2,8 @@
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from torch.nn.functional import pad
+from transformers import Cache, PreTrainedConfig
 
 from metatokens.errors import UserError
 
@@ -28,14 +29,37 @@ def learned_positions(config: PreTrainedConfig) -> int:
     return next(getattr(text, name) for name in names if hasattr(text, name))
 
 
-def are_packed(attention_mask: Tensor | None, position_ids: Tensor | None) -> bool:
-    """Whether sequences are packed into a row: positions (batch, length) restart, and no mask separates the sequences.
+def packed_sequences(
+    attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None, lengths: Tensor | None
+) -> Tensor | None:
+    """The number of each token's sequence, (batch or 1, length) from 0, where rows hold several; otherwise None.
 
-    Inside a compiled graph, which cannot look at values, the answer is no.
+    A sequence begins where positions (batch or 1, length) do not grow. A mask, if given, decides instead. A compiled
+    graph cannot look at values: it takes any positions, without a cache, as those of several sequences.
+
+    Args:
+        attention_mask, position_ids, cache: as a model is given them.
+        lengths: the `cu_seq_lens_q` of transformers' collators, where sequences begin and where the last one ends.
+
+    Raises:
+        UserError: if there is a cache, or several sequences have `lengths` alone.
     """
-    if attention_mask is not None or position_ids is None or torch.compiler.is_compiling():
-        return False
-    return bool((position_ids.diff(dim=-1) <= 0).any())
+    numbers = None
+    if attention_mask is None and position_ids is not None:
+        begins = pad(position_ids.diff(dim=-1) <= 0, (1, 0))
+        if cache is None if torch.compiler.is_compiling() else bool(begins.any()):
+            numbers = begins.cumsum(dim=-1)
+    if numbers is not None and cache is not None:
+        raise UserError("sequences packed into one row cannot have a cache; give each its own row, padded.")
+    if numbers is None and lengths is not None and len(lengths) > 2:
+        raise UserError("packed sequences need position_ids that start again with each, not cu_seq_lens_q alone.")
+    return numbers
+
+
+def counts_within(sequences: Tensor) -> Tensor:
+    """How many tokens of its own sequence each token sees, itself included; both (batch, length), numbers ascending."""
+    places = torch.arange(sequences.shape[-1], device=sequences.device)
+    return places + 1 - torch.searchsorted(sequences, sequences)
 
 
 def reaches(config: PreTrainedConfig, length: int) -> bool:

@@ -49,21 +49,31 @@ class MetaRows:
         slots: (batch, most) int64, the place in the cache, which counts cached tokens; -1 at padding.
         positions: (batch, most) int64, the position in the whole sequence; -1 at padding. It differs from the slot
             where a sequence is padded on the left or entries were dropped from the cache.
+        sequences: (batch, most) int64, the number of the sequence, ascending and highest at padding, where several are
+            packed into a row; otherwise None.
     """
 
     index: Tensor
     valid: Tensor
     slots: Tensor
     positions: Tensor
+    sequences: Tensor | None = None
 
     @classmethod
-    def at(cls, places: Tensor, cached: Tensor | int = 0, position_ids: Tensor | None = None) -> "MetaRows | None":
+    def at(
+        cls,
+        places: Tensor,
+        cached: Tensor | int = 0,
+        position_ids: Tensor | None = None,
+        sequences: Tensor | None = None,
+    ) -> "MetaRows | None":
         """Rows at (batch, most) places of an input that follows `cached` tokens; None if there is no column.
 
         Args:
             places: (batch, most), ascending, -1 where a sequence has fewer.
             cached: the number of tokens in the cache.
             position_ids: (batch or 1, length), the positions of the input; None means the slots.
+            sequences: (batch or 1, length), as from `packed_sequences`.
         """
         if places.shape[1] == 0:
             return None
@@ -72,11 +82,15 @@ class MetaRows:
         if position_ids is None:
             return cls(index, valid, slots, slots)
         positions = position_ids.expand(len(places), -1).gather(1, index)
-        return cls(index, valid, slots, positions.masked_fill(~valid, -1))
+        if sequences is not None:
+            sequences = sequences.expand(len(places), -1).gather(1, index)
+            sequences = sequences.masked_fill(~valid, torch.iinfo(torch.int64).max)
+        return cls(index, valid, slots, positions.masked_fill(~valid, -1), sequences)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "MetaRows":
         """The same rows on another device; accelerate calls this where layers are spread over several."""
-        return MetaRows(*(getattr(self, one.name).to(device, non_blocking=non_blocking) for one in fields(self)))
+        tensors = {one.name: x for one in fields(self) if (x := getattr(self, one.name)) is not None}
+        return MetaRows(**{name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
 
     def gather(self, x: Tensor) -> Tensor:
         """These rows of x; shapes as in `gather_rows`."""

@@ -16,7 +16,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_atten
 
 from metatokens.errors import UserError
 from metatokens.model.cache import AnyCache, AnyCacheLayer, give
-from metatokens.model.positions import are_packed
 from metatokens.model.rows import gather_rows, positions_of
 
 
@@ -25,7 +24,8 @@ class TextRule:
     """Which keys the queries of one forward pass see.
 
     Attributes:
-        positions: (batch or 1, length) int64, those of the queries.
+        positions: (batch or 1, length) int64, those of the queries. A packed sequence's follow on those of the one
+            before.
         keys: (batch, held + length) int64, the position of each key, cached ones first.
         readers: (batch, held + length) int64, the last position that sees it; -1 at padding, which none sees.
     """
@@ -35,7 +35,15 @@ class TextRule:
     readers: Tensor
 
     @classmethod
-    def of(cls, config: Any, positions: Tensor, is_meta: Tensor, attention_mask: Any, cache: Any) -> "TextRule":
+    def of(
+        cls,
+        config: Any,
+        positions: Tensor,
+        is_meta: Tensor,
+        attention_mask: Any,
+        cache: Any,
+        sequences: Tensor | None = None,
+    ) -> "TextRule":
         """The rule for new tokens, which a cache takes note of; it forgets from now on.
 
         Args:
@@ -44,21 +52,24 @@ class TextRule:
             is_meta: (batch, length) bool.
             attention_mask: (batch, held + length or more), 1 at real tokens; or None.
             cache: what the tokens before are in, or None.
+            sequences: (batch or 1, length) int64, as from `packed_sequences`; then there is no cache.
 
         Raises:
-            UserError: if the mask has four dimensions, sequences are packed into one row, or the cache is of another
-                kind, too small, or has entries that are unknown here.
+            UserError: if the mask has four dimensions, or the cache is of another kind, too small, or has entries that
+                are unknown here.
         """
         if isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim == 4):
             raise UserError("a mask of four dimensions would replace the text_window; give one of two dimensions.")
-        if are_packed(attention_mask, positions):
-            raise UserError("packed sequences would see one another; put each into a separate row, padded.")
         is_kept = is_meta | (positions < config.text_sinks)
         readers = torch.where(is_kept, torch.iinfo(torch.int64).max, positions + config.text_window - 1)
         if attention_mask is not None:  # longer than what was read, with a cache of a fixed size
             before = 0 if cache is None else cache.get_seq_length()
             new = torch.arange(is_meta.shape[1], device=is_meta.device) + before
             readers = readers.masked_fill(attention_mask[:, new] == 0, -1)
+        if sequences is not None:  # as if each sequence came after the one before
+            size = positions.max() + 1
+            readers = torch.minimum(readers, size - 1) + sequences * size
+            positions = positions + sequences * size
         keys = positions.expand_as(readers)
         if cache is not None:
             keys, readers = forgetting(cache, config.get_text_config().num_hidden_layers).read(keys, readers, config)

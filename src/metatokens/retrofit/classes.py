@@ -11,6 +11,7 @@ dropping weights. Loading by a base's own class, such as `LlamaForCausalLM`, dro
 import functools
 import json
 from collections.abc import Sequence
+from inspect import signature
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from metatokens.model.cache import derived, give
 from metatokens.model.configuration import write_remote_code
 from metatokens.model.generation import MetaTokenGenerationMixin, mark_as_own
 from metatokens.model.labels import without_meta_tokens
+from metatokens.model.positions import packed_sequences
 from metatokens.model.vocabulary import MetaVocabulary
 from metatokens.records import Result
 from metatokens.retrofit.card import model_card
@@ -178,6 +180,10 @@ class MetaModel(MetaBody, MetaTokenGenerationMixin):
         """Run the base's forward, with meta-tokens among the labels ignored, in `shift_labels` too."""
         if not torch.compiler.is_compiling():  # an adapter may have replaced the head
             connect_head(self)
+            reads_positions = "position_ids" in signature(decoder_of(self)[0].forward).parameters
+            mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+            if not reads_positions and packed_sequences(mask, positions, None, None) is not None:
+                raise UserError("this base ignores position_ids, and so packed sequences; give each its own row.")
         if labels is not None:
             labels, kwargs = without_meta_tokens(labels, self.config.meta_token_id, kwargs)
         return super().forward(*args, labels=labels, **kwargs)

@@ -22,7 +22,7 @@ from metatokens.model.attention import AttentionFunction, MetaAttention
 from metatokens.model.cache import SecondStore, give, give_further_layers
 from metatokens.model.inputs import InputSpan
 from metatokens.model.paged import engine_of
-from metatokens.model.positions import Rotary, are_packed, check_positions, position_ids_from_mask, rotary_tables
+from metatokens.model.positions import Rotary, check_positions, packed_sequences, position_ids_from_mask, rotary_tables
 from metatokens.model.rows import AllRows, MetaRows, least_rows, positions_of
 from metatokens.model.window import TextRule
 from metatokens.retrofit.settings import MetaSettings
@@ -58,9 +58,14 @@ class Pass:
 
 
 class _State:
-    """The forward pass of a decoder, and the current block with its input, pass and cache."""
+    """The forward pass of a decoder, and the current block with its input, pass and cache.
+
+    Attributes:
+        sequences: those packed into its rows, until a block was called, whose mask has to keep them apart.
+    """
 
     step: Pass | None = None
+    sequences: Tensor | None = None
     block: "tuple[MetaBlock, Tensor, Pass, Cache | None] | None" = None
 
 
@@ -136,6 +141,8 @@ class MetaBlock(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block with the current pass."""
+        if _thread.sequences is not None:
+            _check_apart(_thread.sequences, (*args, *kwargs.values()))
         # Not in `forward`, which activation checkpointing runs again, after the pass.
         return super().__call__(*args, meta_step=_state().step, **kwargs)
 
@@ -150,6 +157,20 @@ class MetaBlock(nn.Module):
             return super().forward(hidden_states, *args, **kwargs)
         finally:  # checkpointing may end the recomputation early, by an exception
             state.block = None
+
+
+@torch.compiler.disable  # as `_begin`
+def _check_apart(sequences: Tensor, given: tuple) -> None:
+    """Refuse packed sequences that see one another by the mask that a block is given; some bases make such masks."""
+    _thread.sequences, size = None, (sequences.shape[1],) * 2
+    masks = [one for one in given if isinstance(one, Tensor) and one.ndim == 4 and one.shape[2:] == size]
+    begins = sequences.diff()[:, None] > 0
+    for mask in masks[:1]:
+        sees = mask.diagonal(-1, 2, 3)  # whether a token sees the one before it, (batch, heads or 1, length - 1)
+        sees = sees if sees.dtype == torch.bool else sees > -1e4
+        if not bool((sees & begins.to(sees.device)).any()):
+            return
+    raise UserError("this base lets sequences that are packed into one row see one another; give each its own row.")
 
 
 def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -185,8 +206,8 @@ def leave_out(head: Any, args: tuple, logits: Tensor) -> Tensor:
 def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of the decoder: find the meta-tokens of this pass, and hide forgotten text.
 
-    Refuses what would be silently wrong: an adapter around the embeddings, sequences packed into one row without a mask
-    that separates them, and sequences beyond a learned table of positions.
+    Refuses what would be silently wrong: an adapter around the embeddings, a cache of packed sequences, and sequences
+    beyond a learned table of positions.
     """
     embeddings: Any = kwargs.get("inputs_embeds")
     ids = kwargs.get("input_ids", args[0] if args else None)
@@ -204,18 +225,19 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return None  # the base raises an error for it
     past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
     is_traced, engine = torch.compiler.is_compiling(), engine_of(kwargs)
-    changed: dict[str, Any] = {}
     rule = None
     if not (is_traced or decoder.meta_has_trained) and decoder.training and torch.is_grad_enabled():
         _look_at_first_step(decoder, is_meta)
     is_dense = bool(engine) or (past is None and is_traced) or (past is not None and _has_room(decoder, past))
-    if not is_dense:
-        _begin(decoder, is_meta, past, kwargs.get("attention_mask"), kwargs.get("position_ids"))
+    sequences = None if is_dense else _begin(decoder, is_meta, past, kwargs)
+    if sequences is not None:  # next to a cache, even an empty one, transformers does not look for several sequences
+        kwargs = kwargs | {"use_cache": False}
     if decoder.meta_config.text_window is not None:
-        rule, changed = _forgetting(decoder, is_meta, past, kwargs)
+        rule, changed = _forgetting(decoder, is_meta, past, kwargs, sequences)
+        kwargs = kwargs | changed
     if is_dense:
         (_traced if is_traced else _thread).step = _all_rows(decoder, is_meta, past, rule, kwargs, engine)
-    return (args, kwargs | changed) if changed else None
+    return args, kwargs
 
 
 def _has_room(decoder: Any, cache: Cache) -> bool:
@@ -231,6 +253,8 @@ def _all_rows(
     positions = positions if _are_of(positions, length) else None
     cached = 0 if past is None else past.get_seq_length()
     mask = given.get("attention_mask") if engine else _full_mask(decoder, given.get("attention_mask"), past)
+    if getattr(decoder.config, "position_embedding", None) == "learned" and not torch.compiler.is_compiling():
+        _check_positions(decoder.config, int(cached) + length, mask, positions)
     slots = (torch.arange(length, device=is_meta.device) + cached)[None]
     if isinstance(mask, Tensor) and mask.ndim == 2:
         is_meta = is_meta & mask[:, slots[0]].bool()
@@ -243,6 +267,8 @@ def _all_rows(
         mask = rows.mask(cached, past.layers[-1].max_cache_len)
     elif mask is not None and mask.ndim == 2:
         mask = None  # it hides padding, which is no meta-token
+    elif mask is None and (sequences := packed_sequences(None, positions, None, None)) is not None:
+        mask = rows.mask(0, length) & (sequences[:, None, :, None] == sequences[:, None, None, :])
     rotary = rotary_tables(slots if positions is None else positions, settings.head_size, settings.rope_theta)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(decoder.config._attn_implementation, None) if engine else None
     return Pass(rows, rotary, mask, attend, engine)
@@ -272,43 +298,47 @@ def _look_at_first_step(decoder: Any, is_meta: Tensor) -> None:
 
 
 @torch.compiler.disable  # the number of meta-tokens is data-dependent, and thread-local state would be traced once
-def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, mask: Any, positions: Any) -> None:
-    """Set this thread's pass, for the blocks; None if there are no meta-tokens."""
+def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, Any]) -> Tensor | None:
+    """Set this thread's pass, for the blocks; None if there are no meta-tokens. Return the `packed_sequences`."""
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
     _thread.step, least, length = None, least_rows(decoder), is_meta.shape[1]
     positions = positions if _are_of(positions, length) else None
     cached = 0 if past is None else int(past.get_seq_length())
     if getattr(decoder.config, "position_embedding", None) == "learned":
         _check_positions(decoder.config, cached + length, mask, positions)
+    sequences = packed_sequences(mask, positions, past, given.get("cu_seq_lens_q"))
+    has_masks = decoder.config._attn_implementation in ("sdpa", "eager")
+    is_mixed = "linear_attention" in (getattr(decoder.config, "layer_types", None) or ())
+    _thread.sequences = sequences if has_masks and not is_mixed else None
     if not (least or bool(is_meta.any())):  # only text
-        return
-    given, mask, seen = mask, _full_mask(decoder, mask, past), None
+        return sequences
+    mask, seen = _full_mask(decoder, mask, past), None
     if mask is not None and mask.ndim == 4:
         seen = (mask if mask.dtype == torch.bool else mask > -1e4).any(dim=1, keepdim=True)
     elif mask is not None:  # longer than what was read, with a cache of a fixed size
         is_meta = is_meta & mask[:, : cached + length][:, -length:].bool()
     settings = decoder.meta_settings
-    if are_packed(given, positions):
-        raise UserError("sequences packed into one row would see one another's meta-tokens; give each its own row.")
-    rows = MetaRows.at(positions_of(is_meta, least=least), cached, positions)
+    rows = MetaRows.at(positions_of(is_meta, least=least), cached, positions, sequences)
     if rows is None:
-        return
+        return sequences
     if past is not None and settings.layers and settings.layers[0] < len(past.layers):
         store = past.layers[settings.layers[0]]
         if isinstance(store, SecondStore):
             store.check_second(rows, is_masked=seen is not None)
     rotary = rotary_tables(rows.positions.clamp(min=0), settings.head_size, settings.rope_theta)
     _thread.step = Pass(rows, rotary, seen)
+    return sequences
 
 
 def _forgetting(
-    decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, Any]
+    decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, Any], sequences: Tensor | None
 ) -> tuple[TextRule, dict[str, Any]]:
     """The rule by which this pass forgets text, and the decoder's inputs by it: positions, a mask, perhaps a cache."""
     padding, positions, use_cache = (given.get(name) for name in ("attention_mask", "position_ids", "use_cache"))
     if past is None and not decoder.training and (decoder.config.use_cache if use_cache is None else use_cache):
         past = DynamicCache(config=decoder.config)
     own = InputSpan.of(is_meta, padding, past).position_ids() if positions is None or positions.ndim > 2 else positions
-    rule = TextRule.of(decoder.meta_config, own, is_meta, padding, past)
+    rule = TextRule.of(decoder.meta_config, own, is_meta, padding, past, sequences)
     mask = rule.mask(decoder.config, decoder.dtype)
     # Multimodal models have three axes of positions, which stay.
     positions = own if positions is None else positions
@@ -345,4 +375,5 @@ def _full_mask(decoder: Any, mask: Any, past: Cache | None) -> Tensor | None:
 
 def forget_rows(decoder: nn.Module, args: tuple, output: Any) -> None:
     """Forward hook of the decoder: the pass is over."""
-    _state().step = None
+    state = _state()
+    state.step = state.sequences = None

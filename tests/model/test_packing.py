@@ -1,0 +1,187 @@
+"""Sequences packed into one row, against each of them alone: logits and gradients."""
+
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DataCollatorWithFlattening, DynamicCache
+
+from metatokens import MetaGPT2ForCausalLM
+from metatokens.errors import UserError
+from metatokens.model.rows import positions_of
+from tests.checkpointing import checkpoint_activations
+from tests.model.tiny_models import FAMILY, META, Fields, parametrize, tiny_model
+
+WINDOW = {"text_window": 3, "text_sinks": 1}
+CASES: list[Fields] = [
+    {**family, **scale, **window}
+    for family, scale, window in product(FAMILY, ({}, {"attention_scale": "log_length"}), ({}, WINDOW))
+]
+# Without a meta-token; beginning with one; of one token; of meta-tokens alone.
+SEQUENCES = [
+    [4, 5, 6, 7, 8, 9],
+    [META, 10, 11, META, 12, 13, 14, 15, META, 16],
+    [META],
+    [17],
+    [18, 19, META, 20, 21, 22, 23, META, 24],
+    [META, META, META],
+    [25, 26, 27, 28, 29],
+]
+ROWS = [SEQUENCES, SEQUENCES[::-1]]
+
+
+def packed(rows: Sequence[Sequence[Sequence[int]]]) -> dict[str, Tensor]:
+    """A batch of rows of as many tokens, each of several sequences."""
+    ids = [[token for sequence in row for token in sequence] for row in rows]
+    positions = [[place for sequence in row for place in range(len(sequence))] for row in rows]
+    return {"input_ids": torch.tensor(ids), "position_ids": torch.tensor(positions)}
+
+
+def alone(model: MetaGPT2ForCausalLM, rows: Sequence[Sequence[Sequence[int]]]) -> Tensor:
+    """The logits of the same rows, (rows, tokens, vocabulary), from one pass for each sequence."""
+    apart = [[model(torch.tensor([one]), use_cache=False).logits[0] for one in row] for row in rows]
+    return torch.stack([torch.cat(row) for row in apart])
+
+
+def gradients(model: MetaGPT2ForCausalLM, logits: Tensor) -> dict[str, Tensor]:
+    weigh = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+    model.zero_grad()
+    (logits * weigh.to(logits)).sum().backward()
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def far(a: Tensor, b: Tensor) -> float:
+    """The largest difference, as a share of the largest number, which is at least 1."""
+    return float((a - b).detach().abs().max() / b.detach().abs().max().clamp(min=1))
+
+
+def differences(model: MetaGPT2ForCausalLM) -> tuple[float, float]:
+    """Those of logits, and of gradients."""
+    together, apart = model(**packed(ROWS)).logits, alone(model, ROWS)
+    worst = far(together, apart)
+    actual, expected = gradients(model, together), gradients(model, apart)
+    assert actual.keys() == expected.keys()
+    return worst, max(far(actual[name], expected[name]) for name in expected)
+
+
+@parametrize(CASES)
+def test_packed_is_apart(fields: Fields) -> None:
+    for dtype, (of_logits, of_gradients) in {torch.float32: (1e-5, 2e-5), torch.bfloat16: (0.03, 0.15)}.items():
+        logits, gradients = differences(tiny_model(**fields, dtype=dtype))
+        assert logits < of_logits
+        assert gradients < of_gradients
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")  # torch's own, of flex attention
+@pytest.mark.parametrize("window", [{}, WINDOW], ids=["", "text_window"])
+@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
+def test_other_attention_functions(attention: str, window: Fields) -> None:
+    model = tiny_model(**window, attention_scale="log_length", dtype=torch.float32, hidden_size=64)
+    expected = alone(model, ROWS)
+    model.set_attn_implementation(attention)
+    with torch.compiler.set_stance("force_eager"):  # compiling flex attention would take minutes
+        assert far(model(**packed(ROWS)).logits, expected) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("second_attention", ["meta", "causal"])
+@pytest.mark.parametrize("window", [{}, WINDOW], ids=["", "text_window"])
+def test_weights_are_zero_between_sequences(window: Fields, second_attention: str) -> None:
+    model = tiny_model(**window, second_attention=second_attention)
+    out = model(**packed(ROWS), output_attentions=True)
+    for number, row in enumerate(ROWS):
+        start = 0
+        for sequence in row:
+            own = slice(start, start + len(sequence))
+            one = model(torch.tensor([sequence]), output_attentions=True, use_cache=False)
+            for name in ("attentions", "meta_attentions"):
+                for weights, expected in zip(out[name], one[name], strict=True):
+                    assert far(weights[number, :, own, own], expected[0]) < 1e-6  # softmax in float32
+                    weights[number, :, own, own] = 0.0
+                    assert not weights[number, :, own].any()
+            start += len(sequence)
+
+
+@torch.no_grad()
+def test_a_mask_of_four_dimensions_does_the_same_and_counts_keys() -> None:
+    """Log-length attention counts the keys that the mask shows, meta-tokens too."""
+    for second_attention in ("meta", "causal"):
+        model = tiny_model(attention_scale="log_length", second_attention=second_attention)
+        lengths = [len(one) for one in SEQUENCES]
+        mask = torch.block_diag(*(torch.ones(length, length).tril() for length in lengths)).bool()[None, None]
+        assert far(model(**packed(ROWS[:1]), attention_mask=mask).logits, alone(model, ROWS[:1])) < 1e-12
+
+
+@torch.no_grad()
+def test_a_mask_of_four_dimensions_counts_cached_keys() -> None:
+    model = tiny_model(attention_scale="log_length")
+    first, second = SEQUENCES[1], SEQUENCES[4]
+    cache = model(torch.tensor([first]), use_cache=True).past_key_values
+    mask = torch.cat([torch.zeros(len(second), len(first)), torch.ones(len(second), len(second)).tril()], dim=1)
+    positions = torch.arange(len(first), len(first) + len(second))[None]
+    given = {"attention_mask": mask.bool()[None, None], "position_ids": positions}
+    found = model(torch.tensor([second]), past_key_values=cache, **given).logits
+    assert far(found, model(torch.tensor([second]), position_ids=positions, use_cache=False).logits) < 1e-12
+
+
+def test_the_batch_may_bring_the_places_of_meta_tokens_and_checkpoint_activations() -> None:
+    model, batch = tiny_model(attention_scale="log_length").train(), packed(ROWS)
+    expected = gradients(model, alone(model, ROWS))
+    checkpoint_activations(model, use_reentrant=False)
+    places = positions_of(batch["input_ids"] == META, multiple=16)
+    actual = gradients(model, model(**batch, meta_positions=places).logits)
+    assert max(far(actual[name], expected[name]) for name in expected) < 1e-12
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("has_lengths", [True, False])
+def test_the_collator_of_transformers(has_lengths: bool) -> None:
+    model = tiny_model()
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=has_lengths, return_seq_idx=has_lengths)
+    out = model(**collate([{"input_ids": one} for one in SEQUENCES]))
+    assert out.past_key_values is None
+    assert far(out.logits, alone(model, ROWS[:1])) < 1e-12
+    losses = [
+        model(ids, labels=ids).loss * count
+        for one in SEQUENCES
+        if (count := sum(id_ != META for id_ in one[1:])) and (ids := torch.tensor([one])) is not None
+    ]
+    count = sum(id_ != META for one in SEQUENCES for id_ in one[1:])
+    assert float(out.loss - torch.stack(losses).sum() / count) == pytest.approx(0, abs=1e-12)
+    assert model(**collate([{"input_ids": SEQUENCES[1]}])).logits.shape[1] == len(SEQUENCES[1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
+def test_positions_may_jump_within_a_sequence(second_attention: str) -> None:
+    model = tiny_model(second_attention=second_attention)
+    ids, positions = torch.tensor([[3, META, 5, META, 6, META]]), torch.tensor([[0, 4, 5, 1, 2, 7]])
+    apart = [model(ids[:, part], position_ids=positions[:, part]).logits for part in (slice(3), slice(3, 6))]
+    assert far(model(ids, position_ids=positions).logits, torch.cat(apart, dim=1)) < 1e-12
+    joined = model(ids, position_ids=torch.tensor([[0, 4, 5, 6, 8, 9]])).logits
+    assert not torch.allclose(joined[:, 3:], apart[1])
+
+
+@pytest.mark.parametrize("fields", [{}, {"attention_scale": "log_length"}, WINDOW], ids=str)
+def test_a_compiled_graph(fields: Fields) -> None:
+    torch._dynamo.reset()
+    model, batch = tiny_model(**fields).train(), packed(ROWS)
+    expected = alone(model, ROWS)
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    places = positions_of(batch["input_ids"] == META)
+    assert far(step(**batch, meta_positions=places).logits, expected) < 1e-12
+
+
+@pytest.mark.parametrize("second_attention", ["meta", "none"])
+def test_what_would_be_wrong_is_refused(second_attention: str) -> None:
+    model, batch = tiny_model(second_attention=second_attention), packed(ROWS[:1])
+    with pytest.raises(UserError, match="sequences packed into one row cannot have a cache"):
+        model(**batch, past_key_values=DynamicCache())
+    with pytest.raises(UserError, match="need position_ids that start again with each, not cu_seq_lens_q alone"):
+        model(batch["input_ids"], cu_seq_lens_q=torch.tensor([0, 6, batch["input_ids"].shape[1]]))
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UserError, match="packed sequences need attention that takes masks"):
+        model(**batch)

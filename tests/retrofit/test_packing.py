@@ -1,0 +1,133 @@
+"""Sequences packed into one row of a retrofitted model, against each of them alone: logits and gradients."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache, PreTrainedModel
+
+from metatokens import set_text_window
+from metatokens.errors import UserError
+from tests.checkpointing import checkpoint_activations
+from tests.retrofit.architectures import META, base, error, logits, retrofitted
+
+NAMES = (
+    "cohere2", "deepseek_v3", "gemma3_text", "gpt2", "gpt_neo", "gpt_neox", "gptj", "granite", "llama", "mistral",
+    "mixtral", "modernbert-decoder", "olmo2", "phi", "qwen3",
+)  # fmt: skip
+WINDOWED = ("gpt2", "gpt_neox", "llama", "opt")  # `opt` takes the masks of a text window, and makes none for itself
+# Without a meta-token; beginning with one; of one token.
+SEQUENCES = [
+    [5, 6, 7, 8, 9, 10],
+    [META, 11, 12, META, 13, 14, 15, META, 16],
+    [META],
+    [17],
+    [18, 19, META, META, 20, 21, 22, 23, 24, 25, META, 26],
+    [27, 28, 29, 30],
+]
+
+
+def packed(sequences: Sequence[Sequence[int]] = SEQUENCES) -> dict[str, Tensor]:
+    """What transformers' collator makes of them, without labels."""
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch = collate([{"input_ids": list(one)} for one in sequences])
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def apart(model: PreTrainedModel, sequences: Sequence[Sequence[int]] = SEQUENCES) -> Tensor:
+    """The same logits, (1, tokens, entries), from a pass for each sequence."""
+    read = [model(torch.tensor([one]), use_cache=False).logits[..., :META] for one in sequences]
+    return torch.cat(read, dim=1)
+
+
+def gradients(model: PreTrainedModel, got: Tensor) -> dict[str, Tensor]:
+    weigh = torch.randn(got.shape, generator=torch.Generator().manual_seed(2)).to(got.dtype)
+    model.zero_grad()
+    (got * weigh).sum().backward()
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def differences(model: PreTrainedModel) -> tuple[float, float]:
+    """The largest of logits, and of gradients as a share of the largest gradient of a weight, if that is above 1."""
+    together, expected = model(**packed()).logits[..., :META], apart(model)
+    found = gradients(model, together)
+    wanted = gradients(model, expected)
+    assert found.keys() == wanted.keys()
+    shares = (error(found[name], wanted[name]) / max(1.0, float(wanted[name].abs().max())) for name in wanted)
+    return error(together.detach(), expected.detach()), max(shares)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_is_apart(name: str) -> None:
+    of_logits, of_gradients = differences(retrofitted(name))
+    assert of_logits < 1e-5
+    assert of_gradients < 2e-5
+    of_logits, of_gradients = differences(retrofitted(name, dtype=torch.bfloat16))
+    if name != "mixtral":  # rounding may send a token to another expert, in the base alone too
+        assert max(of_logits, of_gradients) < 0.08
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_packed_is_apart_where_text_is_forgotten(name: str) -> None:
+    model = retrofitted(name)
+    set_text_window(model, 3, 1)
+    assert max(differences(model)) < 2e-5
+
+
+@torch.no_grad()
+def test_whether_or_not_there_is_a_meta_token_and_a_cache() -> None:
+    """A base, which makes a cache in evaluation, would take the row for one sequence then."""
+    model, texts = retrofitted("llama"), [[7 if id_ == META else id_ for id_ in one] for one in SEQUENCES]
+    for sequences in (SEQUENCES, texts):
+        out = model(**packed(sequences), use_cache=True)
+        assert out.past_key_values is None
+        assert error(out.logits[..., :META], apart(model, sequences)) < 1e-5
+    plain = base("llama")(**packed(texts), use_cache=False).logits[..., :META]
+    assert error(model(**packed(texts)).logits[..., :META], plain) == 0.0
+
+
+def test_checkpointed_activations_and_eager_attention() -> None:
+    model = retrofitted("llama").train()
+    model.set_attn_implementation("eager")
+    checkpoint_activations(model, use_reentrant=False)
+    found = gradients(model, model(**packed()).logits[..., :META])
+    expected = gradients(model, apart(model))
+    assert (
+        max(error(found[name], expected[name]) / max(1.0, float(expected[name].abs().max())) for name in found) < 2e-5
+    )
+
+
+@torch.no_grad()
+def test_a_compiled_model() -> None:
+    torch._dynamo.reset()
+    model = retrofitted("llama")
+    got = torch.compile(model, backend="eager")(**packed(), use_cache=False).logits[..., :META]
+    assert error(got, apart(model)) < 1e-5
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["biogpt", "falcon", "gpt_oss", "opt"])
+def test_a_base_that_does_not_keep_them_apart_is_refused(name: str, attention: str) -> None:
+    model = retrofitted(name)
+    model.set_attn_implementation("eager" if name == "gpt_oss" else attention)
+    with pytest.raises(UserError, match="this base lets sequences that are packed into one row see one another"):
+        model(**packed())
+    one = packed(SEQUENCES[4:5])
+    assert error(model(**one).logits[..., :META].detach(), logits(model, torch.tensor(SEQUENCES[4:5]))) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+def test_a_base_that_ignores_positions_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="this base ignores position_ids, and so packed sequences"):
+        retrofitted(name)(**packed())
+
+
+def test_what_would_be_wrong_is_refused(tmp_path: Path) -> None:
+    retrofitted("llama").save_pretrained(tmp_path)
+    model, batch = AutoModelForCausalLM.from_pretrained(tmp_path), packed()
+    with pytest.raises(UserError, match="sequences packed into one row cannot have a cache"):
+        model(**batch, past_key_values=DynamicCache())
+    with pytest.raises(UserError, match="need position_ids that start again with each, not cu_seq_lens_q alone"):
+        model(batch["input_ids"], cu_seq_lens_q=batch["cu_seq_lens_q"])
