@@ -26,7 +26,7 @@ CITIES = (
     "Amsterdam Geneva Milan Naples Venice Florence Istanbul Mumbai"
 )
 WORDS = [word for words in INVENTORY.values() for word in words]
-FACT, QUESTION, ANSWER = " The code word for {} is {}.", "\nQuestion: What is the code word for {}?\nAnswer:", " {}"
+FACT, QUESTION, ANSWER = " The code word for {} is {}.", "\nThe code word for {} is", " {}"
 FACTS = 8  # in a text
 TASK_LENGTH = 256  # tokens of the longest prompts of the four tasks
 
