@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from metatokens import MetaGPT2ForCausalLM
 from metatokens.errors import UserError
 from tests.model.tiny_models import META, SECOND, parametrize, tiny_model
 
@@ -96,3 +98,7 @@ def test_a_model_in_half_precision() -> None:
 def test_what_pages_do_not_show_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="continuous batching does not go with"):
         tiny_model(**fields).generate_batch([[1, 2, META, 3]])
+
+
+def test_the_server_of_transformers_finds_the_class() -> None:
+    assert transformers.MetaGPT2ForCausalLM is MetaGPT2ForCausalLM

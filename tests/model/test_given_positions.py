@@ -88,7 +88,7 @@ def compiled_with(model: MetaGPT2ForCausalLM, **options: Any) -> tuple[Any, list
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=note, bw_compiler=note)
-    return torch.compile(model, backend=backend, dynamic=False, **options), graphs
+    return torch.compile(model, backend=backend, **({"dynamic": False} | options)), graphs
 
 
 def waits(graph: torch.fx.GraphModule) -> list[str]:
@@ -134,6 +134,22 @@ def test_a_compiled_evaluation_is_one_graph_for_all_counts() -> None:
 
 
 @QUIET
+@SECOND
+def test_without_positions_a_compiled_pass_is_one_graph_for_all_lengths_and_counts(second_attention: str) -> None:
+    """Meta-attention takes its dense form; without compilation, its gathered one."""
+    model = tiny_model(second_attention=second_attention)
+    compiled, graphs = compiled_with(model, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for seed, lengths in enumerate([(26, 19), (9, 12), (26, 26), (31, 2)]):
+            ids, mask = pad(random_rows(lengths, seed=seed, meta_rate=0.3 * (seed % 2)))
+            got = compiled(ids, attention_mask=mask, use_cache=False).logits
+            expected = model(ids, attention_mask=mask, use_cache=False).logits
+            assert (got - expected)[mask.bool()].abs().max() < 1e-11
+    assert len(graphs) == 1
+    assert waits(graphs[0]) == []
+
+
+@QUIET
 def test_without_positions_the_model_waits() -> None:
     """A model that finds its rows would fail the tests above."""
     compiled, graphs = compiled_with(tiny_model().train())
@@ -150,3 +166,18 @@ def test_the_forward_pass_can_be_exported() -> None:
     own |= {name: other[name] for name in ("input_ids", "meta_positions")}
     with torch.no_grad():
         assert (program.module()(**own).logits - model(**own).logits).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("text_window", [None, 6])
+@SECOND
+def test_without_positions_a_pass_can_be_exported(second_attention: str, text_window: int | None) -> None:
+    model = tiny_model(second_attention=second_attention, text_window=text_window)
+    shapes = {"input_ids": {1: torch.export.Dim.DYNAMIC}, "use_cache": None}
+    own = {"input_ids": torch.tensor(random_rows((20, 20), meta_rate=0.0)), "use_cache": False}
+    program = torch.export.export(model, (), own, dynamic_shapes=shapes)
+    assert waits(program.graph_module) == []
+    for length in (20, 31):
+        ids = torch.tensor(random_rows((length, length), meta_rate=0.3))
+        with torch.no_grad():
+            got = program.module()(input_ids=ids, use_cache=False).logits
+            assert (got - model(ids, use_cache=False).logits).abs().max() < 1e-11

@@ -1,13 +1,18 @@
 """`generate_batch` of retrofitted models, and of one that was saved, as `transformers serve` calls it."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+import torch
+import transformers
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from metatokens import add_meta_attention
 from metatokens.errors import UserError
 from tests.model.test_continuous_batching import apart, some_prompts, together
+from tests.model.tiny_models import tiny_model
 from tests.retrofit.architectures import ARCHITECTURES, META, retrofitted, train_like
 
 NAMES = (
@@ -26,7 +31,8 @@ def test_a_saved_model(tmp_path: Path) -> None:
     model, prompts = retrofitted("llama"), some_prompts(META)
     model.generation_config.meta_every = 4
     model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, eos_token_id=None).eval()
+    architecture = getattr(transformers, AutoConfig.from_pretrained(tmp_path).architectures[0])
+    again = architecture.from_pretrained(tmp_path, eos_token_id=None).eval()
     assert together(again, prompts) == apart(model, prompts, meta_every=4, eos_token_id=None)
 
 
@@ -48,3 +54,9 @@ def test_heads_that_need_several_layers() -> None:
 def test_bases_that_an_engine_would_get_wrong_are_refused(name: str, complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         retrofitted(name).generate_batch([[1, 2, META, 3]])
+
+
+@pytest.mark.parametrize("make", [tiny_model, partial(retrofitted, "llama")])
+def test_other_engines_than_that_of_transformers_are_refused(make: Callable[[], PreTrainedModel]) -> None:
+    with pytest.raises(UserError, match="does not run in vLLM or SGLang"):
+        make()(torch.tensor([[1, 2, 3]]), use_cache=False, attention_instances={})

@@ -12,6 +12,7 @@ from copy import copy
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     Cache,
@@ -32,6 +33,14 @@ from metatokens.model.positions import check_length, check_positions, position_i
 READ_AT_ONCE = 512  # tokens of a prompt in one forward pass of a model with a `text_window`
 # The inputs of a step that are split if a prompt is read in chunks.
 _SPLIT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "meta_token_mask", "meta_positions")
+
+
+def know(architecture: str, model: type) -> None:
+    """Have transformers find a class by an architecture's name, as its server and TRL look it up.
+
+    transformers imports itself twice, so that two modules of this name are in use; they have one class.
+    """
+    setattr(type(transformers), architecture, model)
 
 
 def mark_as_own(generation_config: GenerationConfig | None) -> None:

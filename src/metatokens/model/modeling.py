@@ -51,7 +51,7 @@ from metatokens.model.attention import (
 )
 from metatokens.model.cache import MetaTokenCache, give_second_stores, meta_key_counts
 from metatokens.model.configuration import MetaGPT2Config
-from metatokens.model.generation import MetaTokenGenerationMixin, mark_as_own
+from metatokens.model.generation import MetaTokenGenerationMixin, know, mark_as_own
 from metatokens.model.gpt2 import FromGPT2
 from metatokens.model.inputs import InputSpan, attention_function
 from metatokens.model.labels import scored_labels, without_meta_tokens
@@ -437,3 +437,4 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
 AutoModel.register(MetaGPT2Config, MetaGPT2Model, exist_ok=True)
 AutoModelForCausalLM.register(MetaGPT2Config, MetaGPT2ForCausalLM, exist_ok=True)
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MetaGPT2Config.model_type] = MetaGPT2ForCausalLM.__name__
+know(MetaGPT2ForCausalLM.__name__, MetaGPT2ForCausalLM)

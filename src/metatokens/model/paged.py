@@ -34,7 +34,13 @@ _ENGINE_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length
 
 
 def engine_of(given: dict[str, Any]) -> dict[str, Any]:
-    """What an engine gave to a forward pass for its attention functions; empty without an engine."""
+    """What an engine gave to a forward pass for its attention functions; empty without an engine.
+
+    Raises:
+        UserError: in vLLM or SGLang, whose caches have no layers for the second attention module.
+    """
+    if "attention_instances" in given:
+        raise UserError("this model does not run in vLLM or SGLang; `transformers serve` serves it.")
     names = _ENGINE + _ENGINE_LENGTHS
     return {name: given[name] for name in names if name in given} if given.get("cache") is not None else {}
 

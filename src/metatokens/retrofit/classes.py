@@ -27,7 +27,7 @@ from metatokens.decoder import decoder_of, position_embedding_of
 from metatokens.errors import UserError
 from metatokens.model.cache import derived, give
 from metatokens.model.configuration import write_remote_code
-from metatokens.model.generation import MetaTokenGenerationMixin, mark_as_own
+from metatokens.model.generation import MetaTokenGenerationMixin, know, mark_as_own
 from metatokens.model.labels import without_meta_tokens
 from metatokens.model.positions import packed_sequences
 from metatokens.model.vocabulary import MetaVocabulary
@@ -233,6 +233,7 @@ def classes_of(model: Any, config: Any) -> tuple[Any, Any]:
     """A base's classes of models and configurations with the mixins, registered with the Auto classes."""
     meta_config = _config_of(config)
     meta_model = _class_of(model, meta_config)
+    know(PREFIX + model.__name__, meta_model)
     if issubclass(meta_model, MetaModel):
         AutoModelForCausalLM.register(meta_config, meta_model, exist_ok=True)
     return meta_model, meta_config
