@@ -27,13 +27,12 @@ from transformers import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from metatokens.model.cache import TEXT_KEY, Entries, MetaTokenCache, SecondStore
-from metatokens.model.paged import put_into_pages
+from metatokens.model.cache import HIDDEN, Entries, MetaTokenCache, SecondStore
+from metatokens.model.paged import TEXT_KEY, put_into_pages
 from metatokens.model.positions import Rotary, rotate
 from metatokens.model.rows import AllRows, MetaRows
 
 FEW_ROWS = 128
-_HIDDEN = -1e4  # P in the dense form; half precision holds it
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]  # as transformers defines them
 
 
@@ -264,21 +263,18 @@ class MetaAttention(Attention):
         The feature is 1 in each query, and in a key P sqrt(d): 0 at a meta-token, and otherwise a number so far below
         zero that text gets a weight of exactly 0, since a meta-token sees itself at least.
         """
-        is_text = ~is_meta[:, None, :, None]
-        pages = engine.pop("cache", None)
-        if pages is not None:
+        is_text, size = ~is_meta[:, None, :, None], q.shape[-1]
+        if (pages := engine.pop("cache", None)) is not None:
             k, v, engine = put_into_pages(pages, k.masked_fill(is_text, TEXT_KEY), v, self.layer_idx, engine)
-            attend = attend if mask is None else sdpa_attention_forward
-        elif cache is not None:
-            k, v = cache.update(k.masked_fill(is_text, TEXT_KEY), v, self.layer_idx)
-        if pages is not None or cache is not None:
             is_text = (k == TEXT_KEY).all(dim=-1, keepdim=True)
-        size = q.shape[-1]
+            k, attend = k.masked_fill(is_text, 0.0), attend if mask is None else sdpa_attention_forward
         more = 8 - size % 8  # kernels take sizes that are multiples of 8
-        hidden = torch.zeros_like(k[..., :1]).masked_fill(is_text, _HIDDEN)
         q = pad(pad(q, (0, 1), value=1.0), (0, more - 1))
-        k = pad(torch.cat([k.masked_fill(is_text, 0.0), hidden], dim=-1), (0, more - 1))
+        k = pad(torch.cat([k, torch.zeros_like(k[..., :1]).masked_fill(is_text, HIDDEN)], dim=-1), (0, more - 1))
+        v = pad(v, (0, more))
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         mask = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
-        out, weights = attend(self, q, k, pad(v, (0, more)), mask, scaling=self.scaling, **engine)
+        out, weights = attend(self, q, k, v, mask, scaling=self.scaling, **engine)
         weights = weights if weights is None else weights * is_meta[:, None, :, None]
         return linear(self.out_proj, out[..., :size].flatten(2)), weights

@@ -5,9 +5,8 @@ rows of a batch hold different numbers of meta-tokens, so each entry carries its
 first store, or -1 where a row has nothing to add. Slots decide which entries a mask hides and a crop removes. Methods
 that compress a cache drop entries of the first store; then slots no longer give the order of tokens, but positions do.
 
-In a cache of a fixed size, meta-attention has further layers, which hold every token. At text, which it must not see, a
-key has one value in all its features, `TEXT_KEY`, by which it is known again. A second causal attention has further
-layers in every cache.
+In a cache of a fixed size, meta-attention has further layers, which hold every token. One more feature of a key hides
+text (`MetaAttention`, the dense form). A second causal attention has further layers in every cache.
 """
 
 import functools
@@ -32,7 +31,7 @@ else:
     AnyCache, AnyCacheLayer = object, ABC  # the root classes of transformers' caches; Python requires the same here
 
 
-TEXT_KEY = 2.0**14  # which every precision holds exactly
+HIDDEN = -1e4  # P in the dense form, which half precision holds
 
 
 @functools.cache  # one class for all objects
@@ -165,18 +164,26 @@ class SecondStore(AnyCacheLayer):
 
 
 class TextLayer(StaticLayer):
-    """A layer of a fixed size in which every free place is text."""
+    """A layer of a fixed size for the dense form, in which every free place is text.
+
+    Attributes:
+        feature: the index of a key's feature that hides text.
+    """
+
+    def __init__(self, max_cache_len: int, feature: int):
+        super().__init__(max_cache_len)
+        self.feature = feature
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Allocate the layer."""
         super().lazy_initialization(*args, **kwargs)
-        self.keys.fill_(TEXT_KEY)
+        self.keys[..., self.feature] = HIDDEN
 
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
         if self.is_initialized:
-            self.keys.fill_(TEXT_KEY)
+            self.keys[..., self.feature] = HIDDEN
 
 
 class MetaTokenCacheLayer(SecondStore, DynamicLayer):
@@ -254,21 +261,23 @@ class MetaTokenCache(InsertedTokens, DynamicCache):
         give_second_stores(self, config)
 
 
-def meta_key_counts(rows: MetaRows | AllRows, cache: Cache | None, mask: Tensor | None, layers: int) -> Tensor:
+def meta_key_counts(
+    rows: MetaRows | AllRows, cache: Cache | None, mask: Tensor | None, config: MetaGPT2Config
+) -> Tensor:
     """How many meta-tokens, cached ones included, each of these sees, (batch, most).
 
     Args:
         rows: those of the pass.
         cache: the cache, before it took them.
         mask: as for `MetaAttention`.
-        layers: the number of the model's layers, after which a cache of a fixed size has further ones.
+        config: the model's.
     """
     if isinstance(rows, AllRows):
-        further = cache.layers[layers] if cache is not None else None
-        earlier: Tensor | int = 0
-        if further is not None and further.is_initialized:
-            earlier = (further.keys[:, 0] != TEXT_KEY).any(dim=-1).sum(dim=1, keepdim=True)
-        return rows.valid.cumsum(dim=1) + earlier
+        further = None if cache is None else cache.layers[config.num_hidden_layers]
+        counts = rows.valid.cumsum(dim=1)
+        if further is None or not further.is_initialized:
+            return counts
+        return counts + (further.keys[:, 0, :, further.feature] == 0).sum(dim=1, keepdim=True)
     if rows.sequences is not None:
         return counts_within(rows.sequences)
     layer = cache.layers[0] if cache is not None and cache.layers else None
@@ -280,8 +289,13 @@ def meta_key_counts(rows: MetaRows | AllRows, cache: Cache | None, mask: Tensor 
     return (seen if seen.dtype == torch.bool else seen > -1e4).sum(dim=-1)
 
 
-def give_further_layers(cache: Cache, layers: int) -> bool:
-    """Make a cache of a fixed size have so many layers, further ones for meta-attention, in place.
+def give_further_layers(cache: Cache, layers: int, head_size: int | None) -> bool:
+    """Make a cache of a fixed size have so many layers, further ones for the second attention, in place.
+
+    Args:
+        cache: the cache.
+        layers: those of the model, and the further ones.
+        head_size: of meta-attention; None for a second causal attention.
 
     Returns:
         Whether it has. One that has sliding windows alone does not show how many tokens it is for.
@@ -289,7 +303,8 @@ def give_further_layers(cache: Cache, layers: int) -> bool:
     sizes = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
     if not sizes or not cache.is_compileable:
         return False
-    cache.layers += [TextLayer(sizes[0]) for _ in range(layers - len(cache.layers))]
+    for _ in range(layers - len(cache.layers)):
+        cache.layers.append(StaticLayer(sizes[0]) if head_size is None else TextLayer(sizes[0], head_size))
     return True
 
 
@@ -300,7 +315,10 @@ def give_second_stores(cache: Cache, config: MetaGPT2Config) -> None:
     no keys for them, and the slots of meta-tokens count them.
     """
     layers, second = config.num_hidden_layers, config.second_attention
-    if isinstance(cache, StaticCache) and give_further_layers(cache, layers if second == "none" else 2 * layers):
+    total = layers if second == "none" else 2 * layers
+    if isinstance(cache, StaticCache) and give_further_layers(
+        cache, total, config.head_size if second == "meta" else None
+    ):
         return
     if isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers):
         missing = (2 * layers if second == "causal" else layers) - len(cache.layers)

@@ -247,8 +247,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             counts = span.key_counts(attention_mask, sequences) if rule is None else rule.seen().sum(dim=-1)
             causal["log_keys"] = _log(counts, x.dtype)
             if meta is not None:
-                layers = self.config.num_hidden_layers
-                seen = meta_key_counts(meta["rows"], past_key_values, meta["mask"], layers)
+                seen = meta_key_counts(meta["rows"], past_key_values, meta["mask"], self.config)
                 meta["log_keys"] = _log(seen, x.dtype)
         for layer in self.layers:
             x = layer(x, causal=causal, meta=meta, past_key_values=past_key_values)

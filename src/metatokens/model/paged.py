@@ -2,7 +2,8 @@
 
 The engine puts tokens of many requests into one row, and their keys and values into pages. The second attention module
 gets layers of its own in these pages, after those of the model, so that the engine shares prefixes, copies and offloads
-its entries like all others. As in a cache of a fixed size, they hold every token.
+its entries like all others. They hold every token. At text, which meta-attention must not see, a key has one value in
+all its features, `TEXT_KEY`, by which it is known again: the pages have no room for one more feature.
 
 Generated text gets meta-tokens too: the engine reads an inserted one, with the token before it, like the rest of a
 prompt that was split.
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # each mixin goes in front of one of these
 else:
     AnyManager, AnyRequest, AnyScheduler = object, object, ABC  # the root class of each; Python requires the same here
 
+TEXT_KEY = 2.0**14  # which every precision holds exactly
 # What the engine passes on, by way of the model, to its attention functions.
 _ENGINE = ("cache", "read_index", "write_index", "block_table", "is_causal")
 _ENGINE_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

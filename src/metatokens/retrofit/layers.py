@@ -242,7 +242,8 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _has_room(decoder: Any, cache: Cache) -> bool:
     """Whether a cache is of a fixed size, and now has further layers for meta-attention."""
-    return bool(decoder.meta_settings.layers) and give_further_layers(cache, decoder.meta_cache_layers)
+    settings = decoder.meta_settings
+    return bool(settings.layers) and give_further_layers(cache, decoder.meta_cache_layers, settings.head_size)
 
 
 def _all_rows(
