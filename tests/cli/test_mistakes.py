@@ -148,7 +148,7 @@ MISTAKES = {
     # tasks
     f"{TUNE} --task parity --train-lengths long": "lengths 'long' must be positive numbers separated by commas",
     f"{TUNE} --task parity --train-lengths 4": "no parity prompt of phase 1 and 1 to 4 tokens was found",
-    f"{TUNE} --task parity --set task.condition=bar": "should be 'paper', 'landmark', 'none' or 'decoy'",
+    f"{TUNE} --task parity --set task.condition=bar": "should be 'paper', 'landmark', 'none', 'decoy', 'facts_1'",
     f"{TUNE} --task copying --corpus short.txt": "copying needs 3 documents of at least",
     "sample --task parity --tokenizer tokens/tokenizer --phase 6": "unknown phase 6; the phases are 1 to 5",
     f"{EVALUATE} --model model --lengths 64,,128": "lengths '64,,128' must be positive numbers",
