@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor
-from transformers import DataCollatorWithFlattening, DynamicCache
+from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 
-from metatokens import MetaGPT2ForCausalLM
+from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
 from metatokens.errors import UserError
 from metatokens.model.rows import positions_of
 from tests.checkpointing import checkpoint_activations
@@ -112,15 +112,22 @@ def test_a_mask_of_four_dimensions_does_the_same_and_counts_keys() -> None:
         model = tiny_model(attention_scale="log_length", second_attention=second_attention)
         lengths = [len(one) for one in SEQUENCES]
         mask = torch.block_diag(*(torch.ones(length, length).tril() for length in lengths)).bool()[None, None]
-        assert far(model(**packed(ROWS[:1]), attention_mask=mask).logits, alone(model, ROWS[:1])) < 1e-12
+        expected = alone(model, ROWS[:1])
+        assert far(model(**packed(ROWS[:1]), attention_mask=mask).logits, expected) < 1e-12
+        torch._dynamo.reset()
+        whole = torch.compile(model, backend="eager", fullgraph=second_attention == "meta")
+        assert far(whole(**packed(ROWS[:1]), attention_mask=mask, use_cache=False).logits, expected) < 1e-12
 
 
 @torch.no_grad()
-def test_a_mask_of_four_dimensions_counts_cached_keys() -> None:
+@pytest.mark.parametrize("is_static", [False, True])
+def test_a_mask_of_four_dimensions_counts_cached_keys(is_static: bool) -> None:
     model = tiny_model(attention_scale="log_length")
     first, second = SEQUENCES[1], SEQUENCES[4]
-    cache = model(torch.tensor([first]), use_cache=True).past_key_values
-    mask = torch.cat([torch.zeros(len(second), len(first)), torch.ones(len(second), len(second)).tril()], dim=1)
+    size = len(first) + len(second) + (5 if is_static else 0)
+    cache = StaticCache(model.config, max_cache_len=size) if is_static else MetaTokenCache(model.config)
+    model(torch.tensor([first]), past_key_values=cache)
+    mask = torch.cat([torch.zeros(len(second), len(first)), torch.ones(len(second), size - len(first)).tril()], dim=1)
     positions = torch.arange(len(first), len(first) + len(second))[None]
     given = {"attention_mask": mask.bool()[None, None], "position_ids": positions}
     found = model(torch.tensor([second]), past_key_values=cache, **given).logits
@@ -173,6 +180,7 @@ def test_a_compiled_graph(fields: Fields) -> None:
     step = torch.compile(model, backend="eager", fullgraph=True)
     places = positions_of(batch["input_ids"] == META)
     assert far(step(**batch, meta_positions=places).logits, expected) < 1e-12
+    assert far(step(**batch).logits, expected) < 1e-12  # in the dense form
 
 
 @pytest.mark.parametrize("second_attention", ["meta", "none"])

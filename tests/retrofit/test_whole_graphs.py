@@ -1,5 +1,6 @@
 """Retrofitted models as one graph: `torch.compile(fullgraph=True)`, `torch.export`, and a compiled decoding step."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,20 @@ def test_a_compiled_pass_is_one_graph(name: str) -> None:
         assert len(graphs) == 1
         got = compiled(ids, attention_mask=mask, use_cache=False).logits[..., :META]
     assert error(got[mask.bool()], logits(model, ids, attention_mask=mask)[mask.bool()]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_cache_of_a_compiled_pass_goes_on(name: str) -> None:
+    """Such a cache grows. Finding the meta-tokens for it breaks the graph."""
+    (backend, graphs), model, ids = counted(), retrofitted(name), with_meta_tokens()
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        first = compiled(ids[:, :16])
+        for run in (model, compiled):
+            rest = run(ids[:, 16:], past_key_values=copy.deepcopy(first.past_key_values)).logits
+            got = torch.cat([first.logits, rest], dim=1)[..., :META]
+            assert error(got, logits(model, ids)) < TOLERANCE
+    assert graphs
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -45,7 +45,7 @@ class AttentionKwargs(TypedDict):
         rotary: rotary tables for the positions of x, or None.
         log_keys: (batch or 1, length, 1), the logarithm of the number of keys that each query sees; scalable softmax
             alone reads it.
-        engine: what an engine passes on to the attention function, such as its paged cache; empty without one.
+        engine: an engine's own arguments of the attention function, such as its paged cache; empty without one.
     """
 
     attend: AttentionFunction
@@ -212,7 +212,8 @@ class MetaAttention(Attention):
             x: the meta-tokens' rows, (batch, most, width); all rows in the dense form.
             rows: where they are in the input. `AllRows` ask for the dense form, with the mask of causal attention.
             cache: holds earlier meta-tokens' keys and values, and takes the new ones.
-            attend: the model's attention function. Only transformers' eager one is called; sdpa replaces any other.
+            attend: the model's attention function. The gathered form calls transformers' eager one alone; sdpa replaces
+                any other.
             mask: a mask over all positions, (batch, heads or 1, length, total), needed where the model was given one of
                 four dimensions and where `attend` is the eager function. None means that the rows' order decides.
             rotary: rotary tables for the positions of these rows, or None.
@@ -260,8 +261,8 @@ class MetaAttention(Attention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend over all positions, where one more feature of each head hides text from meta-tokens.
 
-        The feature is 1 in each query, and in a key P sqrt(d): 0 at a meta-token, and otherwise a number so far below
-        zero that text gets a weight of exactly 0, since a meta-token sees itself at least.
+        The feature is 1 in each query. In a key it is 0 at a meta-token, and at text a number so far below zero that
+        text gets a weight of exactly 0, since a meta-token sees itself at least.
         """
         is_text, size = ~is_meta[:, None, :, None], q.shape[-1]
         if (pages := engine.pop("cache", None)) is not None:

@@ -31,7 +31,7 @@ else:
     AnyCache, AnyCacheLayer = object, ABC  # the root classes of transformers' caches; Python requires the same here
 
 
-HIDDEN = -1e4  # P in the dense form, which half precision holds
+HIDDEN = -1e4  # the feature that hides text in the dense form; half precision holds it
 
 
 @functools.cache  # one class for all objects
@@ -41,6 +41,7 @@ def derived(mixin: Any, base: Any) -> Any:
     return type(base)(base.__name__, (mixin, base), named)
 
 
+@torch.compiler.disable  # it would trace `derived` without its cache, and so make a class for each graph
 def give(thing: object, mixin: type) -> None:
     """Put a mixin in front of the class of one object, in place, unless it is there."""
     if not isinstance(thing, mixin):
@@ -273,11 +274,13 @@ def meta_key_counts(
         config: the model's.
     """
     if isinstance(rows, AllRows):
-        further = None if cache is None else cache.layers[config.num_hidden_layers]
-        counts = rows.valid.cumsum(dim=1)
-        if further is None or not further.is_initialized:
-            return counts
-        return counts + (further.keys[:, 0, :, further.feature] == 0).sum(dim=1, keepdim=True)
+        is_key = rows.valid
+        if cache is not None:
+            is_key = _with_stored(is_key, cache, cache.layers[config.num_hidden_layers])
+        if not isinstance(mask, Tensor):
+            return rows.valid.cumsum(dim=1) + (is_key.sum(dim=1) - rows.valid.sum(dim=1))[:, None]
+        seen = mask if mask.dtype == torch.bool else mask > -1e4
+        return (seen[:, 0] & is_key[:, None, :]).sum(dim=-1)
     if rows.sequences is not None:
         return counts_within(rows.sequences)
     layer = cache.layers[0] if cache is not None and cache.layers else None
@@ -287,6 +290,15 @@ def meta_key_counts(
         return rows.valid.cumsum(dim=1) + (slots >= 0).sum(dim=1, keepdim=True)
     seen = rows.mask(mask, torch.cat([slots, rows.slots], dim=1))[:, 0]
     return (seen if seen.dtype == torch.bool else seen > -1e4).sum(dim=-1)
+
+
+def _with_stored(valid: Tensor, cache: Cache, layer: Any) -> Tensor:
+    """Which entries of a layer for the dense form are meta-tokens, once it holds the new ones: (batch, places)."""
+    stored = valid.new_zeros(len(valid), layer.max_cache_len)
+    if layer.is_initialized:
+        stored = layer.keys[:, 0, :, layer.feature] == 0
+    slots = (torch.arange(valid.shape[1], device=valid.device) + cache.get_seq_length()).expand_as(valid)
+    return stored.scatter(1, getattr(layer, "places", slots), valid)
 
 
 def give_further_layers(cache: Cache, layers: int, head_size: int | None) -> bool:

@@ -140,7 +140,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         engine = copy(continuous_batching_config) or ContinuousBatchingConfig()
         meta_every = self._checked_every(None, generation_config)
         if further_layers(self):
-            engine.max_blocks_per_request = 0  # no kernel reads the second attention's pages by itself
+            engine.max_blocks_per_request = 0  # no kernel can read the second attention's pages
         if meta_every is not None:
             engine.use_async_batching = False  # its next batch would begin before it is known what is inserted
         manager = super().init_continuous_batching(generation_config, engine, *args, **kwargs)

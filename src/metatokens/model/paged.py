@@ -30,21 +30,22 @@ else:
     AnyManager, AnyRequest, AnyScheduler = object, object, ABC  # the root class of each; Python requires the same here
 
 TEXT_KEY = 2.0**14  # which every precision holds exactly
-# What the engine passes on, by way of the model, to its attention functions.
-_ENGINE = ("cache", "read_index", "write_index", "block_table", "is_causal")
-_ENGINE_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# The engine gives these to the model, which gives them to the attention functions.
+_ENGINE = (
+    "cache", "read_index", "write_index", "block_table", "is_causal",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+)  # fmt: skip
 
 
 def engine_of(given: dict[str, Any]) -> dict[str, Any]:
-    """What an engine gave to a forward pass for its attention functions; empty without an engine.
+    """The arguments of a forward pass that an engine gave for its attention functions; empty without an engine.
 
     Raises:
         UserError: in vLLM or SGLang, whose caches have no layers for the second attention module.
     """
     if "attention_instances" in given:
         raise UserError("this model does not run in vLLM or SGLang; `transformers serve` serves it.")
-    names = _ENGINE + _ENGINE_LENGTHS
-    return {name: given[name] for name in names if name in given} if given.get("cache") is not None else {}
+    return {name: given[name] for name in _ENGINE if name in given} if given.get("cache") is not None else {}
 
 
 def put_into_pages(
@@ -137,7 +138,7 @@ class MetaRequest(AnyRequest):
     def create_equivalent_initial_request(self) -> Any:
         """The request that goes on from here, after its cache was given to others."""
         again = super().create_equivalent_initial_request()
-        if again.max_new_tokens is not None:  # of which transformers subtracted inserted tokens too
+        if again.max_new_tokens is not None:  # transformers subtracted inserted tokens too
             again.max_new_tokens = self.max_new_tokens - self.generated_len()
             again.__post_init__()
         return again

@@ -228,7 +228,10 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     rule = None
     if not (is_traced or decoder.meta_has_trained) and decoder.training and torch.is_grad_enabled():
         _look_at_first_step(decoder, is_meta)
-    is_dense = bool(engine) or (past is None and is_traced) or (past is not None and _has_room(decoder, past))
+    use_cache = kwargs.get("use_cache")
+    makes_cache = getattr(decoder.config, "use_cache", True) if use_cache is None else use_cache
+    is_whole = is_traced and past is None and not makes_cache  # a cache that grows holds gathered meta-tokens
+    is_dense = bool(engine) or is_whole or (past is not None and _has_room(decoder, past))
     sequences = None if is_dense else _begin(decoder, is_meta, past, kwargs)
     if sequences is not None:  # next to a cache, even an empty one, transformers does not look for several sequences
         kwargs = kwargs | {"use_cache": False}
