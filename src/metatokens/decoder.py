@@ -71,22 +71,26 @@ def cache_kept(model: Any, texts: Iterable[Any], *, metas_alone: bool = False) -
         texts: token ids, (length,) each.
         metas_alone: the cache keeps the meta-tokens alone, whatever the text window.
     """
-    config, lengths, held = model.config, [], []
+    config, lengths, held, metas = model.config, [], [], 0
     window, sinks = (0, 0) if metas_alone else (getattr(config, "text_window", None), getattr(config, "text_sinks", 0))
     if window is None:
         return {}
     for text in texts:
         ids = text.cpu() if isinstance(text, Tensor) else torch.tensor(list(text))  # stored ids are read-only arrays
         place = torch.arange(len(text))
-        is_kept = (ids == config.meta_token_id) | (place < sinks) | (place >= len(text) - window)
+        is_meta = ids == config.meta_token_id
+        is_kept = is_meta | (place < sinks) | (place >= len(text) - window)
+        metas += int(is_meta.sum())
         lengths.append(len(text))
         held.append(int(is_kept.sum()))
-    cache = model.eval()(torch.zeros((1, 1), dtype=torch.int64, device=model.device), use_cache=True).past_key_values
+    one_meta_token = torch.tensor([[config.meta_token_id]], device=model.device)
+    cache = model.eval()(one_meta_token, use_cache=True).past_key_values
     size = sum(one.nbytes for layer in cache.layers for one in (layer.keys, layer.values))
+    second = sum(one.nbytes for layer in cache.layers for one in (getattr(layer, "second", None) or ())[:2])
     return {
         "text_window": window or None,
         "kv_kept": round(sum(held) / sum(lengths), 4),
-        "kv_bytes": round(size * sum(held) / len(held)),
+        "kv_bytes": round((size * sum(held) + second * metas) / len(held)),
     }
 
 
@@ -95,7 +99,7 @@ def kept_line(kept: Mapping[str, Any]) -> str:
     share, size = kept["kv_kept"], kept["kv_bytes"]
     return (
         f"text_window {kept['text_window']}: a cache keeps {100 * share:.1f} % of the keys and values, {size:,} bytes "
-        f"instead of {size / share:,.0f} for each text"
+        "for each text, those of meta-attention included"
     )
 
 

@@ -121,10 +121,9 @@ class Result(Measured):
     noise_seed: int | None = None
     text: str | None = None  # for perplexity: held_out, book, or a path
     text_window: int | None = None  # positions; null for a model that forgets no text
-    kv_kept: float | None = (
-        None  # the share of keys and values that is kept of prompts, blocks or landmarks_alone's documents
-    )
-    kv_bytes: int | None = None  # their mean size
+    # The share of tokens whose keys and values are kept: of prompts, blocks, or the documents of landmarks_alone.
+    kv_kept: float | None = None
+    kv_bytes: int | None = None  # the mean size of what is kept, meta-attention's own keys and values included
     metric: Metric
     value: float | None = None  # proportions in [0, 1]; null where the model cannot be run
     n: Annotated[int, Field(ge=0)]  # examples (accuracies) or scored tokens (token_accuracy, perplexity)

@@ -21,7 +21,7 @@ RECORDS = [
     {"prompt": f"The cat sat on a mat. _PAUSE_ It slept there for {number} days.", "markers": [21], "completion": " ok"}
     for number in range(3)
 ]
-LINE = r"text_window (\d+): a cache keeps ([\d.]+) % of the keys and values, ([\d,]+) bytes instead of ([\d,]+) for"
+LINE = r"text_window (\d+): a cache keeps ([\d.]+) % of the keys and values, ([\d,]+) bytes for each text"
 
 
 def kept(prompts: Sequence[Sequence[int]], meta: int, window: int, sinks: int = 4) -> float:
@@ -34,10 +34,9 @@ def kept(prompts: Sequence[Sequence[int]], meta: int, window: int, sinks: int = 
 
 
 def share(error: str) -> float:
-    """The share in the line of a command, whose bytes must fit it."""
-    _, percent, now, full = re.search(LINE, error).groups()
-    sizes = [int(size.replace(",", "")) for size in (now, full)]
-    assert sizes[0] / sizes[1] == pytest.approx(float(percent) / 100, rel=0.01)
+    """The share in the line of a command."""
+    _, percent, size = re.search(LINE, error).groups()
+    assert int(size.replace(",", "")) > 0
     return float(percent) / 100
 
 

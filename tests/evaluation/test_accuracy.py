@@ -138,8 +138,8 @@ def test_what_is_measured_through_landmarks_says_so_and_what_is_kept(small_model
     for one in found:
         assert one.intervention == "landmarks_alone"
         assert (one.kv_kept, one.text_window) == (round(sum(metas) / sum(sizes), 4), None)
-        config = model.config  # keys and values of each layer, in float32
-        assert one.kv_bytes == round(2 * 4 * config.num_hidden_layers * config.hidden_size * sum(metas) / 5)
+        config = model.config  # keys and values of each layer, in float32, of both attentions
+        assert one.kv_bytes == round(2 * 2 * 4 * config.num_hidden_layers * config.hidden_size * sum(metas) / 5)
     plain, _ = evaluate(model, {128: examples}, About(model="x", task="list_recall"))
     assert (plain.intervention, plain.kv_kept) == (None, None)
 
