@@ -95,6 +95,15 @@ def test_a_phase_that_is_probed_learns_the_same(model: Path, finetuning: Finetun
     assert weights(probed / "128") == weights(plain / "128")
 
 
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Encoded]:
+    """The examples that trainings read, in their order."""
+    found: list[Encoded] = []
+    collate = Collator.__call__
+    monkeypatch.setattr(Collator, "__call__", lambda self, rows: found.extend(rows) or collate(self, rows))
+    return found
+
+
 @pytest.mark.parametrize(("batch", "pieces"), [(4, 1), (1, 4)])
 def test_the_loss_is_the_mean_over_all_answer_tokens_of_a_step(
     batch: int,
@@ -103,11 +112,8 @@ def test_the_loss_is_the_mean_over_all_answer_tokens_of_a_step(
     finetuning: Finetuning,
     small_corpus: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    read: list[Encoded],
 ) -> None:
-    read: list[Encoded] = []
-    collate = Collator.__call__
-    monkeypatch.setattr(Collator, "__call__", lambda self, rows: read.extend(rows) or collate(self, rows))
     sizes = (f"training.per_device_train_batch_size={batch}", f"training.gradient_accumulation_steps={pieces}")
     texts = small_corpus.read_text().split("\n\n")
     finetune(finetuning(*sizes), model, tmp_path / "run", task="copying", documents=texts)
@@ -126,11 +132,8 @@ def test_the_loss_of_a_question_that_sees_landmarks_is_the_dense_formulas(
     small_model: Models,
     finetuning: Finetuning,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    read: list[Encoded],
 ) -> None:
-    read: list[Encoded] = []
-    collate = Collator.__call__
-    monkeypatch.setattr(Collator, "__call__", lambda self, rows: read.extend(rows) or collate(self, rows))
     model, tuned = small_model(second_attention=second_attention), tmp_path / "run"
     sees = ("task.question_sees=landmarks", "task.condition=facts_4", "task.train_lengths=[160]")
     finetune(finetuning(*sees), model, tuned, task="list_recall")
