@@ -79,10 +79,11 @@ def plan(steps: int) -> Iterator[Arm]:
     """All arms, the most important first."""
     yield from (Arm("full", 1, 0), Arm("window", 8, 0))
     for seed in (0, 1):
-        yield from (Arm(name, 8, steps, seed) for name in ("tokens", "meta", "window", "separators"))
+        yield from (Arm(name, 8, steps, seed, rule="sentence") for name in ("tokens", "meta"))
+        yield from (Arm(name, 8, steps, seed) for name in ("window", "tokens", "meta", "separators"))
         if seed == 0:
-            yield from (Arm("full", 1, steps), Arm("tokens", 8, steps, rule="sentence"))
-            yield from (Arm(name, 8, steps, teacher=True) for name in ("tokens", "meta"))
+            yield Arm("full", 1, steps)
+            yield from (Arm(name, 8, steps, rule="sentence", teacher=True) for name in ("tokens", "meta"))
     for share in (4, 16):
         yield from (Arm(name, share, steps) for name in ("tokens", "meta", "window", "separators"))
 
@@ -172,7 +173,8 @@ class Run:
             min_learning_rate=options.rate / 20,
             warmup_steps=arm.steps // 20,
             weight_decay=0.0,
-            save_steps=50,
+            save_steps=max(50, arm.steps // 15),
+            dataloader_num_workers=options.readers,
             bf16=True,
             seed=arm.seed,
             use_cpu=options.device == "cpu",
@@ -262,10 +264,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--train", nargs="+", required=True, help="corpora to train on")
     parser.add_argument("--held-out", nargs="+", required=True, help="files to measure on; facts go into the first")
-    parser.add_argument("--arms", default="", help="only those whose name begins so")
+    parser.add_argument(
+        "--arms", nargs="+", default=[""], help="only those whose folder's name begins so, in this order"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--readers", type=int, default=0, help="further processes that make texts")
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--length", type=int, default=512, help="tokens of a text in training")
     parser.add_argument("--beyond", type=int, default=160, help="least tokens from a fact to the questions")
@@ -282,7 +287,8 @@ def main() -> None:
     asked = {length: first.tests(count, length, given.beyond) for length, count in given.facts.items()}
     prose = {name: one.excerpts(given.excerpts, given.length) for name, one in held_out.items()}
     write_whole(given.out / "texts.json", json.dumps({"asked": asked, "prose": prose}).encode())  # for presses.py
-    for run in (Run(arm, given, texts) for arm in plan(given.steps) if arm.recipe.startswith(given.arms)):
+    runs = [Run(arm, given, texts) for arm in plan(given.steps)]
+    for run in (run for name in given.arms for run in runs if run.folder.name.startswith(name)):
         print(f"{run.folder.name}: {run.arm.kept!r}, {SINKS} sinks and a window of {run.window}", flush=True)
         run.train()
         run.measure(held_out)

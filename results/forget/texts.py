@@ -53,20 +53,20 @@ class Texts:
         starts = np.linspace(0, len(self.ids) - length, count).astype(int)
         return [self.ids[start : start + length].tolist() for start in starts]
 
-    def asked(self, generator: np.random.Generator, length: int, split: str, beyond: int) -> Asked:
+    def asked(self, generator: np.random.Generator, length: int, split: str, beyond: int, count: int = FACTS) -> Asked:
         """A text of `length` tokens with facts of a split behind sentences, `beyond` tokens or more before its end."""
         pairs = []
-        for city in generator.permutation(CITIES.split())[:FACTS]:
+        for city in generator.permutation(CITIES.split())[:count]:
             words = generator.permutation(WORDS)
             pairs.append((city, next(word for word in words if split_of(f"{city} {word}") == split)))
         *facts, end = encode_text(self.tokenizer, [*(FACT.format(*pair) for pair in pairs), "\n"])
         size = length - sum(map(len, facts)) - len(end)
         start = int(generator.choice(self.ends[self.ends < len(self.ids) - size - 1])) + 1
         places = self.ends[(self.ends >= start) & (self.ends < start + size - beyond)] - start + 1
-        cuts = [0, *sorted(generator.choice([0, *places], FACTS).tolist()), size]
+        cuts = [0, *sorted(generator.choice([0, *places], count).tolist()), size]
         pieces = [self.ids[start + a : start + b].tolist() for a, b in pairwise(cuts)]
         text = [*chain.from_iterable(chain.from_iterable(zip(pieces, [*facts, end], strict=True)))]
-        order = generator.permutation(FACTS)
+        order = generator.permutation(count)
         questions = encode_text(self.tokenizer, [QUESTION.format(pairs[i][0]) for i in order])
         answers = encode_text(self.tokenizer, [ANSWER.format(pairs[i][1]) for i in order])
         return text, [*zip(questions, answers, strict=True)]
@@ -83,7 +83,11 @@ class Texts:
 
 @dataclass
 class Mixture:
-    """What is trained on: of eight batches four are prose, three are facts and one is a task."""
+    """What is trained on: of eight batches four are prose, three are facts and one is a task.
+
+    Before that, in the first half of the steps, seven of eight are facts and one is prose: one fact in an eighth of the
+    length at first, then two in a quarter, four in a half and eight in all of it.
+    """
 
     texts: Texts
     put: Callable[..., list[int]]  # puts an arm's meta-tokens into ids; with `has_own`, a task's prompt has its own
@@ -98,14 +102,18 @@ class Mixture:
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         generator, step = np.random.default_rng([self.seed, index]), index // self.batch
-        if step % 2 == 0:
+        is_early = 2 * step < self.steps
+        if step % (8 if is_early else 2) == 0:
             ids = self.put(self.texts.prose(generator, self.length))
             return _item(ids, range(1, len(ids)))
-        if step % 8 == 7:
+        if step % 8 == 7 and not is_early:
             example = self._tasks[TASKS[step // 8 % len(TASKS)]].train(index, TASK_LENGTH)
             ids = self.put(example.input_ids, has_own=True)
             return _item(ids, range(len(ids) - len(example.input_ids) + example.answer_start, len(ids)))
-        text, questions = self.texts.asked(generator, self.length, "train", self.beyond)
+        count = 2 ** (8 * step // self.steps) if is_early else FACTS
+        length = self.length * count // FACTS
+        beyond = min(self.beyond, length // 2 + 8)
+        text, questions = self.texts.asked(generator, length, "train", beyond, count)
         scored: list[int] = []
         for question, answer in questions:
             text = text + question + answer
