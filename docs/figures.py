@@ -13,6 +13,7 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
@@ -34,6 +35,7 @@ LABELS = {Markup(f"`{model}`, {kind}"): model for model, kind in KINDS.items()}
 SMALL: Fields = {"position_embedding": "rope"}
 AT_128: Fields = {**SMALL, "train_length": 128, "length": 128}
 TWICE: Fields = {"task": "list_recall", "train_length": 512, "length": 1024}
+FOUND = (512, 2048, 8192)  # tokens of the texts that facts are looked for in
 FAR: Fields = {"train_length": 128, "length": 2048, "condition": "long_prompt"}
 
 
@@ -161,6 +163,33 @@ def long_texts() -> str:
     return grid("prompt tokens", rows, lengths(128, 256, 512, 1024, 2048), "results/long_texts")
 
 
+def forgetting() -> str:
+    """SmolLM2-135M that forgets text, by what it keeps: prose less the trained window, and facts found."""
+    arms = {
+        "the base, everything in sight": "full-1-1-untrained",
+        "a window, untrained": "window-1-8-untrained",
+        "a window": "window-1-8",
+        "landmarks every 16 tokens": "tokens-1-8",
+        "landmarks behind sentences": "tokens-1-8-sentence",
+        "the same, with meta-attention": "meta-1-8-sentence",
+    }
+    lines = pd.read_json(ROOT / "results/forget/results.jsonl.gz", lines=True)
+    of = {arm: lines[lines.recipe == f"forget/{arm}"] for arm in arms.values()}
+    prose = {arm: np.log(one[one.metric == "perplexity"].set_index("text").value) for arm, one in of.items()}
+    rows = []
+    for label, arm in arms.items():
+        less = prose[arm] - prose["window-1-8"]
+        found = of[arm][of[arm].task == "facts"].set_index("length")
+        half = 1.96 * less.std() / len(less) ** 0.5
+        loss = f"{less.mean():+.3f} \u00b1 {half:.3f}".replace("-", "\u2212") if half else "0"
+        cells = (
+            f"{100 * found.value[one]:.1f} ({100 * found.low[one]:.0f} to {100 * found.high[one]:.0f})" for one in FOUND
+        )
+        rows.append((label, f"{100 * of[arm].kv_kept[of[arm].length == 512].mean():.1f} %", loss, *cells))
+    heads = ("", "KV kept of 512", "prose, nats", *(f"facts at {number(one)} tokens, %" for one in FOUND))
+    return Table("", heads, rows).markdown()
+
+
 def perplexity(folder: str = "results/small") -> str:
     """Perplexity on held-out text, by model."""
     where = {"metric": "perplexity", "position_embedding": "rope"}
@@ -215,7 +244,7 @@ FIGURES = {
     function.__name__: function
     for function in (
         summary, differences, answers, cost, tasks, sooner, markers, no_pos, long_prompts,
-        added, long_texts, perplexity, speed, demo_tasks, demo_recall,
+        added, long_texts, forgetting, perplexity, speed, demo_tasks, demo_recall,
     )
 }  # fmt: skip
 FIGURES |= {

@@ -124,7 +124,7 @@ def test_blocks_that_are_run_are_found() -> None:
     assert found["README"].count("python") == 2
     assert found["README"].count("sh") == 1
     has = {one: {page for page, languages in found.items() if one in languages} for one in ("sh", "python")}
-    both = {"README", "getting_started", "any_decoder", "look_inside", "continue_gpt2", "landmarks"}
+    both = {"README", "getting_started", "any_decoder", "look_inside", "continue_gpt2", "landmarks", "forget_the_text"}
     assert has == {
         "sh": both | {"pretrain", "finetune", "longer_contexts", "reproduce"},
         "python": both | {"other_libraries"},
