@@ -14,6 +14,7 @@ from metatokens.errors import UserError
 PositionEmbedding = Literal["learned", "rope", "none"]
 SecondAttention = Literal["meta", "causal", "none"]
 AttentionScale = Literal["constant", "log_length"]
+TEXT_SINKS = 4  # unless a model is given another number
 
 # For programs that have not imported this package: a saved configuration names this file, which imports the classes.
 # They need `trust_remote_code=True`, and the package installed.
@@ -74,7 +75,7 @@ class MetaGPT2Config(PreTrainedConfig):
     second_attention: SecondAttention = "meta"
     attention_scale: AttentionScale = "constant"
     text_window: int | None = None
-    text_sinks: int = 4
+    text_sinks: int = TEXT_SINKS
     meta_token_id: int | None = 50257
     unpadded_vocab_size: int | None = None
     bias: bool = False

@@ -26,7 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from metatokens.decoder import decoder_of, position_embedding_of
 from metatokens.errors import UserError
 from metatokens.model.cache import derived, give
-from metatokens.model.configuration import write_remote_code
+from metatokens.model.configuration import TEXT_SINKS, write_remote_code
 from metatokens.model.generation import MetaTokenGenerationMixin, know, mark_as_own
 from metatokens.model.labels import without_meta_tokens
 from metatokens.model.positions import packed_sequences
@@ -77,7 +77,7 @@ class MetaConfig(PreTrainedConfig):
     @property
     def text_sinks(self) -> int:
         """As in `MetaGPT2Config`."""
-        return getattr(self, "meta_attention", {}).get("text_sinks", 4)
+        return getattr(self, "meta_attention", {}).get("text_sinks", TEXT_SINKS)
 
     def to_json_string(self, *args: Any, **kwargs: Any) -> str:
         """The base's JSON, under this package's model type."""

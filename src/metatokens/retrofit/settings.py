@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from metatokens.errors import UserError
+from metatokens.model.configuration import TEXT_SINKS
 from metatokens.recipe import explain
 
 Size = Annotated[int, Field(ge=1)]
@@ -59,7 +60,7 @@ class MetaSettings(BaseModel):
     base_settings: dict[str, Any]
     base_weights: Checksums | None
     text_window: Size | None = None
-    text_sinks: Annotated[int, Field(ge=0)] = 4
+    text_sinks: Annotated[int, Field(ge=0)] = TEXT_SINKS
 
     @classmethod
     def checked(cls, **given: Any) -> "MetaSettings":

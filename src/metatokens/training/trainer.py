@@ -247,7 +247,8 @@ def train(
         schedule_start: the step of the learning rate's schedule at which the training begins.
     """
     if settings.text_window is not None:
-        set_text_window(model, settings.text_window, 4 if settings.text_sinks is None else settings.text_sinks)
+        sinks = {} if settings.text_sinks is None else {"sinks": settings.text_sinks}
+        set_text_window(model, settings.text_window, **sinks)
     items = (dataset[index] for index in range(min(len(dataset), 16)))
     kept = cache_kept(model, (one["input_ids"] if isinstance(one, dict) else one.input_ids for one in items))
     if kept and is_first_process():
