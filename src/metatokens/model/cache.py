@@ -1,9 +1,9 @@
 """Key-value caches with room for a second attention module.
 
 In a cache that grows, meta-attention has a second store in each layer, which grows by one entry a *meta-token*. The
-rows of a batch hold different numbers of meta-tokens, so each entry carries its token's slot, which is the place in the
-first store, or -1 where a row has nothing to add. Slots decide which entries a mask hides and a crop removes. Methods
-that compress a cache drop entries of the first store; then slots no longer give the order of tokens, but positions do.
+rows of a batch hold different numbers of meta-tokens. So each entry has a slot: its token's place in the first store,
+or -1 where a row has nothing to add. Slots decide which entries a mask hides and a crop removes. Methods that compress
+a cache drop entries of the first store. Slots then no longer give the order of tokens, but positions do.
 
 In a cache of a fixed size, meta-attention has further layers, which hold every token. One more feature of a key hides
 text (`MetaAttention`, the dense form). A second causal attention has further layers in every cache.
@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.positions import counts_within
-from metatokens.model.rows import AllRows, MetaRows
+from metatokens.model.rows import AllRows, MetaRows, shown
 
 if TYPE_CHECKING:  # the mixins go in front of several kinds of caches, so that none of these can be their base
     from transformers import Cache as AnyCache
@@ -279,8 +279,7 @@ def meta_key_counts(
             is_key = _with_stored(is_key, cache, cache.layers[config.num_hidden_layers])
         if not isinstance(mask, Tensor):
             return rows.valid.cumsum(dim=1) + (is_key.sum(dim=1) - rows.valid.sum(dim=1))[:, None]
-        seen = mask if mask.dtype == torch.bool else mask > -1e4
-        return (seen[:, 0] & is_key[:, None, :]).sum(dim=-1)
+        return (shown(mask)[:, 0] & is_key[:, None, :]).sum(dim=-1)
     if rows.sequences is not None:
         return counts_within(rows.sequences)
     layer = cache.layers[0] if cache is not None and cache.layers else None
@@ -288,8 +287,7 @@ def meta_key_counts(
     slots = rows.slots[:, :0] if second is None else second.slots
     if mask is None:
         return rows.valid.cumsum(dim=1) + (slots >= 0).sum(dim=1, keepdim=True)
-    seen = rows.mask(mask, torch.cat([slots, rows.slots], dim=1))[:, 0]
-    return (seen if seen.dtype == torch.bool else seen > -1e4).sum(dim=-1)
+    return shown(rows.mask(mask, torch.cat([slots, rows.slots], dim=1)))[:, 0].sum(dim=-1)
 
 
 def _with_stored(valid: Tensor, cache: Cache, layer: Any) -> Tensor:
@@ -310,7 +308,7 @@ def give_further_layers(cache: Cache, layers: int, head_size: int | None) -> boo
         head_size: of meta-attention; None for a second causal attention.
 
     Returns:
-        Whether it has. One that has sliding windows alone does not show how many tokens it is for.
+        Whether it has them now. A cache whose layers all have sliding windows does not show its number of tokens.
     """
     sizes = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
     if not sizes or not cache.is_compileable:

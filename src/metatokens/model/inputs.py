@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from metatokens.errors import UserError
 from metatokens.model.attention import AttentionFunction
 from metatokens.model.positions import check_positions, counts_within, position_ids_from_mask
+from metatokens.model.rows import shown
 from metatokens.model.window import TextRule
 
 
@@ -70,8 +71,7 @@ class InputSpan:
             return self.cache_position[None] + 1
         if self.padding_mask is not None:
             return self.padding_mask.long().cumsum(dim=1)[:, self.columns]
-        is_seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask > -1e4
-        return is_seen[:, 0].sum(dim=-1)
+        return shown(attention_mask)[:, 0].sum(dim=-1)
 
 
 def attention_function(
@@ -86,9 +86,9 @@ def attention_function(
 ) -> tuple[AttentionFunction, Any]:
     """The attention function, and the causal mask M in the form that this function takes.
 
-    Only the eager function returns attention weights, so it replaces any other where they are needed. From positions
-    transformers infers packed sequences, one at each jump, so it gets positions that jump only between `sequences`,
-    which are those of `packed_sequences`. A `rule` decides alone what is seen, padding included.
+    Only the eager function returns attention weights, so it replaces any other where they are needed. transformers
+    begins a packed sequence wherever positions jump. It therefore gets positions that jump only where the numbers in
+    `sequences`, as from `packed_sequences`, change. A `rule` alone decides what is seen, padding included.
 
     Raises:
         UserError: if sequences are packed, and the attention function takes no mask.

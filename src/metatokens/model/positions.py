@@ -35,7 +35,7 @@ def packed_sequences(
     """The number of each token's sequence, (batch or 1, length) from 0, where rows hold several; otherwise None.
 
     A sequence begins where positions (batch or 1, length) do not grow. A mask, if given, decides instead. A compiled
-    graph cannot look at values: it takes any positions, without a cache, as those of several sequences.
+    graph cannot look at values. Without a cache, it treats all positions as those of several sequences.
 
     Args:
         attention_mask, position_ids, cache: as a model is given them.
@@ -47,7 +47,8 @@ def packed_sequences(
     numbers = None
     if attention_mask is None and position_ids is not None:
         begins = pad(position_ids.diff(dim=-1) <= 0, (1, 0))
-        if cache is None if torch.compiler.is_compiling() else bool(begins.any()):
+        may_be_packed = cache is None if torch.compiler.is_compiling() else bool(begins.any())
+        if may_be_packed:
             numbers = begins.cumsum(dim=-1)
     if numbers is not None and cache is not None:
         raise UserError("sequences packed into one row cannot have a cache; give each its own row, padded.")

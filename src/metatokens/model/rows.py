@@ -38,6 +38,11 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     return x.expand(batch, *x.shape[1:]).gather(-2, index)
 
 
+def shown(mask: Tensor) -> Tensor:
+    """Where a mask shows a key, as bool. Numbers are added to the logits, where -1e4 or less hides a key."""
+    return mask if mask.dtype == torch.bool else mask > -1e4
+
+
 @dataclass(frozen=True, slots=True)
 class MetaRows:
     """Where the meta-tokens of a batch are. Sequences with fewer than the most are padded.

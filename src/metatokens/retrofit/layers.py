@@ -23,7 +23,7 @@ from metatokens.model.cache import SecondStore, give, give_further_layers
 from metatokens.model.inputs import InputSpan
 from metatokens.model.paged import engine_of
 from metatokens.model.positions import Rotary, check_positions, packed_sequences, position_ids_from_mask, rotary_tables
-from metatokens.model.rows import AllRows, MetaRows, least_rows, positions_of
+from metatokens.model.rows import AllRows, MetaRows, least_rows, positions_of, shown
 from metatokens.model.window import TextRule
 from metatokens.retrofit.settings import MetaSettings
 
@@ -61,7 +61,7 @@ class _State:
     """The forward pass of a decoder, and the current block with its input, pass and cache.
 
     Attributes:
-        sequences: those packed into its rows, until a block was called, whose mask has to keep them apart.
+        sequences: those packed into its rows, until the first block has shown that its mask keeps them apart.
     """
 
     step: Pass | None = None
@@ -167,8 +167,7 @@ def _check_apart(sequences: Tensor, given: tuple) -> None:
     begins = sequences.diff()[:, None] > 0
     for mask in masks[:1]:
         sees = mask.diagonal(-1, 2, 3)  # whether a token sees the one before it, (batch, heads or 1, length - 1)
-        sees = sees if sees.dtype == torch.bool else sees > -1e4
-        if not bool((sees & begins.to(sees.device)).any()):
+        if not bool((shown(sees) & begins.to(sees.device)).any()):
             return
     raise UserError("this base lets sequences that are packed into one row see one another; give each its own row.")
 
@@ -209,23 +208,11 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     Refuses what would be silently wrong: an adapter around the embeddings, a cache of packed sequences, and sequences
     beyond a learned table of positions.
     """
-    embeddings: Any = kwargs.get("inputs_embeds")
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    table = decoder.get_input_embeddings()
-    if not hasattr(table, "meta_token_id"):  # PEFT would merge such an adapter into a row that is never read
-        raise UserError(
-            f"a {type(table).__name__} around the embeddings bypasses the meta-token's; train them by modules_to_save."
-        )
-    if ids is not None:
-        is_meta = ids == table.meta_token_id
-    elif embeddings is not None:
-        row = table(torch.tensor([[table.meta_token_id]], device=embeddings.device)).to(embeddings)
-        is_meta = (embeddings == row).all(dim=-1)
-    else:
+    is_meta = _meta_tokens(decoder, kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds"))
+    if is_meta is None:
         return None  # the base raises an error for it
     past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
     is_traced, engine = torch.compiler.is_compiling(), engine_of(kwargs)
-    rule = None
     if not (is_traced or decoder.meta_has_trained) and decoder.training and torch.is_grad_enabled():
         _look_at_first_step(decoder, is_meta)
     use_cache = kwargs.get("use_cache")
@@ -235,12 +222,28 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     sequences = None if is_dense else _begin(decoder, is_meta, past, kwargs)
     if sequences is not None:  # next to a cache, even an empty one, transformers does not look for several sequences
         kwargs = kwargs | {"use_cache": False}
+    rule = None
     if decoder.meta_config.text_window is not None:
         rule, changed = _forgetting(decoder, is_meta, past, kwargs, sequences)
         kwargs = kwargs | changed
     if is_dense:
         (_traced if is_traced else _thread).step = _all_rows(decoder, is_meta, past, rule, kwargs, engine)
     return args, kwargs
+
+
+def _meta_tokens(decoder: Any, ids: Tensor | None, embeddings: Tensor | None) -> Tensor | None:
+    """Where the meta-tokens are, (batch, length) bool; None without any input."""
+    table = decoder.get_input_embeddings()
+    if not hasattr(table, "meta_token_id"):  # PEFT would merge such an adapter into a row that is never read
+        raise UserError(
+            f"a {type(table).__name__} around the embeddings bypasses the meta-token's; train them by modules_to_save."
+        )
+    if ids is not None:
+        return ids == table.meta_token_id
+    if embeddings is None:
+        return None
+    row = table(torch.tensor([[table.meta_token_id]], device=embeddings.device)).to(embeddings)
+    return (embeddings == row).all(dim=-1)
 
 
 def _has_room(decoder: Any, cache: Cache) -> bool:
@@ -252,12 +255,11 @@ def _has_room(decoder: Any, cache: Cache) -> bool:
 def _all_rows(
     decoder: Any, is_meta: Tensor, past: Cache | None, rule: TextRule | None, given: Mapping[str, Any], engine: Any
 ) -> Pass:
-    """The pass in the dense form, which does not ask for values, so that a graph can be captured."""
-    settings, length, positions = decoder.meta_settings, is_meta.shape[1], given.get("position_ids")
-    positions = positions if _are_of(positions, length) else None
+    """The pass in the dense form. It reads no value of a tensor, so that it can be part of a graph."""
+    settings, length, positions = decoder.meta_settings, is_meta.shape[1], _row_positions(is_meta, given)
     cached = 0 if past is None else past.get_seq_length()
     mask = given.get("attention_mask") if engine else _full_mask(decoder, given.get("attention_mask"), past)
-    if getattr(decoder.config, "position_embedding", None) == "learned" and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         _check_positions(decoder.config, int(cached) + length, mask, positions)
     slots = (torch.arange(length, device=is_meta.device) + cached)[None]
     if isinstance(mask, Tensor) and mask.ndim == 2:
@@ -278,9 +280,11 @@ def _all_rows(
     return Pass(rows, rotary, mask, attend, engine)
 
 
-def _are_of(positions: Any, length: int) -> bool:
-    """Whether these are positions of a row; multimodal models have three axes of them."""
-    return isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == length
+def _row_positions(is_meta: Tensor, given: Mapping[str, Any]) -> Tensor | None:
+    """The positions that a pass was given, (batch or 1, length); None for the three axes of multimodal models."""
+    positions = given.get("position_ids")
+    is_one_axis = isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == is_meta.shape[1]
+    return positions if is_one_axis else None
 
 
 @torch.compiler.disable
@@ -304,12 +308,10 @@ def _look_at_first_step(decoder: Any, is_meta: Tensor) -> None:
 @torch.compiler.disable  # the number of meta-tokens is data-dependent, and thread-local state would be traced once
 def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, Any]) -> Tensor | None:
     """Set this thread's pass, for the blocks; None if there are no meta-tokens. Return the `packed_sequences`."""
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    mask, positions = given.get("attention_mask"), _row_positions(is_meta, given)
     _thread.step, least, length = None, least_rows(decoder), is_meta.shape[1]
-    positions = positions if _are_of(positions, length) else None
     cached = 0 if past is None else int(past.get_seq_length())
-    if getattr(decoder.config, "position_embedding", None) == "learned":
-        _check_positions(decoder.config, cached + length, mask, positions)
+    _check_positions(decoder.config, cached + length, mask, positions)
     sequences = packed_sequences(mask, positions, past, given.get("cu_seq_lens_q"))
     has_masks = decoder.config._attn_implementation in ("sdpa", "eager")
     is_mixed = "linear_attention" in (getattr(decoder.config, "layer_types", None) or ())
@@ -318,7 +320,7 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, A
         return sequences
     mask, seen = _full_mask(decoder, mask, past), None
     if mask is not None and mask.ndim == 4:
-        seen = (mask if mask.dtype == torch.bool else mask > -1e4).any(dim=1, keepdim=True)
+        seen = shown(mask).any(dim=1, keepdim=True)
     elif mask is not None:  # longer than what was read, with a cache of a fixed size
         is_meta = is_meta & mask[:, : cached + length][:, -length:].bool()
     settings = decoder.meta_settings
@@ -337,7 +339,7 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, A
 def _forgetting(
     decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, Any], sequences: Tensor | None
 ) -> tuple[TextRule, dict[str, Any]]:
-    """The rule by which this pass forgets text, and the decoder's inputs by it: positions, a mask, perhaps a cache."""
+    """The rule by which this pass forgets text, and the inputs that follow from it: a mask, positions, and a cache."""
     padding, positions, use_cache = (given.get(name) for name in ("attention_mask", "position_ids", "use_cache"))
     if past is None and not decoder.training and (decoder.config.use_cache if use_cache is None else use_cache):
         past = DynamicCache(config=decoder.config)
@@ -351,6 +353,8 @@ def _forgetting(
 
 def _check_positions(config: Any, length: int, mask: Any, positions: Tensor | None) -> None:
     """Refuse a sequence of `length` tokens, cached ones included, that a learned table of positions does not hold."""
+    if getattr(config, "position_embedding", None) != "learned":
+        return
     if positions is None and isinstance(mask, Tensor) and mask.ndim == 2:  # padding has no positions
         positions = position_ids_from_mask(mask[:, :length])
     check_positions(config, length, torch.tensor(length - 1) if positions is None else positions)
@@ -359,8 +363,8 @@ def _check_positions(config: Any, length: int, mask: Any, positions: Tensor | No
 def _full_mask(decoder: Any, mask: Any, past: Cache | None) -> Tensor | None:
     """The mask without a sliding window, of two or four dimensions, among what a model may be given; None if none.
 
-    In a model with a sliding window, a single mask of four dimensions may contain the window. `generate()` makes such
-    masks with a cache of a fixed size, and then no sequences are packed, so they can be ignored.
+    In a model with a sliding window, a single mask of four dimensions may contain the window, and is refused. With a
+    cache of a fixed size, `generate()` makes such a mask. No sequences are packed then, so it can be ignored.
     """
     is_by_kind = isinstance(mask, dict)
     if is_by_kind:
