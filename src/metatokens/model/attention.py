@@ -9,8 +9,8 @@ two forms of the same function:
 - **Gathered**, where the model knows the meta-tokens' rows. The block (`modeling.py`) gathers them, `MetaAttention`
   attends causally among them, and the block adds the result back at their places. T/8 meta-tokens make T^2/64 pairs.
 - **Dense**, where an engine owns the cache, or a graph has no room for rows whose number depends on the data. P becomes
-  one more feature of each head, and ordinary causal attention over all positions computes the rest (`MetaAttention.
-  dense`). Any kernel can do that: paged, packed, compiled.
+  one more feature of each head, and ordinary causal attention over all positions computes the rest. Any kernel can do
+  that: paged, packed, compiled.
 
 Both leave the rows of text unchanged.
 """
@@ -264,18 +264,23 @@ class MetaAttention(Attention):
         The feature is 1 in each query. In a key it is 0 at a meta-token, and at text a number so far below zero that
         text gets a weight of exactly 0, since a meta-token sees itself at least.
         """
-        is_text, size = ~is_meta[:, None, :, None], q.shape[-1]
+        is_meta, size = is_meta[:, None, :, None], q.shape[-1]
+        is_text = ~is_meta
         if (pages := engine.pop("cache", None)) is not None:
             k, v, engine = put_into_pages(pages, k.masked_fill(is_text, TEXT_KEY), v, self.layer_idx, engine)
             is_text = (k == TEXT_KEY).all(dim=-1, keepdim=True)
-            k, attend = k.masked_fill(is_text, 0.0), attend if mask is None else sdpa_attention_forward
-        more = 8 - size % 8  # kernels take sizes that are multiples of 8
-        q = pad(pad(q, (0, 1), value=1.0), (0, more - 1))
-        k = pad(torch.cat([k, torch.zeros_like(k[..., :1]).masked_fill(is_text, HIDDEN)], dim=-1), (0, more - 1))
-        v = pad(v, (0, more))
+            k = k.masked_fill(is_text, 0.0)
+            attend = attend if mask is None else sdpa_attention_forward
+        feature = torch.zeros_like(k[..., :1]).masked_fill(is_text, HIDDEN)
+        rest = 7 - size % 8  # zeros: kernels take sizes that are multiples of 8
+        q = pad(pad(q, (0, 1), value=1.0), (0, rest))
+        k = pad(torch.cat([k, feature], dim=-1), (0, rest))
+        v = pad(v, (0, 1 + rest))
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        mask = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(q.dtype)
         out, weights = attend(self, q, k, v, mask, scaling=self.scaling, **engine)
-        weights = weights if weights is None else weights * is_meta[:, None, :, None]
+        if weights is not None:
+            weights = weights * is_meta
         return linear(self.out_proj, out[..., :size].flatten(2)), weights

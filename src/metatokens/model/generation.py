@@ -180,23 +180,34 @@ class MetaTokenGenerationMixin(GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The inputs of one step: the text so far and its meta-tokens, without what is cached."""
-        if prompt_length is None:
-            given = {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
-            step = super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **given, **kwargs)
-            if kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration"):
-                self._give_positions(step, ())  # the token just generated is text
-            if self.config.text_window is not None:  # which a mask of four dimensions would replace
-                step["attention_mask"] = attention_mask
-            if meta_token_mask is not None:
-                read = step["input_ids"] if step.get("inputs_embeds") is None else step["inputs_embeds"]
-                step["meta_token_mask"] = meta_token_mask[:, -read.shape[1] :]
-            return step
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
+        if prompt_length is not None:
+            mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            return self._inputs_with_inserted(input_ids, mask, past_key_values, insert_every, prompt_length, kwargs)
+        given = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
+        step = self._prepared_inputs(input_ids, attention_mask, given | kwargs)
+        if kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration"):
+            self._give_positions(step, ())  # the token just generated is text
+        if meta_token_mask is not None:
+            read = step["input_ids"] if step.get("inputs_embeds") is None else step["inputs_embeds"]
+            step["meta_token_mask"] = meta_token_mask[:, -read.shape[1] :]
+        return step
+
+    def _prepared_inputs(self, input_ids: Tensor, mask: Tensor | None, given: dict[str, Any]) -> dict[str, Any]:
+        """The inputs of one step as transformers prepares them.
+
+        With a `text_window`, the mask stays as it is: one of four dimensions would replace the window.
+        """
+        step = super().prepare_inputs_for_generation(input_ids, attention_mask=mask, **given)
+        return step if self.config.text_window is None else step | {"attention_mask": mask}
+
+    def _inputs_with_inserted(
+        self, input_ids: Tensor, attention_mask: Tensor, cache: Any, every: int | None, prompt_length: int, given: Any
+    ) -> dict[str, Any]:
+        """The inputs of one step, with the meta-tokens that were inserted before and those that are inserted now."""
         text = input_ids.shape[1]
-        inserted = [ids for ids in getattr(past_key_values, "inserted", ()) if ids <= prompt_length]
-        if insert_every is not None:
-            inserted += range(prompt_length + insert_every, text + 1, insert_every)
+        inserted = [ids for ids in getattr(cache, "inserted", ()) if ids <= prompt_length]
+        if every is not None:
+            inserted += range(prompt_length + every, text + 1, every)
         length = text + len(inserted)
         is_text = torch.ones(length, dtype=torch.bool, device=input_ids.device)
         is_text[[ids + number for number, ids in enumerate(inserted)]] = False
@@ -204,10 +215,10 @@ class MetaTokenGenerationMixin(GenerationMixin):
         mask = attention_mask.new_ones((input_ids.shape[0], length))
         ids[:, is_text], mask[:, is_text] = input_ids, attention_mask
         cached = 0
-        if past_key_values is not None:
-            cached = int(past_key_values.get_seq_length())
-            give(past_key_values, InsertedTokens)
-            past_key_values.inserted = inserted
+        if cache is not None:
+            cached = int(cache.get_seq_length())
+            give(cache, InsertedTokens)
+            cache.inserted = inserted
         if cached >= length:
             raise UserError(
                 f"the cache holds {cached} tokens and the sequence has {length}: give the whole sequence as input_ids. "
@@ -215,13 +226,11 @@ class MetaTokenGenerationMixin(GenerationMixin):
             )
         check_positions(self.config, length, position_ids_from_mask(mask))
         own = {
-            "attention_mask": mask,
+            "past_key_values": cache,
             "position_ids": position_ids_from_mask(mask)[:, cached:].clone(memory_format=torch.contiguous_format),
             "next_sequence_length": length - cached,
         }
-        step = super().prepare_inputs_for_generation(ids, past_key_values=past_key_values, **kwargs | own)
-        if self.config.text_window is not None:
-            step["attention_mask"] = mask
+        step = self._prepared_inputs(ids, mask, given | own)
         places = [ids + number - cached for number, ids in enumerate(inserted)]
         new = [place for place in places if place >= 0]
         if cached - (len(places) - len(new)) >= prompt_length:  # the whole prompt was read
@@ -262,7 +271,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         mask = split.pop("attention_mask", None)
         for end in range(size, length + size, size):
             chunk = {}
-            for name, one in split.items():
+            for name, one in split.items():  # positions may have three axes; length is the last
                 chunk[name] = one[:, end - size : end] if name == "inputs_embeds" else one[..., end - size : end]
             if mask is not None:
                 chunk["attention_mask"] = mask[:, : mask.shape[1] - max(length - end, 0)]

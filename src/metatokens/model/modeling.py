@@ -202,14 +202,14 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         span = InputSpan.of(x, attention_mask, past_key_values)
         position_ids = span.position_ids() if position_ids is None else position_ids
-        rows, rule = None, None
+        rows, rule, has_rule = None, None, self.config.text_window is not None
+        if self.config.second_attention == "meta" or has_rule:
+            is_meta = self._is_meta(input_ids, x, meta_token_mask)
         if self.config.second_attention == "meta":
             is_dense = bool(engine) or span.is_static
             is_dense |= meta_positions is None and past_key_values is None and torch.compiler.is_compiling()
-            given = (input_ids, x, meta_token_mask, meta_positions)
-            rows = self._meta_rows(span, position_ids, sequences, *given, is_dense=is_dense)
-        if self.config.text_window is not None:
-            is_meta = self._is_meta(input_ids, x, meta_token_mask)
+            rows = self._meta_rows(span, is_meta, meta_positions, position_ids, sequences, is_dense=is_dense)
+        if has_rule:
             rule = TextRule.of(self.config, position_ids, is_meta, attention_mask, past_key_values, sequences)
 
         rotary = None
@@ -233,14 +233,9 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             # A `rule` hides no meta-token, and a cache that drops text has other places than its mask.
             is_masked = attend is eager_attention_forward and (rule is None or needs_weights)
             is_masked |= attention_mask is not None and attention_mask.ndim == 4
-            meta = {
-                "rows": rows,
-                "attend": attend,
-                "mask": mask if is_masked else None,
-                "rotary": None if rotary is None else (rows.gather(rotary[0]), rows.gather(rotary[1])),
-                "log_keys": None,
-                "engine": {},
-            }
+            meta = {**causal, "rows": rows, "mask": mask if is_masked else None}
+            if rotary is not None:
+                meta["rotary"] = (rows.gather(rotary[0]), rows.gather(rotary[1]))
             if past_key_values is not None and not torch.compiler.is_compiling():
                 past_key_values.layers[0].check_second(rows, is_masked=is_masked)
         if self.config.attention_scale == "log_length":
@@ -275,21 +270,19 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
     def _meta_rows(
         self,
         span: InputSpan,
+        is_meta: Tensor,
+        meta_positions: Tensor | None,
         position_ids: Tensor,
         sequences: Tensor | None,
-        input_ids: Tensor | None,
-        embeddings: Tensor,
-        meta_token_mask: Tensor | None,
-        meta_positions: Tensor | None,
         *,
         is_dense: bool,
     ) -> MetaRows | AllRows | None:
         """The rows that meta-attention sees: all in its dense form; otherwise those of meta-tokens, None if none is."""
         if is_dense:
-            return AllRows(span.real(self._is_meta(input_ids, embeddings, meta_token_mask)))
+            return AllRows(span.real(is_meta))
         least = least_rows(self)
         if meta_positions is None:
-            meta_positions = positions_of(span.real(self._is_meta(input_ids, embeddings, meta_token_mask)), least=least)
+            meta_positions = positions_of(span.real(is_meta), least=least)
         elif (missing := least - meta_positions.shape[1]) > 0:
             meta_positions = nn.functional.pad(meta_positions, (0, missing), value=-1)
         return MetaRows.at(meta_positions, span.cached, position_ids, sequences)

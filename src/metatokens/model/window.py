@@ -1,8 +1,8 @@
 """Text that is forgotten: a query sees every meta-token, the first text and the last text, and nothing else.
 
-A query sees a key that is not after it if the key is a meta-token, or its position is below `text_sinks`, or it is
-fewer than `text_window` positions back. So a key is seen from its own position to that of its last reader. These two
-numbers are all that a mask needs, and all that a cache has to remember of what it holds.
+A query sees itself and earlier keys: a key that is a meta-token, a key whose position is below `text_sinks`, and a key
+that is fewer than `text_window` positions back. So a key is seen from its own position to that of its last reader.
+These two positions are all that a mask needs, and all that a cache has to keep about each entry.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,10 @@ class TextRule:
     """Which keys the queries of one forward pass see.
 
     Attributes:
-        positions: (batch or 1, length) int64, those of the queries. A packed sequence's follow on those of the one
-            before.
+        positions: (batch or 1, length) int64, those of the queries. The positions of a packed sequence are higher than
+            those of the sequence before it.
         keys: (batch, held + length) int64, the position of each key, cached ones first.
-        readers: (batch, held + length) int64, the last position that sees it; -1 at padding, which none sees.
+        readers: (batch, held + length) int64, the last position that sees each key; -1 at padding, which none sees.
     """
 
     positions: Tensor
@@ -44,14 +44,14 @@ class TextRule:
         cache: Any,
         sequences: Tensor | None = None,
     ) -> "TextRule":
-        """The rule for new tokens, which a cache takes note of; it forgets from now on.
+        """The rule for new tokens. A cache, if given, notes them, and forgets text from now on.
 
         Args:
             config: the model's, with `text_window` and `text_sinks`.
             positions: (batch or 1, length) int64.
             is_meta: (batch, length) bool.
             attention_mask: (batch, held + length or more), 1 at real tokens; or None.
-            cache: what the tokens before are in, or None.
+            cache: the cache of the tokens before, or None.
             sequences: (batch or 1, length) int64, as from `packed_sequences`; then there is no cache.
 
         Raises:
@@ -72,7 +72,8 @@ class TextRule:
             positions = positions + sequences * size
         keys = positions.expand_as(readers)
         if cache is not None:
-            keys, readers = forgetting(cache, config.get_text_config().num_hidden_layers).read(keys, readers, config)
+            cache = forgetting(cache, config.get_text_config().num_hidden_layers)
+            keys, readers = cache.read(keys, readers, config.text_window)
         return cls(positions, keys, readers)
 
     def mask_function(self) -> Callable[[Any, Any, Any, Any], Tensor]:
@@ -157,9 +158,9 @@ class ForgettingCache(AnyCache):
     """Mixin for a cache whose layers hold what later queries can see, and little else.
 
     Entries that no later query sees are dropped when some have piled up, so that a step seldom copies the cache. A
-    layer holds at most max(16, text_window // 4) such entries, and those that the last forward pass added. One more
-    layer than the model has takes note of the entries: its keys are their positions, and its values the last positions
-    that see them, each (batch, 1, held, 1).
+    layer holds at most max(16, text_window // 4) such entries, and those that the last forward pass added. After the
+    model's layers comes one more, for notes. Its keys are the positions of the entries, and its values the last
+    positions that see them, each (batch, 1, held, 1).
 
     Attributes:
         kept: how many entries were left when some were dropped the last time.
@@ -179,12 +180,12 @@ class ForgettingCache(AnyCache):
         """The number of entries of each layer."""
         return int(self.get_seq_length()) - self.layers[0].forgotten
 
-    def read(self, keys: Tensor, readers: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+    def read(self, keys: Tensor, readers: Tensor, window: int) -> tuple[Tensor, Tensor]:
         """Make room for new tokens, and note them.
 
         Args:
             keys, readers: (batch, length), as in `TextRule`. No later position is before the least of a row.
-            config: the model's.
+            window: the model's `text_window`.
 
         Returns:
             The same of the entries that are held and of the new ones, (batch, held + length).
@@ -197,7 +198,7 @@ class ForgettingCache(AnyCache):
             raise UserError(
                 "this cache lost entries, or has some, as of learned prompts, that a text_window cannot place."
             )
-        elif self.held >= max(self.kept, config.text_window) + max(16, config.text_window // 4):
+        elif self.held >= max(self.kept, window) + max(16, window // 4):
             index = positions_of((notes.values >= keys.amin(dim=2, keepdim=True))[:, 0, :, 0])
             for layer in self.layers:
                 layer.keep(index)
