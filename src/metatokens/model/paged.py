@@ -2,11 +2,11 @@
 
 The engine puts tokens of many requests into one row, and their keys and values into pages. The second attention module
 gets layers of its own in these pages, after those of the model, so that the engine shares prefixes, copies and offloads
-its entries like all others. They hold every token. At text, which meta-attention must not see, a key has one value in
-all its features, `TEXT_KEY`, by which it is known again: the pages have no room for one more feature.
+its entries like all others. These layers hold every token. Meta-attention must not see text, and the pages have no room
+for one more feature. So all features of a text's key are `TEXT_KEY`, which marks it as text.
 
-Generated text gets meta-tokens too: the engine reads an inserted one, with the token before it, like the rest of a
-prompt that was split.
+Generated text gets meta-tokens too. The engine reads an inserted meta-token and the token before it like the last piece
+of a prompt.
 """
 
 from abc import ABC
@@ -51,13 +51,13 @@ def engine_of(given: dict[str, Any]) -> dict[str, Any]:
 def put_into_pages(
     cache: Any, k: Tensor, v: Tensor, layer_idx: int, engine: dict[str, Any]
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Put keys and values into an engine's pages, and read all that the requests of this pass have.
+    """Put keys and values into an engine's pages, and read all those of the requests in this pass.
 
     Args:
         cache: the engine's.
         k, v: (1, heads, tokens, head size), of any sizes.
-        layer_idx: the layer of the module in a cache of a fixed size. Pages have room for the features of the model's
-            attention; where the module has more, each of its layers becomes several.
+        layer_idx: the module's layer in a cache of a fixed size. A layer of pages has room for the features of the
+            model's attention. Where the module has more features, it gets several layers.
         engine: what else the engine passes on.
 
     Returns:
@@ -116,7 +116,7 @@ class MetaScheduler(AnyScheduler):
 
 
 class MetaRequest(AnyRequest):
-    """Mixin for a request: meta-tokens are inserted into what is generated, and its output omits them."""
+    """Mixin for a request: meta-tokens are inserted into the generated text, and the output omits them."""
 
     meta_token_id: int | None
     meta_every: int | None
@@ -126,7 +126,7 @@ class MetaRequest(AnyRequest):
         return len(self._text(self.generated_tokens))
 
     def update_and_check_completion(self, token_id: int, logprob: float | None) -> bool:
-        """Take a generated token; True if it is the last one. A meta-token after it is read like a prompt's rest."""
+        """Take a generated token; return whether it is the last. A meta-token after it is read like a prompt's end."""
         is_complete = super().update_and_check_completion(token_id, logprob)
         read = self.initial_tokens[self._true_initial_tokens :] if self._true_initial_tokens else []
         if not is_complete and self.meta_every and len(self._text(read + self.generated_tokens)) % self.meta_every == 0:

@@ -1,7 +1,7 @@
 """Questions that see the meta-tokens of their documents alone, and so can recall only what these hold of the text.
 
-A document's tokens see everything before them; those of question and answer see its meta-tokens, and one another. In a
-`text_window` facts would also hop from text to text, layer by layer.
+A document's tokens see everything before them. The tokens of question and answer see the document's meta-tokens and one
+another. With a `text_window` instead, text that is still in sight could also pass facts on, layer by layer.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from metatokens.data.tokenizer import encode_text
 from metatokens.errors import UserError
 from metatokens.tasks.example import Encoded
 
-ALONE = "landmarks_alone"  # the `intervention` of a result that was measured so
+ALONE = "landmarks_alone"  # the `intervention` in a result with these masks
 _OPENING = "\nQ:"  # of the question of every task
 
 

@@ -1,4 +1,4 @@
-"""Distillation: a model learns to predict what its own base predicts that sees all text, and no meta-tokens."""
+"""Distillation: a model learns the predictions of its own base, which sees all text and no meta-tokens."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -26,14 +26,14 @@ def _base(model: Any) -> Iterator[None]:
 
 
 def divergence(model: Any, tuned: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-    """The Kullback-Leibler divergence (nats) of a model from its base, summed over labels, and their number.
+    """The Kullback-Leibler divergence (nats) of a model from its base, summed over labels; and the number of labels.
 
-    Text has the positions in the base that it would have without meta-tokens. The first text token, which nothing
-    precedes there, does not count.
+    The base reads the text alone, so that positions count text tokens. It cannot predict the first of them, which
+    therefore does not count.
 
     Args:
         model: the one that is trained, perhaps wrapped.
-        tuned: the same, without wrappers except PEFT's.
+        tuned: the same model, with no wrapper around it except PEFT's.
         batch: `input_ids` and `labels`, (batch, length), and perhaps an `attention_mask`.
     """
     given = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
