@@ -1,18 +1,18 @@
 """`generate()`: the cache against recomputation and against a slow loop over the oracle, and the meta-token policy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM, MetaTokenCache
 from metatokens.errors import UserError
 from metatokens.model.generation import SuppressMetaToken
 from tests.model.dense_oracle import DenseOracle
+from tests.model.generating import beams_of, by_hand, count_tokens_read, generate, insert, score_of
 from tests.model.tiny_models import FAMILIES, META, SECOND, Fields, pad, random_rows, shared_model, tiny_model
 
 ONE, EIGHT = random_rows((7,), seed=4), random_rows((11, 8, 3, 1, 9, 6, 11, 5), seed=5)
@@ -23,64 +23,12 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-def count_tokens_read(model: torch.nn.Module) -> tuple[list[int], Any]:
-    """A list that gets the number of input tokens of each forward pass, and the hook that fills it."""
-    counts: list[int] = []
-
-    def count(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        counts.append(kwargs["input_ids"].shape[1])
-
-    return counts, model.register_forward_pre_hook(count, with_kwargs=True)
-
-
-def generate(model: torch.nn.Module, rows: Sequence[Sequence[int]], **options: Any) -> Tensor:
-    """The new ids for left-padded rows."""
-    ids, mask = pad(rows)
-    torch.manual_seed(8)
-    out = model.generate(ids, attention_mask=mask, **({"do_sample": False, "pad_token_id": 0} | options))
-    assert torch.equal(out[:, : ids.shape[1]], ids.repeat_interleave(len(out) // len(ids), dim=0))
-    return out[:, ids.shape[1] :]
-
-
 def always(model: MetaGPT2ForCausalLM, token: int) -> MetaGPT2ForCausalLM:
     """The model, changed so that this token is always the likeliest."""
     with torch.no_grad():
         model.model.norm.weight.mul_(0.1)
         model.lm_head.weight[token] = 20 * model.model.norm.bias
     return model
-
-
-def insert(prompt: Sequence[int], text: Sequence[int], meta_every: int | None) -> list[int]:
-    """The ids that the model has read: the prompt, and `text` with a meta-token after every `meta_every` tokens."""
-    sequence = list(prompt)
-    for count, token in enumerate(text, start=1):
-        sequence.append(token)
-        if meta_every and count % meta_every == 0:
-            sequence.append(META)
-    return sequence
-
-
-def next_scores(oracle: DenseOracle, prompt: Sequence[int], text: Sequence[int], meta_every: int | None) -> Tensor:
-    """Log probabilities of the next text token."""
-    with torch.no_grad():
-        scores = oracle.logits(insert(prompt, text, meta_every))[-1].log_softmax(dim=-1)
-    scores[META] = -torch.inf
-    return scores
-
-
-def slow_search(
-    oracle: DenseOracle, prompt: Sequence[int], length: int, meta_every: int | None, *, beams: int
-) -> list[int]:
-    """The text that beam search finds; with one beam, greedy search."""
-    kept: list[tuple[float, list[int]]] = [(0.0, [])]
-    for _ in range(length):
-        extended = [
-            (score + gain, [*text, token])
-            for score, text in kept
-            for token, gain in enumerate(next_scores(oracle, prompt, text, meta_every).tolist())
-        ]
-        kept = sorted(extended, reverse=True)[:beams]
-    return kept[0][1]
 
 
 @pytest.mark.parametrize(("meta_every", "new_tokens"), [(None, 6), (1, 6), (4, 9), (10, 12)])
@@ -100,17 +48,17 @@ def test_cache_gives_the_tokens_of_recomputation(fields: Fields, meta_every: int
 @FAMILIES
 def test_greedy_search_is_the_slow_loop(fields: Fields, meta_every: int | None) -> None:
     model = shared_model(**fields)
-    oracle = DenseOracle(model)
+    score = score_of(DenseOracle(model))
     found = generate(model, EIGHT[:4], max_new_tokens=9, meta_every=meta_every)
-    assert found.tolist() == [slow_search(oracle, row, 9, meta_every, beams=1) for row in EIGHT[:4]]
+    assert found.tolist() == [beams_of(score, row, 9, meta_every, 1) for row in EIGHT[:4]]
 
 
 @pytest.mark.parametrize("meta_every", [None, 2])
 def test_beam_search_is_the_slow_loop(meta_every: int | None) -> None:
     model = shared_model()
-    oracle = DenseOracle(model)
+    score = score_of(DenseOracle(model))
     found = generate(model, EIGHT[:3], max_new_tokens=7, num_beams=3, meta_every=meta_every)
-    assert found.tolist() == [slow_search(oracle, row, 7, meta_every, beams=3) for row in EIGHT[:3]]
+    assert found.tolist() == [beams_of(score, row, 7, meta_every, 3) for row in EIGHT[:3]]
 
 
 @pytest.mark.parametrize("meta_every", [None, 2])
@@ -190,14 +138,10 @@ def test_a_cache_continues_a_conversation(
     assert list(cache.inserted) == [11 + text for text in range(first or 9, 5, first or 9)]  # the fifth id was not read
     ids = torch.cat([ids, torch.tensor(random_rows([3] * 8, seed=6))], dim=1)
     mask = torch.cat([mask, torch.ones(8, 8, dtype=torch.long)], dim=1)
-    # The same by hand: the meta-tokens inserted before are part of the prompt.
-    is_text = torch.ones(19 + len(cache.inserted), dtype=torch.bool)
-    is_text[[text + number for number, text in enumerate(cache.inserted)]] = False
-    whole, whole_mask = ids.new_full((8, len(is_text)), META), mask.new_ones((8, len(is_text)))
-    whole[:, is_text], whole_mask[:, is_text] = ids, mask
+    whole, whole_mask = by_hand(ids, mask, cache)
     options = {"max_new_tokens": 6, "meta_every": second, "pad_token_id": 0, **mode}
     torch.manual_seed(5)
-    expected = model.generate(whole, attention_mask=whole_mask, **options)[:, len(is_text) :]
+    expected = model.generate(whole, attention_mask=whole_mask, **options)[:, whole.shape[1] :]
     cached = cache.get_seq_length()
     counts, hook = count_tokens_read(model)
     torch.manual_seed(5)
@@ -205,7 +149,7 @@ def test_a_cache_continues_a_conversation(
     out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
     hook.remove()
     assert torch.equal(out[:, 19:], expected)
-    assert counts[0] == len(is_text) - cached  # cached tokens were not read again
+    assert counts[0] == whole.shape[1] - cached  # cached tokens were not read again
 
 
 def test_unread_tokens_may_be_given_alone_with_a_mask_of_all() -> None:

@@ -3,7 +3,6 @@
 import functools
 import shutil
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, GPT2LMHeadModel, Pr
 from metatokens import add_meta_attention, load_meta, save_meta, set_text_window
 from metatokens.errors import UserError
 from tests.checkpointing import checkpoint_activations
-from tests.model.test_text_window import PROMPTS, ROWS, SINKS, WINDOW, held, seen, slow_beams, slow_samples
+from tests.model import generating, text_window
+from tests.model.generating import beams_of, by_hand, samples_of
+from tests.model.text_window import PROMPTS, ROWS, SINKS, WINDOW, held, seen
 from tests.model.tiny_models import META, pad, random_rows, tiny_model
 from tests.retrofit.architectures import base, error, train_like
 
@@ -46,15 +47,7 @@ def dense(name: str, row: Sequence[int], dtype: torch.dtype = torch.float32) -> 
     return shared(name, None, dtype)(torch.tensor([row]), use_cache=False, **given).logits[0]
 
 
-@torch.no_grad()
-def in_steps(model: PreTrainedModel, ids: Tensor, mask: Tensor, cuts: Sequence[int], cache: Any = None) -> Any:
-    """The logits of all pieces, (batch, length, vocabulary), and the cache."""
-    pieces, before = [], mask.shape[1] - ids.shape[1]
-    for start, end in pairwise([0, *cuts, ids.shape[1]]):
-        given = {"attention_mask": mask[:, : before + end], "past_key_values": cache, "use_cache": True}
-        out = model(ids[:, start:end], **given)
-        cache, pieces = out.past_key_values, [*pieces, out.logits]
-    return torch.cat(pieces, dim=1), cache
+in_steps = torch.no_grad()(text_window.in_steps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -77,11 +70,8 @@ def test_a_pass_and_steps_are_the_masked_recomputation(name: str, dtype: torch.d
 
 
 def generate(model: PreTrainedModel, rows: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-    """The new ids for left-padded rows."""
-    ids, mask = pad(rows)
-    torch.manual_seed(8)
-    options = {"do_sample": False, "pad_token_id": 0, "suppress_tokens": [EOS]} | options
-    return model.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :].tolist()
+    """The new ids for left-padded rows, which do not end early."""
+    return generating.generate(model, rows, suppress_tokens=[EOS], **options).tolist()
 
 
 @pytest.mark.parametrize("meta_every", [None, 3])
@@ -93,9 +83,9 @@ def test_generation_is_the_masked_recomputation(name: str, meta_every: int | Non
         return scores
 
     model = shared(name)
-    greedy = [slow_beams(score, row, 8, meta_every, 1) for row in PROMPTS]
-    sampled = slow_samples(score, PROMPTS, 8, meta_every)
-    beams = [slow_beams(score, row, 4, meta_every, 3) for row in PROMPTS]
+    greedy = [beams_of(score, row, 8, meta_every, 1) for row in PROMPTS]
+    sampled = samples_of(score, PROMPTS, 8, meta_every)
+    beams = [beams_of(score, row, 4, meta_every, 3) for row in PROMPTS]
     for chunk in (None, 7):
         options = {"meta_every": meta_every, "prefill_chunk_size": chunk}
         cache = DynamicCache()
@@ -119,14 +109,10 @@ def test_a_chat_goes_on_with_the_same_cache(
     ids = model.generate(ids, attention_mask=mask, **first, **options)
     ids = torch.cat([ids, torch.tensor(random_rows([9] * 3, seed=6))], dim=1)
     mask = torch.cat([mask, torch.ones(3, 15, dtype=torch.long)], dim=1)
-    inserted = getattr(cache, "inserted", ())
-    is_text = torch.ones(ids.shape[1] + len(inserted), dtype=torch.bool)
-    is_text[[text + number for number, text in enumerate(inserted)]] = False
-    whole, whole_mask = ids.new_full((3, len(is_text)), META), mask.new_ones((3, len(is_text)))
-    whole[:, is_text], whole_mask[:, is_text] = ids, mask
+    whole, whole_mask = by_hand(ids, mask, cache)
     options |= {"max_new_tokens": 7} | mode
     torch.manual_seed(5)
-    wanted = model.generate(whole, attention_mask=whole_mask, use_cache=False, **options)[:, len(is_text) :]
+    wanted = model.generate(whole, attention_mask=whole_mask, use_cache=False, **options)[:, whole.shape[1] :]
     torch.manual_seed(5)
     cache.batch_repeat_interleave(mode.get("num_beams", 1))
     found = model.generate(ids, attention_mask=mask, past_key_values=cache, prefill_chunk_size=chunk, **options)
