@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache, PreTrainedModel, StaticCache
 
 from metatokens import set_text_window
 from metatokens.errors import UserError
@@ -86,11 +87,56 @@ def test_checkpointed_activations_and_eager_attention() -> None:
 
 
 @torch.no_grad()
-def test_a_compiled_model() -> None:
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_compiled_model(window: int | None) -> None:
     torch._dynamo.reset()
     model = retrofitted("llama")
+    set_text_window(model, window, 1)
     got = torch.compile(model, backend="eager")(**packed(), use_cache=False).logits[..., :META]
     assert error(got, apart(model)) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_exported", [False, True], ids=["compiled", "exported"])
+def test_a_graph_of_a_base_that_does_not_keep_them_apart_refuses_them(is_exported: bool) -> None:
+    torch._dynamo.reset()
+    model, batch = retrofitted("opt"), packed()
+    given: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False}
+    one = torch.arange(batch["input_ids"].shape[1])[None]
+    run: Any = torch.compile(model, backend="eager", fullgraph=True)
+    if is_exported:
+        run = torch.export.export(model, (), {**given, "position_ids": one}, strict=False).module()
+    got = run(**given, position_ids=one).logits[..., :META]
+    assert error(got, logits(model, batch["input_ids"], position_ids=one)) < 1e-5
+    with pytest.raises(RuntimeError, match="this base lets sequences that are packed into one row see one another"):
+        run(**given, position_ids=batch["position_ids"])
+
+
+@torch.no_grad()
+def test_four_axes_of_positions() -> None:
+    """Multimodal models take the positions of text first, and three axes of positions after it."""
+    model, batch = retrofitted("qwen3_vl:multimodal"), packed()
+    batch["position_ids"] = batch["position_ids"].expand(4, 1, -1)
+    assert error(model(**batch).logits[..., :META], apart(model)) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")  # torch's own, of flex attention
+def test_flex_attention() -> None:
+    model, other = retrofitted("llama"), retrofitted("opt")
+    expected = apart(model)
+    for one in (model, other):
+        one.set_attn_implementation("flex_attention")
+    with torch.compiler.set_stance("force_eager"):  # compiling flex attention would take minutes
+        assert error(model(**packed()).logits[..., :META], expected) < 1e-5
+        with pytest.raises(UserError, match="this base lets sequences that are packed into one row see one another"):
+            other(**packed())
+
+
+def test_blocks_with_a_state_need_more_than_positions() -> None:
+    model, batch = retrofitted("qwen3_next"), packed()
+    with pytest.raises(UserError, match="keep packed sequences apart by cu_seq_lens_q and seq_idx alone"):
+        model(batch["input_ids"], position_ids=batch["position_ids"])
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -115,5 +161,8 @@ def test_what_would_be_wrong_is_refused(tmp_path: Path) -> None:
     model, batch = AutoModelForCausalLM.from_pretrained(tmp_path), packed()
     with pytest.raises(UserError, match="sequences packed into one row cannot have a cache"):
         model(**batch, past_key_values=DynamicCache())
-    with pytest.raises(UserError, match="need position_ids that start again with each, not cu_seq_lens_q alone"):
-        model(batch["input_ids"], cu_seq_lens_q=batch["cu_seq_lens_q"])
+    with pytest.raises(UserError, match="sequences packed into one row cannot have a cache"):
+        model(**batch, past_key_values=StaticCache(model.config, max_cache_len=64))
+    for run in (model, torch.compile(model, backend="eager")):
+        with pytest.raises(UserError, match="need position_ids that start again with each, not cu_seq_lens_q alone"):
+            run(batch["input_ids"], cu_seq_lens_q=batch["cu_seq_lens_q"], use_cache=False)

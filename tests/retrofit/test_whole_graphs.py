@@ -2,13 +2,17 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
+from metatokens.errors import UserError
+from tests.model.tiny_models import tiny_model
 from tests.retrofit.architectures import LENGTH, META, error, logits, retrofitted, text, with_meta_tokens
 
 NAMES = (
@@ -70,6 +74,49 @@ def test_an_exported_pass(name: str) -> None:
         with torch.no_grad():
             got = exported(input_ids=ids, use_cache=False).logits[..., :META]
         assert error(got, logits(model, ids)) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("is_added", [False, True], ids=["bool", "added"])
+def test_a_mask_of_four_dimensions(is_added: bool, heads: int) -> None:
+    """Both forms take from it which positions any head sees; what it adds to logits is the base's."""
+    (backend, _), model, ids = counted(), retrofitted("llama"), with_meta_tokens()
+    drawn = torch.rand(2, heads, LENGTH, LENGTH, generator=torch.Generator().manual_seed(0))
+    causal = torch.ones(LENGTH, LENGTH).tril().bool()
+    mask = (causal & (drawn < 0.7)) | torch.eye(LENGTH).bool()
+    if is_added:
+        mask = (-3 * drawn).masked_fill(~mask, torch.finfo(torch.float32).min)
+    got = whole(model, backend)(ids, attention_mask=mask, use_cache=False).logits[..., :META]
+    assert error(got, logits(model, ids, attention_mask=mask)) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_added", [False, True], ids=["bool", "added"])
+def test_a_mask_of_four_dimensions_with_a_cache_of_a_fixed_size(is_added: bool) -> None:
+    model, ids = retrofitted("llama"), with_meta_tokens()
+    cache = StaticCache(model.config, max_cache_len=LENGTH + 4)
+    model(ids[:, :10], past_key_values=cache)
+    mask = torch.ones(LENGTH, LENGTH + 4).tril()[10:].bool()
+    mask[:, :10] = False  # the rest does not see the beginning
+    mask = mask.expand(2, 1, -1, -1)
+    if is_added:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    positions = torch.arange(10, LENGTH)[None]
+    got = model(ids[:, 10:], past_key_values=cache, attention_mask=mask, position_ids=positions).logits[..., :META]
+    assert error(got, logits(model, ids[:, 10:], position_ids=positions)) < TOLERANCE
+
+
+@pytest.mark.parametrize("make", [tiny_model, partial(retrofitted, "llama")])
+def test_an_exported_pass_with_a_cache_that_grows_is_refused(make: Callable[[], PreTrainedModel]) -> None:
+    with pytest.raises(UserError, match=r"a cache that grows holds meta-tokens alone.* give use_cache=False"):
+        torch.export.export(make(), (), {"input_ids": torch.tensor([[3, 4, 5, 6]])}, strict=False)
+
+
+def test_a_whole_graph_with_a_cache_that_grows_says_what_breaks_it() -> None:
+    backend, _ = counted()
+    with pytest.raises(Unsupported, match=r"a cache that grows holds meta-tokens alone.* give use_cache=False"):
+        whole(retrofitted("llama"), backend)(text())
 
 
 # OPT by itself does not compile so. In this small cohere2, with sliding windows alone, a cache does not show its size.

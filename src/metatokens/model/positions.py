@@ -47,7 +47,10 @@ def packed_sequences(
     numbers = None
     if attention_mask is None and position_ids is not None:
         begins = pad(position_ids.diff(dim=-1) <= 0, (1, 0))
-        may_be_packed = cache is None if torch.compiler.is_compiling() else bool(begins.any())
+        if torch.compiler.is_compiling():
+            may_be_packed = cache is None
+        else:  # a decoding step, of one token, is spared a device sync
+            may_be_packed = position_ids.shape[-1] > 1 and bool(begins.any())
         if may_be_packed:
             numbers = begins.cumsum(dim=-1)
     if numbers is not None and cache is not None:

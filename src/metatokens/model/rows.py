@@ -9,8 +9,15 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
+from metatokens.errors import UserError
 
-@torch.compiler.disable  # data-dependent shape
+BREAKS_GRAPH = (
+    "a cache that grows holds meta-tokens alone, whose number no graph can know: give use_cache=False, or a cache of a "
+    "fixed size."
+)
+
+
+@torch.compiler.disable(reason=BREAKS_GRAPH)  # data-dependent shape
 def positions_of(chosen: Tensor, *, least: int = 0, multiple: int = 1) -> Tensor:
     """The positions that a mask marks, ascending, followed by -1 in rows that have fewer than the most.
 
@@ -21,7 +28,12 @@ def positions_of(chosen: Tensor, *, least: int = 0, multiple: int = 1) -> Tensor
 
     Returns:
         (batch, most) int64.
+
+    Raises:
+        UserError: in an exported graph.
     """
+    if torch.compiler.is_exporting():
+        raise UserError(BREAKS_GRAPH)
     counts = chosen.sum(dim=1)
     most = max(int(counts.max()), least)
     most = -(-most // multiple) * multiple

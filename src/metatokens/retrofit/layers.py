@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import Cache, DynamicCache
 from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -23,7 +24,7 @@ from metatokens.model.cache import SecondStore, give, give_further_layers
 from metatokens.model.inputs import InputSpan
 from metatokens.model.paged import engine_of
 from metatokens.model.positions import Rotary, check_positions, packed_sequences, position_ids_from_mask, rotary_tables
-from metatokens.model.rows import AllRows, MetaRows, least_rows, positions_of, shown
+from metatokens.model.rows import BREAKS_GRAPH, AllRows, MetaRows, least_rows, positions_of, shown
 from metatokens.model.window import TextRule
 from metatokens.retrofit.settings import MetaSettings
 
@@ -74,6 +75,7 @@ class _Thread(_State, threading.local):
 
 
 _thread, _traced = _Thread(), _State()
+_JOINED = "this base lets sequences that are packed into one row see one another; give each its own row."
 
 
 def _state() -> _State:
@@ -143,6 +145,9 @@ class MetaBlock(nn.Module):
         """Call the block with the current pass."""
         if _thread.sequences is not None:
             _check_apart(_thread.sequences, (*args, *kwargs.values()))
+        elif torch.compiler.is_compiling() and _traced.sequences is not None:  # the graph checks it when it runs
+            torch._assert_async(~_are_joined(_traced.sequences, (*args, *kwargs.values())), _JOINED)
+            _traced.sequences = None
         # Not in `forward`, which activation checkpointing runs again, after the pass.
         return super().__call__(*args, meta_step=_state().step, **kwargs)
 
@@ -161,15 +166,27 @@ class MetaBlock(nn.Module):
 
 @torch.compiler.disable  # as `_begin`
 def _check_apart(sequences: Tensor, given: tuple) -> None:
-    """Refuse packed sequences that see one another by the mask that a block is given; some bases make such masks."""
-    _thread.sequences, size = None, (sequences.shape[1],) * 2
-    masks = [one for one in given if isinstance(one, Tensor) and one.ndim == 4 and one.shape[2:] == size]
-    begins = sequences.diff()[:, None] > 0
-    for mask in masks[:1]:
-        sees = mask.diagonal(-1, 2, 3)  # whether a token sees the one before it, (batch, heads or 1, length - 1)
-        if not bool((shown(sees) & begins.to(sees.device)).any()):
-            return
-    raise UserError("this base lets sequences that are packed into one row see one another; give each its own row.")
+    """Refuse packed sequences that see one another."""
+    _thread.sequences = None
+    if bool(_are_joined(sequences, given)):
+        raise UserError(_JOINED)
+
+
+def _are_joined(sequences: Tensor, given: tuple) -> Tensor:
+    """Whether packed sequences see one another by the mask that a block is given; some bases make such masks."""
+    begins, size = sequences.diff()[:, None] > 0, (sequences.shape[1],) * 2
+    for mask in given:
+        # Whether a token sees the one before it, (batch or 1, heads or 1, length - 1).
+        if isinstance(mask, BlockMask):
+            rows, places = (torch.arange(size, device=sequences.device) for size in begins.shape[::2])
+            zero = torch.zeros_like(rows[:1])
+            sees = mask.mask_mod(rows[:, None], zero, places + 1, places)[:, None]
+        elif isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2:] == size:
+            sees = _seen(mask).diagonal(-1, 2, 3)
+        else:
+            continue
+        return (sees & begins.to(sees.device)).any()
+    return begins.any()
 
 
 def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -219,7 +236,10 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     makes_cache = getattr(decoder.config, "use_cache", True) if use_cache is None else use_cache
     is_whole = is_traced and past is None and not makes_cache  # a cache that grows holds gathered meta-tokens
     is_dense = bool(engine) or is_whole or (past is not None and _has_room(decoder, past))
-    sequences = None if is_dense else _begin(decoder, is_meta, past, kwargs)
+    if not is_dense:
+        sequences = _begin(decoder, is_meta, past, kwargs)
+    else:
+        sequences = None if engine else _packed(is_meta, past, kwargs)
     if sequences is not None:  # next to a cache, even an empty one, transformers does not look for several sequences
         kwargs = kwargs | {"use_cache": False}
     rule = None
@@ -227,7 +247,9 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         rule, changed = _forgetting(decoder, is_meta, past, kwargs, sequences)
         kwargs = kwargs | changed
     if is_dense:
-        (_traced if is_traced else _thread).step = _all_rows(decoder, is_meta, past, rule, kwargs, engine)
+        (_traced if is_traced else _thread).step = _all_rows(decoder, is_meta, past, rule, sequences, kwargs, engine)
+        if is_traced:
+            _traced.sequences = sequences if _has_masks(decoder) else None
     return args, kwargs
 
 
@@ -253,7 +275,13 @@ def _has_room(decoder: Any, cache: Cache) -> bool:
 
 
 def _all_rows(
-    decoder: Any, is_meta: Tensor, past: Cache | None, rule: TextRule | None, given: Mapping[str, Any], engine: Any
+    decoder: Any,
+    is_meta: Tensor,
+    past: Cache | None,
+    rule: TextRule | None,
+    sequences: Tensor | None,
+    given: Mapping[str, Any],
+    engine: Any,
 ) -> Pass:
     """The pass in the dense form. It reads no value of a tensor, so that it can be part of a graph."""
     settings, length, positions = decoder.meta_settings, is_meta.shape[1], _row_positions(is_meta, given)
@@ -269,22 +297,50 @@ def _all_rows(
         mask = mask["full_attention"] if isinstance(mask, dict) else mask
     elif rule is not None:
         mask = rule.seen()[:, None]
+    elif mask is not None and mask.ndim == 4:
+        mask = _seen(mask)
     elif past is not None:
         mask = rows.mask(cached, past.layers[-1].max_cache_len)
-    elif mask is not None and mask.ndim == 2:
-        mask = None  # it hides padding, which is no meta-token
-    elif mask is None and (sequences := packed_sequences(None, positions, None, None)) is not None:
+    elif sequences is not None:
         mask = rows.mask(0, length) & (sequences[:, None, :, None] == sequences[:, None, None, :])
+    else:
+        mask = None  # one of two dimensions hides padding, which is no meta-token
     rotary = rotary_tables(slots if positions is None else positions, settings.head_size, settings.rope_theta)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(decoder.config._attn_implementation, None) if engine else None
     return Pass(rows, rotary, mask, attend, engine)
 
 
 def _row_positions(is_meta: Tensor, given: Mapping[str, Any]) -> Tensor | None:
-    """The positions that a pass was given, (batch or 1, length); None for the three axes of multimodal models."""
+    """The positions that a pass was given, (batch or 1, length); None for the three axes of multimodal models.
+
+    Some take four axes, of which the first is that of a row.
+    """
     positions = given.get("position_ids")
+    if isinstance(positions, Tensor) and positions.ndim == 3 and len(positions) == 4:
+        positions = positions[0]
     is_one_axis = isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == is_meta.shape[1]
     return positions if is_one_axis else None
+
+
+def _packed(is_meta: Tensor, past: Cache | None, given: Mapping[str, Any]) -> Tensor | None:
+    """The `packed_sequences` of a pass."""
+    positions = _row_positions(is_meta, given)
+    return packed_sequences(given.get("attention_mask"), positions, past, given.get("cu_seq_lens_q"))
+
+
+def _seen(mask: Tensor) -> Tensor:
+    """Which positions any head sees by a mask of four dimensions, (batch, 1, length, total) bool."""
+    return shown(mask).any(dim=1, keepdim=True)
+
+
+def _has_masks(decoder: Any) -> bool:
+    """Whether the first block is given a mask that shows packed sequences."""
+    return decoder.config._attn_implementation in ("sdpa", "eager", "flex_attention") and not _has_states(decoder)
+
+
+def _has_states(decoder: Any) -> bool:
+    """Whether blocks have a recurrent state."""
+    return "linear_attention" in (getattr(decoder.config, "layer_types", None) or ())
 
 
 @torch.compiler.disable
@@ -305,22 +361,28 @@ def _look_at_first_step(decoder: Any, is_meta: Tensor) -> None:
         )
 
 
-@torch.compiler.disable  # the number of meta-tokens is data-dependent, and thread-local state would be traced once
+# The number of meta-tokens is data-dependent, and thread-local state would be traced once.
+@torch.compiler.disable(reason=BREAKS_GRAPH)
 def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, Any]) -> Tensor | None:
     """Set this thread's pass, for the blocks; None if there are no meta-tokens. Return the `packed_sequences`."""
+    if torch.compiler.is_exporting():
+        raise UserError(BREAKS_GRAPH)
     mask, positions = given.get("attention_mask"), _row_positions(is_meta, given)
     _thread.step, least, length = None, least_rows(decoder), is_meta.shape[1]
     cached = 0 if past is None else int(past.get_seq_length())
     _check_positions(decoder.config, cached + length, mask, positions)
-    sequences = packed_sequences(mask, positions, past, given.get("cu_seq_lens_q"))
-    has_masks = decoder.config._attn_implementation in ("sdpa", "eager")
-    is_mixed = "linear_attention" in (getattr(decoder.config, "layer_types", None) or ())
-    _thread.sequences = sequences if has_masks and not is_mixed else None
+    sequences = _packed(is_meta, past, given)
+    if _has_states(decoder) and sequences is not None and not {"cu_seq_lens_q", "seq_idx"} <= given.keys():
+        raise UserError(
+            "this base has blocks with a state, which keep packed sequences apart by cu_seq_lens_q and seq_idx alone: "
+            "give these too, or each sequence its own row."
+        )
+    _thread.sequences = sequences if _has_masks(decoder) else None
     if not (least or bool(is_meta.any())):  # only text
         return sequences
     mask, seen = _full_mask(decoder, mask, past), None
     if mask is not None and mask.ndim == 4:
-        seen = shown(mask).any(dim=1, keepdim=True)
+        seen = _seen(mask)
     elif mask is not None:  # longer than what was read, with a cache of a fixed size
         is_meta = is_meta & mask[:, : cached + length][:, -length:].bool()
     settings = decoder.meta_settings
@@ -343,10 +405,11 @@ def _forgetting(
     padding, positions, use_cache = (given.get(name) for name in ("attention_mask", "position_ids", "use_cache"))
     if past is None and not decoder.training and (decoder.config.use_cache if use_cache is None else use_cache):
         past = DynamicCache(config=decoder.config)
-    own = InputSpan.of(is_meta, padding, past).position_ids() if positions is None or positions.ndim > 2 else positions
+    own = _row_positions(is_meta, given)
+    own = InputSpan.of(is_meta, padding, past).position_ids() if own is None else own
     rule = TextRule.of(decoder.meta_config, own, is_meta, padding, past, sequences)
     mask = rule.mask(decoder.config, decoder.dtype)
-    # Multimodal models have three axes of positions, which stay.
+    # Multimodal models have several axes of positions, which stay.
     positions = own if positions is None else positions
     return rule, {"attention_mask": mask, "position_ids": positions, "past_key_values": past}
 
