@@ -13,7 +13,7 @@ from metatokens.analysis.sharpness import entropy, log_odds, premise_holds, shar
 from metatokens.errors import UserError
 from metatokens.records import About, Measurement
 from tests.analysis.recording_oracle import KINDS, RecordingOracle, bare_example
-from tests.model.tiny_models import META, QUICK, tiny_model
+from tests.model.tiny_models import META, tiny_model
 
 rows_of_logits = st.lists(st.floats(-6, 6), min_size=2, max_size=7)
 
@@ -219,7 +219,6 @@ def test_a_prompt_without_a_meta_token_after_text_is_refused(ids: list[int]) -> 
         sharpness(tiny_model(), [bare_example(ids)], About(model="x"))
 
 
-@QUICK
 @given(st.lists(st.sampled_from([1, 2, META]), min_size=1, max_size=12))
 def test_any_prompt_that_ends_with_a_meta_token_can_be_measured(ids: list[int]) -> None:
     model = tiny_model(num_hidden_layers=1)

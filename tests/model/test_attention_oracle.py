@@ -14,7 +14,6 @@ from tests.model.tiny_models import (
     FAMILIES,
     META,
     OPTIONS,
-    QUICK,
     SECOND,
     VARIANTS,
     Fields,
@@ -46,7 +45,6 @@ def assert_same_gradients(model: torch.nn.Module, oracle: DenseOracle, tolerance
 
 
 @pytest.mark.parametrize("position_embedding", ["none", "rope"])
-@QUICK
 @given(rows=ragged_rows, side=st.sampled_from(["left", "right"]), seed=st.integers(0, 99))
 @example(rows=[[False] * 5, [False] * 3], side="left", seed=0)  # no meta-token at all
 @example(rows=[[True] * 6, [True] * 6], side="right", seed=0)  # nothing but meta-tokens

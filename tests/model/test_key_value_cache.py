@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
-from tests.model.tiny_models import META, QUICK, SECOND, VARIANTS, Fields, pad, random_rows, shared_model
+from tests.model.tiny_models import META, SECOND, VARIANTS, Fields, pad, random_rows, shared_model
 
 ROWS = [*random_rows((13, 9, 6)), random_rows((11,), seed=3, meta_rate=0.0)[0]]
 TOLERANCE = 1e-11
@@ -42,7 +42,6 @@ def assert_continues(model: MetaGPT2ForCausalLM, ids: Tensor, mask: Tensor, cach
 
 
 @VARIANTS
-@QUICK
 @given(cuts=st.sets(st.integers(1, 12)))
 def test_steps_of_any_size_give_the_logits_of_one_pass(fields: Fields, cuts: set[int]) -> None:
     model = shared_model(**fields)
@@ -82,7 +81,6 @@ def test_second_store_of_the_controls() -> None:
 
 
 @SECOND
-@QUICK
 @given(removed=st.integers(0, 13))
 def test_crop_forgets_the_end(second_attention: str, removed: int) -> None:
     model = shared_model(second_attention=second_attention)

@@ -17,7 +17,6 @@ from tests.model.test_attention_oracle import TOLERANCE, assert_close, assert_sa
 from tests.model.text_window import ROWS, SMALL, expected, in_steps, seen
 from tests.model.tiny_models import (
     META,
-    QUICK,
     SECOND,
     SECOND_ATTENTIONS,
     VARIANTS,
@@ -104,7 +103,7 @@ def expected_once(model: MetaGPT2ForCausalLM) -> Tensor:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @VARIANTS
-@settings(QUICK, max_examples=8)
+@settings(max_examples=8)
 @given(cuts=st.sets(st.integers(1, 43)))
 def test_steps_of_any_size_give_the_masked_formula(fields: Fields, side: str, cuts: set[int]) -> None:
     model = shared_model(**fields | SMALL)

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor
 
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM
 
 META = 63  # the meta-token of every tiny model; the ids below are text
-QUICK = settings(deadline=None, max_examples=25)
 Fields = dict[str, Any]  # of a configuration
 SECOND_ATTENTIONS = ("meta", "causal", "none")
 SECOND = pytest.mark.parametrize("second_attention", SECOND_ATTENTIONS)
