@@ -36,6 +36,14 @@ SMALL: Fields = {"position_embedding": "rope"}
 AT_128: Fields = {**SMALL, "train_length": 128, "length": 128}
 TWICE: Fields = {"task": "list_recall", "train_length": 512, "length": 1024}
 FOUND = (512, 2048, 8192)  # tokens of the texts that facts are looked for in
+FORGETTING = {
+    "the base, everything in sight": ("full-1-1-untrained", "full"),
+    "a window, untrained": ("window-1-8-untrained", "window"),
+    "a window": ("window-1-8", "window"),
+    "landmarks every 16 tokens": ("tokens-1-8", "tokens"),
+    "landmarks behind sentences": ("tokens-1-8-sentence", "tokens"),
+    "the same, with meta-attention": ("meta-1-8-sentence", "meta"),
+}
 FAR: Fields = {"train_length": 128, "length": 2048, "condition": "long_prompt"}
 
 
@@ -165,28 +173,19 @@ def long_texts() -> str:
 
 def forgetting() -> str:
     """SmolLM2-135M that forgets text, by what it keeps: prose less the trained window, and facts found."""
-    arms = {
-        "the base, everything in sight": "full-1-1-untrained",
-        "a window, untrained": "window-1-8-untrained",
-        "a window": "window-1-8",
-        "landmarks every 16 tokens": "tokens-1-8",
-        "landmarks behind sentences": "tokens-1-8-sentence",
-        "the same, with meta-attention": "meta-1-8-sentence",
-    }
     lines = pd.read_json(ROOT / "results/forget/results.jsonl.gz", lines=True)
-    of = {arm: lines[lines.recipe == f"forget/{arm}"] for arm in arms.values()}
-    prose = {arm: np.log(one[one.metric == "perplexity"].set_index("text").value) for arm, one in of.items()}
+    losses = np.log(lines[lines.metric == "perplexity"].set_index(["recipe", "model", "text"]).value)
+    facts = lines[lines.task == "facts"].set_index(["recipe", "model", "length"])
+    kept = lines[lines.length == 512].groupby(["recipe", "model"]).kv_kept.mean()
     rows = []
-    for label, arm in arms.items():
-        less = prose[arm] - prose["window-1-8"]
-        found = of[arm][of[arm].task == "facts"].set_index("length")
+    for label, (recipe, model) in FORGETTING.items():
+        less = (losses[f"forget/{recipe}", model] - losses["forget/window-1-8", "window"]).dropna()
         half = 1.96 * less.std() / len(less) ** 0.5
         loss = f"{less.mean():+.3f} \u00b1 {half:.3f}".replace("-", "\u2212") if half else "0"
-        cells = (
-            f"{100 * found.value[one]:.1f} ({100 * found.low[one]:.0f} to {100 * found.high[one]:.0f})" for one in FOUND
-        )
-        rows.append((label, f"{100 * of[arm].kv_kept[of[arm].length == 512].mean():.1f} %", loss, *cells))
-    heads = ("", "KV kept of 512", "prose, nats", *(f"facts at {number(one)} tokens, %" for one in FOUND))
+        found = (100 * facts.loc[(f"forget/{recipe}", model, length), ["value", "low", "high"]] for length in FOUND)
+        cells = (f"{one.value:.1f} ({one.low:.0f} to {one.high:.0f})" for one in found)
+        rows.append((label, f"{100 * kept[f'forget/{recipe}', model]:.1f} %", loss, *cells))
+    heads = ("", "KV kept of 512", "prose, nats", *(f"facts at {number(length)} tokens, %" for length in FOUND))
     return Table("", heads, rows).markdown()
 
 

@@ -54,7 +54,8 @@ def following(model: Any, cache: DynamicCache, ids: list[int], before: int) -> t
 def measured(model: Any, name: str, share: int, texts: dict[str, Any], excerpts: int) -> list[Result]:
     """Perplexity of each excerpt's second half, and the share of facts that are found, as `run.py` has them."""
     about, lines = {"model": name, "recipe": f"forget/press-1-{share}", "seed": 0, "kv_kept": 1 / share}, []
-    for text, number, ids in ((text, i, one[i]) for text, one in texts["prose"].items() for i in range(excerpts)):
+    numbered = enumerate((text, i, ids) for text, one in texts["prose"].items() for i, ids in enumerate(one))
+    for number, (text, _, ids) in (found for found in numbered if found[1][1] < excerpts):
         length, loss = len(ids), []
         for start in range(length // 2, length, STEP):
             cache = pressed(model, PRESSES[name], ids[: start - 1], length // share - STEP // 2)

@@ -77,7 +77,7 @@ class Arm:
 
 def plan(steps: int) -> Iterator[Arm]:
     """All arms, the most important first."""
-    yield from (Arm("full", 1, 0), Arm("window", 8, 0))
+    yield from (Arm("full", 1, 0), *(Arm("window", share, 0) for share in (8, 4, 16)))
     for seed in (0, 1):
         yield from (Arm(name, 8, steps, seed, rule="sentence") for name in ("tokens", "meta"))
         yield from (Arm(name, 8, steps, seed) for name in ("window", "tokens", "meta", "separators"))
