@@ -46,6 +46,9 @@ FORGETTING = {
 }
 FAR: Fields = {"train_length": 128, "length": 2048, "condition": "long_prompt"}
 
+GREYED = ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "text.color")
+STYLE = dict.fromkeys(GREYED, "#7d8590") | {"font.size": 11, "svg.fonttype": "none", "svg.hashsalt": "0"}
+
 
 @cache
 def run(folder: str = "results/small") -> Inputs:
@@ -171,20 +174,27 @@ def long_texts() -> str:
     return grid("prompt tokens", rows, lengths(128, 256, 512, 1024, 2048), "results/long_texts")
 
 
+@cache
+def forget() -> tuple[pd.DataFrame, pd.DataFrame]:
+    """SmolLM2-135M that forgets text: the lines on prose, with what each loses to the trained window, and on facts."""
+    lines = pd.read_json(ROOT / "results/forget/results.jsonl.gz", lines=True)
+    prose = lines[lines.metric == "perplexity"].assign(loss=lambda those: np.log(those.value))
+    window = prose[prose.recipe == "forget/window-1-8"].set_index("text").loss
+    return prose.assign(lost=prose.loss - prose.text.map(window)), lines[lines.task == "facts"]
+
+
 def forgetting() -> str:
     """SmolLM2-135M that forgets text, by what it keeps: prose less the trained window, and facts found."""
-    lines = pd.read_json(ROOT / "results/forget/results.jsonl.gz", lines=True)
-    losses = np.log(lines[lines.metric == "perplexity"].set_index(["recipe", "model", "text"]).value)
-    facts = lines[lines.task == "facts"].set_index(["recipe", "model", "length"])
-    kept = lines[lines.length == 512].groupby(["recipe", "model"]).kv_kept.mean()
+    prose, facts = (one.groupby(["recipe", "model"]) for one in forget())
     rows = []
     for label, (recipe, model) in FORGETTING.items():
-        less = (losses[f"forget/{recipe}", model] - losses["forget/window-1-8", "window"]).dropna()
-        half = 1.96 * less.std() / len(less) ** 0.5
-        loss = f"{less.mean():+.3f} \u00b1 {half:.3f}".replace("-", "\u2212") if half else "0"
-        found = (100 * facts.loc[(f"forget/{recipe}", model, length), ["value", "low", "high"]] for length in FOUND)
-        cells = (f"{one.value:.1f} ({one.low:.0f} to {one.high:.0f})" for one in found)
-        rows.append((label, f"{100 * kept[f'forget/{recipe}', model]:.1f} %", loss, *cells))
+        which = f"forget/{recipe}", model
+        lost, found = prose.get_group(which).lost, facts.get_group(which).set_index("length")
+        half = 1.96 * lost.std() / len(lost) ** 0.5
+        loss = f"{lost.mean():+.3f} \u00b1 {half:.3f}".replace("-", "\u2212") if half else "0"
+        ends = (100 * found.loc[length, ["value", "low", "high"]] for length in FOUND)
+        cells = (f"{one.value:.1f} ({one.low:.0f} to {one.high:.0f})" for one in ends)
+        rows.append((label, f"{100 * prose.get_group(which).kv_kept.mean():.1f} %", loss, *cells))
     heads = ("", "KV kept of 512", "prose, nats", *(f"facts at {number(length)} tokens, %" for length in FOUND))
     return Table("", heads, rows).markdown()
 
@@ -263,10 +273,8 @@ def filled(text: str) -> str:
 def draw(path: Path) -> None:
     """Draw accuracy by prompt length on three tasks: the mean of each model's runs, and its interval."""
     looks = {"gpt2": ("#7d8590", "s", ":"), "twin": ("#2a86c7", "D", "--"), "meta": ("#d9640f", "o", "-")}
-    greyed = ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "text.color")
-    style = dict.fromkeys(greyed, "#7d8590") | {"font.size": 11, "svg.fonttype": "none", "svg.hashsalt": "0"}
     shown = (128, 256, 512, 1024, 2048)
-    with mpl.rc_context(style):
+    with mpl.rc_context(STYLE):
         figure, axes = plt.subplots(1, 3, figsize=(10, 3), sharey=True, layout="constrained")
         for axis, task in zip(axes, ("list_recall", "parity", "copying"), strict=True):
             for model, (colour, marker, line) in looks.items():
@@ -289,7 +297,32 @@ def draw(path: Path) -> None:
         plt.close(figure)
 
 
+def draw_forgetting(path: Path) -> None:
+    """Draw what prose loses by the share of keys and values that is kept, in SmolLM2-135M."""
+    looks = {
+        "a window, untrained": (r"(full|window).*-untrained", "#7d8590", "s-"),
+        "presses of kvpress, untrained": (r"press-.*", "#2a86c7", "D"),
+        "a window, trained": (r"window-1-\d+", "#3f8f5a", "v"),
+        "landmarks, trained": (r"(tokens|meta)-.*", "#d9640f", "o"),
+    }
+    prose, _ = forget()
+    with mpl.rc_context(STYLE):
+        figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
+        for label, (pattern, colour, line) in looks.items():
+            chosen = prose[prose.recipe.str.fullmatch(f"forget/{pattern}")]
+            shown = chosen.groupby(["recipe", "model"])[["kv_kept", "lost"]].mean().sort_values("kv_kept")
+            axis.plot(100 * shown.kv_kept, shown.lost, line, color=colour, label=label)
+        axis.set(xlabel="keys and values kept, %", ylabel="loss of prose less the\ntrained window's, nats")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([6.25, 12.5, 25, 50, 100], ["6.25", "12.5", "25", "50", "100"])
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, labelcolor="#7d8590")
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+        plt.close(figure)
+
+
 if __name__ == "__main__":
     for document in DOCUMENTS:
         document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")
     draw(ROOT / "docs/images/accuracy.svg")
+    draw_forgetting(ROOT / "docs/images/forgetting.svg")

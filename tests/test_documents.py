@@ -224,9 +224,12 @@ def test_figures_are_those_of_the_result_lines(figures: SimpleNamespace) -> None
     assert {name for text in shown.values() for _, name, _ in figures.BLOCK.findall(text)} == set(figures.FIGURES)
 
 
-def test_the_picture_is_of_the_result_lines(figures: SimpleNamespace, tmp_path: Path) -> None:
-    figures.draw(tmp_path / "accuracy.svg")
-    assert (tmp_path / "accuracy.svg").read_bytes() == (ROOT / "docs/images/accuracy.svg").read_bytes()
+@pytest.mark.parametrize(("picture", "drawing"), [("accuracy", "draw"), ("forgetting", "draw_forgetting")])
+def test_the_picture_is_of_the_result_lines(
+    figures: SimpleNamespace, tmp_path: Path, picture: str, drawing: str
+) -> None:
+    getattr(figures, drawing)(tmp_path / f"{picture}.svg")
+    assert (tmp_path / f"{picture}.svg").read_bytes() == (ROOT / f"docs/images/{picture}.svg").read_bytes()
 
 
 def test_a_figure_by_hand() -> None:
