@@ -39,6 +39,10 @@ FOUND = (512, 2048, 8192)  # tokens of the texts that facts are looked for in
 FORGETTING = {
     "the base, everything in sight": ("full-1-1-untrained", "full"),
     "a window, untrained": ("window-1-8-untrained", "window"),
+    "StreamingLLM, untrained": ("press-1-8", "streaming"),
+    "Knorm, untrained": ("press-1-8", "knorm"),
+    "SnapKV, untrained": ("press-1-8", "snapkv"),
+    "expected attention, untrained": ("press-1-8", "expected"),
     "a window": ("window-1-8", "window"),
     "landmarks every 16 tokens": ("tokens-1-8", "tokens"),
     "landmarks behind sentences": ("tokens-1-8-sentence", "tokens"),
@@ -199,6 +203,26 @@ def forgetting() -> str:
     return Table("", heads, rows).markdown()
 
 
+def forgetting_cost() -> str:
+    """The cache of SmolLM2-135M that forgets, and its tokens a second as multiples of those of the full cache."""
+    lines = pd.read_json(ROOT / "results/forget/speed.jsonl", lines=True).set_index(["length", "model"])
+    labels = {
+        "window": "a window of 60",
+        "tokens": "landmarks every 16 tokens, a window of 29",
+        "meta": "the same, with meta-attention",
+    }
+    rows = []
+    for model, label in labels.items():
+        cells = []
+        for length in lines.index.unique("length"):
+            full, one = lines.loc[length, "full"], lines.loc[length, model]
+            cells.append(f"{one.cache_bytes / 1e6:.1f} of {full.cache_bytes / 1e6:.0f} MB")
+            cells += (f"{one[what][1] / full[what][1]:.2f}" for what in ("read_per_s", "new_per_s"))
+        rows.append((label, *cells))
+    heads = (f"{number(length)}: {what}" for length in (2048, 8192) for what in ("cache", "read", "written"))
+    return Table("", ("", *heads), rows).markdown()
+
+
 def perplexity(folder: str = "results/small") -> str:
     """Perplexity on held-out text, by model."""
     where = {"metric": "perplexity", "position_embedding": "rope"}
@@ -253,7 +277,7 @@ FIGURES = {
     function.__name__: function
     for function in (
         summary, differences, answers, cost, tasks, sooner, markers, no_pos, long_prompts,
-        added, long_texts, forgetting, perplexity, speed, demo_tasks, demo_recall,
+        added, long_texts, forgetting, forgetting_cost, perplexity, speed, demo_tasks, demo_recall,
     )
 }  # fmt: skip
 FIGURES |= {

@@ -3,7 +3,7 @@
     python -m results.forget.speed --out runs/forget --text emma.txt.gz --lengths 2048,8192 > runs/forget/speed.jsonl
 
 It takes the retrofitted bases, whose weights are untrained, which does not change the speed. A line has the bytes that
-a cache holds after a text, and how fast the text is read and continued: quartiles and median of the rounds.
+a cache holds at the end, and how fast the text is read and continued: quartiles and median of the rounds.
 """
 
 import argparse
@@ -61,9 +61,12 @@ def main() -> None:
                 times = [now()]
                 cache = read(model, ids[:-1])
                 times.append(now())
-                sizes[name] = sum(one.nbytes for layer in cache.layers for one in (layer.keys, layer.values))
                 whole = torch.tensor([ids], device=given.device)
                 model.generate(whole, past_key_values=cache, pad_token_id=tokenizer.eos_token_id, **how)
+                stores = (
+                    (layer.keys, layer.values, *(getattr(layer, "second", None) or ())[:2]) for layer in cache.layers
+                )
+                sizes[name] = sum(one.nbytes for store in stores for one in store)
             seconds[name].append((times[1] - times[0], now() - times[1]))
         for name, pairs in seconds.items():
             reading, making = (np.quantile(one, (0.75, 0.5, 0.25)) for one in zip(*pairs[1:], strict=True))
