@@ -211,15 +211,15 @@ def forgetting_cost() -> str:
         "tokens": "landmarks every 16 tokens, a window of 29",
         "meta": "the same, with meta-attention",
     }
-    rows = []
+    rows, lengths_read = [], lines.index.unique("length")
     for model, label in labels.items():
         cells = []
-        for length in lines.index.unique("length"):
+        for length in lengths_read:
             full, one = lines.loc[length, "full"], lines.loc[length, model]
             cells.append(f"{one.cache_bytes / 1e6:.1f} of {full.cache_bytes / 1e6:.0f} MB")
             cells += (f"{one[what][1] / full[what][1]:.2f}" for what in ("read_per_s", "new_per_s"))
         rows.append((label, *cells))
-    heads = (f"{number(length)}: {what}" for length in (2048, 8192) for what in ("cache", "read", "written"))
+    heads = (f"{number(length)}: {what}" for length in lengths_read for what in ("cache", "read", "written"))
     return Table("", ("", *heads), rows).markdown()
 
 

@@ -54,15 +54,18 @@ def following(model: Any, cache: DynamicCache, ids: list[int], before: int) -> t
 def measured(model: Any, name: str, share: int, texts: dict[str, Any], excerpts: int) -> list[Result]:
     """Perplexity of each excerpt's second half, and the share of facts that are found, as `run.py` has them."""
     about, lines = {"model": name, "recipe": f"forget/press-1-{share}", "seed": 0, "kv_kept": 1 / share}, []
-    numbered = enumerate((text, i, ids) for text, one in texts["prose"].items() for i, ids in enumerate(one))
-    for number, (text, _, ids) in (found for found in numbered if found[1][1] < excerpts):
+    files = enumerate(texts["prose"].items())
+    named = (
+        (f"{text} {file * len(one) + i}", ids) for file, (text, one) in files for i, ids in enumerate(one[:excerpts])
+    )
+    for text, ids in named:
         length, loss = len(ids), []
         for start in range(length // 2, length, STEP):
             cache = pressed(model, PRESSES[name], ids[: start - 1], length // share - STEP // 2)
             logits = following(model, cache, ids[start - 1 : start + STEP - 1], start - 1).log_softmax(dim=-1)
             loss += (-logits[range(STEP), ids[start : start + STEP]]).tolist()
         value = float(np.exp(np.mean(loss)))
-        own = {"metric": "perplexity", "text": f"{text} {number}", "n": len(loss), "value": value}
+        own = {"metric": "perplexity", "text": text, "n": len(loss), "value": value}
         lines.append(Result(**about, **own, length=length))
     for length, asked in texts["asked"].items():
         hits = []

@@ -276,7 +276,7 @@ def main() -> None:
     parser.add_argument("--beyond", type=int, default=160, help="least tokens from a fact to the questions")
     parser.add_argument("--excerpts", type=int, default=24, help="of each held-out file")
     parser.add_argument("--prompts", type=int, default=48, help="of each task")
-    parser.add_argument("--facts", default="512:96,1024:48,2048:48,4096:24,8192:24", help="questions by length")
+    parser.add_argument("--facts", default="512:192,1024:48,2048:48,4096:24,8192:24", help="questions by length")
     given = parser.parse_args()
     given.facts = {int(length): int(count) for length, count in (one.split(":") for one in given.facts.split(","))}
     tokenizer, config = load_tokenizer(str(given.out / "base-tokens")), load_model(given.out / "base-tokens").config

@@ -313,7 +313,7 @@ def _all_rows(
 def _row_positions(is_meta: Tensor, given: Mapping[str, Any]) -> Tensor | None:
     """The positions that a pass was given, (batch or 1, length); None for the three axes of multimodal models.
 
-    Some take four axes, of which the first is that of a row.
+    A model with four axes has the positions of a row in the first.
     """
     positions = given.get("position_ids")
     if isinstance(positions, Tensor) and positions.ndim == 3 and len(positions) == 4:
