@@ -177,6 +177,29 @@ _IN_SIGHT = (
     *_through_landmarks("facts_4-in-sight", "facts_4", _MODELS[1:], _SEEDS[:4], "task.question_sees=null", **_FACTS),
 )
 
+
+def _with_other_recipes() -> Iterator[TrainedModel]:
+    """Models at half and at twice the rates of their recipes, and with three times the steps of list recall."""
+    longer = ("task.stages=[{lists: [2, 3], items: [3, 6], max_steps: 900}]", "task.train_steps=[1500, 300]")
+    changes: dict[str, Any] = {
+        "half-rate": {"rate": 0.5},
+        "twice-rate": {"rate": 2.0},
+        "longer": {"finetune_overrides": longer, "tasks": ("list_recall",)},
+    }
+    for (variant, changed), (order, seed), model in product(changes.items(), enumerate(_SEEDS[:4]), _MODELS):
+        if variant == "longer" or seed in _SEEDS[:2]:
+            yield TrainedModel(
+                model=model,
+                variant=variant,
+                tables=("recipes",),
+                pretrained_as=TrainedModel(model=model, seed=seed).name,
+                tests={"paper": {length: _COUNTS[length] for length in (128, 256, 512)}},
+                seed=seed,
+                priority=200 + order + (50 if model == "pause" else 0),
+                **changed,
+            )
+
+
 SMALL = replace(
     _SMALLEST,
     test_counts=_COUNTS,
@@ -197,6 +220,7 @@ SMALL = replace(
         ),
         *(one for facts in _BEHIND for one in _through_landmarks(facts, facts, _MODELS, _SEEDS[:8], **_FACTS)),
         *_IN_SIGHT,
+        *_with_other_recipes(),
         *_through_landmarks("alone", "paper", _MODELS[1:], _SEEDS[:3], *_SHORT),
         *_through_landmarks(
             "alone-landmark", "landmark", _MODELS[1:], _SEEDS[:3], *_SHORT, tasks=("list_recall", "parity")

@@ -55,6 +55,7 @@ class TrainedModel:
     pretrain_overrides: tuple[str, ...] = ()
     finetune_recipe: str | None = None  # of its tasks, in place of the preset's
     finetune_overrides: tuple[str, ...] = ()
+    rate: float = 1.0  # times the learning rates of its tasks' recipes
     pretrained_as: str | None = None  # the name of a model whose pretrained weights it starts from
     published: str | None = None  # a published model that it starts from, a folder or `hf:NAME`
     extension: float | None = None  # the factor by which YaRN lengthens the context before fine-tuning
@@ -224,7 +225,11 @@ def extend_recipe(sizes: Preset, model: TrainedModel, pretrained: PretrainRecipe
 def finetune_recipe(sizes: Preset, model: TrainedModel, task: str) -> FinetuneRecipe:
     """A model's fine-tuning recipe for a task."""
     overrides = [*sizes.finetune_overrides, *model.finetune_overrides, f"training.seed={model.seed}"]
-    return load_recipe(FinetuneRecipe, model.finetune_recipe or sizes.finetune_recipes[task], overrides)
+    recipe = load_recipe(FinetuneRecipe, model.finetune_recipe or sizes.finetune_recipes[task], overrides)
+    training = recipe.training
+    rates = {"learning_rate": training.learning_rate, "muon_learning_rate": training.muon_learning_rate}
+    scaled = training.model_copy(update={key: model.rate * rate for key, rate in rates.items()})
+    return recipe.model_copy(update={"training": scaled})
 
 
 def lengths_tested(sizes: Preset, model: TrainedModel, task: str) -> tuple[int, ...]:

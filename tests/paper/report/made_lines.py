@@ -158,6 +158,9 @@ def grid(folder: Path) -> list[Path]:
         about = {"condition": "landmark", "train_condition": "landmark", "recipe": "small/landmark"}
         results.append(accuracy(0.3, length=length, train_length=128, **about))
         results.append(accuracy(0.9, length=length, train_length=1024, recipe="small/yarn4"))
+    for kind, seed in product(("half-rate", "longer"), range(2)):
+        about = {"length": 128, "train_length": 128, "recipe": f"small/{kind}", "seed": seed}
+        results.append(accuracy(0.6 + seed / 10, **about))
     for draw, scale in product(range(2), ("0.1", "1")):
         results.append(accuracy(0.7, 100, length=128, intervention=f"noise:{scale}", noise_seed=draw))
     results += [accuracy(0.2, condition=condition, model=one) for condition in ("landmark", "decoy") for one in MODELS]

@@ -157,7 +157,7 @@ def test_a_section_without_data_is_left_out(tmp_path: Path, report: Path) -> Non
     whole = re.findall("^## (.*)", (report / "report.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert whole == [
         "Which model learned which task", "Claims", "Accuracy by length", "Other prompts", "Trained among landmarks",
-        "How soon", "Loss",
+        "Other recipes", "How soon", "Loss",
         "Longer windows with YaRN", "Without position, without embedding, with noise", "Sharper attention",
         "Cached context", "Rate and distortion", "Inference cost", "Perplexity", "Examples", "What was run",
     ]  # fmt: skip

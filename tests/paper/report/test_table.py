@@ -173,6 +173,21 @@ def test_no_table_of_a_grid_is_without_figures(inputs: Inputs, tmp_path: Path) -
     assert meta[1][0] != "\u2013"
 
 
+def test_other_recipes_are_shown_next_to_the_recipe_taken(read: Read) -> None:
+    about = {"train_length": 128, "length": 128}
+    lines = runs("meta", 0.9, 0.8, **about) + runs("gpt2", 0.5, 0.7, **about)
+    lines += runs("meta", 0.6, 0.4, **about, recipe="small/twice-rate")
+    lines += runs("gpt2", 0.3, **about, recipe="small/longer", task="copying")
+    tables = Tables(read(lines + runs("gpt2", 0.2, **about, task="copying")))
+    assert tables.other_recipes("parity").header[:3] == ("model", "as above", "twice the rate")
+    assert tables.other_recipes("parity").rows == [
+        ("gpt2", slow([0.5, 0.7]), "\u2013", "50.0"),
+        ("meta", slow([0.9, 0.8]), slow([0.6, 0.4]), "50.0"),
+    ]
+    assert [table.title for table in tables.each("other_recipes")] == ["Parity", "Copying"]
+    assert not Tables(read(runs("meta", 0.9, **about))).other_recipes("parity").rows
+
+
 def test_what_landmarks_hold_is_shown_with_what_is_kept_of_the_cache(read: Read) -> None:
     def facts(number: int, variant: str = "", **fields: Any) -> Line:
         name = f"facts_{number}"

@@ -31,6 +31,7 @@ WINDOWS = {"yarn4": 4096, "yarn8": 8192}  # the paper's, in tokens
 DISTANCES = (1, 2, 3, 4, 8, 16, 32)  # tokens before a meta-token
 MODULES = {"attention": "attention", "second_attention": "second attention"}
 ALONE = "landmarks_alone"  # an intervention
+RECIPES = {"half-rate": "half the rate", "twice-rate": "twice the rate", "longer": "three times the steps"}
 FACTS = {"facts_1": "one fact", "facts_2": "two facts", "facts_4": "four facts", "facts_8": "eight facts"}
 KEYS = ("earlier_meta", "before_meta", "after_meta", "itself", "near", "first", "other")
 PLACES = {"last meta-token": ("meta", ""), "no position": ("meta", "no_pos"), "text before it": ("text", "")}
@@ -107,6 +108,12 @@ class Tables:
         trained = self._any("train_condition") if variant else about["train_condition"]
         where = {"task": task, "variant": variant, "train_condition": trained, "condition": conditions}
         return self._by(where, f"{name(task)}, {variant or 'other prompts'}", ["condition", "length"], form)
+
+    def other_recipes(self, task: str) -> Table:
+        """Each model with other learning rates, and with more steps, at the train length."""
+        rows = {label: _without(row, "variant") for label, row in models(self.inputs, **self.tasks[task]).items()}
+        columns = {what: {"variant": kind} for kind, what in RECIPES.items() if (kind, task) in self.variants}
+        return self._table(name(task), "model", rows if columns else {}, {"as above": {"variant": ""}, **columns})
 
     def _by(self, about: Fields, title: str, keys: list[str], form: Form, **options: Any) -> Table:
         """A row for each model with these fields, a column for each combination of keys that was measured."""
