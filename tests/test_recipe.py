@@ -15,7 +15,7 @@ from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
 
 PRETRAINING = ("demo", "small_extend", "paper", "paper_extend")
 FINETUNING = ("demo_finetune", "paper_finetune", "pretrained_finetune", "small_copying")
-FINETUNING += ("small_facts", "small_list_recall", "small_parity", "small_segment_counting")
+FINETUNING += ("small_facts", "small_landmarks", "small_list_recall", "small_parity", "small_segment_counting")
 PACKAGED = dict.fromkeys(PRETRAINING, PretrainRecipe) | dict.fromkeys(FINETUNING, FinetuneRecipe)
 
 

@@ -3,6 +3,7 @@
 import copy
 import gzip
 import json
+import re
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -15,8 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from metatokens import add_meta_attention
 from metatokens.checkpoint import load_model, save_model
 from metatokens.data.tokenizer import load_tokenizer
+from metatokens.evaluation.accuracy import TEST_SEED
 from metatokens.records import Result
 from metatokens.retrofit import layers
+from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import task_texts
 from results.forget import run, speed, texts
 
@@ -99,6 +102,14 @@ def test_the_whole_path(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     run.main()
     written = (out / "results.jsonl.gz").read_bytes()
     lines = [Result.model_validate_json(one) for one in gzip.decompress(written).splitlines()]
+    rules = {(one.task, one.model): one for one in lines if one.metric == "shortcut"}
+    lines = [one for one in lines if one.metric != "shortcut"]
+    assert {task for task, _ in rules} == {*TASKS}
+    data = texts.Texts(load_tokenizer(str(base / "base-tokens")), [novel]).task("parity", TEST_SEED)
+    example = data.test(0, texts.TASK_LENGTH)
+    asked = re.findall(r"[01]", example.prompt[: example.markers[0]])
+    is_right = str(sum(map(int, asked)) % 2) == example.completion.strip()
+    assert rules["parity", "the XOR of the bits before the first marker"].value == is_right
     assert {(one.model, one.metric) for one in lines} == {
         (arm.name, metric) for arm in few for metric in ("perplexity", "exact_match")
     }

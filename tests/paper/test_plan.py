@@ -196,8 +196,8 @@ def test_models_that_read_the_same_examples_share_them() -> None:
     # By task: one for each seed, and two for longer contexts in three seeds.
     of_task = {task: sum(stage.subject["task"] == task for stage in drawn) for task in TASKS}
     # And through landmarks: three seeds up to 128 tokens alone, two tasks of them in another form, and facts. And four
-    # seeds of list recall with more steps.
-    more = {"list_recall": 2 * 3 + 3 + 4 * 8 + 4, "parity": 3}
+    # seeds of list recall with more steps, and eight seeds of it among landmarks.
+    more = {"list_recall": 2 * 3 + 3 + 4 * 8 + 4 + 8, "parity": 3}
     assert of_task == {task: 12 + 3 + more.get(task, 0) for task in TASKS}
 
 
@@ -213,7 +213,21 @@ def test_the_small_grid_is_whole() -> None:
         through |= {f"{model}-seed{seed}-{own}" for model in MODELS[1:] for seed in range(22, last + 1)}
     steps = {f"{model}-seed{seed}-longer" for model in MODELS for seed in range(22, 26)}
     rates = {f"{model}-seed{seed}-{own}-rate" for model in MODELS for seed in (22, 23) for own in ("half", "twice")}
-    assert {*names} == core | longer | through | steps | rates
+    unmarked = {f"{model}-seed{seed}-landmark" for model in MODELS for seed in range(22, 30)}
+    assert {*names} == core | longer | through | steps | rates | unmarked
+
+
+def test_models_among_landmarks_have_four_layers_and_their_own_recipe() -> None:
+    unmarked = [one for one in SMALL.models if one.variant == "landmark"]
+    for one in unmarked:
+        pretrained, recipe = pretrain_recipe(SMALL, one).model, finetune_recipe(SMALL, one, "list_recall")
+        assert (pretrained.num_hidden_layers, pretrained.rope_layers, one.made_by, one.start) == (
+            4, None, "pretrain", one.name
+        )  # fmt: skip
+        assert (recipe.task.condition, recipe.task.train_lengths) == ("landmark", (128,))
+        assert (recipe.training.muon_learning_rate, recipe.training.learning_rate) == (0.005, 0.001)
+        assert counts_of(SMALL, one, "list_recall") == {"landmark": {128: 2000, 256: 2000, 512: 2000}}
+    assert [one.priority for one in unmarked] == [150 + seed for seed in range(8) for _ in MODELS]
 
 
 def test_other_recipes_differ_in_rates_or_steps_alone() -> None:
@@ -344,8 +358,8 @@ def test_learned_tables_hold_the_answers_to_prompts_of_1024_tokens_too() -> None
     assert sorted(tables) == sorted((model, 1152) for model in (*MODELS, "gpt-neo"))
 
 
-def test_small_takes_35_core_hours_at_most_and_gpu_half_an_hour() -> None:
-    assert sum(stage.cost for stage in planned("small")) <= 35 * 3600
+def test_small_takes_40_core_hours_at_most_and_gpu_half_an_hour() -> None:
+    assert sum(stage.cost for stage in planned("small")) <= 40 * 3600
     assert max(stage.cost for stage in planned("small")) <= 3600
     assert sum(stage.cost for stage in planned("gpu")) <= 1800
     shape = pretrain_recipe(GPU, TrainedModel(model="meta"))

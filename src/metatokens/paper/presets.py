@@ -66,22 +66,14 @@ def _core(seeds: Iterable[int]) -> tuple[TrainedModel, ...]:
     )
 
 
-def _unmarked(seeds: Iterable[int]) -> tuple[TrainedModel, ...]:
-    """Models trained on list recall whose markers do not reveal the answer."""
-    return tuple(
-        TrainedModel(
-            model=model,
-            variant="landmark",
-            tables=("markers",),
-            finetune_overrides=("task.condition=landmark",),
-            pretrained_as=TrainedModel(model=model, seed=seed).name,
-            tasks=("list_recall",),
-            seed=seed,
-            priority=order,
+def _unmarked(seeds: Iterable[int], first: int = 0, **more: Any) -> Iterator[TrainedModel]:
+    """Models trained on list recall whose markers do not reveal the answer; `first` is the first seed's priority."""
+    for (order, seed), model in product(enumerate(seeds), _MODELS):
+        plain = TrainedModel(model=model, seed=seed)
+        own: dict[str, Any] = {"finetune_overrides": ("task.condition=landmark",), "pretrained_as": plain.name, **more}
+        yield replace(
+            plain, variant="landmark", tables=("markers",), tasks=("list_recall",), priority=first + order, **own
         )
-        for order, seed in enumerate(seeds)
-        for model in _MODELS
-    )
 
 
 def _extended(
@@ -150,6 +142,7 @@ def _analyses(models: Sequence[str], with_distortion: Sequence[str]) -> tuple[An
 
 
 _AT_128 = {128: _COUNTS[128]}
+_UP_TO_512 = {length: n for length, n in _COUNTS.items() if length <= 512}
 _FACTS: dict[str, Any] = {"finetune_recipe": "small_facts", "tasks": ("list_recall",), "tables": ("landmarks", "facts")}
 _SHORT = ("task.question_sees=landmarks", "task.train_lengths=[128]", "task.train_steps=null")
 
@@ -193,7 +186,7 @@ def _with_other_recipes() -> Iterator[TrainedModel]:
                 variant=variant,
                 tables=("recipes",),
                 pretrained_as=TrainedModel(model=model, seed=seed).name,
-                tests={"paper": {length: _COUNTS[length] for length in (128, 256, 512)}},
+                tests={"paper": _UP_TO_512},
                 seed=seed,
                 priority=200 + order + (50 if model == "pause" else 0),
                 **changed,
@@ -217,6 +210,15 @@ SMALL = replace(
                 {factor: [500, 300, 300] for factor in (4, 8)},
                 tasks=("list_recall",),
             )
+        ),
+        *_unmarked(
+            _SEEDS[:8],
+            first=150,
+            pretrain_overrides=("model.num_hidden_layers=4", "model.rope_layers=null"),
+            pretrained_as=None,
+            finetune_recipe="small_landmarks",
+            finetune_overrides=(),
+            tests={"landmark": _UP_TO_512},
         ),
         *(one for facts in _BEHIND for one in _through_landmarks(facts, facts, _MODELS, _SEEDS[:8], **_FACTS)),
         *_IN_SIGHT,
