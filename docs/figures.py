@@ -139,10 +139,27 @@ def markers() -> str:
     return grid("list recall, 128 tokens", models({**AT_128, "task": "list_recall"}), columns)
 
 
+def held() -> str:
+    """Facts recalled through landmarks alone."""
+    return Tables(run()).held().markdown()
+
+
 def no_pos() -> str:
     """List recall without the meta-tokens' positions or embeddings."""
     columns = {INTERVENTIONS[what]: {"intervention": what} for what in ("", "no_pos", "no_embed")}
     return grid("list recall, 128 tokens", models({**AT_128, "task": "list_recall"}), columns)
+
+
+def yarn() -> str:
+    """List recall with windows that YaRN extended."""
+    rows = {
+        f"{model}, window {number(window)}, trained to {number(train)}": {
+            **SMALL, "task": "list_recall", "model": model, "variant": f"yarn{factor}", "train_length": train,
+        }
+        for model in ("gpt2", "meta")
+        for factor, window, train in ((4, 1024, 512), (4, 1024, 1024), (8, 2048, 1024), (8, 2048, 2048))
+    }  # fmt: skip
+    return grid("list recall, prompt tokens", rows, lengths(128, 512, 1024, 2048, 4096))
 
 
 def long_prompts() -> str:
@@ -201,6 +218,22 @@ def forgetting() -> str:
         rows.append((label, f"{100 * prose.get_group(which).kv_kept.mean():.1f} %", loss, *cells))
     heads = ("", "KV kept of 512", "prose, nats", *(f"facts at {number(length)} tokens, %" for length in FOUND))
     return Table("", heads, rows).markdown()
+
+
+def forgetting_tasks() -> str:
+    """SmolLM2-135M that forgets text: the four tasks, and the best rule that does not do them."""
+    lines = pd.read_json(ROOT / "results/forget/results.jsonl.gz", lines=True)
+    lines = lines[lines.task.isin(TASKS)]
+    best = lines[lines.metric == "shortcut"].sort_values("value").groupby("task").last()
+    rows = {"the best shortcut": best}
+    for label, (recipe, model) in FORGETTING.items():
+        own = lines[(lines.recipe == f"forget/{recipe}") & (lines.model == model)]
+        rows |= {label: own.set_index("task")} if len(own) else {}
+    shown = []
+    for label, own in rows.items():
+        ends = (100 * own.loc[task, ["value", "low", "high"]] for task in TASKS)
+        shown.append((label, *(f"{one.value:.0f} ({one.low:.0f} to {one.high:.0f})" for one in ends)))
+    return Table("", ("exactly right, in %", *(name(task).lower() for task in TASKS)), shown).markdown()
 
 
 def forgetting_cost() -> str:
@@ -276,8 +309,8 @@ def demo_recall() -> str:
 FIGURES = {
     function.__name__: function
     for function in (
-        summary, differences, answers, cost, tasks, sooner, markers, no_pos, long_prompts,
-        added, long_texts, forgetting, forgetting_cost, perplexity, speed, demo_tasks, demo_recall,
+        summary, differences, answers, cost, tasks, sooner, markers, held, no_pos, yarn, long_prompts,
+        added, long_texts, forgetting, forgetting_tasks, forgetting_cost, perplexity, speed, demo_tasks, demo_recall,
     )
 }  # fmt: skip
 FIGURES |= {
@@ -295,12 +328,13 @@ def filled(text: str) -> str:
 
 
 def draw(path: Path) -> None:
-    """Draw accuracy by prompt length on three tasks: the mean of each model's runs, and its interval."""
-    looks = {"gpt2": ("#7d8590", "s", ":"), "twin": ("#2a86c7", "D", "--"), "meta": ("#d9640f", "o", "-")}
+    """Draw accuracy by prompt length on the tasks: the mean of each model's runs, and its interval."""
+    looks = {"gpt2": ("#7d8590", "s", ":"), "pause": ("#3f8f5a", "v", "-.")}
+    looks |= {"twin": ("#2a86c7", "D", "--"), "meta": ("#d9640f", "o", "-")}
     shown = (128, 256, 512, 1024, 2048)
     with mpl.rc_context(STYLE):
-        figure, axes = plt.subplots(1, 3, figsize=(10, 3), sharey=True, layout="constrained")
-        for axis, task in zip(axes, ("list_recall", "parity", "copying"), strict=True):
+        figure, axes = plt.subplots(1, 4, figsize=(13, 3), sharey=True, layout="constrained")
+        for axis, task in zip(axes, TASKS, strict=True):
             for model, (colour, marker, line) in looks.items():
                 where = {**SMALL, "train_length": 512, "task": task, "model": model}
                 cells = {length: Cell.of(run().select(**where, length=length)) for length in shown}

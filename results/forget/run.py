@@ -31,7 +31,7 @@ from metatokens.cli.output import progress_bar
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
 from metatokens.decoder import decoder_of, logits_at
-from metatokens.evaluation.accuracy import TEST_SEED
+from metatokens.evaluation.accuracy import TEST_SEED, shortcut_rates
 from metatokens.evaluation.intervals import normal_interval, wilson_interval
 from metatokens.files import write_whole
 from metatokens.recipe import TrainingSettings
@@ -258,6 +258,14 @@ class Run:
             yield self.rate(ids, hits, task=name, length=TASK_LENGTH)
 
 
+def shortcuts(texts: Texts, prompts: int) -> Iterator[Result]:
+    """What rules that do not do a task answer of the same prompts."""
+    for name in TASKS:
+        task = texts.task(name, TEST_SEED)
+        tests = {TASK_LENGTH: [task.test(index, TASK_LENGTH) for index in range(prompts)]}
+        yield from shortcut_rates(name, "landmark", tests, texts.tokenizer, texts.documents, recipe="forget/shortcuts")
+
+
 def main() -> None:
     """Run what is left of the plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -292,6 +300,11 @@ def main() -> None:
         print(f"{run.folder.name}: {run.arm.kept!r}, {SINKS} sinks and a window of {run.window}", flush=True)
         run.train()
         run.measure(held_out)
+    rules = given.out / "shortcuts" / "results.jsonl"
+    if not rules.exists():
+        rules.parent.mkdir()
+        found = (one.line() + "\n" for one in stamped(shortcuts(first, given.prompts)))
+        write_whole(rules, "".join(found).encode())
     lines = b"".join(path.read_bytes() for path in sorted(given.out.glob("*/results.jsonl")))
     write_whole(given.out / "results.jsonl.gz", gzip.compress(lines, mtime=0))
 
