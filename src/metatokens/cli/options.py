@@ -53,7 +53,7 @@ def _choice(option: str, choices: Any, meaning: str) -> Any:
 
 
 def _recipe(help: str, *, of_finetuning: bool) -> Any:
-    endings = ("_finetune", "_facts", *(f"_{task}" for task in TASKS))
+    endings = ("_finetune", "_facts", "_landmarks", *(f"_{task}" for task in TASKS))
 
     def names() -> list[str]:
         return [name for name in recipe.recipe_names() if name.endswith(endings) == of_finetuning]
