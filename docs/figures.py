@@ -196,17 +196,18 @@ def long_texts() -> str:
 
 
 @cache
-def forget() -> tuple[pd.DataFrame, pd.DataFrame]:
-    """SmolLM2-135M that forgets text: the lines on prose, with what each loses to the trained window, and on facts."""
+def forget() -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """SmolLM2-135M that forgets: lines on prose, with what each loses to the trained window, on facts, and on tasks."""
     lines = pd.read_json(ROOT / "results/forget/results.jsonl.gz", lines=True)
     prose = lines[lines.metric == "perplexity"].assign(loss=lambda those: np.log(those.value))
     window = prose[prose.recipe == "forget/window-1-8"].set_index("text").loss
-    return prose.assign(lost=prose.loss - prose.text.map(window)), lines[lines.task == "facts"]
+    prose = prose.assign(lost=prose.loss - prose.text.map(window))
+    return prose, lines[lines.task == "facts"], lines[lines.task.isin(TASKS)]
 
 
 def forgetting() -> str:
     """SmolLM2-135M that forgets text, by what it keeps: prose less the trained window, and facts found."""
-    prose, facts = (one.groupby(["recipe", "model"]) for one in forget())
+    prose, facts, _ = (one.groupby(["recipe", "model"]) for one in forget())
     rows = []
     for label, (recipe, model) in FORGETTING.items():
         which = f"forget/{recipe}", model
@@ -222,8 +223,7 @@ def forgetting() -> str:
 
 def forgetting_tasks() -> str:
     """SmolLM2-135M that forgets text: the four tasks, and the best rule that does not do them."""
-    lines = pd.read_json(ROOT / "results/forget/results.jsonl.gz", lines=True)
-    lines = lines[lines.task.isin(TASKS)]
+    *_, lines = forget()
     best = lines[lines.metric == "shortcut"].sort_values("value").groupby("task").last()
     rows = {"the best shortcut": best}
     for label, (recipe, model) in FORGETTING.items():
@@ -289,7 +289,7 @@ def cost() -> str:
     stages = pd.DataFrame(json.loads((ROOT / "results/small/run.json").read_text(encoding="utf-8"))["stages"])
     trained = stages.name.str.startswith(("pretrain-", "extend-", "finetune-")).sum()
     hours = stages.cpu_seconds.fillna(stages.seconds).sum() / 3600
-    return f"{len(stages)} stages, {trained} of them trainings, took {hours:.1f} hours of CPU time.\n"
+    return f"{number(len(stages))} stages, {trained} of them trainings, took {hours:.1f} hours of CPU time.\n"
 
 
 def demo_tasks() -> str:
@@ -363,7 +363,7 @@ def draw_forgetting(path: Path) -> None:
         "a window, trained": (r"window-1-\d+", "#3f8f5a", "v"),
         "landmarks, trained": (r"(tokens|meta)-.*", "#d9640f", "o"),
     }
-    prose, _ = forget()
+    prose, *_ = forget()
     with mpl.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
         for label, (pattern, colour, line) in looks.items():

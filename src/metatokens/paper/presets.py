@@ -174,13 +174,13 @@ _IN_SIGHT = (
 def _with_other_recipes() -> Iterator[TrainedModel]:
     """Models at half and at twice the rates of their recipes, and with three times the steps of list recall."""
     longer = ("task.stages=[{lists: [2, 3], items: [3, 6], max_steps: 900}]", "task.train_steps=[1500, 300]")
-    changes: dict[str, Any] = {
-        "half-rate": {"rate": 0.5},
-        "twice-rate": {"rate": 2.0},
-        "longer": {"finetune_overrides": longer, "tasks": ("list_recall",)},
+    changes: dict[str, tuple[int, dict[str, Any]]] = {  # the number of seeds, and what differs
+        "half-rate": (2, {"rate": 0.5}),
+        "twice-rate": (2, {"rate": 2.0}),
+        "longer": (4, {"finetune_overrides": longer, "tasks": ("list_recall",)}),
     }
-    for (variant, changed), (order, seed), model in product(changes.items(), enumerate(_SEEDS[:4]), _MODELS):
-        if variant == "longer" or seed in _SEEDS[:2]:
+    for variant, (runs, changed) in changes.items():
+        for (order, seed), model in product(enumerate(_SEEDS[:runs]), _MODELS):
             yield TrainedModel(
                 model=model,
                 variant=variant,
