@@ -23,7 +23,7 @@ faults()
 print(sum(faults() for _ in range(8)))
 """
 KEPT = "from metatokens.machine import keep_freed_memory; keep_freed_memory()"
-COMMAND = "from metatokens import cli; cli.main(lambda: None)"
+COMMAND = "from metatokens import cli; cli.main(lambda **_: None)"
 
 
 def faults(program: str, **variables: str) -> int:

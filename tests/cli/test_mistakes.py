@@ -262,10 +262,34 @@ def test_a_wrong_choice_is_answered_by_the_right_ones(
     line: str, choices: tuple[str, ...], ground: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ground)
-    monkeypatch.setenv("COLUMNS", "200")
     status, output, error = metatokens(line)
     assert (status, output) == (2, "")
-    assert re.search(rf": '\w+' is not one of {re.escape(', '.join(map(repr, choices)))}\.", error)
+    assert is_one_sentence(error), error
+    assert re.search(rf": '\w+' is not one of {re.escape(', '.join(map(repr, choices)))}; see ", error)
+
+
+SLIPS = {
+    "dream": "No such command 'dream'; see `metatokens --help`.",
+    "generate the --modle model": "No such option: --modle",
+    "finetune --out new": "Missing option '--model'; see `metatokens finetune --help`.",
+    "report --out": "Option '--out' requires an argument; see `metatokens --help`.",
+    "generate the --model model --max-new-tokens few": "Invalid value for '--max-new-tokens': ",
+}
+
+
+@pytest.mark.parametrize(("line", "said"), SLIPS.items(), ids=SLIPS)
+def test_a_slip_of_the_pen_is_one_sentence_too(line: str, said: str, metatokens: Run) -> None:
+    status, output, error = metatokens(line)
+    assert (status, output) == (2, "")
+    assert is_one_sentence(error), error
+    assert said in error
+
+
+def test_the_command_alone_prints_its_help(metatokens: Run) -> None:
+    status, output, error = metatokens("")
+    assert status == 2
+    assert "Usage: metatokens" in output + error
+    assert "metatokens: " not in output + error
 
 
 def test_a_result_file_is_tried_before_anything_is_measured(

@@ -30,18 +30,11 @@ PANELS = {
     "Report": (plot, report),
 }
 INTERRUPTED = 130  # typer's exit status after Ctrl-C
+UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of click in typer, which exports neither
 
 
 class _Plain:
-    """Flags whose help shows no `<bool>`, and plain sentences about wrong choices."""
-
-    def make_context(self, *args: Any, **options: Any) -> typer.Context:
-        try:
-            made: typer.Context = super().make_context(*args, **options)  # type: ignore[misc]  # of the class behind it
-        except typer.BadParameter as error:  # typer keeps pydantic's prefix
-            error.message = error.message.removeprefix("Value error, ")
-            raise
-        return made
+    """Flags whose help shows no `<bool>`."""
 
     def get_params(self, context: typer.Context) -> list[Any]:
         params: list[Any] = super().get_params(context)  # type: ignore[misc]  # of the class behind it
@@ -86,18 +79,28 @@ def main(command: typer.Typer = app) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        command()
-    except UserError as error:
+        status = command(standalone_mode=False)  # a mistake then comes here, and typer draws no box around it
+    except (UserError, UsageError) as error:
         if "--debug" in sys.argv:
             raise
-        print(f"metatokens: {error}", file=sys.stderr)
+        if sentence := _sentence(error):
+            print(f"metatokens: {sentence}", file=sys.stderr)
         sys.exit(2)
-    except SystemExit as status:
-        if status.code == INTERRUPTED:
-            say("metatokens: interrupted; repeat the command to resume.")
-        if not status.code and process_count() > 1:
-            _leave()
-        raise
+    if status == INTERRUPTED:
+        say("metatokens: interrupted; repeat the command to resume.")
+    elif not status and process_count() > 1:
+        _leave()
+    if status:
+        sys.exit(status)
+
+
+def _sentence(error: Exception) -> str:
+    """What is wrong; of a command line also where to read more, and nothing if typer has printed the help instead."""
+    if not isinstance(error, UsageError):
+        return str(error)
+    wrong = error.format_message().replace("Value error, ", "")  # pydantic's prefix
+    verb = error.ctx.command_path if error.ctx else "metatokens"
+    return wrong and f"{wrong.rstrip('.')}; see `{verb} --help`."
 
 
 def _leave() -> None:
