@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from metatokens import set_text_window
 from tests.forked import Run
 from tests.model.tiny_models import tiny_model
 from tests.retrofit.architectures import META, ROWS, retrofitted, text, with_meta_tokens
@@ -22,11 +23,14 @@ def batch() -> Tensor:
     return torch.cat([with_meta_tokens(), text(seed=2)])
 
 
-def make(name: str, dtype: torch.dtype) -> PreTrainedModel:
+def make(name: str, dtype: torch.dtype, window: int | None) -> PreTrainedModel:
     """A model to train, the same in every process."""
     if name == "meta_gpt2":
-        return tiny_model(vocab_size=ROWS, meta_token_id=META, dtype=dtype).train()
-    return retrofitted(name, freeze=True, dtype=dtype).train()
+        model = tiny_model(vocab_size=ROWS, meta_token_id=META, dtype=dtype)
+    else:
+        model = retrofitted(name, freeze=True, dtype=dtype)
+    set_text_window(model, window)
+    return model.train()
 
 
 def gradients(model: PreTrainedModel, ids: Tensor, scale: int = 1) -> dict[str, Tensor]:
@@ -37,11 +41,11 @@ def gradients(model: PreTrainedModel, ids: Tensor, scale: int = 1) -> dict[str, 
     return {name: weight.grad for name, weight in named.items() if weight.grad is not None}
 
 
-def compute(name: str, kind: str, dtype: torch.dtype, out: Path) -> None:
+def compute(name: str, kind: str, dtype: torch.dtype, window: int | None, out: Path) -> None:
     """Run one process of a training; the first one writes the gradients."""
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
-    model = make(name, dtype)
+    model = make(name, dtype, window)
     if kind == "fsdp":
         for block in model.model.layers:
             fully_shard(block)
@@ -61,18 +65,19 @@ def compute(name: str, kind: str, dtype: torch.dtype, out: Path) -> None:
 
 # Next to a frozen base in either precision, what was added is in float32.
 @pytest.mark.parametrize(
-    ("name", "kind", "dtype"),
-    [("meta_gpt2", "fsdp", torch.float32)]
-    + [("llama", kind, dtype) for kind in ("ddp", "fsdp") for dtype in (torch.float32, torch.bfloat16)],
+    ("name", "kind", "dtype", "window"),
+    [(name, "fsdp", torch.float32, window) for name in ("meta_gpt2", "llama") for window in (None, 3)]
+    + [("llama", "ddp", torch.float32, None)]
+    + [("llama", kind, torch.bfloat16, None) for kind in ("ddp", "fsdp")],
 )
 def test_gradients_are_those_of_one_process(
-    name: str, kind: str, dtype: torch.dtype, tmp_path: Path, run_ranks: Run
+    name: str, kind: str, dtype: torch.dtype, window: int | None, tmp_path: Path, run_ranks: Run
 ) -> None:
-    run_ranks(2, compute, name, kind, dtype, tmp_path / "gradients.pt")
+    run_ranks(2, compute, name, kind, dtype, window, tmp_path / "gradients.pt")
     shared = torch.load(tmp_path / "gradients.pt", weights_only=True)
     ids = batch()
     assert [bool((row == META).any()) for row in ids] == [True, True, False, False]
-    model = make(name, dtype)
+    model = make(name, dtype, window)
     # Half a batch at a time: the loss assumes that every part has the same share of meta-tokens among its labels.
     expected: dict[str, Tensor] = {}
     for half in ids.split(2):
