@@ -107,6 +107,7 @@ def test_an_override_may_open_a_section(tmp_path: Path) -> None:
         ("training.max_steps=2.5", "training.max_steps is 2.5: input should be a valid integer"),
         ("training.learning_rate=.nan", "training.learning_rate is nan: input should be"),
         ("training.text_sinks=2", "training.text_sinks needs training.text_window"),
+        ("training.text_full_layers=[1]", "training.text_full_layers needs training.text_window"),
         ("training.learning_rate=1e-9", "training.min_learning_rate is 0.0001, above training.learning_rate (1e-09)"),
         ("training.decay_steps=5", "training.decay_steps is 5, less than training.max_steps"),
         ("training.adam_beta2=1", "training.adam_beta2 is 1: input should be less than 1."),

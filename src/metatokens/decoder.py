@@ -75,6 +75,8 @@ def cache_kept(model: Any, texts: Iterable[Any], *, metas_alone: bool = False) -
     window, sinks = (0, 0) if metas_alone else (getattr(config, "text_window", None), getattr(config, "text_sinks", 0))
     if window is None:
         return {}
+    full = [] if metas_alone else config.text_full_layers or []
+    share = len(full) / config.get_text_config().num_hidden_layers
     for text in texts:
         ids = text.cpu() if isinstance(text, Tensor) else torch.tensor(list(text))  # stored ids are read-only arrays
         place = torch.arange(len(text))
@@ -85,12 +87,13 @@ def cache_kept(model: Any, texts: Iterable[Any], *, metas_alone: bool = False) -
         held.append(int(is_kept.sum()))
     one_meta_token = torch.tensor([[config.meta_token_id]], device=model.device)
     cache = model.eval()(one_meta_token, use_cache=True).past_key_values
-    size = sum(one.nbytes for layer in cache.layers for one in (layer.keys, layer.values))
+    sizes = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
+    whole = sum(sizes[layer] for layer in cache.full) if full else 0
     second = sum(one.nbytes for layer in cache.layers for one in (getattr(layer, "second", None) or ())[:2])
     return {
         "text_window": window or None,
-        "kv_kept": round(sum(held) / sum(lengths), 4),
-        "kv_bytes": round((size * sum(held) + second * metas) / len(held)),
+        "kv_kept": round(share + (1 - share) * sum(held) / sum(lengths), 4),
+        "kv_bytes": round(((sum(sizes) - whole) * sum(held) + whole * sum(lengths) + second * metas) / len(held)),
     }
 
 

@@ -131,10 +131,11 @@ class TrainingSettings(TrainerSettings):
     # Half of the training sequences have one jump in their positions, which all stay below this; None: no jumps. Stages
     # have none.
     position_jumps: Annotated[int, Field(gt=0, le=2**20)] | None = None
-    # How far back the model sees text, from now on, and how many first positions it keeps (`set_text_window`). None: as
-    # it was trained before, and 4.
+    # How far back the model sees text, from now on, how many first positions it keeps, and which layers see all text
+    # (`set_text_window`). None: as it was trained before, 4, and none.
     text_window: Positive | None = None
     text_sinks: AtLeastZero | None = None
+    text_full_layers: list[AtLeastZero] | None = None
     # base: the loss is the divergence from the model as it was, which sees all text and no meta-tokens, in place of the
     # loss of the next token. Its weights have to stay: those of a retrofitted model without train_base, or with LoRA.
     teacher: Literal["base"] | None = None
@@ -145,8 +146,9 @@ class TrainingSettings(TrainerSettings):
             raise ValueError("training.optimizer is muon, which needs whole matrices, and training.fsdp cuts them up")
         if self.teacher and self.fsdp:
             raise ValueError("training.teacher reads the base between two steps, and training.fsdp cuts it up")
-        if self.text_sinks is not None and self.text_window is None:
-            raise ValueError("training.text_sinks needs training.text_window: without one the model sees all text")
+        for name in ("text_sinks", "text_full_layers"):
+            if getattr(self, name) is not None and self.text_window is None:
+                raise ValueError(f"training.{name} needs training.text_window: without one the model sees all text")
         if self.keep_adapter and not self.lora_rank:
             raise ValueError("training.keep_adapter needs training.lora_rank (--lora rank=16): there is no adapter")
         if self.decay_steps is not None and self.decay_steps < self.max_steps:

@@ -60,6 +60,15 @@ def test_training_with_a_window(tokens: None, run: Succeed, refused: Refuse) -> 
     assert window_of("next") == (8, 4)
     run(f"{PRETRAIN} --init base --text-window 5 --set training.text_sinks=0 --out other")
     assert window_of("other") == (5, 0)
+    layers = "--set model.num_hidden_layers=4 --set training.text_full_layers=[1]"
+    _, error = run(f"{train.replace('base', 'full')} --text-window 8 {layers}")
+    assert share(error) == pytest.approx(1 / 4 + 3 / 4 * 15 / 32, abs=0.0005)
+    size = int(re.search(LINE, error)[3].replace(",", ""))
+    # Keys and values of 16 features in float32: three layers hold 15 tokens and one 32, and all hold four landmarks of
+    # meta-attention. Two positions of each entry, in int64, are noted for each kind of layer.
+    assert size == 2 * 4 * 16 * (3 * 15 + 32 + 4 * 4) + 2 * 8 * (15 + 32)
+    _, error = run("generate --model full --text-window 4 --landmarks every:7 'the cat sat on a mat and slept'")
+    assert share(error) > 1 / 4
     write_records("data.jsonl", RECORDS)
     _, error = run(f"{FINETUNE} --model next --data data.jsonl --text-window 6 --landmarks sentence --out tuned")
     assert window_of("tuned/data") == (6, 4)

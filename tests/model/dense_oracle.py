@@ -73,13 +73,17 @@ class DenseOracle:
         return self.attention(x, name, causal & is_meta[:, None] & is_meta[None, :]) * is_meta[:, None]
 
     def logits(self, sequence: Sequence[int] | Tensor, causal: Tensor | None = None) -> Tensor:
-        """Next-token logits (T, vocabulary) of one sequence of ids; `causal` (T, T) in place of the causal mask."""
+        """Next-token logits (T, vocabulary) of one sequence of ids.
+
+        In place of the causal mask there may be another, (T, T), or one for each layer, (layers, T, T).
+        """
         ids = torch.as_tensor(sequence)
-        causal = torch.ones(len(ids), len(ids)).tril().bool() if causal is None else causal
+        masks = torch.ones(len(ids), len(ids)).tril().bool() if causal is None else causal
+        masks = masks.expand(self.config.num_hidden_layers, -1, -1)
         x = self.weights["model.embed_tokens.weight"][ids]
         if self.config.position_embedding == "learned":
             x = x + self.weights["model.learned_positions.weight"][: len(ids)]
-        for i in range(self.config.num_hidden_layers):
+        for i, causal in enumerate(masks):
             block = f"model.layers.{i}."
             x = x + self.attention(self.norm(x, block + "attention_norm"), block + "attention", causal)
             if self.config.second_attention == "meta":

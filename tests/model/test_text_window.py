@@ -124,15 +124,16 @@ def test_bfloat16() -> None:
         assert (logits[mask.bool()] - wanted).abs().mean() < 0.02 * wanted.abs().mean()
 
 
+@pytest.mark.parametrize("full_layers", [None, [1]])
 @SECOND
-def test_a_training_step_compiles_and_may_be_checkpointed(second_attention: str) -> None:
+def test_a_training_step_compiles_and_may_be_checkpointed(second_attention: str, full_layers: list[int] | None) -> None:
     torch._dynamo.reset()
     ids = torch.tensor(random_rows((30, 30), meta_rate=0.2))
     places = torch.stack([torch.nn.functional.pad(row.nonzero()[:, 0], (0, 16), value=-1)[:16] for row in ids == META])
     batch = {"input_ids": ids, "labels": ids.masked_fill(ids == META, -100), "meta_positions": places}
     ahead = torch.arange(29).expand(2, -1).masked_fill(batch["labels"][:, 1:] == -100, -1)
     batch["scored_positions"] = ahead.sort(dim=1, descending=True).values
-    model = tiny_model(second_attention=second_attention, **SMALL).train()
+    model = tiny_model(second_attention=second_attention, text_full_layers=full_layers, **SMALL).train()
     model(**batch).loss.backward()
     wanted = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
     for change in ("compiled", "checkpointed"):

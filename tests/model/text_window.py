@@ -26,6 +26,12 @@ def seen(row: Sequence[int], window: int = WINDOW, sinks: int = SINKS) -> Tensor
     return mask
 
 
+def seen_by_layers(row: Sequence[int], layers: int, full: Sequence[int]) -> Tensor:
+    """The same for each layer, (layers, T, T), some of which see everything."""
+    everything = torch.ones(len(row), len(row)).tril().bool()
+    return torch.stack([everything if layer in full else seen(row) for layer in range(layers)])
+
+
 def expected(model: MetaGPT2ForCausalLM, rows: Sequence[Sequence[int]]) -> Tensor:
     """The oracle's logits of all tokens, row after row."""
     oracle, (window, sinks) = DenseOracle(model), (model.config.text_window, model.config.text_sinks)

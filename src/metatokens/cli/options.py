@@ -37,7 +37,9 @@ def load(
 
     loaded = load_model(model, device=device, dtype=dtype)
     if text_window is not None:
-        set_text_window(loaded, text_window)
+        config = loaded.config
+        own = [getattr(config, name, None) for name in ("text_sinks", "text_full_layers")]
+        set_text_window(loaded, text_window, own[0] or 0, own[1] or ())
     return loaded, load_tokenizer(str(model))
 
 

@@ -49,6 +49,7 @@ class MetaGPT2Config(PreTrainedConfig):
         text_window: a query sees of the text only what is fewer than this many positions back, itself included, and
             what `text_sinks` adds; it sees all earlier meta-tokens. `None` means that it sees all that is before it.
         text_sinks: with `text_window`, positions from 0 on that later queries see as well.
+        text_full_layers: with `text_window`, the layers, counted from 0, whose queries see all text.
         meta_token_id: the meta-token's id; `None` for a model that has none.
         unpadded_vocab_size: entries in use; later rows pad the table and are never generated. `None` means all.
         bias: whether linear layers and LayerNorms have biases.
@@ -76,6 +77,7 @@ class MetaGPT2Config(PreTrainedConfig):
     attention_scale: AttentionScale = "constant"
     text_window: int | None = None
     text_sinks: int = TEXT_SINKS
+    text_full_layers: list[int] | None = None
     meta_token_id: int | None = 50257
     unpadded_vocab_size: int | None = None
     bias: bool = False
@@ -104,8 +106,12 @@ class MetaGPT2Config(PreTrainedConfig):
             )
         if self.position_embedding == "rope" and (self.hidden_size // self.num_attention_heads) % 2:
             raise UserError("rotary positions need an even head size (hidden_size / num_attention_heads).")
-        if self.rope_layers is not None:
-            self._check_rope_layers(self.rope_layers)
+        if self.rope_layers is not None and self.position_embedding != "rope":
+            raise UserError(
+                f"rope_layers is for position_embedding 'rope'; this model has {self.position_embedding!r}."
+            )
+        for name in ("rope_layers", "text_full_layers"):
+            self._check_layers(name, getattr(self, name))
         if not self.initializer_range >= 0:
             raise UserError(f"initializer_range is {self.initializer_range}; a standard deviation is at least 0.")
         if self.second_attention == "meta" and self.meta_token_id is None:
@@ -132,16 +138,10 @@ class MetaGPT2Config(PreTrainedConfig):
             )
         super().__post_init__(**{"auto_map": dict(_AUTO_MAP)} | kwargs)
 
-    def _check_rope_layers(self, layers: list[int]) -> None:
-        if self.position_embedding != "rope":
-            raise UserError(
-                f"rope_layers is for position_embedding 'rope'; this model has {self.position_embedding!r}."
-            )
-        if not layers or sorted(set(layers)) != layers or not 0 <= layers[0] <= layers[-1] < self.num_hidden_layers:
-            raise UserError(
-                f"rope_layers is {layers}; give at least one layer, in ascending order, from 0 to "
-                f"{self.num_hidden_layers - 1}."
-            )
+    def _check_layers(self, name: str, layers: list[int] | None) -> None:
+        count = self.num_hidden_layers
+        if layers is not None and (not layers or sorted(set(layers) & set(range(count))) != layers):
+            raise UserError(f"{name} is {layers}; give at least one layer, in ascending order, from 0 to {count - 1}.")
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:

@@ -226,6 +226,11 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             self.config, x, attention_mask, past_key_values, sequences, rule, needs_weights=needs_weights
         )
         causal: AttentionKwargs = {"attend": attend, "mask": mask, "rotary": rotary, "log_keys": None, "engine": engine}
+        full = causal.copy()  # for the blocks that see all text
+        if rule is not None and rule.full is not None:
+            full["mask"] = attention_function(
+                self.config, x, attention_mask, past_key_values, sequences, rule.full, needs_weights=needs_weights
+            )[1]
         meta: MetaAttentionKwargs | None = None
         if isinstance(rows, AllRows):
             meta = {**causal, "rows": rows}
@@ -240,12 +245,15 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
                 past_key_values.layers[0].check_second(rows, is_masked=is_masked)
         if self.config.attention_scale == "log_length":
             counts = span.key_counts(attention_mask, sequences) if rule is None else rule.seen().sum(dim=-1)
-            causal["log_keys"] = _log(counts, x.dtype)
+            causal["log_keys"] = full["log_keys"] = _log(counts, x.dtype)
+            if rule is not None and rule.full is not None:
+                full["log_keys"] = _log(rule.full.seen().sum(dim=-1), x.dtype)
             if meta is not None:
                 seen = meta_key_counts(meta["rows"], past_key_values, meta["mask"], self.config)
                 meta["log_keys"] = _log(seen, x.dtype)
-        for layer in self.layers:
-            x = layer(x, causal=causal, meta=meta, past_key_values=past_key_values)
+        for number, layer in enumerate(self.layers):
+            own = full if number in (self.config.text_full_layers or ()) else causal
+            x = layer(x, causal=own, meta=meta, past_key_values=past_key_values)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
     def _prepare_cache(self, cache: Any, *, use_cache: bool | None) -> Any:

@@ -2,11 +2,12 @@
 
 A query sees itself and earlier keys: a key that is a meta-token, a key whose position is below `text_sinks`, and a key
 that is fewer than `text_window` positions back. So a key is seen from its own position to that of its last reader.
-These two positions are all that a mask needs, and all that a cache has to keep about each entry.
+These two positions are all that a mask needs, and all that a cache has to keep about each entry. In the blocks
+`text_full_layers` every later query sees a key, and the cache drops nothing.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,11 +29,13 @@ class TextRule:
             those of the sequence before it.
         keys: (batch, held + length) int64, the position of each key, cached ones first.
         readers: (batch, held + length) int64, the last position that sees each key; -1 at padding, which none sees.
+        full: the rule of the blocks that see all text; None if there are none.
     """
 
     positions: Tensor
     keys: Tensor
     readers: Tensor
+    full: "TextRule | None" = None
 
     @classmethod
     def of(
@@ -47,7 +50,7 @@ class TextRule:
         """The rule for new tokens. A cache, if given, notes them, and forgets text from now on.
 
         Args:
-            config: the model's, with `text_window` and `text_sinks`.
+            config: the model's, with `text_window`, `text_sinks` and `text_full_layers`.
             positions: (batch or 1, length) int64.
             is_meta: (batch, length) bool.
             attention_mask: (batch, held + length or more), 1 at real tokens; or None.
@@ -60,21 +63,24 @@ class TextRule:
         """
         if isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim == 4):
             raise UserError("a mask of four dimensions would replace the text_window; give one of two dimensions.")
-        is_kept = is_meta | (positions < config.text_sinks)
-        readers = torch.where(is_kept, torch.iinfo(torch.int64).max, positions + config.text_window - 1)
+        is_kept, last = is_meta | (positions < config.text_sinks), torch.iinfo(torch.int64).max
+        all_readers = [torch.where(is_kept, last, positions + config.text_window - 1)]
+        if config.text_full_layers:
+            all_readers.append(torch.full_like(all_readers[0], last))
         if attention_mask is not None:  # longer than what was read, with a cache of a fixed size
             before = 0 if cache is None else cache.get_seq_length()
             new = torch.arange(is_meta.shape[1], device=is_meta.device) + before
-            readers = readers.masked_fill(attention_mask[:, new] == 0, -1)
+            all_readers = [readers.masked_fill(attention_mask[:, new] == 0, -1) for readers in all_readers]
         if sequences is not None:  # as if each sequence came after the one before
             size = positions.max() + 1
-            readers = torch.minimum(readers, size - 1) + sequences * size
+            all_readers = [torch.minimum(readers, size - 1) + sequences * size for readers in all_readers]
             positions = positions + sequences * size
-        keys = positions.expand_as(readers)
+        seen = [(positions.expand_as(readers), readers) for readers in all_readers]
         if cache is not None:
-            cache = forgetting(cache, config.get_text_config().num_hidden_layers)
-            keys, readers = cache.read(keys, readers, config.text_window)
-        return cls(positions, keys, readers)
+            cache = forgetting(cache, config.get_text_config().num_hidden_layers, config.text_full_layers or ())
+            seen = cache.read(seen, config.text_window)
+        rule, *full = (cls(positions, keys, readers) for keys, readers in seen)
+        return replace(rule, full=full[0]) if full else rule
 
     def mask_function(self) -> Callable[[Any, Any, Any, Any], Tensor]:
         """The rule as a mask function of transformers, whose indices count from 0, and broadcast."""
@@ -160,14 +166,18 @@ class ForgettingCache(AnyCache):
     Entries that no later query sees are dropped when some have piled up, so that a step seldom copies the cache. A
     layer holds at most max(16, text_window // 4) such entries, and those that the last forward pass added. After the
     model's layers comes one more, for notes. Its keys are the positions of the entries, and its values the last
-    positions that see them, each (batch, 1, held, 1).
+    positions that see them, each (batch, 1, held, 1). If some layers hold everything, the notes on them come last.
 
     Attributes:
+        notes_at: the index of the notes.
+        full: the indices of the layers that hold everything, the notes on them included.
         kept: how many entries were left when some were dropped the last time.
     """
 
     layers: list[Any]
     is_compileable: bool  # whether the layers have a fixed size
+    notes_at: int
+    full: Sequence[int]
     kept = 0
 
     @property
@@ -177,21 +187,22 @@ class ForgettingCache(AnyCache):
 
     @property
     def held(self) -> int:
-        """The number of entries of each layer."""
-        return int(self.get_seq_length()) - self.layers[0].forgotten
+        """The number of entries of each layer that forgets."""
+        return int(self.get_seq_length()) - self.layers[self.notes_at].forgotten
 
-    def read(self, keys: Tensor, readers: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    def read(self, seen: Sequence[tuple[Tensor, Tensor]], window: int) -> list[tuple[Tensor, Tensor]]:
         """Make room for new tokens, and note them.
 
         Args:
-            keys, readers: (batch, length), as in `TextRule`. No later position is before the least of a row.
+            seen: keys and readers, (batch, length) each, as in `TextRule`, in the layers that forget, and in those that
+                hold everything if there are any. No later position is before the least of a row.
             window: the model's `text_window`.
 
         Returns:
             The same of the entries that are held and of the new ones, (batch, held + length).
         """
-        *_, notes = self.layers
-        keys, readers = keys[:, None, :, None], readers[:, None, :, None]
+        notes, seen = self.layers[self.notes_at], [(one[:, None, :, None], two[:, None, :, None]) for one, two in seen]
+        keys, readers = seen[0]
         if self.is_compileable:
             self._find_places(notes, keys, readers)
         elif notes.get_seq_length() != self.get_seq_length():
@@ -200,12 +211,13 @@ class ForgettingCache(AnyCache):
             )
         elif self.held >= max(self.kept, window) + max(16, window // 4):
             index = positions_of((notes.values >= keys.amin(dim=2, keepdim=True))[:, 0, :, 0])
-            for layer in self.layers:
-                layer.keep(index)
+            for number, layer in enumerate(self.layers):
+                if number not in self.full:
+                    layer.keep(index)
             notes.values = notes.values.masked_fill((index < 0)[:, None, :, None], -1)
             self.kept = index.shape[1]
-        keys, readers = notes.update(keys, readers)
-        return keys[:, 0, :, 0], readers[:, 0, :, 0]
+        noted = [layer.update(*new) for layer, new in zip(self.layers[self.notes_at :], seen, strict=True)]
+        return [(one[:, 0, :, 0], two[:, 0, :, 0]) for one, two in noted]
 
     def _find_places(self, notes: Any, keys: Tensor, readers: Tensor) -> None:
         """Choose the places of new entries in layers of a fixed size: free ones, and those of unseen entries."""
@@ -243,19 +255,24 @@ class ForgettingCache(AnyCache):
         super().reset()
         self.kept = 0
         if self.is_compileable:
-            self.layers[-1].values.fill_(-1)
+            self.layers[self.notes_at].values.fill_(-1)
 
 
-def forgetting(cache: Any, layers: int) -> ForgettingCache:
-    """The cache of a model of so many layers, which forgets text from now on."""
+def forgetting(cache: Any, layers: int, full: Sequence[int]) -> ForgettingCache:
+    """The cache of a model of so many layers, which forgets text from now on, except in the layers `full`."""
     if not isinstance(cache, ForgettingCache):
         cache.layers += [DynamicLayer() for _ in range(layers - len(cache.layers))]
         kind = StaticLayer if isinstance(cache.layers[0], StaticLayer) else DynamicLayer
         if not all(isinstance(layer, kind) and not layer.is_sliding for layer in cache.layers):
             raise UserError("a text_window needs a DynamicCache or a StaticCache.")
+        if kind is StaticLayer and full:
+            raise UserError("text_full_layers need a cache that grows: in one of a fixed size all layers are as large.")
         size = [cache.layers[0].max_cache_len] if kind is StaticLayer else []
-        cache.layers += [type(cache.layers[0])(*size)]
         give(cache, ForgettingCache)
+        cache.notes_at = len(cache.layers)
+        cache.full = [number for number in range(cache.notes_at) if number % layers in full]  # a second attention's too
+        cache.layers += [type(cache.layers[0])(*size) for _ in range(1 + bool(full))]
+        cache.full += range(cache.notes_at + 1, len(cache.layers))
         for layer in cache.layers:
             give(layer, ForgettingStaticLayer if size else ForgettingLayer)
     return cache

@@ -39,6 +39,7 @@ from metatokens.retrofit.layers import (
     MetaModule,
     MetaRow,
     add_at_site,
+    choose_full,
     find_rows,
     forget_rows,
     leave_out,
@@ -78,6 +79,11 @@ class MetaConfig(PreTrainedConfig):
     def text_sinks(self) -> int:
         """As in `MetaGPT2Config`."""
         return getattr(self, "meta_attention", {}).get("text_sinks", TEXT_SINKS)
+
+    @property
+    def text_full_layers(self) -> list[int] | None:
+        """As in `MetaGPT2Config`."""
+        return getattr(self, "meta_attention", {}).get("text_full_layers")
 
     def to_json_string(self, *args: Any, **kwargs: Any) -> str:
         """The base's JSON, under this package's model type."""
@@ -303,6 +309,7 @@ def install(model: Any) -> None:
     # Keeps these layers from being quantised when a model is loaded.
     model._keep_in_fp32_modules |= {f"meta_attention.attention.{name}" for name in ("qkv_proj", "out_proj")}
     decoder.meta_config = config
+    choose_full(blocks, settings.text_full_layers or ())
     if hasattr(decoder, "meta_settings"):  # installed already: the decoder was made by `AutoModel.from_config`
         return
     decoder.meta_settings, decoder.meta_has_trained = settings, False

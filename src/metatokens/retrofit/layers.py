@@ -7,7 +7,7 @@ thread-local, so several threads may run one model at once.
 
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,10 +63,12 @@ class _State:
 
     Attributes:
         sequences: those packed into its rows, until the first block has shown that its mask keeps them apart.
+        masks: the mask that every block is given, and the one of the blocks that see all text.
     """
 
     step: Pass | None = None
     sequences: Tensor | None = None
+    masks: tuple[Any, Any] | None = None
     block: "tuple[MetaBlock, Tensor, Pass, Cache | None] | None" = None
 
 
@@ -164,6 +166,29 @@ class MetaBlock(nn.Module):
             state.block = None
 
 
+class FullBlock(nn.Module):
+    """Mixin for a block of a decoder that forgets text: this block may see all of it."""
+
+    sees_all_text: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the block, with its own mask in place of that of the other blocks."""
+        given, own = _state().masks or (None, None)
+        if given is None or not self.sees_all_text:
+            return super().__call__(*args, **kwargs)
+        kwargs = {name: own if one is given else one for name, one in kwargs.items()}
+        return super().__call__(*(own if one is given else one for one in args), **kwargs)
+
+
+def choose_full(blocks: Iterable[nn.Module], full: Collection[int]) -> None:
+    """Have the blocks `full`, and no others, see all text in a decoder that forgets text."""
+    for number, block in enumerate(blocks):
+        if number in full:
+            give(block, FullBlock)
+        if isinstance(block, FullBlock):
+            block.sees_all_text = number in full
+
+
 @torch.compiler.disable  # as `_begin`
 def _check_apart(sequences: Tensor, given: tuple) -> None:
     """Refuse packed sequences that see one another."""
@@ -246,6 +271,12 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if decoder.meta_config.text_window is not None:
         rule, changed = _forgetting(decoder, is_meta, past, kwargs, sequences)
         kwargs = kwargs | changed
+        if rule.full is not None:
+            masks = kwargs["attention_mask"], rule.full.mask(decoder.config, decoder.dtype)
+            if is_whole:
+                _traced.masks = masks
+            else:
+                _hold_masks(masks)
     if is_dense:
         (_traced if is_traced else _thread).step = _all_rows(decoder, is_meta, past, rule, sequences, kwargs, engine)
         if is_traced:
@@ -414,6 +445,12 @@ def _forgetting(
     return rule, {"attention_mask": mask, "position_ids": positions, "past_key_values": past}
 
 
+@torch.compiler.disable  # as `_begin`
+def _hold_masks(masks: tuple[Any, Any]) -> None:
+    """Set this thread's masks."""
+    _thread.masks = masks
+
+
 def _check_positions(config: Any, length: int, mask: Any, positions: Tensor | None) -> None:
     """Refuse a sequence of `length` tokens, cached ones included, that a learned table of positions does not hold."""
     if getattr(config, "position_embedding", None) != "learned":
@@ -447,4 +484,4 @@ def _full_mask(decoder: Any, mask: Any, past: Cache | None) -> Tensor | None:
 def forget_rows(decoder: nn.Module, args: tuple, output: Any) -> None:
     """Forward hook of the decoder: the pass is over."""
     state = _state()
-    state.step = state.sequences = None
+    state.step = state.sequences = state.masks = None

@@ -41,7 +41,7 @@ class MetaSettings(BaseModel):
         base: the base's name.
         base_settings: the settings of the base's configuration (`settings_of`).
         base_weights: checksums of the base (`weight_checksums`); None if its weights could not be read.
-        text_window, text_sinks: what a query sees of the text, as in `MetaGPT2Config`.
+        text_window, text_sinks, text_full_layers: what a query sees of the text, as in `MetaGPT2Config`.
     """
 
     # Read by `Attention`. The paper's code base has no biases.
@@ -61,6 +61,7 @@ class MetaSettings(BaseModel):
     base_weights: Checksums | None
     text_window: Size | None = None
     text_sinks: Annotated[int, Field(ge=0)] = TEXT_SINKS
+    text_full_layers: list[int] | None = None
 
     @classmethod
     def checked(cls, **given: Any) -> "MetaSettings":
@@ -73,6 +74,7 @@ class MetaSettings(BaseModel):
     def check_blocks(self, count: int) -> None:
         """Refuse settings that do not fit a model of `count` blocks."""
         check_layers(self.layers, count)
+        check_layers(self.text_full_layers or [], count)
         if len(self.sites) != len(self.layers):
             raise UserError(f"{len(self.layers)} blocks have {len(self.sites)} sites; each needs one.")
 

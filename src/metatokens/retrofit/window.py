@@ -1,8 +1,10 @@
 """Setting a text window: a model then forgets text that is neither near, nor a meta-token, nor at the start."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+from torch import nn
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -11,36 +13,46 @@ from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
 from metatokens.model.configuration import TEXT_SINKS, MetaGPT2Config
 from metatokens.retrofit.classes import MetaConfig
+from metatokens.retrofit.layers import choose_full
 from metatokens.retrofit.settings import MetaSettings
 from metatokens.retrofit.sites import a_text
 
 _READS = "a {} cannot have a text_window: it must read text by masks of four dimensions, and a cache that drops some"
 
 
-def set_text_window(model: PreTrainedModel, window: int | None, sinks: int = TEXT_SINKS) -> None:
+def set_text_window(
+    model: PreTrainedModel, window: int | None, sinks: int = TEXT_SINKS, full_layers: Sequence[int] = ()
+) -> None:
     """Have a model forget text from now on, in training, evaluation and generation.
 
-    A query then sees all earlier meta-tokens, the first positions, and a window, in every block, and a cache that
-    grows holds little else. The model is to be trained so: as it comes, its meta-tokens hold nothing.
+    A query then sees all earlier meta-tokens, the first positions, and a window, and a cache that grows holds little
+    else. The model is to be trained so: as it comes, its meta-tokens hold nothing.
 
     Args:
         model: a `MetaGPT2ForCausalLM` or a retrofitted model.
         window: how many positions a query sees at most, itself included; None: everything.
         sinks: the number of first positions that all queries see.
+        full_layers: the blocks, counted from 0, that keep all text and see it. Models look things up in few blocks.
 
     Raises:
         UserError: if a number is too small, or the model has no meta-token or masks of its own, such as a sliding
-            window. The model is then unchanged.
+            window, or does not have such blocks. The model is then unchanged.
     """
-    config, own = model.config, {"text_window": window, "text_sinks": sinks}
+    config, full = model.config, None if window is None else list(full_layers) or None
+    own = {"text_window": window, "text_sinks": sinks, "text_full_layers": full}
     if isinstance(config, MetaConfig):
-        settings = MetaSettings.checked(**config.meta_attention | own).model_dump()
+        settings = MetaSettings.checked(**config.meta_attention | own)
+        _, blocks = decoder_of(model)
+        settings.check_blocks(len(blocks))
         if window is not None:
             _check(model)
-        config.meta_attention = settings
+        if full:
+            _check_full(model, blocks)
+        choose_full(blocks, full or ())
+        config.meta_attention = settings.model_dump()
     elif isinstance(config, MetaGPT2Config):
         type(config).from_dict(config.to_dict() | own)  # refuses what does not fit
-        config.text_window, config.text_sinks = window, sinks
+        config.text_window, config.text_sinks, config.text_full_layers = window, sinks, full
     else:
         raise UserError("a text_window needs meta-tokens, which this model has not: call add_meta_attention first.")
 
@@ -59,7 +71,8 @@ def _check(model: PreTrainedModel) -> None:
             f"a {type(model).__name__} cannot have a text_window: some of its blocks have a sliding window of their "
             "own, or a state instead of a cache."
         )
-    before, config.meta_attention = config.meta_attention, config.meta_attention | {"text_window": 1, "text_sinks": 1}
+    before, own = config.meta_attention, {"text_window": 1, "text_sinks": 1, "text_full_layers": None}
+    config.meta_attention = before | own
     try:
         with a_text(model, _READS, 24) as ids:
             ids = torch.cat([ids, pad(ids[:, :19], (5, 0))])  # the second row is padded
@@ -77,3 +90,27 @@ def _check(model: PreTrainedModel) -> None:
                     raise ValueError("text that is forgotten changes what it predicts")
     finally:
         config.meta_attention = before
+
+
+@torch.no_grad()
+def _check_full(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
+    """Refuse a base that does not hand its blocks the mask that it is given, so that none can have another.
+
+    Blocks that all see all text have to give what a model without a window gives.
+    """
+    (decoder, _), config = decoder_of(model), model.config
+    before, everywhere = config.meta_attention, [*range(len(blocks))]
+    was_full = [number for number, block in enumerate(blocks) if getattr(block, "sees_all_text", False)]
+    choose_full(blocks, everywhere)
+    try:
+        with a_text(model, _READS, 24) as ids:
+            outputs = []
+            for own in ({"text_window": None}, {"text_window": 1, "text_sinks": 1, "text_full_layers": everywhere}):
+                config.meta_attention = before | {"text_full_layers": None} | own
+                outputs.append(decoder(ids, use_cache=False)[0])
+            plain, full = outputs
+            if (full - plain).norm() > torch.finfo(model.dtype).eps ** 0.5 * plain.norm():
+                raise ValueError("its blocks have masks of their own")
+    finally:
+        config.meta_attention = before
+        choose_full(blocks, was_full)
