@@ -54,7 +54,7 @@ def _undone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_separators_are_kept_as_a_dense_mask_keeps_them(base: Path) -> None:
     tokenizer = load_tokenizer(str(base / "base-tokens"))
     read = texts.Texts(tokenizer, [str(base / "novel.txt.gz")])
-    options = Namespace(out=base, length=256, device="cpu")
+    options = Namespace(out=base, length=256, device="cpu", blocks=2)
     one = run.Run(run.Arm("separators", 8, 0), options, read)
     model, ids = one.model(one.base).eval(), read.prose(np.random.default_rng(0), 100)
     seen = torch.zeros(1, 1, 100, 100, dtype=torch.bool)

@@ -45,6 +45,9 @@ from metatokens.training.trainer import train
 from results.forget.texts import TASK_LENGTH, Mixture, Texts
 
 SINKS = 4
+BATCH = 16
+BRIEF = {"steps": 120, "batch": 4}  # what one core trains in half an hour
+RETRIEVE, OTHER = (18, 23), (9, 20)  # the blocks that need the text most, and two that do not (layers.py)
 AT_ONCE = 512  # tokens of a text that are read in one forward pass
 # By the share that is kept, one in so many: the rule for landmarks, and the characters of the separators.
 LANDMARKS = {4: "every:8", 8: "every:16", 16: "every:32"}
@@ -61,11 +64,14 @@ class Arm:
     seed: int = 0
     rule: str = ""  # of landmarks, unless it is that of LANDMARKS
     teacher: bool = False  # the loss is the divergence from the base
+    full: tuple[int, ...] = ()  # the blocks that keep all text
+    batch: int = BATCH  # texts of a step
 
     @property
     def recipe(self) -> str:
         """The arm, except for its seed."""
         kind = [self.name, f"1-{self.share}", self.rule, "teacher" * self.teacher, "untrained" * (not self.steps)]
+        kind += ["-".join(["full", *map(str, self.full)]) if self.full else "", "brief" * (self.batch != BATCH)]
         return "-".join(filter(None, kind))
 
     @property
@@ -84,6 +90,10 @@ def plan(steps: int) -> Iterator[Arm]:
         if seed == 0:
             yield Arm("full", 1, steps)
             yield from (Arm(name, 8, steps, rule="sentence", teacher=True) for name in ("tokens", "meta"))
+    for seed in (0, 1):
+        brief = {"share": 8, "seed": seed, **BRIEF}
+        yield from (Arm("window", full=full, **brief) for full in (RETRIEVE, (), OTHER))
+        yield Arm("tokens", rule="sentence", full=RETRIEVE, **brief)
     for share in (4, 16):
         yield from (Arm(name, share, steps) for name in ("tokens", "meta", "window", "separators"))
 
@@ -137,11 +147,12 @@ class Run:
         texts = self.tokenizer.batch_decode([[token] for token in range(len(self.tokenizer))])
         return [token for token, text in enumerate(texts) if set(text) & set(self.arm.kept or "")]
 
-    def held(self, ids: list[int], window: int | None) -> int:
-        """How many entries a cache needs at the end of a text."""
-        place = np.arange(len(ids))
+    def held(self, ids: list[int], window: int | None) -> float:
+        """How many entries a block's cache needs at the end of a text, in the mean of the blocks."""
+        place, share = np.arange(len(ids)), len(self.arm.full) / self.options.blocks
         is_near = place >= len(ids) - (len(ids) if window is None else window)
-        return int((np.isin(ids, self.kept_ids) | (place < SINKS) | is_near).sum())
+        kept = np.isin(ids, self.kept_ids) | (place < SINKS) | is_near
+        return float(share * len(ids) + (1 - share) * kept.sum())
 
     @cached_property
     def window(self) -> int | None:
@@ -155,7 +166,7 @@ class Run:
         """The model in a folder, which forgets text as the arm does."""
         model = load_model(folder).to(self.options.device)
         bare = getattr(model, "get_base_model", lambda: model)()
-        set_text_window(bare, self.window, SINKS)
+        set_text_window(bare, self.window, SINKS, self.arm.full)
         if self.arm.name == "separators":
             keep_separators(decoder_of(bare)[0], self.kept_ids)
         return model
@@ -168,7 +179,7 @@ class Run:
         options, arm = self.options, self.arm
         settings = TrainingSettings(
             max_steps=arm.steps,
-            per_device_train_batch_size=options.batch,
+            per_device_train_batch_size=arm.batch,
             learning_rate=options.rate,
             min_learning_rate=options.rate / 20,
             warmup_steps=arm.steps // 20,
@@ -179,11 +190,12 @@ class Run:
             seed=arm.seed,
             use_cpu=options.device == "cpu",
             text_window=self.window,
+            text_full_layers=list(arm.full) or None,
             teacher="base" if arm.teacher else None,
             lora_rank=16,
             keep_adapter=True,
         )
-        sizes = {"steps": arm.steps, "batch": options.batch, "length": options.length, "beyond": options.beyond}
+        sizes = {"steps": arm.steps, "batch": arm.batch, "length": options.length, "beyond": options.beyond}
         data, collator = Mixture(self.texts, self.put, **sizes, seed=arm.seed), DataCollatorForTokenClassification
         set_seed(arm.seed)
         with progress_bar(arm.recipe) as progress:
@@ -204,7 +216,11 @@ class Run:
     def result(self, ids: list[int], **fields: Any) -> Result:
         """A result; the share that is kept of the last text is that of the same text without meta-tokens."""
         held, text = self.held(ids, self.window), sum(token != self.meta for token in ids)
-        kept = {"kv_kept": round(held / text, 4), "kv_bytes": held * self.options.entry, "text_window": self.window}
+        kept = {
+            "kv_kept": round(held / text, 4),
+            "kv_bytes": round(held * self.options.entry),
+            "text_window": self.window,
+        }
         about = {"model": self.arm.name, "recipe": f"forget/{self.arm.recipe}", "seed": self.arm.seed}
         return Result(**about, **kept, condition=self.arm.kept, **fields)
 
@@ -277,7 +293,6 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--readers", type=int, default=0, help="further processes that make texts")
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--length", type=int, default=512, help="tokens of a text in training")
@@ -288,6 +303,7 @@ def main() -> None:
     given = parser.parse_args()
     given.facts = {int(length): int(count) for length, count in (one.split(":") for one in given.facts.split(","))}
     tokenizer, config = load_tokenizer(str(given.out / "base-tokens")), load_model(given.out / "base-tokens").config
+    given.blocks = config.num_hidden_layers
     given.entry = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # bytes in bfloat16
     texts = Texts(tokenizer, given.train)
     held_out = {Path(spec).name.partition(".")[0]: Texts(tokenizer, [spec]) for spec in given.held_out}
