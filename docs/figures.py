@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
+from metatokens.evaluation.intervals import wilson_interval
 from metatokens.paper.claims import Judged, claims, judge
 from metatokens.paper.frame import TASKS, Inputs, load
 from metatokens.paper.report import overview
@@ -24,6 +25,7 @@ from metatokens.paper.report.table import Cell, Fields, Table, tabulate
 from metatokens.paper.report.tables import INTERVENTIONS, PERPLEXITY, Tables
 from metatokens.paper.report.text import NOT_RUN, PERCENT, Form, name, number
 from metatokens.paper.rule import Effect
+from metatokens.records import unpack_hits
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -36,6 +38,13 @@ SMALL: Fields = {"position_embedding": "rope"}
 AT_128: Fields = {**SMALL, "train_length": 128, "length": 128}
 TWICE: Fields = {"task": "list_recall", "train_length": 512, "length": 1024}
 FOUND = (512, 2048, 8192)  # tokens of the texts that facts are looked for in
+FULL_BLOCKS = {
+    "the base, everything in sight": ("full-1-1-untrained", "full"),
+    "a window of 60 in all blocks": ("window-1-8-brief", "window"),
+    "**blocks 18 and 23 full**, a window of 28": ("window-1-8-full-18-23-brief", "window"),
+    "the same, with landmarks behind sentences": ("tokens-1-8-sentence-full-18-23-brief", "tokens"),
+    "blocks 9 and 20 full, a window of 28": ("window-1-8-full-9-20-brief", "window"),
+}
 FORGETTING = {
     "the base, everything in sight": ("full-1-1-untrained", "full"),
     "a window, untrained": ("window-1-8-untrained", "window"),
@@ -197,28 +206,71 @@ def long_texts() -> str:
 
 @cache
 def forget() -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """SmolLM2-135M that forgets: lines on prose, with what each loses to the trained window, on facts, and on tasks."""
+    """SmolLM2-135M that forgets: lines on prose, on facts, and on tasks."""
     lines = pd.read_json(ROOT / "results/forget/results.jsonl.gz", lines=True)
     prose = lines[lines.metric == "perplexity"].assign(loss=lambda those: np.log(those.value))
-    window = prose[prose.recipe == "forget/window-1-8"].set_index("text").loss
-    prose = prose.assign(lost=prose.loss - prose.text.map(window))
     return prose, lines[lines.task == "facts"], lines[lines.task.isin(TASKS)]
 
 
-def forgetting() -> str:
-    """SmolLM2-135M that forgets text, by what it keeps: prose less the trained window, and facts found."""
-    prose, facts, _ = (one.groupby(["recipe", "model"]) for one in forget())
+def of_arm(lines: pd.DataFrame, arm: tuple[str, str]) -> pd.DataFrame:
+    """The lines of an arm, all its seeds."""
+    return lines[(lines.recipe == f"forget/{arm[0]}") & (lines.model == arm[1])]
+
+
+def lost(arm: tuple[str, str], to: tuple[str, str]) -> pd.Series:
+    """What an arm loses to another on each excerpt, nats, in the mean of its seeds."""
+    prose, *_ = forget()
+    one, other = (of_arm(prose, which).groupby("text").loss.mean() for which in (arm, to))
+    return (one - other).dropna()
+
+
+def plus_minus(values: pd.Series, form: str) -> str:
+    """A mean and its 95 % interval (normal)."""
+    half = 1.96 * values.std() / len(values) ** 0.5
+    return f"{values.mean():+{form}} \u00b1 {half:{form}}".replace("-", "\u2212") if half else "0"
+
+
+def found(arm: tuple[str, str], length: int) -> tuple[float, float, float]:
+    """The share of the facts that an arm finds, %, over its seeds, and Wilson's interval."""
+    lines = of_arm(forget()[1], arm)
+    own = lines[lines.length == length]
+    right, asked = round((own.value * own.n).sum()), int(own.n.sum())
+    low, high = wilson_interval(right, asked)
+    return 100 * right / asked, 100 * low, 100 * high
+
+
+def forgetting(arms: Mapping[str, tuple[str, str]], to: str) -> str:
+    """SmolLM2-135M that forgets text, by what it keeps: prose less an arm with a window, and facts found."""
+    prose, facts, _ = forget()
     rows = []
-    for label, (recipe, model) in FORGETTING.items():
-        which = f"forget/{recipe}", model
-        lost, found = prose.get_group(which).lost, facts.get_group(which).set_index("length")
-        half = 1.96 * lost.std() / len(lost) ** 0.5
-        loss = f"{lost.mean():+.3f} \u00b1 {half:.3f}".replace("-", "\u2212") if half else "0"
-        ends = (100 * found.loc[length, ["value", "low", "high"]] for length in FOUND)
-        cells = (f"{one.value:.1f} ({one.low:.0f} to {one.high:.0f})" for one in ends)
-        rows.append((label, f"{100 * prose.get_group(which).kv_kept.mean():.1f} %", loss, *cells))
-    heads = ("", "KV kept of 512", "prose, nats", *(f"facts at {number(length)} tokens, %" for length in FOUND))
-    return Table("", heads, rows).markdown()
+    for label, arm in arms.items():
+        kept = [of_arm(prose, arm), of_arm(facts, arm).query("length == 8192")]
+        cells = ("{:.1f} ({:.0f} to {:.0f})".format(*found(arm, length)) for length in FOUND)
+        shares = (f"{100 * one.kv_kept.mean():.1f}" for one in kept)
+        rows.append((Markup(label), " / ".join(shares), plus_minus(lost(arm, (to, "window")), ".3f"), *cells))
+    heads = (f"facts at {number(length)} tokens, %" for length in FOUND)
+    return Table("", ("", "KV kept of 512 / 8,192, %", "prose, nats", *heads), rows).markdown()
+
+
+def full_differences() -> str:
+    """What full blocks, landmarks, and the choice of blocks change: prose by excerpt, facts by text."""
+    alone, full, landmarks, other = list(FULL_BLOCKS.values())[1:]
+    rows = []
+    for label, (one, than) in {
+        "blocks 18 and 23 full, less a window in all blocks": (full, alone),
+        "landmarks too, less without": (landmarks, full),
+        "blocks 18 and 23, less 9 and 20": (full, other),
+    }.items():
+        texts = [facts_by_text(arm) for arm in (one, than)]
+        rows.append((label, plus_minus(lost(one, than), ".3f"), plus_minus(100 * (texts[0] - texts[1]), ".1f")))
+    return Table("", ("", "prose, nats", "facts at 512 tokens, points"), rows).markdown()
+
+
+def facts_by_text(arm: tuple[str, str]) -> pd.Series:
+    """The share of facts that an arm finds in each text of 512 tokens, in the mean of its seeds."""
+    own = of_arm(forget()[1], arm).query("length == 512")
+    hits = np.stack([unpack_hits(one.hits, one.n) for one in own.itertuples()])
+    return pd.Series(hits.reshape(len(hits), -1, 8).mean(axis=(0, 2)))
 
 
 def forgetting_tasks() -> str:
@@ -309,8 +361,8 @@ def demo_recall() -> str:
 FIGURES = {
     function.__name__: function
     for function in (
-        summary, differences, answers, cost, tasks, sooner, markers, held, no_pos, yarn, long_prompts,
-        added, long_texts, forgetting, forgetting_tasks, forgetting_cost, perplexity, speed, demo_tasks, demo_recall,
+        summary, differences, answers, cost, tasks, sooner, markers, held, no_pos, yarn, long_prompts, full_differences,
+        added, long_texts, forgetting_tasks, forgetting_cost, perplexity, speed, demo_tasks, demo_recall,
     )
 }  # fmt: skip
 FIGURES |= {
@@ -319,6 +371,8 @@ FIGURES |= {
     "copying": partial(by_length, "copying", 512, 128, 256, 512, 1024),
     "counting": partial(by_length, "segment_counting", 128, 128, 256, 512, 1024),
     "demo_perplexity": partial(perplexity, "results/demo"),
+    "full_blocks": partial(forgetting, FULL_BLOCKS, "window-1-8-brief"),
+    "forgetting": partial(forgetting, FORGETTING, "window-1-8"),
 }
 
 
@@ -355,15 +409,41 @@ def draw(path: Path) -> None:
         plt.close(figure)
 
 
+def draw_full_blocks(path: Path) -> None:
+    """Draw how many facts SmolLM2-135M finds at an eighth of the keys and values, by the length of the text."""
+    looks = {
+        "the base, everything in sight": ("full-1-1-untrained", "full", "#7d8590", "s:"),
+        "blocks 18 and 23 full": ("window-1-8-full-18-23-brief", "window", "#d9640f", "o-"),
+        "a window": ("window-1-8-brief", "window", "#3f8f5a", "v-"),
+        "SnapKV, untrained": ("press-1-8", "snapkv", "#2a86c7", "D--"),
+    }
+    shown = (512, 1024, 2048, 4096, 8192)
+    with mpl.rc_context(STYLE):
+        figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
+        for label, (recipe, model, colour, line) in looks.items():
+            middle, low, high = zip(*(found((recipe, model), length) for length in shown), strict=True)
+            axis.plot(shown, middle, line, color=colour, label=label)
+            axis.fill_between(shown, low, high, color=colour, alpha=0.15, linewidth=0)
+        axis.set(xlabel="tokens of the text", ylabel="facts found, %", ylim=(-3, 103))
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(shown, [number(length) for length in shown], minor=False)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, labelcolor="#7d8590")
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+        plt.close(figure)
+
+
 def draw_forgetting(path: Path) -> None:
     """Draw what prose loses by the share of keys and values that is kept, in SmolLM2-135M."""
     looks = {
         "a window, untrained": (r"(full|window).*-untrained", "#7d8590", "s-"),
         "presses of kvpress, untrained": (r"press-.*", "#2a86c7", "D"),
         "a window, trained": (r"window-1-\d+", "#3f8f5a", "v"),
-        "landmarks, trained": (r"(tokens|meta)-.*", "#d9640f", "o"),
+        "landmarks, trained": (r"(tokens|meta)-1-8(-sentence)?", "#d9640f", "o"),
     }
     prose, *_ = forget()
+    window = of_arm(prose, ("window-1-8", "window")).set_index("text").loss
+    prose = prose.assign(lost=prose.loss - prose.text.map(window))
     with mpl.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
         for label, (pattern, colour, line) in looks.items():
@@ -383,4 +463,5 @@ if __name__ == "__main__":
     for document in DOCUMENTS:
         document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")
     draw(ROOT / "docs/images/accuracy.svg")
+    draw_full_blocks(ROOT / "docs/images/full_blocks.svg")
     draw_forgetting(ROOT / "docs/images/forgetting.svg")

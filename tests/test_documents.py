@@ -41,6 +41,7 @@ SMALLER = {
     "finetune ": f"finetune {TINY_RUN} ",
     "task.train_steps=[1500]": "task.train_steps=[2] --set task.stages=[]",
     "--lengths 256,512": "--lengths 256,512 -n 2",
+    "text_full_layers=[18,23]": "text_full_layers=[0]",
     "-n 100": "-n 8",
     "-n 20": "-n 2",
 }

@@ -16,9 +16,10 @@ from tests.gradients import far, gradients_far
 from tests.model.tiny_models import FAMILY, META, Fields, parametrize, tiny_model
 
 WINDOW = {"text_window": 3, "text_sinks": 1}
+FULL = WINDOW | {"text_full_layers": [1]}
 CASES: list[Fields] = [
     {**family, **scale, **window}
-    for family, scale, window in product(FAMILY, ({}, {"attention_scale": "log_length"}), ({}, WINDOW))
+    for family, scale, window in product(FAMILY, ({}, {"attention_scale": "log_length"}), ({}, WINDOW, FULL))
 ]
 # Without a meta-token; beginning with one; of one token; of meta-tokens alone.
 SEQUENCES = [
@@ -57,7 +58,7 @@ def test_packed_is_apart(fields: Fields) -> None:
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")  # torch's own, of flex attention
-@pytest.mark.parametrize("window", [{}, WINDOW], ids=["", "text_window"])
+@pytest.mark.parametrize("window", [{}, WINDOW, FULL], ids=["", "text_window", "text_full_layers"])
 @pytest.mark.parametrize("attention", ["eager", "flex_attention"])
 def test_other_attention_functions(attention: str, window: Fields) -> None:
     model = tiny_model(**window, attention_scale="log_length", dtype=torch.float32, hidden_size=64)
@@ -69,7 +70,7 @@ def test_other_attention_functions(attention: str, window: Fields) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("second_attention", ["meta", "causal"])
-@pytest.mark.parametrize("window", [{}, WINDOW], ids=["", "text_window"])
+@pytest.mark.parametrize("window", [{}, WINDOW, FULL], ids=["", "text_window", "text_full_layers"])
 def test_weights_are_zero_between_sequences(window: Fields, second_attention: str) -> None:
     model = tiny_model(**window, second_attention=second_attention)
     out = model(**packed(ROWS), output_attentions=True)

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.models.llama import modeling_llama
 
 from metatokens import add_meta_attention, load_meta, save_meta, set_text_window
 from metatokens.decoder import decoder_of
@@ -179,6 +180,20 @@ def test_a_compiled_model_has_the_masks_of_each_pass(use_cache: bool | None) -> 
         with torch.no_grad():
             wanted = model(ids, use_cache=use_cache).logits
             assert error(compiled(ids, use_cache=use_cache).logits, wanted) < 1e-5
+
+
+def test_a_base_that_changes_the_mask_before_its_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, make = model_of("llama", None), modeling_llama.create_causal_mask
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        mask = make(*args, **kwargs)
+        return mask if mask is None else mask.clone()
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", changed)
+    set_text_window(model, WINDOW, SINKS)
+    with pytest.raises(UserError, match="its blocks have masks of their own"):
+        set_text_window(model, WINDOW, SINKS, FULL)
+    assert (model.config.text_window, model.config.text_full_layers) == (WINDOW, None)
 
 
 def test_what_would_be_wrong_is_refused() -> None:

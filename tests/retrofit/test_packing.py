@@ -60,10 +60,11 @@ def test_packed_is_apart(name: str) -> None:
         assert max(of_logits, of_gradients) < 0.08
 
 
+@pytest.mark.parametrize("full_layers", [(), (1,)])
 @pytest.mark.parametrize("name", WINDOWED)
-def test_packed_is_apart_where_text_is_forgotten(name: str) -> None:
+def test_packed_is_apart_where_text_is_forgotten(name: str, full_layers: tuple[int, ...]) -> None:
     model = retrofitted(name)
-    set_text_window(model, 3, 1)
+    set_text_window(model, 3, 1, full_layers)
     assert max(differences(model)) < 2e-5
 
 
@@ -87,11 +88,11 @@ def test_checkpointed_activations_and_eager_attention() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("window", [None, 3])
-def test_a_compiled_model(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "full_layers"), [(None, ()), (3, ()), (3, (1,))])
+def test_a_compiled_model(window: int | None, full_layers: tuple[int, ...]) -> None:
     torch._dynamo.reset()
     model = retrofitted("llama")
-    set_text_window(model, window, 1)
+    set_text_window(model, window, 1, full_layers)
     got = torch.compile(model, backend="eager")(**packed(), use_cache=False).logits[..., :META]
     assert error(got, apart(model)) < 1e-5
 
