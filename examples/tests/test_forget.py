@@ -21,6 +21,7 @@ from metatokens.records import Result
 from metatokens.retrofit import layers
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import task_texts
+from results.forget import layers as blocks
 from results.forget import run, speed, texts
 
 pytestmark = pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's
@@ -36,7 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     corpus = [SENTENCES * 5, "".join(facts), texts.QUESTION]
     tokenizer = load_tokenizer("train:700", corpus=corpus, extra_texts=task_texts())
     tokenizer.pad_token = tokenizer.eos_token
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
     torch.manual_seed(0)
     plain = LlamaForCausalLM(LlamaConfig(vocab_size=704, num_key_value_heads=1, head_dim=16, **sizes))
     for name, chosen in (("base-meta", None), ("base-tokens", [])):
@@ -54,7 +55,7 @@ def _undone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_separators_are_kept_as_a_dense_mask_keeps_them(base: Path) -> None:
     tokenizer = load_tokenizer(str(base / "base-tokens"))
     read = texts.Texts(tokenizer, [str(base / "novel.txt.gz")])
-    options = Namespace(out=base, length=256, device="cpu", blocks=2)
+    options = Namespace(out=base, length=256, device="cpu", blocks=3)
     one = run.Run(run.Arm("separators", 8, 0), options, read)
     model, ids = one.model(one.base).eval(), read.prose(np.random.default_rng(0), 100)
     seen = torch.zeros(1, 1, 100, 100, dtype=torch.bool)
@@ -98,6 +99,7 @@ def test_the_whole_path(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     line = ["run", "--train", novel, "--held-out", novel, "--out", str(out), *sizes]
     monkeypatch.setattr(sys, "argv", [*line, "--facts", "256:8", "--device", "cpu"])
     few = [run.Arm("full", 1, 0), run.Arm("separators", 8, 2), run.Arm("meta", 8, 2, teacher=True)]
+    few.append(run.Arm("window", 2, 2, full=(1,), batch=4))
     monkeypatch.setattr(run, "plan", lambda steps: iter(few))
     run.main()
     written = (out / "results.jsonl.gz").read_bytes()
@@ -114,13 +116,26 @@ def test_the_whole_path(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (arm.name, metric) for arm in few for metric in ("perplexity", "exact_match")
     }
     assert [one.kv_kept for one in lines if one.model == "full"] == [1.0] * 7
-    assert all(one.kv_kept < 0.2 for one in lines if one.model != "full" and one.length == 256 and one.text is not None)
+    prose = {one.model: one for one in lines if one.text is not None}
+    assert max(prose["separators"].kv_kept, prose["meta"].kv_kept) < 0.2
+    half = prose["window"]  # a third of 256 tokens, and 64 in each of the other two blocks
+    assert (half.recipe, half.text_window) == ("forget/window-1-2-full-1-brief", 60)
+    assert half.kv_kept == pytest.approx((256 + 2 * 64) / (3 * 256), abs=1e-4)
     run.main()  # finds everything done
     assert (out / "results.jsonl.gz").read_bytes() == written
     capsys.readouterr()
     line = ["speed", "--out", str(out), "--text", novel, "--lengths", "600", "--rounds", "1", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", line)
+    monkeypatch.setitem(speed.CONTESTANTS, "blocks", ("base-tokens", 28, None, (1,)))
     speed.main()
     found = {one["model"]: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert found["full"]["cache_bytes"] == (600 + 31) * 2 * 2 * 16 * 2  # entries, keys and values, layers, width, bytes
+    assert found["full"]["cache_bytes"] == (600 + 31) * 2 * 3 * 16 * 2  # entries, keys and values, layers, width, bytes
     assert found["tokens"]["cache_bytes"] < found["full"]["cache_bytes"]
+    assert 1 / 3 < found["blocks"]["cache_bytes"] / found["full"]["cache_bytes"] < 0.5
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["layers", "--out", str(out), "--train", novel, "--texts", "1", "--length", "256"])
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--beyond", "80", "--device", "cpu"])
+    blocks.main()
+    found = [json.loads(one) for one in capsys.readouterr().out.splitlines()]
+    assert [(one["block"], one["n"]) for one in found] == [(None, 8), (0, 8), (1, 8), (2, 8)]
+    assert len({one["loss"] for one in found}) == 4

@@ -18,16 +18,18 @@ from metatokens.checkpoint import load_model
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.retrofit.window import set_text_window
-from results.forget.run import SINKS, read
+from results.forget.run import RETRIEVE, SINKS, read
 from results.forget.texts import Texts
 
 NEW = 32  # tokens by which a text is continued
-# By name: the retrofitted base, its window, and the distance of landmarks. Of 512 tokens an eighth is kept.
+# By name: the retrofitted base, its window, the distance of landmarks, and the full blocks. Of 512 tokens an eighth is
+# kept.
 CONTESTANTS = {
-    "full": ("base-tokens", None, None),
-    "window": ("base-tokens", 60, None),
-    "tokens": ("base-tokens", 29, 16),
-    "meta": ("base-meta", 29, 16),
+    "full": ("base-tokens", None, None, ()),
+    "window": ("base-tokens", 60, None, ()),
+    "blocks": ("base-tokens", 28, None, RETRIEVE),
+    "tokens": ("base-tokens", 29, 16, ()),
+    "meta": ("base-meta", 29, 16, ()),
 }
 
 
@@ -41,9 +43,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     models, tokenizer = {}, load_tokenizer(str(given.out / "base-tokens"))
-    for name, (folder, window, _) in CONTESTANTS.items():
+    for name, (folder, window, _, full) in CONTESTANTS.items():
         models[name] = load_model(given.out / folder, device=given.device, dtype="bfloat16").eval()
-        set_text_window(models[name], window, SINKS)
+        set_text_window(models[name], window, SINKS, full)
     text = Texts(tokenizer, [given.text]).ids
 
     def now() -> float:
