@@ -24,6 +24,7 @@ from tests.model.tiny_models import tiny_config
         ({"rope_parameters": {"rope_type": "yarm"}}, "rope_type 'yarm' is unknown; allowed are default, .*yarn"),
         *(({"rope_layers": layers}, "from 0 to 1") for layers in ([], [2], [-1], [1, 0], [0, 0])),
         *(({"text_full_layers": layers}, "from 0 to 1") for layers in ([], [2], [-1], [1, 0], [0, 0])),
+        ({"text_full_layers": [0]}, "text_full_layers needs a text_window"),
         ({"text_window": 0}, "text_window is 0 and text_sinks 4; they must be at least 1 and 0"),
         ({"text_window": 8, "text_sinks": -1}, "text_window is 8 and text_sinks -1; they must be"),
         ({"text_window": 8, "meta_token_id": None, "second_attention": "none"}, "text_window needs a meta_token_id"),

@@ -99,7 +99,8 @@ TextWindow = Annotated[
         "--text-window",
         metavar="W",
         min=1,
-        help="Forget text W positions back, except the first and meta-tokens; by default as the model was trained.",
+        help="Forget text W positions back, except the first and meta-tokens; by default as the model was trained. "
+        "Blocks in training.text_full_layers forget nothing.",
     ),
 ]
 Device = Annotated[

@@ -120,6 +120,8 @@ class MetaGPT2Config(PreTrainedConfig):
             raise UserError(
                 f"text_window is {self.text_window} and text_sinks {self.text_sinks}; they must be at least 1 and 0."
             )
+        if self.text_full_layers is not None and self.text_window is None:
+            raise UserError("text_full_layers needs a text_window: without one all layers see all text.")
         if self.text_window is not None and self.meta_token_id is None:
             raise UserError("text_window needs a meta_token_id: meta-tokens are what stays of the text.")
         if self.activation not in ACT2FN:
