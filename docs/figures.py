@@ -44,6 +44,7 @@ FULL_BLOCKS = {
     "**blocks 18 and 23 full**, a window of 28": ("window-1-8-full-18-23-brief", "window"),
     "the same, with landmarks behind sentences": ("tokens-1-8-sentence-full-18-23-brief", "tokens"),
     "blocks 9 and 20 full, a window of 28": ("window-1-8-full-9-20-brief", "window"),
+    "blocks 18 and 23 full, untrained": ("window-1-8-untrained-full-18-23", "window"),
 }
 FORGETTING = {
     "the base, everything in sight": ("full-1-1-untrained", "full"),
@@ -254,7 +255,7 @@ def forgetting(arms: Mapping[str, tuple[str, str]], to: str) -> str:
 
 def full_differences() -> str:
     """What full blocks, landmarks, and the choice of blocks change: prose by excerpt, facts by text."""
-    alone, full, landmarks, other = list(FULL_BLOCKS.values())[1:]
+    _, alone, full, landmarks, other, _ = FULL_BLOCKS.values()
     rows = []
     for label, (one, than) in {
         "blocks 18 and 23 full, less a window in all blocks": (full, alone),
@@ -293,6 +294,7 @@ def forgetting_cost() -> str:
     lines = pd.read_json(ROOT / "results/forget/speed.jsonl", lines=True).set_index(["length", "model"])
     labels = {
         "window": "a window of 60",
+        "blocks": "blocks 18 and 23 full, a window of 28",
         "tokens": "landmarks every 16 tokens, a window of 29",
         "meta": "the same, with meta-attention",
     }
@@ -302,9 +304,9 @@ def forgetting_cost() -> str:
         for length in lengths_read:
             full, one = lines.loc[length, "full"], lines.loc[length, model]
             cells.append(f"{one.cache_bytes / 1e6:.1f} of {full.cache_bytes / 1e6:.0f} MB")
-            cells += (f"{one[what][1] / full[what][1]:.2f}" for what in ("read_per_s", "new_per_s"))
+            cells.append(" / ".join(f"{one[what][1] / full[what][1]:.2f}" for what in ("read_per_s", "new_per_s")))
         rows.append((label, *cells))
-    heads = (f"{number(length)}: {what}" for length in lengths_read for what in ("cache", "read", "written"))
+    heads = (f"{number(length)}: {what}" for length in lengths_read for what in ("cache", "speed"))
     return Table("", ("", *heads), rows).markdown()
 
 
@@ -428,7 +430,7 @@ def draw_full_blocks(path: Path) -> None:
         axis.set_xscale("log", base=2)
         axis.set_xticks(shown, [number(length) for length in shown], minor=False)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, labelcolor="#7d8590")
+        axis.legend(frameon=False, labelcolor="#7d8590", ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
         figure.savefig(path, transparent=True, metadata={"Date": None})
         plt.close(figure)
 

@@ -90,6 +90,7 @@ def plan(steps: int) -> Iterator[Arm]:
         if seed == 0:
             yield Arm("full", 1, steps)
             yield from (Arm(name, 8, steps, rule="sentence", teacher=True) for name in ("tokens", "meta"))
+    yield Arm("window", 8, 0, full=RETRIEVE)
     for seed in (0, 1):
         brief = {"share": 8, "seed": seed, **BRIEF}
         yield from (Arm("window", full=full, **brief) for full in (RETRIEVE, (), OTHER))
