@@ -279,8 +279,8 @@ def forgetting_tasks() -> str:
     *_, lines = forget()
     best = lines[lines.metric == "shortcut"].sort_values("value").groupby("task").last()
     rows = {"the best shortcut": best}
-    for label, (recipe, model) in FORGETTING.items():
-        own = lines[(lines.recipe == f"forget/{recipe}") & (lines.model == model)]
+    for label, arm in FORGETTING.items():
+        own = of_arm(lines, arm)
         rows |= {label: own.set_index("task")} if len(own) else {}
     shown = []
     for label, own in rows.items():

@@ -14,7 +14,7 @@ from metatokens.errors import UserError
 from tests.checkpointing import checkpoint_activations
 from tests.model.dense_oracle import DenseOracle
 from tests.model.test_attention_oracle import TOLERANCE, assert_close, assert_same_gradients
-from tests.model.text_window import ROWS, SMALL, expected, in_steps, seen
+from tests.model.text_window import ROWS, SMALL, expected, in_steps, seen, seen_by_layers
 from tests.model.tiny_models import (
     META,
     SECOND,
@@ -29,14 +29,18 @@ from tests.model.tiny_models import (
 )
 
 
+@pytest.mark.parametrize("full_layers", [None, [1]])
 @pytest.mark.parametrize("side", ["left", "right"])
 @VARIANTS
-def test_a_pass_is_the_masked_formula_forward_and_backward(fields: Fields, side: str) -> None:
-    model = tiny_model(**fields | SMALL)
+def test_a_pass_is_the_masked_formula_forward_and_backward(
+    fields: Fields, side: str, full_layers: list[int] | None
+) -> None:
+    model = tiny_model(**fields | SMALL, text_full_layers=full_layers)
     oracle = DenseOracle(model)
     ids, mask = pad(ROWS, side)
     actual = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
-    wanted = torch.cat([oracle.logits(row, seen(row)) for row in ROWS])
+    count = model.config.num_hidden_layers
+    wanted = torch.cat([oracle.logits(row, seen_by_layers(row, count, full_layers or ())) for row in ROWS])
     weigh = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     (actual * weigh).sum().backward()
     (wanted * weigh).sum().backward()

@@ -111,11 +111,12 @@ def test_guesses_that_are_cropped_change_nothing(name: str) -> None:
     assert generate(shared(name), rows, max_new_tokens=20, prompt_lookup_num_tokens=3) == wanted
 
 
+@pytest.mark.parametrize("full", [[], FULL])
 @pytest.mark.parametrize("name", FEW)
-def test_training_with_activation_checkpointing_too(name: str) -> None:
+def test_training_hides_the_same_text_with_activation_checkpointing_too(name: str, full: list[int]) -> None:
     ids, gradients = torch.tensor(random_rows((30, 30), meta_rate=0.2)), []
     for way in ("masked", "plain", "checkpointed"):
-        model = model_of(name, None if way == "masked" else FULL).train()
+        model = model_of(name, None if way == "masked" else full).train()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
@@ -124,7 +125,7 @@ def test_training_with_activation_checkpointing_too(name: str) -> None:
             model.enable_input_require_grads()
         if way == "masked":
             count = len(decoder_of(model)[1])
-            masks = torch.stack([seen_by_layers(row, count, FULL) for row in ids.tolist()], dim=1)[:, :, None]
+            masks = torch.stack([seen_by_layers(row, count, full) for row in ids.tolist()], dim=1)[:, :, None]
             loss = masked(model, masks, input_ids=ids, labels=ids).loss
         else:
             loss = model(ids, labels=ids, use_cache=False).loss
@@ -158,7 +159,11 @@ def test_other_layers_are_chosen_and_none() -> None:
         set_text_window(model, WINDOW, SINKS, [0])
         row = torch.tensor(ROWS[:1])
         masks = seen_by_layers(ROWS[0], count, [0])[:, None, None]
-        assert error(model(row).logits, masked(shared("llama", None), masks, input_ids=row).logits) < 1e-5
+        wanted = masked(shared("llama", None), masks, input_ids=row).logits
+        assert error(model(row, use_cache=False).logits, wanted) < 1e-5
+        pieces, cache = in_steps(model, row, torch.ones_like(row), (20, *range(30, 44)))
+        assert error(pieces, wanted) < 1e-5
+        assert held(cache)[0] == 44 > held(cache)[1]
         set_text_window(model, WINDOW, SINKS)
         window = model(ids, attention_mask=mask).logits
         set_text_window(model, WINDOW, SINKS, range(count))

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, GPT2LMHeadModel, Pr
 
 from metatokens import add_meta_attention, load_meta, save_meta, set_text_window
 from metatokens.errors import UserError
-from tests.checkpointing import checkpoint_activations
 from tests.model import generating, text_window
 from tests.model.generating import beams_of, by_hand, samples_of
 from tests.model.text_window import PROMPTS, ROWS, SINKS, WINDOW, held, seen
@@ -173,27 +172,6 @@ def test_flex_attention() -> None:
         found = model(ids, attention_mask=mask, use_cache=False).logits
     wanted = torch.cat([dense("llama", row) for row in ROWS])[:, :META]
     assert error(found[mask.bool()][:, :META], wanted) < 1e-4
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_training_hides_the_same_text_with_activation_checkpointing_too(name: str) -> None:
-    ids = torch.tensor(random_rows((30, 30), meta_rate=0.2))
-    mask = torch.stack([seen(row)[None] for row in ids.tolist()])
-    gradients = []
-    for window in (None, WINDOW, WINDOW):
-        model = model_of(name, window).train()
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        if len(gradients) == 2:
-            checkpoint_activations(model)
-            model.enable_input_require_grads()
-        positions = torch.arange(30).expand(2, -1)
-        given = {"attention_mask": mask if window is None else None, "position_ids": positions}
-        model(ids, labels=ids, use_cache=False, **given).loss.backward()
-        gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
-    for found in gradients[1:]:
-        assert max(error(a, b) for a, b in zip(found, gradients[0], strict=True)) < 1e-5
 
 
 def test_the_window_is_saved_with_the_model_and_with_what_was_added(tmp_path: Path) -> None:

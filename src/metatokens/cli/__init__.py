@@ -95,7 +95,7 @@ def main(command: typer.Typer = app) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """What is wrong; of a command line also where to read more, and nothing if typer has printed the help instead."""
+    """The sentence about a mistake; empty if typer has printed the help in its place."""
     if not isinstance(error, UsageError):
         return str(error)
     wrong = error.format_message().replace("Value error, ", "")  # pydantic's prefix

@@ -33,13 +33,13 @@ def load(
     """The model of a folder, with another text window if one is given, and its tokenizer."""
     from metatokens.checkpoint import load_model
     from metatokens.data.tokenizer import load_tokenizer
+    from metatokens.model.configuration import TEXT_SINKS
     from metatokens.retrofit.window import set_text_window
 
     loaded = load_model(model, device=device, dtype=dtype)
     if text_window is not None:
-        config = loaded.config
-        own = [getattr(config, name, None) for name in ("text_sinks", "text_full_layers")]
-        set_text_window(loaded, text_window, own[0] or 0, own[1] or ())
+        sinks = getattr(loaded.config, "text_sinks", TEXT_SINKS)
+        set_text_window(loaded, text_window, sinks, getattr(loaded.config, "text_full_layers", None) or ())
     return loaded, load_tokenizer(str(model))
 
 

@@ -275,4 +275,6 @@ def forgetting(cache: Any, layers: int, full: Sequence[int]) -> ForgettingCache:
         cache.full += range(cache.notes_at + 1, len(cache.layers))
         for layer in cache.layers:
             give(layer, ForgettingStaticLayer if size else ForgettingLayer)
+    elif {number % layers for number in cache.full if number < cache.notes_at} != {*full}:
+        raise UserError("this cache was filled by a model with other text_full_layers; begin a new one.")
     return cache
