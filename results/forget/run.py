@@ -95,6 +95,7 @@ def plan(steps: int) -> Iterator[Arm]:
         brief = {"share": 8, "seed": seed, **BRIEF}
         yield from (Arm("window", full=full, **brief) for full in (RETRIEVE, (), OTHER))
         yield Arm("tokens", rule="sentence", full=RETRIEVE, **brief)
+        yield Arm("full", **brief | {"share": 1})
     for share in (4, 16):
         yield from (Arm(name, share, steps) for name in ("tokens", "meta", "window", "separators"))
 
@@ -148,6 +149,11 @@ class Run:
         texts = self.tokenizer.batch_decode([[token] for token in range(len(self.tokenizer))])
         return [token for token, text in enumerate(texts) if set(text) & set(self.arm.kept or "")]
 
+    @property
+    def autocast(self) -> Any:
+        """Where the measures compute in bfloat16, unless asked for float32."""
+        return torch.autocast(self.options.device, torch.bfloat16, enabled=not self.options.float32)
+
     def held(self, ids: list[int], window: int | None) -> float:
         """How many entries a block's cache needs at the end of a text, in the mean of the blocks."""
         place, share = np.arange(len(ids)), len(self.arm.full) / self.options.blocks
@@ -187,7 +193,7 @@ class Run:
             weight_decay=0.0,
             save_steps=max(50, arm.steps // 15),
             dataloader_num_workers=options.readers,
-            bf16=True,
+            bf16=not options.float32,
             seed=arm.seed,
             use_cpu=options.device == "cpu",
             text_window=self.window,
@@ -209,7 +215,7 @@ class Run:
             return
         self.folder.mkdir(exist_ok=True)
         model, first = self.model(self.folder if self.arm.steps else self.base).eval(), next(iter(held_out.values()))
-        with torch.inference_mode(), torch.autocast(self.options.device, torch.bfloat16):
+        with torch.inference_mode(), self.autocast:
             measures = self.predicted(model, held_out), self.found(model, first), self.tasks(model, first)
             lines = [one.line() + "\n" for one in stamped(chain.from_iterable(measures))]
         write_whole(self.folder / "results.jsonl", "".join(lines).encode())
@@ -294,6 +300,7 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--float32", action="store_true", help="in place of bfloat16, which some CPUs compute slowly")
     parser.add_argument("--readers", type=int, default=0, help="further processes that make texts")
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--length", type=int, default=512, help="tokens of a text in training")
