@@ -118,8 +118,8 @@ class TrainingSettings(TrainerSettings):
     optimizer: Literal["adamw", "muon"] = "adamw"
     # Muon's rate is warmed up and decayed by the same factors. Its momentum is 0.95, and it has no weight decay.
     muon_learning_rate: Annotated[float, Field(gt=0)] = 0.02
-    # Steps between two measurements of the held-out loss; 0: never. None: ten in a run that has a held-out split, but
-    # fewer where they would take longer than a third of the training, and at least one (`measured_every`).
+    # Steps between two measurements of the held-out loss; 0: never. None: ten in a run that has a held-out split, or
+    # fewer, so that between two of them at least twice as many items are trained as are measured (`measured_every`).
     eval_steps: AtLeastZero | None = None
     use_cpu: bool = False  # even if there is a GPU
     fsdp: bool = False  # FSDP2: shard weights, gradients and optimizer over the GPUs instead of copying them (DDP)
@@ -131,8 +131,8 @@ class TrainingSettings(TrainerSettings):
     # Half of the training sequences have one jump in their positions, which all stay below this; None: no jumps. Stages
     # have none.
     position_jumps: Annotated[int, Field(gt=0, le=2**20)] | None = None
-    # How far back the model sees text, from now on, how many first positions it keeps, and which layers see all text
-    # (`set_text_window`). None: as it was trained before, 4, and none.
+    # What the model sees of the text from now on (`set_text_window`): a window of so many positions, so many first
+    # positions, and all of it in these layers. None: as before.
     text_window: Positive | None = None
     text_sinks: AtLeastZero | None = None
     text_full_layers: list[AtLeastZero] | None = None

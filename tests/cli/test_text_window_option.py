@@ -128,4 +128,4 @@ def test_a_model_without_meta_tokens_is_refused(workplace: Path, refused: Refuse
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=64, **sizes)).save_pretrained("plain")
-    refused('generate --model plain --text-window 8 "the cat"', "a text_window needs meta-tokens, which this model has")
+    refused('generate --model plain --text-window 8 "the cat"', "a text_window needs meta-tokens, and this model has")

@@ -164,7 +164,9 @@ def test_other_layers_are_chosen_and_none() -> None:
         pieces, cache = in_steps(model, row, torch.ones_like(row), (20, *range(30, 44)))
         assert error(pieces, wanted) < 1e-5
         assert held(cache)[0] == 44 > held(cache)[1]
-        set_text_window(model, WINDOW, SINKS)
+        set_text_window(model, WINDOW)  # with the sinks and full layers that it has
+        assert (model.config.text_sinks, model.config.text_full_layers) == (SINKS, [0])
+        set_text_window(model, WINDOW, SINKS, [])
         window = model(ids, attention_mask=mask).logits
         set_text_window(model, WINDOW, SINKS, range(count))
         everything = model(ids, attention_mask=mask).logits

@@ -200,9 +200,9 @@ def test_the_window_is_saved_with_the_model_and_with_what_was_added(tmp_path: Pa
         ("gpt_neo", {}, "a sliding window of their own"),
         ("llama4_text", {}, "a sliding window of their own"),
         ("qwen3_next", {}, "or a state instead of a cache"),
-        ("bloom", {}, "it must read text by masks of four dimensions"),
+        ("bloom", {}, "it must take masks of four dimensions"),
         ("mpt", {}, "text that is forgotten changes what it predicts"),
-        ("falcon", {"alibi": True}, "it must read text by masks of four dimensions"),
+        ("falcon", {"alibi": True}, "it must take masks of four dimensions"),
     ],
 )
 def test_a_base_with_masks_of_its_own_is_refused(name: str, choices: dict[str, Any], message: str) -> None:

@@ -33,13 +33,11 @@ def load(
     """The model of a folder, with another text window if one is given, and its tokenizer."""
     from metatokens.checkpoint import load_model
     from metatokens.data.tokenizer import load_tokenizer
-    from metatokens.model.configuration import TEXT_SINKS
     from metatokens.retrofit.window import set_text_window
 
     loaded = load_model(model, device=device, dtype=dtype)
     if text_window is not None:
-        sinks = getattr(loaded.config, "text_sinks", TEXT_SINKS)
-        set_text_window(loaded, text_window, sinks, getattr(loaded.config, "text_full_layers", None) or ())
+        set_text_window(loaded, text_window)
     return loaded, load_tokenizer(str(model))
 
 
@@ -99,8 +97,8 @@ TextWindow = Annotated[
         "--text-window",
         metavar="W",
         min=1,
-        help="Forget text W positions back, except the first and meta-tokens; by default as the model was trained. "
-        "Blocks in training.text_full_layers forget nothing.",
+        help="Let a query see the last W positions, the first ones and all meta-tokens; by default as the model was "
+        "trained. Blocks in training.text_full_layers see everything.",
     ),
 ]
 Device = Annotated[

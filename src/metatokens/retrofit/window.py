@@ -11,34 +11,40 @@ from transformers.cache_utils import DynamicLayer
 
 from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
-from metatokens.model.configuration import TEXT_SINKS, MetaGPT2Config
+from metatokens.model.configuration import MetaGPT2Config
 from metatokens.retrofit.classes import MetaConfig
 from metatokens.retrofit.layers import choose_full
 from metatokens.retrofit.settings import MetaSettings
 from metatokens.retrofit.sites import a_text
 
-_READS = "a {} cannot have a text_window: it must read text by masks of four dimensions, and a cache that drops some"
+_READS = "a {} cannot have a text_window: it must take masks of four dimensions, and a cache that drops entries"
 
 
 def set_text_window(
-    model: PreTrainedModel, window: int | None, sinks: int = TEXT_SINKS, full_layers: Sequence[int] = ()
+    model: PreTrainedModel, window: int | None, sinks: int | None = None, full_layers: Sequence[int] | None = None
 ) -> None:
-    """Have a model forget text from now on, in training, evaluation and generation.
+    """Make a model forget text from now on, in training, evaluation and generation.
 
     A query then sees all earlier meta-tokens, the first positions, and a window, and a cache that grows holds little
-    else. The model is to be trained so: as it comes, its meta-tokens hold nothing.
+    else. Train the model with the window: before that, its meta-tokens hold nothing.
 
     Args:
         model: a `MetaGPT2ForCausalLM` or a retrofitted model.
         window: how many positions a query sees at most, itself included; None: everything.
-        sinks: the number of first positions that all queries see.
+        sinks: the number of first positions that all queries see; None: as many as before, which is 4 at first.
         full_layers: the blocks, counted from 0, that keep all text and see it. Models look things up in few blocks.
+            None: the same as before, which is none at first.
 
     Raises:
         UserError: if a number is too small, or the model has no meta-token or masks of its own, such as a sliding
             window, or does not have such blocks. The model is then unchanged.
     """
-    config, full = model.config, None if window is None else list(full_layers) or None
+    config = model.config
+    if not isinstance(config, MetaConfig | MetaGPT2Config):
+        raise UserError("a text_window needs meta-tokens, and this model has none: call add_meta_attention first.")
+    sinks = config.text_sinks if sinks is None else sinks
+    full_layers = config.text_full_layers if full_layers is None else full_layers
+    full = None if window is None else list(full_layers or ()) or None
     own = {"text_window": window, "text_sinks": sinks, "text_full_layers": full}
     if isinstance(config, MetaConfig):
         settings = MetaSettings.checked(**config.meta_attention | own)
@@ -50,11 +56,9 @@ def set_text_window(
             _check_full(model, blocks)
         choose_full(blocks, full or ())
         config.meta_attention = settings.model_dump()
-    elif isinstance(config, MetaGPT2Config):
+    else:
         type(config).from_dict(config.to_dict() | own)  # refuses what does not fit
         config.text_window, config.text_sinks, config.text_full_layers = window, sinks, full
-    else:
-        raise UserError("a text_window needs meta-tokens, which this model has not: call add_meta_attention first.")
 
 
 @torch.no_grad()

@@ -247,8 +247,7 @@ def train(
         schedule_start: the step of the learning rate's schedule at which the training begins.
     """
     if settings.text_window is not None:
-        sinks = {} if settings.text_sinks is None else {"sinks": settings.text_sinks}
-        set_text_window(model, settings.text_window, full_layers=settings.text_full_layers or (), **sinks)
+        set_text_window(model, settings.text_window, settings.text_sinks, settings.text_full_layers)
     items = (dataset[index] for index in range(min(len(dataset), 16)))
     kept = cache_kept(model, (one["input_ids"] if isinstance(one, dict) else one.input_ids for one in items))
     if kept and is_first_process():
