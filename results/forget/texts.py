@@ -54,7 +54,7 @@ class Texts:
         return [self.ids[start : start + length].tolist() for start in starts]
 
     def asked(self, generator: np.random.Generator, length: int, split: str, beyond: int, count: int = FACTS) -> Asked:
-        """A text of `length` tokens with facts of a split behind sentences, `beyond` tokens or more before its end."""
+        """A text of `length` tokens with facts of a split after sentences, `beyond` tokens or more before its end."""
         pairs = []
         for city in generator.permutation(CITIES.split())[:count]:
             words = generator.permutation(WORDS)
@@ -77,7 +77,7 @@ class Texts:
         return [self.asked(np.random.default_rng(seed), length, "test", beyond) for seed in seeds]
 
     def task(self, name: str, seed: int) -> TaskData:
-        """A task's prompts with a meta-token behind each line."""
+        """A task's prompts with a meta-token after each line."""
         return TaskData(name, tokenizer=self.tokenizer, condition="landmark", seed=seed, documents=self.documents)
 
 

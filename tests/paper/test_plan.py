@@ -449,6 +449,7 @@ def test_a_model_is_tested_up_to_four_times_its_train_length() -> None:
         ("placement", "evaluate-meta-k=0.2-list_recall", "evaluate-meta-list_recall"),
         ("lengths", "evaluate-twin-jumps-copying", "evaluate-twin-copying"),
         ("perplexity", "perplexity-gpt2-equal-compute", "finetune-gpt2-parity"),
+        ("parity", "evaluate-gpt2-parity", "evaluate-gpt2-copying"),
     ],
 )
 def test_one_tables_part_of_the_plan(table: str, some: str, none: str) -> None:
@@ -463,7 +464,7 @@ def test_one_tables_part_of_the_plan(table: str, some: str, none: str) -> None:
 
 def test_a_table_that_nothing_answers() -> None:
     with pytest.raises(
-        UserError, match=r"no stage of this preset answers 'table0'; --only takes facts, figure1, .*table9\.$"
+        UserError, match=r"no stage of this preset answers 'table0'; --only takes copying, facts, figure1, .*table9\.$"
     ):
         select(planned("small"), "table0")
     assert select(stages(DEMO), None) == stages(DEMO)

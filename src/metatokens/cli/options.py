@@ -134,7 +134,8 @@ Intervention = Annotated[
     typer.Option(
         "--intervention",
         metavar="NAME",
-        help="Change the meta-tokens: no_pos, no_embed, neither or noise:S, then perhaps :meta, :raw or :meta:raw.",
+        help="Change the meta-tokens: no_pos, no_embed, neither or noise:S, then perhaps :meta, :raw or :meta:raw; or "
+        "hide the document's text from the question: landmarks_alone.",
     ),
 ]
 Preset = Annotated[str, _choice("--preset", recipe.PresetName, "Size of the experiments")]

@@ -28,7 +28,7 @@ from metatokens.paper.variants import (
 )
 from metatokens.recipe import FinetuneRecipe, Phase, PretrainRecipe
 
-# The paper's tables by task, unless a model has its own. `reproduce --only` takes these names.
+# The paper's tables by task, unless a model has its own.
 _TASK_TABLES = {"list_recall": "table7", "segment_counting": "table8", "parity": "table9", "copying": "table10"}
 
 # The folder that each kind of stage writes.
@@ -101,17 +101,18 @@ def stages(sizes: Preset) -> list[Stage]:
 
 
 def select(plan: list[Stage], table: str | None) -> list[Stage]:
-    """The stages whose results a table shows, and the stages that they need; all stages for None."""
+    """The stages whose results a table shows, or those of a task, and the stages that they need; all for None."""
     if table is None:
         return plan
-    known = sorted({name for stage in plan for name in stage.tables})
+    answered = {stage.name: {*stage.tables, stage.subject.get("task")} - {None} for stage in plan}
+    known = sorted(set().union(*answered.values()))
     if table == "table3":
         raise UserError("no stage answers 'table3', which `python -m benchmarks.speed decode` measures.")
     if table not in known:
         raise UserError(f"no stage of this preset answers {table!r}; --only takes {', '.join(known) or 'nothing'}.")
     needed: set[str] = set()
     for stage in reversed(plan):  # each stage follows those that it needs
-        if table in stage.tables or stage.name in needed:
+        if table in answered[stage.name] or stage.name in needed:
             needed |= {stage.name, *stage.after}
     return [stage for stage in plan if stage.name in needed]
 

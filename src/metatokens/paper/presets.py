@@ -164,7 +164,7 @@ def _through_landmarks(
         )
 
 
-# So many facts behind each landmark; the question sees the landmarks alone, or in training all text.
+# The number of facts per landmark; the question sees the landmarks alone, or in training all text.
 _BEHIND = ("facts_1", "facts_2", "facts_4", "facts_8")
 _IN_SIGHT = (
     *_through_landmarks("facts_4-in-sight", "facts_4", _MODELS[1:], _SEEDS[:4], "task.question_sees=null", **_FACTS),

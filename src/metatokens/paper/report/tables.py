@@ -184,11 +184,11 @@ class Tables:
         rows: dict[str, Fields] = {}
         for row in _distinct(found, ["condition", "task", "variant", "train_condition", "train_length", "length"]):
             facts, place = FACTS.get(row["condition"]), ", landmarks" if row["condition"] == "landmark" else ""
-            label = f"{facts} behind a landmark" if facts else f"{name(row['task'])}{place}"
+            label = f"{facts} per landmark" if facts else f"{name(row['task'])}{place}"
             alone, in_sight = {**row, "intervention": ALONE}, {**row, "intervention": ""}
             if len(self.found(in_sight)):
                 label += ", trained with all text in sight"
-                rows[f"{label}, tested so"] = in_sight
+                rows[f"{label}, tested likewise"] = in_sight
             rows[f"{label}, {PERCENT(self.found(alone)['kv_kept'].mean())} % of the KV"] = alone
         return self._table("", "", rows, {model: {"model": model} for model in sorted(set(found["model"]), key=order)})
 
