@@ -38,6 +38,7 @@ from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import Device, Dtype
 from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
 from metatokens.retrofit.saving import DELTA, DELTA_WEIGHTS, base_of, load_meta, save_meta
+from metatokens.retrofit.window import apply_text_window, text_window_of
 from metatokens.untrusted import MAX_CONFIG_BYTES, parameters_at_least, read_config
 
 LanguageModel: TypeAlias = MetaGPT2ForCausalLM | PreTrainedModel
@@ -48,6 +49,7 @@ WEIGHTS = "model.safetensors"
 SHARDS = "model.safetensors.index.json"  # names the file of each tensor, where weights are in several files
 ADAPTER = "adapter_config.json"  # of an adapter that PEFT saved
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+TEXT_WINDOW = "text_window.json"  # that of the model that the adapter was trained in
 
 _MAX_INDEX_BYTES = 2**24
 _CLASSES = {MetaGPT2Config: MetaGPT2ForCausalLM, GPT2Config: GPT2LMHeadModel}
@@ -119,6 +121,8 @@ def name_base(model: Any, folder: Path) -> None:
         base = getattr(model, "read_from", "") or given["base_model_name_or_path"]
         given["base_model_name_or_path"] = name_from(folder, base)
         write_whole(folder / ADAPTER, json.dumps(given, indent=1).encode())
+        if own := text_window_of(model.config):  # which PEFT does not save
+            write_whole(folder / TEXT_WINDOW, json.dumps(own).encode())
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's form to fill in, with the base's absolute path
 
 
@@ -328,6 +332,8 @@ def _with_adapter(folder: Path, device: str | None, dtype: str | None) -> Any:
         raise UserError(f"there is no adapter in {folder}: it has no {ADAPTER_WEIGHTS}.")
     model = load_model(base, device=device, dtype=dtype)
     try:
+        if (folder / TEXT_WINDOW).is_file():
+            apply_text_window(model, **read_json(folder / TEXT_WINDOW, MAX_CONFIG_BYTES))
         from peft import PeftModel
 
         adapted: Any = PeftModel.from_pretrained(model, folder, is_trainable=True)

@@ -45,6 +45,7 @@ def tokens(workplace: Path, small_store: TokenStore) -> None:
     shutil.copytree(small_store.path, workplace / "tokens")
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # that PEFT reads
 def test_training_with_a_window(tokens: None, run: Succeed, refused: Refuse) -> None:
     def window_of(folder: str) -> Any:
         config = json.loads(Path(folder, "config.json").read_text())
@@ -73,6 +74,15 @@ def test_training_with_a_window(tokens: None, run: Succeed, refused: Refuse) -> 
     _, error = run(f"{FINETUNE} --model next --data data.jsonl --text-window 6 --landmarks sentence --out tuned")
     assert window_of("tuned/data") == (6, 4)
     assert 0 < share(error) < 1
+    run(f"{FINETUNE} --model full --data data.jsonl --text-window 6 --lora rank=2 --keep-adapter --out adapter")
+    window = json.loads(Path("adapter", "data", "text_window.json").read_text())
+    assert window == {"window": 6, "sinks": 4, "full_layers": [1]}
+    output, _ = run("evaluate --model adapter/data --data data.jsonl")
+    assert json.loads(output.splitlines()[0])["text_window"] == 6
+    Path("adapter", "data", "manifest.json").unlink()
+    for damaged in ('{"window": 0}', '{"windows": 3}', "[1]"):
+        Path("adapter", "data", "text_window.json").write_text(damaged)
+        refused("evaluate --model adapter/data --data data.jsonl", "")
 
 
 def test_measuring_with_a_window(tokens: None, small_model: Models, run: Succeed) -> None:

@@ -177,7 +177,7 @@ def test_grpo_inserts_meta_tokens_and_needs_a_saved_reference(folder: Path, tmp_
     trainer(generation_kwargs={"meta_every": 2}).train()
     count.remove()
     assert sum(seen) > 0
-    with pytest.raises(OSError, match=r"this retrofitted model was not saved: call model\.save_pretrained"):
+    with pytest.raises(OSError, match=r"this model was not saved as it is: call model\.save_pretrained"):
         trainer(beta=0.04)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")

@@ -27,7 +27,7 @@ from metatokens import add_meta_attention, encode_prompt, freeze_base, load_meta
 from metatokens.checkpoint import load_model
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.errors import UserError
-from metatokens.retrofit.classes import UNSAVED
+from metatokens.model.configuration import UNSAVED
 from metatokens.retrofit.identity import difference, settings_of
 from metatokens.retrofit.saving import base_of
 from metatokens.tasks.curriculum import TaskData

@@ -15,6 +15,8 @@ PositionEmbedding = Literal["learned", "rope", "none"]
 SecondAttention = Literal["meta", "causal", "none"]
 AttentionScale = Literal["constant", "log_length"]
 TEXT_SINKS = 4  # unless a model is given another number
+# The name of a model that no folder holds as it is. Libraries that load a model by its name show it in their error.
+UNSAVED = "this model was not saved as it is: call model.save_pretrained(folder) first"
 
 # For programs that have not imported this package: a saved configuration names this file, which imports the classes.
 # They need `trust_remote_code=True`, and the package installed.

@@ -231,6 +231,11 @@ class MetaTokenGenerationMixin(GenerationMixin):
             "next_sequence_length": length - cached,
         }
         step = self._prepared_inputs(ids, mask, given | own)
+        if cached and step.get("past_key_values") is not cache:
+            raise UserError(
+                f"this base drops its cache at {length} tokens, where its positions change, and meta-tokens cannot be "
+                "inserted into text that is read again."
+            )
         places = [ids + number - cached for number, ids in enumerate(inserted)]
         new = [place for place in places if place >= 0]
         if cached - (len(places) - len(new)) >= prompt_length:  # the whole prompt was read
@@ -246,7 +251,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
         meta-tokens are missing, and its release 5.19 would read cached ids again.
         """
         size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
-        if size is None and self.config.text_window is not None:
+        is_shown = generation_config.output_hidden_states or generation_config.output_attentions
+        if size is None and self.config.text_window is not None and not is_shown:
             size = READ_AT_ONCE
         is_static = cache is not None and cache.is_compileable and self.config.text_window is None
         if size is not None and is_static and "prompt_length" in model_kwargs:
@@ -260,6 +266,10 @@ class MetaTokenGenerationMixin(GenerationMixin):
             length -= int(cache.get_seq_length())
         own: Any = {"next_sequence_length": length, "is_first_iteration": is_first_iteration}
         step = self.prepare_inputs_for_generation(input_ids, **own, **model_kwargs)
+        if step.get("past_key_values") is not cache:  # Phi-3 begins anew where its positions change
+            generation_config = copy(generation_config)
+            generation_config.prefill_chunk_size = None
+            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
         if any(isinstance(one, Tensor) for name, one in step.items() if name not in _SPLIT):  # images, say
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
         return self._read_in_chunks(step, size)
@@ -308,6 +318,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
     ) -> None:
         if "prompt_length" in model_kwargs and generation_mode == GenerationMode.ASSISTED_GENERATION:
             raise UserError("assisted generation does not support inserted meta-tokens.")
+        if self.config.text_window is not None and generation_config.assistant_early_exit:
+            raise UserError("assistant_early_exit does not support a text_window.")
         inserted = 0
         if every := model_kwargs.get("insert_every"):  # a static cache needs room for these, too
             inserted = (max_cache_length - model_kwargs["prompt_length"]) // every + 1
@@ -317,3 +329,5 @@ class MetaTokenGenerationMixin(GenerationMixin):
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length + inserted
         )
+        if generation_config.is_assistant and (cache := model_kwargs.get("past_key_values")) is not None:
+            cache.keeps_all = True  # tokens that the other model does not take are removed from it

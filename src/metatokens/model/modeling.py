@@ -25,6 +25,7 @@ One block; x is the residual stream, (batch, length, width):
 
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -50,7 +51,7 @@ from metatokens.model.attention import (
     residual_linear,
 )
 from metatokens.model.cache import MetaTokenCache, give_second_stores, meta_key_counts
-from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.configuration import UNSAVED, MetaGPT2Config
 from metatokens.model.generation import MetaTokenGenerationMixin, know, mark_as_own
 from metatokens.model.gpt2 import FromGPT2
 from metatokens.model.inputs import InputSpan, attention_function
@@ -59,7 +60,7 @@ from metatokens.model.paged import engine_of
 from metatokens.model.positions import packed_sequences
 from metatokens.model.rows import AllRows, MetaRows, least_rows, positions_of
 from metatokens.model.vocabulary import MetaVocabulary
-from metatokens.model.window import TextRule
+from metatokens.model.window import TextRule, check_remembering
 
 
 def layer_norm(config: MetaGPT2Config) -> nn.LayerNorm:
@@ -211,6 +212,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             rows = self._meta_rows(span, is_meta, meta_positions, position_ids, sequences, is_dense=is_dense)
         if has_rule:
             rule = TextRule.of(self.config, position_ids, is_meta, attention_mask, past_key_values, sequences)
+        else:
+            check_remembering(past_key_values)
 
         rotary = None
         if self.learned_positions is not None:  # e_t = E(x_t) + p_t
@@ -430,6 +433,8 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
         """Save as transformers does, with the `meta_every` of the generation configuration."""
         mark_as_own(self.generation_config)
         super().save_pretrained(save_directory, *args, **kwargs)
+        if self.config.name_or_path == UNSAVED and not Path(save_directory).name.startswith("checkpoint-"):
+            self.name_or_path = self.config.name_or_path = str(save_directory)
 
 
 # The Auto classes find the class by its configuration's. Trainer (for label_smoothing_factor) and pipelines recognise a

@@ -19,6 +19,11 @@ from metatokens.errors import UserError
 from metatokens.model.cache import AnyCache, AnyCacheLayer, give
 from metatokens.model.rows import gather_rows, positions_of
 
+_OTHER_CACHE = (
+    "this cache was filled with another text_window, text_sinks or text_full_layers than the model has now; begin a "
+    "new one."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class TextRule:
@@ -77,7 +82,7 @@ class TextRule:
             positions = positions + sequences * size
         seen = [(positions.expand_as(readers), readers) for readers in all_readers]
         if cache is not None:
-            cache = forgetting(cache, config.get_text_config().num_hidden_layers, config.text_full_layers or ())
+            cache = forgetting(cache, config)
             seen = cache.read(seen, config.text_window)
         rule, *full = (cls(positions, keys, readers) for keys, readers in seen)
         return replace(rule, full=full[0]) if full else rule
@@ -171,14 +176,18 @@ class ForgettingCache(AnyCache):
     Attributes:
         notes_at: the index of the notes.
         full: the indices of the layers that hold everything, the notes on them included.
+        rule: the `text_window`, `text_sinks` and `text_full_layers` of the model that fills it.
         kept: how many entries were left when some were dropped the last time.
+        keeps_all: whether it drops nothing, as for a model that drafts, whose last tokens are taken back.
     """
 
     layers: list[Any]
     is_compileable: bool  # whether the layers have a fixed size
     notes_at: int
     full: Sequence[int]
+    rule: tuple[int, int, tuple[int, ...]]
     kept = 0
+    keeps_all = False
 
     @property
     def has_dropped(self) -> bool:
@@ -207,9 +216,10 @@ class ForgettingCache(AnyCache):
             self._find_places(notes, keys, readers)
         elif notes.get_seq_length() != self.get_seq_length():
             raise UserError(
-                "this cache lost entries, or has some, as of learned prompts, that a text_window cannot place."
+                "this cache lost entries, or has some that a text_window cannot place: those of learned prompts, or of "
+                "a pass in training mode."
             )
-        elif self.held >= max(self.kept, window) + max(16, window // 4):
+        elif not self.keeps_all and self.held >= max(self.kept, window) + max(16, window // 4):
             index = positions_of((notes.values >= keys.amin(dim=2, keepdim=True))[:, 0, :, 0])
             for number, layer in enumerate(self.layers):
                 if number not in self.full:
@@ -258,8 +268,10 @@ class ForgettingCache(AnyCache):
             self.layers[self.notes_at].values.fill_(-1)
 
 
-def forgetting(cache: Any, layers: int, full: Sequence[int]) -> ForgettingCache:
-    """The cache of a model of so many layers, which forgets text from now on, except in the layers `full`."""
+def forgetting(cache: Any, config: Any) -> ForgettingCache:
+    """The cache of a model with this configuration, which forgets text from now on."""
+    layers, full = config.get_text_config().num_hidden_layers, tuple(config.text_full_layers or ())
+    rule = config.text_window, config.text_sinks, full
     if not isinstance(cache, ForgettingCache):
         cache.layers += [DynamicLayer() for _ in range(layers - len(cache.layers))]
         kind = StaticLayer if isinstance(cache.layers[0], StaticLayer) else DynamicLayer
@@ -269,12 +281,18 @@ def forgetting(cache: Any, layers: int, full: Sequence[int]) -> ForgettingCache:
             raise UserError("text_full_layers need a cache that grows: in one of a fixed size all layers are as large.")
         size = [cache.layers[0].max_cache_len] if kind is StaticLayer else []
         give(cache, ForgettingCache)
-        cache.notes_at = len(cache.layers)
+        cache.notes_at, cache.rule = len(cache.layers), rule
         cache.full = [number for number in range(cache.notes_at) if number % layers in full]  # a second attention's too
         cache.layers += [type(cache.layers[0])(*size) for _ in range(1 + bool(full))]
         cache.full += range(cache.notes_at + 1, len(cache.layers))
         for layer in cache.layers:
             give(layer, ForgettingStaticLayer if size else ForgettingLayer)
-    elif {number % layers for number in cache.full if number < cache.notes_at} != {*full}:
-        raise UserError("this cache was filled by a model with other text_full_layers; begin a new one.")
+    elif cache.rule != rule:
+        raise UserError(_OTHER_CACHE)
     return cache
+
+
+def check_remembering(cache: Any) -> None:
+    """Refuse a cache that forgets text, for a model that has no text window now."""
+    if isinstance(cache, ForgettingCache):
+        raise UserError(_OTHER_CACHE)

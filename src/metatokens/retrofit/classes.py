@@ -26,7 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from metatokens.decoder import decoder_of, position_embedding_of
 from metatokens.errors import UserError
 from metatokens.model.cache import derived, give
-from metatokens.model.configuration import TEXT_SINKS, write_remote_code
+from metatokens.model.configuration import TEXT_SINKS, UNSAVED, write_remote_code
 from metatokens.model.generation import MetaTokenGenerationMixin, know, mark_as_own
 from metatokens.model.labels import without_meta_tokens
 from metatokens.model.positions import packed_sequences
@@ -48,8 +48,6 @@ from metatokens.retrofit.layers import (
 from metatokens.retrofit.settings import MetaSettings, check_entries
 
 MODEL_TYPE = "meta_tokens"
-# The name of a model that was never saved. Libraries that load a model again by its name show it in their error.
-UNSAVED = "this retrofitted model was not saved: call model.save_pretrained(folder) first"
 # The prefix of architectures on disk. TRL and serving engines look the architecture up in transformers; without the
 # prefix they would find the base's class and drop meta-attention.
 PREFIX = "MetaTokens"
@@ -80,10 +78,18 @@ class MetaConfig(PreTrainedConfig):
         """As in `MetaGPT2Config`."""
         return getattr(self, "meta_attention", {}).get("text_sinks", TEXT_SINKS)
 
+    @text_sinks.setter
+    def text_sinks(self, sinks: int) -> None:
+        self.meta_attention = {**vars(self)["meta_attention"], "text_sinks": sinks}
+
     @property
     def text_full_layers(self) -> list[int] | None:
         """As in `MetaGPT2Config`."""
         return getattr(self, "meta_attention", {}).get("text_full_layers")
+
+    @text_full_layers.setter
+    def text_full_layers(self, layers: list[int] | None) -> None:
+        self.meta_attention = {**vars(self)["meta_attention"], "text_full_layers": layers}
 
     def to_json_string(self, *args: Any, **kwargs: Any) -> str:
         """The base's JSON, under this package's model type."""
@@ -184,6 +190,10 @@ class MetaModel(MetaBody, MetaTokenGenerationMixin):
 
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         """Run the base's forward, with meta-tokens among the labels ignored, in `shift_labels` too."""
+        if len(args) > 1:
+            args, kwargs = (), dict(zip(signature(type(self).forward).parameters, (self, *args), strict=False)) | kwargs
+            del kwargs["self"]
+            labels = kwargs.pop("labels", labels)
         if not torch.compiler.is_compiling():  # an adapter may have replaced the head
             connect_head(self)
             reads_positions = "position_ids" in signature(decoder_of(self)[0].forward).parameters
@@ -313,6 +323,7 @@ def install(model: Any) -> None:
     if hasattr(decoder, "meta_settings"):  # installed already: the decoder was made by `AutoModel.from_config`
         return
     decoder.meta_settings, decoder.meta_has_trained = settings, False
+    decoder.meta_arguments = tuple(signature(decoder.forward).parameters)
     decoder.meta_cache_layers = len(blocks) + len(settings.layers)  # of a cache of a fixed size
     decoder.register_forward_pre_hook(find_rows, with_kwargs=True)
     decoder.register_forward_hook(forget_rows, always_call=True)

@@ -25,7 +25,7 @@ from metatokens.model.inputs import InputSpan
 from metatokens.model.paged import engine_of
 from metatokens.model.positions import Rotary, check_positions, packed_sequences, position_ids_from_mask, rotary_tables
 from metatokens.model.rows import BREAKS_GRAPH, AllRows, MetaRows, least_rows, positions_of, shown
-from metatokens.model.window import TextRule
+from metatokens.model.window import TextRule, check_remembering
 from metatokens.retrofit.settings import MetaSettings
 
 
@@ -64,11 +64,13 @@ class _State:
     Attributes:
         sequences: those packed into its rows, until the first block has shown that its mask keeps them apart.
         masks: the mask that every block is given, and the one of the blocks that see all text.
+        is_running: whether a pass of the decoder runs.
     """
 
     step: Pass | None = None
     sequences: Tensor | None = None
     masks: tuple[Any, Any] | None = None
+    is_running = False
     block: "tuple[MetaBlock, Tensor, Pass, Cache | None] | None" = None
 
 
@@ -77,6 +79,11 @@ class _Thread(_State, threading.local):
 
 
 _thread, _traced = _Thread(), _State()
+FULL_MASK = "mask_of_full_blocks"  # an attribute of the mask that all blocks are given
+_OUTSIDE = (
+    "a block of a retrofitted model ran outside a pass of its model, as a wrapper for activation checkpointing runs it "
+    "again; use model.gradient_checkpointing_enable() in its place."
+)
 _JOINED = "this base lets sequences that are packed into one row see one another; give each its own row."
 
 
@@ -151,7 +158,9 @@ class MetaBlock(nn.Module):
             torch._assert_async(~_are_joined(_traced.sequences, (*args, *kwargs.values())), _JOINED)
             _traced.sequences = None
         # Not in `forward`, which activation checkpointing runs again, after the pass.
-        return super().__call__(*args, meta_step=_state().step, **kwargs)
+        if (step := _state().step) is None:
+            _check_inside()
+        return super().__call__(*args, meta_step=step, **kwargs)
 
     def forward(self, hidden_states: Tensor, *args: Any, meta_step: Pass | None = None, **kwargs: Any) -> Any:
         """Run the block, with meta-attention in it if there are meta-tokens, and otherwise unchanged."""
@@ -173,11 +182,27 @@ class FullBlock(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block, with its own mask in place of that of the other blocks."""
-        given, own = _state().masks or (None, None)
-        if given is None or not self.sees_all_text:
+        if not self.sees_all_text:
+            return super().__call__(*args, **kwargs)
+        given, own = _state().masks or _masks_among((*args, *kwargs.values()))
+        if given is None:
+            _check_inside()
             return super().__call__(*args, **kwargs)
         kwargs = {name: own if one is given else one for name, one in kwargs.items()}
         return super().__call__(*(own if one is given else one for one in args), **kwargs)
+
+
+def _masks_among(given: tuple) -> tuple[Any, Any]:
+    """The masks of a pass that is over, by what a block is given when its activations are computed again."""
+    if torch.compiler.is_compiling():
+        return None, None
+    return next(((one, getattr(one, FULL_MASK)) for one in given if hasattr(one, FULL_MASK)), (None, None))
+
+
+def _check_inside() -> None:
+    """Refuse a block that is run again, after the pass: it would lack what the pass hands to blocks."""
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not _thread.is_running:
+        raise UserError(_OUTSIDE)
 
 
 def choose_full(blocks: Iterable[nn.Module], full: Collection[int]) -> None:
@@ -250,11 +275,15 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     Refuses what would be silently wrong: an adapter around the embeddings, a cache of packed sequences, and sequences
     beyond a learned table of positions.
     """
-    is_meta = _meta_tokens(decoder, kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds"))
+    if len(args) > 1:
+        args, kwargs = (), dict(zip(decoder.meta_arguments, args, strict=False)) | kwargs
+    is_meta = _meta_tokens(decoder, args, kwargs)
     if is_meta is None:
         return None  # the base raises an error for it
     past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
     is_traced, engine = torch.compiler.is_compiling(), engine_of(kwargs)
+    if not is_traced:
+        _thread.is_running = True
     if not (is_traced or decoder.meta_has_trained) and decoder.training and torch.is_grad_enabled():
         _look_at_first_step(decoder, is_meta)
     use_cache = kwargs.get("use_cache")
@@ -268,7 +297,9 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if sequences is not None:  # next to a cache, even an empty one, transformers does not look for several sequences
         kwargs = kwargs | {"use_cache": False}
     rule = None
-    if decoder.meta_config.text_window is not None:
+    if decoder.meta_config.text_window is None:
+        check_remembering(past)
+    else:
         rule, changed = _forgetting(decoder, is_meta, past, kwargs, sequences)
         kwargs = kwargs | changed
         if rule.full is not None:
@@ -284,13 +315,20 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return args, kwargs
 
 
-def _meta_tokens(decoder: Any, ids: Tensor | None, embeddings: Tensor | None) -> Tensor | None:
-    """Where the meta-tokens are, (batch, length) bool; None without any input."""
-    table = decoder.get_input_embeddings()
+def _meta_tokens(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """Where the meta-tokens are, (batch, length) bool; None without any input.
+
+    A `meta_token_mask` among the named inputs, which is taken out of them, decides; without one, `input_ids` do, or
+    `inputs_embeds` that equal the meta-token's.
+    """
+    ids, embeddings = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
+    given, table = kwargs.pop("meta_token_mask", None), decoder.get_input_embeddings()
     if not hasattr(table, "meta_token_id"):  # PEFT would merge such an adapter into a row that is never read
         raise UserError(
             f"a {type(table).__name__} around the embeddings bypasses the meta-token's; train them by modules_to_save."
         )
+    if given is not None:
+        return given.bool()
     if ids is not None:
         return ids == table.meta_token_id
     if embeddings is None:
@@ -399,7 +437,7 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, A
     if torch.compiler.is_exporting():
         raise UserError(BREAKS_GRAPH)
     mask, positions = given.get("attention_mask"), _row_positions(is_meta, given)
-    _thread.step, least, length = None, least_rows(decoder), is_meta.shape[1]
+    _thread.is_running, _thread.step, least, length = True, None, least_rows(decoder), is_meta.shape[1]
     cached = 0 if past is None else int(past.get_seq_length())
     _check_positions(decoder.config, cached + length, mask, positions)
     sequences = _packed(is_meta, past, given)
@@ -447,8 +485,9 @@ def _forgetting(
 
 @torch.compiler.disable  # as `_begin`
 def _hold_masks(masks: tuple[Any, Any]) -> None:
-    """Set this thread's masks."""
+    """Set this thread's masks. The mask that blocks are given leads to the other one after the pass, too."""
     _thread.masks = masks
+    setattr(masks[0], FULL_MASK, masks[1])
 
 
 def _check_positions(config: Any, length: int, mask: Any, positions: Tensor | None) -> None:
@@ -485,3 +524,4 @@ def forget_rows(decoder: nn.Module, args: tuple, output: Any) -> None:
     """Forward hook of the decoder: the pass is over."""
     state = _state()
     state.step = state.sequences = state.masks = None
+    state.is_running = False

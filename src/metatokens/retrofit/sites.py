@@ -97,9 +97,11 @@ def a_text(model: PreTrainedModel, complaint: str, length: int = 8) -> Iterator[
     """Ids, (1, length), for a model in evaluation mode; whatever it raises becomes a UserError with this complaint."""
     modes = {module: module.training for module in model.modules()}
     ids = torch.arange(length)[None] % model.config.get_text_config().vocab_size
+    device = device_of(model.get_input_embeddings())
     try:
         model.eval()
-        yield ids.to(device_of(model.get_input_embeddings()))
+        with torch.autocast(torch.device(device).type, enabled=False):  # outputs are compared
+            yield ids.to(device)
     except Exception as error:  # of any type
         reason = f"({type(error).__name__}: {one_line(error)[:200]})"
         raise UserError(f"{complaint.format(type(model).__name__)}, and fails {reason}.") from error

@@ -11,7 +11,8 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from metatokens.data.tokenizer import META_TOKEN
 from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
-from metatokens.retrofit.classes import UNSAVED, MetaModel, classes_of, first_weights, freeze_base, install
+from metatokens.model.configuration import UNSAVED
+from metatokens.retrofit.classes import MetaModel, classes_of, first_weights, freeze_base, install
 from metatokens.retrofit.identity import settings_of, weight_checksums
 from metatokens.retrofit.settings import MetaSettings, check_layers
 from metatokens.retrofit.sites import device_of, find_sites

@@ -1,7 +1,8 @@
 """Setting a text window: a model then forgets text that is neither near, nor a meta-token, nor at the start."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
-from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.configuration import UNSAVED, MetaGPT2Config
 from metatokens.retrofit.classes import MetaConfig
 from metatokens.retrofit.layers import choose_full
 from metatokens.retrofit.settings import MetaSettings
@@ -28,6 +29,9 @@ def set_text_window(
     A query then sees all earlier meta-tokens, the first positions, and a window, and a cache that grows holds little
     else. Train the model with the window: before that, its meta-tokens hold nothing.
 
+    A folder that the model came from has no such window. So the model loses its name, by which PEFT and TRL would load
+    that folder, until it is saved.
+
     Args:
         model: a `MetaGPT2ForCausalLM` or a retrofitted model.
         window: how many positions a query sees at most, itself included; None: everything.
@@ -39,11 +43,32 @@ def set_text_window(
         UserError: if a number is too small, or the model has no meta-token or masks of its own, such as a sliding
             window, or does not have such blocks. The model is then unchanged.
     """
+    before = text_window_of(model.config)
+    apply_text_window(model, window, sinks, full_layers)
+    if text_window_of(model.config) != before and model.config.name_or_path:
+        base: Any = getattr(model, "get_base_model", lambda: model)()
+        base.saved_as = base.name_or_path = base.config.name_or_path = UNSAVED
+        for adapter in getattr(model, "peft_config", {}).values():
+            adapter.base_model_name_or_path = UNSAVED
+
+
+def text_window_of(config: Any) -> dict[str, Any]:
+    """The arguments of `set_text_window` that a model was given; none if it cannot have a window."""
+    names = {"window": "text_window", "sinks": "text_sinks", "full_layers": "text_full_layers"}
+    return {name: getattr(config, own) for name, own in names.items() if hasattr(config, own)}
+
+
+def apply_text_window(
+    model: PreTrainedModel, window: int | None, sinks: int | None = None, full_layers: Sequence[int] | None = None
+) -> None:
+    """Do as `set_text_window` does, but keep the model's name: a folder that has the window is, or will be, there."""
     config = model.config
     if not isinstance(config, MetaConfig | MetaGPT2Config):
         raise UserError("a text_window needs meta-tokens, and this model has none: call add_meta_attention first.")
     sinks = config.text_sinks if sinks is None else sinks
     full_layers = config.text_full_layers if full_layers is None else full_layers
+    if not isinstance(full_layers, Iterable | None):
+        raise UserError(f"full_layers is {full_layers!r}; give the numbers of the blocks, such as [0, 5].")
     full = None if window is None else list(full_layers or ()) or None
     own = {"text_window": window, "text_sinks": sinks, "text_full_layers": full}
     if isinstance(config, MetaConfig):

@@ -36,7 +36,7 @@ from metatokens.recipe import TrainerSettings, TrainingSettings
 from metatokens.retrofit.classes import MetaModel, freeze_base
 from metatokens.retrofit.layers import own_parameters
 from metatokens.retrofit.saving import DELTA_WEIGHTS, save_meta
-from metatokens.retrofit.window import set_text_window
+from metatokens.retrofit.window import apply_text_window
 from metatokens.training.batches import WithLogitsToKeep, WithPositions
 from metatokens.training.distillation import divergence
 from metatokens.training.inside import inside_loss
@@ -247,7 +247,7 @@ def train(
         schedule_start: the step of the learning rate's schedule at which the training begins.
     """
     if settings.text_window is not None:
-        set_text_window(model, settings.text_window, settings.text_sinks, settings.text_full_layers)
+        apply_text_window(model, settings.text_window, settings.text_sinks, settings.text_full_layers)
     items = (dataset[index] for index in range(min(len(dataset), 16)))
     kept = cache_kept(model, (one["input_ids"] if isinstance(one, dict) else one.input_ids for one in items))
     if kept and is_first_process():

@@ -1,0 +1,176 @@
+"""Models that forget text, in what people do with models of transformers: nothing is lost or wrong without a word."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
+
+from metatokens import add_meta_attention, set_text_window
+from metatokens.errors import UserError
+from metatokens.model.modeling import MetaGPT2ForCausalLM
+from tests.model.text_window import ROWS, SINKS, WINDOW, in_steps
+from tests.model.tiny_models import META, random_rows, tiny_model
+from tests.retrofit.architectures import base, error, train_like
+from tests.retrofit.test_full_layers import FULL, model_of
+
+IDS = torch.tensor(ROWS[:1])
+LORA = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:::peft"),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # that PEFT reads
+]
+
+
+def without_modules() -> PreTrainedModel:
+    """A Llama with a meta-token and no meta-attention, whose block 1 keeps all text."""
+    model = add_meta_attention(base("llama"), meta_token_id=META, layers=[], freeze=False)
+    set_text_window(model, WINDOW, SINKS, FULL)
+    return model
+
+
+def gradient(model: PreTrainedModel) -> Tensor:
+    model.train()(IDS, labels=IDS, use_cache=False).loss.backward()
+    return next(one.grad for name, one in model.named_parameters() if ".1." in name and "k_proj" in name)
+
+
+def wrapped(model: PreTrainedModel) -> PreTrainedModel:
+    """A model whose blocks are wrapped for activation checkpointing, as FSDP users do."""
+    apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ == "LlamaDecoderLayer")
+    return model
+
+
+def test_a_wrapper_for_checkpointing_gives_full_blocks_their_mask() -> None:
+    wanted = gradient(without_modules())
+    assert error(gradient(wrapped(without_modules())), wanted) < 1e-5
+    with pytest.raises(UserError, match=r"use model\.gradient_checkpointing_enable\(\) in its place"):
+        gradient(wrapped(model_of("llama")))
+    with pytest.raises(UserError, match=r"use model\.gradient_checkpointing_enable\(\) in its place"):
+        gradient(wrapped(model_of("llama", None)))
+
+
+def test_an_adapter_is_loaded_with_the_window_or_not_at_all(tmp_path: Path) -> None:
+    model_of("llama", None).save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    set_text_window(model, WINDOW, SINKS, FULL)
+    tuned = get_peft_model(model, LORA).eval()
+    tuned.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(OSError, match="this model was not saved as it is"):
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    set_text_window(model, WINDOW, SINKS, FULL)
+    model.save_pretrained(tmp_path / "forgets")
+    tuned = get_peft_model(model, LORA).eval()
+    tuned.save_pretrained(tmp_path / "adapter")
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    assert loaded.config.text_full_layers == FULL
+    assert torch.equal(loaded(IDS).logits, tuned(IDS).logits)
+    set_text_window(loaded, WINDOW)  # what it has: the names stay
+    assert loaded.peft_config["default"].base_model_name_or_path == str(tmp_path / "forgets")
+    set_text_window(loaded, WINDOW + 1)
+    assert "not saved as it is" in loaded.peft_config["default"].base_model_name_or_path
+
+
+def test_a_model_of_this_package_has_its_name_again_when_it_is_saved(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "old")
+    model = MetaGPT2ForCausalLM.from_pretrained(tmp_path / "old")
+    set_text_window(model, 5)
+    assert "not saved as it is" in model.config.name_or_path
+    model.save_pretrained(tmp_path / "new")
+    assert model.name_or_path == model.config.name_or_path == str(tmp_path / "new")
+
+
+def phi3(window: int | None) -> PreTrainedModel:
+    """A Phi-3, which drops its cache where a text becomes longer than 48 tokens, and its angles change."""
+    torch.manual_seed(0)
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.5] * 8}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    long = {"max_position_embeddings": 4096, "original_max_position_embeddings": 48, "sliding_window": None}
+    rope = {"rope_parameters": {**factors, "rope_theta": 10000.0, "original_max_position_embeddings": 48}}
+    tokens = {"vocab_size": META + 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+    plain = Phi3ForCausalLM(Phi3Config(**sizes, **long, **rope, **tokens, initializer_range=0.2)).eval()
+    model = train_like(add_meta_attention(plain, meta_token_id=META, heads=2, head_size=16, freeze=False))
+    set_text_window(model, window, SINKS)
+    return model
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_a_base_that_drops_its_cache_reads_everything_again(window: int | None) -> None:
+    model, ids = phi3(window), torch.tensor(random_rows((130,), meta_rate=0.1, seed=1))
+    how: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    wanted = model.generate(ids, use_cache=False, **how)
+    assert torch.equal(model.generate(ids, prefill_chunk_size=20, **how), wanted)
+    assert torch.equal(model.generate(ids, **how), wanted)
+    with pytest.raises(UserError, match=r"this base drops its cache at \d+ tokens"):
+        model.generate(ids[:, :46], meta_every=2, **how)
+
+
+@pytest.mark.parametrize(
+    "changed", [(None,), (WINDOW + 9, SINKS, FULL), (WINDOW, SINKS + 9, FULL), (WINDOW, SINKS, [])]
+)
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_cache_that_another_window_filled_is_refused(is_own: bool, changed: tuple) -> None:
+    model = tiny_model(text_window=WINDOW, text_sinks=SINKS, text_full_layers=FULL) if is_own else model_of("llama")
+    _, cache = in_steps(model, IDS, torch.ones_like(IDS), (20, *range(30, 40)))
+    set_text_window(model, *changed)
+    with pytest.raises(UserError, match="this cache was filled with another text_window, text_sinks or text_full"):
+        model(IDS[:, 40:41], past_key_values=cache)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_model_that_forgets_drafts_for_another(is_own: bool) -> None:
+    target, draft = (tiny_model(text_full_layers=None) for _ in range(2)) if is_own else map(model_of, ["llama"] * 2)
+    set_text_window(target, None)
+    set_text_window(draft, 5, 2, FULL)
+    draft.generation_config.update(num_assistant_tokens=20, assistant_confidence_threshold=0.0)
+    how: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    wanted = target.generate(IDS, **how)
+    assert torch.equal(target.generate(IDS, assistant_model=draft, **how), wanted)
+    with pytest.raises(UserError, match="assistant_early_exit does not support a text_window"):
+        draft.generate(IDS, assistant_early_exit=1, **how)
+
+
+def test_hidden_states_of_a_long_prompt_are_whole() -> None:
+    model, ids = model_of("llama"), torch.tensor(random_rows((600,), meta_rate=0.1, seed=1))
+    shown = {"output_hidden_states": True, "return_dict_in_generate": True}
+    found = model.generate(ids, max_new_tokens=1, do_sample=False, **shown)
+    assert found.hidden_states[0][-1].shape[1] == 600
+
+
+@pytest.mark.parametrize("full", [None, FULL])
+@torch.no_grad()
+def test_inputs_by_place_are_inputs_by_name(full: list[int] | None) -> None:
+    model = model_of("llama", full)
+    mask, first, last = torch.ones_like(IDS), IDS[:, :30], IDS[:, 30:]
+    wanted = model.model(IDS).last_hidden_state
+    assert torch.equal(model.model(IDS, mask).last_hidden_state, wanted)
+    cache = model.model(first, use_cache=True).past_key_values
+    assert error(model.model(last, None, None, cache).last_hidden_state, wanted[:, 30:]) < 1e-5
+    by_name = model(IDS, attention_mask=mask, labels=IDS, use_cache=False).loss
+    assert torch.equal(model(IDS, mask, None, None, None, IDS, False).loss, by_name)
+
+
+@torch.no_grad()
+def test_a_mask_of_meta_tokens_decides() -> None:
+    model, is_meta = model_of("llama"), IDS == META
+    embeddings = model.get_input_embeddings()(IDS).detach() + 1e-6  # not quite the meta-token's
+    found = model(inputs_embeds=embeddings, meta_token_mask=is_meta, use_cache=False).logits
+    assert error(found, model(IDS, use_cache=False).logits) < 2e-3
+    assert error(found, model(inputs_embeds=embeddings, use_cache=False).logits) > 0.1
+
+
+def test_settings_by_the_usual_ways(tmp_path: Path) -> None:
+    model_of("llama").save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, text_window=9, text_sinks=1, text_full_layers=[0])
+    assert (loaded.config.text_window, loaded.config.text_sinks, loaded.config.text_full_layers) == (9, 1, [0])
+    wanted = model_of("llama", None)
+    set_text_window(wanted, 9, 1, [0])
+    assert torch.equal(loaded(IDS).logits, wanted(IDS).logits)
+    with pytest.raises(UserError, match="full_layers is 1; give the numbers of the blocks"):
+        set_text_window(loaded, 9, 1, 1)
+    with torch.autocast("cpu", torch.bfloat16):  # the check of the base compares in the base's precision
+        set_text_window(loaded, 5, 2, FULL)
