@@ -204,7 +204,7 @@ def test_an_index_that_names_no_shards_of_its_folder_is_refused(sharded: Path, c
     torch.save({}, sharded / "pytorch_model.bin")
     (sharded / "model.safetensors.index.json").write_text(content)
     for read in (load_model, weights_sha256):
-        with pytest.raises(UserError, match=r"are not complete: there is no|does not say where the weights are"):
+        with pytest.raises(UserError, match=r"are not complete: there is no|does not name the files of the weights"):
             read(sharded)
 
 

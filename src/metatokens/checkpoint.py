@@ -163,7 +163,7 @@ def _shards(folder: Path) -> list[Path]:
     try:
         names = sorted(set(read_json(folder / SHARDS, _MAX_INDEX_BYTES)["weight_map"].values()))
     except DAMAGED as error:
-        raise UserError(f"{folder / SHARDS} does not say where the weights are: {one_line(error)}.") from error
+        raise UserError(f"{folder / SHARDS} does not name the files of the weights: {one_line(error)}.") from error
     present = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
     for name in names:
         if name not in present:  # also refuses pickles, and names that lead out of the folder
@@ -215,7 +215,7 @@ def _adapted_folder(folder: Path) -> Path:
         name = read_json(folder / ADAPTER, MAX_CONFIG_BYTES)["base_model_name_or_path"]
         found_from(folder, name)  # whether it can be a name at all
     except DAMAGED as error:
-        raise UserError(f"{folder / ADAPTER} does not say what the adapter belongs to.") from error
+        raise UserError(f"{folder / ADAPTER} does not name the base of the adapter.") from error
     base = _base_folder(folder, name)
     if (base / ADAPTER).is_file():  # possibly the same one
         raise UserError(f"the adapter in {folder} belongs to another adapter, {base}.")

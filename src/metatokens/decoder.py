@@ -102,7 +102,7 @@ def kept_line(kept: Mapping[str, Any]) -> str:
     share, size = kept["kv_kept"], kept["kv_bytes"]
     return (
         f"text_window {kept['text_window']}: a cache keeps {100 * share:.1f} % of the keys and values, {size:,} bytes "
-        "for each text, those of meta-attention included"
+        "for each text (the bytes include meta-attention's)"
     )
 
 

@@ -38,7 +38,7 @@ AtLeastZero = Annotated[int, Field(ge=0, lt=2**31)]
 
 MAX_BYTES = 2**16  # of a recipe
 _NEVER = 2**30  # `decay_steps` of a learning rate that stays constant
-_APART = 2**32  # between the indices of two curriculum phases' examples: more than either has
+_APART = 2**32  # between the indices of two phases' examples; no phase has as many
 _PACKAGED = files("metatokens") / "recipes"
 
 

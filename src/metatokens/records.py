@@ -49,7 +49,7 @@ AnalysisMetric = Literal[
     "answer_entropy",
 ]
 KeyClass = Literal["itself", "earlier_meta", "before_meta", "after_meta", "first", "near", "other"]
-Part = Literal["fit", "train", "held_out"]  # of an analysis's prompts; `fit` is few, which are also scored
+Part = Literal["fit", "train", "held_out"]  # of an analysis's prompts; `fit` is the few that are fitted
 Benchmark = Literal["train", "answers", "prefill", "decode", "length", "compile"]
 
 

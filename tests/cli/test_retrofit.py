@@ -454,8 +454,8 @@ def test_adapters_that_cannot_be_read_are_refused(base: Path, run: Succeed, refu
     Path("adapter").mkdir()
     file, weights = Path("adapter/adapter_config.json"), Path("adapter/adapter_model.safetensors")
     for text, content, sentence in (
-        ("{", b"", "does not say what the adapter belongs to"),
-        (" " * (2**20 + 1), b"", "does not say what the adapter belongs to"),
+        ("{", b"", "does not name the base of the adapter"),
+        (" " * (2**20 + 1), b"", "does not name the base of the adapter"),
         ('{"base_model_name_or_path": "model"}', None, "it has no adapter_model.safetensors"),
         ('{"base_model_name_or_path": "adapter"}', b"", "belongs to another adapter"),
         ('{"base_model_name_or_path": "../nowhere"}', b"", "the base of adapter is not at adapter/../nowhere"),

@@ -72,7 +72,7 @@ def test_a_prompt_with_meta_tokens(
     status, output, error = metatokens(f"{generate} --show-meta --landmarks line 'the cat\nsat'")
     assert (status, output.startswith("the cat\n<|meta|>sat"), error) == (0, True, "")
     _, error = run(f"{generate} --landmarks line 'the cat'")
-    assert error == "landmarks by line have no place in this prompt.\n"
+    assert error == "the rule line puts no landmark into this prompt.\n"
 
     marked, plain = {"prompt": text, "markers": [7, 19]}, {"prompt": text, "markers": []}
     write_records("prompts.jsonl", [marked, plain, {"prompt": "the", "completion": " cat"}])

@@ -73,7 +73,7 @@ def test_finished_work_is_not_repeated(
     assert {status for status, *_ in again} == {0}
     assert contents(workplace) == before
     longer = PRETRAIN.replace("training.max_steps=2", "training.max_steps=3")
-    advice = "was 2 and is now 3); give a new folder, with --init (of finetune --model) to train its model further, or"
+    advice = "was 2 and is now 3); give a new folder, and start from this model (pretrain --init, finetune --model), or"
     assert advice in metatokens(f"{longer} --out base")[2]
 
 

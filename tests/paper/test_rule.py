@@ -18,8 +18,8 @@ from metatokens.paper.rule import (
     Verdict,
     effect,
     holm,
+    p_value,
     prompt_variance,
-    told_p,
     verdict,
     verdict_everywhere,
 )
@@ -166,12 +166,12 @@ def test_all_cases() -> None:
 
 def test_the_p_value_of_a_verdict_is_that_of_the_boundary_it_excludes() -> None:
     above, within, below = (effect([_versus(gap)]) for gap in (0.1, 0.0, -0.1))
-    assert told_p(above, "gain", 0.05) == above.p(0.0) < 0.05
-    assert told_p(below, "gain", 0.05) == below.p(0.05) < 0.05
-    assert told_p(within, "gain", 0.05) == max(within.p(0.05), within.p(-0.05)) < 0.05
-    assert told_p(below, "match", 0.05) == below.p(-0.05)
-    assert told_p(effect([_versus(0.04)]), "gain", 0.05) == 1
-    assert told_p(Effect(0.3), "gain", 0.05) == 1
+    assert p_value(above, "gain", 0.05) == above.p(0.0) < 0.05
+    assert p_value(below, "gain", 0.05) == below.p(0.05) < 0.05
+    assert p_value(within, "gain", 0.05) == max(within.p(0.05), within.p(-0.05)) < 0.05
+    assert p_value(below, "match", 0.05) == below.p(-0.05)
+    assert p_value(effect([_versus(0.04)]), "gain", 0.05) == 1
+    assert p_value(Effect(0.3), "gain", 0.05) == 1
     edge = effect([_versus(0.1)])
     assert Effect(0.1, 0.0, 0.2, edge.error, edge.freedom).p(edge.low) == pytest.approx(0.05)
 

@@ -128,7 +128,7 @@ def generate(
     if marker is not None and loaded.config.meta_token_id not in ids:
         raise UserError(f"the marker {marker!r} is not in the prompt.")
     if landmarks is not None and loaded.config.meta_token_id not in ids:
-        say(f"landmarks by {landmarks} have no place in this prompt.")
+        say(f"the rule {landmarks} puts no landmark into this prompt.")
     _say_kept(loaded, [ids])
     longest = len(ids) + max_new_tokens + (max_new_tokens // meta_every if meta_every else 0)
     has_beams = loaded.generation_config.num_beams not in (None, 1)  # they may take words back

@@ -191,8 +191,8 @@ class MetaAttention(Attention):
     is_second = True
 
     def __init__(self, config: Sizes, block: int, layer_idx: int):
-        super().__init__(config, layer_idx)  # of a cache of a fixed size, or of pages
-        self.block = block
+        super().__init__(config, layer_idx)  # its layer in a cache of a fixed size, or of pages
+        self.block = block  # its layer in a cache that grows
 
     def forward(
         self,
@@ -212,8 +212,8 @@ class MetaAttention(Attention):
             x: the meta-tokens' rows, (batch, most, width); all rows in the dense form.
             rows: where they are in the input. `AllRows` ask for the dense form, with the mask of causal attention.
             cache: holds earlier meta-tokens' keys and values, and takes the new ones.
-            attend: the model's attention function. The gathered form calls transformers' eager one alone; sdpa replaces
-                any other.
+            attend: the model's attention function. The gathered form uses it if it is transformers' eager one, and
+                otherwise sdpa.
             mask: a mask over all positions, (batch, heads or 1, length, total), needed where the model was given one of
                 four dimensions and where `attend` is the eager function. None means that the rows' order decides.
             rotary: rotary tables for the positions of these rows, or None.

@@ -1,6 +1,6 @@
 """Key-value caches with room for a second attention module.
 
-In a cache that grows, meta-attention has a second store in each layer, which grows by one entry a *meta-token*. The
+In a cache that grows, meta-attention has a second store in each layer, which grows by one entry per *meta-token*. The
 rows of a batch hold different numbers of meta-tokens. So each entry has a slot: its token's place in the first store,
 or -1 where a row has nothing to add. Slots decide which entries a mask hides and a crop removes. Methods that compress
 a cache drop entries of the first store. Slots then no longer give the order of tokens, but positions do.
@@ -35,17 +35,17 @@ HIDDEN = -1e4  # the feature that hides text in the dense form; half precision h
 
 
 @functools.cache  # one class for all objects
-def derived(mixin: Any, base: Any) -> Any:
+def with_mixin(mixin: Any, base: Any) -> Any:
     """`base` with a mixin in front, under the base's name, by which transformers looks up most of its settings."""
     named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base)(base.__name__, (mixin, base), named)
 
 
-@torch.compiler.disable  # it would trace `derived` without its cache, and so make a class for each graph
+@torch.compiler.disable  # it would trace `with_mixin` without its cache, and so make a class for each graph
 def give(thing: object, mixin: type) -> None:
     """Put a mixin in front of the class of one object, in place, unless it is there."""
     if not isinstance(thing, mixin):
-        thing.__class__ = derived(mixin, type(thing))  # type: ignore[arg-type]  # a class is hashable
+        thing.__class__ = with_mixin(mixin, type(thing))  # type: ignore[arg-type]  # a class is hashable
 
 
 class Entries(NamedTuple):
@@ -259,7 +259,7 @@ class MetaTokenCache(InsertedTokens, DynamicCache):
 
     def __init__(self, config: MetaGPT2Config):
         super().__init__()
-        give_second_stores(self, config)
+        add_second_stores(self, config)
 
 
 def meta_key_counts(
@@ -299,7 +299,7 @@ def _with_stored(valid: Tensor, cache: Cache, layer: Any) -> Tensor:
     return stored.scatter(1, getattr(layer, "places", slots), valid)
 
 
-def give_further_layers(cache: Cache, layers: int, head_size: int | None) -> bool:
+def add_second_layers(cache: Cache, layers: int, head_size: int | None) -> bool:
     """Make a cache of a fixed size have so many layers, further ones for the second attention, in place.
 
     Args:
@@ -318,7 +318,7 @@ def give_further_layers(cache: Cache, layers: int, head_size: int | None) -> boo
     return True
 
 
-def give_second_stores(cache: Cache, config: MetaGPT2Config) -> None:
+def add_second_stores(cache: Cache, config: MetaGPT2Config) -> None:
     """Give a `DynamicCache` or `StaticCache` of transformers room for the second attention, in place.
 
     Entries that it already holds, as after PEFT's prefix tuning, stay causal attention's alone: the second module has
@@ -326,7 +326,7 @@ def give_second_stores(cache: Cache, config: MetaGPT2Config) -> None:
     """
     layers, second = config.num_hidden_layers, config.second_attention
     total = layers if second == "none" else 2 * layers
-    if isinstance(cache, StaticCache) and give_further_layers(
+    if isinstance(cache, StaticCache) and add_second_layers(
         cache, total, config.head_size if second == "meta" else None
     ):
         return

@@ -48,8 +48,8 @@ class MetaGPT2Config(PreTrainedConfig):
         attention_scale: a factor of attention logits in addition to 1 / sqrt(head size): `constant` (none), or
             `log_length`, a number that each head learns times the logarithm of how many keys the query sees (scalable
             softmax), which keeps attention sharp in longer sequences.
-        text_window: a query sees of the text only what is fewer than this many positions back, itself included, and
-            what `text_sinks` adds; it sees all earlier meta-tokens. `None` means that it sees all that is before it.
+        text_window: a query sees the last `text_window` positions, its own included, the first `text_sinks`, and all
+            earlier meta-tokens. `None` means that it sees everything before it.
         text_sinks: with `text_window`, positions from 0 on that later queries see as well.
         text_full_layers: with `text_window`, the layers, counted from 0, whose queries see all text.
         meta_token_id: the meta-token's id; `None` for a model that has none.

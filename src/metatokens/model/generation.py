@@ -35,15 +35,15 @@ READ_AT_ONCE = 512  # tokens of a prompt in one forward pass of a model with a `
 _SPLIT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "meta_token_mask", "meta_positions")
 
 
-def know(architecture: str, model: type) -> None:
-    """Have transformers find a class by an architecture's name, as its server and TRL look it up.
+def register_architecture(architecture: str, model: type) -> None:
+    """Make a class an attribute of the module transformers, where its server and TRL look an architecture up.
 
-    transformers imports itself twice, so that two modules of this name are in use; they have one class.
+    Two module objects of that name exist, so it is set on their common class.
     """
     setattr(type(transformers), architecture, model)
 
 
-def mark_as_own(generation_config: GenerationConfig | None) -> None:
+def keep_meta_every(generation_config: GenerationConfig | None) -> None:
     """Have transformers load `meta_every` again; it drops custom settings derived from a model's configuration."""
     if generation_config is not None and getattr(generation_config, "meta_every", None) is not None:
         generation_config._from_model_config = False
@@ -135,7 +135,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         """The engine of `generate_batch` and `transformers serve`; a `meta_every` of the configuration holds for it.
 
         Raises:
-            UserError: if the model does something that a paged cache does not show, or `meta_every` is wrong.
+            UserError: if the model does something that a paged cache does not support, or `meta_every` is wrong.
         """
         engine = copy(continuous_batching_config) or ContinuousBatchingConfig()
         meta_every = self._checked_every(None, generation_config)

@@ -50,9 +50,9 @@ from metatokens.model.attention import (
     linear,
     residual_linear,
 )
-from metatokens.model.cache import MetaTokenCache, give_second_stores, meta_key_counts
+from metatokens.model.cache import MetaTokenCache, add_second_stores, meta_key_counts
 from metatokens.model.configuration import UNSAVED, MetaGPT2Config
-from metatokens.model.generation import MetaTokenGenerationMixin, know, mark_as_own
+from metatokens.model.generation import MetaTokenGenerationMixin, keep_meta_every, register_architecture
 from metatokens.model.gpt2 import FromGPT2
 from metatokens.model.inputs import InputSpan, attention_function
 from metatokens.model.labels import scored_labels, without_meta_tokens
@@ -266,7 +266,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             cache = MetaTokenCache(self.config)
         has_own = self.config.second_attention != "none" or self.config.text_window is not None
         if cache is not None and has_own:
-            give_second_stores(cache, self.config)
+            add_second_stores(cache, self.config)
         return cache
 
     def _is_meta(self, input_ids: Tensor | None, embeddings: Tensor, meta_token_mask: Tensor | None) -> Tensor:
@@ -431,7 +431,7 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
 
     def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
         """Save as transformers does, with the `meta_every` of the generation configuration."""
-        mark_as_own(self.generation_config)
+        keep_meta_every(self.generation_config)
         super().save_pretrained(save_directory, *args, **kwargs)
         if self.config.name_or_path == UNSAVED and not Path(save_directory).name.startswith("checkpoint-"):
             self.name_or_path = self.config.name_or_path = str(save_directory)
@@ -442,4 +442,4 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
 AutoModel.register(MetaGPT2Config, MetaGPT2Model, exist_ok=True)
 AutoModelForCausalLM.register(MetaGPT2Config, MetaGPT2ForCausalLM, exist_ok=True)
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MetaGPT2Config.model_type] = MetaGPT2ForCausalLM.__name__
-know(MetaGPT2ForCausalLM.__name__, MetaGPT2ForCausalLM)
+register_architecture(MetaGPT2ForCausalLM.__name__, MetaGPT2ForCausalLM)

@@ -122,7 +122,7 @@ class MetaRequest(AnyRequest):
     meta_every: int | None
 
     def generated_len(self) -> int:
-        """The number of text tokens generated, since the engine began or began again."""
+        """The number of text tokens generated, since the engine took the request, or took it again."""
         return len(self._text(self.generated_tokens))
 
     def update_and_check_completion(self, token_id: int, logprob: float | None) -> bool:
@@ -157,7 +157,7 @@ def further_layers(model: PreTrainedModel) -> int:
     """How many further layers of an engine's cache the second attention of a model needs.
 
     Raises:
-        UserError: if the model does something that pages do not show.
+        UserError: if the model does something that a paged cache does not support.
     """
     config, text = model.config, model.config.get_text_config()
     if getattr(config, "text_window", None) is not None or getattr(config, "attention_scale", "") == "log_length":

@@ -1,7 +1,7 @@
 """The rows of a batch that hold meta-tokens: meta-attention gathers them, and scatters its output back.
 
-Positions are tensors of a fixed shape, (batch, most), with -1 where a row has fewer. Whoever builds a batch knows them.
-Finding them in the ids forces a device sync, which breaks a compiled graph.
+Positions are tensors of a fixed shape, (batch, most), with -1 where a row has fewer. Code that builds a batch
+can pass them along. Finding them in the ids forces a device sync, which breaks a compiled graph.
 """
 
 from dataclasses import dataclass, fields
@@ -173,7 +173,7 @@ class AllRows:
     def mask(self, cached: Tensor | int, total: int) -> Tensor:
         """Which of `total` keys each row sees that follows `cached` tokens: (1, 1, length, total) bool.
 
-        It does not show padding, which is no meta-token, so that meta-attention hides it like text.
+        It ignores padding: padding is no meta-token, so meta-attention hides it like text.
         """
         length, device = self.valid.shape[1], self.valid.device
         slots = torch.arange(length, device=device) + cached

@@ -1,4 +1,4 @@
-"""Text that is forgotten: a query sees every meta-token, the first text and the last text, and nothing else.
+"""Text that is forgotten: a query sees every meta-token, the first tokens and the last ones, and nothing else.
 
 A query sees itself and earlier keys: a key that is a meta-token, a key whose position is below `text_sinks`, and a key
 that is fewer than `text_window` positions back. So a key is seen from its own position to that of its last reader.
@@ -169,8 +169,8 @@ class ForgettingCache(AnyCache):
     """Mixin for a cache whose layers hold what later queries can see, and little else.
 
     Entries that no later query sees are dropped when some have piled up, so that a step seldom copies the cache. A
-    layer holds at most max(16, text_window // 4) such entries, and those that the last forward pass added. After the
-    model's layers comes one more, for notes. Its keys are the positions of the entries, and its values the last
+    layer holds at most max(16, text_window // 4) such entries, and those that the last forward pass added. One
+    more layer, after the model's, holds notes. Its keys are the positions of the entries, and its values the last
     positions that see them, each (batch, 1, held, 1). If some layers hold everything, the notes on them come last.
 
     Attributes:
@@ -204,7 +204,7 @@ class ForgettingCache(AnyCache):
 
         Args:
             seen: keys and readers, (batch, length) each, as in `TextRule`, in the layers that forget, and in those that
-                hold everything if there are any. No later position is before the least of a row.
+                hold everything if there are any. Positions of a later pass are at least the smallest here.
             window: the model's `text_window`.
 
         Returns:

@@ -18,7 +18,7 @@ from metatokens.paper.frame import Inputs, select
 from metatokens.paper.rule import Effect, Kind, Stratum, Verdict
 from metatokens.records import unpack_hits
 
-GUESSES = 0.05  # of the prompts: a side that is no more than this above guessing guesses
+GUESSES = 0.05  # a side within this share of guessing counts as guessing
 CEILING = 0.98  # of the prompts: two sides above it leave no room for a gain
 
 Fields = dict[str, Any]
@@ -155,13 +155,13 @@ class Judged:
 
     @property
     def fewest(self) -> int:
-        """How many training runs the side and stratum with the fewest has; 0 where there is none, as of a time."""
+        """The smallest number of training runs of any side and stratum; 0 for times, which have none."""
         return min((len(seeds) for part in self.parts for seeds in part.seeds), default=0)
 
     @property
     def p(self) -> float:
-        """The p-value of the verdict; see `rule.told_p`."""
-        return rule.told_p(self.effect, self.claim.kind, self.claim.smallest)
+        """The p-value of the verdict; see `rule.p_value`."""
+        return rule.p_value(self.effect, self.claim.kind, self.claim.smallest)
 
 
 @cache

@@ -45,7 +45,7 @@ _NUMBERS = (
 )  # fmt: skip
 _TEXTS = ("benchmark", "against", "shape", "device")  # that derived figures alone have
 _OBJECTS = ("premise", "boosted", "quantiles")
-# The other columns say what was measured.
+# The other columns identify what was measured.
 _OUTCOMES = ("value", "low", "high", "n", "chance", "quantiles", "hits", "kv_kept", "kv_bytes")
 _ACCURACY = {"condition": "paper", "train_condition": "paper", "intervention": "", "variant": ""}
 _PLAIN: Mapping[str, Mapping[str, Any]] = {
@@ -184,8 +184,8 @@ def distortion_at(curve: Curve, rate: float) -> float:
 def slowdowns(speeds: Sequence[Timing]) -> list[Timing]:
     """The lines on decoding and reading, ratios and limits as the paper's are taken to be.
 
-    Decoding is per text token: with meta-tokens as many positions hold the fewer. The first token is after as many
-    positions; per text token no model with k = 0.1 could keep to the paper's bound of 1.02.
+    Decoding is per text token: with meta-tokens, as many positions hold fewer of them. The first token is after as
+    many positions; per text token no model with k = 0.1 could keep to the paper's bound of 1.02.
     """
     about = attrgetter("benchmark", "shape", "length", "batch")
     texts = {(about(line), line.model): line.text_tokens for line in speeds}

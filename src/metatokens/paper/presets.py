@@ -57,7 +57,7 @@ SMOKE = Preset(
 
 
 def _core(seeds: Iterable[int]) -> tuple[TrainedModel, ...]:
-    """The four models with rope, seed by seed. `pause` comes last, so that a run cut short lacks it alone."""
+    """The four models with rope, seed by seed. `pause` comes last, so that a run cut short lacks only `pause`."""
     last = 100
     return tuple(
         TrainedModel(model=model, seed=seed, priority=order + (last if model == "pause" else 0))

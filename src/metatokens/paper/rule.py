@@ -1,4 +1,4 @@
-"""The rule by which data judge a claim. It was written, with the claims, before the experiment ran.
+"""The rule that gives a claim its verdict. It was written, with the claims, before the experiment ran.
 
 1. A claim is one number: the difference that it predicts, averaged over the settings that it names, each task weighted
    alike. A setting is left out where both sides guess (means at most 5 points above guessing) or, for a gain, both
@@ -6,7 +6,7 @@
 2. Its 95 % interval takes each training run as one observation (Welch's t for each task, degrees of freedom by
    Satterthwaite) and adds the draw of the test prompts.
 3. The claim is **supported** if the interval lies above 0; **contradicted** if it lies below the smallest effect of
-   interest (5 points); **equivalent** if it lies within that effect on both sides (this word comes first where two
+   interest (5 points); **equivalent** if it lies within that effect on both sides (this verdict comes first where two
    fit); otherwise **inconclusive**.
 
 docs/paper_map.md, "Verdicts", has the variants and the reason for each choice.
@@ -116,7 +116,7 @@ def effect(strata: Sequence[Stratum], level: float = LEVEL) -> Effect:
 
 
 def boundaries(kind: Kind, smallest: float) -> tuple[float, float]:
-    """Above which an interval supports a claim, and below which it contradicts it.
+    """The bounds: an interval above the first supports a claim, one below the second contradicts it.
 
     Args:
         kind: gain, the difference is positive; match, nothing is lost; above, a bound is kept.
@@ -150,8 +150,8 @@ def verdict_everywhere(strata: Sequence[Stratum], kind: Kind, smallest: float, *
     return "supported" if is_complete and all(effect([one]).low > supports for one in strata) else "inconclusive"
 
 
-def told_p(found: Effect, kind: Kind, smallest: float) -> float:
-    """The p-value of the verdict that was told: the largest of the boundaries that the interval excludes; 1 of none."""
+def p_value(found: Effect, kind: Kind, smallest: float) -> float:
+    """The p-value of the verdict: the largest over the boundaries that the interval excludes; 1 if there is none."""
     supports, contradicts = boundaries(kind, smallest)
     excluded = {
         "supported": [supports],

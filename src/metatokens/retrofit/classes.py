@@ -25,9 +25,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from metatokens.decoder import decoder_of, position_embedding_of
 from metatokens.errors import UserError
-from metatokens.model.cache import derived, give
+from metatokens.model.cache import give, with_mixin
 from metatokens.model.configuration import TEXT_SINKS, UNSAVED, write_remote_code
-from metatokens.model.generation import MetaTokenGenerationMixin, know, mark_as_own
+from metatokens.model.generation import MetaTokenGenerationMixin, keep_meta_every, register_architecture
 from metatokens.model.labels import without_meta_tokens
 from metatokens.model.positions import packed_sequences
 from metatokens.model.vocabulary import MetaVocabulary
@@ -155,7 +155,7 @@ class MetaBody(MetaVocabulary):
         A Trainer's checkpoints, which are deleted later, give no name.
         """
         model: Any = super()
-        mark_as_own(getattr(self, "generation_config", None))
+        keep_meta_every(getattr(self, "generation_config", None))
         model.save_pretrained(save_directory, *args, **kwargs)
         if self.config.name_or_path == self.saved_as and not Path(save_directory).name.startswith("checkpoint-"):
             self.saved_as = self.name_or_path = self.config.name_or_path = str(save_directory)
@@ -234,7 +234,7 @@ class MetaModel(MetaBody, MetaTokenGenerationMixin):
 
 
 class NoClass:
-    """A refusal, registered with Auto classes that have no class with meta-attention for a model."""
+    """Registered with Auto classes that cannot have meta-attention for a model: loading raises."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +249,7 @@ def classes_of(model: Any, config: Any) -> tuple[Any, Any]:
     """A base's classes of models and configurations with the mixins, registered with the Auto classes."""
     meta_config = _config_of(config)
     meta_model = _class_of(model, meta_config)
-    know(PREFIX + model.__name__, meta_model)
+    register_architecture(PREFIX + model.__name__, meta_model)
     if issubclass(meta_model, MetaModel):
         AutoModelForCausalLM.register(meta_config, meta_model, exist_ok=True)
     return meta_model, meta_config
@@ -261,7 +261,7 @@ def _config_of(config: Any) -> Any:
 
     Auto classes find classes by the configuration's name. Without a registration they would load the base.
     """
-    meta_config = derived(MetaConfig, config)
+    meta_config = with_mixin(MetaConfig, config)
     for name, auto in vars(modeling_auto).items():
         if name.startswith("AutoModel") and (found := auto._model_mapping.get(config, None)) is not None:
             model = found[0] if isinstance(found, tuple) else found
@@ -273,7 +273,7 @@ def _config_of(config: Any) -> Any:
 
 @functools.cache
 def _class_of(model: Any, meta_config: Any) -> Any:
-    meta_model = derived(MetaModel if model.can_generate() else MetaBody, model)
+    meta_model = with_mixin(MetaModel if model.can_generate() else MetaBody, model)
     meta_model.config_class = meta_config
     if model.can_generate():
 

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from metatokens.errors import UserError
 from metatokens.model.attention import AttentionFunction, MetaAttention
-from metatokens.model.cache import SecondStore, give, give_further_layers
+from metatokens.model.cache import SecondStore, add_second_layers, give
 from metatokens.model.inputs import InputSpan
 from metatokens.model.paged import engine_of
 from metatokens.model.positions import Rotary, check_positions, packed_sequences, position_ids_from_mask, rotary_tables
@@ -62,7 +62,7 @@ class _State:
     """The forward pass of a decoder, and the current block with its input, pass and cache.
 
     Attributes:
-        sequences: those packed into its rows, until the first block has shown that its mask keeps them apart.
+        sequences: numbers of the packed sequences, until the first block's mask is checked.
         masks: the mask that every block is given, and the one of the blocks that see all text.
         is_running: whether a pass of the decoder runs.
     """
@@ -340,7 +340,7 @@ def _meta_tokens(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | 
 def _has_room(decoder: Any, cache: Cache) -> bool:
     """Whether a cache is of a fixed size, and now has further layers for meta-attention."""
     settings = decoder.meta_settings
-    return bool(settings.layers) and give_further_layers(cache, decoder.meta_cache_layers, settings.head_size)
+    return bool(settings.layers) and add_second_layers(cache, decoder.meta_cache_layers, settings.head_size)
 
 
 def _all_rows(
@@ -500,7 +500,7 @@ def _check_positions(config: Any, length: int, mask: Any, positions: Tensor | No
 
 
 def _full_mask(decoder: Any, mask: Any, past: Cache | None) -> Tensor | None:
-    """The mask without a sliding window, of two or four dimensions, among what a model may be given; None if none.
+    """The mask without a sliding window, of two or four dimensions, among the masks given; None if there is none.
 
     In a model with a sliding window, a single mask of four dimensions may contain the window, and is refused. With a
     cache of a fixed size, `generate()` makes such a mask. No sequences are packed then, so it can be ignored.

@@ -55,7 +55,7 @@ def find_sites(model: PreTrainedModel, layers: Sequence[int]) -> tuple[tuple[str
             f"meta-attention cannot be added to a {type(model).__name__}: block {layers[sites.index(None)]} has no "
             "attention whose output joins the residual stream ahead of a feed-forward layer, or next to one."
         )
-    with a_text(model, _STEPS) as ids:  # generation reads an inserted meta-token together with the token before it
+    with probe_ids(model, _STEPS) as ids:  # generation reads an inserted meta-token together with the token before it
         apart, together = _in_steps(model, ids, (6, 1, 1)), _in_steps(model, ids, (6, 2))
         if (apart - together).norm() > 0.2 * apart.norm():  # for example if a step of two tokens drops a state
             raise ValueError("two tokens read in one step give other logits than one by one")
@@ -73,7 +73,7 @@ def _calls(model: PreTrainedModel, layers: Sequence[int], replaced: str | None) 
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(after))
     try:
-        with a_text(model, _STEPS) as ids:
+        with probe_ids(model, _STEPS) as ids:
             model(ids, use_cache=False)
     finally:
         for handle in handles:
@@ -93,8 +93,8 @@ def _in_steps(model: PreTrainedModel, ids: Tensor, lengths: tuple[int, ...]) -> 
 
 
 @contextmanager
-def a_text(model: PreTrainedModel, complaint: str, length: int = 8) -> Iterator[Tensor]:
-    """Ids, (1, length), for a model in evaluation mode; whatever it raises becomes a UserError with this complaint."""
+def probe_ids(model: PreTrainedModel, complaint: str, length: int = 8) -> Iterator[Tensor]:
+    """Yield ids, (1, length), with a model in evaluation mode; an exception becomes a UserError with the complaint."""
     modes = {module: module.training for module in model.modules()}
     ids = torch.arange(length)[None] % model.config.get_text_config().vocab_size
     device = device_of(model.get_input_embeddings())

@@ -16,7 +16,7 @@ from metatokens.model.configuration import UNSAVED, MetaGPT2Config
 from metatokens.retrofit.classes import MetaConfig
 from metatokens.retrofit.layers import choose_full
 from metatokens.retrofit.settings import MetaSettings
-from metatokens.retrofit.sites import a_text
+from metatokens.retrofit.sites import probe_ids
 
 _READS = "a {} cannot have a text_window: it must take masks of four dimensions, and a cache that drops entries"
 
@@ -103,7 +103,7 @@ def _check(model: PreTrainedModel) -> None:
     before, own = config.meta_attention, {"text_window": 1, "text_sinks": 1, "text_full_layers": None}
     config.meta_attention = before | own
     try:
-        with a_text(model, _READS, 24) as ids:
+        with probe_ids(model, _READS, 24) as ids:
             ids = torch.cat([ids, pad(ids[:, :19], (5, 0))])  # the second row is padded
             mask = torch.ones_like(ids)
             mask[1, :5] = 0
@@ -132,7 +132,7 @@ def _check_full(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
     was_full = [number for number, block in enumerate(blocks) if getattr(block, "sees_all_text", False)]
     choose_full(blocks, everywhere)
     try:
-        with a_text(model, _READS, 24) as ids:
+        with probe_ids(model, _READS, 24) as ids:
             outputs = []
             for own in ({"text_window": None}, {"text_window": 1, "text_sinks": 1, "text_full_layers": everywhere}):
                 config.meta_attention = before | {"text_full_layers": None} | own
