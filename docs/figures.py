@@ -41,6 +41,7 @@ TWICE: Fields = {"task": "list_recall", "train_length": 512, "length": 1024}
 FOUND = (512, 2048, 8192)  # tokens of the texts that facts are looked for in
 FULL_BLOCKS = {
     "the base, everything in sight": ("full-1-1-untrained", "full"),
+    "everything in sight, trained alike": ("full-1-1-brief", "full"),
     "a window of 60 in all blocks": ("window-1-8-brief", "window"),
     "**blocks 18 and 23 full**, a window of 28": ("window-1-8-full-18-23-brief", "window"),
     "the same, with landmarks after sentences": ("tokens-1-8-sentence-full-18-23-brief", "tokens"),
@@ -261,9 +262,10 @@ def forgetting(arms: Mapping[str, tuple[str, str]], to: str) -> str:
 
 def full_differences() -> str:
     """What full blocks, landmarks, and the choice of blocks change: prose by excerpt, facts by text."""
-    _, alone, full, landmarks, other, _ = FULL_BLOCKS.values()
+    _, limit, alone, full, landmarks, other, _ = FULL_BLOCKS.values()
     rows = []
     for label, (one, than) in {
+        "blocks 18 and 23 full, minus everything in sight, trained alike": (full, limit),
         "blocks 18 and 23 full, minus a window in all blocks": (full, alone),
         "landmarks too, minus without": (landmarks, full),
         "blocks 18 and 23, minus 9 and 20": (full, other),
@@ -421,6 +423,7 @@ def draw_full_blocks(path: Path) -> None:
     """Draw how many facts SmolLM2-135M finds at an eighth of the keys and values, by the length of the text."""
     looks = {
         "the base, everything in sight": ("full-1-1-untrained", "full", "#7d8590", "s:"),
+        "the same, trained": ("full-1-1-brief", "full", "#7d8590", "^--"),
         "blocks 18 and 23 full": ("window-1-8-full-18-23-brief", "window", "#d9640f", "o-"),
         "a window": ("window-1-8-brief", "window", "#3f8f5a", "v-"),
         "SnapKV, untrained": ("press-1-8", "snapkv", "#2a86c7", "D--"),

@@ -314,14 +314,14 @@ def test_what_the_preset_measures_through_landmarks_judges_the_claims_on_it(tmp_
     assert len(judged) == 10
     words = {one.claim.text: one.verdict for one in judged}
     assert [text for text, word in words.items() if word != "supported"] == [
-        "With one fact behind each landmark pause loses nothing against meta (5 points)"
+        "With one fact per landmark pause loses nothing against meta (5 points)"
     ]
-    assert words["With one fact behind each landmark pause loses nothing against meta (5 points)"] == "contradicted"
+    assert words["With one fact per landmark pause loses nothing against meta (5 points)"] == "contradicted"
     effects = {one.claim.text: one.effect.value for one in judged}
-    mask = "The mask, not the parameters: with four facts behind a landmark meta beats twin"
+    mask = "The mask, not the parameters: with four facts per landmark meta beats twin"
     assert effects[mask] == pytest.approx(0.2)
-    assert effects["More facts behind a landmark, less is held: one beats eight"] == pytest.approx(0.14)
-    assert effects["Training through landmarks alone helps to hold four facts behind each"] == pytest.approx(0.202)
+    assert effects["More facts per landmark, less is held: one beats eight"] == pytest.approx(0.14)
+    assert effects["Training through landmarks alone helps to hold four facts per landmark"] == pytest.approx(0.202)
 
 
 def test_every_claim_can_be_judged(tmp_path: Path) -> None:

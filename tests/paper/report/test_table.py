@@ -203,12 +203,12 @@ def test_what_landmarks_hold_is_shown_with_what_is_kept_of_the_cache(read: Read)
     assert table.header == ("", "pause", "meta", "guessing")
     assert {label: cells for label, *cells in table.rows} == {
         "List recall, 2.0 % of the KV": ["\u2013", slow([0.1, 0.2]), "10.0"],
-        "one fact behind a landmark, 20.0 % of the KV": [*[slow([0.9, 0.92])] * 2, "10.0"],
-        "eight facts behind a landmark, 2.5 % of the KV": [*[slow([0.3, 0.32])] * 2, "10.0"],
-        "eight facts behind a landmark, trained with all text in sight, tested so": [
+        "one fact per landmark, 20.0 % of the KV": [*[slow([0.9, 0.92])] * 2, "10.0"],
+        "eight facts per landmark, 2.5 % of the KV": [*[slow([0.3, 0.32])] * 2, "10.0"],
+        "eight facts per landmark, trained with all text in sight, tested likewise": [
             "\u2013", slow([0.95, 0.97]), "10.0",
         ],
-        "eight facts behind a landmark, trained with all text in sight, 2.5 % of the KV": [
+        "eight facts per landmark, trained with all text in sight, 2.5 % of the KV": [
             "\u2013", slow([0.4, 0.5]), "10.0",
         ],
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """The figures of the report, each drawn for a page and for a phone."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from textwrap import wrap
 from typing import Any
@@ -378,5 +378,3 @@ def rate_distortion(inputs: Inputs, width: float = PAGE) -> Figure:
     }
     return small_multiples(panels, (), width)
 
-
-Draw = Callable[[float], Figure]
