@@ -70,8 +70,8 @@ def test_a_model_comes_back_as_it_was(fields: Fields, tmp_path: Path) -> None:
     assert not loaded.training
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert all(map(torch.equal, loaded.state_dict().values(), model.state_dict().values()))
-    # Loaded weights lie elsewhere in memory, by which some processors round. transformers computes rotary frequencies in
-    # float32 when it loads; the shared model's are rounded to that as well.
+    # Loaded weights lie elsewhere in memory, and some processors round by that. transformers computes rotary
+    # frequencies in float32 when it loads; the shared model's are rounded to that as well.
     torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=0, atol=1e-12)
     saved, kept = loaded.config.to_dict(), model.config.to_dict()
     for field in ("architectures", "dtype", "_name_or_path"):  # what saving itself adds

@@ -111,7 +111,9 @@ def test_what_would_be_wrong_is_refused(second_attention: str) -> None:
     assert model.config.text_full_layers == FULL
     cache = model(torch.tensor(ROWS[:1]), use_cache=True).past_key_values
     set_text_window(model, 5, 2, [0])
-    with pytest.raises(UserError, match="this cache was filled with another text_window, text_sinks or text_full_layers"):
+    with pytest.raises(
+        UserError, match="this cache was filled with another text_window, text_sinks or text_full_layers"
+    ):
         model(torch.tensor(ROWS[:1]), past_key_values=cache)
     with pytest.raises(UserError, match="text_full_layers need a cache that grows"):
         model(torch.tensor(ROWS[:1]), past_key_values=StaticCache(model.config, max_cache_len=60))

@@ -377,4 +377,3 @@ def rate_distortion(inputs: Inputs, width: float = PAGE) -> Figure:
         f"Scored {title}": partial(draw, split) for split, title in SPLITS.items() if (measured["split"] == split).any()
     }
     return small_multiples(panels, (), width)
-
