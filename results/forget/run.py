@@ -37,7 +37,7 @@ from metatokens.files import write_whole
 from metatokens.recipe import TrainingSettings
 from metatokens.records import Result, pack_hits, stamped
 from metatokens.retrofit import layers
-from metatokens.retrofit.window import set_text_window
+from metatokens.retrofit.window import apply_text_window
 from metatokens.tasks import TASKS
 from metatokens.tasks.example import Encoded
 from metatokens.tasks.scoring import score
@@ -173,7 +173,7 @@ class Run:
         """The model in a folder, which forgets text as the arm does."""
         model = load_model(folder).to(self.options.device)
         bare = getattr(model, "get_base_model", lambda: model)()
-        set_text_window(bare, self.window, SINKS, self.arm.full)
+        apply_text_window(bare, self.window, SINKS, self.arm.full)
         if self.arm.name == "separators":
             keep_separators(decoder_of(bare)[0], self.kept_ids)
         return model
