@@ -131,8 +131,8 @@ class TrainingSettings(TrainerSettings):
     # Half of the training sequences have one jump in their positions, which all stay below this; None: no jumps. Stages
     # have none.
     position_jumps: Annotated[int, Field(gt=0, le=2**20)] | None = None
-    # What the model sees of the text from now on (`set_text_window`): a window of so many positions, so many first
-    # positions, and all of it in these layers. None: as before.
+    # The arguments of `set_text_window`: the window, the number of first positions that all queries see, and the layers
+    # that see everything. None: as before.
     text_window: Positive | None = None
     text_sinks: AtLeastZero | None = None
     text_full_layers: list[AtLeastZero] | None = None

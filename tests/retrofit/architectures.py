@@ -254,6 +254,9 @@ def half_error(name: str) -> float:
     return reload_error(name, torch.bfloat16)
 
 
+ROUNDED = {"qwen3_next": 1e-4}  # how far its gradients differ on processors that round by place in memory
+
+
 def gradient_error(name: str) -> float:
     """Gradients with both kinds of activation checkpointing, against those without; two passes accumulate."""
     worst = 0.0
@@ -267,7 +270,7 @@ def gradient_error(name: str) -> float:
             keep_activations(model)
             assert actual.keys() == expected.keys()
             worst = max(worst, *(error(actual[key], expected[key]) for key in expected))
-    return worst
+    return worst if worst > ROUNDED.get(name, 0.0) else 0.0
 
 
 def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -341,7 +344,7 @@ CHECKS: dict[str, tuple[Callable[[str], float], float]] = {
     "padded": (padded_error, 1e-5),
     "reloaded": (reload_error, 0.0),
     "half precision": (half_error, 0.0),
-    "checkpointed gradients": (gradient_error, 1e-4),
+    "checkpointed gradients": (gradient_error, 1e-6),
     "scored columns": (scored_columns_error, 4e-6),
     "logits in pieces": (pieces_error, 1e-5),
     "generation": (generation_differences, 0.0),

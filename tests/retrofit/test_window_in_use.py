@@ -152,6 +152,8 @@ def test_inputs_by_place_are_inputs_by_name(full: list[int] | None) -> None:
     assert error(model.model(last, None, None, cache).last_hidden_state, wanted[:, 30:]) < 1e-5
     by_name = model(IDS, attention_mask=mask, labels=IDS, use_cache=False).loss
     assert torch.equal(model(IDS, mask, None, None, None, IDS, False).loss, by_name)
+    with pytest.raises(TypeError, match="multiple values"):
+        model(IDS, mask, attention_mask=mask)
 
 
 @torch.no_grad()

@@ -329,5 +329,6 @@ class MetaTokenGenerationMixin(GenerationMixin):
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length + inserted
         )
-        if generation_config.is_assistant and (cache := model_kwargs.get("past_key_values")) is not None:
+        cache = model_kwargs.get("past_key_values")
+        if self.config.text_window is not None and generation_config.is_assistant and cache is not None:
             cache.keeps_all = True  # tokens that the other model does not take are removed from it

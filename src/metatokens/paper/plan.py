@@ -104,8 +104,7 @@ def select(plan: list[Stage], table: str | None) -> list[Stage]:
     """The stages whose results a table shows, or those of a task, and the stages that they need; all for None."""
     if table is None:
         return plan
-    tasks = {stage.name: [own for part, own in stage.subject.items() if part == "task"] for stage in plan}
-    answered = {stage.name: {*stage.tables, *tasks[stage.name]} for stage in plan}
+    answered = {stage.name: {*stage.tables, *filter(None, [stage.subject.get("task")])} for stage in plan}
     known = sorted({name for names in answered.values() for name in names})
     if table == "table3":
         raise UserError("no stage answers 'table3', which `python -m benchmarks.speed decode` measures.")

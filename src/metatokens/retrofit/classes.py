@@ -39,6 +39,7 @@ from metatokens.retrofit.layers import (
     MetaModule,
     MetaRow,
     add_at_site,
+    by_name,
     choose_full,
     find_rows,
     forget_rows,
@@ -191,9 +192,8 @@ class MetaModel(MetaBody, MetaTokenGenerationMixin):
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         """Run the base's forward, with meta-tokens among the labels ignored, in `shift_labels` too."""
         if len(args) > 1:
-            args, kwargs = (), dict(zip(signature(type(self).forward).parameters, (self, *args), strict=False)) | kwargs
-            del kwargs["self"]
-            labels = kwargs.pop("labels", labels)
+            kwargs = by_name(self, args, kwargs if labels is None else kwargs | {"labels": labels})
+            args, labels = (), kwargs.pop("labels", None)
         if not torch.compiler.is_compiling():  # an adapter may have replaced the head
             connect_head(self)
             reads_positions = "position_ids" in signature(decoder_of(self)[0].forward).parameters
@@ -323,7 +323,6 @@ def install(model: Any) -> None:
     if hasattr(decoder, "meta_settings"):  # installed already: the decoder was made by `AutoModel.from_config`
         return
     decoder.meta_settings, decoder.meta_has_trained = settings, False
-    decoder.meta_arguments = tuple(signature(decoder.forward).parameters)
     decoder.meta_cache_layers = len(blocks) + len(settings.layers)  # of a cache of a fixed size
     decoder.register_forward_pre_hook(find_rows, with_kwargs=True)
     decoder.register_forward_hook(forget_rows, always_call=True)

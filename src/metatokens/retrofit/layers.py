@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -276,7 +277,7 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     beyond a learned table of positions.
     """
     if len(args) > 1:
-        args, kwargs = (), dict(zip(decoder.meta_arguments, args, strict=False)) | kwargs
+        args, kwargs = (), by_name(decoder, args, kwargs)
     is_meta = _meta_tokens(decoder, args, kwargs)
     if is_meta is None:
         return None  # the base raises an error for it
@@ -313,6 +314,11 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if is_traced:
             _traced.sequences = sequences if _has_masks(decoder) else None
     return args, kwargs
+
+
+def by_name(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All inputs of a model's forward by their names; a TypeError if one is given twice, or there are too many."""
+    return dict(**signature(model.forward).bind_partial(*args).arguments, **kwargs)
 
 
 def _meta_tokens(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
