@@ -18,7 +18,7 @@ from metatokens.checkpoint import load_model, save_model
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.evaluation.accuracy import TEST_SEED
 from metatokens.records import Result
-from metatokens.retrofit import layers
+from metatokens.retrofit import hooks
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import task_texts
 from results.forget import layers as blocks
@@ -49,7 +49,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_forgetting", layers._forgetting)  # which the script replaces
+    monkeypatch.setattr(hooks, "_forgetting", hooks._forgetting)  # which the script replaces
 
 
 def test_separators_are_kept_as_a_dense_mask_keeps_them(base: Path) -> None:

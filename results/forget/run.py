@@ -36,7 +36,7 @@ from metatokens.evaluation.intervals import normal_interval, wilson_interval
 from metatokens.files import write_whole
 from metatokens.recipe import TrainingSettings
 from metatokens.records import Result, pack_hits, stamped
-from metatokens.retrofit import layers
+from metatokens.retrofit import hooks
 from metatokens.retrofit.window import apply_text_window
 from metatokens.tasks import TASKS
 from metatokens.tasks.example import Encoded
@@ -102,7 +102,7 @@ def plan(steps: int) -> Iterator[Arm]:
 
 def keep_separators(decoder: Any, ids: list[int]) -> None:
     """Have a retrofitted decoder keep these tokens of the text as it keeps meta-tokens (SepLLM's rule)."""
-    forget = layers._forgetting
+    forget = hooks._forgetting
 
     def note(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         decoder.read_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
@@ -114,7 +114,7 @@ def keep_separators(decoder: Any, ids: list[int]) -> None:
 
     decoder.kept_ids = ids
     decoder.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
-    layers._forgetting = forget_others
+    hooks._forgetting = forget_others
 
 
 def read(model: Any, ids: list[int]) -> Any:

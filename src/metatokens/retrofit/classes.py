@@ -33,19 +33,8 @@ from metatokens.model.positions import packed_sequences
 from metatokens.model.vocabulary import MetaVocabulary
 from metatokens.records import Result
 from metatokens.retrofit.card import model_card
-from metatokens.retrofit.layers import (
-    MetaBlock,
-    MetaEmbedding,
-    MetaModule,
-    MetaRow,
-    add_at_site,
-    by_name,
-    choose_full,
-    find_rows,
-    forget_rows,
-    leave_out,
-    own_parameters,
-)
+from metatokens.retrofit.hooks import add_at_site, by_name, find_rows, forget_rows, leave_out
+from metatokens.retrofit.layers import MetaBlock, MetaEmbedding, MetaModule, MetaRow, choose_full, own_parameters
 from metatokens.retrofit.settings import MetaSettings, check_entries
 
 MODEL_TYPE = "meta_tokens"

@@ -1,0 +1,303 @@
+"""The hooks of a decoder: a forward pass finds the positions of the meta-tokens once, and blocks add meta-attention."""
+
+import warnings
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from metatokens.errors import UserError
+from metatokens.model.cache import SecondStore, add_second_layers
+from metatokens.model.inputs import InputSpan
+from metatokens.model.paged import engine_of
+from metatokens.model.positions import check_positions, packed_sequences, position_ids_from_mask, rotary_tables
+from metatokens.model.rows import BREAKS_GRAPH, AllRows, MetaRows, least_rows, positions_of
+from metatokens.model.window import TextRule, check_remembering
+from metatokens.retrofit.layers import own_parameters
+from metatokens.retrofit.passes import FULL_MASK, Pass, current, seen_by_a_head, thread, traced
+
+
+def add_at_site(site: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook of a site: add meta-attention to the output, which joins the residual stream."""
+    if (running := current().block) is None:
+        return output
+    block, x, step, cache = running
+    y = output[0] if isinstance(output, tuple) else output
+    step = step.to(y.device)
+    state = step.rows.gather(y)
+    if not block.meta_site_has_residual:
+        state = state + step.rows.gather(x.to(y.device))
+    y = step.rows.scatter_add(y, block.meta_attention(state, step, cache))
+    return (y, *output[1:]) if isinstance(output, tuple) else y
+
+
+def leave_out(head: Any, args: tuple, logits: Tensor) -> Tensor:
+    """Forward hook of the output head: mask the meta-token and unused rows, in place.
+
+    The mask is finite, since label smoothing averages over all entries: the loss is then shifted by a constant, and its
+    gradients do not change.
+    """
+    logits[..., head.meta_token_id] = logits[..., head.used_rows :] = -1e4
+    return logits
+
+
+def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of the decoder: find the meta-tokens of this pass, and hide forgotten text.
+
+    Refuses what would be silently wrong: an adapter around the embeddings, a cache of packed sequences, and sequences
+    beyond a learned table of positions.
+    """
+    if len(args) > 1:
+        args, kwargs = (), by_name(decoder, args, kwargs)
+    is_meta = _meta_tokens(decoder, args, kwargs)
+    if is_meta is None:
+        return None  # the base raises an error for it
+    past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
+    is_traced, engine = torch.compiler.is_compiling(), engine_of(kwargs)
+    if not is_traced:
+        thread.is_running = True
+    if not (is_traced or decoder.meta_has_trained) and decoder.training and torch.is_grad_enabled():
+        _look_at_first_step(decoder, is_meta)
+    use_cache = kwargs.get("use_cache")
+    makes_cache = getattr(decoder.config, "use_cache", True) if use_cache is None else use_cache
+    is_whole = is_traced and past is None and not makes_cache  # a cache that grows holds gathered meta-tokens
+    is_dense = bool(engine) or is_whole or (past is not None and _has_room(decoder, past))
+    if not is_dense:
+        sequences = _begin(decoder, is_meta, past, kwargs)
+    else:
+        sequences = None if engine else _packed(is_meta, past, kwargs)
+    if sequences is not None:  # next to a cache, even an empty one, transformers does not look for several sequences
+        kwargs = kwargs | {"use_cache": False}
+    rule = None
+    if decoder.meta_config.text_window is None:
+        check_remembering(past)
+    else:
+        rule, changed = _forgetting(decoder, is_meta, past, kwargs, sequences)
+        kwargs = kwargs | changed
+        if rule.full is not None:
+            masks = kwargs["attention_mask"], rule.full.mask(decoder.config, decoder.dtype)
+            if is_whole:
+                traced.masks = masks
+            else:
+                _hold_masks(masks)
+    if is_dense:
+        (traced if is_traced else thread).step = _all_rows(decoder, is_meta, past, rule, sequences, kwargs, engine)
+        if is_traced:
+            traced.sequences = sequences if _has_masks(decoder) else None
+    return args, kwargs
+
+
+def by_name(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All inputs of a model's forward by their names; a TypeError if one is given twice, or there are too many."""
+    return dict(**signature(model.forward).bind_partial(*args).arguments, **kwargs)
+
+
+def _meta_tokens(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """Where the meta-tokens are, (batch, length) bool; None without any input.
+
+    A `meta_token_mask` among the named inputs, which is taken out of them, decides; without one, `input_ids` do, or
+    `inputs_embeds` that equal the meta-token's.
+    """
+    ids, embeddings = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
+    given, table = kwargs.pop("meta_token_mask", None), decoder.get_input_embeddings()
+    if not hasattr(table, "meta_token_id"):  # PEFT would merge such an adapter into a row that is never read
+        raise UserError(
+            f"a {type(table).__name__} around the embeddings bypasses the meta-token's; train them by modules_to_save."
+        )
+    if given is not None:
+        return given.bool()
+    if ids is not None:
+        return ids == table.meta_token_id
+    if embeddings is None:
+        return None
+    row = table(torch.tensor([[table.meta_token_id]], device=embeddings.device)).to(embeddings)
+    return (embeddings == row).all(dim=-1)
+
+
+def _has_room(decoder: Any, cache: Cache) -> bool:
+    """Whether a cache is of a fixed size, and now has further layers for meta-attention."""
+    settings = decoder.meta_settings
+    return bool(settings.layers) and add_second_layers(cache, decoder.meta_cache_layers, settings.head_size)
+
+
+def _all_rows(
+    decoder: Any,
+    is_meta: Tensor,
+    past: Cache | None,
+    rule: TextRule | None,
+    sequences: Tensor | None,
+    given: Mapping[str, Any],
+    engine: Any,
+) -> Pass:
+    """The pass in the dense form. It reads no value of a tensor, so that it can be part of a graph."""
+    settings, length, positions = decoder.meta_settings, is_meta.shape[1], _row_positions(is_meta, given)
+    cached = 0 if past is None else past.get_seq_length()
+    mask = given.get("attention_mask") if engine else _full_mask(decoder, given.get("attention_mask"), past)
+    if not torch.compiler.is_compiling():
+        _check_positions(decoder.config, int(cached) + length, mask, positions)
+    slots = (torch.arange(length, device=is_meta.device) + cached)[None]
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        is_meta = is_meta & mask[:, slots[0]].bool()
+    rows = AllRows(is_meta)
+    if engine:
+        mask = mask["full_attention"] if isinstance(mask, dict) else mask
+    elif rule is not None:
+        mask = rule.seen()[:, None]
+    elif mask is not None and mask.ndim == 4:
+        mask = seen_by_a_head(mask)
+    elif past is not None:
+        mask = rows.mask(cached, past.layers[-1].max_cache_len)
+    elif sequences is not None:
+        mask = rows.mask(0, length) & (sequences[:, None, :, None] == sequences[:, None, None, :])
+    else:
+        mask = None  # one of two dimensions hides padding, which is no meta-token
+    rotary = rotary_tables(slots if positions is None else positions, settings.head_size, settings.rope_theta)
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(decoder.config._attn_implementation, None) if engine else None
+    return Pass(rows, rotary, mask, attend, engine)
+
+
+def _row_positions(is_meta: Tensor, given: Mapping[str, Any]) -> Tensor | None:
+    """The positions that a pass was given, (batch or 1, length); None for the three axes of multimodal models.
+
+    A model with four axes has the positions of a row in the first.
+    """
+    positions = given.get("position_ids")
+    if isinstance(positions, Tensor) and positions.ndim == 3 and len(positions) == 4:
+        positions = positions[0]
+    is_one_axis = isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == is_meta.shape[1]
+    return positions if is_one_axis else None
+
+
+def _packed(is_meta: Tensor, past: Cache | None, given: Mapping[str, Any]) -> Tensor | None:
+    """The `packed_sequences` of a pass."""
+    positions = _row_positions(is_meta, given)
+    return packed_sequences(given.get("attention_mask"), positions, past, given.get("cu_seq_lens_q"))
+
+
+def _has_masks(decoder: Any) -> bool:
+    """Whether the first block is given a mask that shows packed sequences."""
+    return decoder.config._attn_implementation in ("sdpa", "eager", "flex_attention") and not _has_states(decoder)
+
+
+def _has_states(decoder: Any) -> bool:
+    """Whether blocks have a recurrent state."""
+    return "linear_attention" in (getattr(decoder.config, "layer_types", None) or ())
+
+
+@torch.compiler.disable
+def _look_at_first_step(decoder: Any, is_meta: Tensor) -> None:
+    """Warn, in the first training step, if nothing that was added is trained, or the batch has no meta-token."""
+    decoder.meta_has_trained, own = True, own_parameters(decoder)
+    is_added = {name in own for name, one in decoder.named_parameters() if one.requires_grad}
+    if is_added == {False}:
+        warnings.warn(
+            "nothing of what add_meta_attention added is trained. For PEFT, put into LoraConfig: exclude_modules="
+            '".*meta_attention.*", modules_to_save=["meta_attention", "meta_token"].',
+            stacklevel=2,
+        )
+    elif is_added and decoder.meta_settings.layers and not bool(is_meta.any()):
+        warnings.warn(
+            "no meta-token is in this batch, so meta-attention learns nothing from it. MetaTokenCollator inserts them.",
+            stacklevel=2,
+        )
+
+
+# The number of meta-tokens is data-dependent, and thread-local state would be traced once.
+@torch.compiler.disable(reason=BREAKS_GRAPH)
+def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, Any]) -> Tensor | None:
+    """Set this thread's pass, for the blocks; None if there are no meta-tokens. Return the `packed_sequences`."""
+    if torch.compiler.is_exporting():
+        raise UserError(BREAKS_GRAPH)
+    mask, positions = given.get("attention_mask"), _row_positions(is_meta, given)
+    thread.is_running, thread.step, least, length = True, None, least_rows(decoder), is_meta.shape[1]
+    cached = 0 if past is None else int(past.get_seq_length())
+    _check_positions(decoder.config, cached + length, mask, positions)
+    sequences = _packed(is_meta, past, given)
+    if _has_states(decoder) and sequences is not None and not {"cu_seq_lens_q", "seq_idx"} <= given.keys():
+        raise UserError(
+            "this base has blocks with a state, which keep packed sequences apart by cu_seq_lens_q and seq_idx alone: "
+            "give these too, or each sequence its own row."
+        )
+    thread.sequences = sequences if _has_masks(decoder) else None
+    if not (least or bool(is_meta.any())):  # only text
+        return sequences
+    mask, seen = _full_mask(decoder, mask, past), None
+    if mask is not None and mask.ndim == 4:
+        seen = seen_by_a_head(mask)
+    elif mask is not None:  # longer than what was read, with a cache of a fixed size
+        is_meta = is_meta & mask[:, : cached + length][:, -length:].bool()
+    settings = decoder.meta_settings
+    rows = MetaRows.at(positions_of(is_meta, least=least), cached, positions, sequences)
+    if rows is None:
+        return sequences
+    if past is not None and settings.layers and settings.layers[0] < len(past.layers):
+        store = past.layers[settings.layers[0]]
+        if isinstance(store, SecondStore):
+            store.check_second(rows, is_masked=seen is not None)
+    rotary = rotary_tables(rows.positions.clamp(min=0), settings.head_size, settings.rope_theta)
+    thread.step = Pass(rows, rotary, seen)
+    return sequences
+
+
+def _forgetting(
+    decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, Any], sequences: Tensor | None
+) -> tuple[TextRule, dict[str, Any]]:
+    """The rule by which this pass forgets text, and the inputs that follow from it: a mask, positions, and a cache."""
+    padding, positions, use_cache = (given.get(name) for name in ("attention_mask", "position_ids", "use_cache"))
+    if past is None and not decoder.training and (decoder.config.use_cache if use_cache is None else use_cache):
+        past = DynamicCache(config=decoder.config)
+    own = _row_positions(is_meta, given)
+    own = InputSpan.of(is_meta, padding, past).position_ids() if own is None else own
+    rule = TextRule.of(decoder.meta_config, own, is_meta, padding, past, sequences)
+    mask = rule.mask(decoder.config, decoder.dtype)
+    # Multimodal models have several axes of positions, which stay.
+    positions = own if positions is None else positions
+    return rule, {"attention_mask": mask, "position_ids": positions, "past_key_values": past}
+
+
+@torch.compiler.disable  # as `_begin`
+def _hold_masks(masks: tuple[Any, Any]) -> None:
+    """Set this thread's masks. The mask that blocks are given leads to the other one after the pass, too."""
+    thread.masks = masks
+    setattr(masks[0], FULL_MASK, masks[1])
+
+
+def _check_positions(config: Any, length: int, mask: Any, positions: Tensor | None) -> None:
+    """Refuse a sequence of `length` tokens, cached ones included, that a learned table of positions does not hold."""
+    if getattr(config, "position_embedding", None) != "learned":
+        return
+    if positions is None and isinstance(mask, Tensor) and mask.ndim == 2:  # padding has no positions
+        positions = position_ids_from_mask(mask[:, :length])
+    check_positions(config, length, torch.tensor(length - 1) if positions is None else positions)
+
+
+def _full_mask(decoder: Any, mask: Any, past: Cache | None) -> Tensor | None:
+    """The mask without a sliding window, of two or four dimensions, among the masks given; None if there is none.
+
+    In a model with a sliding window, a single mask of four dimensions may contain the window, and is refused. With a
+    cache of a fixed size, `generate()` makes such a mask. No sequences are packed then, so it can be ignored.
+    """
+    is_by_kind = isinstance(mask, dict)
+    if is_by_kind:
+        mask = mask.get("full_attention")
+    if not isinstance(mask, Tensor):
+        return None
+    if not is_by_kind and mask.ndim == 4 and getattr(decoder.config.get_text_config(), "sliding_window", None):
+        if past is None or not past.is_compileable:
+            raise UserError(
+                "in a model with a sliding window, a mask of four dimensions does not define which meta-tokens see one "
+                'another; give a dictionary with one for "full_attention", or each sequence its own row.'
+            )
+        return None
+    return mask
+
+
+def forget_rows(decoder: nn.Module, args: tuple, output: Any) -> None:
+    """Forward hook of the decoder: the pass is over."""
+    state = current()
+    state.step = state.sequences = state.masks = None
+    state.is_running = False

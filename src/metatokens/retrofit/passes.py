@@ -1,0 +1,80 @@
+"""The forward pass of a decoder: what it hands to its blocks and their hooks.
+
+The state is thread-local, so several threads may run one model at once.
+"""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from metatokens.model.attention import AttentionFunction
+from metatokens.model.positions import Rotary
+from metatokens.model.rows import AllRows, MetaRows, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The rows of meta-attention in one forward pass, and what it needs with them.
+
+    Attributes:
+        rows: those of meta-tokens; all rows where an engine owns the batch, and in a compiled graph.
+        rotary: rotary tables for their positions.
+        mask: (batch, 1, length, total), which positions each position may attend to; None unless the model was given a
+            mask of four dimensions, or one was made of all positions.
+        attend: the attention function of the base, for `AllRows`.
+        engine: as in `AttentionKwargs`.
+    """
+
+    rows: MetaRows | AllRows
+    rotary: Rotary
+    mask: Tensor | None
+    attend: AttentionFunction | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Pass":
+        """Move to another device; accelerate calls this when layers are on several devices."""
+        if self.rotary[0].device == torch.device(device):
+            return self
+        cos, sin = (table.to(device, non_blocking=non_blocking) for table in self.rotary)
+        mask = None if self.mask is None else self.mask.to(device, non_blocking=non_blocking)
+        rows = self.rows.to(device, non_blocking=non_blocking)
+        return replace(self, rows=rows, rotary=(cos, sin), mask=mask)
+
+
+class _State:
+    """The forward pass of a decoder, and the current block with its input, pass and cache.
+
+    Attributes:
+        sequences: numbers of the packed sequences, until the first block's mask is checked.
+        masks: the mask that every block is given, and the one of the blocks that see all text.
+        is_running: whether a pass of the decoder runs.
+    """
+
+    step: Pass | None = None
+    sequences: Tensor | None = None
+    masks: tuple[Any, Any] | None = None
+    is_running = False
+    block: tuple[Any, Tensor, Pass, Cache | None] | None = None
+
+
+class _Thread(_State, threading.local):
+    """The state of one thread."""
+
+
+thread, traced = _Thread(), _State()
+FULL_MASK = "mask_of_full_blocks"  # an attribute of the mask that all blocks are given
+
+
+def current() -> _State:
+    """The state; while a graph of the whole pass is traced, one that torch.compile can trace."""
+    return traced if torch.compiler.is_compiling() and traced.step is not None else thread
+
+
+def seen_by_a_head(mask: Tensor) -> Tensor:
+    """Which positions any head sees by a mask of four dimensions, (batch, 1, length, total) bool."""
+    return shown(mask).any(dim=1, keepdim=True)
