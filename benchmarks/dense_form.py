@@ -28,7 +28,7 @@ from benchmarks.speed.speed import device_name, race
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM, add_meta_attention, freeze_base
 from metatokens.model.positions import rotary_tables
 from metatokens.model.rows import AllRows
-from metatokens.retrofit import passes
+from metatokens.retrofit import context
 
 EVERY = 8
 TASKS = ("prefill", "decode", "training step")
@@ -85,7 +85,9 @@ class Switch:
             settings, ids = decoder.meta_settings, given["input_ids"]
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
             rotary = rotary_tables(positions, settings.head_size, settings.rope_theta)
-            passes.thread.step = passes.Pass(AllRows(ids == decoder.meta_config.meta_token_id), rotary, None)
+            context.thread.context = context.ForwardContext(
+                AllRows(ids == decoder.meta_config.meta_token_id), rotary, None
+            )
 
 
 def units(base: Any, model: Any, length: int, new_tokens: int, device: str) -> dict[str, Unit]:

@@ -99,7 +99,7 @@ def test_text_is_the_bases_and_an_untrained_meta_token_disturbs_little(text: str
     model = metatokens.add_meta_attention(plain, own, heads=4, head_size=16)
     with torch.no_grad():
         assert torch.equal(model(torch.tensor([ids])).logits[..., : logits.shape[-1]], logits)
-        among = Landmarks(own, "every:10").put_into(ids)
+        among = Landmarks(own, "every:10").insert_into(ids)
         started = nats(model, among)
         row = model.get_input_embeddings().meta_token.weight
         row.copy_(model.get_input_embeddings().weight[:49_152].mean(dim=0))

@@ -20,13 +20,14 @@ from markupsafe import Markup
 
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.paper.claims import Judged, claims, judge
-from metatokens.paper.frame import TASKS, Inputs, load
+from metatokens.paper.frame import Inputs, load
 from metatokens.paper.report import overview
 from metatokens.paper.report.table import Cell, Fields, Table, tabulate
-from metatokens.paper.report.tables import INTERVENTIONS, PERPLEXITY, Tables
+from metatokens.paper.report.tables import INTERVENTIONS, PERPLEXITY, RECIPES, Tables
 from metatokens.paper.report.text import NOT_RUN, PERCENT, Form, name, number
 from metatokens.paper.rule import Effect
 from metatokens.records import unpack_hits
+from metatokens.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -154,6 +155,30 @@ def markers() -> str:
     """List recall with markers that point at the answer, and among decoys."""
     columns = {text: {"condition": condition} for condition, text in {"paper": "as trained", "decoy": "decoys"}.items()}
     return grid("list recall, 128 tokens", models({**AT_128, "task": "list_recall"}), columns)
+
+
+def unmarked() -> str:
+    """List recall of models that trained among landmarks, where no marker points at the answer; the claims on it."""
+    among = {"variant": "landmark", "train_condition": "landmark", "condition": "landmark"}
+    shown = grid("list recall, prompt tokens", models({"task": "list_recall", **among}), lengths(128, 256, 512))
+    return shown + "\n" + verdicts("Trained where")
+
+
+def other_recipes() -> str:
+    """List recall with other learning rates and with more steps, at both train lengths; the claims on all tasks."""
+    shown = []
+    for train_length in (128, 512):
+        where = {**SMALL, "task": "list_recall", "train_length": train_length, "length": train_length}
+        columns = {what: {"variant": variant} for variant, what in {"": "as above", **RECIPES}.items()}
+        shown.append(grid(f"list recall, trained to {train_length} tokens, tested there", models(where), columns))
+    return "\n".join([*shown, verdicts("At half", "With three")])
+
+
+def verdicts(*beginnings: str) -> str:
+    """The claims that begin so."""
+    told = [one for one in judged() if one.claim.text.startswith(beginnings)]
+    rows = [(one.claim.text, points(one.effect), one.verdict) for one in told]
+    return Table("", ("claim", "points (95 % interval)", "verdict"), rows).markdown()
 
 
 def held() -> str:

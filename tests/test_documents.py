@@ -26,6 +26,7 @@ from tests.test_imports import ORDER
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/how_to").glob("*.md"))]
+MARKDOWN = MarkdownIt().enable("table")
 
 # In place of the sizes that are shown, in the commands that have them.
 TINY_RUN = "--set training.max_steps=2 --set training.save_steps=2"
@@ -49,7 +50,7 @@ SMALLER = {
 
 def blocks(page: Path) -> list[tuple[str, str]]:
     """The fenced blocks of a page: language and text."""
-    tokens = MarkdownIt().parse(page.read_text(encoding="utf-8"))
+    tokens = MARKDOWN.parse(page.read_text(encoding="utf-8"))
     return [(token.info, token.content) for token in tokens if token.type == "fence"]
 
 
@@ -162,6 +163,16 @@ def test_only_meta_tokens_have_meta_attention(capsys: pytest.CaptureFixture[str]
     assert is_zero == [
         [not (query in (1, 4) and key in (1, 4) and key <= query) for key in range(5)] for query in range(5)
     ]
+
+
+def test_no_table_is_joined_to_text() -> None:
+    """A table whose lines are wrapped is rendered as text."""
+    pages = [*PAGES, *ROOT.glob("*/*/README.md")]
+    text = [
+        token.content for page in pages for token in MARKDOWN.parse(page.read_text("utf-8")) if token.type == "inline"
+    ]
+    assert len(text) > 1000
+    assert [one for one in text if re.search(r"\|\s*:?---", one)] == []
 
 
 def test_links_lead_somewhere() -> None:

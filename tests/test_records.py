@@ -143,7 +143,7 @@ def test_a_malformed_line_is_named(record: Record, changes: tuple[str, str], tmp
 
 
 @pytest.mark.parametrize("figures", ['"exact_match":0.5', '"n":3', '"losses":1.0', '"loss":1.0,"lr":0.1'])
-def test_a_point_of_a_curve_says_something_and_nothing_unknown(figures: str, tmp_path: Path) -> None:
+def test_a_point_of_a_curve_has_a_figure_and_nothing_unknown(figures: str, tmp_path: Path) -> None:
     (tmp_path / "curves.jsonl").write_text(f'{{"model":"meta","seed":0,"step":5,{figures}}}\n')
     with pytest.raises(UserError, match=r"curves\.jsonl, line 1: "):
         read_lines(tmp_path / "curves.jsonl", CurvePoint)

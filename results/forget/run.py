@@ -139,7 +139,7 @@ class Run:
         """A text with the arm's meta-tokens: those of its rule, or those that a task's prompt has."""
         if self.rule is None:
             return [token for token in ids if token != self.meta]
-        return list(ids) if has_own else self.rule.put_into(ids)
+        return list(ids) if has_own else self.rule.insert_into(ids)
 
     @cached_property
     def kept_ids(self) -> list[int]:

@@ -57,7 +57,7 @@ def main() -> None:
         seconds, sizes = {name: [] for name in models}, {}
         for name, model in (given.rounds + 1) * [*models.items()]:  # the first round warms up
             every, ids = CONTESTANTS[name][2], text[:length].tolist()
-            ids = Landmarks(tokenizer, f"every:{every}").put_into(ids) if every else ids
+            ids = Landmarks(tokenizer, f"every:{every}").insert_into(ids) if every else ids
             how = {"min_new_tokens": NEW, "max_new_tokens": NEW, "do_sample": False, "meta_every": every}
             with torch.inference_mode():
                 times = [now()]

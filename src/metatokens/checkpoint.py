@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Set
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -40,8 +40,6 @@ from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
 from metatokens.retrofit.saving import DELTA, DELTA_WEIGHTS, base_of, load_meta, save_meta
 from metatokens.retrofit.window import apply_text_window, text_window_of
 from metatokens.untrusted import MAX_CONFIG_BYTES, parameters_at_least, read_config
-
-LanguageModel: TypeAlias = MetaGPT2ForCausalLM | PreTrainedModel
 
 EXAMPLE = Path(__file__).parent / "example"  # the bundled model, and make.sh, which made it
 MANIFEST = "manifest.json"
@@ -87,7 +85,7 @@ def _verify_if_present(folder: Path) -> None:
 
 
 def save_model(
-    model: LanguageModel,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     weights: dict[str, torch.Tensor] | None = None,
@@ -102,6 +100,7 @@ def save_model(
 
     Raises:
         OSError: if they cannot be written.
+        UserError: if a retrofitted model cannot be saved so (`save_meta`).
     """
     (folder / MANIFEST).unlink(missing_ok=True)
     with library_writes(folder):
@@ -177,6 +176,9 @@ def fetch_model(spec: Path) -> Path:
 
     A model of the Hub is downloaded unless it is in the cache. `example` is the bundled model, unless there is a
     folder of that name.
+
+    Raises:
+        UserError: if the Hub does not give the model.
     """
     prefix, _, name = spec.as_posix().partition(":")
     if prefix == "example" and not spec.exists():
@@ -235,7 +237,7 @@ def load_model(
     *,
     device: str | None = None,
     dtype: str | None = None,
-) -> LanguageModel:
+) -> PreTrainedModel:
     """Load a model of this package, a retrofitted one, or any other causal language model of transformers.
 
     A GPT-2 is converted to a `MetaGPT2ForCausalLM`. Any other model of transformers stays as it is, and has no
@@ -282,7 +284,11 @@ def check_placing(device: str | None, dtype: str | None) -> None:
 
 
 def load_base(folder: Path, dtype: str | None = None) -> PreTrainedModel:
-    """Load a causal language model of transformers for `add_meta_attention`, from a folder or a GGUF file."""
+    """Load a causal language model of transformers for `add_meta_attention`, from a folder or a GGUF file.
+
+    Raises:
+        UserError: if it is missing, cannot be read, or is no decoder that this package supports.
+    """
     if (file := gguf_file(folder)) is None:
         return _load(folder, _DECODERS, dtype, is_base=True)
     # Dequantised. Releases of transformers without GgufConfig always do that.
@@ -296,12 +302,18 @@ def load_base(folder: Path, dtype: str | None = None) -> PreTrainedModel:
     except Exception as error:  # gguf and transformers raise many types for a damaged file
         raise UserError(f"{file} cannot be read: {one_line(error)}.") from error
     if model.config.model_type not in _DECODERS:
-        raise UserError(f"{file} holds a {model.config.model_type} model, which is no decoder that is known here.")
+        raise UserError(
+            f"{file} holds a {model.config.model_type} model, which is no decoder that metatokens supports."
+        )
     return model
 
 
 def load_base_and_tokenizer(model: Path, dtype: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a base for `add_meta_attention` and its tokenizer from a folder, a GGUF file, or `hf:NAME`."""
+    """Load a base for `add_meta_attention` and its tokenizer from a folder, a GGUF file, or `hf:NAME`.
+
+    Raises:
+        UserError: as `fetch_model` and `load_base`, and if the tokenizer cannot be loaded.
+    """
     check_placing(None, dtype)
     folder = fetch_model(model)
     if not folder.exists():

@@ -17,7 +17,11 @@ PIECE = 2**21  # logits at a time, 8 MB; with a large vocabulary, a batch's logi
 
 
 def decoder_of(model: PreTrainedModel) -> tuple[Any, Any]:
-    """The module that runs a language model's blocks, and the list of its blocks."""
+    """The module that runs a language model's blocks, and the list of its blocks.
+
+    Raises:
+        UserError: if no module has a list of so many blocks.
+    """
     count = model.config.get_text_config().num_hidden_layers
     for root in (model.get_decoder(), model.base_model):  # in some models, get_decoder() returns a head
         for module in root.modules():
@@ -139,7 +143,7 @@ def continue_prompts(
         A continuation for each prompt, in order; each batch is generated when its first one is asked for.
     """
     options |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    ends = model.generation_config.eos_token_id
+    ends = options.get("eos_token_id", model.generation_config.eos_token_id)
     ends = ends if isinstance(ends, list) else [ends]
     for start in range(0, len(prompts), batch_size):
         rows = [torch.tensor(prompt) for prompt in prompts[start : start + batch_size]]
@@ -150,7 +154,7 @@ def continue_prompts(
             attention_mask=mask.to(model.device),
             pad_token_id=tokenizer.eos_token_id,
             return_dict_in_generate=True,
-            use_cache=True,  # the cache knows where meta-tokens were inserted
+            use_cache=True,  # the cache records where meta-tokens were inserted
             num_return_sequences=1,
             **options,
         )

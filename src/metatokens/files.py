@@ -1,6 +1,7 @@
 """Files that survive a crash: locks on folders, files that appear whole or not at all, checksums, relative paths.
 
-A disk may be full, and a process may be killed while it writes. Functions that write raise OSError where they cannot.
+A disk may be full, and a process may be killed while it writes. `write_whole` and `append_lines` raise OSError where
+they cannot; `exclusive` and `replace_own` raise UserError.
 """
 
 import gzip

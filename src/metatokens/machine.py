@@ -10,9 +10,9 @@ from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from typing import Any
 
-# Options of glibc's malloc.h with their values: serve every allocation from the heap, return nothing to the kernel, and
-# ask the kernel for 256 MiB more than is needed each time.
-_MALLOPT = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1), "M_TOP_PAD": (-2, 2**28)}
+# Options of glibc's malloc.h (M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD) with their values: serve every allocation from
+# the heap, return nothing to the kernel, and ask the kernel for 256 MiB more than is needed each time.
+_MALLOPT = ((-4, 0), (-1, -1), (-2, 2**28))
 
 
 def keep_freed_memory() -> None:
@@ -26,7 +26,7 @@ def keep_freed_memory() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        for option, value in _MALLOPT.values():
+        for option, value in _MALLOPT:
             mallopt(option, value)
 
 

@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from metatokens.errors import UserError
+from metatokens.errors import UserError, broken_rule
 from metatokens.machine import process_count
+from metatokens.model.choices import AttentionScale, PositionEmbedding, SecondAttention
 
 # Choices that recipes, functions and the command line share.
 Task = Literal["list_recall", "segment_counting", "parity", "copying"]  # a module of `tasks` each
@@ -25,8 +26,6 @@ Facts = Literal["facts_1", "facts_2", "facts_4", "facts_8"]  # of list recall: s
 Condition = Literal["paper", "landmark", "none", "decoy", "long_prompt", Facts]  # which meta-tokens a prompt has
 Split = Literal["train", "validation", "test"]  # of a task's examples
 Placement = Literal["uniform", "periodic", "none"]  # the functions of `data.insertion.PLACEMENTS`
-PositionEmbedding = Literal["learned", "rope", "none"]
-SecondAttention = Literal["meta", "causal", "none"]
 AnalysisName = Literal["sharpness", "residual", "rate-distortion"]
 PresetName = Literal["smoke", "demo", "small", "gpu", "paper"]
 Executor = Literal["processes", "slurm", "local"]
@@ -84,7 +83,7 @@ class ModelSettings(_Settings):
     position_embedding: PositionEmbedding = "rope"
     rope_layers: list[AtLeastZero] | None = None  # with rope: the layers that have it, from 0; None: all
     second_attention: SecondAttention = "meta"
-    attention_scale: Literal["constant", "log_length"] = "constant"
+    attention_scale: AttentionScale = "constant"
     bias: bool = False
     initializer_range: Annotated[float, Field(gt=0)] = 0.02
 
@@ -398,7 +397,7 @@ def explain(kind: type[BaseModel], error: ValidationError) -> str:
     first = error.errors()[0]
     key = " ".join(".".join(str(part) for part in first["loc"]).split())
     if first["type"] == "value_error":  # settings that do not fit each other
-        return f"{first['msg'].removeprefix('Value error, ').rstrip('.')}."
+        return f"{broken_rule(first)}."
     if first["type"] == "missing":
         return f"{key} is missing."
     if first["type"] != "extra_forbidden":

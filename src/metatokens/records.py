@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from metatokens.errors import UserError
+from metatokens.errors import UserError, broken_rule
 from metatokens.files import append_lines
 from metatokens.recipe import Condition, Split
 
 if TYPE_CHECKING:
     import numpy as np
 
-MARKER = " _PAUSE_"  # stands for a meta-token in the prompt of a task or a record
+MARKER = " _PAUSE_"  # means a meta-token in the prompt of a task or a record
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # of a measurement
 LOOKS = "looks"  # a run's folder of pages of attention, one for each task
 PACKED = ".gz"  # the suffix of a compressed file
@@ -93,7 +93,7 @@ class About(Record):
     seed: int = 0  # of the model's training
     recipe: str | None = None  # the preset, or preset/variant
 
-    def known(self, **more: Any) -> dict[str, Any]:
+    def present_fields(self, **more: Any) -> dict[str, Any]:
         """The fields that are not null, and further ones."""
         return self.model_dump(exclude_none=True) | more
 
@@ -196,7 +196,7 @@ class CurvePoint(Record):
     n: int | None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> "CurvePoint":
+    def _has_a_figure(self) -> "CurvePoint":
         if self.loss is None and (self.exact_match is None or self.text_tokens is None):
             raise ValueError("a point of a curve has a loss, or an exact_match after so many text_tokens")
         return self
@@ -366,7 +366,11 @@ def unpack_hits(packed: str, n: int) -> "np.ndarray":
 
 
 def append_records(path: Path, records: Iterable[Record]) -> None:
-    """Append records to a file, one line each, or leave it unchanged if it cannot be written."""
+    """Append records to a file, one line each, or leave it unchanged if it cannot be written.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
     try:
         append_lines(path, (record.line() for record in records))
     except OSError as error:
@@ -392,7 +396,11 @@ def read_record(path: Path, kind: type[AnyRecord]) -> AnyRecord:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, which may be compressed (gzip)."""
+    """The text of a file, which may be compressed (gzip).
+
+    Raises:
+        UserError: if it cannot be read, decompressed or decoded.
+    """
     try:
         content = path.read_bytes()
         return (gzip.decompress(content) if content.startswith(_GZIP) else content).decode()
@@ -409,5 +417,4 @@ def _validate(kind: type[AnyRecord], text: str, place: str) -> AnyRecord:
     except ValidationError as error:
         first = error.errors()[0]
         where = " ".join(".".join(map(str, first["loc"])).split())
-        what = first["msg"].removeprefix("Value error, ").rstrip(".")
-        raise UserError(f"{place}: {where + ': ' if where else ''}{what}.") from error
+        raise UserError(f"{place}: {where + ': ' if where else ''}{broken_rule(first)}.") from error

@@ -44,7 +44,7 @@ def read_config(folder: Path, kinds: Set[str]) -> PreTrainedConfig:
         if kind not in kinds:
             if kind == MODEL_TYPE:
                 raise ValueError(f"the model in {folder} has meta-tokens already")
-            raise ValueError(f"{folder} holds a {kind} model, which is no decoder that is known here")
+            raise ValueError(f"{folder} holds a {kind} model, which is no decoder that metatokens supports")
         base = given.get("base_model_type") if kind == MODEL_TYPE else kind
         config = _of_known_fields(given, _CLASSES.get(base) or CONFIG_MAPPING[base], kind == MODEL_TYPE)
         check_memory(config, has_masks=base == "gpt_neo")

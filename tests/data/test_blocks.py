@@ -47,7 +47,7 @@ def test_blocks_by_a_rule_hold_the_text_with_its_landmarks_once_an_epoch(rule, s
     monkeypatch.setattr(blocks, "STRETCH", sizes[0])
     monkeypatch.setattr(blocks, "STRETCHES", sizes[1])
     ids = sharded_store.tokens("train")[:].tolist()
-    whole = Landmarks(sharded_store.tokenizer, rule).put_into(ids)
+    whole = Landmarks(sharded_store.tokenizer, rule).insert_into(ids)
     windows = [tuple(whole[start : start + 40]) for start in range(0, len(whole) - 39, 40)]
     dataset = make_dataset(sharded_store, placement=rule, epochs=2)
     n = len(windows)
@@ -153,7 +153,7 @@ def test_a_worker_receives_a_path_and_needs_no_torch(placement, most, store, tmp
         ({"fraction": -0.1, "placement": "none"}, r"-0\.1"),
         ({"placement": "often"}, "often"),
         ({"placement": "every:0"}, "every:0"),
-        ({"placement": "every:99999"}, "landmarks by every:99999 have no place in the train split"),
+        ({"placement": "every:99999"}, "the rule every:99999 inserts no meta-token into the train split"),
         ({"placement": "line", "block_size": 100_000}, "too few for one block of 100000, landmarks included"),
         ({"block_size": 100_000}, r"train split .* TOKENS tokens.*block of 100000 \(90000 .* 10000"),
     ],

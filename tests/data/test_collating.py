@@ -128,6 +128,8 @@ def test_each_packed_sequence_has_its_own_landmarks() -> None:
 
 def test_pairs_of_answers_are_refused_with_what_to_do() -> None:
     pairs = [{"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4]}]
-    with pytest.raises(UserError, match=r"no input_ids, but prompt_ids, chosen_ids, rejected_ids: .*put_into\(ids\)"):
+    with pytest.raises(
+        UserError, match=r"no input_ids, but prompt_ids, chosen_ids, rejected_ids: .*insert_into\(ids\)"
+    ):
         MetaTokenCollator(list, TOKENIZER, "every:8")(pairs)
     assert MetaTokenCollator(list, TOKENIZER)(pairs) == pairs

@@ -199,7 +199,7 @@ def test_meta_tokens_that_are_there_stay_and_change_nothing_for_the_text(
         expected.append(token)
         if token != meta and next(behind) and marked[place + 1] != meta:
             expected.append(meta)
-    assert landmarks.put_into(marked) == expected
+    assert landmarks.insert_into(marked) == expected
 
 
 def test_control_tokens_count_as_text_and_have_no_landmark_before_them(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -207,11 +207,11 @@ def test_control_tokens_count_as_text_and_have_no_landmark_before_them(tokenizer
     one, end, two = encode_text(tokenizer, ["It is. So.\n\n", "\n\n", " it"])
     lines, paragraphs = Landmarks(tokenizer, "line"), Landmarks(tokenizer, "paragraph")
     assert not Landmarks(tokenizer, "sentence")([*encode_text(tokenizer, ["So."])[0], eos]).any()
-    assert paragraphs.put_into([*one, *two]) == [*one, meta, *two]
-    assert paragraphs.put_into([*one, eos, *two]) == [*one, eos, *two]
-    assert paragraphs.put_into([eos, *end, *two]) == [eos, *end, meta, *two]
+    assert paragraphs.insert_into([*one, *two]) == [*one, meta, *two]
+    assert paragraphs.insert_into([*one, eos, *two]) == [*one, eos, *two]
+    assert paragraphs.insert_into([eos, *end, *two]) == [eos, *end, meta, *two]
     assert lines([eos, *end, *two]).sum() == 1
-    assert Landmarks(tokenizer, "every:1").put_into([eos, eos]) == [eos, meta, eos, meta]
+    assert Landmarks(tokenizer, "every:1").insert_into([eos, eos]) == [eos, meta, eos, meta]
 
 
 def test_a_chat_and_text_that_looks_like_control_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -221,7 +221,7 @@ def test_a_chat_and_text_that_looks_like_control_tokens(tokenizer: PreTrainedTok
     assert shown == f"One.{META_TOKEN}Two{META_TOKEN}{eos}\n"
     [text] = encode_text(tokenizer, [f"So{META_TOKEN}{eos}\nit _PAUSE_\n"])
     assert encode_prompt(tokenizer, f"So{META_TOKEN}{eos}\nit _PAUSE_\n", landmarks="line").count(meta) == 2
-    assert Landmarks(tokenizer, "line").put_into(text).count(meta) == 2
+    assert Landmarks(tokenizer, "line").insert_into(text).count(meta) == 2
 
 
 def test_records_have_them_in_their_prompts(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_records_have_them_in_their_prompts(tokenizer: PreTrainedTokenizerBase, 
     [plain] = read_examples(tmp_path / "own.jsonl", tokenizer)
     [filled] = read_examples(tmp_path / "own.jsonl", tokenizer, landmarks="sentence")
     prompt = list(plain.input_ids[: plain.answer_start])
-    expected = Landmarks(tokenizer, "sentence").put_into(prompt)
+    expected = Landmarks(tokenizer, "sentence").insert_into(prompt)
     assert expected.count(tokenizer.meta_token_id) == 2
     assert filled.input_ids == (*expected, *plain.input_ids[plain.answer_start :])
     assert filled.answer_start == filled.n_tokens == len(expected)
@@ -262,5 +262,5 @@ def test_the_page_draws_what_the_rules_do() -> None:
     text = rows.pop("text").replace("\u21b5", "\n")
     assert set(rows) == {*RULES, "every:8"}
     for rule, shown in rows.items():
-        filled = Landmarks(tokenizer, rule).put_into(encode_text(tokenizer, [text])[0])
+        filled = Landmarks(tokenizer, rule).insert_into(encode_text(tokenizer, [text])[0])
         assert tokenizer.decode(filled).replace("\n", "\u21b5").replace(META_TOKEN, "\u25cf") == shown, rule

@@ -40,7 +40,7 @@ def draw(small_corpus: Path, small_store: TokenStore) -> Draw:
 
     def draw(task: str, length: int, n: int, condition: str = "paper") -> list[Example]:
         tokenizer = small_store.tokenizer
-        return accuracy.test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
+        return accuracy.draw_test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
 
     return draw
 

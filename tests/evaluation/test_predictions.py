@@ -9,8 +9,7 @@ import torch
 
 from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
-from metatokens.evaluation.accuracy import evaluate
-from metatokens.evaluation.accuracy import test_examples as draw_tests
+from metatokens.evaluation.accuracy import draw_test_examples, evaluate
 from metatokens.evaluation.predictions import FURTHER, predict
 from metatokens.records import About
 from tests.evaluation.test_accuracy import some_answered_right
@@ -28,7 +27,7 @@ def test_predictions_are_those_of_greedy_generation(
 ) -> None:
     monkeypatch.setattr("metatokens.evaluation.predictions.TOKENS_A_BATCH", 200)
     tokenizer, model = small_store.tokenizer, load_model(small_model(**changes)).eval()
-    examples = draw_tests(
+    examples = draw_test_examples(
         "copying", 48, 12, tokenizer, condition="paper", documents=small_corpus.read_text().split("\n\n")
     )
     examples = some_answered_right(model, examples)

@@ -139,7 +139,7 @@ def test_code_beside_a_model(
     if model_type == "meta_gpt2":
         load_model(folder)
     else:
-        with pytest.raises(UserError, match="is no decoder that is known here"):
+        with pytest.raises(UserError, match="is no decoder that metatokens supports"):
             load_model(folder)
     with pytest.raises(UserError, match="holds no tokenizer that can be loaded"):
         load_tokenizer(str(folder))

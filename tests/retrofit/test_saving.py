@@ -333,12 +333,12 @@ SITES = ["self_attn"] * 3
         ({"layers": "abc"}, "layers is 'abc'"),
         ({"layers": [-1, 0, 1]}, "layers are"),
         ({"head_size": 2.5}, "head_size is 2.5: input should be a valid integer"),
-        ({"meta_token_id": 99_999}, "the meta-token is 99999, of 320 entries in use"),
-        ({"meta_token_id": -5}, "the meta-token is -5"),
-        ({"unpadded_vocab_size": 0}, "of 0 entries"),
+        ({"meta_token_id": 99_999}, "meta_token_id is 99999 and unpadded_vocab_size"),
+        ({"meta_token_id": -5}, "meta_token_id is -5"),
+        ({"unpadded_vocab_size": 0}, "unpadded_vocab_size 0:"),
         ({"unpadded_vocab_size": 10**15}, "which does not fit the 320 rows of the base"),
         ({"meta_token_id": 50, "unpadded_vocab_size": 100}, "which does not fit the 320 rows of the base"),
-        ({"meta_token_id": 3.7}, "the meta-token is 3.7"),
+        ({"meta_token_id": 3.7}, "meta_token_id is 3.7"),
         ({"site_has_residual": "x"}, "site_has_residual is 'x': input should be a valid boolean"),
         ({"base_weights": {"float32": "x"}}, "base_weights.bfloat16 is missing"),
         ({"base_weights": {"dtype": ["a"]}}, "base_weights.float32 is missing"),
@@ -363,7 +363,7 @@ def test_a_configuration_that_names_no_model_is_refused(key: str, tmp_path: Path
     retrofitted("llama").config.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {key: "os" if key != "architectures" else ["os"]}))
-    with pytest.raises(UserError, match="is not known here"):
+    with pytest.raises(UserError, match="is none that metatokens supports"):
         AutoConfig.from_pretrained(tmp_path)
 
 
@@ -378,7 +378,7 @@ def test_a_whole_model_without_a_row_for_its_meta_token_is_refused(changed: dict
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changed))
     for load in (AutoModelForCausalLM.from_pretrained, load_model):
-        with pytest.raises(UserError, match=r"the meta-token is .* entries in use, in a table of 320 rows"):
+        with pytest.raises(UserError, match=r"meta_token_id is .* and that at most 320, the rows"):
             load(tmp_path)
 
 

@@ -16,8 +16,7 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 from metatokens.checkpoint import load_model, verify_manifest
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
-from metatokens.evaluation.accuracy import evaluate
-from metatokens.evaluation.accuracy import test_examples as draw_tests
+from metatokens.evaluation.accuracy import draw_test_examples, evaluate
 from metatokens.evaluation.perplexity import perplexity
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.recipe import PretrainRecipe
@@ -133,7 +132,7 @@ def test_its_answers_are_scored_like_transformers_own(small_store: TokenStore, m
             parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(1))
     plain.save_pretrained(tmp_path / "neo")
     model = load_model(tmp_path / retrofitted(metatokens))
-    tests = draw_tests("parity", 64, 40, small_store.tokenizer, condition="paper", documents=())
+    tests = draw_test_examples("parity", 64, 40, small_store.tokenizer, condition="paper", documents=())
     meta = small_store.manifest.meta_token_id
     plain.resize_token_embeddings(meta + 1)
     right = total = 0
@@ -230,7 +229,7 @@ def test_the_settings_of_a_run_from_a_published_one_state_its_sizes(
 def test_a_length_beyond_its_positions_has_no_figure(small_store: TokenStore, metatokens: Run, tmp_path: Path) -> None:
     published(small_store, tmp_path / "neo")
     tests = {
-        length: draw_tests("parity", length, 2, small_store.tokenizer, condition="paper", documents=())
+        length: draw_test_examples("parity", length, 2, small_store.tokenizer, condition="paper", documents=())
         for length in (64, 128)
     }
     results = evaluate(load_model(tmp_path / retrofitted(metatokens)), tests, About(model="gpt-neo", task="parity"))

@@ -109,6 +109,12 @@ def observe(model: PreTrainedModel, ids: Tensor, modules: Iterable[str] = ()) ->
         model: any decoder, with or without meta-tokens; it is put into evaluation mode, and not changed otherwise.
         ids: (length,) int64.
         modules: names of submodules, as in `model.named_modules()`, whose outputs are kept.
+
+    Returns:
+        What each block and attention was given and computed, for the (length,) positions.
+
+    Raises:
+        UserError: if the attention of the model cannot be read.
     """
     model.eval()
     _, blocks = decoder_of(model)

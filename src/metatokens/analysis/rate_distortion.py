@@ -186,7 +186,7 @@ def rate_distortion(
     classes = int(answers.max()) + 1
     few, most = slice(PAPER_EXAMPLES), slice(len(examples) - held_out)
     parts: dict[Part, slice] = {"fit": few, "train": most, "held_out": slice(most.stop, None)}
-    common = about.known(
+    common = about.present_fields(
         analysis="rate_distortion",
         position_embedding=model.config.position_embedding,
         intervention=None if intervention is None else str(intervention),

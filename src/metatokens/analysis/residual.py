@@ -49,7 +49,7 @@ def residual(model: PreTrainedModel, examples: Sequence[Example], about: About) 
         _attention_of_final(samples, number, prompt, seen)
         if number == 0:
             _similarities_to_final(samples, prompt, seen)
-    shared = about.known(position_embedding=model.config.position_embedding)
+    shared = about.present_fields(position_embedding=model.config.position_embedding)
     return samples.measurements(analysis="residual", **shared)
 
 

@@ -84,7 +84,7 @@ def sharpness(model: PreTrainedModel, examples: Sequence[Example], about: About)
         for (module, layer), inputs in kept.attention.items():
             _compare_attention(samples, number, prompt, inputs, zeroed.attention[module, layer], module, layer)
         _compare_outputs(samples, number, prompt, model.config.meta_token_id, kept, zeroed)
-    shared = about.known(position_embedding=model.config.position_embedding)
+    shared = about.present_fields(position_embedding=model.config.position_embedding)
     return samples.measurements(analysis="sharpness", **shared)
 
 

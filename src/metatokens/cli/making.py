@@ -107,7 +107,7 @@ def _settings(
     dtype: str | None,
     own: Mapping[str, Any],
 ) -> recipes.Recipe:
-    """A recipe, changed by the options that stand for its settings, then by --set."""
+    """A recipe, changed by the options for single settings, then by --set."""
     from metatokens.checkpoint import check_placing
 
     check_placing(device, dtype)

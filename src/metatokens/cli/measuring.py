@@ -40,7 +40,7 @@ def evaluate(
     Exact match and token accuracy, by prompt length on a task, or on your own records.
     """
     from metatokens.data.tokenizer import check_meta_token
-    from metatokens.evaluation.accuracy import evaluate, test_examples
+    from metatokens.evaluation.accuracy import draw_test_examples, evaluate
     from metatokens.evaluation.predictions import predict
     from metatokens.model.interventions import Intervention, intervene
     from metatokens.model.positions import check_length
@@ -76,7 +76,7 @@ def evaluate(
         check_length(loaded.config, max(bins))
         documents, shown = documents_for(task, corpus), condition
         tests = {
-            length: test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
+            length: draw_test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
             for length in bins
         }
     alone = LandmarksAlone(loaded, tokenizer) if intervention == ALONE else None
@@ -132,7 +132,7 @@ def analyze(
     from metatokens.analysis.residual import residual
     from metatokens.analysis.sharpness import sharpness
     from metatokens.data.tokenizer import check_meta_token
-    from metatokens.evaluation.accuracy import test_examples
+    from metatokens.evaluation.accuracy import draw_test_examples
     from metatokens.model.interventions import Intervention
     from metatokens.records import About
     from metatokens.tasks.curriculum import documents_for
@@ -145,7 +145,7 @@ def analyze(
     check_meta_token(loaded.config, tokenizer, model)
     count = n or (2_500 if kind == "rate-distortion" else 100)
     documents = documents_for(task, corpus)
-    examples = test_examples(task, length, count, tokenizer, condition=condition, documents=documents)
+    examples = draw_test_examples(task, length, count, tokenizer, condition=condition, documents=documents)
     about = About(model=name or str(model), task=task, condition=condition, length=length, **training_of(model))
     if kind == "rate-distortion":
         changed = None if intervention is None else Intervention.parse(intervention)

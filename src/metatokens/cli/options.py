@@ -162,7 +162,7 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def parse_layers(text: str | None) -> list[int] | None:
-    """Read the numbers of layers, from 0, separated by commas; None stands for all."""
+    """Read the numbers of layers, from 0, separated by commas; None means all."""
     return None if text is None else _parse("layers", text, 0, "numbers separated by commas")
 
 

@@ -57,7 +57,7 @@ class BlockDataset:
             count, what = 0, f"{block_size}, landmarks included"
             self._tokens = _TextWithLandmarks(self._tokens, Landmarks(store.tokenizer, placement))
             if len(self._tokens) == len(store.tokens(split)):
-                raise UserError(f"landmarks by {placement} have no place in the {split} split of {store.path}.")
+                raise UserError(f"the rule {placement} inserts no meta-token into the {split} split of {store.path}.")
         self._window_size = block_size - count
         self._windows = len(self._tokens) // self._window_size
         if not self._windows:

@@ -80,7 +80,7 @@ class MetaTokenCollator:
         if "input_ids" not in example:
             raise UserError(
                 f"an example has no input_ids, but {', '.join(example)}: put landmarks into such rows before they are "
-                "batched, by Landmarks(tokenizer, rule).put_into(ids)."
+                "batched, by Landmarks(tokenizer, rule).insert_into(ids)."
             )
         length = len(example["input_ids"])
         mask = example.get("attention_mask")

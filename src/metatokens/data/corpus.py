@@ -19,7 +19,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from metatokens.errors import UserError
+from metatokens.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -231,5 +231,4 @@ def _reading(source: object) -> Iterator[None]:
         raise
     # gzip raises EOFError or zlib.error for a damaged file; pyarrow, and datasets with a script, the others.
     except (OSError, ValueError, LookupError, EOFError, RuntimeError, zlib.error) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise UserError(f"{source} cannot be read: {reason}.") from error
+        raise UserError(f"{source} cannot be read: {one_line(error)}.") from error

@@ -39,7 +39,7 @@ _ENDS = {
 class Landmarks:
     r"""A rule for landmarks: it puts meta-tokens into a text, given as token ids.
 
-        Landmarks(tokenizer, "sentence").put_into(tokenizer("It rains. He reads.")["input_ids"])
+        Landmarks(tokenizer, "sentence").insert_into(tokenizer("It rains. He reads.")["input_ids"])
 
     The meta-token goes after the token that contains the last character of a unit, such as a line.
 
@@ -93,8 +93,8 @@ class Landmarks:
         behind[:-1] &= is_text[1:]
         return behind
 
-    def put_into(self, ids: Sequence[int]) -> list[int]:
-        """The ids with the meta-tokens inserted."""
+    def insert_into(self, ids: Sequence[int]) -> list[int]:
+        """The ids, (length,), with the meta-tokens inserted, (length + meta-tokens,)."""
         return np.insert(np.array(ids, np.int64), np.flatnonzero(self(ids)) + 1, self.meta_token_id).tolist()
 
     def _behind(self, text: npt.NDArray[np.int64], start: int) -> npt.NDArray[np.bool_]:

@@ -44,7 +44,7 @@ def encode_prompt(
     first, *others = encode_text(tokenizer, segments)
     meta = meta_token_id(tokenizer)
     prompt = [*beginning_of(tokenizer), *first, *chain.from_iterable([meta, *ids] for ids in others)]
-    return prompt if landmarks is None else Landmarks(tokenizer, landmarks).put_into(prompt)
+    return prompt if landmarks is None else Landmarks(tokenizer, landmarks).insert_into(prompt)
 
 
 def encode_chat(
@@ -68,7 +68,7 @@ def encode_chat(
     ids = encode_segment(first)
     for segment in others:
         ids += [meta_token_id(tokenizer), *encode_segment(segment)]
-    return ids if landmarks is None else Landmarks(tokenizer, landmarks).put_into(ids)
+    return ids if landmarks is None else Landmarks(tokenizer, landmarks).insert_into(ids)
 
 
 def read_messages(file: Path) -> list[dict[str, str]]:
@@ -107,5 +107,5 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, s
 
 def _split(text: str, marker: str) -> list[str]:
     if not marker:
-        raise UserError("the marker is empty; give the text that stands for a meta-token, such as _PAUSE_.")
+        raise UserError("the marker is empty; give the text that marks a meta-token, such as _PAUSE_.")
     return re.split(f" ?{re.escape(marker)}", text)

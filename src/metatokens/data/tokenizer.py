@@ -113,7 +113,11 @@ def _ids_of_long(backend: Tokenizer, text: str) -> Iterator[int]:
 
 
 def meta_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The meta-token's id, which the tokenizer must have."""
+    """The meta-token's id, which the tokenizer must have.
+
+    Raises:
+        UserError: if it has none.
+    """
     if getattr(tokenizer, "meta_token_id", None) is None:
         raise UserError(
             "this tokenizer has no meta-token: use the one that add_meta_attention was given, or that was saved with "

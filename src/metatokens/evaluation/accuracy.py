@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from metatokens.checkpoint import LanguageModel
 from metatokens.decoder import cache_kept
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.model.positions import reaches
@@ -21,16 +20,28 @@ SHORTCUT_PROMPTS = 2_000  # train prompts from which a shortcut makes its table
 TEST_SEED = 2026  # of the test examples, the same for all models
 
 
-def test_examples(
+def draw_test_examples(
     task: str, length: int, n: int, tokenizer: PreTrainedTokenizerBase, *, condition: str, documents: Sequence[str]
 ) -> list[Example]:
-    """The first n examples of the fixed test set with prompts of (length / 2, length] tokens."""
+    """The first n examples of the fixed test set with prompts of (length / 2, length] tokens (paper, section 4.2).
+
+    Args:
+        task: one of TASKS.
+        length: tokens of the longest prompts.
+        n: examples.
+        tokenizer: of the model.
+        condition: which meta-tokens a prompt has, such as `paper`.
+        documents: texts that the prompts' words and sentences come from.
+
+    Raises:
+        UserError: if there is no such task or condition, or no prompt of such a length was found.
+    """
     source = TaskData(task, tokenizer=tokenizer, condition=condition, seed=TEST_SEED, documents=documents)
     return [source.test(index, length) for index in range(n)]
 
 
 def evaluate(
-    model: LanguageModel,
+    model: PreTrainedModel,
     tests: Mapping[int, Sequence[Encoded]] | Mapping[None, Sequence[Encoded]],
     about: About,
     *,
@@ -41,9 +52,9 @@ def evaluate(
 
     Args:
         model: the model.
-        tests: the examples of each bin of prompt length (tokens), as `test_examples` draws them; under None, records
-            of any length.
-        about: the fields that all results share. Without a task, chance is not known.
+        tests: the examples of each bin of prompt length (tokens), as `draw_test_examples` draws them; under None,
+            records of any length.
+        about: the fields that all results share. Without a task, results have no chance level.
         batch: examples per forward pass; by default as many as `score` takes.
         alone: if the questions see the meta-tokens of their documents alone; this is then the results' intervention.
 
@@ -51,7 +62,7 @@ def evaluate(
         The results; a length beyond the model's learned positions has no value, and n = 0.
     """
     changed = {} if alone is None else {"intervention": ALONE}
-    shared = about.known(position_embedding=model.config.position_embedding, **changed)
+    shared = about.present_fields(position_embedding=model.config.position_embedding, **changed)
     guessed = None if about.task is None else chance(about.task)
     results = []
     for length, examples in tests.items():
@@ -92,8 +103,8 @@ def shortcut_rates(
 
     Args:
         task, condition: of the prompts.
-        tests: the examples of each length, as `test_examples` draws them.
-        tokenizer, documents: as for `test_examples`.
+        tests: the examples of each length, as `draw_test_examples` draws them.
+        tokenizer, documents: as for `draw_test_examples`.
         recipe: the preset, for the results.
     """
     source = TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)

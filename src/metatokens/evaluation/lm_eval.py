@@ -45,7 +45,7 @@ class MetaTokensLM(HFLM):
             `load_model`, with its `tokenizer`.
         meta_every: insert a meta-token after every so many tokens of text. For likelihoods the whole sequence gets
             them, as context and never as targets; in generation they are counted from the end of the context.
-        marker: the text that stands for a meta-token in contexts, together with a space before it, such as `_PAUSE_`
+        marker: the text that marks a meta-token in contexts, together with a space before it, such as `_PAUSE_`
             in the tasks of `examples/lm_eval`.
         device: default: a GPU if there is one.
         dtype: of the base's weights, `float32` or `bfloat16`; default: as saved.
@@ -67,7 +67,7 @@ class MetaTokensLM(HFLM):
         if meta_every is not None and marker is not None:
             raise UserError("give meta_every or marker: meta-tokens are put after every so many tokens, or at markers.")
         if marker == "":
-            raise UserError("the marker is empty; give the text that stands for a meta-token, such as _PAUSE_.")
+            raise UserError("the marker is empty; give the text that marks a meta-token, such as _PAUSE_.")
         if meta_every is not None:
             landmark_rule(f"every:{meta_every}", "the rule that meta_every gives")
         self.meta_every, self.marker = meta_every, marker
@@ -135,7 +135,7 @@ class MetaTokensLM(HFLM):
         """Ids and attention mask, (contexts, tokens), left-padded, with the meta-tokens of each context."""
         rows = [self.tok_encode(string) for string in strings]
         if self.meta_every is not None:
-            rows = list(map(Landmarks(self.tokenizer, f"every:{self.meta_every}").put_into, rows))
+            rows = list(map(Landmarks(self.tokenizer, f"every:{self.meta_every}").insert_into, rows))
         rows = [row[-left_truncate_len:] if left_truncate_len else row for row in rows]
         ids = torch.full((len(rows), max(map(len, rows))), self.tokenizer.pad_token_id)
         mask = torch.zeros_like(ids)

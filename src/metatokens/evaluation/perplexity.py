@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from metatokens.checkpoint import LanguageModel
 from metatokens.data.corpus import read_corpus
 from metatokens.data.insertion import IGNORED_LABEL, insert_meta_tokens, labels_of, meta_token_count
 from metatokens.data.landmarks import Landmarks
@@ -54,7 +53,7 @@ def block_of(
 
 @torch.inference_mode()
 def block_losses(
-    model: LanguageModel,
+    model: PreTrainedModel,
     blocks: np.ndarray,
     *,
     block_size: int,
@@ -96,7 +95,7 @@ def block_losses(
 
 
 def perplexity(
-    model: LanguageModel,
+    model: PreTrainedModel,
     text: np.ndarray,
     about: About,
     *,
@@ -149,9 +148,10 @@ def perplexity(
     low, high = normal_interval(mean, a_token.std(ddof=1) / math.sqrt(count))
     position = model.config.position_embedding
     read = (block_of(blocks, row, model.config.meta_token_id, **how)[0] for row in range(count))
+    where = {"position_embedding": position, "condition": condition, "length": block_size}
     return Result(
         **cache_kept(model, read),
-        **about.known(position_embedding=position, condition=condition, length=block_size, metric="perplexity"),
+        **about.present_fields(**where, metric="perplexity"),
         text=source,
         value=math.exp(mean),
         n=count * (text_per_block - 1),
@@ -175,6 +175,9 @@ def held_out_text(source: str, tokenizer: PreTrainedTokenizerBase, most: int | N
         source: the folder of a token store, whose held-out split is read; or a corpus spec, read whole.
         tokenizer: the model's.
         most: tokens to read at most.
+
+    Raises:
+        UserError: if the text cannot be read or is empty, or the store has another tokenizer.
     """
     if Path(source, "manifest.json").is_file():
         store = TokenStore.open(Path(source))

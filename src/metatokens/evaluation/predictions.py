@@ -3,10 +3,9 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from metatokens.checkpoint import LanguageModel
+from metatokens.decoder import continue_prompts
 from metatokens.model.positions import reaches
 from metatokens.records import Record
 from metatokens.tasks.example import Example
@@ -27,7 +26,7 @@ class Prediction(Record):
 
 
 def predict(
-    model: LanguageModel, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Prediction]:
     """The model's greedy answers, in the order of the examples.
 
@@ -45,11 +44,11 @@ def predict(
         lengths = [examples[place].answer_start for place in places]
         for rows in by_length(lengths, max(1, TOKENS_A_BATCH // (max(lengths) + size + FURTHER))):
             prompts = [examples[places[row]].input_ids[: lengths[row]] for row in rows]
-            ids = _continue(model, prompts, size, tokenizer.eos_token_id)
-            answers |= {
-                places[row]: text
-                for row, text in zip(rows, tokenizer.batch_decode(ids, skip_special_tokens=True), strict=True)
-            }
+            longest = max(map(len, prompts)) + size - 1
+            further = next(more for more in range(FURTHER, -1, -1) if reaches(model.config, longest + more))
+            how = {"max_new_tokens": size + further, "eos_token_id": tokenizer.eos_token_id}
+            continued = continue_prompts(model, tokenizer, prompts, batch_size=len(prompts), **how)
+            answers |= {places[row]: one.text for row, one in zip(rows, continued, strict=True)}
     for place, example in enumerate(examples):
         yield Prediction(
             prompt=example.prompt,
@@ -58,23 +57,3 @@ def predict(
             prediction=answers[place],
             exact=exact[place],
         )
-
-
-def _continue(model: LanguageModel, prompts: Sequence[Sequence[int]], size: int, eos_token_id: int) -> torch.Tensor:
-    """Greedy continuations of up to `size + FURTHER` tokens, as far as positions reach: (prompts, tokens)."""
-    longest = max(map(len, prompts))
-    further = next(more for more in range(FURTHER, -1, -1) if reaches(model.config, longest + size + more - 1))
-    ids = torch.full((len(prompts), longest), eos_token_id)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-    continued = model.generate(
-        ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        max_new_tokens=size + further,
-        do_sample=False,
-        eos_token_id=eos_token_id,
-        pad_token_id=eos_token_id,
-    )
-    return continued[:, longest:]

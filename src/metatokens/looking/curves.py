@@ -44,6 +44,9 @@ def read_curves(runs: Sequence[Path]) -> Curves:
     """The curves of runs, by folder. A fine-tuning run has one for each phase.
 
     The curve of an unfinished run is read from its newest checkpoint.
+
+    Raises:
+        UserError: if a folder has no curve, or a damaged one.
     """
     curves: dict[str, Sequence[Point]] = {}
     for run in runs:

@@ -22,7 +22,7 @@ from metatokens.analysis.observation import Observation
 from metatokens.analysis.sharpness import entropy
 
 SIGNATURE = "metatokens look"  # is in every page, so that no other file is ever overwritten
-MAX_SIDE = 256  # cells of a map, across and down; in longer prompts each covers several tokens
+MAX_SIDE = 256  # cells of a map at most, across and down; in longer prompts each covers several tokens
 MAX_CELLS = 12_000_000  # of all maps of a model together
 # From light to dark, so that it can be read without colour vision.
 SCALE = [[0, "#ffffff"], [0.5, "#6baed6"], [1, "#08306b"]]

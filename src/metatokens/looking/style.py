@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-SEPARATOR = " · "  # between the names of a model and of its variant
+SEPARATOR = ", "  # between the names of a model and of its variant
 PHONE, PAGE = 3.5, 8.6  # inches
 _PANEL_HEIGHT, _LEGEND_HEIGHT = 2.5, 0.5
 INK, GREY, RULE, SHADE = "#22211f", "#66635e", "#e2e0db", "#f4f2ed"
@@ -53,11 +53,6 @@ FURTHER = (
 _FILLS = ("full", "none", "left", "bottom")  # the variants of one model, such as its position embeddings
 
 
-def model_of(label: str) -> str:
-    """The model that a label starts with."""
-    return label.split(SEPARATOR)[0]
-
-
 def palette(labels: Iterable[str]) -> dict[str, Style]:
     """A style for each label; the four models of the project always look the same."""
     further = cycle(FURTHER)
@@ -65,7 +60,7 @@ def palette(labels: Iterable[str]) -> dict[str, Style]:
     variants: dict[str, int] = {}
     styles = {}
     for label in dict.fromkeys(labels):
-        model = model_of(label)
+        model = label.split(SEPARATOR)[0]
         if model not in of_model:
             of_model[model] = next(further)
         variant = variants[model] = variants.get(model, -1) + 1

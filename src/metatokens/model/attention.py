@@ -6,7 +6,7 @@
 M is the causal mask; P is 0 where query and key are both meta-tokens, and minus infinity elsewhere. Meta-attention has
 two forms of the same function:
 
-- **Gathered**, where the model knows the meta-tokens' rows. The block (`modeling.py`) gathers them, `MetaAttention`
+- **Gathered**, where the model has the meta-tokens' rows. The block (`modeling.py`) gathers them, `MetaAttention`
   attends causally among them, and the block adds the result back at their places. T/8 meta-tokens make T^2/64 pairs.
 - **Dense**, where an engine owns the cache, or a graph has no room for rows whose number depends on the data. P becomes
   one more feature of each head, and ordinary causal attention over all positions computes the rest. Any kernel can do

@@ -164,7 +164,7 @@ class SecondStore(AnyCacheLayer):
         self.second = None if self.second is None else self.second.map(change)
 
 
-class TextLayer(StaticLayer):
+class DenseStaticLayer(StaticLayer):
     """A layer of a fixed size for the dense form, in which every free place is text.
 
     Attributes:
@@ -314,7 +314,7 @@ def add_second_layers(cache: Cache, layers: int, head_size: int | None) -> bool:
     if not sizes or not cache.is_compileable:
         return False
     for _ in range(layers - len(cache.layers)):
-        cache.layers.append(StaticLayer(sizes[0]) if head_size is None else TextLayer(sizes[0], head_size))
+        cache.layers.append(StaticLayer(sizes[0]) if head_size is None else DenseStaticLayer(sizes[0], head_size))
     return True
 
 

@@ -2,7 +2,7 @@
 
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -10,10 +10,8 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from metatokens.errors import UserError
+from metatokens.model.choices import AttentionScale, PositionEmbedding, SecondAttention
 
-PositionEmbedding = Literal["learned", "rope", "none"]
-SecondAttention = Literal["meta", "causal", "none"]
-AttentionScale = Literal["constant", "log_length"]
 TEXT_SINKS = 4  # unless a model is given another number
 # The name of a model that no folder holds as it is. Libraries that load a model by its name show it in their error.
 UNSAVED = "this model was not saved as it is: call model.save_pretrained(folder) first"
@@ -30,7 +28,9 @@ _AUTO_MAP = {
 
 @strict
 class MetaGPT2Config(PreTrainedConfig):
-    """Sizes and choices of a `MetaGPT2ForCausalLM`; the defaults are those of the paper's 152M model (`paper()`).
+    """Sizes and choices of a `MetaGPT2ForCausalLM`.
+
+    The defaults are those of the paper's 152M model; `paper()` also leaves the padding rows unused.
 
     Attributes:
         vocab_size: rows of the embedding table, which is tied to the head. By default GPT-2's 50,257 entries, padded

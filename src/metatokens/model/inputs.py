@@ -23,7 +23,7 @@ class InputSpan:
     """The tokens that one forward pass reads: those that follow the cached ones.
 
     Attributes:
-        cached: the number of tokens in the cache; a tensor if the cache is static, since only the device knows it.
+        cached: the number of tokens in the cache; a tensor if the cache is static, since only the device has its value.
         cache_position: (length,) int64, the tokens' places in the cache.
         padding_mask: (batch, cached + length), 1 at real tokens; None if there is no mask, or one of four dimensions.
             For a static cache it may be longer than what has been read.

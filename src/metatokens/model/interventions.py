@@ -67,7 +67,7 @@ class Intervention:
 
     @classmethod
     def from_options(cls, *options: str) -> Self:
-        """The intervention with what follows its name, split at colons; a TypeError or ValueError if it has no such."""
+        """Make the intervention from the options after its name. Raises TypeError or ValueError if they do not fit."""
         return cls(*options)
 
     def __str__(self) -> str:

@@ -269,7 +269,12 @@ class ForgettingCache(AnyCache):
 
 
 def forgetting(cache: Any, config: Any) -> ForgettingCache:
-    """The cache of a model with this configuration, which forgets text from now on."""
+    """The cache of a model with this configuration, which forgets text from now on.
+
+    Raises:
+        UserError: if the cache is of another kind, was filled by another window, or is of a fixed size although blocks
+            are full.
+    """
     layers, full = config.get_text_config().num_hidden_layers, tuple(config.text_full_layers or ())
     rule = config.text_window, config.text_sinks, full
     if not isinstance(cache, ForgettingCache):

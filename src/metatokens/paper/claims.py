@@ -188,7 +188,7 @@ def judge(inputs: Inputs, claim: Claim) -> Judged:
 
 
 def after_holm(judged: Sequence[Judged]) -> dict[str, bool]:
-    """By the text of each primary claim, whether its verdict remains told with Holm's correction for their number."""
+    """By the text of each primary claim, whether its verdict holds after Holm's correction for their number."""
     return rule.holm({one.claim.text: one.p for one in judged if one.claim.primary})
 
 

@@ -31,8 +31,6 @@ from metatokens.records import (
 
 GRIDS = ("small", "gpu", "paper")  # the presets whose figures are set next to the paper's
 PRESETS = ("smoke", "demo", *GRIDS)
-TASKS = ("list_recall", "segment_counting", "parity", "copying")
-MODELS = ("gpt2", "pause", "twin", "meta")  # each differs in one thing from the one before it
 LEARNED = 0.9  # of the test prompts: a task is learned from the first point on from which accuracy stays there
 RATES = (0.5, 1.0, 2.0, 4.0)  # nats, at which distortions are compared
 DERIVED = ("log_steps_to_learn", "distortion_at_rate", "slowdown", "log_perplexity")  # metrics that no line has
@@ -182,10 +180,10 @@ def distortion_at(curve: Curve, rate: float) -> float:
 
 
 def slowdowns(speeds: Sequence[Timing]) -> list[Timing]:
-    """The lines on decoding and reading, ratios and limits as the paper's are taken to be.
+    """The timings of decoding and of prefill, with ratios and limits in the units that we take the paper's to be in.
 
-    Decoding is per text token: with meta-tokens, as many positions hold fewer of them. The first token is after as
-    many positions; per text token no model with k = 0.1 could keep to the paper's bound of 1.02.
+    Decoding is per text token: an input with meta-tokens has fewer text tokens in as many positions. Prefill is per
+    position: per text token, no model with k = 0.1 could keep the paper's bound of 1.02.
     """
     about = attrgetter("benchmark", "shape", "length", "batch")
     texts = {(about(line), line.model): line.text_tokens for line in speeds}

@@ -63,7 +63,7 @@ class Stage:
         found = {"kind": self.kind, "train_length": self.options.get("train_length")}
         for key, one in self.subject.items():
             if isinstance(one, TrainedModel):
-                found |= one.about(preset).known()
+                found |= one.about(preset).present_fields()
             elif isinstance(one, FinetuneRecipe):
                 found |= {"seed": one.training.seed, "condition": one.task.condition}
             else:

@@ -72,6 +72,9 @@ def open_pool(runner: Runner, executor: Executor, workers: int | None, job: Mapp
         executor: the name.
         workers: stages at a time; default: the number of GPUs that this process may use, or of cores; for `slurm` 64.
         job: settings of a job for submitit's `update_parameters`, such as `slurm_partition`.
+
+    Raises:
+        UserError: if `job` is given without `slurm`, or submitit is not installed or refuses the settings.
     """
     if executor == "processes":
         if job:

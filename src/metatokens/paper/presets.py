@@ -17,10 +17,8 @@ from itertools import product
 from typing import Any
 
 from metatokens.errors import UserError
-from metatokens.paper.variants import Ablation, Analysis, FurtherTest, LandmarksTest, Preset, TrainedModel
+from metatokens.paper.variants import COMPARED, Ablation, Analysis, FurtherTest, LandmarksTest, Preset, TrainedModel
 from metatokens.tasks import TASKS
-
-_MODELS = ("gpt2", "pause", "twin", "meta")
 
 # `demo` and `small` share this, so that they agree. Each task has one recipe for all models.
 _SMALLEST = Preset(
@@ -62,13 +60,13 @@ def _core(seeds: Iterable[int]) -> tuple[TrainedModel, ...]:
     return tuple(
         TrainedModel(model=model, seed=seed, priority=order + (last if model == "pause" else 0))
         for order, seed in enumerate(seeds)
-        for model in _MODELS
+        for model in COMPARED
     )
 
 
 def _unmarked(seeds: Iterable[int], first: int = 0, **more: Any) -> Iterator[TrainedModel]:
     """Models trained on list recall whose markers do not reveal the answer; `first` is the first seed's priority."""
-    for (order, seed), model in product(enumerate(seeds), _MODELS):
+    for (order, seed), model in product(enumerate(seeds), COMPARED):
         plain = TrainedModel(model=model, seed=seed)
         own: dict[str, Any] = {"finetune_overrides": ("task.condition=landmark",), "pretrained_as": plain.name, **more}
         yield replace(
@@ -167,7 +165,7 @@ def _through_landmarks(
 # The number of facts per landmark; the question sees the landmarks alone, or in training all text.
 _BEHIND = ("facts_1", "facts_2", "facts_4", "facts_8")
 _IN_SIGHT = (
-    *_through_landmarks("facts_4-in-sight", "facts_4", _MODELS[1:], _SEEDS[:4], "task.question_sees=null", **_FACTS),
+    *_through_landmarks("facts_4-in-sight", "facts_4", COMPARED[1:], _SEEDS[:4], "task.question_sees=null", **_FACTS),
 )
 
 
@@ -180,7 +178,7 @@ def _with_other_recipes() -> Iterator[TrainedModel]:
         "longer": (4, {"finetune_overrides": longer, "tasks": ("list_recall",)}),
     }
     for variant, (runs, changed) in changes.items():
-        for (order, seed), model in product(enumerate(_SEEDS[:runs]), _MODELS):
+        for (order, seed), model in product(enumerate(_SEEDS[:runs]), COMPARED):
             yield TrainedModel(
                 model=model,
                 variant=variant,
@@ -220,12 +218,12 @@ SMALL = replace(
             finetune_overrides=(),
             tests={"landmark": _UP_TO_512},
         ),
-        *(one for facts in _BEHIND for one in _through_landmarks(facts, facts, _MODELS, _SEEDS[:8], **_FACTS)),
+        *(one for facts in _BEHIND for one in _through_landmarks(facts, facts, COMPARED, _SEEDS[:8], **_FACTS)),
         *_IN_SIGHT,
         *_with_other_recipes(),
-        *_through_landmarks("alone", "paper", _MODELS[1:], _SEEDS[:3], *_SHORT),
+        *_through_landmarks("alone", "paper", COMPARED[1:], _SEEDS[:3], *_SHORT),
         *_through_landmarks(
-            "alone-landmark", "landmark", _MODELS[1:], _SEEDS[:3], *_SHORT, tasks=("list_recall", "parity")
+            "alone-landmark", "landmark", COMPARED[1:], _SEEDS[:3], *_SHORT, tasks=("list_recall", "parity")
         ),
     ),
     extra_conditions=dict.fromkeys(TASKS, ("decoy",)),
@@ -236,7 +234,7 @@ SMALL = replace(
             FurtherTest(
                 kind="long-prompts",
                 tables=("lengths",),
-                models=_with_seeds(_MODELS, _SEEDS),
+                models=_with_seeds(COMPARED, _SEEDS),
                 tasks=tasks,
                 counts={"long_prompt": counts},
                 train_lengths=(128,),
@@ -262,7 +260,7 @@ SMALL = replace(
             counts={128: 250, 512: 250},
         ),
         *_analyses(_with_seeds(_INSPECTED, _SEEDS), _with_seeds(("gpt2", *_INSPECTED), _SEEDS)),
-        LandmarksTest(models=_with_seeds(_MODELS, _SEEDS[:3]), tasks=TASKS, counts={"paper": _AT_128}),
+        LandmarksTest(models=_with_seeds(COMPARED, _SEEDS[:3]), tasks=TASKS, counts={"paper": _AT_128}),
         LandmarksTest(
             models=tuple(one.name for one in _IN_SIGHT), counts={"facts_4": _AT_128}, tables=_FACTS["tables"]
         ),
@@ -286,7 +284,7 @@ _OTHER_POSITIONS = tuple(
         priority=3,
     )
     for position in ("learned", "none")
-    for model in _MODELS
+    for model in COMPARED
 )
 _PUBLISHED_NEO = TrainedModel(
     model="gpt-neo", position_embedding="learned", published="hf:EleutherAI/gpt-neo-125m", priority=3
@@ -435,7 +433,7 @@ GPU = replace(
     ),
     finetune_overrides=("task.train_steps=[800, 150, 100]", "training.warmup_steps=50", "training.save_steps=400"),
     models=(
-        *(TrainedModel(model=model, tasks=_GPU_TASKS, priority=0) for model in _MODELS),
+        *(TrainedModel(model=model, tasks=_GPU_TASKS, priority=0) for model in COMPARED),
         replace(_RANDOM_NEO, tasks=_GPU_TASKS),
     ),
     extra_conditions={"list_recall": ("landmark", "decoy")},

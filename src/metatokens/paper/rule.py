@@ -162,9 +162,9 @@ def p_value(found: Effect, kind: Kind, smallest: float) -> float:
 
 
 def holm(ps: Mapping[str, float]) -> dict[str, bool]:
-    """Which of several verdicts remain told where they are corrected for their number (Holm), at 5 % in all."""
-    is_told, remains = True, {}
+    """Which of several verdicts hold after Holm's correction for their number, at 5 % in all."""
+    holds, remains = True, {}
     for place, (name, p) in enumerate(sorted(ps.items(), key=lambda one: one[1])):
-        is_told = is_told and p <= (1 - LEVEL) / (len(ps) - place)
-        remains[name] = is_told
+        holds = holds and p <= (1 - LEVEL) / (len(ps) - place)
+        remains[name] = holds
     return remains

@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 from safetensors import safe_open
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metatokens.analysis.rate_distortion import rate_distortion
 from metatokens.analysis.residual import residual
 from metatokens.analysis.sharpness import sharpness
-from metatokens.checkpoint import LanguageModel, fetch_model, load_base, load_model, save_model, weights_sha256
+from metatokens.checkpoint import fetch_model, load_base, load_model, save_model, weights_sha256
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
-from metatokens.evaluation.accuracy import evaluate, shortcut_rates, test_examples
+from metatokens.evaluation.accuracy import draw_test_examples, evaluate, shortcut_rates
 from metatokens.evaluation.perplexity import held_out_text, perplexity
 from metatokens.files import write_whole
 from metatokens.looking.look import look
@@ -92,7 +92,7 @@ class Runner:
         tokenizer, shortest = self.tokenizer(), min(self.preset.test_counts)
         with (self.out / "examples.jsonl").open("w", encoding="utf-8") as file:
             for task in TASKS:
-                [example] = test_examples(
+                [example] = draw_test_examples(
                     task, shortest, 1, tokenizer, condition="paper", documents=self.documents(task)
                 )
                 file.write(ExampleRecord.model_validate(example.to_record()).line() + "\n")
@@ -102,7 +102,7 @@ class Runner:
         """Write a task's encoded test examples in a condition, and measure what shortcuts score on them."""
         tokenizer, documents = self.tokenizer(), self.documents(task)
         tests = {
-            length: test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
+            length: draw_test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
             for length, n in counts.items()
         }
         for length, examples in tests.items():
@@ -182,7 +182,7 @@ class Runner:
         first, condition = recipe.task.train_lengths[0], recipe.task.condition
         tests, sees = ExampleStore(self.test_file(task, condition, first))[:PROBED], recipe.task.question_sees
 
-        def probe(model: LanguageModel, phase: Phase) -> Probe | None:
+        def probe(model: PreTrainedModel, phase: Phase) -> Probe | None:
             if not probe_steps or phase.train_length != first:
                 return None
             alone = LandmarksAlone(model, self.tokenizer()) if sees else None
@@ -273,7 +273,9 @@ class Runner:
         """Run one of the analyses on a fine-tuned model."""
         [(tuned, about)] = self._tuned(model, task, [train_length])
         about = about.model_copy(update={"length": length})
-        examples = test_examples(task, length, n, self.tokenizer(), condition="paper", documents=self.documents(task))
+        examples = draw_test_examples(
+            task, length, n, self.tokenizer(), condition="paper", documents=self.documents(task)
+        )
         if kind == "sharpness":
             return Outcome(measurements=sharpness(tuned, examples, about))
         if kind == "residual":
@@ -360,7 +362,7 @@ def _curve(
         figures = {name: entry[name] for name in ("loss", "exact_match", "n") if name in entry}
         if figures:
             tokens = None if tokens_a_step is None else round(seen + entry["step"] * tokens_a_step)
-            yield CurvePoint(**about.known(step=steps + entry["step"], text_tokens=tokens), **figures)
+            yield CurvePoint(**about.present_fields(step=steps + entry["step"], text_tokens=tokens), **figures)
 
 
 def _logged(folder: Path) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from metatokens.tasks import TASKS
 
 UNMEASURED = "training.eval_steps=0"  # no held-out loss in pretraining: perplexity is measured at its end
 
+COMPARED = ("gpt2", "pause", "twin", "meta")  # each differs in one thing from the one before it
 # The baselines and controls by name, with the differences in their pretraining and architecture.
 MODELS: Mapping[str, dict[str, str]] = {
     "gpt2": {

@@ -33,8 +33,15 @@ from metatokens.model.positions import packed_sequences
 from metatokens.model.vocabulary import MetaVocabulary
 from metatokens.records import Result
 from metatokens.retrofit.card import model_card
-from metatokens.retrofit.hooks import add_at_site, by_name, find_rows, forget_rows, leave_out
-from metatokens.retrofit.layers import MetaBlock, MetaEmbedding, MetaModule, MetaRow, choose_full, own_parameters
+from metatokens.retrofit.hooks import add_at_site, begin_pass, bind_inputs, end_pass, mask_logits
+from metatokens.retrofit.layers import (
+    MetaBlock,
+    MetaEmbeddingTable,
+    MetaModule,
+    MetaTokenEmbedding,
+    added_parameters,
+    set_full_layers,
+)
 from metatokens.retrofit.settings import MetaSettings, check_entries
 
 MODEL_TYPE = "meta_tokens"
@@ -117,7 +124,10 @@ class MetaTokensConfig(PreTrainedConfig):
         name = next(iter(given.get("architectures") or ()), "").removeprefix(PREFIX)
         model = getattr(transformers, name, None)
         if base not in CONFIG_MAPPING or not (isinstance(model, type) and issubclass(model, PreTrainedModel)):
-            raise UserError(f"a retrofitted {base} with architectures {given.get('architectures')} is not known here.")
+            raise UserError(
+                f"a retrofitted {base} with architectures {given.get('architectures')} is none that metatokens "
+                "supports."
+            )
         # TRL reads `auto_map` if transformers does not have the architecture.
         return classes_of(model, CONFIG_MAPPING[base])[1].from_dict(given | {"auto_map": _AUTO_MAP}, **kwargs)
 
@@ -131,13 +141,13 @@ class MetaBody(MetaVocabulary):
         model: Any = super()
         model.__init__(config, *args, **kwargs)
         install(self)
-        first_weights(self)
+        init_added_weights(self)
 
     def initialize_weights(self: Any) -> None:
         """Initialise the weights that are not on disk, those of what was added included."""
         model: Any = super()
         model.initialize_weights()
-        first_weights(self)
+        init_added_weights(self)
 
     def save_pretrained(self: Any, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
         """Save as transformers does, and name an unsaved model after the folder, where TRL and PEFT then find it.
@@ -155,7 +165,7 @@ class MetaBody(MetaVocabulary):
         """Load as transformers does, but refuse a checkpoint in which weights of what was added are not found."""
         base: Any = super()
         model, report = base.from_pretrained(*args, output_loading_info=True, **kwargs)
-        if lacking := sorted(own_parameters(model).keys() & set(report["missing_keys"])):
+        if lacking := sorted(added_parameters(model).keys() & set(report["missing_keys"])):
             raise UserError(
                 f"the weights lack what was added to the {cls.__name__}, such as {lacking[0]}. If transformers gives "
                 "weights of this type other names, save what was added by save_meta, and load it by load_meta."
@@ -181,7 +191,7 @@ class MetaModel(MetaBody, MetaTokenGenerationMixin):
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         """Run the base's forward, with meta-tokens among the labels ignored, in `shift_labels` too."""
         if len(args) > 1:
-            kwargs = by_name(self, args, kwargs if labels is None else kwargs | {"labels": labels})
+            kwargs = bind_inputs(self, args, kwargs if labels is None else kwargs | {"labels": labels})
             args, labels = (), kwargs.pop("labels", None)
         if not torch.compiler.is_compiling():  # an adapter may have replaced the head
             connect_head(self)
@@ -286,7 +296,7 @@ def freeze_base(model: nn.Module, *, trained: bool = False) -> None:
     Raises:
         UserError: if nothing was added to the model.
     """
-    if not (own := own_parameters(model)):
+    if not (own := added_parameters(model)):
         raise UserError(f"this {type(model).__name__} is no retrofitted model: call add_meta_attention first.")
     for parameter in model.parameters():
         parameter.requires_grad_(trained and parameter.is_floating_point())
@@ -308,17 +318,17 @@ def install(model: Any) -> None:
     # Keeps these layers from being quantised when a model is loaded.
     model._keep_in_fp32_modules |= {f"meta_attention.attention.{name}" for name in ("qkv_proj", "out_proj")}
     decoder.meta_config = config
-    choose_full(blocks, settings.text_full_layers or ())
+    set_full_layers(blocks, settings.text_full_layers or ())
     if hasattr(decoder, "meta_settings"):  # installed already: the decoder was made by `AutoModel.from_config`
         return
     decoder.meta_settings, decoder.meta_has_trained = settings, False
     decoder.meta_cache_layers = len(blocks) + len(settings.layers)  # of a cache of a fixed size
-    decoder.register_forward_pre_hook(find_rows, with_kwargs=True)
-    decoder.register_forward_hook(forget_rows, always_call=True)
+    decoder.register_forward_pre_hook(begin_pass, with_kwargs=True)
+    decoder.register_forward_hook(end_pass, always_call=True)
     # Half precision would round small training steps away. PEFT's adapters are in float32 for the same reason.
     dtype = torch.promote_types(table.weight.dtype, torch.float32)
-    _give(table, MetaEmbedding)
-    table.meta_token, table.meta_token_id = MetaRow(settings.hidden_size).to(dtype), config.meta_token_id
+    _give(table, MetaEmbeddingTable)
+    table.meta_token, table.meta_token_id = MetaTokenEmbedding(settings.hidden_size).to(dtype), config.meta_token_id
     for further, (index, site) in enumerate(zip(settings.layers, settings.sites, strict=True)):
         block = blocks[index]
         _give(block, MetaBlock)
@@ -333,15 +343,15 @@ def connect_head(model: Any) -> None:
         return
     head = model.get_output_embeddings()
     if "meta_token_id" not in vars(head):  # not hasattr: PEFT's wrappers forward attributes
-        head.register_forward_hook(leave_out)
+        head.register_forward_hook(mask_logits)
     head.meta_token_id, head.used_rows = model.config.meta_token_id, model.config.unpadded_vocab_size
 
 
-def first_weights(model: nn.Module) -> None:
+def init_added_weights(model: nn.Module) -> None:
     """Initialise what was added so that it adds nothing, except weights that were loaded."""
     for module in model.modules():
-        if isinstance(module, MetaModule | MetaRow):
-            module.start()
+        if isinstance(module, MetaModule | MetaTokenEmbedding):
+            module.reset_parameters()
 
 
 def _give(module: Any, mixin: type) -> None:

@@ -17,25 +17,25 @@ from metatokens.model.paged import engine_of
 from metatokens.model.positions import check_positions, packed_sequences, position_ids_from_mask, rotary_tables
 from metatokens.model.rows import BREAKS_GRAPH, AllRows, MetaRows, least_rows, positions_of
 from metatokens.model.window import TextRule, check_remembering
-from metatokens.retrofit.layers import own_parameters
-from metatokens.retrofit.passes import FULL_MASK, Pass, current, seen_by_a_head, thread, traced
+from metatokens.retrofit.context import FULL_MASK, ForwardContext, current, seen_by_a_head, thread, traced
+from metatokens.retrofit.layers import added_parameters
 
 
 def add_at_site(site: nn.Module, args: Any, output: Any) -> Any:
     """Forward hook of a site: add meta-attention to the output, which joins the residual stream."""
     if (running := current().block) is None:
         return output
-    block, x, step, cache = running
+    block, x, context, cache = running
     y = output[0] if isinstance(output, tuple) else output
-    step = step.to(y.device)
-    state = step.rows.gather(y)
+    context = context.to(y.device)
+    state = context.rows.gather(y)
     if not block.meta_site_has_residual:
-        state = state + step.rows.gather(x.to(y.device))
-    y = step.rows.scatter_add(y, block.meta_attention(state, step, cache))
+        state = state + context.rows.gather(x.to(y.device))
+    y = context.rows.scatter_add(y, block.meta_attention(state, context, cache))
     return (y, *output[1:]) if isinstance(output, tuple) else y
 
 
-def leave_out(head: Any, args: tuple, logits: Tensor) -> Tensor:
+def mask_logits(head: Any, args: tuple, logits: Tensor) -> Tensor:
     """Forward hook of the output head: mask the meta-token and unused rows, in place.
 
     The mask is finite, since label smoothing averages over all entries: the loss is then shifted by a constant, and its
@@ -45,14 +45,14 @@ def leave_out(head: Any, args: tuple, logits: Tensor) -> Tensor:
     return logits
 
 
-def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of the decoder: find the meta-tokens of this pass, and hide forgotten text.
 
     Refuses what would be silently wrong: an adapter around the embeddings, a cache of packed sequences, and sequences
     beyond a learned table of positions.
     """
     if len(args) > 1:
-        args, kwargs = (), by_name(decoder, args, kwargs)
+        args, kwargs = (), bind_inputs(decoder, args, kwargs)
     is_meta = _meta_tokens(decoder, args, kwargs)
     if is_meta is None:
         return None  # the base raises an error for it
@@ -85,13 +85,13 @@ def find_rows(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             else:
                 _hold_masks(masks)
     if is_dense:
-        (traced if is_traced else thread).step = _all_rows(decoder, is_meta, past, rule, sequences, kwargs, engine)
+        (traced if is_traced else thread).context = _all_rows(decoder, is_meta, past, rule, sequences, kwargs, engine)
         if is_traced:
             traced.sequences = sequences if _has_masks(decoder) else None
     return args, kwargs
 
 
-def by_name(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """All inputs of a model's forward by their names; a TypeError if one is given twice, or there are too many."""
     return dict(**signature(model.forward).bind_partial(*args).arguments, **kwargs)
 
@@ -132,7 +132,7 @@ def _all_rows(
     sequences: Tensor | None,
     given: Mapping[str, Any],
     engine: Any,
-) -> Pass:
+) -> ForwardContext:
     """The pass in the dense form. It reads no value of a tensor, so that it can be part of a graph."""
     settings, length, positions = decoder.meta_settings, is_meta.shape[1], _row_positions(is_meta, given)
     cached = 0 if past is None else past.get_seq_length()
@@ -157,7 +157,7 @@ def _all_rows(
         mask = None  # one of two dimensions hides padding, which is no meta-token
     rotary = rotary_tables(slots if positions is None else positions, settings.head_size, settings.rope_theta)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(decoder.config._attn_implementation, None) if engine else None
-    return Pass(rows, rotary, mask, attend, engine)
+    return ForwardContext(rows, rotary, mask, attend, engine)
 
 
 def _row_positions(is_meta: Tensor, given: Mapping[str, Any]) -> Tensor | None:
@@ -191,7 +191,7 @@ def _has_states(decoder: Any) -> bool:
 @torch.compiler.disable
 def _look_at_first_step(decoder: Any, is_meta: Tensor) -> None:
     """Warn, in the first training step, if nothing that was added is trained, or the batch has no meta-token."""
-    decoder.meta_has_trained, own = True, own_parameters(decoder)
+    decoder.meta_has_trained, own = True, added_parameters(decoder)
     is_added = {name in own for name, one in decoder.named_parameters() if one.requires_grad}
     if is_added == {False}:
         warnings.warn(
@@ -213,7 +213,7 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, A
     if torch.compiler.is_exporting():
         raise UserError(BREAKS_GRAPH)
     mask, positions = given.get("attention_mask"), _row_positions(is_meta, given)
-    thread.is_running, thread.step, least, length = True, None, least_rows(decoder), is_meta.shape[1]
+    thread.is_running, thread.context, least, length = True, None, least_rows(decoder), is_meta.shape[1]
     cached = 0 if past is None else int(past.get_seq_length())
     _check_positions(decoder.config, cached + length, mask, positions)
     sequences = _packed(is_meta, past, given)
@@ -239,7 +239,7 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, A
         if isinstance(store, SecondStore):
             store.check_second(rows, is_masked=seen is not None)
     rotary = rotary_tables(rows.positions.clamp(min=0), settings.head_size, settings.rope_theta)
-    thread.step = Pass(rows, rotary, seen)
+    thread.context = ForwardContext(rows, rotary, seen)
     return sequences
 
 
@@ -296,8 +296,8 @@ def _full_mask(decoder: Any, mask: Any, past: Cache | None) -> Tensor | None:
     return mask
 
 
-def forget_rows(decoder: nn.Module, args: tuple, output: Any) -> None:
+def end_pass(decoder: nn.Module, args: tuple, output: Any) -> None:
     """Forward hook of the decoder: the pass is over."""
     state = current()
-    state.step = state.sequences = state.masks = None
+    state.context = state.sequences = state.masks = None
     state.is_running = False

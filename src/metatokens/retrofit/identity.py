@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from metatokens.files import sha256_of
-from metatokens.retrofit.layers import own_parameters
+from metatokens.retrofit.layers import added_parameters
 from metatokens.retrofit.settings import Checksums
 
 # Settings that change neither what a model computes at inference nor the shapes of its weights.
@@ -61,7 +61,7 @@ def weight_checksums(model: PreTrainedModel) -> Checksums | None:
 
     The sample is from the first rows of each matrix and vector, so it stays the same when a table of embeddings grows.
     """
-    added = {id(one) for one in own_parameters(model).values()}
+    added = {id(one) for one in added_parameters(model).values()}
     weights = [one for one in model.parameters() if id(one) not in added]
     if any(one.is_meta or not one.is_floating_point() for one in weights):
         return None

@@ -17,7 +17,7 @@ from metatokens.errors import UserError
 from metatokens.model.attention import MetaAttention
 from metatokens.model.cache import SecondStore, give
 from metatokens.model.rows import MetaRows
-from metatokens.retrofit.passes import FULL_MASK, Pass, current, seen_by_a_head, thread, traced
+from metatokens.retrofit.context import FULL_MASK, ForwardContext, current, seen_by_a_head, thread, traced
 from metatokens.retrofit.settings import MetaSettings
 
 _OUTSIDE = (
@@ -27,14 +27,14 @@ _OUTSIDE = (
 _JOINED = "this base lets sequences that are packed into one row see one another; give each its own row."
 
 
-class MetaRow(nn.Module):
+class MetaTokenEmbedding(nn.Module):
     """The meta-token's embedding, a parameter of its own, so that the table can stay frozen."""
 
     def __init__(self, width: int):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(width))
 
-    def start(self) -> None:
+    def reset_parameters(self) -> None:
         """Set the initial weights."""
         init.normal_(self.weight, std=0.02)
 
@@ -43,10 +43,10 @@ class MetaRow(nn.Module):
         return torch.where(is_meta[..., None], self.weight.to(embeddings), embeddings)
 
 
-class MetaEmbedding(nn.Module):
+class MetaEmbeddingTable(nn.Module):
     """Mixin for a table of embeddings, in which the meta-token's is a separate parameter."""
 
-    meta_token: MetaRow
+    meta_token: MetaTokenEmbedding
     meta_token_id: int
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -62,20 +62,20 @@ class MetaModule(nn.Module):
         self.norm = nn.LayerNorm(settings.hidden_size, eps=settings.layer_norm_epsilon, bias=False)
         self.attention = MetaAttention(settings, block, layer_idx)  # type: ignore[arg-type]  # some are class variables
 
-    def start(self) -> None:
+    def reset_parameters(self) -> None:
         """Set initial weights with which the module adds exactly zero."""
         init.ones_(self.norm.weight)
         init.normal_(self.attention.qkv_proj.weight, std=0.02)
         init.zeros_(self.attention.out_proj.weight)
 
-    def forward(self, x: Tensor, step: Pass, cache: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, context: ForwardContext, cache: Cache | None) -> Tensor:
         """Meta-attention's output for the residual stream x, at the meta-tokens alone: (batch, most, width)."""
-        if cache is not None and isinstance(step.rows, MetaRows):
+        if cache is not None and isinstance(context.rows, MetaRows):
             give(cache.layers[self.attention.block], SecondStore)
         if not torch.is_autocast_enabled(x.device.type):  # the base may be in another precision
             x = x.to(self.norm.weight.dtype)
-        rotary = step.rotary[0].to(x.dtype), step.rotary[1].to(x.dtype)
-        given = {"rows": step.rows, "mask": step.mask, "attend": step.attend, "engine": step.engine}
+        rotary = context.rotary[0].to(x.dtype), context.rotary[1].to(x.dtype)
+        given = {"rows": context.rows, "mask": context.mask, "attend": context.attend, "engine": context.engine}
         return self.attention(self.norm(x), rotary=rotary, cache=cache, **given)[0]
 
 
@@ -93,17 +93,19 @@ class MetaBlock(nn.Module):
             torch._assert_async(~_are_joined(traced.sequences, (*args, *kwargs.values())), _JOINED)
             traced.sequences = None
         # Not in `forward`, which activation checkpointing runs again, after the pass.
-        if (step := current().step) is None:
+        if (context := current().context) is None:
             _check_inside()
-        return super().__call__(*args, meta_step=step, **kwargs)
+        return super().__call__(*args, meta_context=context, **kwargs)
 
-    def forward(self, hidden_states: Tensor, *args: Any, meta_step: Pass | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self, hidden_states: Tensor, *args: Any, meta_context: ForwardContext | None = None, **kwargs: Any
+    ) -> Any:
         """Run the block, with meta-attention in it if there are meta-tokens, and otherwise unchanged."""
-        if meta_step is None:
+        if meta_context is None:
             return super().forward(hidden_states, *args, **kwargs)
         cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, Cache)), None)
         state = current()
-        state.block = self, hidden_states, meta_step, cache
+        state.block = self, hidden_states, meta_context, cache
         try:
             return super().forward(hidden_states, *args, **kwargs)
         finally:  # checkpointing may end the recomputation early, by an exception
@@ -128,7 +130,7 @@ class FullBlock(nn.Module):
 
 
 def _masks_among(given: tuple) -> tuple[Any, Any]:
-    """The masks of a pass that is over, by what a block is given when its activations are computed again."""
+    """The two masks of a pass that has ended, found among the inputs of a block that is computed again."""
     if torch.compiler.is_compiling():
         return None, None
     return next(((one, getattr(one, FULL_MASK)) for one in given if hasattr(one, FULL_MASK)), (None, None))
@@ -140,7 +142,7 @@ def _check_inside() -> None:
         raise UserError(_OUTSIDE)
 
 
-def choose_full(blocks: Iterable[nn.Module], full: Collection[int]) -> None:
+def set_full_layers(blocks: Iterable[nn.Module], full: Collection[int]) -> None:
     """Have the blocks `full`, and no others, see all text in a decoder that forgets text."""
     for number, block in enumerate(blocks):
         if number in full:
@@ -174,7 +176,7 @@ def _are_joined(sequences: Tensor, given: tuple) -> Tensor:
     return begins.any()
 
 
-def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def added_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that were added to a base, by name."""
     own = {"meta_attention", "meta_token"}
     return {name: one for name, one in model.named_parameters() if own & set(name.split("."))}

@@ -13,9 +13,9 @@ from metatokens.errors import UserError, one_line
 from metatokens.files import DAMAGED, found_from, name_from, read_json, write_whole
 from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
 from metatokens.retrofit.identity import difference, have_same_weights, settings_of, weight_checksums
-from metatokens.retrofit.layers import MetaModule, own_parameters
+from metatokens.retrofit.layers import MetaModule, added_parameters
 from metatokens.retrofit.settings import MetaSettings, check_entries
-from metatokens.retrofit.surgery import put_in
+from metatokens.retrofit.surgery import convert
 
 DELTA = "meta_tokens.json"
 DELTA_WEIGHTS = "meta_tokens.safetensors"
@@ -47,7 +47,7 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
             "the base's weights are not those that meta-attention was added to: it was trained too, or adapters were "
             "merged into it. Save the whole model, by save_pretrained."
         )
-    weights = {name: one.detach().contiguous() for name, one in own_parameters(model).items()}
+    weights = {name: one.detach().contiguous() for name, one in added_parameters(model).items()}
     if not all(one.is_floating_point() for one in weights.values()):
         raise UserError("what was added to this model is quantised, which is lossy: save it before quantising.")
     settings.base = name_from(folder, settings.base)
@@ -98,9 +98,9 @@ def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     fits = _shapes(base, settings) == {name: one.shape for name, one in weights.items()}
     if not (fits and all(one.is_floating_point() for one in weights.values())):
         raise UserError(f"the weights in {folder} do not fit its {DELTA}, or that does not fit the base.")
-    put_in(base, settings, meta_token_id, used)
+    convert(base, settings, meta_token_id, used)
     with torch.no_grad():
-        for name, one in own_parameters(base).items():
+        for name, one in added_parameters(base).items():
             one.copy_(weights[name])
     return base
 

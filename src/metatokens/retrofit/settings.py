@@ -82,7 +82,10 @@ class MetaSettings(BaseModel):
 def check_entries(meta_token_id: Any, used: Any, rows: int) -> None:
     """Refuse a meta-token that is not among the vocabulary's `used` entries, or more of these than the table's rows."""
     if not (type(meta_token_id) is type(used) is int and 0 <= meta_token_id < used <= rows):
-        raise UserError(f"the meta-token is {meta_token_id}, of {used} entries in use, in a table of {rows} rows.")
+        raise UserError(
+            f"meta_token_id is {meta_token_id} and unpadded_vocab_size {used}: the first must be below the second, and "
+            f"that at most {rows}, the rows of the table."
+        )
 
 
 def check_layers(layers: Any, count: int) -> Sequence[int]:

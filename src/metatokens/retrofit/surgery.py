@@ -12,7 +12,7 @@ from metatokens.data.tokenizer import META_TOKEN
 from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
 from metatokens.model.configuration import UNSAVED
-from metatokens.retrofit.classes import MetaModel, classes_of, first_weights, freeze_base, install
+from metatokens.retrofit.classes import MetaModel, classes_of, freeze_base, init_added_weights, install
 from metatokens.retrofit.identity import settings_of, weight_checksums
 from metatokens.retrofit.settings import MetaSettings, check_layers
 from metatokens.retrofit.sites import device_of, find_sites
@@ -78,7 +78,7 @@ def add_meta_attention(
         meta_token_id = _add_to_tokenizer(tokenizer)
         used = max(rows, len(tokenizer))
     assert meta_token_id is not None  # as checked
-    put_in(
+    convert(
         model, settings, meta_token_id, used, freeze=freeze, start=[] if tokenizer is None else _separators(tokenizer)
     )
     return model
@@ -144,7 +144,7 @@ def _separators(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [one for one in found if one is not None]
 
 
-def put_in(
+def convert(
     model: PreTrainedModel,
     settings: MetaSettings,
     meta_token_id: int,
@@ -213,6 +213,6 @@ def _start(model: PreTrainedModel, ids: Sequence[int]) -> None:
     table.meta_token.to(device)
     for index in model.config.meta_attention["layers"]:
         blocks[index].meta_attention.to(device_of(blocks[index]))
-    first_weights(model)
+    init_added_weights(model)
     chosen = torch.tensor(ids or range(min(table.weight.shape[0], 32_768)), device=device)
     table.meta_token.weight.copy_(table(chosen[chosen != model.config.meta_token_id]).float().mean(dim=0))

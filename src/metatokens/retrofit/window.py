@@ -14,7 +14,7 @@ from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
 from metatokens.model.configuration import UNSAVED, MetaGPT2Config
 from metatokens.retrofit.classes import MetaConfig
-from metatokens.retrofit.layers import choose_full
+from metatokens.retrofit.layers import set_full_layers
 from metatokens.retrofit.settings import MetaSettings
 from metatokens.retrofit.sites import probe_ids
 
@@ -61,7 +61,11 @@ def text_window_of(config: Any) -> dict[str, Any]:
 def apply_text_window(
     model: PreTrainedModel, window: int | None, sinks: int | None = None, full_layers: Sequence[int] | None = None
 ) -> None:
-    """Do as `set_text_window` does, but keep the model's name: a folder that has the window is, or will be, there."""
+    """Do as `set_text_window` does, but keep the model's name: a folder that has the window is, or will be, there.
+
+    Raises:
+        UserError: as `set_text_window`.
+    """
     config = model.config
     if not isinstance(config, MetaConfig | MetaGPT2Config):
         raise UserError("a text_window needs meta-tokens, and this model has none: call add_meta_attention first.")
@@ -79,7 +83,7 @@ def apply_text_window(
             _check(model)
         if full:
             _check_full(model, blocks)
-        choose_full(blocks, full or ())
+        set_full_layers(blocks, full or ())
         config.meta_attention = settings.model_dump()
     else:
         type(config).from_dict(config.to_dict() | own)  # refuses what does not fit
@@ -130,7 +134,7 @@ def _check_full(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
     (decoder, _), config = decoder_of(model), model.config
     before, everywhere = config.meta_attention, [*range(len(blocks))]
     was_full = [number for number, block in enumerate(blocks) if getattr(block, "sees_all_text", False)]
-    choose_full(blocks, everywhere)
+    set_full_layers(blocks, everywhere)
     try:
         with probe_ids(model, _READS, 24) as ids:
             outputs = []
@@ -142,4 +146,4 @@ def _check_full(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
                 raise ValueError("its blocks have masks of their own")
     finally:
         config.meta_attention = before
-        choose_full(blocks, was_full)
+        set_full_layers(blocks, was_full)

@@ -49,7 +49,7 @@ class SegmentEncoder:
         for segment in segments[1:]:
             ids.append(self.meta_token_id)
             ids += self.encode_text(segment)
-        return ids if self._landmarks is None else self._landmarks.put_into(ids)
+        return ids if self._landmarks is None else self._landmarks.insert_into(ids)
 
 
 def _cuts_words_like_gpt2(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from metatokens.errors import UserError
+from metatokens.errors import UserError, broken_rule
 from metatokens.recipe import Condition, Split
 from metatokens.records import MARKER, ExampleRecord, split_at
 from metatokens.tasks.encoding import SegmentEncoder
@@ -119,7 +119,7 @@ def read_examples(
     if not examples:
         raise UserError(f"{path} holds no record; each line is a JSON object with a prompt and a completion.")
     if landmarks is not None and not any(encoder.meta_token_id in example.input_ids for example in examples):
-        raise UserError(f"landmarks by {landmarks} have no place in any prompt of {path}.")
+        raise UserError(f"the rule {landmarks} inserts no meta-token into any prompt of {path}.")
     return examples
 
 
@@ -129,4 +129,4 @@ def _first_reason(error: ValueError) -> str:
     first = error.errors()[0]
     if first["type"] == "extra_forbidden":
         return f"unknown field {first['loc'][0]!r}; the fields of a record are {', '.join(ExampleRecord.model_fields)}"
-    return ": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ").rstrip(".")])
+    return ": ".join([*map(str, first["loc"]), broken_rule(first)])

@@ -8,7 +8,7 @@ from typing import overload
 import numpy as np
 import pyarrow as pa
 
-from metatokens.errors import UserError
+from metatokens.errors import UserError, one_line
 from metatokens.tasks.example import Encoded
 
 _SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "answer_start": pa.int32()})
@@ -31,8 +31,7 @@ class ExampleStore(Sequence[Encoded]):
             if ((self._answer_starts < 0) | (self._answer_starts > lengths)).any():
                 raise pa.ArrowInvalid("an answer starts outside its example")
         except (OSError, LookupError, pa.ArrowException) as error:
-            reason = " ".join(str(error).split()).rstrip(".")
-            raise UserError(f"{path} is no file of encoded examples: {reason}.") from error
+            raise UserError(f"{path} is no file of encoded examples: {one_line(error)}.") from error
 
     @classmethod
     def write(cls, path: Path, examples: Iterable[Encoded]) -> "ExampleStore":

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
+from transformers import PreTrainedModel
 
-from metatokens.checkpoint import LanguageModel
 from metatokens.decoder import logits_at
 from metatokens.model.configuration import never_generated
 from metatokens.tasks.example import Encoded
@@ -19,7 +19,11 @@ def by_length(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
 
 
 def score(
-    model: LanguageModel, examples: Sequence[Encoded], *, batch: int | None = None, alone: LandmarksAlone | None = None
+    model: PreTrainedModel,
+    examples: Sequence[Encoded],
+    *,
+    batch: int | None = None,
+    alone: LandmarksAlone | None = None,
 ) -> tuple[list[bool], list[int]]:
     """Compare each example's answer with that of greedy decoding, token by token.
 
@@ -51,7 +55,7 @@ def score(
 
 
 @torch.inference_mode()
-def _hits(model: LanguageModel, examples: Sequence[Encoded], alone: LandmarksAlone | None) -> Iterator[torch.Tensor]:
+def _hits(model: PreTrainedModel, examples: Sequence[Encoded], alone: LandmarksAlone | None) -> Iterator[torch.Tensor]:
     """For each example, a bool for each token of its answer."""
     longest = max(len(example.input_ids) for example in examples)
     ids = torch.zeros(len(examples), longest, dtype=torch.long)

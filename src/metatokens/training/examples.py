@@ -108,7 +108,7 @@ def train_source(
 ) -> TaskData:
     """The task, from which a recipe's examples are drawn."""
     if task != "segment_counting" and any(stage.inside_loss for stage in recipe.task.stages):
-        raise UserError(f"a stage's inside_loss is for segment_counting, whose bracket is counted in, not for {task}.")
+        raise UserError(f"inside_loss works with segment_counting alone, not with {task}.")
     return TaskData(
         task, tokenizer=tokenizer, condition=recipe.task.condition, seed=recipe.training.seed, documents=documents
     )

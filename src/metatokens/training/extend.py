@@ -63,6 +63,10 @@ def apply_yarn(model: MetaGPT2ForCausalLM, factor: float, original_length: int) 
     than `beta_slow` times is divided by the factor. There is a linear ramp between the two. Cosines and sines are
     multiplied by 0.1 ln(factor) + 1. None of this depends on the length of a sequence. The parameters are those of the
     paper's Appendix C.
+
+    Raises:
+        UserError: if the model is not of this family, its positions are not rotary or are scaled already, or the factor
+            is at most 1 or makes a length that is not whole.
     """
     config = model.config
     if config.position_embedding != "rope":

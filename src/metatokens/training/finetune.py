@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from metatokens.checkpoint import MANIFEST, LanguageModel, load_model, weights_sha256
+from metatokens.checkpoint import MANIFEST, load_model, weights_sha256
 from metatokens.data.tokenizer import check_meta_token, load_tokenizer
 from metatokens.errors import UserError
 from metatokens.files import sha256_of
@@ -29,7 +29,7 @@ from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Figures, Progress, check_trackers, train, unwatched
 
 # Returns the probe of a model that is about to be trained in a phase; None: nothing is measured.
-Probing = Callable[[LanguageModel, Phase], Probe | None]
+Probing = Callable[[PreTrainedModel, Phase], Probe | None]
 
 
 def finetune(

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
-from metatokens.checkpoint import LanguageModel
 from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
 
 POSITIVE_WEIGHT = 3.0  # of tokens inside the bracket, which are fewer
 
 
-def check_inside(model: LanguageModel) -> None:
+def check_inside(model: PreTrainedModel) -> None:
     """Refuse a model with a single block, which leaves no states to predict from."""
     if len(decoder_of(model)[1]) == 1:
         raise UserError("a stage's inside_loss reads the states after each block but the last, and the model has one.")

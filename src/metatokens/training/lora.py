@@ -19,6 +19,9 @@ def with_lora(model: Any, rank: int) -> Any:
     Args:
         model: any that `load_model` returns; its layers are wrapped in place.
         rank: of each adapter, whose output is scaled by 2 (alpha = 2 rank).
+
+    Raises:
+        UserError: if PEFT is not installed.
     """
     try:
         from peft import LoraConfig, get_peft_model

@@ -52,6 +52,9 @@ def jumped_positions(batch: int, length: int, limit: int) -> Tensor:
     """Positions 0, 1, 2, ... with one jump in half of the rows, (batch, length) int64.
 
     The place of the jump is uniform. So is its size, from 0 to the largest that keeps the last position below `limit`.
+
+    Raises:
+        UserError: if a row is longer than `limit`.
     """
     if length > limit:
         raise UserError(

@@ -5,9 +5,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import GPTNeoConfig, GPTNeoForCausalLM, PreTrainedTokenizerBase, default_data_collator, set_seed
+from transformers import (
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    default_data_collator,
+    set_seed,
+)
 
-from metatokens.checkpoint import LanguageModel, load_model, weights_sha256
+from metatokens.checkpoint import load_model, weights_sha256
 from metatokens.data.blocks import BlockDataset
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import meta_token_id, padded_vocab_size, text_vocab_size
@@ -73,7 +80,7 @@ def open_store(recipe: PretrainRecipe) -> TokenStore:
 
 
 def train_on_blocks(
-    model: LanguageModel,
+    model: PreTrainedModel,
     recipe: PretrainRecipe,
     store: TokenStore,
     out: Path,
@@ -86,6 +93,9 @@ def train_on_blocks(
 
     The recipe's section `model` is only recorded. `run` is recorded too: what determines the result besides recipe and
     text. The other arguments are those of `pretrain`.
+
+    Raises:
+        UserError: as `pretrain`.
     """
     settings = recipe.training
     check_trackers(settings)
@@ -120,6 +130,10 @@ def new_gpt_neo(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase) -> A
     """An untrained GPT-Neo of transformers with a meta-token (paper, section 4.1), in the sizes of a configuration.
 
     Biases and initialisation are GPT-Neo's, and every second layer attends only to the last 256 tokens.
+
+    Raises:
+        UserError: if the configuration has what GPT-Neo lacks: rotary positions, a second attention, or scaled
+            attention.
     """
     if (config.position_embedding, config.second_attention, config.attention_scale) != ("learned", "none", "constant"):
         raise UserError(

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from metatokens.checkpoint import LanguageModel
 from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.model.positions import check_length
 from metatokens.recipe import Phase
@@ -41,19 +41,19 @@ def held_out_loss(model: Any, batches: Iterable[Mapping[str, torch.Tensor]]) -> 
     return {"eval_loss": total / scored}
 
 
-def exact_match(model: LanguageModel, examples: Sequence[Encoded], alone: LandmarksAlone | None = None) -> float:
+def exact_match(model: PreTrainedModel, examples: Sequence[Encoded], alone: LandmarksAlone | None = None) -> float:
     """The share of examples whose whole answer greedy decoding gives; see `score`."""
     exact, _ = score(model, examples, alone=alone)
     return sum(exact) / len(exact)
 
 
-def held_out_probe(records: Sequence[Encoded], pad_token_id: int, model: LanguageModel, phase: Phase) -> Probe | None:
+def held_out_probe(records: Sequence[Encoded], pad_token_id: int, model: PreTrainedModel, phase: Phase) -> Probe | None:
     """A probe of the loss (mean over answer tokens) and the exact match on held-out records; None: never measured."""
     check_length(model.config, max(len(record.input_ids) for record in records))
     size = phase.settings.per_device_train_batch_size
     ordered = sorted(records, key=lambda record: len(record.input_ids))
 
-    def measure(model: LanguageModel) -> dict[str, float]:
+    def measure(model: PreTrainedModel) -> dict[str, float]:
         collator = Collator(pad_token_id=pad_token_id, meta_token_id=model.config.meta_token_id, loss_on="answer")
         batches = (collator(ordered[start : start + size]) for start in range(0, len(ordered), size))
         loss = held_out_loss(model, batches)  # first, since FSDP gathers the weights only in a call of the model itself

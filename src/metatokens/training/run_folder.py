@@ -31,6 +31,9 @@ def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) ->
 
     Yields:
         Whether the run is finished already.
+
+    Raises:
+        UserError: if the folder holds something else, a run with other settings, or a lock, or cannot be used.
     """
     if overwrite and process_count() > 1:
         raise UserError(

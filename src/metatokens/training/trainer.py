@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
     Trainer,
@@ -26,7 +27,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
-from metatokens.checkpoint import LanguageModel, load_model, name_base, save_model, verify_manifest, write_manifest
+from metatokens.checkpoint import load_model, name_base, save_model, verify_manifest, write_manifest
 from metatokens.decoder import cache_kept, kept_line
 from metatokens.errors import UserError
 from metatokens.files import library_writes
@@ -34,7 +35,7 @@ from metatokens.machine import is_first_process, process_count
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import TrainerSettings, TrainingSettings
 from metatokens.retrofit.classes import MetaModel, freeze_base
-from metatokens.retrofit.layers import own_parameters
+from metatokens.retrofit.layers import added_parameters
 from metatokens.retrofit.saving import DELTA_WEIGHTS, save_meta
 from metatokens.retrofit.window import apply_text_window
 from metatokens.training.batches import WithLogitsToKeep, WithPositions
@@ -116,7 +117,7 @@ class MetaTokenTrainer(Trainer):
                 save_meta(self.model, output_dir)
             else:  # the base's weights may have changed since meta-attention was added
                 Path(output_dir).mkdir(parents=True, exist_ok=True)
-                weights = {name: one.detach().contiguous() for name, one in own_parameters(self.model).items()}
+                weights = {name: one.detach().contiguous() for name, one in added_parameters(self.model).items()}
                 save_file(weights, Path(output_dir) / DELTA_WEIGHTS, metadata={"format": "pt"})
             self.processing_class.save_pretrained(output_dir)
 
@@ -126,7 +127,7 @@ class MetaTokenTrainer(Trainer):
             return
         weights = load_file(Path(resume_from_checkpoint) / DELTA_WEIGHTS)
         with torch.no_grad():
-            for name, one in own_parameters(self.model).items():
+            for name, one in added_parameters(self.model).items():
                 one.copy_(weights[name])
 
     def restore(self, checkpoint: Path) -> None:
@@ -219,7 +220,7 @@ class RunCallback(TrainerCallback):
 
 
 def train(
-    model: LanguageModel,
+    model: PreTrainedModel,
     dataset: Any,
     tokenizer: PreTrainedTokenizerBase,
     settings: TrainingSettings,
@@ -240,11 +241,18 @@ def train(
         model: changed in place.
         dataset: a map-style dataset of items in the order of training, enough for all steps.
         tokenizer: saved with the model.
+        settings: of the Trainer, the optimizer and the schedule.
         out: an existing folder.
+        collator: makes a batch of items.
         progress: called about once a second.
+        probe: what to measure during the training, and how often; None measures nothing.
         inside_weight: the weight of the auxiliary loss `inside_loss`. Its heads are not saved, so such a training
             writes no checkpoints and starts again if it is interrupted.
         schedule_start: the step of the learning rate's schedule at which the training begins.
+
+    Raises:
+        UserError: if a teacher has no frozen base, FSDP finds no weights of the base, or a checkpoint is damaged or has
+            more than tensors.
     """
     if settings.text_window is not None:
         apply_text_window(model, settings.text_window, settings.text_sinks, settings.text_full_layers)

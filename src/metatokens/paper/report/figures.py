@@ -18,6 +18,7 @@ from metatokens.looking.style import (
     PAGE,
     PHONE,
     RULE,
+    SEPARATOR,
     SIZE,
     STYLES,
     Panel,
@@ -203,7 +204,7 @@ def learning(inputs: Inputs, width: float = PAGE) -> Figure:
     """Accuracy by training step on each task: the mean over runs and its interval."""
     curves: dict[str, dict[str, list[pd.Series]]] = {}
     for (task, model, place, _), points in learning_curves(inputs.curves).items():
-        label = model if place in ("rope", "") else f"{model}, {place}"
+        label = model if place in ("rope", "") else f"{model}{SEPARATOR}{place}"
         curves.setdefault(task, {}).setdefault(label, []).append(points.set_index("step")["exact_match"])
     styles = palette(sorted({label for runs in curves.values() for label in runs}, key=order))
 

@@ -30,7 +30,7 @@ _ONLY = {
     "lengths": "figure1", "controls": "figure1", "markers": "markers", "long-prompts": "lengths", "jumps": "lengths",
     "learning": "learning", "yarn": "table1", "noise": "table15", "placement": "placement", "sharpness": "figure2",
     "caching": "figure2", "rate-distortion": "figure3", "perplexity": "perplexity", "ablations": "table11",
-    "landmarks-alone": "landmarks",
+    "landmarks-alone": "landmarks", "other-recipes": "recipes",
 }  # fmt: skip
 
 

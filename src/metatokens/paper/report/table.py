@@ -14,8 +14,10 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
-from metatokens.paper.frame import MODELS, TASKS, Inputs, select
+from metatokens.paper.frame import Inputs, select
 from metatokens.paper.report.text import NOT_RUN, PERCENT, PLUS_MINUS, Form, escape, listed, number
+from metatokens.paper.variants import COMPARED
+from metatokens.tasks import TASKS
 
 Fields = Mapping[str, Any]
 Text = str | tuple[str, ...]
@@ -34,7 +36,7 @@ _APART = {
     "train_condition": "trained on {}",
     "train_length": "to {:,.0f}",
 }
-_ORDER = (*MODELS, *TASKS, "paper", "landmark", "decoy", "long_prompt", "none", "", "no_pos", "no_embed", "neither")
+_ORDER = (*COMPARED, *TASKS, "paper", "landmark", "decoy", "long_prompt", "none", "", "no_pos", "no_embed", "neither")
 
 
 @dataclass(frozen=True)

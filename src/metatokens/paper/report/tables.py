@@ -260,7 +260,7 @@ class Tables:
         return self._inside("attention_weight", rows, SHARE, below=below)
 
     def _inside(self, metric: str, rows: Mapping[str, Fields], form: Form, **options: Any) -> Table:
-        """A column for each model of which this metric was measured."""
+        """A column for each model that has figures of this metric."""
         columns = {label: _without(row, "metric") for label, row in models(self.inputs, metric=metric).items()}
         return self._table("", "", rows, columns, form=form, **options)
 

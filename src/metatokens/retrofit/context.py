@@ -18,7 +18,7 @@ from metatokens.model.rows import AllRows, MetaRows, shown
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class ForwardContext:
     """The rows of meta-attention in one forward pass, and what it needs with them.
 
     Attributes:
@@ -36,7 +36,7 @@ class Pass:
     attend: AttentionFunction | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Pass":
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "ForwardContext":
         """Move to another device; accelerate calls this when layers are on several devices."""
         if self.rotary[0].device == torch.device(device):
             return self
@@ -55,11 +55,11 @@ class _State:
         is_running: whether a pass of the decoder runs.
     """
 
-    step: Pass | None = None
+    context: ForwardContext | None = None
     sequences: Tensor | None = None
     masks: tuple[Any, Any] | None = None
     is_running = False
-    block: tuple[Any, Tensor, Pass, Cache | None] | None = None
+    block: tuple[Any, Tensor, ForwardContext, Cache | None] | None = None
 
 
 class _Thread(_State, threading.local):
@@ -72,7 +72,7 @@ FULL_MASK = "mask_of_full_blocks"  # an attribute of the mask that all blocks ar
 
 def current() -> _State:
     """The state; while a graph of the whole pass is traced, one that torch.compile can trace."""
-    return traced if torch.compiler.is_compiling() and traced.step is not None else thread
+    return traced if torch.compiler.is_compiling() and traced.context is not None else thread
 
 
 def seen_by_a_head(mask: Tensor) -> Tensor:
