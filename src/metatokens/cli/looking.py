@@ -1,7 +1,7 @@
 """Commands that show something: examples of a task, continued text, the inside of a model."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +15,7 @@ from metatokens.files import PNG, replace_own
 
 if TYPE_CHECKING:
     from metatokens.decoder import Continuation
+    from metatokens.tasks.example import Example
 
 
 def sample(
@@ -105,18 +106,7 @@ def generate(
             check_meta_token(loaded.config, tokenizer, model)
         prompts = [record.input_ids[: record.answer_start] for record in records]
         _say_kept(loaded, prompts)
-        rows: Iterator[dict[str, Any]] = (
-            {"prompt": record.prompt, "markers": record.markers, **_fields(new, show_meta)}
-            for record, new in zip(records, continued(prompts), strict=True)
-        )
-        if shows_tables(as_json):
-            names = ["with_meta"] if show_meta else ["prompt", "continuation"]
-            columns = zip(*([row[name] for name in names] for row in rows), strict=True)
-            print_table(
-                dict(zip((name.replace("with_meta", "with meta-tokens") for name in names), columns, strict=True))
-            )
-        else:
-            write_lines((json.dumps(row, ensure_ascii=False) for row in rows), None)
+        _print_continued(records, continued(prompts), show_meta=show_meta, as_table=shows_tables(as_json))
         return
     chat = chat or messages is not None
     if chat:
@@ -142,6 +132,22 @@ def generate(
         print(json.dumps(line | _fields(new, show_meta), ensure_ascii=False))
     else:
         print(new.with_meta if show_meta else new.text if chat else f"{prompt}{new.text}")
+
+
+def _print_continued(
+    records: "Sequence[Example]", continued: "Iterable[Continuation]", *, show_meta: bool, as_table: bool
+) -> None:
+    """Print records with their continuations, as a table or as JSON lines as soon as each is there."""
+    rows = (
+        {"prompt": record.prompt, "markers": record.markers, **_fields(new, show_meta)}
+        for record, new in zip(records, continued, strict=True)
+    )
+    if as_table:
+        names = {"with_meta": "with meta-tokens"} if show_meta else {name: name for name in ("prompt", "continuation")}
+        columns = zip(*([row[name] for name in names] for row in rows), strict=True)
+        print_table(dict(zip(names.values(), columns, strict=True)))
+    else:
+        write_lines((json.dumps(row, ensure_ascii=False) for row in rows), None)
 
 
 def _say_kept(model: Any, prompts: Any) -> None:
