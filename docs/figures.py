@@ -397,7 +397,8 @@ FIGURES = {
     function.__name__: function
     for function in (
         summary, differences, answers, cost, tasks, sooner, markers, held, no_pos, yarn, long_prompts, full_differences,
-        added, long_texts, forgetting_tasks, forgetting_cost, perplexity, speed, demo_tasks, demo_recall,
+        unmarked, other_recipes, added, long_texts, forgetting_tasks, forgetting_cost, perplexity, speed, demo_tasks,
+        demo_recall,
     )
 }  # fmt: skip
 FIGURES |= {

@@ -154,7 +154,9 @@ def test_what_cannot_be_is_refused(base: Path, run: Succeed, refused: Refuse) ->
     run(RETROFIT)
     Path("empty").mkdir()
     lines = {
-        RETROFIT: "model is not empty; give another folder.",
+        RETROFIT: "model is not an empty folder; give another one.",
+        "retrofit --model base --out base/config.json": "base/config.json is not an empty folder; give another one.",
+        f"retrofit --model base --out new --heads {10**23}": "Invalid value for '--heads'",
         "retrofit --model model --out new": "has meta-tokens already",
         "retrofit --model nowhere --out new": "there is no folder nowhere; a model of the Hub is hf:NAME.",
         "retrofit --model empty --out new": "the folder empty holds no tokenizer",

@@ -1,16 +1,19 @@
 """Tokenizers of other models: what they begin a text with, and how, is kept in corpora, prompts and on disk."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from metatokens.data.prompts import encode_prompt
+from metatokens.data.prompts import encode_chat, encode_prompt
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.data.writing import write_token_store
 from metatokens.evaluation.perplexity import held_out_text
+from metatokens.tasks.encoding import SegmentEncoder
+from metatokens.tasks.example import encode_example
 from tests.data.small_corpora import write_corpus
 
 TEXTS = [f"the cat number {i} sat on a mat while it rained" for i in range(60)]
@@ -82,3 +85,55 @@ def test_the_documents_of_a_store(
 def test_the_documents_that_perplexity_reads(folder: Path, tokenizer: PreTrainedTokenizerBase, corpus: str) -> None:
     found = documents_in(held_out_text(corpus, tokenizer).tolist(), tokenizer)
     assert found == list(expected_documents(folder))
+
+
+# Each puts a space before a text: Llama 2's as published and as transformers makes it, T5's, and RoBERTa's.
+PREFIXES: dict[str, Callable[[Tokenizer], None]] = {
+    "prepend": lambda backend: setattr(
+        backend,
+        "normalizer",
+        normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]),
+    ),
+    "first": lambda backend: setattr(backend, "pre_tokenizer", pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "always": lambda backend: setattr(
+        backend,
+        "pre_tokenizer",
+        pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme="always", split=False)]),
+    ),
+    "bytes": lambda backend: setattr(backend, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
+}
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_a_meta_token_changes_no_id_of_the_text(prefix: str, tmp_path: Path) -> None:
+    """By characters as entries, so that the ids of a text are those of its parts, except for the space before it."""
+    space = "\u0120" if prefix == "bytes" else "\u2581"
+    entries = ["<unk>", "</s>", space, "\u010a", "\n", *map(chr, range(33, 127))]
+    backend = Tokenizer(models.BPE({entry: number for number, entry in enumerate(entries)}, [], unk_token="<unk>"))
+    PREFIXES[prefix](backend)
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    meta = tokenizer.meta_token_id
+
+    def plain(text: str) -> list[int]:
+        return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+    texts = (
+        "owl_PAUSE_, robin",
+        "owl _PAUSE_\nrobin",
+        "owl_PAUSE_robin",
+        "_PAUSE_owl",
+        "_PAUSE__PAUSE_ owl",
+        "a_PAUSE_",
+    )
+    for text in texts:
+        whole = plain(text.replace(" _PAUSE_", "").replace("_PAUSE_", ""))
+        assert whole[0] == tokenizer.convert_tokens_to_ids(space)
+        for encode in (encode_prompt, encode_chat):
+            ids = encode(tokenizer, text, "_PAUSE_")
+            assert [one for one in ids if one != meta] == whole
+            assert ids.count(meta) == text.count("_PAUSE_")
+        *segments, last = text.replace(" _PAUSE_", "_PAUSE_").split("_PAUSE_")
+        example = encode_example(SegmentEncoder(tokenizer), [*segments, last], "go")
+        assert [one for one in example.input_ids if one != meta] == [*whole, *plain("go")[1:], tokenizer.eos_token_id]
+    assert plain("owl")[1:] == plain("owl")[-3:]  # a text of its own still begins with a space

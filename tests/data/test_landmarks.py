@@ -237,6 +237,15 @@ def test_records_have_them_in_their_prompts(tokenizer: PreTrainedTokenizerBase, 
     assert (filled.prompt, filled.markers) == (plain.prompt, plain.markers)
 
 
+def test_rows_that_have_no_token_are_no_text() -> None:
+    """A base with spare rows may generate their ids."""
+    tokenizer = like_llama_2()
+    ids = [*tokenizer("The word ends. It is so!").input_ids, len(tokenizer), len(tokenizer) + 60]
+    marks = Landmarks(tokenizer, "sentence")(ids)
+    assert marks[:-2].tolist() == Landmarks(tokenizer, "sentence")(ids[:-2]).tolist()
+    assert not marks[-2:].any()
+
+
 def test_a_word_that_is_added_later_is_seen() -> None:
     tokenizer = like_llama_3()
     assert not Landmarks(tokenizer, "sentence")([5, 5]).any()

@@ -67,6 +67,11 @@ def test_landmarks_are_added_to_markers(tokenizer):
     assert encode_prompt(tokenizer, "owl owl owl owl owl", landmarks=f"every:{len(words)}") == [*words, meta]
 
 
+def test_text_that_utf_8_cannot_encode_is_refused(tokenizer):
+    with pytest.raises(UserError, match="a text has a lone surrogate"):
+        encode_prompt(tokenizer, "caf\udce9")
+
+
 def test_a_tokenizer_without_a_meta_token_is_refused(tokenizer):
     plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>")
     for options in ({"markers": "_PAUSE_"}, {"landmarks": "every:2"}):

@@ -1,7 +1,10 @@
 """Decoders of transformers with meta-attention: only meta-tokens change anything, and all ways to run them agree."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 from metatokens import add_meta_attention
 from metatokens.errors import UserError
@@ -17,6 +20,7 @@ from tests.retrofit.architectures import (
     outcome,
     retrofitted,
     text,
+    train_like,
     with_meta_tokens,
 )
 
@@ -26,6 +30,22 @@ from tests.retrofit.architectures import (
 def test_an_architecture(name: str, check: str) -> None:
     measure, most = CHECKS[check]
     assert measure(name) <= most
+
+
+def test_a_table_that_is_narrower_than_the_blocks(tmp_path: Path) -> None:
+    """As in OPT-350m, which projects its embeddings."""
+    sizes = {"vocab_size": ROWS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 96}
+    torch.manual_seed(0)
+    plain = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=32, do_layer_norm_before=False)).eval()
+    wanted, ids = logits(plain, text()), with_meta_tokens()
+    model = train_like(add_meta_attention(plain, meta_token_id=META, heads=2, head_size=16)).eval()
+    assert torch.equal(logits(model, text())[..., :META], wanted[..., :META])
+    with torch.no_grad():
+        model.get_input_embeddings().meta_token.weight.normal_()
+    changed = logits(model, ids)
+    assert error(changed[:, :, :META], logits(model, torch.where(ids == META, 5, ids))[..., :META]) > 1e-3
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), ids), changed)
 
 
 def test_none_was_taken_off_the_list() -> None:

@@ -119,6 +119,15 @@ def test_other_ways_to_generate(options: dict[str, Any]) -> None:
     )
 
 
+def test_blocks_with_a_state_forget_tokens_that_were_guessed_wrong() -> None:
+    """Such a layer of the cache has no length by which its meta-tokens could be found."""
+    model, ids = retrofitted("lfm2_moe"), with_meta_tokens()[:1] % 12  # few words, so that guesses are found
+    ids = torch.where(with_meta_tokens()[:1] == META, META, ids + 1)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, use_cache=False, **options)
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), expected)
+
+
 KEPT = [0, 1, 3, 7, 11, 12, 13]  # the first two tokens, the meta-tokens (every fourth), and a window
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from peft import AutoPeftModel, AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
@@ -73,6 +73,25 @@ def test_an_adapter_is_loaded_with_the_window_or_not_at_all(tmp_path: Path) -> N
     assert loaded.peft_config["default"].base_model_name_or_path == str(tmp_path / "forgets")
     set_text_window(loaded, WINDOW + 1)
     assert "not saved as it is" in loaded.peft_config["default"].base_model_name_or_path
+
+
+def test_an_adapter_without_a_task_is_loaded_around_meta_attention(tmp_path: Path) -> None:
+    """PEFT would take the base's class by its name, which drops what was added."""
+    model = model_of("llama", None)
+    model.save_pretrained(tmp_path / "model")
+    config = LoraConfig(
+        target_modules="all-linear",
+        exclude_modules=".*meta_attention.*",
+        modules_to_save=["meta_attention", "meta_token"],
+    )
+    tuned = get_peft_model(model, config).eval()
+    for parameter in tuned.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape) if parameter.requires_grad else 0
+    tuned.save_pretrained(tmp_path / "adapter")
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    assert torch.equal(loaded(IDS).logits, tuned(IDS).logits)
+    with pytest.raises(ValueError, match="Cannot use `AutoPeftModel` with a task type"):
+        AutoPeftModel.from_pretrained(tmp_path / "adapter")
 
 
 def test_a_model_of_this_package_has_its_name_again_when_it_is_saved(tmp_path: Path) -> None:

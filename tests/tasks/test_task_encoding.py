@@ -33,7 +33,7 @@ def either(request, tokenizer):
 @AT_ANY_SPEED
 @given(text=TEXTS)
 def test_ids_are_those_of_the_whole_text(either, text):
-    assert SegmentEncoder(either).encode_text(text) == encode_text(either, [text])[0]
+    assert SegmentEncoder(either).encode_text(text, False) == encode_text(either, [text])[0]
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +50,7 @@ def phrase_tokenizer():
 def test_a_tokenizer_whose_words_depend_on_each_other_gets_whole_texts(phrase_tokenizer):
     (whole,) = encode_text(phrase_tokenizer, ["a b a b"])
     assert len(whole) == 3
-    assert SegmentEncoder(phrase_tokenizer).encode_text("a b a b") == whole
+    assert SegmentEncoder(phrase_tokenizer).encode_text("a b a b", False) == whole
 
 
 @pytest.mark.parametrize(("task", "condition"), CASES)

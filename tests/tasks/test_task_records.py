@@ -64,6 +64,13 @@ def test_ids_in_a_record_are_computed_afresh(tokenizer, tmp_path):
 GOOD = {"prompt": "a", "completion": "b"}
 
 
+def test_a_byte_order_mark_is_no_part_of_a_record(tokenizer, tmp_path):
+    path = write_lines(tmp_path, GOOD)
+    plain = read_examples(path, tokenizer)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_examples(path, tokenizer) == plain
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

@@ -34,6 +34,26 @@ def test_a_new_folder_gets_its_settings_and_the_same_settings_resume(tmp_path: P
     assert (out / "curve.jsonl").read_text() == "kept"
 
 
+def test_overwrite_keeps_what_the_run_reads_and_folders_of_others(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    is_finished(out, SETTINGS)
+    (out / "own.jsonl").write_text("{}")
+    (tmp_path / "link").symlink_to(out, target_is_directory=True)
+    for given in (out / "own.jsonl", tmp_path / "link" / "own.jsonl", out / "sub" / ".." / "own.jsonl", out):
+        with pytest.raises(UserError, match=r"--overwrite would remove .*, which this run reads; give another folder"):
+            is_finished(out, SETTINGS, overwrite=True, inputs=[None, given])
+    assert is_finished(out, SETTINGS, inputs=[out / "own.jsonl"]) is False
+    assert (out / "own.jsonl").exists()
+    assert is_finished(out, SETTINGS, overwrite=True, inputs=[None, tmp_path / "run2"]) is False
+    assert not (out / "own.jsonl").exists()
+    foreign = tmp_path / "editor"
+    foreign.mkdir()
+    (foreign / "settings.json").write_text('{"editor.fontSize": 12}')
+    with pytest.raises(UserError, match=r"its settings\.json holds no settings of a run"):
+        is_finished(foreign, SETTINGS, overwrite=True)
+    assert (foreign / "settings.json").read_text() == '{"editor.fontSize": 12}'
+
+
 def test_the_first_process_may_write_the_settings_while_another_one_looks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,9 +66,10 @@ def generate(
         int | None, typer.Option(metavar="TOKENS", min=1, help="Insert a meta-token every so many generated tokens.")
     ] = None,
     temperature: Annotated[
-        float, typer.Option(metavar="T", min=0.0, help="Sampling temperature; 0 always picks the likeliest token.")
+        float,
+        typer.Option(metavar="T", min=0.0, max=1e6, help="Sampling temperature; 0 always picks the likeliest token."),
     ] = 0.0,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, max=2**63 - 1, help="Random seed.")] = 0,
     device: options.Device = None,
     dtype: options.Dtype = None,
     batch_size: options.BatchSize = None,

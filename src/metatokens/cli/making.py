@@ -271,6 +271,7 @@ def finetune(
             task=task,
             data=data,
             documents=documents_for(task or "", corpus),
+            inputs=[eval_data],
             overwrite=overwrite,
             progress=progress,
             probe=probe,
@@ -289,8 +290,8 @@ def retrofit(
         Path, typer.Option(metavar="DIR|hf:NAME", help="The base: a folder, a GGUF file, or hf:NAME from the Hub.")
     ],
     out: options.Out,
-    heads: Annotated[int, typer.Option(metavar="N", min=1, help="Heads of meta-attention per block.")] = 8,
-    head_size: Annotated[int, typer.Option(metavar="N", min=2, help="Width of a head, an even number.")] = 64,
+    heads: Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="Heads of meta-attention per block.")] = 8,
+    head_size: Annotated[int, typer.Option(metavar="N", min=2, max=1024, help="Width of a head, an even number.")] = 64,
     layers: Annotated[
         str | None,
         typer.Option(metavar="N,...", help="Blocks with meta-attention, from 0, or none; by default all."),
@@ -305,8 +306,8 @@ def retrofit(
     from metatokens.checkpoint import load_base_and_tokenizer, save_model
     from metatokens.retrofit.surgery import add_meta_attention
 
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} is not empty; give another folder.")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} is not an empty folder; give another one.")
     base: Any
     base, tokenizer = load_base_and_tokenizer(model, dtype)
     chosen = [] if layers == "none" else options.parse_layers(layers)

@@ -97,6 +97,7 @@ TextWindow = Annotated[
         "--text-window",
         metavar="W",
         min=1,
+        max=2**31,
         help="Let a query see the last W positions, the first ones and all meta-tokens; by default as the model was "
         "trained. Blocks in training.text_full_layers see everything.",
     ),

@@ -69,7 +69,7 @@ class Landmarks:
         self._every = int(rule.partition(":")[2] or 0)
         if self._every:
             return
-        self._pieces = _pieces(tokenizer, len(tokenizer))
+        self._pieces = np.append(_pieces(tokenizer, len(tokenizer)), _CONTROL)  # the last for rows that have no token
         self._sizes = np.array([len(piece) for piece in self._pieces])
         self._is_control = np.array([piece == _CONTROL for piece in self._pieces])  # numpy would drop trailing NULs
         needed, name = (b" ", "spaces") if rule == "sentence" else (b"\n", "line feeds")
@@ -100,6 +100,7 @@ class Landmarks:
     def _behind(self, text: npt.NDArray[np.int64], start: int) -> npt.NDArray[np.bool_]:
         if self._every:
             return np.arange(start + 1, start + len(text) + 1) % self._every == 0
+        text = np.minimum(text, len(self._pieces) - 1)
         pieces = self._pieces[text]
         places = [match.end() - 1 for match in _ENDS[self.rule].finditer(b"".join(pieces))]
         behind = np.zeros(len(text), dtype=bool)

@@ -5,15 +5,14 @@ Only a marker that the caller names is one; other text that looks like a marker 
 
 import json
 import re
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.landmarks import Landmarks
-from metatokens.data.tokenizer import META_TOKEN, beginning_of, encode_text, meta_token_id
+from metatokens.data.tokenizer import META_TOKEN, backend_of, beginning_of, encode_text, meta_token_id
 from metatokens.errors import UserError
 from metatokens.records import split_at
 
@@ -40,11 +39,28 @@ def encode_prompt(
     Raises:
         UserError: if the marker is empty, there is none at one of the offsets, or the rule does not fit the tokenizer.
     """
+
+    def encode(segment: str, continues: bool) -> list[int]:
+        return encode_text(tokenizer, [segment], continues=continues)[0]
+
     segments = _split(text, markers) if isinstance(markers, str) else split_at(text, markers)
-    first, *others = encode_text(tokenizer, segments)
-    meta = meta_token_id(tokenizer)
-    prompt = [*beginning_of(tokenizer), *first, *chain.from_iterable([meta, *ids] for ids in others)]
+    prompt = [*beginning_of(tokenizer), *join_segments(segments, encode, meta_token_id(tokenizer))]
     return prompt if landmarks is None else Landmarks(tokenizer, landmarks).insert_into(prompt)
+
+
+def join_segments(
+    segments: Sequence[str], encode: Callable[[str, bool], Iterable[int]], *between: int
+) -> Iterator[int]:
+    """The ids of segments of one text, with the ids `between` at each join.
+
+    `encode` gets a segment, and whether it continues the text.
+    """
+    continues = False
+    for number, segment in enumerate(segments):
+        if number:
+            yield from between
+        yield from encode(segment, continues)
+        continues = continues or bool(segment)
 
 
 def encode_chat(
@@ -55,19 +71,22 @@ def encode_chat(
     The template's control tokens are recognised; what looks like a meta-token is text. The other arguments are those of
     `encode_prompt`.
     """
-    [looks_alike] = encode_text(tokenizer, [META_TOKEN])
+    [looks_alike] = encode_text(tokenizer, [META_TOKEN], continues=True)
 
-    def encode(part: str) -> list[int]:
-        return tokenizer.encode(part, add_special_tokens=False, split_special_tokens=False)
+    def encode(part: str, continues: bool) -> list[int]:
+        backend = backend_of(tokenizer, continues=continues)
+        backend.encode_special_tokens = False
+        backend.no_truncation()
+        backend.no_padding()
+        return backend.encode(part, add_special_tokens=False).ids
 
-    def encode_segment(segment: str) -> list[int]:
-        first, *others = segment.split(META_TOKEN)
-        return [*encode(first), *chain.from_iterable([*looks_alike, *encode(part)] for part in others)]
+    def encode_segment(segment: str, continues: bool) -> Iterator[int]:
+        return join_segments(
+            segment.split(META_TOKEN), lambda part, later: encode(part, continues or later), *looks_alike
+        )
 
-    first, *others = [text] if marker is None else _split(text, marker)
-    ids = encode_segment(first)
-    for segment in others:
-        ids += [meta_token_id(tokenizer), *encode_segment(segment)]
+    segments = [text] if marker is None else _split(text, marker)
+    ids = list(join_segments(segments, encode_segment, meta_token_id(tokenizer)))
     return ids if landmarks is None else Landmarks(tokenizer, landmarks).insert_into(ids)
 
 

@@ -6,10 +6,12 @@ that is loaded here, or was saved with a model, has the meta-token as a special 
 not have one before, the id is the first one after the vocabulary.
 """
 
+import json
 import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +74,54 @@ def load_tokenizer(
     return tokenizer
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of each text; special tokens are neither recognised nor added."""
-    backend = tokenizer.backend_tokenizer
+def encode_text(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, continues: bool = False
+) -> list[list[int]]:
+    """The ids of each text; special tokens are neither recognised nor added.
+
+    Tokenizers like Llama 2's put a space before a text. They put none before a text that `continues` another.
+
+    Raises:
+        UserError: if a text has a lone surrogate, which UTF-8 cannot encode.
+    """
+    backend = backend_of(tokenizer, continues=continues)
     # An earlier call of the tokenizer leaves its settings in the backend.
     backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
-    if not _splits_at_spaces(backend) or all(len(text) <= LONG_TEXT for text in texts):
-        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-    return [list(_ids_of_long(backend, text)) for text in texts]
+    try:
+        if not _splits_at_spaces(backend) or all(len(text) <= LONG_TEXT for text in texts):
+            return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [list(_ids_of_long(backend, text)) for text in texts]
+    except TypeError as error:
+        message = "a text has a lone surrogate, such as for a byte that is not UTF-8, and cannot be encoded."
+        raise UserError(message) from error
+
+
+def backend_of(tokenizer: PreTrainedTokenizerBase, *, continues: bool) -> Tokenizer:
+    """A tokenizer's backend; for texts that continue others, one that puts no space before a text."""
+    own = _continuing(tokenizer, len(tokenizer)) if continues else None
+    return own or tokenizer.backend_tokenizer
+
+
+@lru_cache(maxsize=4)
+def _continuing(tokenizer: PreTrainedTokenizerBase, size: int) -> Tokenizer | None:
+    """The backend of a tokenizer with `size` entries without what puts a space before a text; None if nothing does."""
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())
+    changed = {part: _without_prefix(settings[part]) for part in ("normalizer", "pre_tokenizer")}
+    return None if changed.items() <= settings.items() else Tokenizer.from_str(json.dumps(settings | changed))
+
+
+def _without_prefix(part: Any) -> Any:
+    """A part of a backend's settings that puts no space before a text."""
+    if isinstance(part, list):
+        return [_without_prefix(one) for one in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "Prepend":
+        return {"type": "Sequence", "normalizers": []}
+    off = {"prepend_scheme": "never", "add_prefix_space": False}
+    return {key: off.get(key, _without_prefix(value)) for key, value in part.items()}
 
 
 def beginning_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -79,6 +79,7 @@ class SecondStore(AnyCacheLayer):
     second: Entries | None = None
     first_length: int | None = None  # of the first store, when it was last looked at
     has_lost_entries = False  # whether entries of the first store were dropped
+    tokens_read = 0  # of a layer with a recurrent state, whose length it does not keep
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Update as transformers does, and notice whether entries were dropped since the last time."""
@@ -138,8 +139,9 @@ class SecondStore(AnyCacheLayer):
             raise UserError("entries were dropped from this cache, so that it cannot be cropped.")
         super().crop(tokens_to_remove)
         self.first_length = self._length()
+        self.tokens_read += tokens_to_remove
         if self.second is not None and tokens_to_remove:
-            gone = self.second.slots >= self.get_seq_length()
+            gone = self.second.slots >= (self.tokens_read if self.first_length is None else self.first_length)
             kept = ~(gone | (self.second.slots < 0)).all(dim=0)
             keys, values, slots, positions = self.second
             slots, positions = slots.masked_fill(gone, -1), positions.masked_fill(gone, -1)

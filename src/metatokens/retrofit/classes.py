@@ -188,6 +188,13 @@ class MetaModel(MetaBody, MetaTokenGenerationMixin):
 
     base_is_elsewhere = False
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Name the task of PEFT's adapters: AutoPeftModel would load those without a task around the plain base."""
+        if name == "peft_config" and type(self).__name__.endswith("ForCausalLM"):
+            for config in value.values() if isinstance(value, dict) else ():
+                config.task_type = config.task_type or "CAUSAL_LM"
+        super().__setattr__(name, value)
+
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         """Run the base's forward, with meta-tokens among the labels ignored, in `shift_labels` too."""
         if len(args) > 1:
@@ -328,7 +335,7 @@ def install(model: Any) -> None:
     # Half precision would round small training steps away. PEFT's adapters are in float32 for the same reason.
     dtype = torch.promote_types(table.weight.dtype, torch.float32)
     _give(table, MetaEmbeddingTable)
-    table.meta_token, table.meta_token_id = MetaTokenEmbedding(settings.hidden_size).to(dtype), config.meta_token_id
+    table.meta_token, table.meta_token_id = MetaTokenEmbedding(table.weight.shape[1]).to(dtype), config.meta_token_id
     for further, (index, site) in enumerate(zip(settings.layers, settings.sites, strict=True)):
         block = blocks[index]
         _give(block, MetaBlock)

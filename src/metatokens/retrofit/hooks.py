@@ -215,6 +215,9 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, A
     mask, positions = given.get("attention_mask"), _row_positions(is_meta, given)
     thread.is_running, thread.context, least, length = True, None, least_rows(decoder), is_meta.shape[1]
     cached = 0 if past is None else int(past.get_seq_length())
+    for layer in () if past is None else past.layers:
+        if isinstance(layer, SecondStore):
+            layer.tokens_read = cached + length
     _check_positions(decoder.config, cached + length, mask, positions)
     sequences = _packed(is_meta, past, given)
     if _has_states(decoder) and sequences is not None and not {"cu_seq_lens_q", "seq_idx"} <= given.keys():

@@ -33,7 +33,7 @@ def add_meta_attention(
     Between a block's attention and its feed-forward layer, each meta-token attends to the meta-tokens up to itself
     (paper, section 3), with heads and rotary angles of its own. The output projections start at zero, so meta-attention
     adds nothing until it is trained. As long as the base is frozen, the logits for text without meta-tokens stay
-    exactly what they were. Meta-tokens and unused rows of the vocabulary are never predicted.
+    exactly what they were. Meta-tokens, and the rows that pad the larger vocabulary, are never predicted.
 
     The meta-token must be trained before it is of use: a base has never seen one, and predicts text among untrained
     meta-tokens worse. With a tokenizer, its embedding starts at the mean of the embeddings of a space, a newline and a
@@ -61,8 +61,9 @@ def add_meta_attention(
     count = model.config.get_text_config().num_hidden_layers
     layers = check_layers(range(count) if layers is None else layers, count)
     sites, site_has_residual = find_sites(model, layers)
+    width = model.get_input_embeddings().weight.shape[1]
     settings = MetaSettings.checked(
-        hidden_size=model.get_input_embeddings().weight.shape[1],
+        hidden_size=getattr(model.config.get_text_config(), "hidden_size", width),  # OPT-350m's table is narrower
         num_attention_heads=heads,
         head_size=head_size,
         layers=layers,

@@ -23,7 +23,7 @@ def draw_drill(data: TaskData, index: int, train_length: int, sizes: Sizes) -> E
         UserError: if no prompt is so short.
     """
     encoder, generator = data.encoder, data.generator(index, f"drill train {train_length}")
-    question, marker = encoder.encode_text(f"\n{QUESTION}"), encoder.meta_token_id
+    question, marker = encoder.encode_text(f"\n{QUESTION}", True), encoder.meta_token_id
     most = train_length - len(encoder.beginning) - len(question) - 3  # markers
     for _ in range(ATTEMPTS):
         m, n, _ = sizes.draw(generator)

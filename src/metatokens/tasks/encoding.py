@@ -7,6 +7,7 @@ from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.landmarks import Landmarks
+from metatokens.data.prompts import join_segments
 from metatokens.data.tokenizer import beginning_of, encode_text, meta_token_id
 
 # GPT-2's byte-level pre-tokenizer cuts ASCII text into these words, and byte-pair merges never cross its cuts.
@@ -33,10 +34,10 @@ class SegmentEncoder:
         self.meta_token_id: int = meta_token_id(tokenizer)
         self.eos_token_id: int = tokenizer.eos_token_id
 
-    def encode_text(self, text: str) -> list[int]:
-        """The ids of one text; what looks like a special token is text."""
+    def encode_text(self, text: str, continues: bool) -> list[int]:
+        """The ids of one text, which may continue another; what looks like a special token is text."""
         if not (self._words_are_independent and text.isascii()):
-            return encode_text(self._tokenizer, [text])[0]
+            return encode_text(self._tokenizer, [text], continues=continues)[0]
         words = _ASCII_WORDS.findall(text)
         known = self._word_ids
         if new := list(set(words).difference(known)):
@@ -45,10 +46,7 @@ class SegmentEncoder:
 
     def encode_prompt(self, segments: Sequence[str]) -> list[int]:
         """The ids of the segments with a meta-token at each join, after those that the tokenizer puts before a text."""
-        ids = [*self.beginning, *self.encode_text(segments[0])]
-        for segment in segments[1:]:
-            ids.append(self.meta_token_id)
-            ids += self.encode_text(segment)
+        ids = [*self.beginning, *join_segments(segments, self.encode_text, self.meta_token_id)]
         return ids if self._landmarks is None else self._landmarks.insert_into(ids)
 
 

@@ -4,6 +4,7 @@ A prompt is a sequence of text segments with one meta-token at each join. Its te
 offsets of these markers are stored with the text, so that a literal `_PAUSE_` stays text.
 """
 
+import codecs
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def encode_example(encoder: SegmentEncoder, segments: Sequence[str], completion:
         prompt=MARKER.join(segments),
         markers=tuple(end - len(MARKER) for end in ends),
         completion=completion,
-        input_ids=(*prompt_ids, *encoder.encode_text(completion), encoder.eos_token_id),
+        input_ids=(*prompt_ids, *encoder.encode_text(completion, True), encoder.eos_token_id),
         answer_start=len(prompt_ids),
         n_tokens=len(prompt_ids),
         **fields,
@@ -91,7 +92,7 @@ def read_examples(
             does not fit the tokenizer, or puts in nothing.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
         raise UserError(f"cannot read the records in {path}: {error.strerror}.") from error
     encoder = SegmentEncoder(tokenizer, landmarks)

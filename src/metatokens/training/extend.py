@@ -53,7 +53,9 @@ def extend(
         "original_length": original_length,
         "init_sha256": weights_sha256(model_folder),
     }
-    return train_on_blocks(model, recipe, store, out, run=run, overwrite=overwrite, progress=progress)
+    return train_on_blocks(
+        model, recipe, store, out, run=run, init=model_folder, overwrite=overwrite, progress=progress
+    )
 
 
 def apply_yarn(model: MetaGPT2ForCausalLM, factor: float, original_length: int) -> None:

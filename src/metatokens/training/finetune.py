@@ -1,6 +1,6 @@
 """Fine-tuning on a task or on a user's own records, in phases of growing train length (paper, section 4.2)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -41,6 +41,7 @@ def finetune(
     data: Path | None = None,
     documents: Sequence[str] = (),
     examples: Path | None = None,
+    inputs: Iterable[Path | None] = (),
     overwrite: bool = False,
     progress: Progress = unwatched,
     probe: Probing | None = None,
@@ -55,6 +56,7 @@ def finetune(
         data: a JSON-lines file of the user's own records, which are trained on in one phase, `out/data`.
         documents: corpus texts, from which the task `copying` copies.
         examples: the folder of the task's encoded train examples, which several runs may share; by default in `out`.
+        inputs: further files that are read, such as held-out records, which `overwrite` must not remove.
         overwrite: replace another run in `out`.
         progress: called with the steps done, the steps in all and the latest figures.
         probe: returns the measurement that is repeated during a phase.
@@ -94,7 +96,7 @@ def finetune(
     pad, meta = tokenizer.eos_token_id, model.config.meta_token_id
     collator = Collator(pad_token_id=pad, meta_token_id=meta, loss_on=recipe.task.loss_on, alone=alone)
     before, trained, total = 0, False, sum(phase.settings.max_steps for phase in source.phases)
-    with open_run(out, run, overwrite=overwrite):
+    with open_run(out, run, overwrite=overwrite, inputs=[model_folder, data, *inputs]):
         for phase in source.phases:
             folder, own, report = out / phase.name, phase.settings, partial(_report_phase, progress, before, total)
             before += own.max_steps

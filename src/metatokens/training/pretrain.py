@@ -69,7 +69,7 @@ def pretrain(
         model = load_model(init, recipe.model.second_attention)
         recipe = recipe.model_copy(update={"model": model_settings(model.config)})
     run = {"verb": "pretrain", "init_sha256": None if init is None else weights_sha256(init)}
-    return train_on_blocks(model, recipe, store, out, run=run, overwrite=overwrite, progress=progress)
+    return train_on_blocks(model, recipe, store, out, run=run, init=init, overwrite=overwrite, progress=progress)
 
 
 def open_store(recipe: PretrainRecipe) -> TokenStore:
@@ -86,6 +86,7 @@ def train_on_blocks(
     out: Path,
     *,
     run: dict[str, Any],
+    init: Path | None,
     overwrite: bool,
     progress: Progress,
 ) -> bool:
@@ -107,7 +108,7 @@ def train_on_blocks(
         "tokens_sha256": store.manifest.splits["train"].sha256,
     }
     dataset, probe = _blocks(recipe, store), _probe(recipe, store)
-    with open_run(out, run, overwrite=overwrite) as is_finished:
+    with open_run(out, run, overwrite=overwrite, inputs=[store.path, init]) as is_finished:
         if not is_finished:
             try:
                 train(

@@ -3,7 +3,7 @@
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ PATIENCE = 300  # seconds; if the first process fails, torchrun ends the others 
 
 
 @contextmanager
-def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) -> Iterator[bool]:
+def open_run(
+    out: Path, settings: dict[str, Any], *, overwrite: bool = False, inputs: Iterable[Path | None] = ()
+) -> Iterator[bool]:
     """Make `out` the folder of a run with these settings, and lock it against other processes.
 
     The operating system holds the lock, so it is free once its owner is dead. If several processes train one model, the
@@ -28,13 +30,17 @@ def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) ->
         out: a new or empty folder, or one of a run with the same settings, which is resumed.
         settings: everything that determines the result; compared with `settings.json`, or written to it.
         overwrite: replace what is there.
+        inputs: what the run reads; `overwrite` would remove those in `out`.
 
     Yields:
         Whether the run is finished already.
 
     Raises:
-        UserError: if the folder holds something else, a run with other settings, or a lock, or cannot be used.
+        UserError: if the folder holds something else, a run with other settings, or a lock, or cannot be used; or if
+            `overwrite` would remove an input.
     """
+    if overwrite and (own := [path for path in filter(None, inputs) if path.resolve().is_relative_to(out.resolve())]):
+        raise UserError(f"--overwrite would remove {own[0]}, which this run reads; give another folder than {out}.")
     if overwrite and process_count() > 1:
         raise UserError(
             f"several processes cannot replace a run together: remove {out} if it is there, and leave --overwrite out."
@@ -59,10 +65,10 @@ def open_run(out: Path, settings: dict[str, Any], *, overwrite: bool = False) ->
 def _check(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
     names = {path.name for path in out.iterdir()}  # read once, since the first process may be writing the settings
     if SETTINGS in names:
+        before = json.loads((out / SETTINGS).read_text(encoding="utf-8"))
+        if not (isinstance(before, dict) and before.keys() & {*settings, "recipe", "preset"}):
+            raise UserError(f"{out} cannot be used as a run folder: its {SETTINGS} holds no settings of a run.")
         if not overwrite:
-            before = json.loads((out / SETTINGS).read_text(encoding="utf-8"))
-            if not isinstance(before, dict):
-                raise UserError(f"{out} cannot be used as a run folder: its {SETTINGS} holds no settings.")
             _compare(out, before, settings)
     elif names - {SETTINGS + PARTIAL, LOCK}:
         raise UserError(f"{out} is not empty and holds no run; give a new folder.")
