@@ -179,7 +179,7 @@ MISTAKES = {
     "generate --model model --marker _PAUSE_ --data records.jsonl": "--marker goes with a prompt",
     "generate --model model --marker _PAUSE_ the": "the marker '_PAUSE_' is not in the prompt",
     "generate --model model --marker '' the": "the marker is empty",
-    "finetune --out run --model run --data long.jsonl --overwrite": "--overwrite would remove run, which this run reads",
+    f"{PRETRAIN} --out tokens --overwrite": "--overwrite would remove tokens, which this run reads",
     "generate --model model caf\udce9": "a text has a lone surrogate",
     "generate --model model the --temperature inf": "Invalid value for '--temperature'",
     f"generate --model model the --seed {2**63}": "Invalid value for '--seed'",
