@@ -59,7 +59,7 @@ class LongContextData:
         start = int(len(sentences) * TRAIN_SHARE)
         self._sentences: dict[Split, list[str]] = {"train": sentences[:start], "test": sentences[start:]}
         self._sizes = {
-            split: [len(self._encoder.encode_text(f" {one}")) + 1 for one in own]
+            split: [len(self._encoder.encode_text(f" {one}", True)) + 1 for one in own]
             for split, own in self._sentences.items()
         }
 
@@ -72,7 +72,7 @@ class LongContextData:
         generator = np.random.default_rng([self._seed, index, stable_hash(f"{self._task} {split} {length}")])
         hidden, question, answer = {"needle": _needles, "variable_tracking": _chains}[self._task](generator)
         asked = f"\nQ: {question}"
-        room = length - sum(len(self._encoder.encode_text(f" {one}")) + 1 for one in [*hidden, asked])
+        room = length - sum(len(self._encoder.encode_text(f" {one}", True)) + 1 for one in [*hidden, asked])
         sentences, sizes = self._sentences[split], self._sizes[split]
         if room < 0 or sum(sizes) < room:
             raise UserError(

@@ -22,7 +22,7 @@ from metatokens.cli.options import CORPUS, SEVERAL, Condition, Out, fetched, par
 from metatokens.cli.output import say
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
-from metatokens.evaluation.accuracy import TEST_SEED, test_examples
+from metatokens.evaluation.accuracy import TEST_SEED, draw_test_examples
 from metatokens.files import write_whole
 from metatokens.records import MARKER
 from metatokens.tasks import TASKS
@@ -122,7 +122,7 @@ def write_harness_tasks(
                 records[f"{task}_train"] = [source.example(index, lengths[0], "train") for index in range(train)]
         else:
             for length in lengths:
-                drawn[f"{GROUP}_{task}_{condition}_{length}"] = test_examples(
+                drawn[f"{GROUP}_{task}_{condition}_{length}"] = draw_test_examples(
                     task, length, n, tokenizer, condition=condition, documents=documents
                 )
     for name, examples in drawn.items():

@@ -17,7 +17,7 @@ from examples.lm_eval.tasks import app, write_harness_tasks
 from metatokens.data.prompts import encode_prompt
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
-from metatokens.evaluation.accuracy import test_examples as drawn_examples
+from metatokens.evaluation.accuracy import draw_test_examples as drawn_examples
 from metatokens.tasks.curriculum import task_texts
 from metatokens.tasks.example import read_examples
 
