@@ -126,6 +126,15 @@ def test_blocks_with_a_state_forget_tokens_that_were_guessed_wrong() -> None:
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
     expected = model.generate(ids, use_cache=False, **options)
     assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), expected)
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        cache.activate_past_recording()
+        model(ids, past_key_values=cache)  # one pass alone
+    before = [layer.second.slots.tolist() for layer in cache.layers]
+    cache.crop(-7)
+    for layer, slots in zip(cache.layers, before, strict=True):
+        assert layer.second.slots.tolist() == [[slot for slot in row if slot < ids.shape[1] - 7] for row in slots]
+        assert 0 < layer.second.slots.shape[1] < len(slots[0])
 
 
 KEPT = [0, 1, 3, 7, 11, 12, 13]  # the first two tokens, the meta-tokens (every fourth), and a window

@@ -111,7 +111,7 @@ def observe(model: PreTrainedModel, ids: Tensor, modules: Iterable[str] = ()) ->
         modules: names of submodules, as in `model.named_modules()`, whose outputs are kept.
 
     Returns:
-        What each block and attention was given and computed, for the (length,) positions.
+        The inputs and outputs of each block and each attention, at the (length,) positions.
 
     Raises:
         UserError: if the attention of the model cannot be read.

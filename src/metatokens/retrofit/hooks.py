@@ -215,9 +215,6 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, A
     mask, positions = given.get("attention_mask"), _row_positions(is_meta, given)
     thread.is_running, thread.context, least, length = True, None, least_rows(decoder), is_meta.shape[1]
     cached = 0 if past is None else int(past.get_seq_length())
-    for layer in () if past is None else past.layers:
-        if isinstance(layer, SecondStore):
-            layer.tokens_read = cached + length
     _check_positions(decoder.config, cached + length, mask, positions)
     sequences = _packed(is_meta, past, given)
     if _has_states(decoder) and sequences is not None and not {"cu_seq_lens_q", "seq_idx"} <= given.keys():
@@ -301,6 +298,12 @@ def _full_mask(decoder: Any, mask: Any, past: Cache | None) -> Tensor | None:
 
 def end_pass(decoder: nn.Module, args: tuple, output: Any) -> None:
     """Forward hook of the decoder: the pass is over."""
+    if not torch.compiler.is_compiling():
+        values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+        for cache in (one for one in values if isinstance(one, Cache)):
+            for layer in cache.layers:
+                if isinstance(layer, SecondStore) and not hasattr(layer, "get_seq_length"):
+                    layer.tokens_read = int(cache.get_seq_length())
     state = current()
     state.context = state.sequences = state.masks = None
     state.is_running = False
