@@ -64,13 +64,15 @@ class Arm:
     seed: int = 0
     rule: str = ""  # of landmarks, unless it is that of LANDMARKS
     teacher: bool = False  # the loss is the divergence from the base
+    prose: bool = False  # trained on prose alone
     full: tuple[int, ...] = ()  # the blocks that keep all text
     batch: int = BATCH  # texts of a step
 
     @property
     def recipe(self) -> str:
         """The arm, except for its seed."""
-        kind = [self.name, f"1-{self.share}", self.rule, "teacher" * self.teacher, "untrained" * (not self.steps)]
+        kind = [self.name, f"1-{self.share}", self.rule, "teacher" * self.teacher, "prose" * self.prose]
+        kind += ["untrained" * (not self.steps)]
         kind += ["-".join(["full", *map(str, self.full)]) if self.full else "", "brief" * (self.batch != BATCH)]
         return "-".join(filter(None, kind))
 
@@ -96,6 +98,8 @@ def plan(steps: int) -> Iterator[Arm]:
         yield from (Arm("window", full=full, **brief) for full in (RETRIEVE, (), OTHER))
         yield Arm("tokens", rule="sentence", full=RETRIEVE, **brief)
         yield Arm("full", **brief | {"share": 1})
+    for teacher in (True, False):
+        yield Arm("window", 8, **BRIEF, full=RETRIEVE, teacher=teacher, prose=True)
     for share in (4, 16):
         yield from (Arm(name, share, steps) for name in ("tokens", "meta", "window", "separators"))
 
@@ -203,7 +207,8 @@ class Run:
             keep_adapter=True,
         )
         sizes = {"steps": arm.steps, "batch": arm.batch, "length": options.length, "beyond": options.beyond}
-        data, collator = Mixture(self.texts, self.put, **sizes, seed=arm.seed), DataCollatorForTokenClassification
+        sizes |= {"seed": arm.seed, "prose": arm.prose}
+        data, collator = Mixture(self.texts, self.put, **sizes), DataCollatorForTokenClassification
         set_seed(arm.seed)
         with progress_bar(arm.recipe) as progress:
             how = {"collator": collator(self.tokenizer), "progress": progress}

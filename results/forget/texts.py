@@ -86,7 +86,7 @@ class Mixture:
     """What is trained on: of eight batches four are prose, three are facts and one is a task.
 
     Before that, in the first half of the steps, seven of eight are facts and one is prose: one fact in an eighth of the
-    length at first, then two in a quarter, four in a half and eight in all of it.
+    length at first, then two in a quarter, four in a half and eight in all of it. Or all are prose.
     """
 
     texts: Texts
@@ -96,6 +96,7 @@ class Mixture:
     length: int  # tokens of a text
     beyond: int  # as in `Texts.asked`
     seed: int
+    prose: bool = False  # all batches are
 
     def __len__(self) -> int:
         return self.steps * self.batch
@@ -103,7 +104,7 @@ class Mixture:
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         generator, step = np.random.default_rng([self.seed, index]), index // self.batch
         is_early = 2 * step < self.steps
-        if step % (8 if is_early else 2) == 0:
+        if self.prose or step % (8 if is_early else 2) == 0:
             ids = self.put(self.texts.prose(generator, self.length))
             return _item(ids, range(1, len(ids)))
         if step % 8 == 7 and not is_early:
