@@ -160,8 +160,7 @@ def _shown(done: int, figures: "Figures") -> str:
 def progress_bar(verb: str) -> "Iterator[Progress]":
     """Show progress and the latest figures on standard error.
 
-    A terminal gets a bar. Elsewhere a line is printed at the first loss, every half minute, and at the end. Of
-    processes that train one model together, only the first shows anything.
+    A terminal gets a bar. Elsewhere a line is printed at the first loss, every half minute, and at the end. If several processes train one model, only the first shows anything.
     """
     from rich.console import Console, RenderableType
     from rich.progress import (

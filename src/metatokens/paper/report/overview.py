@@ -156,7 +156,7 @@ def evidence(one: Judged) -> Table:
 def _part_name(one: Judged, part: Part) -> str:
     fields = {key: value for key, value in part.fields.items() if value not in ("", "rope")}
     words = [name(value) if key == "task" else str(value) for key, value in fields.items()]
-    against = f"against {_side(part.against)}" if len(one.claim.b) > 1 else ""
+    against = f"against {_side(part.against, one.claim.metric)}" if len(one.claim.b) > 1 else ""
     return ", ".join(filter(None, [*words, against])) or "all"
 
 
@@ -185,13 +185,14 @@ def _setting(setting: Setting, part: Part) -> str:
     return " ".join(filter(None, [" \u2192 ".join(ends), *(f"{key} {plain(value)}" for key, value in own.items())]))
 
 
-def _side(side: Side | Mapping[str, Any]) -> str:
+def _side(side: Side | Mapping[str, Any], metric: str) -> str:
+    """One side of a comparison; its metric, where that is not the claim's."""
     if not isinstance(side, Mapping):
         return "guessing" if side == "chance" else f"{side:g}"
     words = [
         f"{key.replace('_', ' ')} {value}" if key != "model" else str(value)
         for key, value in side.items()
-        if key != "metric" and value not in (None, "")
+        if value not in (None, "", metric)
     ]
     return " with ".join([words[0], ", ".join(words[1:])]) if len(words) > 1 else "".join(words) or "the plain run"
 
@@ -201,7 +202,8 @@ def command(one: Judged, preset: str | None) -> str:
     if one.claim.section == "speed":
         return "python -m benchmarks.speed decode"
     only = f" --only {_ONLY[one.claim.section]}" if preset in GRIDS and one.claim.section in _ONLY else ""
-    return f"metatokens reproduce --preset {preset}{only} --out DIR" if preset in PRESETS else ""
+    texts = " --corpus TEXT --book BOOK" if preset == "small" else ""  # its own corpus is for trying it out
+    return f"metatokens reproduce --preset {preset}{only}{texts} --out DIR" if preset in PRESETS else ""
 
 
 def numbered(one: Judged) -> str:
@@ -223,11 +225,11 @@ def about(one: Judged) -> str:
     )
     rank = "A main claim" if claim.primary else "An exploratory claim"
     source = f"the paper's ({claim.source})" if claim.number is not None else f"ours ({claim.source})"
-    less = f", each less its figure with {_side(claim.less)}" if claim.less else ""
-    against = listed([_side(b) for b in claim.b], "or")
+    less = f", each minus its figure with {_side(claim.less, claim.metric)}" if claim.less else ""
+    against = listed([_side(b, claim.metric) for b in claim.b], "or")
     where = "in each task alone" if claim.universal else "in the mean of tasks"
     return (
-        f"{rank}, {source}. Compared, {where}: {_side(claim.a)} less {against}{less}, by "
+        f"{rank}, {source}. Compared, {where}: {_side(claim.a, claim.metric)} minus {against}{less}, by "
         f"{claim.metric.replace('_', ' ')}. "
         f"Supported above {above}, contradicted below {below}."
     )

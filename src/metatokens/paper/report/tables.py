@@ -38,9 +38,9 @@ PLACES = {"last meta-token": ("meta", ""), "no position": ("meta", "no_pos"), "t
 SPLITS = {"held_out": "held out", "fit": "as the paper, on the 50 fitted"}
 STEPS = Form("Training steps", is_log=True)
 PERPLEXITY = Form("Perplexity", digits=1, counted="text tokens", chance="token frequencies alone")
-COSINE = Form("Cosine, centred", digits=3)
-NATS = Form("Change, in nats", digits=3)
-SHARE = Form("Share, in %", 100.0, 1)
+COSINE = Form("Cosine, centred", digits=3, counted="values")
+NATS = Form("Change, in nats", digits=3, counted="values")
+SHARE = Form("Share, in %", 100.0, 1, counted="values")
 DISTORTION = Form("Distortion, in nats", digits=3, counted="fits")
 
 
@@ -207,7 +207,7 @@ class Tables:
         kinds = _distinct(found, ["task", "condition", "model"])
         rows = {f"{name(one['task'])}, {one['condition']}: {one['model']}": {**about, **one} for one in kinds}
         columns = {number(row["length"]): row for row in _distinct(found, ["length"])}
-        return tabulate(self.inputs, "", "shortcut", rows, columns, form=SHARE)
+        return tabulate(self.inputs, "", "shortcut", rows, columns, form=Form("Exactly right, in %", 100.0, 1))
 
     def sharpness(self) -> Table:
         """Figure 2, left and middle: what the meta-tokens' embeddings change."""
