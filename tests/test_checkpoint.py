@@ -139,8 +139,8 @@ def test_shards_are_one_model(sharded: Path) -> None:
 
 
 def test_shards_are_fetched(monkeypatch: pytest.MonkeyPatch, sharded: Path) -> None:
-    def fetched(name: str, allow_patterns: list[str]) -> str:
-        taken = set(filter_repo_objects([path.name for path in sharded.iterdir()], allow_patterns=allow_patterns))
+    def fetched(name: str, **patterns: list[str]) -> str:
+        taken = set(filter_repo_objects([path.name for path in sharded.iterdir()], **patterns))
         assert taken == {path.name for path in sharded.iterdir()} - {"pytorch_model.bin"}
         return str(sharded)
 

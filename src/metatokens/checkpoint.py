@@ -185,10 +185,10 @@ def fetch_model(spec: Path) -> Path:
         return EXAMPLE
     if prefix != "hf":
         return spec
-    tokenizer = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
-    patterns = [*tokenizer, WEIGHTS, "model-*-of-*.safetensors", REMOTE_CODE_FILE]  # the last is never run
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+    texts = ["*.json", "*.jsonl", "*.txt", "*.jinja", "tokenizer.model", REMOTE_CODE_FILE]  # the last is never run
+    weights = [WEIGHTS, "model-*-of-*.safetensors", DELTA_WEIGHTS, ADAPTER_WEIGHTS]
+    try:  # a manifest lists all files of a folder, so all that this package writes must come
+        return Path(snapshot_download(name, allow_patterns=texts + weights, ignore_patterns="checkpoint*/*"))
     except (OSError, ValueError) as error:
         raise UserError(f"the Hugging Face Hub gave no model {name!r}: {one_line(error)}.") from error
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from peft import PeftModel
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -203,6 +204,28 @@ def test_an_adapter_of_a_model_of_the_hub_keeps_its_name(
     named = json.loads(Path("second/64/adapter_config.json").read_text())["base_model_name_or_path"]
     assert named == "someone/model"
     run(f"{GENERATE} second/64")
+
+
+@pytest.mark.filterwarnings(*PEFTS_OWN)
+def test_folders_of_runs_come_whole_from_the_hub(base: Path, run: Succeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(f"{RETROFIT} --delta")
+    run(f"{TUNE} --model model --out tuned")
+    run(f"{TUNE} --model model --out kept --lora rank=2 --keep-adapter --set training.text_window=8")
+    for name in ("base", "model"):  # which the folders name
+        shutil.copytree(name, Path("cache", name))
+
+    def fetched(name: str, **patterns: list[str]) -> str:
+        files = [path.relative_to(name).as_posix() for path in Path(name).rglob("*") if path.is_file()]
+        for file in filter_repo_objects(files, **patterns):
+            Path("cache", name, file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(name, file), Path("cache", name, file))
+        return f"cache/{name}"
+
+    monkeypatch.setattr("metatokens.checkpoint.snapshot_download", fetched)
+    for name in ("tuned/64", "kept/64"):
+        assert run(f"{GENERATE} hf:{name}") == run(f"{GENERATE} {name}")
+        assert Path(name, "checkpoints").is_dir()
+        assert not Path("cache", name, "checkpoints").exists()
 
 
 def test_the_type_of_what_retrofit_writes_is_chosen(base: Path, run: Succeed) -> None:
