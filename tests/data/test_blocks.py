@@ -150,6 +150,7 @@ def test_a_worker_receives_a_path_and_needs_no_torch(placement, most, store, tmp
     [
         ({"block_size": 1}, "block size is 1"),
         ({"fraction": 0.6}, r"0\.6"),
+        ({"block_size": 9}, r"a block of 9 with a fraction 0\.1 of meta-tokens has none of them"),
         ({"fraction": -0.1, "placement": "none"}, r"-0\.1"),
         ({"placement": "often"}, "often"),
         ({"placement": "every:0"}, "every:0"),

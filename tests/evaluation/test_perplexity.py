@@ -16,7 +16,8 @@ from metatokens.data.insertion import insert_meta_tokens
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.store import TokenStore
 from metatokens.decoder import logits_at
-from metatokens.evaluation.perplexity import held_out_text, perplexity, unigram_entropy
+from metatokens.errors import UserError
+from metatokens.evaluation.perplexity import held_out_text, perplexity
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.records import About, Result
 
@@ -83,7 +84,6 @@ def test_perplexity_and_its_interval(
     assert result.high == pytest.approx(math.exp(losses.mean() + 1.96 * error), rel=1e-5)
     counts = Counter(text[: 29 * 20].tolist())
     entropy = -sum(count / 580 * math.log(count / 580) for count in counts.values())
-    assert unigram_entropy(text[: 29 * 20]) == pytest.approx(entropy)
     assert result.chance == pytest.approx(math.exp(entropy))
     assert (result.condition, result.length, result.metric) == (placement, 32, "perplexity")
     assert (result.model, result.seed, result.recipe, result.position_embedding) == ("meta", 3, "demo", "rope")
@@ -141,6 +141,18 @@ def test_held_out_text_of_a_store_and_a_whole_corpus(small_store: TokenStore, tm
 
 
 # --- what cannot be measured
+
+
+def test_a_placement_that_inserts_nothing_is_refused(
+    model: MetaGPT2ForCausalLM, small_store: TokenStore, text: np.ndarray
+) -> None:
+    never = Landmarks(small_store.tokenizer, "every:9999")
+    short = {"block_size": 9, "placement": "uniform"}
+    for settings in (short, {"landmarks": never}, {"landmarks": never, "fraction": 0}):
+        with pytest.raises(UserError, match="(uniform|every:9999) inserts no meta-token into blocks of"):
+            measured(model, text, **{"placement": "none", **settings})
+    without = measured(model, text, "none", block_size=9)
+    assert measured(model, text, **short | {"fraction": 0}).value == without.value
 
 
 def test_logits_are_never_all_there_at_once(

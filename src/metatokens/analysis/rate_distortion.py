@@ -22,6 +22,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from scipy.stats import entropy
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, softplus
 from torch.nn.utils.rnn import pad_sequence
@@ -31,7 +32,6 @@ from metatokens.analysis.observation import PromptIds
 from metatokens.analysis.samples import summary
 from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
-from metatokens.evaluation.perplexity import unigram_entropy
 from metatokens.model.interventions import Intervention, intervene
 from metatokens.records import About, Measurement, Part
 from metatokens.tasks.example import Example
@@ -197,7 +197,7 @@ def rate_distortion(
             **common,
             metric="answer_entropy",
             split=split,
-            value=unigram_entropy(answers[part].numpy()),
+            value=float(entropy(answers[part].bincount())),
             n=len(answers[part]),
         )
         for split, part in parts.items()

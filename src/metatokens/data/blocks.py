@@ -45,7 +45,8 @@ class BlockDataset:
         A rule reads the whole split once, about eight million tokens a second, and does not use `fraction`.
 
         Raises:
-            UserError: if the split is shorter than a block or has no landmark, or a setting is out of its range.
+            UserError: if the split is shorter than a block or has no landmark, a block has no room for a meta-token, or
+                a setting is out of its range.
         """
         if block_size < 2:
             raise UserError(f"the block size is {block_size}, but must be 2 or more.")
@@ -53,6 +54,8 @@ class BlockDataset:
         if placement in PLACEMENTS:
             count = meta_token_count(block_size, fraction, placement)
             what = f"{block_size} ({block_size - count} of text, {count} meta-tokens)"
+            if fraction and placement != "none" and not count:
+                raise UserError(f"a block of {block_size} with a fraction {fraction} of meta-tokens has none of them.")
         else:
             count, what = 0, f"{block_size}, landmarks included"
             self._tokens = _TextWithLandmarks(self._tokens, Landmarks(store.tokenizer, placement))

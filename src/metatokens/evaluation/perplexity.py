@@ -5,11 +5,13 @@ nothing precedes it. Meta-tokens are context, never targets.
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import entropy
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,60 +28,22 @@ from metatokens.model.positions import check_length
 from metatokens.records import About, Result
 
 
-def block_of(
-    blocks: np.ndarray,
-    row: int,
-    meta_token_id: Any,
-    block_size: int,
-    fraction: float,
-    placement: str,
-    behind: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of a block with its meta-tokens, and their labels; the arguments are those of `block_losses`."""
-    if behind is not None:
-        ids = np.insert(blocks[row], np.flatnonzero(behind[row]) + 1, meta_token_id).astype(np.int64)
-        return ids, labels_of(ids, meta_token_id)
-    if placement == "none":
-        return (blocks[row].astype(np.int64),) * 2
-    return insert_meta_tokens(
-        blocks[row],
-        meta_token_id=meta_token_id,
-        block_size=block_size,
-        fraction=fraction,
-        placement=placement,
-        generator=np.random.default_rng(row),
-    )
-
-
 @torch.inference_mode()
 def block_losses(
-    model: PreTrainedModel,
-    blocks: np.ndarray,
-    *,
-    block_size: int,
-    fraction: float,
-    placement: str,
-    behind: np.ndarray | None,
-    batch: int,
+    model: PreTrainedModel, block_of: Callable[[int], tuple[np.ndarray, np.ndarray]], count: int, batch: int
 ) -> np.ndarray:
     """The summed negative log-likelihood (nats) of each block's text tokens except the first, (blocks,) float64.
 
     Args:
         model: any model; it is put into evaluation mode.
-        blocks: text ids, (blocks, text tokens per block).
-        block_size: positions of a block including meta-tokens, n.
-        fraction: share of the positions that are meta-tokens, k.
-        placement: `uniform` or `periodic`; `none` reads the same text without meta-tokens.
-        behind: in place of a placement, a bool for each text id: whether a meta-token follows it.
+        block_of: the ids of the block of a number, with its meta-tokens, and their labels; each (positions,) int64.
+        count: blocks.
         batch: blocks per forward pass.
     """
     model.eval()
     losses: list[float] = []
-    for start in range(0, len(blocks), batch):
-        rows = range(start, min(start + batch, len(blocks)))
-        pairs = [
-            block_of(blocks, row, model.config.meta_token_id, block_size, fraction, placement, behind) for row in rows
-        ]
+    for start in range(0, count, batch):
+        pairs = map(block_of, range(start, min(start + batch, count)))
         ids, labels = (
             pad_sequence([*map(torch.from_numpy, part)], batch_first=True, padding_value=filled).to(model.device)
             for part, filled in zip(zip(*pairs, strict=True), (0, IGNORED_LABEL), strict=True)
@@ -122,10 +86,12 @@ def perplexity(
 
     Raises:
         UserError: if the text has fewer than two blocks, a block has nothing to predict, the model has no meta-token to
-            insert, or a block is longer than the model's learned positions.
+            insert, no meta-token is inserted though the fraction is above 0 or there is a rule, or a block is longer
+            than the model's learned positions.
     """
     condition = placement if landmarks is None else landmarks.rule
-    if condition != "none" and model.config.meta_token_id is None:
+    meta_token_id: Any = model.config.meta_token_id
+    if condition != "none" and meta_token_id is None:
         raise UserError(
             f"{about.model} has no meta_token_id, so no meta-tokens can be inserted: set the placement to none."
         )
@@ -140,32 +106,42 @@ def perplexity(
     if landmarks is not None:
         behind = landmarks(blocks.reshape(-1)).reshape(blocks.shape)
         longest = text_per_block + int(behind.sum(axis=1).max())
+    if longest == text_per_block and condition != "none" and (fraction or landmarks is not None):
+        raise UserError(f"{condition} inserts no meta-token into blocks of {block_size} tokens of this text.")
     check_length(model.config, longest)
-    how: Any = {"block_size": block_size, "fraction": fraction, "placement": placement, "behind": behind}
-    a_token = block_losses(model, blocks, **how, batch=batch)
+
+    def block_of(row: int) -> tuple[np.ndarray, np.ndarray]:
+        block = blocks[row].astype(np.int64)
+        if behind is not None:
+            ids = np.insert(block, np.flatnonzero(behind[row]) + 1, meta_token_id)
+            return ids, labels_of(ids, meta_token_id)
+        if placement == "none":  # also of a model without a meta-token
+            return block, block
+        return insert_meta_tokens(
+            block,
+            meta_token_id=meta_token_id,
+            block_size=block_size,
+            fraction=fraction,
+            placement=placement,
+            generator=np.random.default_rng(row),
+        )
+
+    a_token = block_losses(model, block_of, count, batch)
     a_token /= text_per_block - 1
     mean = a_token.mean()
     low, high = normal_interval(mean, a_token.std(ddof=1) / math.sqrt(count))
     position = model.config.position_embedding
-    read = (block_of(blocks, row, model.config.meta_token_id, **how)[0] for row in range(count))
     where = {"position_embedding": position, "condition": condition, "length": block_size}
     return Result(
-        **cache_kept(model, read),
+        **cache_kept(model, (block_of(row)[0] for row in range(count))),
         **about.present_fields(**where, metric="perplexity"),
         text=source,
         value=math.exp(mean),
         n=count * (text_per_block - 1),
         low=math.exp(low),
         high=math.exp(high),
-        chance=math.exp(unigram_entropy(blocks)),
+        chance=math.exp(entropy(np.bincount(blocks.reshape(-1)))),  # the lowest loss without context
     )
-
-
-def unigram_entropy(tokens: np.ndarray) -> float:
-    """Entropy (nats) of the tokens' frequencies, the lowest loss on them that is possible without context."""
-    counts = np.bincount(tokens.reshape(-1))
-    frequencies = counts[counts > 0] / counts.sum()
-    return float(-(frequencies * np.log(frequencies)).sum())
 
 
 def held_out_text(source: str, tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> np.ndarray:
