@@ -266,7 +266,7 @@ def test_the_model_is_as_it_was_afterwards(name: str, position_embedding: str) -
     with pytest.raises(IndexError), intervene(model, Intervention.parse(name)):
         model(torch.tensor([[META, 64]]))  # beyond the vocabulary
     assert torch.equal(model(ids).logits, plain)
-    assert not any(module._forward_hooks for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
 
 
@@ -319,6 +319,20 @@ def test_what_a_model_lacks_cannot_be_changed(name: str) -> None:
             intervene(shared_model(position_embedding="none"), Intervention.parse(name)),
         ):
             pass
+
+
+def test_other_inputs_than_ids_are_refused() -> None:
+    model, ids = shared_model(), torch.tensor([ROWS[0]])
+    others = {
+        "inputs_embeds": {"inputs_embeds": model.get_input_embeddings()(ids)},
+        "meta_token_mask": {"input_ids": ids, "meta_token_mask": ids == 7},
+    }
+    for name, inputs in others.items():
+        with (
+            pytest.raises(UserError, match=f"by their ids: give input_ids, and no {name}"),
+            intervene(model, NoEmbedding()),
+        ):
+            model(**inputs)
 
 
 def test_a_length_beyond_the_learned_table_is_still_refused() -> None:

@@ -176,20 +176,25 @@ def intervene(model: PreTrainedModel, intervention: Intervention | None, *, seed
     Keys that are cached meanwhile keep it. Contexts can be nested: the inner one changes what the outer one left.
 
     Args:
-        model: of this package, or for `no_embed` any other with a meta-token; left as it was.
+        model: of this package, or for `no_embed` any other with a meta-token; left as it was. It has to be called with
+            `input_ids`.
         intervention: what to do; None does nothing.
         seed: of the noise. The noise of position t is row t of `numpy.random.default_rng(seed).standard_normal((T,
             width))` in float32, for any T, so it depends neither on the batch nor on what is cached.
 
     Raises:
-        UserError: if the model lacks the positions or the meta-token that the intervention changes.
+        UserError: if the model lacks the positions or the meta-token that the intervention changes, or is called with
+            `inputs_embeds` or a `meta_token_mask`.
     """
     if intervention is None:
         yield
         return
     _check(intervention, model)
     hooks = _Hooks(intervention, model.config.meta_token_id, seed)
-    handles = [model.get_input_embeddings().register_forward_hook(hooks.on_embedding)]
+    handles = [
+        model.register_forward_pre_hook(_check_inputs, with_kwargs=True),
+        model.get_input_embeddings().register_forward_hook(hooks.on_embedding),
+    ]
     if intervention.has_positions and model.model.learned_positions is not None:
         handles.append(model.model.learned_positions.register_forward_hook(hooks.on_learned))
     if intervention.has_positions and model.model.rotary_emb is not None:
@@ -210,6 +215,12 @@ def _check(intervention: Intervention, model: PreTrainedModel) -> None:
         )
     if not intervention.is_everywhere and model.config.meta_token_id is None:
         raise UserError(f"{intervention} changes meta-tokens, and this model has no meta_token_id.")
+
+
+def _check_inputs(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+    for name in ("inputs_embeds", "meta_token_mask"):
+        if inputs.get(name) is not None:
+            raise UserError(f"an intervention finds meta-tokens by their ids: give input_ids, and no {name}.")
 
 
 class _Hooks:
