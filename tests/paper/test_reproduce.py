@@ -360,10 +360,10 @@ def test_result_lines_that_are_lost_are_noticed(reproduce: Reproduce, copied: Pa
 
 
 def test_one_tables_part(reproduce: Reproduce) -> None:
-    out = reproduce(table="perplexity")
+    out = reproduce(only="perplexity")
     models = {f"{kind}-{model}" for kind in ("pretrain", "perplexity") for model in ("gpt2", "meta")}
     assert set(records(out)) == {"tokenize"} | models
-    assert run.unfinished("tiny", out, table="perplexity") == []
+    assert run.unfinished("tiny", out, only="perplexity") == []
     assert {stage.name for stage in run.unfinished("tiny", out)} == set(STAGES) - set(records(out))
 
 

@@ -87,11 +87,13 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("local", {"partitions": "gpu"}, "submitit refuses these jobs: "),
     ],
 )
-def test_unsuitable_settings_of_jobs_are_refused(
-    executor: str, job: dict[str, str], sentence: str, reproduce: Callable[..., Path], jobs: Path
+def test_unsuitable_settings_of_jobs_are_refused_before_a_run_is_replaced(
+    executor: str, job: dict[str, str], sentence: str, reproduce: Callable[..., Path], copied: Path, jobs: Path
 ) -> None:
+    before = records(copied)
     with pytest.raises(UserError, match=sentence):
-        reproduce(executor=executor, job=job)
+        reproduce(executor=executor, job=job, overwrite=True)
+    assert records(copied) == before
     assert not list(jobs.glob("*"))
 
 

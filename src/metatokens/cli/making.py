@@ -53,7 +53,7 @@ def reproduce(
     from metatokens.paper.run import reproduce, unfinished
 
     if dry_run:
-        stages = unfinished(preset, out, table=only)
+        stages = unfinished(preset, out, only=only)
         for stage in stages:
             print(f"{stage.cost / 60:6.1f} min  {stage.name}")
         hours = sum(stage.cost for stage in stages) / 3600
@@ -64,7 +64,7 @@ def reproduce(
             out,
             corpus=corpus,
             book=book,
-            table=only,
+            only=only,
             executor=executor,
             workers=workers,
             job=job_settings(job or ()),

@@ -100,19 +100,19 @@ def stages(sizes: Preset) -> list[Stage]:
     return plan
 
 
-def select(plan: list[Stage], table: str | None) -> list[Stage]:
-    """The stages whose results a table shows, or those of a task, and the stages that they need; all for None."""
-    if table is None:
+def select(plan: list[Stage], only: str | None) -> list[Stage]:
+    """The stages whose results a table or a task shows, and the stages that they need; all for None."""
+    if only is None:
         return plan
     answered = {stage.name: {*stage.tables, *filter(None, [stage.subject.get("task")])} for stage in plan}
     known = sorted({name for names in answered.values() for name in names})
-    if table == "table3":
+    if only == "table3":
         raise UserError("no stage answers 'table3', which `python -m benchmarks.speed decode` measures.")
-    if table not in known:
-        raise UserError(f"no stage of this preset answers {table!r}; --only takes {', '.join(known) or 'nothing'}.")
+    if only not in known:
+        raise UserError(f"no stage of this preset answers {only!r}; --only takes {', '.join(known) or 'nothing'}.")
     needed: set[str] = set()
     for stage in reversed(plan):  # each stage follows those that it needs
-        if table in answered[stage.name] or stage.name in needed:
+        if only in answered[stage.name] or stage.name in needed:
             needed |= {stage.name, *stage.after}
     return [stage for stage in plan if stage.name in needed]
 

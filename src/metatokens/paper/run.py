@@ -29,7 +29,7 @@ def reproduce(
     *,
     corpus: str | None = None,
     book: str | None = None,
-    table: str | None = None,
+    only: str | None = None,
     executor: Executor = "processes",
     workers: int | None = None,
     job: Mapping[str, Any] | None = None,
@@ -45,16 +45,17 @@ def reproduce(
         out: the run's folder. A run of the same preset in it is resumed; another one is refused.
         corpus: a corpus spec in place of the preset's.
         book: a corpus spec in place of the preset's second text for perplexity.
-        table: carry out only the stages whose results this table of the paper shows, and those that they need.
+        only: carry out only the stages whose results this table or task shows, and those that they need.
         executor, workers, job: see `open_pool`.
         overwrite: replace another run in `out`.
         task_done: called whenever the last model was evaluated on a task and another task is left.
     """
     sizes = preset(name)
     sizes = replace(sizes, corpus=corpus or sizes.corpus, book=book or sizes.book)
-    plan = select(stages(sizes), table)
+    plan = select(stages(sizes), only)
     about = {"preset": name, "corpus": sizes.corpus, "book": sizes.book, "tokenizer": sizes.tokenizer}
-    with open_run(out, about, overwrite=overwrite):
+    pool = open_pool(Runner(out.resolve(), name, sizes), executor, workers, job or {})
+    with pool, open_run(out, about, overwrite=overwrite):  # a pool refuses its options before a run is replaced
         log = RunLog(out)
         log.check(plan)
         left = _unfinished(log, plan)
@@ -62,7 +63,6 @@ def reproduce(
             log.resume()
         created, began, is_first = now(), time.monotonic(), not log.entries
         if left or not (out / "run.json").exists():
-            pool = open_pool(Runner(out.resolve(), name, sizes), executor, workers, job or {})
             (out / "run.json").unlink(missing_ok=True)  # so that the next try writes it if this one does not
             try:
                 _carry_out(log, plan, left, pool, task_done)
@@ -74,9 +74,9 @@ def reproduce(
         log.pack()
 
 
-def unfinished(name: str, out: Path, *, table: str | None = None) -> list[Stage]:
+def unfinished(name: str, out: Path, *, only: str | None = None) -> list[Stage]:
     """The stages that `reproduce` would carry out."""
-    plan = select(stages(preset(name)), table)
+    plan = select(stages(preset(name)), only)
     log = RunLog(out)
     log.check(plan)
     left = _unfinished(log, plan)
@@ -106,7 +106,7 @@ def _carry_out(log: RunLog, plan: list[Stage], left: set[str], pool: Pool, task_
     ready: list[str] = []
     running: set[str] = set()
     asked = Counter(by_name[name].subject["task"] for name in left if by_name[name].kind == "evaluate")
-    with Display({stage.name: stage.cost for stage in plan}) as display, pool:
+    with Display({stage.name: stage.cost for stage in plan}) as display:
         while order.is_active():
             while names := order.get_ready():  # skipping a finished stage may make others ready
                 for name in names:
