@@ -311,6 +311,7 @@ def config_text(content: str) -> Callable[[Path], None]:
         (config(vocab_size=128), "the weights in .* cannot be read|do not fit"),
         (config(num_hidden_layers=3), "do not fit its configuration: see model.layers.2"),
         (config(num_hidden_layers=1), "do not fit its configuration: see model.layers.1"),
+        (config(model_type="gemma3"), "holds a gemma3 model, which takes more than text: load it by transformers"),
         (config(second_attention="none"), "do not fit its configuration: see .*second_attention"),
     ],
 )

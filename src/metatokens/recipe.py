@@ -255,6 +255,8 @@ class FinetuneRecipe(_Settings):
             )
         if task.question_sees and task.condition == "none":
             raise ValueError("task.question_sees landmarks leaves nothing to see in task.condition none")
+        if self.training.teacher and (task.question_sees or inside):
+            raise ValueError("training.teacher goes neither with task.question_sees nor with a stage's inside_loss")
         for setting in ("fsdp", "torch_compile"):
             if inside and getattr(self.training, setting):
                 raise ValueError(

@@ -47,6 +47,8 @@ def read_config(folder: Path, kinds: Set[str]) -> PreTrainedConfig:
             raise ValueError(f"{folder} holds a {kind} model, which is no decoder that metatokens supports")
         base = given.get("base_model_type") if kind == MODEL_TYPE else kind
         config = _of_known_fields(given, _CLASSES.get(base) or CONFIG_MAPPING[base], kind == MODEL_TYPE)
+        if config.get_text_config() is not config:  # its parts are configurations, whose fields nothing here bounds
+            raise ValueError(f"{folder} holds a {base} model, which takes more than text: load it by transformers")
         check_memory(config, has_masks=base == "gpt_neo")
     except (StrictDataclassError, *DAMAGED) as error:
         raise UserError(f"{path} is not a model configuration: {one_line(error)}.") from error

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import BloomConfig, BloomForCausalLM
 
 from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
@@ -97,7 +98,10 @@ def test_a_model_made_for_more_than_it_was_trained_on_is_extended_from_what_it_w
 def test_what_cannot_be_extended_leaves_no_folder(
     pretraining: Pretraining, small_model: Models, undisturbed: Path, tmp_path: Path
 ) -> None:
-    for model, message in ((small_model(position_embedding="learned"), "'learned'"), (undisturbed, "scaled already")):
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2))
+    bloom.save_pretrained(tmp_path / "bloom")
+    models = {small_model(position_embedding="learned"): "'learned'", tmp_path / "bloom": "'none'"}
+    for model, message in (models | {undisturbed: "scaled already"}).items():
         with pytest.raises(UserError, match=message):
             extend(model, tmp_path / "run", factor=FACTOR, recipe=pretraining())
     with pytest.raises(UserError, match=r"must name data\.tokens"):

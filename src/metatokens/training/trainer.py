@@ -32,6 +32,7 @@ from metatokens.decoder import cache_kept, kept_line
 from metatokens.errors import UserError
 from metatokens.files import library_writes
 from metatokens.machine import is_first_process, process_count
+from metatokens.model.configuration import UNSAVED
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import TrainerSettings, TrainingSettings
 from metatokens.retrofit.classes import MetaModel, freeze_base
@@ -251,8 +252,8 @@ def train(
         schedule_start: the step of the learning rate's schedule at which the training begins.
 
     Raises:
-        UserError: if a teacher has no frozen base, FSDP finds no weights of the base, or a checkpoint is damaged or has
-            more than tensors.
+        UserError: if a teacher has no frozen base, an adapter's base is not on the disk, FSDP finds no weights of the
+            base, or a checkpoint is damaged or has more than tensors.
     """
     if settings.text_window is not None:
         apply_text_window(model, settings.text_window, settings.text_sinks, settings.text_full_layers)
@@ -304,6 +305,8 @@ def _made_trainable(model: Any, settings: TrainingSettings) -> tuple[Any, Any]:
     """The model without its adapters, and what the Trainer gets: that model, or PEFT's wrapper with the adapters."""
     if settings.lora_rank and settings.fsdp:
         raise UserError("training.lora_rank does not go with training.fsdp; leave one of them out.")
+    if settings.keep_adapter and (getattr(model, "read_from", "") or model.name_or_path) in ("", UNSAVED):
+        raise UserError("training.keep_adapter needs a base that is on the disk as it is now: save the model first.")
     tuned = model
     if hasattr(model, "get_base_model"):  # the adapters of an earlier training, which are trained further
         model = model.get_base_model()
