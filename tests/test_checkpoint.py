@@ -65,7 +65,7 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
 def test_a_model_comes_back_as_it_was(fields: Fields, tmp_path: Path) -> None:
     model = shared_model(**fields)
     save_model(model, TOKENIZER, tmp_path)
-    loaded = load_model(tmp_path)
+    loaded = load_model(str(tmp_path))
     assert type(loaded) is MetaGPT2ForCausalLM
     assert not loaded.training
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight

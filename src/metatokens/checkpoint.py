@@ -232,7 +232,7 @@ def _models_below(folder: Path) -> str:
 
 
 def load_model(
-    folder: Path,
+    folder: str | Path,
     second_attention: SecondAttention | None = None,
     *,
     device: str | None = None,
@@ -259,6 +259,7 @@ def load_model(
             type of numbers.
     """
     check_placing(device, dtype)
+    folder = Path(folder)
     is_whole = (folder / WEIGHTS).is_file() or (folder / SHARDS).is_file()
     if not is_whole and (folder / ADAPTER).is_file():
         return _with_adapter(folder, device, dtype)

@@ -50,6 +50,19 @@ def test_loss_is_the_mean_cross_entropy_of_the_labels(batch: dict[str, Tensor], 
     assert_same(gradients(model), expected_gradients)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_labels_that_are_shifted_already(batch: dict[str, Tensor], training: bool) -> None:
+    model = tiny_model().train(training)
+    shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    expected = model(**batch).loss.item()
+    for given in (None, shifted):
+        assert model(**batch, shift_labels=given).loss.item() == pytest.approx(expected, abs=1e-6)
+    logits = model.eval()(batch["input_ids"], batch["attention_mask"]).logits
+    shifted = torch.full_like(shifted, -100).index_fill(1, torch.tensor(4), 7)
+    expected = -logits.log_softmax(dim=-1)[:, 4, 7].mean().item()
+    assert model.train(training)(**batch, shift_labels=shifted).loss.item() == pytest.approx(expected, abs=1e-6)
+
+
 def test_training_computes_logits_at_labels_only(batch: dict[str, Tensor]) -> None:
     model = tiny_model()
     in_full = model.eval()(**batch)

@@ -367,12 +367,13 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
             logits_to_keep: compute logits for this many last positions only (0: all), or for these indices.
             output_attentions: return the weights of both attentions; the eager attention function then computes them.
             **kwargs: `num_items_in_batch` divides the summed loss (Trainer counts all labels other than -100, so
-                meta-tokens among them are subtracted); output flags of transformers.
+                meta-tokens among them are subtracted); `shift_labels`, (batch, length), replace the shifted `labels`;
+                output flags of transformers.
 
         Returns:
-            Logits (batch, positions, vocabulary). In training mode with labels, only those that a label scores, as
-            (labels, vocabulary), since the head is the widest product of a small model; with `scored_positions`, the
-            logits at those positions, (batch, most, vocabulary).
+            Logits (batch, positions, vocabulary). In training mode with labels that are shifted here, only those that a
+            label scores, as (labels, vocabulary), since the head is the widest product of a small model; with
+            `scored_positions`, the logits at those positions, (batch, most, vocabulary).
 
         Raises:
             UserError: if the sequence is longer than a learned table of positions, or several are packed into a row
@@ -395,10 +396,10 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
         hidden, loss = outputs.last_hidden_state, None
         if labels is not None:
             labels, kwargs = without_meta_tokens(labels, self.config.meta_token_id, kwargs)
-        if labels is not None and self.training:
+        if labels is not None and self.training and kwargs.get("shift_labels") is None:
             scored, targets = scored_labels(labels, scored_positions)
             logits = linear(self.lm_head, hidden[scored])
-            loss = self.loss_function(logits, None, self.config.vocab_size, shift_labels=targets, **kwargs)
+            loss = self.loss_function(logits, None, self.config.vocab_size, **kwargs | {"shift_labels": targets})
         else:
             last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = linear(self.lm_head, hidden[:, last])
