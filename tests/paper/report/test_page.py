@@ -189,8 +189,10 @@ def test_the_html_is_the_markdown_in_a_frame(report: Path) -> None:
     assert "report.md" not in (report / "tables.html").read_text(encoding="utf-8")
 
 
-def test_what_is_no_report_is_kept(tmp_path: Path, lines: list[Path]) -> None:
-    (tmp_path / "tables.md").write_text("mine")
-    with undrawn(), pytest.raises(UserError, match=r"tables\.md is not a report"):
+@pytest.mark.parametrize("name", ["tables.md", "figures/forest.png"])
+def test_what_is_no_report_is_kept(name: str, tmp_path: Path, lines: list[Path]) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    with undrawn(), pytest.raises(UserError, match=f"{name} belongs to no report"):
         write_report(lines, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["tables.md"]
+    assert [path.read_text() for path in tmp_path.rglob("*.*")] == ["mine"]

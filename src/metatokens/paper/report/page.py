@@ -27,7 +27,7 @@ from metatokens.paper.report.paper import paper_figure
 from metatokens.paper.report.tables import Tables
 from metatokens.paper.report.text import TOKENS_RIGHT, escape, name, number
 
-SIGNATURE = "metatokens report"  # in every page; a file without it is never overwritten
+SIGNATURE = "metatokens report"  # in every page; a page without it is never overwritten
 _PAGES = {"index.html": "report.md", "tables.html": "tables.md"}  # and the Markdown that each is made from
 
 Pictures = dict[str, tuple[bytes, bytes]]
@@ -47,8 +47,8 @@ def write_report(paths: Sequence[Path], out: Path, say: Callable[[str], None] = 
         The path of `index.html`.
 
     Raises:
-        UserError: if an input is missing, empty or malformed, if `out` cannot be written, or if it holds a page that
-            is not a report.
+        UserError: if an input is missing, empty or malformed, if `out` cannot be written, or if it holds a page or a
+            picture that is not a report's.
     """
     inputs = load(paths)
     say(f"read {len(inputs.figures):,} figures; making the tables and drawing")
@@ -56,10 +56,13 @@ def write_report(paths: Sequence[Path], out: Path, say: Callable[[str], None] = 
     texts = _markdown(inputs, out, pictures)
     files = {out / page: _html(texts[source], pictures).encode() for page, source in _PAGES.items()}
     files |= {out / page: text.encode() for page, text in texts.items()}
-    for file in files:
-        if file.is_file() and SIGNATURE.encode() not in file.read_bytes():
-            raise UserError(f"{file} is not a report; choose another folder for --out, or remove it.")
-    files |= {out / "figures" / f"{picture}.png": page for picture, (page, _) in pictures.items()}
+    drawn = {out / "figures" / f"{picture}.png": page for picture, (page, _) in pictures.items()}
+    pages = [file for file in files if file.is_file()]
+    foreign = [file for file in pages if SIGNATURE.encode() not in file.read_bytes()]
+    foreign += [] if pages else [file for file in drawn if file.exists()]  # a picture next to a report is its own
+    if foreign:
+        raise UserError(f"{foreign[0]} belongs to no report; choose another folder for --out, or remove it.")
+    files |= drawn
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
         for file, data in files.items():
