@@ -91,13 +91,14 @@ def main() -> int:
         file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "benchmarks.speed", *arguments, "--out", str(file)]
         try:
-            subprocess.run(command, check=True, stderr=subprocess.DEVNULL, timeout=max(1, end + 60 - time.monotonic()))
+            subprocess.run(command, check=True, stderr=subprocess.PIPE, timeout=max(1, end + 60 - time.monotonic()))
             files.append(file)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            left.append(f"{measured} ({type(error).__name__})")
+            said = (error.stderr or b"").decode(errors="replace").strip().rpartition("\n")[2]
+            left.append(f"{measured} ({type(error).__name__}: {said})")
     console.print(table(files, next((peak for key, peak in PEAKS.items() if key in name), None)))
     if left:
-        console.print(f"left out: {', '.join(left)}")
+        console.print(f"left out: {', '.join(left)}", markup=False, soft_wrap=True)
     return tests.returncode
 
 

@@ -1,5 +1,8 @@
-"""The script for a GPU, run to its end on a CPU with tiny sizes."""
+"""The scripts that run benchmarks: the one for a GPU, run to its end on a CPU with tiny sizes, and `benchmarks/run`."""
 
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,11 +45,20 @@ def test_what_does_not_fit_or_fails_is_named(
 ) -> None:
     monkeypatch.setattr(gpu, "measurements", lambda device: [("broken", ["train", "--shape", "unknown"])])
     assert script.main() == 0
-    assert "left out: broken (CalledProcessError)" in capfd.readouterr().out
+    assert "left out: broken (CalledProcessError: metatokens: Invalid value for '--shape'" in capfd.readouterr().out
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--minutes", "0"])
     monkeypatch.setattr(gpu, "measurements", lambda device: [("late", ["train"])])
     assert script.main() == 0
     assert "left out: late\n" in capfd.readouterr().out
+
+
+def test_a_benchmark_that_fails_ends_the_script_of_all(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    script = shutil.copy(Path(gpu.__file__).with_name("run"), tmp_path / "benchmarks")
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "python").chmod(0o755)
+    done = subprocess.run([script], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=False)
+    assert done.returncode == 3
 
 
 def test_every_gpu_measurement_is_a_command(script: Any) -> None:
