@@ -14,7 +14,7 @@ from metatokens.paper.claims import Judged, claims, judge
 from metatokens.paper.frame import Inputs, load
 from metatokens.paper.report import figures
 from metatokens.paper.report.tables import Tables
-from tests.paper.report.made_lines import LENGTHS, accuracy, grid, skilled, write
+from tests.paper.report.made_lines import LENGTHS, accuracy, grid, loss, skilled, write
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,16 @@ def test_what_was_not_measured_has_no_figure(tmp_path: Path) -> None:
     for draw in (figures.learning, figures.losses, figures.sharpness, figures.similarity, figures.heat_map):
         assert draw(bare).axes == []
     assert figures.forest([judge(bare, one) for one in claims()]).axes == []
+
+
+def test_the_loss_on_each_task_is_that_of_its_shortest_prompts(tmp_path: Path) -> None:
+    values = {("parity", 128): 1.0, ("parity", 512): 2.0, ("copying", 512): 3.0}
+    curves = [loss(10, value, task=task, train_length=length) for (task, length), value in values.items()]
+    shown = panels(figures.losses(load([write(tmp_path, results=[accuracy(0.5)], curves=curves)])))
+    assert {title: drawn(axes) for title, axes in shown.items()} == {
+        "Parity": {"meta": [1.0]},
+        "Copying": {"meta": [3.0]},
+    }
 
 
 def test_accuracy_by_length_is_the_mean_of_the_runs_next_to_the_papers(inputs: Inputs) -> None:

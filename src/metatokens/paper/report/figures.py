@@ -228,7 +228,8 @@ def learning(inputs: Inputs, width: float = PAGE) -> Figure:
 def losses(inputs: Inputs, width: float = PAGE) -> Figure:
     """The loss in pretraining, and in fine-tuning on each task, by step: the mean over runs."""
     found = select(inputs.curves, variant="").dropna(subset=["loss"])
-    found = found[found["train_length"].isna() | (found["train_length"] == found["train_length"].min())]
+    first = found.groupby("task")["train_length"].transform("min")
+    found = found[found["train_length"].isna() | (found["train_length"] == first)]
     styles = palette(sorted(set(found["model"]), key=order))
 
     def draw(task: str, axes: Axes) -> None:
