@@ -6,11 +6,9 @@ a stage that was cut off, and are dropped when the run resumes. A finished run's
 moment the process is killed, each file exists whole: plain, compressed, or both with the same lines.
 """
 
-import gzip
 import json
 import os
 import sys
-import zlib
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -23,7 +21,7 @@ from metatokens.files import append_lines, gzipped, write_whole
 from metatokens.paper.plan import Stage
 from metatokens.paper.pools import Done
 from metatokens.paper.runner import WEIGHTS
-from metatokens.records import PACKED, library_versions, now
+from metatokens.records import PACKED, library_versions, now, read_text
 from metatokens.training.run_folder import differences
 
 LOG = "stages.jsonl"
@@ -125,10 +123,7 @@ class RunLog:
 
 def _whole_lines(path: Path) -> list[str]:
     """The lines of a file that end in a line feed."""
-    try:
-        return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}.") from error
+    return read_text(path).split("\n")[:-1] if path.exists() else []
 
 
 def _packed(plain: Path) -> Path:
@@ -139,11 +134,7 @@ def _unpack(plain: Path) -> None:
     packed = _packed(plain)
     if packed.exists():
         if not plain.exists():  # both exist, with the same lines, if a process was killed before it removed one
-            try:
-                content = gzip.decompress(packed.read_bytes())
-            except (OSError, EOFError, zlib.error) as error:
-                raise UserError(f"cannot read {packed}: {error}.") from error
-            write_whole(plain, content)
+            write_whole(plain, read_text(packed).encode())
         packed.unlink()
 
 
