@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from metatokens.records import Result, read_lines
+from metatokens.tasks import scoring
 from tests.cli.command_lines import Models, Refuse, Run, Succeed, write_records
 
 OWN = [
@@ -13,7 +16,9 @@ OWN = [
 ]
 
 
-def test_own_records_are_trained_on_and_measured(workplace: Path, small_model: Models, metatokens: Run) -> None:
+def test_own_records_are_trained_on_and_measured(
+    workplace: Path, small_model: Models, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, records in (("own", OWN[:2]), ("held_out", OWN[1:])):
         write_records(f"{name}.jsonl", records)
     tuned = (
@@ -54,9 +59,13 @@ def test_own_records_are_trained_on_and_measured(workplace: Path, small_model: M
         assert {"markers": []} | record == {name: answer[name] for name in ("prompt", "markers", "completion")}
         assert (answer["prediction"] == record["completion"]) == answer["exact"]
 
+    scored: list[int] = []
+    hits = scoring._hits
+    monkeypatch.setattr(scoring, "_hits", lambda *args: scored.append(len(args[1])) or hits(*args))
     status, output, _ = metatokens(
         "evaluate --model tuned/data --task parity --lengths 64,128 -n 6 --predictions parity.jsonl"
     )
+    assert sum(scored) == 12  # each prompt once
     answers = [json.loads(line) for line in Path("parity.jsonl").read_text().splitlines()]
     values = [line["value"] for line in map(json.loads, output.splitlines()) if line["metric"] == "exact_match"]
     assert values == [sum(answer["exact"] for answer in answers[start : start + 6]) / 6 for start in (0, 6)]

@@ -11,7 +11,7 @@ from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
 from metatokens.evaluation.accuracy import draw_test_examples, evaluate
 from metatokens.evaluation.predictions import FURTHER, predict
-from metatokens.records import About
+from metatokens.records import About, unpack_hits
 from tests.evaluation.test_accuracy import some_answered_right
 
 
@@ -31,8 +31,9 @@ def test_predictions_are_those_of_greedy_generation(
         "copying", 48, 12, tokenizer, condition="paper", documents=small_corpus.read_text().split("\n\n")
     )
     examples = some_answered_right(model, examples)
-    predictions = list(predict(model, examples, tokenizer))
     (exact, _) = evaluate(model, {64: examples}, About(model="it", task="copying"))
+    assert exact.hits is not None
+    predictions = list(predict(model, examples, tokenizer, unpack_hits(exact.hits, exact.n).tolist()))
     assert exact.value == sum(one.exact for one in predictions) / len(predictions)
     assert 0 < exact.value < 1
     for example, one in zip(examples, predictions, strict=True):

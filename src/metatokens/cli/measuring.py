@@ -1,5 +1,6 @@
 """Commands that measure a model: accuracy, perplexity, and what happens inside it."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,8 +23,17 @@ def evaluate(
     ] = "128,256,512,1024",
     condition: options.Condition = "paper",
     n: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Test prompts per length.")] = 2_500,
-    intervention: options.Intervention = None,
-    noise_seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of --intervention noise:S.")] = 0,
+    intervention: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Change the meta-tokens: {options.CHANGES}; or hide the document's text from the question: "
+            "landmarks_alone.",
+        ),
+    ] = None,
+    noise_seed: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Seed of --intervention noise:S; by default 0.")
+    ] = None,
     name: options.Name = None,
     corpus: options.TaskCorpus = "builtin",
     predictions: Annotated[
@@ -44,7 +54,7 @@ def evaluate(
     from metatokens.evaluation.predictions import predict
     from metatokens.model.interventions import Intervention, intervene
     from metatokens.model.positions import check_length
-    from metatokens.records import About
+    from metatokens.records import About, unpack_hits
     from metatokens.tasks.curriculum import documents_for
     from metatokens.tasks.example import Example, read_examples
     from metatokens.tasks.landmarks_alone import ALONE, LandmarksAlone
@@ -62,6 +72,10 @@ def evaluate(
         raise UserError(
             f"--intervention {ALONE} goes with --task, whose prompts have a question, and no --predictions."
         )
+    changed = None if intervention is None or intervention == ALONE else Intervention.parse(intervention)
+    is_noise = changed is not None and changed.is_random
+    if noise_seed is not None and not is_noise:
+        raise UserError("--noise-seed goes with --intervention noise:S.")
     check_results_file(out)
     check_results_file(predictions)
     loaded, tokenizer = options.load(model, device, dtype, text_window)
@@ -80,20 +94,20 @@ def evaluate(
             for length in bins
         }
     alone = LandmarksAlone(loaded, tokenizer) if intervention == ALONE else None
-    changed = None if intervention is None or alone else Intervention.parse(intervention)
-    with intervene(loaded, changed, seed=noise_seed):
+    with intervene(loaded, changed, seed=noise_seed or 0):
         about = About(
             model=name or str(model),
             task=task,
             condition=shown,
             intervention=None if changed is None else str(changed),
-            noise_seed=noise_seed if changed is not None and changed.is_random else None,
+            noise_seed=(noise_seed or 0) if is_noise else None,
             **training_of(model),
         )
         results = evaluate(loaded, tests, about, batch=batch_size, alone=alone)
         if predictions is not None:
-            reached = (tests[length] for length in dict.fromkeys(r.length for r in results if r.value is not None))
-            write_records((each for examples in reached for each in predict(loaded, examples, tokenizer)), predictions)
+            hits = {one.length: unpack_hits(one.hits, one.n).tolist() for one in results if one.hits is not None}
+            answers = (predict(loaded, tests[length], tokenizer, right) for length, right in hits.items())
+            write_records(chain.from_iterable(answers), predictions)
     write_figures(results, out, as_json=as_json)
 
 
@@ -114,8 +128,13 @@ def analyze(
         int | None,
         typer.Option("-n", metavar="N", min=1, help="Test prompts; by default 100 (rate-distortion: 2,500)."),
     ] = None,
-    intervention: options.Intervention = None,
-    fits: Annotated[int, typer.Option(metavar="N", min=1, help="Fits of rate-distortion, one per seed.")] = 3,
+    intervention: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"Change the meta-tokens, for rate-distortion: {options.CHANGES}."),
+    ] = None,
+    fits: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Fits of rate-distortion, one per seed; by default 3.")
+    ] = None,
     name: options.Name = None,
     corpus: options.TaskCorpus = "builtin",
     device: options.Device = None,
@@ -138,8 +157,9 @@ def analyze(
     from metatokens.tasks.curriculum import documents_for
     from metatokens.training.run_folder import training_of
 
-    if intervention is not None and kind != "rate-distortion":
-        raise UserError("--intervention goes with rate-distortion.")
+    for option, given in {"--intervention": intervention, "--fits": fits}.items():
+        if given is not None and kind != "rate-distortion":
+            raise UserError(f"{option} goes with rate-distortion.")
     check_results_file(out)
     loaded, tokenizer = options.load(model, device, dtype)
     check_meta_token(loaded.config, tokenizer, model)
@@ -149,7 +169,7 @@ def analyze(
     about = About(model=name or str(model), task=task, condition=condition, length=length, **training_of(model))
     if kind == "rate-distortion":
         changed = None if intervention is None else Intervention.parse(intervention)
-        measured = rate_distortion(loaded, examples, about, fits=fits, intervention=changed, held_out=count // 5)
+        measured = rate_distortion(loaded, examples, about, fits=fits or 3, intervention=changed, held_out=count // 5)
     else:
         measured = {"sharpness": sharpness, "residual": residual}[kind](loaded, examples, about)
     write_figures(measured, out, as_json=as_json)

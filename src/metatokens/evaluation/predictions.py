@@ -9,7 +9,7 @@ from metatokens.decoder import continue_prompts
 from metatokens.model.positions import reaches
 from metatokens.records import Record
 from metatokens.tasks.example import Example
-from metatokens.tasks.scoring import by_length, score
+from metatokens.tasks.scoring import by_length
 
 FURTHER = 8  # tokens that a generated answer may have more than the right one
 TOKENS_A_BATCH = 4_096  # padded
@@ -26,14 +26,13 @@ class Prediction(Record):
 
 
 def predict(
-    model: PreTrainedModel, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, exact: Sequence[bool]
 ) -> Iterator[Prediction]:
     """The model's greedy answers, in the order of the examples.
 
-    `score` finds the answers that are exactly right. The others are generated, up to their end of text or `FURTHER`
-    tokens more than the right answer has.
+    The answers that are not `exact`, as `score` found, are generated, up to their end of text or `FURTHER` tokens more
+    than the right answer has.
     """
-    exact, _ = score(model, examples)
     answers = {place: example.completion for place, example in enumerate(examples)}
     wrong: dict[int, list[int]] = defaultdict(list)  # places by size of the answer
     for place, example in enumerate(examples):
