@@ -52,16 +52,18 @@ def test_every_epoch_holds_every_example_once_and_with_a_seed_in_an_order_of_its
 
 @pytest.mark.parametrize("count", [1, 30, 64, 100])
 def test_batches_hold_every_example_once_and_similar_lengths_together(count: int) -> None:
-    lengths = np.random.default_rng(0).integers(1, 500, size=count).tolist()
-    examples = [example([5] * length, [7]) for length in lengths]
+    sizes = np.random.default_rng(0).integers(1, 500, size=(count, 2)).tolist()  # of prompts and of completions
+    examples = [example([5] * prompt, [7] * completion) for prompt, completion in sizes]
     dataset = ByLength(examples, batch=2, seed=0)
-    order = [dataset[index].n_tokens for index in range(len(dataset))]
-    assert Counter(order) == Counter(lengths)
+    read = [dataset[index] for index in range(len(dataset))]
+    assert Counter(map(id, read)) == Counter(map(id, examples))
+    order = [len(one.input_ids) for one in read]
     for start in range(0, count, 32):  # a window of 16 batches
-        window = sorted(lengths[start : start + 32])
+        window = sorted(sum(size) + 1 for size in sizes[start : start + 32])
         pairs = [tuple(order[first : first + 2]) for first in range(start, min(start + 32, count), 2)]
         assert sorted(pairs) == [tuple(window[first : first + 2]) for first in range(0, len(window), 2)]
         assert len(pairs) < 3 or pairs != sorted(pairs)
-    backwards = [dataset[index].n_tokens for index in reversed(range(count))]
-    assert backwards[::-1] == order
-    assert count < 30 or order != [ByLength(examples, batch=2, seed=1)[index].n_tokens for index in range(count)]
+    backwards = [dataset[index] for index in reversed(range(count))]
+    assert all(one is another for one, another in zip(backwards[::-1], read, strict=True))
+    other = ByLength(examples, batch=2, seed=1)
+    assert count < 30 or read != [other[index] for index in range(count)]

@@ -49,8 +49,8 @@ class Epochs:
 class ByLength:
     """The same examples, reordered so that a batch holds similar lengths and little padding.
 
-    The examples of every `WINDOW` batches are sorted by length and cut into batches, which come in random order. The
-    order depends only on the arguments.
+    The examples of every `WINDOW` batches are sorted by length, completions included, and cut into batches, which come
+    in random order. The order depends only on the arguments.
     """
 
     WINDOW = 16  # batches
@@ -71,7 +71,7 @@ class ByLength:
     def _read(self, window: int) -> list[Encoded]:
         size = self.WINDOW * self.batch
         numbers = range(window * size, min((window + 1) * size, len(self.examples)))
-        by_length = sorted((self.examples[number] for number in numbers), key=lambda example: example.answer_start)
+        by_length = sorted((self.examples[number] for number in numbers), key=lambda one: len(one.input_ids))
         batches = [by_length[start : start + self.batch] for start in range(0, len(by_length), self.batch)]
         order = np.random.default_rng((self.seed, window)).permutation(len(batches))
         return [example for number in order for example in batches[number]]
