@@ -149,7 +149,7 @@ def test_a_placement_that_inserts_nothing_is_refused(
     never = Landmarks(small_store.tokenizer, "every:9999")
     short = {"block_size": 9, "placement": "uniform"}
     for settings in (short, {"landmarks": never}, {"landmarks": never, "fraction": 0}):
-        with pytest.raises(UserError, match="(uniform|every:9999) inserts no meta-token into blocks of"):
+        with pytest.raises(UserError, match=r"(uniform|every:9999) inserts no meta-token into blocks of"):
             measured(model, text, **{"placement": "none", **settings})
     without = measured(model, text, "none", block_size=9)
     assert measured(model, text, **short | {"fraction": 0}).value == without.value

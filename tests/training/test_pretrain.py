@@ -337,8 +337,9 @@ def test_a_model_whose_vocabulary_does_not_fit_the_text_is_refused(
 
 def test_an_adapter_needs_a_base_that_can_be_loaded(pretraining: Pretraining, gpt2: Path, tmp_path: Path) -> None:
     keeps = ("training.lora_rank=2", "training.keep_adapter=true", "data.placement=none")
-    neo = ("architecture=gpt_neo", "position_embedding=learned", "second_attention=none")
+    neo = ("model.architecture=gpt_neo", "model.position_embedding=learned", "model.second_attention=none")
     for init, settings in ((None, ()), (None, neo), (gpt2, ())):
+        recipe = pretraining(*keeps, *settings)
         with pytest.raises(UserError, match=r"training\.keep_adapter needs a base that is on the disk as it is now"):
-            pretrain(pretraining(*keeps, *(f"model.{one}" for one in settings)), tmp_path / "run", init=init, overwrite=True)
+            pretrain(recipe, tmp_path / "run", init=init, overwrite=True)
     assert not list((tmp_path / "run").rglob("*.safetensors"))
