@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 CORPUS = "builtin, a file or glob (.txt, .jsonl, .gz, .parquet), or hf:NAME:CONFIG"
 TOKENIZER = "gpt2, a folder, or train:N to train one of N tokens on the corpus"
 RECORDS = "JSON lines of prompt, markers and completion"
+CHANGES = "no_pos, no_embed, neither or noise:S, then perhaps :meta, :raw or :meta:raw"
 SEVERAL = "LENGTH,..."  # of an option that takes several
 
 
@@ -129,15 +130,6 @@ Kind = Annotated[
 ]
 TaskCorpus = Annotated[
     str, typer.Option("--corpus", metavar="CORPUS", help=f"Text that the task copying copies from: {CORPUS}.")
-]
-Intervention = Annotated[
-    str | None,
-    typer.Option(
-        "--intervention",
-        metavar="NAME",
-        help="Change the meta-tokens: no_pos, no_embed, neither or noise:S, then perhaps :meta, :raw or :meta:raw; or "
-        "hide the document's text from the question: landmarks_alone.",
-    ),
 ]
 Preset = Annotated[str, _choice("--preset", recipe.PresetName, "Size of the experiments")]
 Executor = Annotated[
