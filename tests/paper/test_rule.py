@@ -161,7 +161,6 @@ def test_all_cases() -> None:
     # Among four, one at 98.75 %: t(4) = 4.31, so it reaches 0.0704 to either side.
     assert verdict_everywhere([*strata, _versus(-0.02, task="d")], "gain", 0.05, is_complete=True) == "inconclusive"
     assert verdict_everywhere([*strata, _versus(-0.021, task="d")], "gain", 0.05, is_complete=False) == "contradicted"
-    assert verdict_everywhere([], "gain", 0.05, is_complete=True) == "not run"
 
 
 def test_the_p_value_of_a_verdict_is_that_of_the_boundary_it_excludes() -> None:

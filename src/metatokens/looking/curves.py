@@ -19,7 +19,6 @@ from metatokens.looking.style import (
     Panel,
     Style,
     by_step,
-    in_percent,
     line,
     small_multiples,
 )
@@ -112,7 +111,7 @@ def _draw_losses(curves: Curves, styles: Mapping[str, Style], axes: Axes) -> Non
 def _draw_exact_match(curves: Curves, styles: Mapping[str, Style], axes: Axes) -> None:
     for name, points in curves.items():
         if exact := _values(points, "exact_match", "eval_exact_match"):
-            axes.plot(list(exact), in_percent(exact.values()), **_marked(styles[name], exact))
+            axes.plot(list(exact), [100 * value for value in exact.values()], **_marked(styles[name], exact))
     by_step(axes, "exactly right, %")
     axes.set(ylim=(-4, 104), yticks=range(0, 101, 25))
 

@@ -21,7 +21,7 @@ from PIL import Image
 SEPARATOR = ", "  # between the names of a model and of its variant
 PHONE, PAGE = 3.5, 8.6  # inches
 _PANEL_HEIGHT, _LEGEND_HEIGHT = 2.5, 0.5
-INK, GREY, RULE, SHADE = "#22211f", "#66635e", "#e2e0db", "#f4f2ed"
+INK, GREY, RULE = "#22211f", "#66635e", "#e2e0db"
 SIZE = 9.0  # points
 _LETTERS = 120.0  # in an inch, times the size in points
 
@@ -140,11 +140,6 @@ def _on_a_line(text: str) -> str:
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())[:60]
 
 
-def in_percent(proportions: Iterable[float | None]) -> list[float]:
-    """Proportions in percent; a missing one leaves a gap in the line."""
-    return [math.nan if value is None else 100 * value for value in proportions]
-
-
 def by_step(axes: Axes, what: str) -> None:
     """Label the axes: training steps to the right, `what` upwards."""
     axes.set(xlabel="training step", ylabel=what)
@@ -166,6 +161,6 @@ def line(style: Style, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def band(axes: Axes, x: Any, low: Any, high: Any, style: Style, **place: Any) -> None:
+def band(axes: Axes, x: Any, low: Any, high: Any, style: Style) -> None:
     """Intervals, behind the line of a style."""
-    axes.fill_between(x, low, high, color=style.colour, alpha=0.13, linewidth=0, **place)
+    axes.fill_between(x, low, high, color=style.colour, alpha=0.13, linewidth=0)

@@ -154,11 +154,6 @@ class Judged:
         return rule.verdict(self.effect, kind, smallest)
 
     @property
-    def fewest(self) -> int:
-        """The smallest number of training runs of any side and stratum; 0 for times, which have none."""
-        return min((len(seeds) for part in self.parts for seeds in part.seeds), default=0)
-
-    @property
     def p(self) -> float:
         """The p-value of the verdict; see `rule.p_value`."""
         return rule.p_value(self.effect, self.claim.kind, self.claim.smallest)

@@ -143,8 +143,6 @@ def verdict_everywhere(strata: Sequence[Stratum], kind: Kind, smallest: float, *
     """
     supports, contradicts = boundaries(kind, smallest)
     corrected = [effect([one], 1 - (1 - LEVEL) / len(strata)) for one in strata]
-    if not strata:
-        return "not run"
     if any(one.high < contradicts for one in corrected):
         return "contradicted"
     return "supported" if is_complete and all(effect([one]).low > supports for one in strata) else "inconclusive"

@@ -283,10 +283,8 @@ class Runner:
         else:
             found = [
                 measurement
-                for change in (name and Intervention.parse(name) for name in interventions)
-                for measurement in rate_distortion(
-                    tuned, examples, about, fits=3, intervention=change or None, held_out=n // 5
-                )
+                for change in (None if name is None else Intervention.parse(name) for name in interventions)
+                for measurement in rate_distortion(tuned, examples, about, fits=3, intervention=change, held_out=n // 5)
             ]
         # Only the changes that sharpness measures are shown with their quantiles.
         return Outcome(measurements=[one.model_copy(update={"quantiles": None}) for one in found])

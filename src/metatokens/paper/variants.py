@@ -181,7 +181,7 @@ class Preset:
     test_counts: Mapping[int, int]  # test prompts by length
     longest_tests: Mapping[str, int] = field(default_factory=dict)  # the longest bin of tasks with no longer prompts
     test_ratio: int | None = None  # the longest bin tested, in train lengths; None: the longest of all
-    models: tuple[TrainedModel, ...] = tuple(TrainedModel(model=model) for model in ("gpt2", "pause", "twin", "meta"))
+    models: tuple[TrainedModel, ...] = tuple(TrainedModel(model=model) for model in COMPARED)
     extra_conditions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # for models with rope, by task
     extra_condition_limit: int = 1024  # the longest bin tested in an extra condition
     probe_steps: Mapping[str, int] = field(default_factory=dict)  # steps between two points of a learning curve

@@ -137,17 +137,16 @@ def _draw_effect(axes: Axes, one: Judged, y: float) -> None:
     colour, marker = MARKERS.get(one.verdict, OPEN)
     scale = 100.0 if one.claim.unit == "points" else 100 * _SHORT / one.claim.smallest
     value, low, high = (scale * end for end in (one.effect.value, one.effect.low, one.effect.high))
-    if math.isfinite(low):
-        axes.plot(
-            np.clip([low, high], -LIMIT, LIMIT),
-            [y, y],
-            color=colour,
-            linewidth=1.8 if one.claim.primary else 1.2,
-            solid_capstyle="butt",
-        )
-        for end, arrow in ((low, "\u25c2"), (high, "\u25b8")):
-            if abs(end) > LIMIT:
-                axes.text(math.copysign(LIMIT, end), y, arrow, color=colour, ha="center", va="center", fontsize=SIZE)
+    axes.plot(
+        np.clip([low, high], -LIMIT, LIMIT),
+        [y, y],
+        color=colour,
+        linewidth=1.8 if one.claim.primary else 1.2,
+        solid_capstyle="butt",
+    )
+    for end, arrow in ((low, "\u25c2"), (high, "\u25b8")):
+        if abs(end) > LIMIT:
+            axes.text(math.copysign(LIMIT, end), y, arrow, color=colour, ha="center", va="center", fontsize=SIZE)
     fill = "white" if marker == "o" else colour
     axes.plot(
         np.clip(value, -LIMIT, LIMIT),
