@@ -158,8 +158,8 @@ def rate_distortion(
 
     For each beta and seed, means over examples of `rate` and `distortion`:
 
-    - as in the paper, trained and scored on the same first 50 examples, in 5 epochs with batches of 1 (`split` fit);
-    - trained on all except the last `held_out` examples, and scored on both parts (train and held_out).
+    - as in the paper, trained and scored on the same first 50 examples, in 5 epochs with batches of 1 (`split`: "fit");
+    - trained on all except the last `held_out` examples, and scored on both parts ("train" and "held_out").
 
     And for each split `answer_entropy`, the distortion at rate 0 if the frequency of each answer is known.
 
@@ -207,16 +207,17 @@ def rate_distortion(
         (most, SCHEDULE, ("train", "held_out")),
     ]
     for trained, schedule, splits in plan:
-        for (subject, states), beta, seed in product(places.items(), BETAS, range(fits)):
+        for subject, states in places.items():
             spread, mean = torch.std_mean(states[trained], dim=0)
             scaled = (states - mean) / spread.clamp(min=1e-6)
-            bottleneck = fit(
-                scaled[trained], answers[trained], classes=classes, beta=beta, schedule=schedule, seed=seed
-            )
-            for split in splits:
-                scores = score(bottleneck, scaled[parts[split]], answers[parts[split]], seed=seed)
-                where: dict[str, Any] = {"subject": subject, "beta": beta, "fit_seed": seed, "split": split}
-                for metric, values in scores.items():
-                    where["metric"] = metric
-                    measured.append(Measurement(**common, **where, **summary(list(values[:, None].numpy()))))
+            for beta, seed in product(BETAS, range(fits)):
+                bottleneck = fit(
+                    scaled[trained], answers[trained], classes=classes, beta=beta, schedule=schedule, seed=seed
+                )
+                for split in splits:
+                    scores = score(bottleneck, scaled[parts[split]], answers[parts[split]], seed=seed)
+                    where: dict[str, Any] = {"subject": subject, "beta": beta, "fit_seed": seed, "split": split}
+                    for metric, values in scores.items():
+                        where["metric"] = metric
+                        measured.append(Measurement(**common, **where, **summary(list(values[:, None].numpy()))))
     return measured

@@ -1,11 +1,11 @@
 """Does a meta-token's state hold what came before it? (paper, Figures 2, right, and 3, left)
 
 All states of a layer share directions: any two text tokens can have a cosine similarity of 0.99. So the mean state of
-the prompt's text tokens in the layer is subtracted first (`_centred`). And each meta-token has a control in the same
+the prompt's text tokens in the layer is subtracted first. And each meta-token has a control in the same
 prompt, the nearest text token before it, which is compared with the text tokens before itself at the same distances.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import get_args
 
 import numpy as np
@@ -45,10 +45,11 @@ def residual(model: PreTrainedModel, examples: Sequence[Example], about: About) 
     for number, example in enumerate(examples):
         prompt = PromptIds.of(example, model.config.meta_token_id)
         seen = observe(model, prompt.ids)
-        _similarities(samples, number, prompt, seen)
+        units = _unit_states(prompt, seen)
+        _similarities(samples, number, prompt, units)
         _attention_of_final(samples, number, prompt, seen)
         if number == 0:
-            _similarities_to_final(samples, prompt, seen)
+            _similarities_to_final(samples, prompt, units)
     shared = about.present_fields(position_embedding=model.config.position_embedding)
     return samples.measurements(analysis="residual", **shared)
 
@@ -78,13 +79,13 @@ def key_classes(prompt: PromptIds) -> list[KeyClass]:
     return [classify(position) for position in range(final + 1)]
 
 
-def _unit_states(prompt: PromptIds, seen: Observation) -> Iterator[tuple[int, Tensor]]:
-    """Each layer and its centred states, scaled to length 1, (length, width)."""
-    for layer, states in enumerate(state.cpu() for state in seen.states):
-        yield layer, normalize(states - states[~prompt.is_meta].mean(dim=0), dim=-1)
+def _unit_states(prompt: PromptIds, seen: Observation) -> list[Tensor]:
+    """The centred states of each layer, scaled to length 1, (length, width)."""
+    layers = (states.cpu() for states in seen.states)
+    return [normalize(states - states[~prompt.is_meta].mean(dim=0), dim=-1) for states in layers]
 
 
-def _similarities(samples: Samples, number: int, prompt: PromptIds, seen: Observation) -> None:
+def _similarities(samples: Samples, number: int, prompt: PromptIds, units: Sequence[Tensor]) -> None:
     edges = torch.tensor(DISTANCES)
     for meta in prompt.metas:
         control = prompt.text_before(meta)
@@ -94,7 +95,7 @@ def _similarities(samples: Samples, number: int, prompt: PromptIds, seen: Observ
         for subject, position in (("meta", meta), ("text", control)):
             before = (~prompt.is_meta[:position]).nonzero()[:, 0]
             bins = torch.bucketize(position - before, edges)
-            for layer, unit in _unit_states(prompt, seen):
+            for layer, unit in enumerate(units):
                 cosines = unit[before] @ unit[position]
                 fields = {"metric": "similarity_centred", "marker": marker, "subject": subject, "layer": layer}
                 for index in bins.unique().tolist():
@@ -119,9 +120,9 @@ def _attention_of_final(samples: Samples, number: int, prompt: PromptIds, seen: 
         described.add(module)
 
 
-def _similarities_to_final(samples: Samples, prompt: PromptIds, seen: Observation) -> None:
+def _similarities_to_final(samples: Samples, prompt: PromptIds, units: Sequence[Tensor]) -> None:
     final = prompt.metas[-1]
-    for layer, unit in _unit_states(prompt, seen):
+    for layer, unit in enumerate(units):
         for position, cosine in enumerate(unit[: final + 1] @ unit[final]):
             where = {"layer": layer, "position": position, "subject": "meta" if prompt.is_meta[position] else "text"}
             samples.add(0, cosine, metric="similarity_to_final_centred", **where)
