@@ -18,7 +18,7 @@ from metatokens.checkpoint import load_model
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.errors import UserError
 from metatokens.looking.figure import draw
-from metatokens.looking.look import DECOYS, WITH, WITHOUT, with_decoys
+from metatokens.looking.look import DECOYS, WITH, WITHOUT, likeliest, with_decoys
 from metatokens.looking.page import Look, coarse, to_html
 from tests.analysis.recording_oracle import RecordingOracle
 from tests.retrofit.architectures import META, error, retrofitted, with_meta_tokens
@@ -56,6 +56,13 @@ def test_answers_are_the_likeliest_tokens_after_each_prompt(small_model: Models)
         assert answers.ids.tolist() == expected.argsort(descending=True)[:5].tolist()
         assert error(answers.probabilities, expected[answers.ids]) < 1e-6
     assert set(look.answers) == {WITH, WITHOUT, DECOYS}
+
+
+def test_logits_in_double_precision_stay_as_they_are(small_model: Models) -> None:
+    model = load_model(small_model(second_attention="meta"))
+    logits = torch.zeros(model.config.vocab_size, dtype=torch.float64)
+    assert model.config.meta_token_id not in likeliest(model, logits).ids
+    assert logits.isfinite().all()
 
 
 def test_decoys_come_before_text_and_change_nothing_else() -> None:

@@ -129,7 +129,7 @@ def likeliest(model: PreTrainedModel, logits: Tensor) -> Likeliest:
     """The five likeliest tokens by logits (..., vocabulary), without the meta-token."""
     logits = logits.double()
     if (meta := _meta_token(model)) is not None:
-        logits[..., meta] = -torch.inf
+        logits = logits.index_fill(-1, torch.tensor([meta], device=logits.device), -torch.inf)
     probabilities, ids = logits.softmax(dim=-1).topk(ANSWERS)
     return Likeliest(ids.cpu(), probabilities.cpu())
 
