@@ -212,7 +212,7 @@ def build(models: Sequence[Path], **placing: str | None) -> gradio.Blocks:
                 with gradio.Column(min_width=300):
                     gradio.Markdown(f"### {name}", elem_id=f"model-{number}")
                     outputs.append(gradio.Label(label="Next token", num_top_classes=5, elem_id=f"answer-{number}"))
-                    outputs += [gradio.Plot(label=module) for module in ("Causal attention", "Second attention")]
+                    outputs += [gradio.Plot(label="Attention"), gradio.Plot(label="Attention")]
         asked: dict[str, Any] = {
             "fn": shown, "inputs": [text, layer, head], "outputs": outputs,
             "trigger_mode": "always_last",  # answer the last question that came in meanwhile
@@ -268,8 +268,9 @@ def _plot(told: Answer, module: str, layer: int, head: str | int) -> Any:
     weights = inputs.weights()
     chosen = weights.mean(dim=0) if head == MEAN else weights[min(int(head), len(weights) - 1)]
     labels = [f"{position} {told.tokens[position]}" for position in inputs.positions.tolist()]
-    title = "Causal attention" if module == "attention" else "Second attention"
-    return gradio.Plot(heat_map(chosen, labels, title), visible=True)
+    second = "Second attention" if len(labels) == len(told.tokens) else "Meta-attention"  # of meta-tokens alone
+    title = "Causal attention" if module == "attention" else second
+    return gradio.Plot(heat_map(chosen, labels, title), label=title, visible=True)
 
 
 def explore(
