@@ -6,7 +6,8 @@ the report's engine makes the table.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -17,8 +18,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
+from matplotlib.axes import Axes
 
 from metatokens.evaluation.intervals import wilson_interval
+from metatokens.looking.style import STYLES, band, line
 from metatokens.paper.claims import Judged, claims, judge
 from metatokens.paper.frame import Inputs, load
 from metatokens.paper.report import overview
@@ -65,7 +68,8 @@ ADDED_SEEDS = 30  # the first of the four that were added after the verdicts of 
 FAR: Fields = {"train_length": 128, "length": 2048, "condition": "long_prompt"}
 
 GREYED = ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "text.color")
-STYLE = dict.fromkeys(GREYED, "#7d8590") | {"font.size": 11, "svg.fonttype": "none", "svg.hashsalt": "0"}
+GREY = "#7d8590"  # which a white and a dark page show
+STYLE = dict.fromkeys(GREYED, GREY) | {"font.size": 11, "svg.fonttype": "none", "svg.hashsalt": "0"}
 
 
 @cache
@@ -417,63 +421,64 @@ def filled(text: str) -> str:
     return BLOCK.sub(lambda block: f"{block[1]}{FIGURES[block[2]]()}{block[3]}", text)
 
 
+@contextmanager
+def panels(path: Path, count: int, size: tuple[float, float], ticks: Mapping[float, str]) -> Iterator[Sequence[Axes]]:
+    """Panels in a row, with a logarithmic axis to the right that has these ticks; they are written when drawn."""
+    with mpl.rc_context(STYLE):
+        figure, axes = plt.subplots(1, count, figsize=size, sharey=True, layout="constrained", squeeze=False)
+        yield axes[0]
+        for axis in axes[0]:
+            axis.set_xscale("log", base=2)
+            axis.set_xticks([*ticks], [*ticks.values()], minor=False)
+            axis.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+        plt.close(figure)
+
+
 def draw(path: Path) -> None:
     """Draw accuracy by prompt length on the tasks: the mean of each model's runs, and its interval."""
-    looks = {"gpt2": ("#7d8590", "s", ":"), "pause": ("#3f8f5a", "v", "-.")}
-    looks |= {"twin": ("#2a86c7", "D", "--"), "meta": ("#d9640f", "o", "-")}
-    shown = (128, 256, 512, 1024, 2048)
-    with mpl.rc_context(STYLE):
-        figure, axes = plt.subplots(1, 4, figsize=(13, 3), sharey=True, layout="constrained")
+    styles = STYLES | {"gpt2": replace(STYLES["gpt2"], colour=GREY)}  # which a dark page shows too
+    shown = {length: number(length) for length in (128, 256, 512, 1024, 2048)}
+    with panels(path, 4, (13, 3), shown) as axes:
         for axis, task in zip(axes, TASKS, strict=True):
-            for model, (colour, marker, line) in looks.items():
+            for model, style in styles.items():
                 where = {**SMALL, "train_length": 512, "task": task, "model": model}
                 cells = {length: Cell.of(run().select(**where, length=length)) for length in shown}
                 cells = {length: cell for length, cell in cells.items() if cell.runs}
                 ends = [[100 * end for end in cell.estimate()] for cell in cells.values()]
                 mean, low, high = zip(*ends, strict=True) if ends else ((), (), ())
-                axis.plot([*cells], mean, line, color=colour, marker=marker, label=model)
-                axis.fill_between([*cells], low, high, color=colour, alpha=0.15, linewidth=0)
-            axis.set(ylim=(-3, 103), title="", xlabel="prompt length, tokens")
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(shown, [number(length) for length in shown], minor=False)
-            axis.axvspan(110, 512, color="#7d8590", alpha=0.12, linewidth=0)
+                axis.plot([*cells], mean, label=model, **line(style))
+                band(axis, [*cells], low, high, style)
+            axis.set(ylim=(-3, 103), xlabel="prompt length, tokens")
+            axis.axvspan(110, 512, color=GREY, alpha=0.12, linewidth=0)
             axis.set_title(name(task), fontweight="bold")
-            axis.spines[["top", "right"]].set_visible(False)
         axes[0].set_ylabel("exactly right, %")
-        axes[-1].legend(frameon=False, labelcolor="#7d8590")
-        figure.savefig(path, transparent=True, metadata={"Date": None})
-        plt.close(figure)
+        axes[-1].legend(frameon=False, labelcolor=GREY)
 
 
 def draw_full_blocks(path: Path) -> None:
     """Draw how many facts SmolLM2-135M finds at an eighth of the keys and values, by the length of the text."""
     looks = {
-        "the base, everything in sight": ("full-1-1-untrained", "full", "#7d8590", "s:"),
-        "the same, trained": ("full-1-1-brief", "full", "#7d8590", "^--"),
+        "the base, everything in sight": ("full-1-1-untrained", "full", GREY, "s:"),
+        "the same, trained": ("full-1-1-brief", "full", GREY, "^--"),
         "blocks 18 and 23 full": ("window-1-8-full-18-23-brief", "window", "#d9640f", "o-"),
         "a window": ("window-1-8-brief", "window", "#3f8f5a", "v-"),
         "SnapKV, untrained": ("press-1-8", "snapkv", "#2a86c7", "D--"),
     }
-    shown = (512, 1024, 2048, 4096, 8192)
-    with mpl.rc_context(STYLE):
-        figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
-        for label, (recipe, model, colour, line) in looks.items():
+    shown = {length: number(length) for length in (512, 1024, 2048, 4096, 8192)}
+    with panels(path, 1, (6, 3.2), shown) as [axis]:
+        for label, (recipe, model, colour, form) in looks.items():
             middle, low, high = zip(*(found((recipe, model), length) for length in shown), strict=True)
-            axis.plot(shown, middle, line, color=colour, label=label)
-            axis.fill_between(shown, low, high, color=colour, alpha=0.15, linewidth=0)
+            axis.plot([*shown], middle, form, color=colour, label=label)
+            axis.fill_between([*shown], low, high, color=colour, alpha=0.15, linewidth=0)
         axis.set(xlabel="tokens of the text", ylabel="facts found, %", ylim=(-3, 103))
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(shown, [number(length) for length in shown], minor=False)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, labelcolor="#7d8590", ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
-        figure.savefig(path, transparent=True, metadata={"Date": None})
-        plt.close(figure)
+        axis.legend(frameon=False, labelcolor=GREY, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
 def draw_forgetting(path: Path) -> None:
     """Draw what prose loses by the share of keys and values that is kept, in SmolLM2-135M."""
     looks = {
-        "a window, untrained": (r"(full|window).*-untrained", "#7d8590", "s-"),
+        "a window, untrained": (r"(full|window).*-untrained", GREY, "s-"),
         "presses of kvpress, untrained": (r"press-.*", "#2a86c7", "D"),
         "a window, trained": (r"window-1-\d+", "#3f8f5a", "v"),
         "landmarks, trained": (r"(tokens|meta)-1-8(-sentence)?", "#d9640f", "o"),
@@ -481,19 +486,13 @@ def draw_forgetting(path: Path) -> None:
     prose, *_ = forget()
     window = of_arm(prose, ("window-1-8", "window")).set_index("text").loss
     prose = prose.assign(lost=prose.loss - prose.text.map(window))
-    with mpl.rc_context(STYLE):
-        figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
-        for label, (pattern, colour, line) in looks.items():
+    with panels(path, 1, (6, 3.2), {share: f"{share:g}" for share in (6.25, 12.5, 25, 50, 100)}) as [axis]:
+        for label, (pattern, colour, form) in looks.items():
             chosen = prose[prose.recipe.str.fullmatch(f"forget/{pattern}")]
             shown = chosen.groupby(["recipe", "model"])[["kv_kept", "lost"]].mean().sort_values("kv_kept")
-            axis.plot(100 * shown.kv_kept, shown.lost, line, color=colour, label=label)
+            axis.plot(100 * shown.kv_kept, shown.lost, form, color=colour, label=label)
         axis.set(xlabel="keys and values kept, %", ylabel="loss of prose minus the\ntrained window's, nats")
-        axis.set_xscale("log", base=2)
-        axis.set_xticks([6.25, 12.5, 25, 50, 100], ["6.25", "12.5", "25", "50", "100"])
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, labelcolor="#7d8590")
-        figure.savefig(path, transparent=True, metadata={"Date": None})
-        plt.close(figure)
+        axis.legend(frameon=False, labelcolor=GREY)
 
 
 if __name__ == "__main__":

@@ -40,9 +40,7 @@ def position_embedding_of(model: PreTrainedModel) -> str:
     return "rope" if has_angles else "none"
 
 
-def logits_at(
-    model: Any, input_ids: Tensor, chosen: Tensor, *, mask: Tensor | None = None, most: int = PIECE
-) -> Iterator[Tensor]:
+def logits_at(model: Any, input_ids: Tensor, chosen: Tensor, *, mask: Tensor | None = None) -> Iterator[Tensor]:
     """Next-token logits at some positions, row by row, in pieces of shape (positions, vocabulary).
 
     Args:
@@ -50,12 +48,11 @@ def logits_at(
         input_ids: (batch, length), without left padding.
         chosen: (batch, length) bool.
         mask: (batch, 1, length, length), True where a query sees a key; by default attention is causal.
-        most: logits in a piece, which has at least one position.
     """
     model = getattr(model, "get_base_model", lambda: model)()  # unwraps PEFT's wrapper; the adapters stay
     decoder, _ = decoder_of(model)
     output = decoder(input_ids, attention_mask=mask, use_cache=False)
-    for piece in output[0][chosen].split(max(1, most // model.config.get_text_config().vocab_size)):
+    for piece in output[0][chosen].split(max(1, PIECE // model.config.get_text_config().vocab_size)):
         yield _head(model, decoder, output, piece)
 
 
@@ -110,6 +107,14 @@ def kept_line(kept: Mapping[str, Any]) -> str:
     )
 
 
+def left_padded(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """The ids of prompts, (prompts, longest) int64, with padding on the left, and their mask, 1 at real tokens."""
+    ids = [torch.tensor(row) for row in rows]
+    masks = map(torch.ones_like, ids)
+    padded = pad_sequence(ids, batch_first=True, padding_value=pad_token_id, padding_side="left")
+    return padded, pad_sequence([*masks], batch_first=True, padding_side="left")
+
+
 @dataclass(frozen=True, slots=True)
 class Continuation:
     """A prompt that a model continued: the new text, and the prompt and the new text with visible meta-tokens."""
@@ -146,9 +151,8 @@ def continue_prompts(
     ends = options.get("eos_token_id", model.generation_config.eos_token_id)
     ends = ends if isinstance(ends, list) else [ends]
     for start in range(0, len(prompts), batch_size):
-        rows = [torch.tensor(prompt) for prompt in prompts[start : start + batch_size]]
-        ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.eos_token_id, padding_side="left")
-        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+        rows = prompts[start : start + batch_size]
+        ids, mask = left_padded(rows, tokenizer.eos_token_id)
         output = model.generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from metatokens.errors import UserError, broken_rule
-from metatokens.files import append_lines
 from metatokens.recipe import Condition, Split
 
 if TYPE_CHECKING:
     import numpy as np
 
 MARKER = " _PAUSE_"  # means a meta-token in the prompt of a task or a record
+SEPARATOR = ", "  # between the names of a model and of its variant
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # of a measurement
 LOOKS = "looks"  # a run's folder of pages of attention, one for each task
 PACKED = ".gz"  # the suffix of a compressed file
@@ -363,18 +363,6 @@ def unpack_hits(packed: str, n: int) -> "np.ndarray":
     import numpy as np
 
     return np.unpackbits(np.frombuffer(base64.b64decode(packed), dtype=np.uint8), count=n).astype(bool)
-
-
-def append_records(path: Path, records: Iterable[Record]) -> None:
-    """Append records to a file, one line each, or leave it unchanged if it cannot be written.
-
-    Raises:
-        UserError: if it cannot be written.
-    """
-    try:
-        append_lines(path, (record.line() for record in records))
-    except OSError as error:
-        raise UserError(f"cannot write results to {path}: {error.strerror}.") from error
 
 
 def lines_file(folder: Path, name: str) -> Path:

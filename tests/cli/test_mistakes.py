@@ -225,13 +225,13 @@ MISTAKES = {
     "reproduce --preset smoke --out reproduced": "preset was 'demo' and is now 'smoke'",
     "reproduce --preset smoke --out notes": "notes is not empty and holds no run",
     "sample --task parity --tokenizer tokens/tokenizer --out notes": "cannot write to notes: Is a directory",
-    f"{EVALUATE} --model model --out text.txt/new.jsonl": "cannot write results to text.txt/new.jsonl: Not a directory",
+    f"{EVALUATE} --model model --out text.txt/new.jsonl": "cannot write to text.txt/new.jsonl: Not a directory",
     "report nowhere.jsonl --out new": "nowhere.jsonl",
     # a folder in which nobody can write, root included
     f"{PRETRAIN} --out /proc/new": "/proc/new cannot be used as a run folder",
     "tokenize --corpus text.txt --tokenizer train:300 --out /proc/new": "the token store /proc/new cannot be written",
     "reproduce --preset smoke --out /proc/new": "/proc/new cannot be used as a run folder",
-    f"{EVALUATE} --model model --out /proc/new": "cannot write results to /proc/new",
+    f"{EVALUATE} --model model --out /proc/new": "cannot write to /proc/new",
 }  # fmt: skip
 
 

@@ -161,7 +161,7 @@ def test_what_cannot_be_is_refused(base: Path, run: Succeed, refused: Refuse) ->
         "retrofit --model model --out new": "has meta-tokens already",
         "retrofit --model nowhere --out new": "there is no folder nowhere; a model of the Hub is hf:NAME.",
         "retrofit --model empty --out new": "the folder empty holds no tokenizer",
-        "retrofit --model base --out new --layers 0,2": "layers are [0, 2]; give a list of some of 0 to 1",
+        "retrofit --model base --out new --layers 0,2": "layers is [0, 2]; give a list of some of 0 to 1",
         "retrofit --model base --out new --layers x": "layers 'x' must be numbers separated by commas",
         "retrofit --model base --out new --head-size 7": "head_size is 7: input should be a multiple of 2",
         f"{EVALUATE} base": "the model in base has no meta_token_id, which markers need",

@@ -15,7 +15,6 @@ from metatokens.checkpoint import load_model
 from metatokens.data.insertion import insert_meta_tokens
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.store import TokenStore
-from metatokens.decoder import logits_at
 from metatokens.errors import UserError
 from metatokens.evaluation.perplexity import held_out_text, perplexity
 from metatokens.model.modeling import MetaGPT2ForCausalLM
@@ -168,7 +167,7 @@ def test_logits_are_never_all_there_at_once(
             return made
 
     whole = measured(model, text, "uniform")
-    monkeypatch.setitem(logits_at.__kwdefaults__, "most", 7 * model.config.vocab_size)
+    monkeypatch.setattr("metatokens.decoder.PIECE", 7 * model.config.vocab_size)
     with Largest() as largest:
         assert measured(model, text, "uniform").value == pytest.approx(whole.value)
     assert largest.size == 7 * model.config.vocab_size

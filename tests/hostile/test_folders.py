@@ -12,9 +12,10 @@ from metatokens.checkpoint import MANIFEST, load_model, verify_manifest, write_m
 from metatokens.data.store import TokenStore
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
+from metatokens.files import append_lines
 from metatokens.paper.report.page import write_report
 from metatokens.paper.run_log import FILES, LOG, RunLog
-from metatokens.records import Result, append_records, read_lines
+from metatokens.records import Result, read_lines
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import last_good_checkpoint
 from tests.hostile.good import Clean
@@ -114,7 +115,7 @@ def test_names_in_records_are_no_paths(name: str, tmp_path: Path) -> None:
     RunLog(inner).resume()
     fields = {"model": name, "task": name, "condition": name, "recipe": name, "intervention": name}
     line = Result(**fields, metric="exact_match", value=0.5, n=4, seed=0, length=128)
-    append_records(inner / FILES["results"], [line, line.model_copy(update={"condition": "none"})])
+    append_lines(inner / FILES["results"], [line.line(), line.model_copy(update={"condition": "none"}).line()])
     assert read_lines(inner / FILES["results"], Result)[0].model == name
     run = {"preset": name, "recipes": {name: {}}, "stages": [{"name": name, "seconds": 1}], "models": {name: {}}}
     (inner / "run.json").write_text(json.dumps(run))

@@ -108,6 +108,8 @@ def test_what_would_be_wrong_is_refused(second_attention: str) -> None:
     for layers in ([3], [1, 0], [-1]):
         with pytest.raises(UserError, match="text_full_layers is"):
             set_text_window(model, 5, 2, layers)
+    with pytest.raises(UserError, match=r"the model cannot have this text window: .*'text_window' expected"):
+        set_text_window(model, "3")  # type: ignore[arg-type]
     assert model.config.text_full_layers == FULL
     cache = model(torch.tensor(ROWS[:1]), use_cache=True).past_key_values
     set_text_window(model, 5, 2, [0])

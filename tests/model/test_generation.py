@@ -261,3 +261,9 @@ def test_a_generation_configuration_sets_meta_every(tmp_path: Path) -> None:
     assert torch.equal(again.generate(ids, **options), expected)
     with pytest.raises(UserError, match="meta_every is 'two'"):
         again.generate(ids, generation_config=GenerationConfig(meta_every="two", **options))
+
+
+def test_an_assistant_may_lack_the_tokens_that_are_suppressed() -> None:
+    scores, suppress = torch.zeros(1, 5), SuppressMetaToken([3, 5, 9])
+    assert suppress(torch.zeros(1, 1), scores).isinf().tolist() == [[False, False, False, True, False]]
+    assert suppress(torch.zeros(1, 1), torch.zeros(1, 10)).isinf().nonzero()[:, 1].tolist() == [3, 5, 9]

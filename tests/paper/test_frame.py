@@ -27,8 +27,8 @@ def _load(folder: Path, results: Iterable[Line], **files: Iterable[Line]) -> Inp
     return load([folder])
 
 
-def test_a_later_line_of_the_same_figure_counts_and_a_grid_has_its_own_runs_alone(tmp_path: Path) -> None:
-    lines = [_line(value=0.1, hits="gAA="), _line(value=0.2), _line(recipe="small/jumps"), _line(recipe="mine")]
+def test_a_later_line_of_the_same_figure_counts(tmp_path: Path) -> None:
+    lines = [_line(value=0.1, hits="gAA="), _line(value=0.2), _line(recipe="small/jumps")]
     inputs = _load(tmp_path, lines)
     assert inputs.preset == "small"
     assert inputs.remeasured == 1
@@ -37,10 +37,24 @@ def test_a_later_line_of_the_same_figure_counts_and_a_grid_has_its_own_runs_alon
     assert len(inputs.figures) == 2
 
 
-def test_figures_of_two_grids_are_not_mixed(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="presets gpu and small"):
-        _load(tmp_path, [_line(), _line(recipe="gpu")])
+@pytest.mark.parametrize("recipe", ["gpu", "mine", None])
+def test_lines_of_a_grid_and_of_other_runs_are_not_mixed(recipe: str | None, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="lines of the preset small and of other runs"):
+        _load(tmp_path, [_line(), _line(recipe=recipe)])
+    with pytest.raises(UserError, match="lines of the preset small and of other runs"):
+        _load(tmp_path, [_line()], curves=_curve([0.5], recipe=recipe))
     assert _load(tmp_path, [_line(recipe="demo"), _line(recipe=None, seed=1)]).preset is None
+
+
+def test_text_windows_and_recipes_of_no_preset_are_models_of_their_own(tmp_path: Path) -> None:
+    lines = [_line(recipe=recipe) for recipe in ("demo", "mine/a", "mine/b")]
+    lines += [_line(recipe="demo", text_window=window) for window in (16, 256)]
+    lines += [_line(recipe="mine/a", metric="shortcut", model="the commonest answer", value=0.3)]
+    inputs = _load(tmp_path, lines, curves=_curve([0.95], recipe="mine/a"))
+    names = ["meta", "meta, mine/a", "meta, mine/b", "meta, window 16", "meta, window 256"]
+    assert inputs.select()["model"].tolist() == names
+    assert inputs.select()["chance"].tolist() == [0.3] * 5
+    assert inputs.select(metric="log_steps_to_learn")["model"].tolist() == ["meta, mine/a"]
 
 
 def test_a_misspelt_column_or_metric_is_an_error(tmp_path: Path) -> None:
@@ -76,6 +90,8 @@ def test_draws_of_noise_are_parts_of_the_prompts(tmp_path: Path) -> None:
     assert 0.31 < row["low"] < 0.32  # Wilson's interval of 6 of 10
     without = [{**line, "hits": None} for line in lines]
     assert _load(tmp_path, without).select(intervention="noise:0.1")["hits"].tolist() == [""]
+    of_evaluate = [{**line, "recipe": None} for line in lines]  # which draws noise for all prompts
+    assert len(_load(tmp_path, of_evaluate).select(intervention="noise:0.1")) == 3
 
 
 def _curve(accuracies: Iterable[float], **fields: Any) -> list[Line]:

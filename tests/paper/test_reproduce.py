@@ -109,7 +109,9 @@ def test_curves_examples_and_provenance_are_what_the_report_reads(undisturbed: P
     inputs = load([undisturbed])
     steps = inputs.curves.fillna({"train_length": 0}).groupby(["model", "task", "train_length"])["step"].agg(list)
     assert steps.to_dict() == {
-        (name, task, length): [1, 2, 3, 4] for name in ("gpt2", "meta") for task, length in (("", 0), ("parity", 64))
+        (f"{name}, tiny", task, length): [1, 2, 3, 4]
+        for name in ("gpt2", "meta")
+        for task, length in (("", 0), ("parity", 64))
     }
     assert set(zip(inputs.curves["seed"], inputs.curves["position_embedding"], strict=True)) == {(0, "rope")}
     assert [example.task for example in inputs.read.examples] == [*TASKS]

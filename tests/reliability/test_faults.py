@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 from metatokens.errors import UserError
 from metatokens.files import append_lines, exclusive, library_writes
-from metatokens.records import Result, append_records, read_lines
+from metatokens.records import Result, read_lines
 from tests.reliability.commands import Commands, assert_one_sentence, left, quickly, verbs_of
 
 DAY = 86_400  # the seconds by which the clock goes back
@@ -44,7 +44,7 @@ def verbs(
     results = tmp_path_factory.mktemp("measured") / "results.jsonl"
     about: dict[str, Any] = {"task": "parity", "length": 64, "metric": "exact_match", "seed": 0, "n": 100}
     measured = [Result(model=name, value=value, created="2026-01-01", **about) for name, value in MEASURED.items()]
-    append_records(results, measured)
+    append_lines(results, [one.line() for one in measured])
     return verbs_of(small_corpus, small_store.path, small_model(), steps=8, tuned=4, prompts=4) | {
         "reproduce": ["reproduce", "--preset", "tiny", "--workers", "1"] + ["--only", "perplexity"] * (not is_thorough),
         "report": ["report", str(results)],

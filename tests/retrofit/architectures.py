@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -303,7 +304,9 @@ def pieces_error(name: str) -> float:
     """Logits of some positions computed in pieces, against those of all positions at once."""
     model, ids = retrofitted(name), with_meta_tokens()
     chosen = torch.rand(ids.shape, generator=torch.Generator().manual_seed(8)) < 0.5
-    pieces = list(logits_at(model, ids, chosen, most=5 * ROWS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("metatokens.decoder.PIECE", 5 * ROWS)
+        pieces = list(logits_at(model, ids, chosen))
     assert {len(piece) for piece in pieces[:-1]} == {5}
     return error(torch.cat(pieces)[:, :META], logits(model, ids)[chosen])
 

@@ -206,6 +206,6 @@ def test_a_base_that_changes_the_mask_before_its_blocks_is_refused(monkeypatch: 
 def test_what_would_be_wrong_is_refused() -> None:
     model = model_of("llama")
     for layers in ([9], [1, 0], [-1]):
-        with pytest.raises(UserError, match="layers are "):
+        with pytest.raises(UserError, match="text_full_layers is "):
             set_text_window(model, WINDOW, SINKS, layers)
     assert model.config.text_full_layers == FULL

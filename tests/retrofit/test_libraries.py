@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 from metatokens import add_meta_attention, freeze_base, save_meta
 from metatokens.errors import UserError
 from tests.checkpointing import checkpoint_activations
+from tests.model.tiny_models import tiny_model
 from tests.retrofit.architectures import (
     LENGTH,
     META,
@@ -46,6 +47,51 @@ LORA = peft.LoraConfig(
     exclude_modules=r".*meta_attention.*",
     modules_to_save=["meta_attention", "meta_token"],
 )
+
+
+OWN_AND_RETROFITTED = pytest.mark.parametrize("is_own", [True, False], ids=["own", "retrofitted"])
+
+
+def own_or_retrofitted(is_own: bool) -> tuple[PreTrainedModel, Tensor]:
+    """A model and ids of 2 rows with meta-tokens."""
+    if not is_own:
+        return retrofitted("llama"), with_meta_tokens()
+    ids = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+    ids[0, 3], ids[1, ::4] = 63, 63
+    return tiny_model(), ids
+
+
+@OWN_AND_RETROFITTED
+def test_a_mask_of_meta_tokens_of_another_shape_is_refused(is_own: bool) -> None:
+    model, ids = own_or_retrofitted(is_own)
+    mask = ids == model.config.meta_token_id
+    for wrong in (mask[:, :-2], mask[0], mask[:1]):
+        with pytest.raises(UserError, match=r"meta_token_mask has the shape .*, and the input"):
+            model(ids, meta_token_mask=wrong)
+    assert torch.equal(model(ids, meta_token_mask=mask).logits, model(ids).logits)
+
+
+@OWN_AND_RETROFITTED
+def test_meta_tokens_are_not_looked_for_in_noisy_embeddings(is_own: bool) -> None:
+    model, ids = own_or_retrofitted(is_own)
+    table = model.get_input_embeddings()
+    embeddings = table(ids)
+    table.neftune_noise_alpha = 5.0  # as the Trainer sets it
+    model.train()
+    with pytest.raises(UserError, match="NEFTune changes the embeddings"):
+        model(inputs_embeds=embeddings)
+    model(inputs_embeds=embeddings, meta_token_mask=ids == model.config.meta_token_id)
+    model.eval()
+    assert torch.equal(model(inputs_embeds=embeddings).logits, model(ids).logits)
+
+
+@OWN_AND_RETROFITTED
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.trace:DeprecationWarning")
+def test_a_trace_is_refused(is_own: bool) -> None:
+    model, ids = own_or_retrofitted(is_own)
+    for example in (ids, ids.clamp(max=59)):  # with meta-tokens, and without
+        with pytest.raises(UserError, match=r"use torch\.export"):
+            torch.jit.trace(model, (example,), strict=False)
 
 
 def is_new(name: str) -> bool:

@@ -325,13 +325,13 @@ SITES = ["self_attn"] * 3
     ("changed", "message"),
     [
         ({"sites": ["nowhere"] * 3}, "does not fit the base"),
-        ({"layers": [0, 1, 9]}, r"layers are \[0, 1, 9\]; give a list of some of 0 to 2"),
+        ({"layers": [0, 1, 9]}, r"layers is \[0, 1, 9\]; give a list of some of 0 to 2"),
         ({"hidden_size": 32}, "do not fit"),
         ({"layers": [0, 1]}, "2 blocks have 3 sites"),
         ({"sites": ["", "", ""]}, "sites.0 is '': string should have at least 1 character"),
         ({"sites": None}, "missing or damaged"),
         ({"layers": "abc"}, "layers is 'abc'"),
-        ({"layers": [-1, 0, 1]}, "layers are"),
+        ({"layers": [-1, 0, 1]}, "layers is"),
         ({"head_size": 2.5}, "head_size is 2.5: input should be a valid integer"),
         ({"meta_token_id": 99_999}, "meta_token_id is 99999 and unpadded_vocab_size"),
         ({"meta_token_id": -5}, "meta_token_id is -5"),
@@ -391,6 +391,8 @@ def test_tables_that_are_resized_afterwards(is_tied: bool, tmp_path: Path) -> No
     assert (after.shape[-1], torch.equal(after[..., :META], before)) == (ROWS + 8, True)
     assert (after[..., [META, *range(ROWS + 3, ROWS + 8)]] == -1e4).all()
     assert (after[..., ROWS : ROWS + 3].abs() < 100).all()  # entries in use like any other
+    with pytest.raises(UserError, match=r"tokens were added .* Save the whole model"):
+        save_meta(model, tmp_path)
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert torch.equal(again(ids).logits, after)
@@ -427,15 +429,15 @@ def test_what_cannot_be_is_refused() -> None:
     refused(torch.nn.Linear(2, 2), "a Linear: give a causal language model")
     refused(base("llama"), "meta_token_id 320 is outside the 320 rows", meta_token_id=320)
     refused(base("llama"), "give the model's tokenizer, or as meta_token_id a row", meta_token_id=None)
-    refused(base("llama"), r"layers are \[0, 3\]; give a list of some of 0 to 2", layers=[0, 3])
+    refused(base("llama"), r"layers is \[0, 3\]; give a list of some of 0 to 2", layers=[0, 3])
     model = base("llama")
     refused(model, "head_size is 7: input should be a multiple of 2", heads=2, head_size=7)
     assert type(model) is LlamaForCausalLM  # as it was
     assert torch.equal(logits(model, text()), logits(base("llama"), text()))
     assert all(weight.requires_grad for weight in model.parameters())
     refused(base("llama"), "num_attention_heads is 2.5: input should be a valid integer", heads=2.5)
-    refused(base("llama"), "layers are 2; give a list of some of 0 to 2", layers=2)
-    refused(base("llama"), r"layers are \[\[0\]\]; give a list", layers=[[0]])
+    refused(base("llama"), "layers is 2; give a list of some of 0 to 2", layers=2)
+    refused(base("llama"), r"layers is \[\[0\]\]; give a list", layers=[[0]])
     refused(base("llama"), "meta_token_id 5.5 is outside the 320 rows", meta_token_id=5.5)
     refused(base("llama"), "the tokenizer is a str; give one of transformers", tokenizer="my/llama")
     with pytest.raises(UserError, match="this LlamaForCausalLM is no retrofitted model"):

@@ -129,3 +129,16 @@ def test_labels_are_counted_over_all_processes(
         tuning = ["finetune", "--model", small_model(), "--data", tmp_path / "records.jsonl", *overrides]
         run_ranks(processes, command_that_parts, *tuning, "--out", tmp_path / str(processes))
     assert_same_training(tmp_path / "2" / "data", tmp_path / "1" / "data")
+
+
+@pytest.mark.parametrize("keeps", [(), ("--keep-adapter",)])
+def test_all_processes_train_the_adapters_of_the_length_before(
+    keeps: tuple[str, ...], small_model: Callable[..., Path], tmp_path: Path, run_ranks: Run
+) -> None:
+    for processes in (1, 2):
+        sizes = ["training.max_steps=2", "training.logging_steps=1", "training.save_steps=2"]
+        sizes += ["training.learning_rate=0.01", f"training.per_device_train_batch_size={4 // processes}"]
+        overrides = [part for setting in sizes for part in ("--set", setting)]
+        tuning = ["finetune", "--model", small_model(), "--task", "parity", "--train-lengths", "48,64", *overrides]
+        run_ranks(processes, command, *tuning, "--lora", "rank=2", *keeps, "--out", tmp_path / str(processes))
+    assert_same_training(tmp_path / "2" / "64", tmp_path / "1" / "64")

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from metatokens.training.finetune import finetune
+from metatokens.training.inside import inside_loss
 from metatokens.training.muon import MuonWithAdamW, block_matrices
 from metatokens.training.trainer import MetaTokenTrainer
 from tests.training.conftest import Finetuning, Models, TrainerOf
@@ -80,6 +81,12 @@ def test_the_blocks_of_any_decoder_are_found(kind: str) -> None:
     expected = {name for name, one in model.named_parameters() if one.ndim == 2 and id(one) not in rows}
     names = {one: name for name, one in model.named_parameters()}
     assert {names[one] for one in block_matrices(model)} == expected
+    model.tower = torch.nn.Sequential(torch.nn.Linear(4, 4))  # such as for images
+    assert {names[one] for one in block_matrices(model)} == expected
+    model.config.meta_token_id = 47
+    with inside_loss(model, 1.0, 1):
+        assert {*block_matrices(model)} - names.keys() == {head.weight for head in model.inside_heads}
+    del model.tower
     frozen = names.keys() - set(block_matrices(model))
     for one in model.parameters():
         one.requires_grad_(one in frozen)

@@ -42,12 +42,9 @@ def shows_tables(as_json: bool) -> bool:
 
 def write_records(records: "Iterable[Record]", out: Path | None) -> None:
     """Write records as JSON lines; measured figures get versions and time."""
-    from metatokens.records import append_records, stamped
+    from metatokens.records import stamped
 
-    if out is None:
-        write_lines((record.line() for record in stamped(records)), None)
-    else:
-        append_records(out, stamped(records))
+    write_lines((record.line() for record in stamped(records)), out)
 
 
 def write_figures(figures: "Sequence[Measured]", out: Path | None, *, as_json: bool) -> None:
@@ -160,7 +157,8 @@ def _shown(done: int, figures: "Figures") -> str:
 def progress_bar(verb: str) -> "Iterator[Progress]":
     """Show progress and the latest figures on standard error.
 
-    A terminal gets a bar. Elsewhere a line is printed at the first loss, every half minute, and at the end. If several processes train one model, only the first shows anything.
+    A terminal gets a bar. Elsewhere a line is printed at the first loss, every half minute, and at the end. If several
+    processes train one model, only the first shows anything.
     """
     from rich.console import Console, RenderableType
     from rich.progress import (

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from metatokens.data.insertion import PLACEMENTS, insert_meta_tokens, labels_of, meta_token_count
 from metatokens.data.landmarks import AFTER, BEFORE, Landmarks
-from metatokens.data.store import Split, TokenSequence, TokenStore
+from metatokens.data.store import StoreSplit, TokenSequence, TokenStore
 from metatokens.errors import UserError
 
 STRETCHES = 2**20  # at most, in a text with landmarks; each takes one number of memory
@@ -32,7 +32,7 @@ class BlockDataset:
     def __init__(
         self,
         store: TokenStore,
-        split: Split,
+        split: StoreSplit,
         *,
         block_size: int,
         fraction: float,

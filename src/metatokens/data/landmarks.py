@@ -7,6 +7,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from metatokens.data.tokenizer import meta_token_id
 from metatokens.errors import UserError
@@ -15,6 +16,7 @@ from metatokens.recipe import landmark_rule
 # The tokens before and after a place that decide whether it has a landmark; no rule reads more bytes than these have.
 BEFORE, AFTER = 72, 4
 _CONTROL = b"\0\0"  # replaces a control token's text
+_BYTES = {ord(letter): byte for byte, letter in bytes_to_unicode().items()}  # in a byte-level vocabulary
 
 _BLANKS = 32  # at most, between the text of a line and its line feed
 # The lookbehind of `re` has a fixed length, so there is one pattern for each number of blanks.
@@ -129,13 +131,3 @@ def _pieces(tokenizer: PreTrainedTokenizerBase, size: int) -> npt.NDArray[np.obj
         return token.replace("▁", " ").encode()
 
     return np.array([piece(number) or _CONTROL for number in range(size)], dtype=object)
-
-
-def _bytes_of_letters() -> dict[int, int]:
-    """Maps the letters of a byte-level vocabulary to bytes; a letter from U+0100 on is a byte that is not printable."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: byte for byte in printable} | {0x100 + number: byte for number, byte in enumerate(others)}
-
-
-_BYTES = _bytes_of_letters()

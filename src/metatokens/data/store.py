@@ -28,21 +28,21 @@ from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
 from metatokens.files import file_sha256, sha256_of
 
-Split = Literal["train", "held_out"]
-SPLITS: tuple[Split, ...] = get_args(Split)
+StoreSplit = Literal["train", "held_out"]
+SPLITS: tuple[StoreSplit, ...] = get_args(StoreSplit)
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 
 Count = Annotated[int, Field(ge=0, lt=2**48)]
 
 
-class Record(BaseModel):
+class StoreRecord(BaseModel):
     """A part of the manifest."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class StoreSettings(Record):
+class StoreSettings(StoreRecord):
     """Everything that determines a store's content."""
 
     corpus: str
@@ -52,7 +52,7 @@ class StoreSettings(Record):
     python: str | None  # the version, for the corpus `builtin`, which is part of Python
 
 
-class Shard(Record):
+class Shard(StoreRecord):
     """One file of a split."""
 
     part: Count  # the part of the corpus, see `corpus_parts`
@@ -68,7 +68,7 @@ class Shard(Record):
         return f"{self.part:05}-{self.number:05}.arrow"
 
 
-class SplitCounts(Record):
+class SplitCounts(StoreRecord):
     """The sums over a split's shards, in the order of the corpus."""
 
     documents: int
@@ -90,14 +90,14 @@ class SplitCounts(Record):
         )
 
 
-class Manifest(Record):
+class Manifest(StoreRecord):
     """The content of a store, and the settings that it was made with."""
 
     settings: StoreSettings
     vocab_size: int
     eos_token_id: int
     meta_token_id: int
-    splits: Annotated[dict[Split, SplitCounts], Field(min_length=len(SPLITS))]
+    splits: Annotated[dict[StoreSplit, SplitCounts], Field(min_length=len(SPLITS))]
     tokenizer: dict[str, str]  # the checksum of each file
     metatokens: str  # the version of this package
     sha256: str = ""  # of the manifest's text without this value
@@ -155,7 +155,7 @@ class TokenStore:
                 raise UserError(_damaged(folder / name))
         return load_tokenizer(str(folder))
 
-    def tokens(self, split: Split) -> "TokenSequence":
+    def tokens(self, split: StoreSplit) -> "TokenSequence":
         """The ids of a split: one document after another, each with the end-of-text id."""
         return TokenSequence(self, split)
 
@@ -166,7 +166,7 @@ class TokenSequence:
     Each process opens the shards itself, and checks each of them once.
     """
 
-    def __init__(self, store: TokenStore, split: Split) -> None:
+    def __init__(self, store: TokenStore, split: StoreSplit) -> None:
         self._store = store
         self._split = split
         self._shards = store.manifest.splits[split].shards
@@ -188,7 +188,7 @@ class TokenSequence:
         ids = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint16), *pieces])
         return ids[::step].astype(np.int64)
 
-    def __reduce__(self) -> tuple[type["TokenSequence"], tuple[TokenStore, Split]]:
+    def __reduce__(self) -> tuple[type["TokenSequence"], tuple[TokenStore, StoreSplit]]:
         return TokenSequence, (self._store, self._split)
 
     def _ids(self, index: int) -> npt.NDArray[np.unsignedinteger]:

@@ -37,11 +37,11 @@ from metatokens.data.store import (
     SPLITS,
     TOKENIZER,
     Manifest,
-    Record,
     Shard,
-    Split,
     SplitCounts,
+    StoreRecord,
     StoreSettings,
+    StoreSplit,
     TokenStore,
 )
 from metatokens.data.tokenizer import encode_documents, load_tokenizer, meta_token_id, text_vocab_size
@@ -57,7 +57,7 @@ SHARD_CHARACTERS = 2**25
 BATCH_CHARACTERS = 400_000  # encoded at a time: enough for every core, and few enough for the next batch to overlap
 
 
-class Plan(Record):
+class Plan(StoreRecord):
     """Everything that the shards of a store depend on."""
 
     settings: StoreSettings
@@ -66,10 +66,10 @@ class Plan(Record):
     first: tuple[str, ...]  # the checksums of the first two distinct documents
 
 
-class Done(Record):
+class Done(StoreRecord):
     """The manifest's entries of a finished shard."""
 
-    shards: dict[Split, Shard]
+    shards: dict[StoreSplit, Shard]
 
 
 class Work(NamedTuple):
@@ -298,10 +298,10 @@ def _write_part(work: Work, number: int) -> None:
 def _write_shard(work: Work, documents: Iterator[str], part: int, number: int) -> bool:
     """Write the next shard of a part, of both splits; return whether any document was left."""
     dtype = np.uint16 if text_vocab_size(work.tokenizer) <= 2**16 else np.uint32
-    counts: dict[Split, Counter[str]] = {split: Counter(documents=0, characters=0, tokens=0) for split in SPLITS}
-    ids: dict[Split, list[npt.NDArray[np.unsignedinteger]]] = {split: [] for split in SPLITS}
+    counts: dict[StoreSplit, Counter[str]] = {split: Counter(documents=0, characters=0, tokens=0) for split in SPLITS}
+    ids: dict[StoreSplit, list[npt.NDArray[np.unsignedinteger]]] = {split: [] for split in SPLITS}
     for batch, encoded in _encoded(_batches(documents, work.plan.shard_characters), work.tokenizer):
-        batch_ids: dict[Split, list[list[int]]] = {split: [] for split in SPLITS}
+        batch_ids: dict[StoreSplit, list[list[int]]] = {split: [] for split in SPLITS}
         for text, text_ids in zip(batch, encoded, strict=True):
             split = _split_of(text, work.plan)
             batch_ids[split].append(text_ids)
@@ -310,7 +310,7 @@ def _write_shard(work: Work, documents: Iterator[str], part: int, number: int) -
             ids[split].append(np.fromiter(chain.from_iterable(batch_ids[split]), dtype))
     if not ids[SPLITS[0]]:
         return False
-    shards: dict[Split, Shard] = {}
+    shards: dict[StoreSplit, Shard] = {}
     for split in SPLITS:
         content = _arrow_file(np.concatenate(ids[split]))
         shards[split] = Shard(part=part, number=number, sha256=sha256_of(content), **counts[split])
@@ -329,7 +329,7 @@ def _arrow_file(ids: npt.NDArray[np.unsignedinteger]) -> memoryview:
     return memoryview(sink.getvalue())
 
 
-def _split_of(text: str, plan: Plan) -> Split:
+def _split_of(text: str, plan: Plan) -> StoreSplit:
     digest = sha256_of(text.encode())
     if digest in plan.first:
         return SPLITS[plan.first.index(digest)]

@@ -16,6 +16,7 @@ from metatokens.checkpoint import fetch_model, load_model
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.prompts import encode_chat, encode_prompt
 from metatokens.data.tokenizer import UNLIMITED, beginning_of, load_tokenizer
+from metatokens.decoder import left_padded
 from metatokens.errors import UserError
 from metatokens.recipe import landmark_rule
 
@@ -137,11 +138,7 @@ class MetaTokensLM(HFLM):
         if self.meta_every is not None:
             rows = list(map(Landmarks(self.tokenizer, f"every:{self.meta_every}").insert_into, rows))
         rows = [row[-left_truncate_len:] if left_truncate_len else row for row in rows]
-        ids = torch.full((len(rows), max(map(len, rows))), self.tokenizer.pad_token_id)
-        mask = torch.zeros_like(ids)
-        for i, row in enumerate(rows):
-            ids[i, -len(row) :], mask[i, -len(row) :] = torch.tensor(row), 1
-        return ids, mask
+        return left_padded(rows, self.tokenizer.pad_token_id)
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Logits for the text token that follows each of `inps`, (rows, tokens, vocabulary)."""

@@ -18,7 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-SEPARATOR = ", "  # between the names of a model and of its variant
+from metatokens.records import SEPARATOR
+
 PHONE, PAGE = 3.5, 8.6  # inches
 _PANEL_HEIGHT, _LEGEND_HEIGHT = 2.5, 0.5
 INK, GREY, RULE = "#22211f", "#66635e", "#e2e0db"

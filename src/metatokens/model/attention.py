@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.llama.modeling_llama import eager_attention_forward
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
 from metatokens.model.cache import HIDDEN, Entries, MetaTokenCache, SecondStore
 from metatokens.model.paged import TEXT_KEY, put_into_pages
-from metatokens.model.positions import Rotary, rotate
+from metatokens.model.positions import Rotary
 from metatokens.model.rows import AllRows, MetaRows
 
 FEW_ROWS = 128
@@ -146,7 +146,7 @@ class Attention(nn.Module):
             q = q * (self.length_scale[:, None, None] * log_keys[:, None])
         if rotary is None or not self.is_rotated:
             return q, k, v
-        return rotate(q, rotary), rotate(k, rotary), v
+        return *apply_rotary_pos_emb(q, k, *rotary), v  # Su et al., 2021
 
 
 class CausalAttention(Attention):
@@ -168,8 +168,8 @@ class CausalAttention(Attention):
         attend: AttentionFunction,
         mask: Tensor | None,
         rotary: Rotary | None,
-        log_keys: Tensor | None = None,
-        engine: Mapping[str, Any] = MappingProxyType({}),
+        log_keys: Tensor | None,
+        engine: Mapping[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """The output for x, both (batch, length, width), and the weights if the attention function returns them.
 

@@ -112,8 +112,10 @@ class MetaGPT2Config(PreTrainedConfig):
             raise UserError(
                 f"rope_layers is for position_embedding 'rope'; this model has {self.position_embedding!r}."
             )
+        if self.rope_layers == []:
+            raise UserError("rope_layers is []; without positions, position_embedding is 'none'.")
         for name in ("rope_layers", "text_full_layers"):
-            self._check_layers(name, getattr(self, name))
+            check_layers(name, getattr(self, name) or [], self.num_hidden_layers)
         if not self.initializer_range >= 0:
             raise UserError(f"initializer_range is {self.initializer_range}; a standard deviation is at least 0.")
         if self.second_attention == "meta" and self.meta_token_id is None:
@@ -142,11 +144,6 @@ class MetaGPT2Config(PreTrainedConfig):
             )
         super().__post_init__(**{"auto_map": dict(_AUTO_MAP)} | kwargs)
 
-    def _check_layers(self, name: str, layers: list[int] | None) -> None:
-        count = self.num_hidden_layers
-        if layers is not None and (not layers or sorted(set(layers) & set(range(count))) != layers):
-            raise UserError(f"{name} is {layers}; give at least one layer, in ascending order, from 0 to {count - 1}.")
-
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Do nothing: `auto_map` names the package's class, so that no copy of its file is saved with a model."""
@@ -166,6 +163,13 @@ class MetaGPT2Config(PreTrainedConfig):
         """The paper's 152M model: 12 layers, 12 heads, width 768, RoPE, meta-attention (Appendix B)."""
         padding = {} if "vocab_size" in overrides else {"unpadded_vocab_size": 50258}
         return cls(**padding | overrides)
+
+
+def check_layers(name: str, layers: Any, count: int) -> None:
+    """Refuse layers that are not ascending indices of some of a model's `count` blocks."""
+    is_list = isinstance(layers, range | list | tuple) and all(type(one) is int for one in layers)
+    if not is_list or sorted({*layers} & {*range(count)}) != list(layers):
+        raise UserError(f"{name} is {layers}; give a list of some of 0 to {count - 1}, ascending.")
 
 
 def write_remote_code(folder: str | PathLike, auto_map: dict[str, str]) -> None:

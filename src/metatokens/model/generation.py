@@ -54,9 +54,16 @@ class SuppressMetaToken(SuppressTokensLogitsProcessor):
 
     supports_continuous_batching = True
 
+    def __init__(self, tokens: Sequence[int], device: Any = "cpu"):
+        super().__init__(tokens, device)
+        self.last = max(tokens)
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores (batch, vocabulary); unlike the base, without a search through the vocabulary."""
-        return scores.index_fill(-1, self.suppress_tokens.to(scores.device), -math.inf)
+        tokens = self.suppress_tokens.to(scores.device)
+        if self.last >= scores.shape[-1]:  # an assistant's, which may have no such tokens
+            tokens = tokens[tokens < scores.shape[-1]]
+        return scores.index_fill(-1, tokens, -math.inf)
 
 
 class MetaTokenGenerationMixin(GenerationMixin):

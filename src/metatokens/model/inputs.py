@@ -74,6 +74,27 @@ class InputSpan:
         return shown(attention_mask)[:, 0].sum(dim=-1)
 
 
+def meta_tokens(
+    table: Any, meta_token_id: int | None, input_ids: Tensor | None, embeddings: Any, given: Tensor | None
+) -> Tensor:
+    """Where the meta-tokens are, (batch, length) bool: as `given`, or by ids, or where embeddings equal theirs.
+
+    Raises:
+        UserError: if `given` has another shape, or NEFTune changes the embeddings.
+    """
+    if given is not None:
+        inputs = embeddings if input_ids is None else input_ids
+        if inputs is not None and given.shape != inputs.shape[:2]:
+            raise UserError(f"meta_token_mask has the shape {[*given.shape]}, and the input {[*inputs.shape[:2]]}.")
+        return given.bool()
+    if input_ids is not None:
+        return input_ids == meta_token_id
+    if table.training and getattr(table, "neftune_noise_alpha", None):
+        raise UserError("NEFTune changes the embeddings by which meta-tokens are found: give a meta_token_mask too.")
+    row = table(torch.tensor([[meta_token_id]], device=embeddings.device)).to(embeddings)
+    return (embeddings == row).all(dim=-1)
+
+
 def attention_function(
     config: PreTrainedConfig,
     x: Tensor,

@@ -224,7 +224,7 @@ def _check_inputs(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, An
 
 
 class _Hooks:
-    """Forward hooks of the embedding (always called first), the learned table and the rotary module."""
+    """Hooks, which change what the embedding (always called first), the learned table and the rotary module return."""
 
     def __init__(self, intervention: Intervention, meta_token_id: int | None, seed: int):
         self.intervention, self.meta_token_id = intervention, -1 if meta_token_id is None else meta_token_id

@@ -24,8 +24,6 @@ One block; x is the residual stream, (batch, length, width):
 """
 
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -51,10 +49,10 @@ from metatokens.model.attention import (
     residual_linear,
 )
 from metatokens.model.cache import MetaTokenCache, add_second_stores, meta_key_counts
-from metatokens.model.configuration import UNSAVED, MetaGPT2Config
-from metatokens.model.generation import MetaTokenGenerationMixin, keep_meta_every, register_architecture
+from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.generation import MetaTokenGenerationMixin, register_architecture
 from metatokens.model.gpt2 import FromGPT2
-from metatokens.model.inputs import InputSpan, attention_function
+from metatokens.model.inputs import InputSpan, attention_function, meta_tokens
 from metatokens.model.labels import scored_labels, without_meta_tokens
 from metatokens.model.paged import engine_of
 from metatokens.model.positions import packed_sequences
@@ -205,7 +203,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         position_ids = span.position_ids() if position_ids is None else position_ids
         rows, rule, has_rule = None, None, self.config.text_window is not None
         if self.config.second_attention == "meta" or has_rule:
-            is_meta = self._is_meta(input_ids, x, meta_token_mask)
+            is_meta = meta_tokens(self.embed_tokens, self.config.meta_token_id, input_ids, x, meta_token_mask)
         if self.config.second_attention == "meta":
             is_dense = bool(engine) or span.is_static
             is_dense |= meta_positions is None and past_key_values is None and torch.compiler.is_compiling()
@@ -268,15 +266,6 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         if cache is not None and has_own:
             add_second_stores(cache, self.config)
         return cache
-
-    def _is_meta(self, input_ids: Tensor | None, embeddings: Tensor, meta_token_mask: Tensor | None) -> Tensor:
-        """Where the meta-tokens are, (batch, length) bool."""
-        if meta_token_mask is not None:
-            return meta_token_mask.bool()
-        if input_ids is not None:
-            return input_ids == self.config.meta_token_id
-        meta_token = self.embed_tokens(torch.tensor(self.config.meta_token_id, device=embeddings.device))
-        return (embeddings == meta_token).all(dim=-1)
 
     def _meta_rows(
         self,
@@ -429,13 +418,6 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache and kind != "static":
             model_kwargs["past_key_values"] = MetaTokenCache(self.config)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-
-    def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
-        """Save as transformers does, with the `meta_every` of the generation configuration."""
-        keep_meta_every(self.generation_config)
-        super().save_pretrained(save_directory, *args, **kwargs)
-        if self.config.name_or_path == UNSAVED and not Path(save_directory).name.startswith("checkpoint-"):
-            self.name_or_path = self.config.name_or_path = str(save_directory)
 
 
 # The Auto classes find the class by its configuration's. Trainer (for label_smoothing_factor) and pipelines recognise a

@@ -98,15 +98,3 @@ def rotary_tables(positions: Tensor, head_size: int, theta: float) -> Rotary:
     angles = positions[..., None].float() * theta ** (-pairs / head_size)
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate each half-split pair of features by the angle of its position (Su et al., 2021).
-
-    Args:
-        x: queries or keys, (batch, heads, length, head size).
-        rotary: cosines and sines, each (batch or 1, length, head size).
-    """
-    cos, sin = (table.unsqueeze(1) for table in rotary)
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -17,6 +17,14 @@ BREAKS_GRAPH = (
 )
 
 
+def check_graph() -> None:
+    """Refuse a graph that would hold the number of meta-tokens of one example."""
+    if torch.compiler.is_exporting():
+        raise UserError(BREAKS_GRAPH)
+    if torch.jit.is_tracing():
+        raise UserError("torch.jit.trace would record the number of meta-tokens in its example: use torch.export.")
+
+
 @torch.compiler.disable(reason=BREAKS_GRAPH)  # data-dependent shape
 def positions_of(chosen: Tensor, *, least: int = 0, multiple: int = 1) -> Tensor:
     """The positions that a mask marks, ascending, followed by -1 in rows that have fewer than the most.
@@ -30,10 +38,9 @@ def positions_of(chosen: Tensor, *, least: int = 0, multiple: int = 1) -> Tensor
         (batch, most) int64.
 
     Raises:
-        UserError: in an exported graph.
+        UserError: in an exported or traced graph.
     """
-    if torch.compiler.is_exporting():
-        raise UserError(BREAKS_GRAPH)
+    check_graph()
     counts = chosen.sum(dim=1)
     most = max(int(counts.max()), least)
     most = -(-most // multiple) * multiple

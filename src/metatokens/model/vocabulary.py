@@ -1,15 +1,32 @@
-"""Resizing a vocabulary that has a meta-token."""
+"""Resizing a vocabulary that has a meta-token, and saving its model."""
 
 import math
+from os import PathLike
+from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
 from metatokens.errors import UserError
+from metatokens.model.configuration import UNSAVED
+from metatokens.model.generation import keep_meta_every
 
 
 class MetaVocabulary:
-    """Mixin for a language model: resizing its tables keeps the meta-token's row."""
+    """Mixin for a model: resizing its tables keeps the meta-token's row, and saving it may name it."""
+
+    saved_as = UNSAVED
+
+    def save_pretrained(self: Any, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
+        """Save as transformers does, and name an unsaved model after the folder, where TRL and PEFT then find it.
+
+        A Trainer's checkpoints, which are deleted later, give no name.
+        """
+        model: Any = super()
+        keep_meta_every(getattr(self, "generation_config", None))
+        model.save_pretrained(save_directory, *args, **kwargs)
+        if self.config.name_or_path == self.saved_as and not Path(save_directory).name.startswith("checkpoint-"):
+            self.saved_as = self.name_or_path = self.config.name_or_path = str(save_directory)
 
     def resize_token_embeddings(
         self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True

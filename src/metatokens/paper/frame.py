@@ -7,7 +7,6 @@ that does not exist is a `KeyError`, so that a misspelt field never reads as "no
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan, sqrt
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,7 +16,9 @@ import pandas as pd
 from metatokens.errors import UserError
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.paper.run_files import RunLines, read_runs
+from metatokens.recipe import PresetName
 from metatokens.records import (
+    SEPARATOR,
     AnalysisMetric,
     CurvePoint,
     Measurement,
@@ -29,17 +30,18 @@ from metatokens.records import (
     unpack_hits,
 )
 
+PRESETS = get_args(PresetName)
 GRIDS = ("small", "gpu", "paper")  # the presets whose figures are set next to the paper's
-PRESETS = ("smoke", "demo", *GRIDS)
 LEARNED = 0.9  # of the test prompts: a task is learned from the first point on from which accuracy stays there
+SPEEDS = ("prefill", "decode")  # benchmarks that the paper has figures of
 RATES = (0.5, 1.0, 2.0, 4.0)  # nats, at which distortions are compared
 DERIVED = ("log_steps_to_learn", "distortion_at_rate", "slowdown", "log_perplexity")  # metrics that no line has
 METRICS = {*get_args(Metric), *get_args(AnalysisMetric), *DERIVED}
 
 _NUMBERS = (
-    "train_length", "length", "noise_seed", "layer", "head", "distance", "position", "beta", "fit_seed", "rate",
-    "batch", "seed", "value", "low", "high", "n", "chance", "shortcut", "step", "loss", "text_tokens", "exact_match",
-    "kv_kept", "kv_bytes",
+    "train_length", "length", "text_window", "noise_seed", "layer", "head", "distance", "position", "beta", "fit_seed",
+    "rate", "batch", "seed", "value", "low", "high", "n", "chance", "shortcut", "step", "loss", "text_tokens",
+    "exact_match", "kv_kept", "kv_bytes",
 )  # fmt: skip
 _TEXTS = ("benchmark", "against", "shape", "device")  # that derived figures alone have
 _OBJECTS = ("premise", "boosted", "quantiles")
@@ -63,11 +65,11 @@ class Inputs:
     """The figures and curves that a report reads.
 
     Args:
-        figures: what was measured and what is derived from it, of a grid's preset its own runs alone. A row has the
-            fields of `Result` or `Measurement`, and `variant` (of a preset; empty for the plain runs). An exact match
-            also has `chance`, what a constant answer scores, and `shortcut`, the best rule that does not do the task;
-            both as proportions of the prompts of its task, length and condition. The metrics of `DERIVED` are
-            explained where they are made.
+        figures: what was measured and what is derived from it. A row has the fields of `Result` or `Measurement`, and
+            `variant` (of a preset; empty for the plain runs). The name of a model also has its text window, and a
+            recipe that is no preset's: `meta, window 256`. An exact match also has `chance`, what a constant answer
+            scores, and `shortcut`, the best rule that does not do the task; both as proportions of the prompts of its
+            task, length and condition. The metrics of `DERIVED` are explained where they are made.
         curves: the points of training curves, with `variant`.
         preset: the preset of a grid; None for other runs.
         read: the lines themselves.
@@ -103,17 +105,18 @@ def load(paths: Sequence[Path]) -> Inputs:
     """Read run folders and files of lines into frames. Where a figure was measured again, the later line counts.
 
     Raises:
-        UserError: as `read_runs` does, or if there are results of several grids, whose figures are not to be mixed.
+        UserError: as `read_runs` does, or if there are lines of a grid and of other runs, which are not to be mixed.
     """
     read = read_runs(paths)
-    grids = sorted({(result.recipe or "").partition("/")[0] for result in read.results} & {*GRIDS})
-    if len(grids) > 1:
-        raise UserError(f"there are results of the presets {' and '.join(grids)}; report one at a time.")
-    grid = grids[0] if grids else None
+    lines = (*read.results, *read.measurements, *read.points)
+    presets = {(line.recipe or "").partition("/")[0] for line in lines}
+    grid = next((preset for preset in GRIDS if preset in presets), None)
+    if grid and len(presets) > 1:
+        raise UserError(f"there are lines of the preset {grid} and of other runs; report that preset alone.")
     measured = _typed(pd.concat([_rows(read.results, Result), _rows(read.measurements, Measurement)]))
     figures = measured.drop_duplicates([name for name in measured if name not in _OUTCOMES], keep="last")
     remeasured = len(measured) - len(figures)
-    figures, curves = (_variants(one, grid) for one in (figures, _typed(_rows(read.points, CurvePoint))))
+    figures, curves = map(_named, (figures, _typed(_rows(read.points, CurvePoint))))
     figures.loc[(figures["metric"] == "perplexity") & (figures["text"] == ""), "text"] = "held_out"
     figures = _with_chances(_whole_noise(figures[(figures["variant"] == "") | (figures["analysis"] == "")]))
     derived = [*_steps_to_learn(curves), *_distortions(figures), *_slowdowns(read.timings)]
@@ -179,23 +182,6 @@ def distortion_at(curve: Curve, rate: float) -> float:
     return float(np.interp(rate, rates, distortions))
 
 
-def slowdowns(speeds: Sequence[Timing]) -> list[Timing]:
-    """The timings of decoding and of prefill, with ratios and limits in the units that we take the paper's to be in.
-
-    Decoding is per text token: an input with meta-tokens has fewer text tokens in as many positions. Prefill is per
-    position: per text token, no model with k = 0.1 could keep the paper's bound of 1.02.
-    """
-    about = attrgetter("benchmark", "shape", "length", "batch")
-    texts = {(about(line), line.model): line.text_tokens for line in speeds}
-    found = [line for line in speeds if line.benchmark == "prefill"]
-    for line in speeds:
-        if line.benchmark == "decode" and (theirs := texts.get((about(line), line.against))):
-            more = theirs / line.text_tokens
-            scaled = {name: more * getattr(line, name) for name in ("ratio", "ratio_low", "ratio_high", "limit")}
-            found.append(line.model_copy(update=scaled))
-    return found
-
-
 def _rows(records: Sequence[Record], kind: type[Record]) -> pd.DataFrame:
     names = [name for name in kind.model_fields if name not in ("versions", "created")]
     return pd.DataFrame([record.model_dump(include={*names}) for record in records], columns=names)
@@ -212,16 +198,22 @@ def _typed(frame: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _variants(frame: pd.DataFrame, grid: str | None) -> pd.DataFrame:
-    """A grid's own rows alone, each with its variant: what follows the preset in the recipe."""
-    recipe = frame["recipe"].str.extract("(?s)([^/]*)/?(.*)")  # two columns of an empty frame too
-    frame = frame.assign(variant=recipe[1].where(recipe[0].isin(PRESETS), ""))
-    return frame if grid is None else frame[recipe[0] == grid]
+def _named(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows with their variants, what follows the preset in the recipe, and with the names of models in full."""
+    variants, names = [], []
+    for model, recipe, window in zip(frame["model"], frame["recipe"], frame["text_window"], strict=True):
+        preset, _, variant = recipe.partition("/")
+        further = [] if np.isnan(window) else [f"window {window:.0f}"]
+        further += [] if preset in PRESETS or not preset else [recipe]
+        variants.append(variant if preset in PRESETS else "")
+        names.append(SEPARATOR.join([model, *further]))
+    return frame.assign(variant=variants, model=names)
 
 
 def _whole_noise(figures: pd.DataFrame) -> pd.DataFrame:
     """The figures, those of several draws of noise as one: draw i of k answers the prompts i, i + k, i + 2k, ..."""
-    is_part = figures["noise_seed"].notna() & (figures["n"] > 0) & figures["value"].between(0, 1)
+    is_of_preset = figures["recipe"].str.split("/").str[0].isin(PRESETS)  # `evaluate --noise-seed` uses all prompts
+    is_part = is_of_preset & figures["noise_seed"].notna() & (figures["n"] > 0) & figures["value"].between(0, 1)
     about = ["metric", "model", "position_embedding", "task", "train_length", "length", *_ACCURACY, "seed"]
     whole = []
     for _, parts in figures[is_part].sort_values("noise_seed").groupby(about, dropna=False, sort=False):
@@ -245,7 +237,7 @@ def _with_chances(figures: pd.DataFrame) -> pd.DataFrame:
     on, is_match = ["task", "length", "condition"], figures["metric"] == "exact_match"
     best, constant = (
         figures[on].merge(one.groupby(on)["value"].max().reset_index(), on=on, how="left")["value"].to_numpy()
-        for one in (found, select(found, model="the commonest answer"))
+        for one in (found, found[found["model"].str.startswith("the commonest answer")])
     )
     chance = figures["chance"].where(figures["chance"].notna() | ~is_match, constant)
     return figures.assign(chance=chance, shortcut=np.where(is_match, best, nan))
@@ -280,10 +272,13 @@ def _distortions(figures: pd.DataFrame) -> Iterable[Mapping[str, Any]]:
 def _slowdowns(speeds: Sequence[Timing]) -> Iterable[Mapping[str, Any]]:
     """`slowdown`: the median of the rounds' ratios, with the 95 % interval of a median that the quartiles give.
 
-    A normal distribution has quartiles 1.349 standard deviations apart, and its median has 1.253 times the standard
-    error of its mean.
+    Prefill is timed per position: per text token, no model with k = 0.1 could keep the paper's bound of 1.02. A normal
+    distribution has quartiles 1.349 standard deviations apart, and its median has 1.253 times the standard error of its
+    mean.
     """
-    for line in slowdowns(speeds):
+    for line in speeds:
+        if line.benchmark not in SPEEDS:
+            continue
         about = {name: getattr(line, name) for name in ("benchmark", "model", "against", "shape", "batch", "n")}
         about |= {"metric": "slowdown", "seed": 0, "device": "A100" if "A100" in line.device else line.device}
         reach = 1.96 * 1.253 * (line.ratio_high - line.ratio_low) / 1.349 / sqrt(line.n)

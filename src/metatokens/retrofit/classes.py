@@ -26,8 +26,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from metatokens.decoder import decoder_of, position_embedding_of
 from metatokens.errors import UserError
 from metatokens.model.cache import give, with_mixin
-from metatokens.model.configuration import TEXT_SINKS, UNSAVED, write_remote_code
-from metatokens.model.generation import MetaTokenGenerationMixin, keep_meta_every, register_architecture
+from metatokens.model.configuration import TEXT_SINKS, write_remote_code
+from metatokens.model.generation import MetaTokenGenerationMixin, register_architecture
 from metatokens.model.labels import without_meta_tokens
 from metatokens.model.positions import packed_sequences
 from metatokens.model.vocabulary import MetaVocabulary
@@ -51,42 +51,31 @@ PREFIX = "MetaTokens"
 _AUTO_MAP = {"AutoConfig": "metatokens_classes.MetaTokensConfig"}
 
 
+def _setting(name: str, default: int | None = None) -> Any:
+    """A property for one of the fields of `meta_attention`."""
+
+    def read(config: Any) -> Any:
+        return getattr(config, "meta_attention", {}).get(name, default)
+
+    def write(config: Any, value: Any) -> None:
+        config.meta_attention = {**vars(config)["meta_attention"], name: value}
+
+    return property(read, write)
+
+
 class MetaConfig(PreTrainedConfig):
-    """Mixin for a base's configuration, with four more attributes.
+    """Mixin for a base's configuration, with more attributes.
 
     Attributes:
         meta_token_id: the meta-token's row of the vocabulary.
         unpadded_vocab_size: entries in use; the rows after them are never generated.
         position_embedding: the kind of the base's positions, `learned`, `rope` or `none`.
         meta_attention: the fields of a `MetaSettings`.
+        text_window, text_sinks, text_full_layers: of `meta_attention`, as in `MetaGPT2Config`.
     """
 
-    @property
-    def text_window(self) -> int | None:
-        """As in `MetaGPT2Config`; `set_text_window` changes it."""
-        return getattr(self, "meta_attention", {}).get("text_window")
-
-    @text_window.setter
-    def text_window(self, window: int | None) -> None:
-        self.meta_attention = {**vars(self)["meta_attention"], "text_window": window}
-
-    @property
-    def text_sinks(self) -> int:
-        """As in `MetaGPT2Config`."""
-        return getattr(self, "meta_attention", {}).get("text_sinks", TEXT_SINKS)
-
-    @text_sinks.setter
-    def text_sinks(self, sinks: int) -> None:
-        self.meta_attention = {**vars(self)["meta_attention"], "text_sinks": sinks}
-
-    @property
-    def text_full_layers(self) -> list[int] | None:
-        """As in `MetaGPT2Config`."""
-        return getattr(self, "meta_attention", {}).get("text_full_layers")
-
-    @text_full_layers.setter
-    def text_full_layers(self, layers: list[int] | None) -> None:
-        self.meta_attention = {**vars(self)["meta_attention"], "text_full_layers": layers}
+    text_window, text_sinks = _setting("text_window"), _setting("text_sinks", TEXT_SINKS)
+    text_full_layers = _setting("text_full_layers")
 
     def to_json_string(self, *args: Any, **kwargs: Any) -> str:
         """The base's JSON, under this package's model type."""
@@ -135,8 +124,6 @@ class MetaTokensConfig(PreTrainedConfig):
 class MetaBody(MetaVocabulary):
     """Mixin for any model around a retrofitted decoder: it has meta-attention."""
 
-    saved_as = UNSAVED
-
     def __init__(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any):
         model: Any = super()
         model.__init__(config, *args, **kwargs)
@@ -148,17 +135,6 @@ class MetaBody(MetaVocabulary):
         model: Any = super()
         model.initialize_weights()
         init_added_weights(self)
-
-    def save_pretrained(self: Any, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
-        """Save as transformers does, and name an unsaved model after the folder, where TRL and PEFT then find it.
-
-        A Trainer's checkpoints, which are deleted later, give no name.
-        """
-        model: Any = super()
-        keep_meta_every(getattr(self, "generation_config", None))
-        model.save_pretrained(save_directory, *args, **kwargs)
-        if self.config.name_or_path == self.saved_as and not Path(save_directory).name.startswith("checkpoint-"):
-            self.saved_as = self.name_or_path = self.config.name_or_path = str(save_directory)
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:

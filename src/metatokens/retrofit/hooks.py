@@ -12,10 +12,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from metatokens.errors import UserError
 from metatokens.model.cache import SecondStore, add_second_layers
-from metatokens.model.inputs import InputSpan
+from metatokens.model.inputs import InputSpan, meta_tokens
 from metatokens.model.paged import engine_of
 from metatokens.model.positions import check_positions, packed_sequences, position_ids_from_mask, rotary_tables
-from metatokens.model.rows import BREAKS_GRAPH, AllRows, MetaRows, least_rows, positions_of
+from metatokens.model.rows import BREAKS_GRAPH, AllRows, MetaRows, check_graph, least_rows, positions_of
 from metatokens.model.window import TextRule, check_remembering
 from metatokens.retrofit.context import FULL_MASK, ForwardContext, current, seen_by_a_head, thread, traced
 from metatokens.retrofit.layers import added_parameters
@@ -108,14 +108,9 @@ def _meta_tokens(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | 
         raise UserError(
             f"a {type(table).__name__} around the embeddings bypasses the meta-token's; train them by modules_to_save."
         )
-    if given is not None:
-        return given.bool()
-    if ids is not None:
-        return ids == table.meta_token_id
-    if embeddings is None:
+    if given is None and ids is None and embeddings is None:
         return None
-    row = table(torch.tensor([[table.meta_token_id]], device=embeddings.device)).to(embeddings)
-    return (embeddings == row).all(dim=-1)
+    return meta_tokens(table, table.meta_token_id, ids, embeddings, given)
 
 
 def _has_room(decoder: Any, cache: Cache) -> bool:
@@ -210,8 +205,7 @@ def _look_at_first_step(decoder: Any, is_meta: Tensor) -> None:
 @torch.compiler.disable(reason=BREAKS_GRAPH)
 def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, Any]) -> Tensor | None:
     """Set this thread's pass, for the blocks; None if there are no meta-tokens. Return the `packed_sequences`."""
-    if torch.compiler.is_exporting():
-        raise UserError(BREAKS_GRAPH)
+    check_graph()
     mask, positions = given.get("attention_mask"), _row_positions(is_meta, given)
     thread.is_running, thread.context, least, length = True, None, least_rows(decoder), is_meta.shape[1]
     cached = 0 if past is None else int(past.get_seq_length())

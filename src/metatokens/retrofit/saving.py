@@ -33,8 +33,8 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
             checksums; created if it does not exist.
 
     Raises:
-        UserError: if nothing was added to the model, what was added is quantised, PEFT's adapters are in the model, or
-            the base's weights have changed since; if the folder cannot be written.
+        UserError: if nothing was added to the model, what was added is quantised, PEFT's adapters are in the model,
+            the base's weights have changed since, or its vocabulary has grown; if the folder cannot be written.
     """
     folder = Path(folder)
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
@@ -46,6 +46,11 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
         raise UserError(
             "the base's weights are not those that meta-attention was added to: it was trained too, or adapters were "
             "merged into it. Save the whole model, by save_pretrained."
+        )
+    if model.config.unpadded_vocab_size > max(_base_rows(model, settings), model.config.meta_token_id + 1):
+        raise UserError(
+            "tokens were added to this model after the meta-token, and their embeddings are no part of meta-attention. "
+            "Save the whole model, by save_pretrained."
         )
     weights = {name: one.detach().contiguous() for name, one in added_parameters(model).items()}
     if not all(one.is_floating_point() for one in weights.values()):
@@ -61,6 +66,13 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
             write_whole(folder / "config.json", json.dumps({"model_type": MODEL_TYPE}).encode())
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder} cannot be written to: {error}.") from error
+
+
+def _base_rows(model: PreTrainedModel, settings: MetaSettings) -> int:
+    """The vocabulary of the base, before anything was added."""
+    text = model.config.get_text_config()
+    own = settings.base_settings if text is model.config else settings.base_settings.get("text_config", {})
+    return own.get("vocab_size", type(text)().vocab_size)
 
 
 def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
@@ -93,7 +105,7 @@ def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder / DELTA_WEIGHTS} cannot be read: {error}.") from error
     rows = base.get_input_embeddings().weight.shape[0]
-    if not rows <= used <= 2 * rows:  # more for the meta-token, and for tokens that were added later
+    if not rows <= used <= 2 * rows:  # more for the meta-token, and for tokens that came with it
         raise UserError(f"{folder} has {used} entries in use, which does not fit the {rows} rows of the base.")
     fits = _shapes(base, settings) == {name: one.shape for name, one in weights.items()}
     if not (fits and all(one.is_floating_point() for one in weights.values())):

@@ -1,12 +1,11 @@
 """The settings of meta-attention in a retrofitted model's configuration."""
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
 from metatokens.errors import UserError
-from metatokens.model.configuration import TEXT_SINKS
+from metatokens.model.configuration import TEXT_SINKS, check_layers
 from metatokens.recipe import explain
 
 Size = Annotated[int, Field(ge=1)]
@@ -73,8 +72,8 @@ class MetaSettings(BaseModel):
 
     def check_blocks(self, count: int) -> None:
         """Refuse settings that do not fit a model of `count` blocks."""
-        check_layers(self.layers, count)
-        check_layers(self.text_full_layers or [], count)
+        check_layers("layers", self.layers, count)
+        check_layers("text_full_layers", self.text_full_layers or [], count)
         if len(self.sites) != len(self.layers):
             raise UserError(f"{len(self.layers)} blocks have {len(self.sites)} sites; each needs one.")
 
@@ -86,11 +85,3 @@ def check_entries(meta_token_id: Any, used: Any, rows: int) -> None:
             f"meta_token_id is {meta_token_id} and unpadded_vocab_size {used}: the first must be below the second, and "
             f"that at most {rows}, the rows of the table."
         )
-
-
-def check_layers(layers: Any, count: int) -> Sequence[int]:
-    """Refuse layers that are not ascending indices of some of a model's `count` blocks."""
-    is_list = isinstance(layers, range | list | tuple) and all(type(one) is int for one in layers)
-    if not is_list or sorted({*layers} & {*range(count)}) != list(layers):
-        raise UserError(f"layers are {layers}; give a list of some of 0 to {count - 1}, ascending.")
-    return layers

@@ -11,10 +11,10 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from metatokens.data.tokenizer import META_TOKEN
 from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
-from metatokens.model.configuration import UNSAVED
+from metatokens.model.configuration import UNSAVED, check_layers
 from metatokens.retrofit.classes import MetaModel, classes_of, freeze_base, init_added_weights, install
 from metatokens.retrofit.identity import settings_of, weight_checksums
-from metatokens.retrofit.settings import MetaSettings, check_layers
+from metatokens.retrofit.settings import MetaSettings
 from metatokens.retrofit.sites import device_of, find_sites
 
 
@@ -59,7 +59,8 @@ def add_meta_attention(
     """
     _check_base(model)
     count = model.config.get_text_config().num_hidden_layers
-    layers = check_layers(range(count) if layers is None else layers, count)
+    layers = range(count) if layers is None else layers
+    check_layers("layers", layers, count)
     sites, site_has_residual = find_sites(model, layers)
     width = model.get_input_embeddings().weight.shape[1]
     settings = MetaSettings.checked(

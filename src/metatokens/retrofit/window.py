@@ -5,13 +5,14 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from metatokens.decoder import decoder_of
-from metatokens.errors import UserError
+from metatokens.errors import UserError, one_line
 from metatokens.model.configuration import UNSAVED, MetaGPT2Config
 from metatokens.retrofit.classes import MetaConfig
 from metatokens.retrofit.layers import set_full_layers
@@ -86,7 +87,10 @@ def apply_text_window(
         set_full_layers(blocks, full or ())
         config.meta_attention = settings.model_dump()
     else:
-        type(config).from_dict(config.to_dict() | own)  # refuses what does not fit
+        try:
+            type(config).from_dict(config.to_dict() | own)  # refuses what does not fit
+        except StrictDataclassError as error:
+            raise UserError(f"the model cannot have this text window: {one_line(error)}.") from error
         config.text_window, config.text_sinks, config.text_full_layers = window, sinks, full
 
 

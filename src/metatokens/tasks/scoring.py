@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from metatokens.decoder import logits_at
@@ -57,13 +58,10 @@ def score(
 @torch.inference_mode()
 def _hits(model: PreTrainedModel, examples: Sequence[Encoded], alone: LandmarksAlone | None) -> Iterator[torch.Tensor]:
     """For each example, a bool for each token of its answer."""
-    longest = max(len(example.input_ids) for example in examples)
-    ids = torch.zeros(len(examples), longest, dtype=torch.long)
-    answer = torch.zeros_like(ids, dtype=torch.bool)
-    for row, example in enumerate(examples):
-        size = len(example.input_ids)
-        ids[row, :size] = torch.tensor(example.input_ids)
-        answer[row, example.answer_start : size] = True
+    ids = pad_sequence([torch.tensor(one.input_ids) for one in examples], batch_first=True).long()
+    starts, ends = torch.tensor([(one.answer_start, len(one.input_ids)) for one in examples]).T[..., None]
+    place = torch.arange(ids.shape[1])
+    answer = (starts <= place) & (place < ends)
     mask = None if alone is None else alone.mask(ids[:, :-1], examples).to(model.device)
     ids, answer = ids.to(model.device), answer.to(model.device)
     # Padding is on the right, where causal attention never looks, so no mask is needed for it.

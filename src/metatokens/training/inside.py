@@ -43,7 +43,7 @@ def inside_labels(input_ids: Tensor, meta_token_id: int) -> tuple[Tensor, Tensor
 
 
 @contextmanager
-def inside_loss(model: Any, weight: float | None, pieces: int) -> Iterator[None]:
+def inside_loss(model: Any, weight: float | None, micro_batches: int) -> Iterator[None]:
     """Within the context, add `weight` times the auxiliary loss of every block except the last to the training loss.
 
     A block's loss is the binary cross-entropy of a linear head on its layer-normed states. It is a mean over the tokens
@@ -53,7 +53,7 @@ def inside_loss(model: Any, weight: float | None, pieces: int) -> Iterator[None]
         model: has hooks and the heads, as its module `inside_heads`, within the context. The heads are drawn from
             torch's generator.
         weight: of the sum over blocks; None: no auxiliary loss.
-        pieces: micro-batches of an optimizer step, over all processes; each one's loss is divided by it.
+        micro_batches: those of an optimizer step, over all processes; each one's loss is divided by it.
     """
     if weight is None:
         yield
@@ -63,13 +63,12 @@ def inside_loss(model: Any, weight: float | None, pieces: int) -> Iterator[None]
 
     def keep(block: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor | None]) -> None:
         if block.training:
-            states.append(
-                output[0] if isinstance(output, tuple) else output
-            )  # some blocks also return attention weights
+            states.append(output[0] if isinstance(output, tuple) else output)  # some return attention weights too
 
     def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         if module.training:
-            outputs.loss = outputs.loss + weight / pieces * _loss(heads, states, kwargs["input_ids"], meta_token_id)
+            auxiliary = _loss(heads, states, kwargs["input_ids"], meta_token_id)
+            outputs.loss = outputs.loss + weight / micro_batches * auxiliary
             states.clear()
         return outputs
 

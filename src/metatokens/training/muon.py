@@ -1,4 +1,4 @@
-"""One optimizer: Muon (Jordan et al., 2024) for the matrices inside the blocks, AdamW for everything else.
+"""One optimizer: Muon (Jordan et al., 2024) for matrices inside the blocks, AdamW for everything else.
 
 Muon steps along the orthogonal matrix nearest to the momentum of a matrix's gradient, by Newton-Schulz iterations.
 """
@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from metatokens.decoder import decoder_of
 
-def block_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The trainable matrices inside a language model's blocks: neither embeddings nor the output projection.
 
-    A parameter is in a block if its name has a number in it, since architectures name the list of blocks differently.
+def block_matrices(model: Any) -> list[nn.Parameter]:
+    """The trainable matrices inside a language model's blocks, and those of the heads of `inside_loss`.
+
+    Embeddings, the output projection, and what a model has for images are not among them.
     """
-    named = model.named_parameters()
-    return [
-        one for name, one in named if one.ndim == 2 and one.requires_grad and any(map(str.isdigit, name.split(".")))
-    ]
+    heads = getattr(model, "inside_heads", nn.ModuleList())
+    inside = [*decoder_of(model)[1].parameters(), *heads.parameters()]
+    return [one for one in inside if one.ndim == 2 and one.requires_grad]
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

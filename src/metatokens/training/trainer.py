@@ -63,9 +63,9 @@ def unwatched(done: int, total: int, figures: Figures) -> None:
 
 
 class MetaTokenTrainer(Trainer):
-    """The Trainer, except that it stops at a non-finite loss and may use Muon.
+    """The Trainer, with a part of a longer schedule (paper: 200k of 600k steps), Muon, or the loss of a teacher.
 
-    Its learning rate may follow a part of a schedule that is longer than the run (paper: 200k of 600k steps).
+    It stops at a non-finite loss. Its checkpoints leave out a base that is not trained.
     """
 
     def __init__(self, *args: Any, settings: TrainingSettings, schedule_start: int, **kwargs: Any):
@@ -289,16 +289,18 @@ def train(
             trainer.restore(checkpoint)
             trainer.state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
         else:
-            pieces = settings.batch // settings.per_device_train_batch_size
-            with position_jumps(model, settings.position_jumps), inside_loss(model, inside_weight, pieces):
+            count = settings.batch // settings.per_device_train_batch_size
+            with position_jumps(model, settings.position_jumps), inside_loss(model, inside_weight, count):
                 trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except UnpicklingError as error:  # the Trainer unpickles only tensors and numbers, so no code in the file runs
         raise UserError(f"the checkpoint {checkpoint} cannot be loaded: it has more than tensors in it.") from error
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if settings.fsdp else None  # from all processes
+    if settings.lora_rank and not settings.keep_adapter:  # in all processes, which may train the model further
+        tuned = tuned.merge_and_unload()
     if trainer.is_world_process_zero():
         _write_curve(trainer.state.log_history, out / "curve.jsonl")
-        is_merged = settings.lora_rank and not settings.keep_adapter
-        save_model(tuned.merge_and_unload() if is_merged else tuned, tokenizer, out, weights)
+        save_model(tuned, tokenizer, out, weights)
+    trainer.accelerator.wait_for_everyone()  # the others may load what the first one saves
 
 
 def _made_trainable(model: Any, settings: TrainingSettings) -> tuple[Any, Any]:

@@ -111,7 +111,10 @@ def test_amounts() -> None:
 
 def test_a_command_names_the_preset_and_the_stages(judged: dict[str, Judged]) -> None:
     one = judged["meta beats gpt2 up to 512 tokens"]
-    assert overview.command(one, "small") == "metatokens reproduce --preset small --only figure1 --corpus TEXT --book BOOK --out DIR"
+    assert (
+        overview.command(one, "small")
+        == "metatokens reproduce --preset small --only figure1 --corpus TEXT --book BOOK --out DIR"
+    )
     assert overview.command(one, "demo") == "metatokens reproduce --preset demo --out DIR"
     assert overview.command(one, None) == overview.command(one, "<script>") == ""
 

@@ -18,7 +18,6 @@ from metatokens.looking.style import (
     PAGE,
     PHONE,
     RULE,
-    SEPARATOR,
     SIZE,
     STYLES,
     Panel,
@@ -36,6 +35,7 @@ from metatokens.paper.report.paper import paper_table
 from metatokens.paper.report.table import Cell, models, order
 from metatokens.paper.report.tables import ALONE, FACTS, LENGTH_TABLES, PLACES, SPLITS, Tables
 from metatokens.paper.report.text import name, number
+from metatokens.records import SEPARATOR
 
 MARKERS = {"supported": ("#0072b2", ">"), "contradicted": ("#d55e00", "<"), "equivalent": (INK, "s")}
 OPEN = (GREY, "o")

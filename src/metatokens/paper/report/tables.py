@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from metatokens.paper.frame import RATES, Inputs, learned_from, learning_curves, slowdowns
+from metatokens.paper.frame import RATES, SPEEDS, Inputs, learned_from, learning_curves
 from metatokens.paper.report.paper import first_token_ratio, paper_table
 from metatokens.paper.report.table import POSITIONS, Cell, Fields, Table, models, order, plain, tabulate
 from metatokens.paper.report.text import NOT_RUN, PERCENT, TOKENS_RIGHT, Form, duration, name, number
@@ -98,7 +98,7 @@ class Tables:
     def by_length(self, task: str, form: Form = PERCENT) -> Table:
         """Tables 7 to 10, Figure 1: each model by the length of its prompts; the paper's figure below ours."""
         about = {key: self.tasks[task][key] for key in ("task", "condition", "train_condition", "variant")}
-        below = _papers(LENGTH_TABLES.get(task)) if form == PERCENT else _nothing
+        below = _papers(LENGTH_TABLES.get(task) if form == PERCENT else None)
         return self._by(about, name(task), ["length"], form, below=below)
 
     def other_prompts(self, task: str, variant: str = "", form: Form = PERCENT) -> Table:
@@ -283,8 +283,8 @@ class Tables:
             ("prefill", "dense", "gpt2"): first_token_ratio(),
         }
         rows = []
-        for line in sorted(slowdowns(self.inputs.read.timings), key=lambda line: line.benchmark):
-            if line.against not in ("gpt2", "meta", "meta, inserting"):
+        for line in sorted(self.inputs.read.timings, key=lambda line: line.benchmark):
+            if line.benchmark not in SPEEDS or line.against not in ("gpt2", "meta", "meta, inserting"):
                 continue
             is_own, theirs = line.model == line.against, papers.get((line.benchmark, line.model, line.against))
             what = "decoding" if line.benchmark == "decode" else "the first token"
@@ -408,10 +408,6 @@ def _intervention(kind: str) -> str:
 
 def _placed(condition: str) -> str:
     return "alone" if condition == "none" else f"meta-tokens {condition}"
-
-
-def _nothing(fields: Fields) -> list[str]:
-    return []
 
 
 def _papers(*tables: int | None, scale: int = 1) -> Callable[[Fields], list[str]]:
