@@ -167,8 +167,8 @@ class MetaGPT2Config(PreTrainedConfig):
 
 def check_layers(name: str, layers: Any, count: int) -> None:
     """Refuse layers that are not ascending indices of some of a model's `count` blocks."""
-    is_list = isinstance(layers, range | list | tuple) and all(type(one) is int for one in layers)
-    if not is_list or sorted({*layers} & {*range(count)}) != list(layers):
+    is_list = isinstance(layers, range | list | tuple) and all(type(one) is int and 0 <= one < count for one in layers)
+    if not is_list or sorted({*layers}) != list(layers):
         raise UserError(f"{name} is {layers}; give a list of some of 0 to {count - 1}, ascending.")
 
 
