@@ -75,7 +75,7 @@ class InputSpan:
 
 
 def meta_tokens(
-    table: Any, meta_token_id: int | None, input_ids: Tensor | None, embeddings: Any, given: Tensor | None
+    table: Any, meta_token_id: Any, input_ids: Tensor | None, embeddings: Any, given: Tensor | None
 ) -> Tensor:
     """Where the meta-tokens are, (batch, length) bool: as `given`, or by ids, or where embeddings equal theirs.
 

@@ -108,7 +108,7 @@ def load(paths: Sequence[Path]) -> Inputs:
         UserError: as `read_runs` does, or if there are lines of a grid and of other runs, which are not to be mixed.
     """
     read = read_runs(paths)
-    lines = (*read.results, *read.measurements, *read.points)
+    lines: list[Any] = [*read.results, *read.measurements, *read.points]
     presets = {(line.recipe or "").partition("/")[0] for line in lines}
     grid = next((preset for preset in GRIDS if preset in presets), None)
     if grid and len(presets) > 1:
