@@ -43,7 +43,7 @@ def test_lines_of_a_grid_and_of_other_runs_are_not_mixed(recipe: str | None, tmp
         _load(tmp_path, [_line(), _line(recipe=recipe)])
     with pytest.raises(UserError, match="lines of the preset small and of other runs"):
         _load(tmp_path, [_line()], curves=_curve([0.5], recipe=recipe))
-    assert _load(tmp_path, [_line(recipe="demo"), _line(recipe=None, seed=1)]).preset is None
+    assert _load(tmp_path, [_line(recipe="demo"), _line(recipe=None, seed=1)], curves=[]).preset is None
 
 
 def test_text_windows_and_recipes_of_no_preset_are_models_of_their_own(tmp_path: Path) -> None:
