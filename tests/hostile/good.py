@@ -19,7 +19,7 @@ RESULTS: Lines = [
     {
         "model": model, "position_embedding": "rope", "task": task, "condition": "paper", "train_condition": "paper",
         "train_length": 128, "length": length, "metric": metric, "value": 0.5, "n": 20, "low": 0.3, "high": 0.7,
-        "chance": 0.1, "seed": 0, "recipe": "small", "hits": "/8AA" if metric == "exact_match" else None, **MADE,
+        "chance": 0.1, "seed": 0, "recipe": "demo", "hits": "/8AA" if metric == "exact_match" else None, **MADE,
     }
     for model in ("gpt2", "meta") for task in ("parity", "own") for length in (128, 256)
     for metric in ("exact_match", "token_accuracy")

@@ -131,6 +131,7 @@ def test_labels_are_counted_over_all_processes(
     assert_same_training(tmp_path / "2" / "data", tmp_path / "1" / "data")
 
 
+@pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
 @pytest.mark.parametrize("keeps", [(), ("--keep-adapter",)])
 def test_all_processes_train_the_adapters_of_the_length_before(
     keeps: tuple[str, ...], small_model: Callable[..., Path], tmp_path: Path, run_ranks: Run

@@ -69,10 +69,11 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
 
 
 def _base_rows(model: PreTrainedModel, settings: MetaSettings) -> int:
-    """The vocabulary of the base, before anything was added."""
+    """The rows of the base's table, before anything was added."""
     text = model.config.get_text_config()
+    beyond = model.get_input_embeddings().weight.shape[0] - text.vocab_size  # mllama has rows for images
     own = settings.base_settings if text is model.config else settings.base_settings.get("text_config", {})
-    return own.get("vocab_size", type(text)().vocab_size)
+    return own.get("vocab_size", type(text)().vocab_size) + beyond
 
 
 def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
