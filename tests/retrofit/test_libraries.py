@@ -1,5 +1,8 @@
 """Retrofitted models in the programs that people use: Trainer, PEFT, accelerate, threads, torch.compile."""
 
+import os
+import subprocess
+import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -92,6 +95,55 @@ def test_a_trace_is_refused(is_own: bool) -> None:
     for example in (ids, ids.clamp(max=59)):  # with meta-tokens, and without
         with pytest.raises(UserError, match=r"use torch\.export"):
             torch.jit.trace(model, (example,), strict=False)
+
+
+AFTER_A_PICKLE = """
+import pickle, sys, torch
+ids = torch.tensor([[int(one)] for one in sys.argv[1:]])
+with torch.inference_mode(), open("pairs", "rb") as file:
+    pairs = pickle.load(file)
+    torch.save([model(ids, past_key_values=cache).logits for model, cache in pairs], "logits.pt")
+print([(type(model).__name__, type(model.config).__mro__[1].__name__) for model, _ in pairs])
+"""
+IN_TWO_PROCESSES = """
+import torch
+from datasets import Dataset
+from tests.retrofit.architectures import retrofitted, with_meta_tokens
+model, ids = retrofitted("llama"), with_meta_tokens()
+def likeliest(row):
+    with torch.inference_mode():
+        return {"next": model(torch.tensor([row["ids"]])).logits[0].argmax(dim=-1).tolist()}
+made = Dataset.from_dict({"ids": ids.tolist()}).map(likeliest, num_proc=2)
+print(made["next"][:] == [likeliest({"ids": row})["next"] for row in ids.tolist()])
+"""
+
+
+def printed(program: str, *args: str, folder: Path) -> str:
+    """What a program in a new Python process prints."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", program, *args]
+    return subprocess.run(
+        command, cwd=folder, env=environment, check=True, text=True, stdout=subprocess.PIPE
+    ).stdout.strip()
+
+
+@pytest.mark.parametrize("library", ["pickle", "dill", "cloudpickle"])
+def test_a_pickle_is_read_by_another_process(library: str, tmp_path: Path) -> None:
+    pickler = pytest.importorskip(library)
+    models, ids = [retrofitted(name) for name in ("llama", "gpt2", "qwen3_next")], with_meta_tokens()
+    with torch.inference_mode():
+        pairs = [(model, model(ids, use_cache=True).past_key_values) for model in models]
+        (tmp_path / "pairs").write_bytes(pickler.dumps(pairs))
+        following = [model(ids[:, :1], past_key_values=cache).logits for model, cache in pairs]
+    firsts = [str(one) for one in ids[:, 0].tolist()]
+    names = printed(AFTER_A_PICKLE, *firsts, folder=tmp_path)
+    assert names == str([(type(model).__name__, "MetaConfig") for model in models])
+    for ours, theirs in zip(following, torch.load(tmp_path / "logits.pt"), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_datasets_runs_a_retrofitted_model_in_two_processes(tmp_path: Path) -> None:
+    assert printed(IN_TWO_PROCESSES, folder=tmp_path) == "True"
 
 
 def is_new(name: str) -> bool:

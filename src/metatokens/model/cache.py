@@ -38,7 +38,33 @@ HIDDEN = -1e4  # the feature that hides text in the dense form; half precision h
 def with_mixin(mixin: Any, base: Any) -> Any:
     """`base` with a mixin in front, under the base's name, by which transformers looks up most of its settings."""
     named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base)(base.__name__, (mixin, base), named)
+    made = type(base)(base.__name__, (mixin, base), named | {"made_by": (with_mixin, mixin, base)})
+
+    def reduced(self: Any, protocol: int) -> Any:
+        plain = super(made, self).__reduce_ex__(max(protocol, 2))
+        if type(self) is not made:  # a subclass has a name of its own
+            return plain
+        _, (_, *args), *rest = plain
+        return _new, (_origin(made), *args), *rest
+
+    made.__reduce_ex__ = reduced  # by its name, pickle would find the base
+    return made
+
+
+def _origin(kind: Any) -> Any:
+    """The function that made a class with a mixin, and its arguments; any other class as it is."""
+    made_by = vars(kind).get("made_by") if isinstance(kind, type) else None
+    return kind if made_by is None else (made_by[0], *map(_origin, made_by[1:]))
+
+
+def _class_from(origin: Any) -> Any:
+    return origin[0](*map(_class_from, origin[1:])) if isinstance(origin, tuple) else origin
+
+
+def _new(origin: Any, *args: Any) -> Any:
+    """An object without attributes, for pickle, of the class that `_origin` describes."""
+    kind = _class_from(origin)
+    return kind.__new__(kind, *args)
 
 
 @torch.compiler.disable  # it would trace `with_mixin` without its cache, and so make a class for each graph

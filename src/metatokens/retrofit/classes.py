@@ -244,6 +244,7 @@ def _config_of(config: Any) -> Any:
     Auto classes find classes by the configuration's name. Without a registration they would load the base.
     """
     meta_config = with_mixin(MetaConfig, config)
+    meta_config.made_by = (_config_of, config)
     for name, auto in vars(modeling_auto).items():
         if name.startswith("AutoModel") and (found := auto._model_mapping.get(config, None)) is not None:
             model = found[0] if isinstance(found, tuple) else found
@@ -256,7 +257,7 @@ def _config_of(config: Any) -> Any:
 @functools.cache
 def _class_of(model: Any, meta_config: Any) -> Any:
     meta_model = with_mixin(MetaModel if model.can_generate() else MetaBody, model)
-    meta_model.config_class = meta_config
+    meta_model.config_class, meta_model.made_by = meta_config, (_class_of, model, meta_config)
     if model.can_generate():
 
         @functools.wraps(model.forward)  # transformers reads the names of its arguments
