@@ -23,7 +23,7 @@ from transformers import (
     pipeline,
 )
 
-from metatokens import add_meta_attention
+from metatokens import add_meta_attention, freeze_base
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
 from tests.retrofit.architectures import CORPUS, META, base, logits, retrofitted, train_like, with_meta_tokens
@@ -76,6 +76,21 @@ def test_the_pipeline_of_features(tmp_path: Path) -> None:
     start = add_meta_attention(base("llama"), plain, heads=2, head_size=16)
     with torch.no_grad():
         assert not torch.equal(start.model(**plain(text, return_tensors="pt")).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize(("name", "auto"), [(name, auto) for name, autos in HEADS.items() for auto in autos])
+def test_a_new_head_is_trained_with_what_was_added(name: str, auto: Any, tmp_path: Path) -> None:
+    retrofitted(name).save_pretrained(tmp_path)
+    model = auto.from_pretrained(tmp_path)
+    freeze_base(model)
+    trained = {one for one, parameter in model.named_parameters() if parameter.requires_grad}
+    names = [one for one, _ in model.named_parameters()]
+    heads = {one for one in names if one.split(".")[0] in ("score", "classifier", "qa_outputs")}
+    assert len(heads) in (1, 2)
+    assert trained == heads | {one for one in names if "meta_attention" in one or "meta_token" in one}
+    body = AutoModel.from_pretrained(tmp_path)
+    freeze_base(body)
+    assert all("meta" in one for one, parameter in body.named_parameters() if parameter.requires_grad)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own

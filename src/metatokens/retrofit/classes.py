@@ -12,6 +12,7 @@ import functools
 import json
 from collections.abc import Sequence
 from inspect import signature
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -271,7 +272,8 @@ def _class_of(model: Any, meta_config: Any) -> Any:
 def freeze_base(model: nn.Module, *, trained: bool = False) -> None:
     """Freeze the base of a retrofitted model, so that only what was added is trained; or unfreeze it.
 
-    A model loaded from disk is trained whole, like any model of transformers, until this is called.
+    A model loaded from disk is trained whole, like any model of transformers, until this is called. A head that
+    predicts no tokens, such as that of `AutoModelForSequenceClassification`, is new too and so stays trained.
 
     Args:
         model: a retrofitted model.
@@ -284,7 +286,9 @@ def freeze_base(model: nn.Module, *, trained: bool = False) -> None:
         raise UserError(f"this {type(model).__name__} is no retrofitted model: call add_meta_attention first.")
     for parameter in model.parameters():
         parameter.requires_grad_(trained and parameter.is_floating_point())
-    for parameter in own.values():
+    has_new_head = isinstance(model, PreTrainedModel) and not model.can_generate() and model.base_model is not model
+    heads = [part for part in model.children() if part is not model.base_model] if has_new_head else []
+    for parameter in chain(own.values(), nn.ModuleList(heads).parameters()):
         parameter.requires_grad_(True)
 
 
