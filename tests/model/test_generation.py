@@ -223,6 +223,7 @@ WHOLE = "give generate\\(\\) the whole sequence as input_ids"
         ({}, {"meta_every": 2, "attention_mask": torch.ones(1, 9)}, WHOLE),
         ({}, {"meta_every": 2, "meta_token_mask": PROMPT == META}, WHOLE),
         ({}, {"meta_every": 2, "prompt_lookup_num_tokens": 2}, "assisted generation does not support inserted"),
+        ({}, {"meta_every": 2, "guidance_scale": 1.5}, "guidance_scale does not support inserted"),
         (
             {},
             {"meta_every": 2, "prefill_chunk_size": 2, "cache_implementation": "static"},

@@ -325,6 +325,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
     ) -> None:
         if "prompt_length" in model_kwargs and generation_mode == GenerationMode.ASSISTED_GENERATION:
             raise UserError("assisted generation does not support inserted meta-tokens.")
+        if "prompt_length" in model_kwargs and generation_config.guidance_scale not in (None, 1):
+            raise UserError("guidance_scale does not support inserted meta-tokens: its second prompt would have none.")
         if self.config.text_window is not None and generation_config.assistant_early_exit:
             raise UserError("assistant_early_exit does not support a text_window.")
         inserted = 0
