@@ -42,7 +42,7 @@ from metatokens.tasks import TASKS
 from metatokens.tasks.example import Encoded
 from metatokens.tasks.scoring import score
 from metatokens.training.trainer import train
-from results.forget.texts import TASK_LENGTH, Mixture, Texts
+from results.forget.texts import FORMS, TASK_LENGTH, Mixture, Texts
 
 SINKS = 4
 BATCH = 16
@@ -259,20 +259,21 @@ class Run:
             yield self.result(ids.tolist(), **about, value=value, low=low, high=high)
 
     def found(self, model: Any, texts: Texts) -> Iterator[Result]:
-        """The share of facts that are found, by the length of the text.
+        """The share of facts that are found, by the length of the text; of other forms, at the first length.
 
         A text is read once, into a cache that forgets; each of its questions goes on from a copy of that cache.
         """
-        for length, count in self.options.facts.items():
+        first, *_ = lengths = [("facts", length, count) for length, count in self.options.facts.items()]
+        for form, length, count in [*lengths, *((form, *first[1:]) for form in FORMS if form != "facts")]:
             hits, ids = [], []
-            for text, questions in texts.tests(count, length, self.options.beyond):
+            for text, questions in texts.tests(count, length, self.options.beyond, form):
                 ids = self.put(text)
                 cache = read(model, ids)
                 for question, answer in questions:
                     asked = torch.tensor([[*self.put(text + question), *answer][len(ids) : -1]], device=model.device)
                     given = {"past_key_values": copy.deepcopy(cache), "use_cache": True, "logits_to_keep": len(answer)}
                     hits.append(model(asked, **given).logits[0].argmax(dim=-1).tolist() == answer)
-            yield self.rate(ids, hits, task="facts", length=length)
+            yield self.rate(ids, hits, task=form, length=length)
 
     def tasks(self, model: Any, texts: Texts) -> Iterator[Result]:
         """The share of the prompts of each task that are answered exactly."""

@@ -26,7 +26,20 @@ CITIES = (
     "Amsterdam Geneva Milan Naples Venice Florence Istanbul Mumbai"
 )
 WORDS = [word for words in INVENTORY.values() for word in words]
-FACT, QUESTION, ANSWER = " The code word for {} is {}.", "\nThe code word for {} is", " {}"
+UNSEEN_CITIES = (
+    "Lyon Turin Porto Seville Valencia Bilbao Nice Lille Hamburg Munich Cologne Dresden Leipzig Zurich Basel Krakow "
+    "Riga Tallinn Helsinki Stockholm Copenhagen Bergen Glasgow Leeds Bristol Cardiff Belfast Nairobi Lagos Havana Bogota "
+    "Quito Santiago Manila Jakarta Bangkok Seoul Beijing Shanghai"
+)
+ANSWER = " {}"
+FACT, QUESTION = " The code word for {} is {}.", "\nThe code word for {} is"
+# Cities, fact and question: of the training, and in three respects unlike it.
+FORMS = {
+    "facts": (CITIES, FACT, QUESTION),
+    "facts_cities": (UNSEEN_CITIES, FACT, QUESTION),
+    "facts_wording": (CITIES, " In {} the old name of the harbour was {}.", "\nIn {} the old name of the harbour was"),
+    "facts_question": (CITIES, FACT, "\nQuestion: What is the code word for {}?\nAnswer:"),
+}
 FACTS = 8  # in a text
 TASK_LENGTH = 256  # tokens of the longest prompts of the four tasks
 
@@ -53,13 +66,21 @@ class Texts:
         starts = np.linspace(0, len(self.ids) - length, count).astype(int)
         return [self.ids[start : start + length].tolist() for start in starts]
 
-    def asked(self, generator: np.random.Generator, length: int, split: str, beyond: int, count: int = FACTS) -> Asked:
+    def asked(
+        self,
+        generator: np.random.Generator,
+        length: int,
+        split: str,
+        beyond: int,
+        count: int = FACTS,
+        form: str = "facts",
+    ) -> Asked:
         """A text of `length` tokens with facts of a split after sentences, `beyond` tokens or more before its end."""
-        pairs = []
-        for city in generator.permutation(CITIES.split())[:count]:
+        pairs, (cities, fact, question) = [], FORMS[form]
+        for city in generator.permutation(cities.split())[:count]:
             words = generator.permutation(WORDS)
             pairs.append((city, next(word for word in words if split_of(f"{city} {word}") == split)))
-        *facts, end = encode_text(self.tokenizer, [*(FACT.format(*pair) for pair in pairs), "\n"])
+        *facts, end = encode_text(self.tokenizer, [*(fact.format(*pair) for pair in pairs), "\n"])
         size = length - sum(map(len, facts)) - len(end)
         start = int(generator.choice(self.ends[self.ends < len(self.ids) - size - 1])) + 1
         places = self.ends[(self.ends >= start) & (self.ends < start + size - beyond)] - start + 1
@@ -67,14 +88,14 @@ class Texts:
         pieces = [self.ids[start + a : start + b].tolist() for a, b in pairwise(cuts)]
         text = [*chain.from_iterable(chain.from_iterable(zip(pieces, [*facts, end], strict=True)))]
         order = generator.permutation(count)
-        questions = encode_text(self.tokenizer, [QUESTION.format(pairs[i][0]) for i in order])
+        questions = encode_text(self.tokenizer, [question.format(pairs[i][0]) for i in order])
         answers = encode_text(self.tokenizer, [ANSWER.format(pairs[i][1]) for i in order])
         return text, [*zip(questions, answers, strict=True)]
 
-    def tests(self, count: int, length: int, beyond: int) -> list[Asked]:
+    def tests(self, count: int, length: int, beyond: int, form: str = "facts") -> list[Asked]:
         """The test texts of a length, with `count` questions or a few more."""
         seeds = ([TEST_SEED, length, number] for number in range(-(-count // FACTS)))
-        return [self.asked(np.random.default_rng(seed), length, "test", beyond) for seed in seeds]
+        return [self.asked(np.random.default_rng(seed), length, "test", beyond, form=form) for seed in seeds]
 
     def task(self, name: str, seed: int) -> TaskData:
         """A task's prompts with a meta-token after each line."""
