@@ -28,8 +28,8 @@ CITIES = (
 WORDS = [word for words in INVENTORY.values() for word in words]
 UNSEEN_CITIES = (
     "Lyon Turin Porto Seville Valencia Bilbao Nice Lille Hamburg Munich Cologne Dresden Leipzig Zurich Basel Krakow "
-    "Riga Tallinn Helsinki Stockholm Copenhagen Bergen Glasgow Leeds Bristol Cardiff Belfast Nairobi Lagos Havana Bogota "
-    "Quito Santiago Manila Jakarta Bangkok Seoul Beijing Shanghai"
+    "Riga Tallinn Helsinki Stockholm Copenhagen Bergen Glasgow Leeds Bristol Cardiff Belfast Nairobi Lagos Havana "
+    "Bogota Quito Santiago Manila Jakarta Bangkok Seoul Beijing Shanghai"
 )
 ANSWER = " {}"
 FACT, QUESTION = " The code word for {} is {}.", "\nThe code word for {} is"
