@@ -93,6 +93,17 @@ def test_facts_are_asked_for_and_no_test_fact_is_trained(base: Path) -> None:
     assert not known["train"] & known["test"]
 
 
+@pytest.mark.parametrize("form", texts.FORMS)
+def test_facts_of_other_forms_are_in_their_texts(form: str, base: Path) -> None:
+    tokenizer, (cities, fact, asks) = load_tokenizer(str(base / "base-tokens")), texts.FORMS[form]
+    ((ids, questions),) = texts.Texts(tokenizer, [str(base / "novel.txt.gz")]).tests(8, 500, 80, form)
+    asked = {tokenizer.decode(question): tokenizer.decode(answer) for question, answer in questions}
+    answered = {city: asked[asks.format(city)] for city in cities.split() if asks.format(city) in asked}
+    assert len(answered) == 8
+    assert all(tokenizer.decode(ids).count(fact.format(city, word[1:])) == 1 for city, word in answered.items())
+    assert (cities == texts.CITIES) or not set(cities.split()) & set(texts.CITIES.split())
+
+
 def test_the_whole_path(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     novel, out = str(base / "novel.txt.gz"), base
     sizes = ["--steps", "2", "--length", "256", "--beyond", "80", "--excerpts", "2", "--prompts", "1"]
@@ -115,7 +126,7 @@ def test_the_whole_path(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert {(one.model, one.metric) for one in lines} == {
         (arm.name, metric) for arm in few for metric in ("perplexity", "exact_match")
     }
-    assert [one.kv_kept for one in lines if one.model == "full"] == [1.0] * 7
+    assert [one.kv_kept for one in lines if one.model == "full"] == [1.0] * (7 + len(texts.FORMS) - 1)
     prose = {one.model: one for one in lines if one.text is not None}
     assert max(prose["separators"].kv_kept, prose["meta"].kv_kept) < 0.2
     half = prose["window"]  # a third of 256 tokens, and 64 in each of the other two blocks
