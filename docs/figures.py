@@ -48,9 +48,22 @@ FULL_BLOCKS = {
     "everything in sight, trained alike": ("full-1-1-brief", "full"),
     "a window of 60 in all blocks": ("window-1-8-brief", "window"),
     "**blocks 18 and 23 full**, a window of 28": ("window-1-8-full-18-23-brief", "window"),
-    "the same, with landmarks after sentences": ("tokens-1-8-sentence-full-18-23-brief", "tokens"),
+    "the same, trained on prose alone": ("window-1-8-prose-full-18-23-brief", "window"),
+    "the same, on prose, towards the base": ("window-1-8-teacher-prose-full-18-23-brief", "window"),
+    "blocks 18 and 23 full, with landmarks after sentences": ("tokens-1-8-sentence-full-18-23-brief", "tokens"),
     "blocks 9 and 20 full, a window of 28": ("window-1-8-full-9-20-brief", "window"),
     "blocks 18 and 23 full, untrained": ("window-1-8-untrained-full-18-23", "window"),
+}
+OTHER_FACTS = {
+    "the base, everything in sight": ("full-1-1-untrained", "full"),
+    "everything in sight, trained alike": ("full-1-1-brief", "full"),
+    "blocks 18 and 23 full, a window of 28": ("window-1-8-full-18-23-brief-float32", "window"),
+}
+FORMS = {  # of facts
+    "facts": "as trained",
+    "facts_cities": "unseen cities",
+    "facts_wording": "another wording",
+    "facts_question": "another question",
 }
 FORGETTING = {
     "the base, everything in sight": ("full-1-1-untrained", "full"),
@@ -291,17 +304,29 @@ def forgetting(arms: Mapping[str, tuple[str, str]], to: str) -> str:
 
 def full_differences() -> str:
     """What full blocks, landmarks, and the choice of blocks change: prose by excerpt, facts by text."""
-    _, limit, alone, full, landmarks, other, _ = FULL_BLOCKS.values()
+    _, limit, alone, full, prose, teacher, landmarks, other, _ = FULL_BLOCKS.values()
     rows = []
     for label, (one, than) in {
         "blocks 18 and 23 full, minus everything in sight, trained alike": (full, limit),
         "blocks 18 and 23 full, minus a window in all blocks": (full, alone),
+        "prose alone, minus facts and prose": (prose, full),
+        "prose alone towards the base, minus the next token's loss": (teacher, prose),
         "landmarks too, minus without": (landmarks, full),
         "blocks 18 and 23, minus 9 and 20": (full, other),
     }.items():
         texts = [facts_by_text(arm) for arm in (one, than)]
         rows.append((label, plus_minus(lost(one, than), ".3f"), plus_minus(100 * (texts[0] - texts[1]), ".1f")))
     return Table("", ("", "prose, nats", "facts at 512 tokens, points"), rows).markdown()
+
+
+def other_facts() -> str:
+    """Facts unlike those of the training that SmolLM2-135M finds in 512 tokens."""
+    lines = pd.read_json(ROOT / "results/forget/results.jsonl.gz", lines=True).query("length == 512")
+    rows = []
+    for label, arm in OTHER_FACTS.items():
+        own = 100 * of_arm(lines, arm).set_index("task").loc[[*FORMS], ["value", "low", "high"]]
+        rows.append((label, *(f"{one.value:.1f} ({one.low:.0f} to {one.high:.0f})" for one in own.itertuples())))
+    return Table("", ("facts at 512 tokens, %", *FORMS.values()), rows).markdown()
 
 
 def facts_by_text(arm: tuple[str, str]) -> pd.Series:
@@ -411,6 +436,7 @@ FIGURES |= {
     "copying": partial(by_length, "copying", 512, 128, 256, 512, 1024),
     "counting": partial(by_length, "segment_counting", 128, 128, 256, 512, 1024),
     "demo_perplexity": partial(perplexity, "results/demo"),
+    "other_facts": other_facts,
     "full_blocks": partial(forgetting, FULL_BLOCKS, "window-1-8-brief"),
     "forgetting": partial(forgetting, FORGETTING, "window-1-8"),
 }
