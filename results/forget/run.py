@@ -263,8 +263,9 @@ class Run:
 
         A text is read once, into a cache that forgets; each of its questions goes on from a copy of that cache.
         """
-        first, *_ = lengths = [("facts", length, count) for length, count in self.options.facts.items()]
-        for form, length, count in [*lengths, *((form, *first[1:]) for form in FORMS if form != "facts")]:
+        sizes = [*self.options.facts.items()]
+        tests = [("facts", *size) for size in sizes] + [(form, *sizes[0]) for form in FORMS if form != "facts"]
+        for form, length, count in tests:
             hits, ids = [], []
             for text, questions in texts.tests(count, length, self.options.beyond, form):
                 ids = self.put(text)

@@ -129,7 +129,7 @@ def printed(program: str, *args: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("library", ["pickle", "dill", "cloudpickle"])
 def test_a_pickle_is_read_by_another_process(library: str, tmp_path: Path) -> None:
-    pickler = pytest.importorskip(library)
+    pickler = pytest.importorskip(library, reason=f"{library} is not installed")
     models, ids = [retrofitted(name) for name in ("llama", "gpt2", "qwen3_next")], with_meta_tokens()
     with torch.inference_mode():
         pairs = [(model, model(ids, use_cache=True).past_key_values) for model in models]

@@ -37,8 +37,6 @@ HIDDEN = -1e4  # the feature that hides text in the dense form; half precision h
 @functools.cache  # one class for all objects
 def with_mixin(mixin: Any, base: Any) -> Any:
     """`base` with a mixin in front, under the base's name, by which transformers looks up most of its settings."""
-    named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    made = type(base)(base.__name__, (mixin, base), named | {"made_by": (with_mixin, mixin, base)})
 
     def reduced(self: Any, protocol: int) -> Any:
         plain = super(made, self).__reduce_ex__(max(protocol, 2))
@@ -47,7 +45,10 @@ def with_mixin(mixin: Any, base: Any) -> Any:
         _, (_, *args), *rest = plain
         return _new, (_origin(made), *args), *rest
 
-    made.__reduce_ex__ = reduced  # by its name, pickle would find the base
+    named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    # By its name, pickle would find the base.
+    named |= {"made_by": (with_mixin, mixin, base), "__reduce_ex__": reduced}
+    made = type(base)(base.__name__, (mixin, base), named)
     return made
 
 
