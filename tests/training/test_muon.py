@@ -45,7 +45,7 @@ def test_two_steps_of_a_matrix_are_those_of_the_paper(shape: tuple[int, int]) ->
         expected = expected - 0.02 * math.sqrt(max(1, shape[0] / shape[1])) * orthogonalized(nesterov)
     change, like = matrix.detach().numpy() - start, expected - start
     assert np.abs(like).max() > 0.01
-    assert np.abs(change - like).max() < 0.03 * np.abs(like).max()  # torch's products are in bfloat16
+    assert np.abs(change - like).max() < 1e-5 * np.abs(like).max()
     assert torch.equal(vector, alone)
 
 
@@ -68,7 +68,8 @@ def test_embeddings_biases_and_norms_are_adamws(trainer: MetaTokenTrainer) -> No
     assert {names[one] for one in decayed["params"]} == {"model.embed_tokens.weight", "model.learned_positions.weight"}
     assert {one.ndim for one in plain["params"]} == {1}
     assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == len(names)
-    assert (decayed["weight_decay"], plain["weight_decay"], muon["weight_decay"]) == (0.1, 0.0, 0.0)
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert "weight_decay" not in muon
     assert (decayed["betas"], muon["momentum"]) == ((0.9, 0.95), 0.95)
 
 

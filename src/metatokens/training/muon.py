@@ -3,6 +3,7 @@
 Muon steps along the orthogonal matrix nearest to the momentum of a matrix's gradient, by Newton-Schulz iterations.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ def block_matrices(model: Any) -> list[nn.Parameter]:
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` for some matrices, AdamW for the other parameters.
+    """Muon for some matrices, AdamW for the other parameters.
 
     The learning rates are those of the parameter groups. Muon's group is the last one.
 
@@ -38,18 +39,38 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for group in adamw.param_groups:
             group["params"] = [one for one in group["params"] if id(one) not in taken]
         self._adamw = adamw
-        self._muon = torch.optim.Muon(
-            matrices, lr=learning_rate, momentum=0.95, weight_decay=0.0, adjust_lr_fn="original"
-        )
+        muon = {"params": matrices, "lr": learning_rate, "momentum": 0.95}
         # The schedule divides its absolute `min_lr` by this default, AdamW's rate.
-        super().__init__([*adamw.param_groups, *self._muon.param_groups], {"lr": adamw.defaults["lr"]})
+        super().__init__([*adamw.param_groups, muon], {"lr": adamw.defaults["lr"]})
 
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update each parameter by its own rule."""
-        loss = closure() if closure else None
-        # Loading a state replaces this optimizer's groups and state, so both parts are given them again.
-        self._adamw.param_groups, self._muon.param_groups = self.param_groups[:-1], self.param_groups[-1:]
-        for part in (self._adamw, self._muon):
-            part.state = self.state
-            part.step()
+        with torch.enable_grad():
+            loss = closure() if closure else None
+        # Loading a state replaces this optimizer's groups and state, so AdamW gets them again.
+        self._adamw.param_groups, self._adamw.state = self.param_groups[:-1], self.state
+        self._adamw.step()
+        muon = self.param_groups[-1]
+        for matrix in muon["params"]:
+            if matrix.grad is not None:
+                momentum = self.state[matrix].setdefault("momentum_buffer", torch.zeros_like(matrix.grad))
+                momentum.lerp_(matrix.grad, 1 - muon["momentum"])
+                update = orthogonalized(matrix.grad.lerp(momentum, muon["momentum"]))
+                rows, columns = matrix.shape
+                matrix.add_(update, alpha=-muon["lr"] * math.sqrt(max(1, rows / columns)))
         return loss
+
+
+def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+    """Set all singular values of a matrix to about 1, by five Newton-Schulz iterations.
+
+    `torch.optim.Muon` multiplies in bfloat16 everywhere. CPUs without instructions for it need 30 times as long.
+    """
+    is_wide = matrix.shape[0] <= matrix.shape[1]
+    x = (matrix if is_wide else matrix.T).to(torch.bfloat16 if matrix.is_cuda else torch.float32)
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return (x if is_wide else x.T).to(matrix.dtype)
