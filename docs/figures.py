@@ -44,8 +44,8 @@ AT_128: Fields = {**SMALL, "train_length": 128, "length": 128}
 TWICE: Fields = {"task": "list_recall", "train_length": 512, "length": 1024}
 FOUND = (512, 2048, 8192)  # tokens of the texts that facts are looked for in
 FULL_BLOCKS = {
-    "the base, everything in sight": ("full-1-1-untrained", "full"),
-    "everything in sight, trained alike": ("full-1-1-brief", "full"),
+    "the base, full cache": ("full-1-1-untrained", "full"),
+    "full cache, trained alike": ("full-1-1-brief", "full"),
     "a window of 60 in all blocks": ("window-1-8-brief", "window"),
     "**blocks 18 and 23 full**, a window of 28": ("window-1-8-full-18-23-brief", "window"),
     "the same, trained on prose alone": ("window-1-8-prose-full-18-23-brief", "window"),
@@ -55,8 +55,8 @@ FULL_BLOCKS = {
     "blocks 18 and 23 full, untrained": ("window-1-8-untrained-full-18-23", "window"),
 }
 OTHER_FACTS = {
-    "the base, everything in sight": ("full-1-1-untrained", "full"),
-    "everything in sight, trained alike": ("full-1-1-brief", "full"),
+    "the base, full cache": ("full-1-1-untrained", "full"),
+    "full cache, trained alike": ("full-1-1-brief", "full"),
     "blocks 18 and 23 full, a window of 28": ("window-1-8-full-18-23-brief-float32", "window"),
 }
 FORMS = {  # of facts
@@ -66,7 +66,7 @@ FORMS = {  # of facts
     "facts_question": "another question",
 }
 FORGETTING = {
-    "the base, everything in sight": ("full-1-1-untrained", "full"),
+    "the base, full cache": ("full-1-1-untrained", "full"),
     "a window, untrained": ("window-1-8-untrained", "window"),
     "StreamingLLM, untrained": ("press-1-8", "streaming"),
     "Knorm, untrained": ("press-1-8", "knorm"),
@@ -307,7 +307,7 @@ def full_differences() -> str:
     _, limit, alone, full, prose, teacher, landmarks, other, _ = FULL_BLOCKS.values()
     rows = []
     for label, (one, than) in {
-        "blocks 18 and 23 full, minus everything in sight, trained alike": (full, limit),
+        "blocks 18 and 23 full, minus full cache, trained alike": (full, limit),
         "blocks 18 and 23 full, minus a window in all blocks": (full, alone),
         "prose alone, minus facts and prose": (prose, full),
         "prose alone towards the base, minus the next token's loss": (teacher, prose),
@@ -485,7 +485,7 @@ def draw(path: Path) -> None:
 def draw_full_blocks(path: Path) -> None:
     """Draw how many facts SmolLM2-135M finds at an eighth of the keys and values, by the length of the text."""
     looks = {
-        "the base, everything in sight": ("full-1-1-untrained", "full", GREY, "s:"),
+        "the base, full cache": ("full-1-1-untrained", "full", GREY, "s:"),
         "the same, trained": ("full-1-1-brief", "full", GREY, "^--"),
         "blocks 18 and 23 full": ("window-1-8-full-18-23-brief", "window", "#d9640f", "o-"),
         "a window": ("window-1-8-brief", "window", "#3f8f5a", "v-"),

@@ -23,6 +23,7 @@ OUTSIDE = (
     "benchmarks/LOG.md",
     "examples/any_decoder.py",
     "examples/first_ten_minutes.ipynb",
+    "results/forget/README.md",
     *REPORT,
     *PICTURES,
 )

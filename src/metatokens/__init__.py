@@ -1,7 +1,7 @@
 """Language models with learned meta-tokens and sparse meta-attention.
 
 The names below are loaded when first used, so that `import metatokens` needs neither torch nor transformers. After that
-import, the Auto classes of transformers can load the model. They look for a type's classes in
+import, the Auto classes of transformers can load this package's models. The Auto classes look for a type's classes in
 `transformers.models.TYPE`, and find this package's there, whichever of the two packages is imported first.
 """
 

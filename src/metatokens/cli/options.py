@@ -72,7 +72,7 @@ Set = Annotated[
 ]
 Lora = Annotated[
     str | None,
-    typer.Option("--lora", metavar="rank=N", help="Train LoRA adapters of this rank instead of the weights (PEFT)."),
+    typer.Option("--lora", metavar="rank=N", help="Train LoRA adapters of this rank, not the base (PEFT)."),
 ]
 Model = Annotated[
     Path,

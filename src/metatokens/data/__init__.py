@@ -1,1 +1,1 @@
-"""From a corpus of documents to blocks of token ids with meta-tokens inserted."""
+"""From documents to blocks of token ids with meta-tokens inserted, prompts, and rules for landmarks."""

@@ -1,1 +1,1 @@
-"""Meta-tokens and meta-attention in any decoder of transformers, whose text logits stay what they are."""
+"""Meta-tokens and meta-attention in most decoders of transformers; a frozen base keeps its text logits."""
