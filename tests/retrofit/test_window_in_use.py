@@ -8,7 +8,14 @@ import torch
 from peft import AutoPeftModel, AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    StaticCache,
+)
 
 from metatokens import add_meta_attention, set_text_window
 from metatokens.errors import UserError
@@ -184,14 +191,103 @@ def test_a_mask_of_meta_tokens_decides() -> None:
     assert error(found, model(inputs_embeds=embeddings, use_cache=False).logits) > 0.1
 
 
-def test_settings_by_the_usual_ways(tmp_path: Path) -> None:
+def test_only_the_function_that_checks_the_base_sets_a_window(tmp_path: Path) -> None:
     model_of("llama").save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, text_window=9, text_sinks=1, text_full_layers=[0])
-    assert (loaded.config.text_window, loaded.config.text_sinks, loaded.config.text_full_layers) == (9, 1, [0])
-    wanted = model_of("llama", None)
-    set_text_window(wanted, 9, 1, [0])
-    assert torch.equal(loaded(IDS).logits, wanted(IDS).logits)
+    for given in ({"text_window": 9}, {"text_sinks": 1}, {"text_full_layers": [0]}):
+        [name] = given
+        with pytest.raises(UserError, match=f"{name} cannot be set in a configuration: set_text_window"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, **given)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match="text_full_layers cannot be set in a configuration"):
+        loaded.config.text_full_layers = [0]
+    for wrong in (True, "9", 9.0):
+        with pytest.raises(UserError, match="text_window"):
+            set_text_window(loaded, wrong)
+    assert (loaded.config.text_window, loaded.config.text_full_layers) == (WINDOW, FULL)
     with pytest.raises(UserError, match="full_layers is 1; give the numbers of the blocks"):
         set_text_window(loaded, 9, 1, 1)
     with torch.autocast("cpu", torch.bfloat16):  # the check of the base compares in the base's precision
         set_text_window(loaded, 5, 2, FULL)
+
+
+def one_of(is_own: bool) -> PreTrainedModel:
+    """A model that forgets: this package's own, or a retrofitted Llama."""
+    fields = {"text_window": WINDOW, "text_sinks": SINKS, "text_full_layers": FULL, "max_position_embeddings": 96}
+    return tiny_model(**fields) if is_own else model_of("llama")
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+@torch.no_grad()
+def test_positions_have_to_grow(is_own: bool) -> None:
+    """By its position a key is before a query: positions that fall would show a query what comes after it."""
+    model, ones = one_of(is_own), torch.ones_like(IDS)
+    grow = torch.arange(IDS.shape[1])[None]
+    wanted = model(IDS, use_cache=False).logits
+    assert error(model(IDS, attention_mask=ones, position_ids=grow, use_cache=False).logits, wanted) < 1e-5
+    for positions in (grow % 20, grow // 2, grow.flip(1)):
+        with pytest.raises(UserError, match="positions have to grow from each real token to the next"):
+            model(IDS, attention_mask=ones, position_ids=positions, use_cache=False)
+    cache = model(IDS[:, :20], use_cache=True).past_key_values
+    for first in (0, 19):
+        with pytest.raises(UserError, match=r"positions have to grow|a meta-token's position is not after"):
+            model(IDS[:, 20:], position_ids=grow[:, : IDS.shape[1] - 20] + first, past_key_values=cache)
+    with pytest.raises(UserError, match="a column for each cached token"):
+        model(IDS[:, 20:30], attention_mask=ones[:, :10], past_key_values=cache)
+    after = model(IDS[:, 20:], attention_mask=ones, past_key_values=cache).logits
+    assert error(after, wanted[:, 20:]) < 1e-5
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+@torch.no_grad()
+def test_a_mask_cannot_hide_tokens_that_a_cache_read_as_text(is_own: bool) -> None:
+    """As in a batched chat, where a row ended early: `generate` read its padding as text."""
+    model = one_of(is_own)
+    ids = IDS[:, :30].repeat(2, 1)
+    cache = model(ids, use_cache=True).past_key_values
+    later = torch.ones(2, 33, dtype=torch.long)
+    later[0, 26:30] = 0
+    with pytest.raises(UserError, match="a cache the mask that it was filled with"):
+        model(ids[:, :3], attention_mask=later, past_key_values=cache)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_other_caches_are_refused(is_own: bool) -> None:
+    model, cache = one_of(is_own), DynamicCache()
+    cache.offloading = True
+    with pytest.raises(UserError, match="neither quantized nor offloaded"):
+        model(IDS, past_key_values=cache)
+    if not is_own:  # its own generation refuses them by name
+        how: dict[str, Any] = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+        with pytest.raises(UserError, match="neither quantized nor offloaded"):
+            model.generate(IDS, max_new_tokens=3, **how)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+@torch.no_grad()
+def test_attention_weights_are_those_of_the_tokens_or_refused(is_own: bool) -> None:
+    model = one_of(is_own)
+    model.set_attn_implementation("eager")
+    whole = model(IDS, use_cache=False, output_attentions=True).attentions
+    _, cache = in_steps(model, IDS, torch.ones_like(IDS), (20, *range(30, 40)))
+    with pytest.raises(UserError, match="this cache drops text, and attention weights with it"):
+        model(IDS[:, 40:41], past_key_values=cache, output_attentions=True)
+    with pytest.raises(UserError, match="this cache drops text, and attention weights with it"):
+        model.generate(IDS[:, :40], max_new_tokens=3, output_attentions=True, return_dict_in_generate=True)
+    first = model(IDS[:, :8], use_cache=True, output_attentions=True)
+    assert error(first.attentions[0], whole[0][:, :, :8, :8]) < 1e-6
+
+
+@torch.no_grad()
+def test_a_compiled_step_refuses_a_cache_that_is_too_small() -> None:
+    model = model_of("llama", None)
+    set_text_window(model, 5, 2)
+    ids = torch.tensor(random_rows((60,), meta_rate=0.5, seed=3))
+
+    def fill(step: Any) -> None:
+        cache = StaticCache(model.config, max_cache_len=24)
+        for place in range(60):
+            step(ids[:, place : place + 1], past_key_values=cache)
+
+    for step, kind in ((model, UserError), (torch.compile(model, backend="eager"), RuntimeError)):
+        with pytest.raises(kind, match="a cache of 24 tokens is too small for the text_window"):
+            fill(step)

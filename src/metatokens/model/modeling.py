@@ -221,8 +221,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             rotary = self.rotary_emb(x, position_ids)
 
         needs_weights = kwargs.get("output_attentions", self.config.output_attentions)
-        if rule is not None and needs_weights and past_key_values is not None and past_key_values.has_dropped:
-            raise UserError("text was dropped from this cache, and attention weights with it; use no cache.")
+        if rule is not None and needs_weights and past_key_values is not None:
+            past_key_values.check_weights()
         attend, mask = attention_function(
             self.config, x, attention_mask, past_key_values, sequences, rule, needs_weights=needs_weights
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import QuantizedCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 
@@ -64,7 +65,7 @@ class TextRule:
 
         Raises:
             UserError: if the mask has four dimensions, or the cache is of another kind, too small, or has entries that
-                are unknown here.
+                are unknown here, or positions do not grow from one real token to the next.
         """
         if isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim == 4):
             raise UserError("a mask of four dimensions would replace the text_window; give one of two dimensions.")
@@ -75,7 +76,11 @@ class TextRule:
         if attention_mask is not None:  # longer than what was read, with a cache of a fixed size
             before = 0 if cache is None else cache.get_seq_length()
             new = torch.arange(is_meta.shape[1], device=is_meta.device) + before
+            if not torch.compiler.is_compiling() and attention_mask.shape[1] < before + len(new):
+                raise UserError("with a cache, the attention_mask needs a column for each cached token too.")
             all_readers = [readers.masked_fill(attention_mask[:, new] == 0, -1) for readers in all_readers]
+        if sequences is None and not torch.compiler.is_compiling():
+            _check_order(positions, all_readers[0] >= 0, cache)
         if sequences is not None:  # as if each sequence came after the one before
             size = positions.max() + 1
             all_readers = [torch.minimum(readers, size - 1) + sequences * size for readers in all_readers]
@@ -194,6 +199,11 @@ class ForgettingCache(AnyCache):
         """Whether any entries were dropped."""
         return any(layer.forgotten for layer in self.layers)
 
+    def check_weights(self) -> None:
+        """Refuse to give attention weights whose columns are not the tokens in order."""
+        if self.has_dropped or self.is_compileable:
+            raise UserError("this cache drops text, and attention weights with it; use no cache.")
+
     @property
     def held(self) -> int:
         """The number of entries of each layer that forgets."""
@@ -235,13 +245,15 @@ class ForgettingCache(AnyCache):
             notes.lazy_initialization(keys, readers)
             notes.values.fill_(-1)
         places = notes.values[:, 0, :, 0].argsort(dim=1, stable=True)[:, : keys.shape[2]]
-        if not torch.compiler.is_compiling():
-            is_seen = notes.values[:, 0, :, 0].gather(1, places) >= keys[:, 0, :, 0].amin(dim=1, keepdim=True)
-            if places.shape[1] < keys.shape[2] or is_seen.any():
-                raise UserError(
-                    f"a cache of {notes.values.shape[2]} tokens is too small for the text_window, the meta-tokens and "
-                    f"{keys.shape[2]} new tokens; give a larger one, or a smaller prefill_chunk_size."
-                )
+        is_seen = notes.values[:, 0, :, 0].gather(1, places) >= keys[:, 0, :, 0].amin(dim=1, keepdim=True)
+        too_small = (
+            f"a cache of {notes.values.shape[2]} tokens is too small for the text_window, the meta-tokens and "
+            f"{keys.shape[2]} new tokens; give a larger one, or a smaller prefill_chunk_size."
+        )
+        if torch.compiler.is_compiling():  # a graph cannot raise anything else
+            torch._assert_async(~is_seen.any(), too_small)
+        elif places.shape[1] < keys.shape[2] or is_seen.any():
+            raise UserError(too_small)
         for layer in self.layers:
             layer.places = places
 
@@ -268,6 +280,24 @@ class ForgettingCache(AnyCache):
             self.layers[self.notes_at].values.fill_(-1)
 
 
+def _check_order(positions: Tensor, is_real: Tensor, cache: Any) -> None:
+    """Refuse positions, (batch or 1, length), that are not above those of all real tokens before them.
+
+    By its position a key is before a query or after it. A mask that hides tokens that the cache noted as real lowers
+    the positions after them.
+    """
+    before = positions.new_full((len(is_real), 1), -1)
+    if isinstance(cache, ForgettingCache) and cache.layers[cache.notes_at].is_initialized:
+        notes = cache.layers[cache.notes_at]
+        before = notes.keys.masked_fill(notes.values < 0, -1).amax(dim=2)[:, 0].to(positions.device)
+    reached = torch.cat([before, positions.expand_as(is_real).masked_fill(~is_real, -1)], dim=1).cummax(dim=1).values
+    if (is_real & (positions <= reached[:, :-1])).any():
+        raise UserError(
+            "with a text_window, positions have to grow from each real token to the next. Give position_ids that do, "
+            "sequences packed into a row without an attention_mask, and a cache the mask that it was filled with."
+        )
+
+
 def forgetting(cache: Any, config: Any) -> ForgettingCache:
     """The cache of a model with this configuration, which forgets text from now on.
 
@@ -280,8 +310,9 @@ def forgetting(cache: Any, config: Any) -> ForgettingCache:
     if not isinstance(cache, ForgettingCache):
         cache.layers += [DynamicLayer() for _ in range(layers - len(cache.layers))]
         kind = StaticLayer if isinstance(cache.layers[0], StaticLayer) else DynamicLayer
-        if not all(isinstance(layer, kind) and not layer.is_sliding for layer in cache.layers):
-            raise UserError("a text_window needs a DynamicCache or a StaticCache.")
+        is_other = isinstance(cache, QuantizedCache) or cache.offloading
+        if is_other or not all(isinstance(layer, kind) and not layer.is_sliding for layer in cache.layers):
+            raise UserError("a text_window needs a DynamicCache or a StaticCache, neither quantized nor offloaded.")
         if kind is StaticLayer and full:
             raise UserError("text_full_layers need a cache that grows: in one of a fixed size all layers are as large.")
         size = [cache.layers[0].max_cache_len] if kind is StaticLayer else []

@@ -59,7 +59,7 @@ def _setting(name: str, default: int | None = None) -> Any:
         return getattr(config, "meta_attention", {}).get(name, default)
 
     def write(config: Any, value: Any) -> None:
-        config.meta_attention = {**vars(config)["meta_attention"], name: value}
+        raise UserError(f"{name} cannot be set in a configuration: set_text_window(model, ...) also checks the model.")
 
     return property(read, write)
 

@@ -247,6 +247,8 @@ def _forgetting(
     own = _row_positions(is_meta, given)
     own = InputSpan.of(is_meta, padding, past).position_ids() if own is None else own
     rule = TextRule.of(decoder.meta_config, own, is_meta, padding, past, sequences)
+    if past is not None and given.get("output_attentions", decoder.config.output_attentions):
+        past.check_weights()
     mask = rule.mask(decoder.config, decoder.dtype)
     # Multimodal models have several axes of positions, which stay.
     positions = own if positions is None else positions

@@ -8,7 +8,7 @@ from metatokens.errors import UserError
 from metatokens.model.configuration import TEXT_SINKS, check_layers
 from metatokens.recipe import explain
 
-Size = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1, strict=True)]
 
 
 class Checksums(BaseModel):

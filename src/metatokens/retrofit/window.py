@@ -1,6 +1,7 @@
 """Setting a text window: a model then forgets text that is neither near, nor a meta-token, nor at the start."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -36,7 +37,8 @@ def set_text_window(
     Args:
         model: a `MetaGPT2ForCausalLM` or a retrofitted model.
         window: how many positions a query sees at most, itself included; None: everything.
-        sinks: the number of first positions that all queries see; None: as many as before, which is 4 at first.
+        sinks: all queries see the positions below this number, by `position_ids` if they are given; None: as many as
+            before, which is 4 at first.
         full_layers: the blocks, counted from 0, that keep all text and see it. Models look things up in few blocks.
             None: the same as before, which is none at first.
 
@@ -57,6 +59,19 @@ def text_window_of(config: Any) -> dict[str, Any]:
     """The arguments of `set_text_window` that a model was given; none if it cannot have a window."""
     names = {"window": "text_window", "sinks": "text_sinks", "full_layers": "text_full_layers"}
     return {name: getattr(config, own) for name, own in names.items() if hasattr(config, own)}
+
+
+@contextmanager
+def everything_in_sight(model: Any) -> Iterator[None]:
+    """Have a model see all text, whatever its window is."""
+    config = model.config
+    name = "meta_attention" if isinstance(config, MetaConfig) else "text_window"
+    before = getattr(config, name)
+    setattr(config, name, before | {"text_window": None} if name == "meta_attention" else None)
+    try:
+        yield
+    finally:
+        setattr(config, name, before)
 
 
 def apply_text_window(

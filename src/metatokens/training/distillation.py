@@ -9,19 +9,18 @@ from torch import Tensor
 
 from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.model.rows import positions_of
+from metatokens.retrofit.window import everything_in_sight
 
 
 @contextmanager
 def _base(model: Any) -> Iterator[None]:
     """Have a model compute what its base does for text: without a text window, adapters and dropout."""
-    config, is_training = model.config, model.training
-    window, config.text_window = config.text_window, None
+    is_training, adapters_off = model.training, getattr(model, "disable_adapter", nullcontext)
     model.eval()
     try:
-        with model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
+        with everything_in_sight(model), adapters_off():
             yield
     finally:
-        config.text_window = window
         model.train(is_training)
 
 
