@@ -23,9 +23,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from metatokens import MetaTokenCollator, add_meta_attention
+from metatokens.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's and torch's own, where there is no GPU
 
@@ -48,6 +49,39 @@ def learns(trainer: Any) -> bool:
     trainer.train()
     first, second = (line["loss"] for line in trainer.state.log_history if "loss" in line)
     return second < first
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("trainer_class", "config", "rows"),
+    [
+        (
+            DPOTrainer,
+            DPOConfig,
+            [{"prompt": "the<|meta|> cat", "chosen": " a<|meta|> mat", "rejected": " two<|meta|>"}] * 4,
+        ),
+        (KTOTrainer, KTOConfig, [{"prompt": "the<|meta|> cat", "completion": " a<|meta|> mat", "label": True}] * 4),
+    ],
+    ids=["DPO", "KTO"],
+)
+def test_meta_tokens_in_answers_are_not_scored(
+    folder: Path, tmp_path: Path, trainer_class: Any, config: Any, rows: list[dict[str, Any]]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
+    model = add_meta_attention(tiny_llama(tokenizer), tokenizer, heads=2, head_size=8, freeze=False)
+    model.save_pretrained(tmp_path / "model")
+    arguments = config(str(tmp_path / "run"), **TWO_STEPS)
+    trainer = trainer_class(model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    names = [name for name in batch if name.endswith("completion_mask")]
+    assert names
+    for name in names:
+        ids = batch[name.replace("completion_mask", "input_ids")]
+        is_meta = ids == tokenizer.meta_token_id
+        assert is_meta.any()
+        assert batch[name].any()
+        assert not batch[name][is_meta].any()
 
 
 @pytest.mark.parametrize("given", [str, AutoModelForCausalLM.from_pretrained], ids=["path", "model"])
@@ -158,7 +192,7 @@ GROUPS = {"max_steps": 1, "per_device_train_batch_size": 2, "num_generations": 2
 GROUPS |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 
 
-def test_grpo_inserts_meta_tokens_and_needs_a_saved_reference(folder: Path, tmp_path: Path) -> None:
+def test_grpo_inserts_no_meta_tokens_and_needs_a_saved_reference(folder: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     prompts = Dataset.from_list([{"prompt": "the cat sat on"}] * 4)
     model = add_meta_attention(tiny_llama(tokenizer), tokenizer, heads=2, head_size=8)
@@ -170,13 +204,9 @@ def test_grpo_inserts_meta_tokens_and_needs_a_saved_reference(folder: Path, tmp_
         arguments = GRPOConfig(str(tmp_path / "run"), **GROUPS, **options)
         return GRPOTrainer(model, reward, args=arguments, train_dataset=prompts, processing_class=tokenizer)
 
-    seen: list[int] = []
-    count = model.model.embed_tokens.register_forward_pre_hook(
-        lambda table, args: seen.append(int((args[0] == tokenizer.meta_token_id).sum()))
-    )
-    trainer(generation_kwargs={"meta_every": 2}).train()
-    count.remove()
-    assert sum(seen) > 0
+    trainer().train()
+    with pytest.raises(UserError, match="a trainer that generates, such as TRL's GRPO, would learn from ids without"):
+        trainer(generation_kwargs={"meta_every": 2}).train()
     with pytest.raises(OSError, match=r"this model was not saved as it is: call model\.save_pretrained"):
         trainer(beta=0.04)
     model.save_pretrained(tmp_path / "model")

@@ -14,6 +14,7 @@ from metatokens.model.generation import SuppressMetaToken
 from tests.model.dense_oracle import DenseOracle
 from tests.model.generating import beams_of, by_hand, count_tokens_read, generate, insert, score_of
 from tests.model.tiny_models import FAMILIES, META, SECOND, Fields, pad, random_rows, shared_model, tiny_model
+from tests.retrofit.architectures import retrofitted
 
 ONE, EIGHT = random_rows((7,), seed=4), random_rows((11, 8, 3, 1, 9, 6, 11, 5), seed=5)
 MODES: list[dict[str, Any]] = [
@@ -238,6 +239,48 @@ WHOLE = "give generate\\(\\) the whole sequence as input_ids"
 def test_impossible_requests_are_refused(model: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         tiny_model(**model).generate(**({"inputs": PROMPT, "max_new_tokens": 5, "do_sample": False} | options))
+
+
+def test_no_token_is_inserted_in_training_mode_or_among_given_positions() -> None:
+    model, prompt = tiny_model(), torch.tensor(ONE)
+    with pytest.raises(UserError, match="position_ids do not support inserted meta-tokens"):
+        model.generate(prompt, position_ids=torch.arange(prompt.shape[1])[None], meta_every=2, max_new_tokens=3)
+    model.train()
+    model.generate(prompt, meta_every=2, max_new_tokens=3)
+    model.generation_config.meta_every = 2
+    with pytest.raises(UserError, match="inserts meta-tokens in training mode: a trainer that generates"):
+        model.generate(prompt, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("every", [None, 2])
+@pytest.mark.parametrize("model", [tiny_model(position_embedding="rope"), retrofitted("llama")], ids=["own", "llama"])
+def test_a_conversation_goes_on_where_a_row_ended_early(model: Any, every: int | None) -> None:
+    """Meta-tokens that were inserted into the padding behind that row are padding too."""
+    meta, how = model.config.meta_token_id, {"do_sample": False, "pad_token_id": 0}
+    prompt, user = (torch.tensor(random_rows((length,) * 2, meta_rate=0, seed=length)) for length in (6, 4))
+    begin: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "meta_every": 2, "max_new_tokens": 9, **how}
+    free = model.generate(prompt, **begin, eos_token_id=None)
+    end = next(token for token in free[0, 8:].tolist() if token not in free[1, 6:])  # it ends row 0
+    last = free[0, 6:].tolist().index(end) + 7
+    first = model.generate(prompt, **begin, eos_token_id=end, return_dict_in_generate=True)
+    cache, ids = first.past_key_values, torch.cat([first.sequences, user], dim=1)
+    mask = torch.ones_like(ids)
+    mask[0, last:15] = 0
+    said = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 6, "meta_every": every}
+    found = model.generate(ids, **said, eos_token_id=None, **how)[:, 19:].tolist()
+    assert cache.inserted[:4] == [8, 10, 12, 14]
+    for row, stop in enumerate((last, 15)):
+        read = []
+        for place, token in enumerate(ids[row, :stop].tolist(), start=1):
+            read += [token, meta] if place in (8, 10, 12, 14) else [token]
+        read = torch.tensor([read + user[row].tolist()])
+        for number, token in enumerate(found[row], start=1):
+            with torch.no_grad():
+                scores = model(read, use_cache=False).logits[0, -1].clone()
+            scores[meta:] = -torch.inf
+            assert int(scores.argmax()) == token
+            new = [token, meta] if every and number % every == 0 else [token]
+            read = torch.cat([read, torch.tensor([new])], dim=1)
 
 
 def test_a_model_without_meta_token_generates_any_token() -> None:

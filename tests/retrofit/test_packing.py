@@ -69,6 +69,19 @@ def test_packed_is_apart_where_text_is_forgotten(name: str, full_layers: tuple[i
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+@torch.no_grad()
+def test_a_sequence_begins_where_positions_jump_too(name: str) -> None:
+    """As it does for the masks of transformers."""
+    model, positions = retrofitted(name), torch.tensor([[*range(9), *range(40, 49)]])
+    ids = torch.tensor([[5, META, 6, 7, META, 8, 9, META, 10] * 2])
+    found = model(ids, position_ids=positions, use_cache=False).logits
+    for start, end in ((0, 9), (9, 18)):
+        alone = model(ids[:, start:end], position_ids=positions[:, start:end], use_cache=False).logits
+        assert error(found[:, start:end], alone) < 1e-5
+
+
+@torch.no_grad()
 def test_whether_or_not_there_is_a_meta_token_and_a_cache() -> None:
     """A base, which makes a cache in evaluation, would take the row for one sequence then."""
     model, texts = retrofitted("llama"), [[7 if id_ == META else id_ for id_ in one] for one in SEQUENCES]

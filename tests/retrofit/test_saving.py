@@ -222,6 +222,22 @@ def test_a_base_that_was_trained_is_not_left_out(tmp_path: Path) -> None:
     assert not (tmp_path / "meta").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "trained"), [("llama", "embed_tokens"), ("qwen3_moe", "experts"), ("gptj", "lm_head")]
+)
+def test_a_base_of_which_little_was_trained_is_another_base(name: str, trained: str, tmp_path: Path) -> None:
+    words = {f"w{i}": i for i in range(ROWS)}  # the table and the head grow by the meta-token
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)))
+    model = add_meta_attention(base(name), tokenizer, freeze=False)
+    save_meta(model, tmp_path / "meta")
+    load_meta(base(name), tmp_path / "meta")
+    for place, weight in model.named_parameters():
+        if trained in place and "meta_token" not in place:
+            weight.data[1 if trained == "experts" else ROWS - 2] += 0.01  # one expert, one row
+    with pytest.raises(UserError, match="weights are not those that meta-attention was added to"):
+        save_meta(model, tmp_path / "again")
+
+
 def test_a_configuration_that_several_models_share_stays_the_bases(tmp_path: Path) -> None:
     config = base("llama").config
     first, second = LlamaForCausalLM(config), LlamaForCausalLM(config)
@@ -270,6 +286,9 @@ def test_a_vocabulary_with_gaps_is_refused() -> None:
     del words["w7"], words["w200"]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)))
     refused(base("llama"), "has gaps: 298 entries with ids up to 299", tokenizer=tokenizer, meta_token_id=None)
+    named = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)), meta_token="<|meta|>")
+    assert named.meta_token_id == words["w298"]
+    refused(base("llama"), "has gaps: 299 entries with ids up to 299", tokenizer=named, meta_token_id=None)
     assert len(tokenizer) == 298
 
 

@@ -1,7 +1,7 @@
 """Insert landmarks while a batch is made, for trainers that do not support meta-tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from numbers import Real
 from typing import Any
 
@@ -14,14 +14,17 @@ from metatokens.data.landmarks import Landmarks
 from metatokens.data.tokenizer import meta_token_id
 from metatokens.errors import UserError
 
+_COUNTED = {"labels": IGNORED_LABEL, "completion_mask": 0}  # what losses read, and its value where nothing counts
+
 
 class MetaTokenCollator:
     """A collator that puts landmarks into each sequence, then calls another collator.
 
     It works with `transformers.Trainer`, TRL's `SFTTrainer` and similar trainers:
     `trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer, "sentence")`.
-    No meta-token keeps a label, not even one that was in the sequence before, since losses that TRL computes would
-    count it. If a row holds several sequences, whose `seq_lengths` TRL's packing gives, each gets landmarks of its own.
+    No meta-token keeps a label or a place in a `completion_mask`, not even one that was in the sequence before, since
+    losses that TRL computes would count it. If a row holds several sequences, whose `seq_lengths` TRL's packing gives,
+    each gets landmarks of its own.
 
     Args:
         collator: makes a batch of examples.
@@ -53,9 +56,11 @@ class MetaTokenCollator:
         `attention_mask` is 0, stays as it is: it gets no meta-token, and rules ignore it.
         """
         batch: Any = self.collator([self._with_meta_tokens(example) for example in examples])
-        ids, labels = (batch.get(name) if isinstance(batch, Mapping) else None for name in ("input_ids", "labels"))
-        if isinstance(labels, Tensor) and isinstance(ids, Tensor) and labels.shape == ids.shape:
-            batch["labels"] = labels.masked_fill(ids == self.meta_token_id, IGNORED_LABEL)
+        has_names = isinstance(batch, Mapping)
+        for kind, (name, ignored) in product(("", "KL_"), _COUNTED.items()) if has_names else ():
+            ids, counted = batch.get(f"{kind}input_ids"), batch.get(kind + name)
+            if isinstance(counted, Tensor) and isinstance(ids, Tensor) and counted.shape == ids.shape:
+                batch[kind + name] = counted.masked_fill(ids == self.meta_token_id, ignored)
         return batch
 
     def _with_meta_tokens_in_each(self, row: Mapping[str, Any]) -> dict[str, Any]:

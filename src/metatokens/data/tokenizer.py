@@ -64,6 +64,7 @@ def load_tokenizer(
         tokenizer.is_fast
         and tokenizer.eos_token_id is not None
         and max(tokenizer.get_vocab().values()) == len(tokenizer) - 1
+        and not shares_its_id(tokenizer)
         and encode_text(tokenizer, ["text"]) != [[]]  # transformers loads a folder without vocabulary as an empty one
     ):
         raise UserError(
@@ -72,6 +73,13 @@ def load_tokenizer(
         )
     tokenizer.model_max_length = UNLIMITED
     return tokenizer
+
+
+def shares_its_id(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether another entry has the meta-token's id, as where it was added to a vocabulary with gaps."""
+    vocabulary = tokenizer.get_vocab()
+    own = vocabulary.get(getattr(tokenizer, "meta_token", None))
+    return own is not None and list(vocabulary.values()).count(own) > 1
 
 
 def encode_text(

@@ -271,6 +271,15 @@ class InsertedTokens(AnyCache):
 
     inserted: Sequence[int] = ()
 
+    def hide(self, mask: Tensor) -> None:
+        """Hide, from meta-attention, cached meta-tokens at places where the mask, (batch, places), is 0."""
+        for layer in self.layers:
+            if getattr(layer, "second", None) is not None and not layer.has_lost_entries:
+                keys, values, slots, positions = layer.second
+                is_hidden = mask.to(slots.device).gather(1, slots.clamp(min=0)) == 0
+                hidden = (one.masked_fill(is_hidden, -1) for one in (slots, positions))
+                layer.second = Entries(keys, values, *hidden)
+
     def reset(self) -> None:
         """Forget everything."""
         super().reset()

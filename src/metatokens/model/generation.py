@@ -92,10 +92,17 @@ class MetaTokenGenerationMixin(GenerationMixin):
 
         Raises:
             UserError: if `meta_every` is below 0, the model has no meta-token, or another argument does not support
-                inserted meta-tokens.
+                inserted meta-tokens; if a configuration has `meta_every` and the model is in training mode.
         """
-        meta_every = self._checked_every(meta_every, generation_config)
+        is_argument, meta_every = meta_every is not None, self._checked_every(meta_every, generation_config)
         if meta_every is not None or getattr(kwargs.get("past_key_values"), "inserted", None):
+            if self.training and not is_argument:
+                raise UserError(
+                    "a setting inserts meta-tokens in training mode: a trainer that generates, such as TRL's GRPO, "
+                    "would learn from ids without them. Put meta-tokens into the prompts, or call model.eval() first."
+                )
+            if kwargs.get("position_ids") is not None:
+                raise UserError("position_ids do not support inserted meta-tokens, which take positions of their own.")
             prompt, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
             has_embeddings = kwargs.keys() & {"inputs_embeds", "meta_token_mask"}
             if prompt is None or has_embeddings or (mask is not None and mask.shape != prompt.shape):
@@ -221,11 +228,14 @@ class MetaTokenGenerationMixin(GenerationMixin):
         ids = input_ids.new_full((input_ids.shape[0], length), self.config.meta_token_id)
         mask = attention_mask.new_ones((input_ids.shape[0], length))
         ids[:, is_text], mask[:, is_text] = input_ids, attention_mask
+        mask[:, ~is_text] = attention_mask[:, [ids - 1 for ids in inserted]]  # behind padding they are padding
         cached = 0
         if cache is not None:
             cached = int(cache.get_seq_length())
             give(cache, InsertedTokens)
             cache.inserted = inserted
+            if given.get("is_first_iteration"):
+                cache.hide(mask)
         if cached >= length:
             raise UserError(
                 f"the cache holds {cached} tokens and the sequence has {length}: give the whole sequence as input_ids. "

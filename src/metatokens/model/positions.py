@@ -30,7 +30,12 @@ def learned_positions(config: PreTrainedConfig) -> int:
 
 
 def packed_sequences(
-    attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None, lengths: Tensor | None
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cache: Cache | None,
+    lengths: Tensor | None,
+    *,
+    at_jumps: bool = False,
 ) -> Tensor | None:
     """The number of each token's sequence, (batch or 1, length) from 0, where rows hold several; otherwise None.
 
@@ -40,13 +45,15 @@ def packed_sequences(
     Args:
         attention_mask, position_ids, cache: as a model is given them.
         lengths: the `cu_seq_lens_q` of transformers' collators, where sequences begin and where the last one ends.
+        at_jumps: whether a sequence also begins where positions grow by more than one, as it does for transformers.
 
     Raises:
         UserError: if there is a cache, or several sequences have `lengths` alone.
     """
     numbers = None
     if attention_mask is None and position_ids is not None:
-        begins = pad(position_ids.diff(dim=-1) <= 0, (1, 0))
+        steps = position_ids.diff(dim=-1)
+        begins = pad(steps != 1 if at_jumps else steps <= 0, (1, 0))
         if torch.compiler.is_compiling():
             may_be_packed = cache is None
         else:  # a decoding step, of one token, is spared a device sync

@@ -170,7 +170,8 @@ def _row_positions(is_meta: Tensor, given: Mapping[str, Any]) -> Tensor | None:
 def _packed(is_meta: Tensor, past: Cache | None, given: Mapping[str, Any]) -> Tensor | None:
     """The `packed_sequences` of a pass."""
     positions = _row_positions(is_meta, given)
-    return packed_sequences(given.get("attention_mask"), positions, past, given.get("cu_seq_lens_q"))
+    mask, lengths = given.get("attention_mask"), given.get("cu_seq_lens_q")
+    return packed_sequences(mask, positions, past, lengths, at_jumps=past is None)
 
 
 def _has_masks(decoder: Any) -> bool:

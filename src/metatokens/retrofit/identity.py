@@ -17,7 +17,7 @@ from metatokens.retrofit.settings import Checksums
 # Settings that change neither what a model computes at inference nor the shapes of its weights.
 _PASSING = re.compile(r"use_cache|.*_token_id|.*dropout.*|.*pdrop|pretraining_tp|initializer_range")
 _PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_ROWS, _VALUES = 64, 64  # sampled from each weight, at most
+_VALUES = 1024  # sampled from each weight, at least, if it has as many
 
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
@@ -56,17 +56,31 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = 
 
 
 @torch.no_grad()
-def weight_checksums(model: PreTrainedModel) -> Checksums | None:
+def weight_checksums(model: PreTrainedModel, rows: int | None = None) -> Checksums | None:
     """Checksums of a sample of a base's weights; None if a weight is quantised or not in memory.
 
-    The sample is from the first rows of each matrix and vector, so it stays the same when a table of embeddings grows.
+    The sample is from all over each weight. Of the embeddings and the head it has a value of each row, since training
+    may change few rows.
+
+    Args:
+        model: the base, or a retrofitted model, of which what was added does not count.
+        rows: how many rows of the embeddings and the head count, since these may have grown; None: all.
     """
     added = {id(one) for one in added_parameters(model).values()}
     weights = [one for one in model.parameters() if id(one) not in added]
     if any(one.is_meta or not one.is_floating_point() for one in weights):
         return None
-    rows = [one[:_ROWS].flatten() for one in weights if one.ndim in (1, 2)]
-    values = torch.cat([one[:: max(1, len(one) // _VALUES)].float().cpu() for one in rows])
+    ends = [one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None]
+    tables = {id(one) for end in ends for one in end.parameters()}
+    sample = []
+    for one in weights:
+        if id(one) in tables:
+            part = one[:rows].reshape(len(one[:rows]), -1)[:, 0]
+        else:
+            part = one.reshape(-1)
+            part = part[:: max(1, len(part) // _VALUES)]
+        sample.append(part.float().cpu())
+    values = torch.cat(sample)
     sums = {name: sha256_of(values.to(kind).view(torch.uint8).numpy().tobytes()) for name, kind in _PRECISIONS.items()}
     half = sorted({str(one.dtype).removeprefix("torch.") for one in weights} & {"bfloat16", "float16"})
     return Checksums.model_validate(

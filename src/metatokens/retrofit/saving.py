@@ -42,12 +42,13 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
     if not isinstance(model, MetaModel):
         raise UserError(f"this {type(model).__name__} is no retrofitted model: nothing was added that could be saved.")
     settings = MetaSettings(**model.config.meta_attention)
-    if not have_same_weights(settings.base_weights, weight_checksums(model)):
+    rows = _base_rows(model, settings)
+    if not have_same_weights(settings.base_weights, weight_checksums(model, rows)):
         raise UserError(
             "the base's weights are not those that meta-attention was added to: it was trained too, or adapters were "
             "merged into it. Save the whole model, by save_pretrained."
         )
-    if model.config.unpadded_vocab_size > max(_base_rows(model, settings), model.config.meta_token_id + 1):
+    if model.config.unpadded_vocab_size > max(rows, model.config.meta_token_id + 1):
         raise UserError(
             "tokens were added to this model after the meta-token, and their embeddings are no part of meta-attention. "
             "Save the whole model, by save_pretrained."

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from metatokens.data.tokenizer import META_TOKEN
+from metatokens.data.tokenizer import META_TOKEN, shares_its_id
 from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
 from metatokens.model.configuration import UNSAVED, check_layers
@@ -123,7 +123,7 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: Any, meta_token_id: Any
             "embeddings for them, and save it, before it gets meta-tokens."
         )
     highest = max(tokenizer.get_vocab().values())
-    if given is None and highest >= len(tokenizer):
+    if shares_its_id(tokenizer) or (given is None and highest >= len(tokenizer)):
         raise UserError(
             f"the tokenizer's vocabulary has gaps: {len(tokenizer)} entries with ids up to {highest}. A token that is "
             "added to it would share the id of another; number its entries from 0 without gaps first."
