@@ -94,6 +94,10 @@ def test_rows_with_landmarks_are_cut_to_a_length() -> None:
     made = collator([{"input_ids": ids, "labels": ids, "weight": 1} for ids in ([1, 2, 3, 4], [1, 2, 3], [1])])
     assert [row["input_ids"] for row in made] == [[1, 2, META, 3], [1, 2, META, 3], [1]]
     assert [row["labels"] for row in made] == [[1, 2, -100, 3], [1, 2, -100, 3], [1]]
+    padded = {"input_ids": [0, 0, 0, 1, 2, 3, 0], "attention_mask": [0, 0, 0, 1, 1, 1, 0]}
+    assert collator([padded]) == [{"input_ids": [1, 2, META, 3], "attention_mask": [1, 1, 1, 1]}]
+    collator.max_length = 6
+    assert collator([padded]) == [{"input_ids": [0, 1, 2, META, 3, 0], "attention_mask": [0, 1, 1, 1, 1, 0]}]
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, StaticCache
 
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM, MetaTokenCache
 from metatokens.errors import UserError
@@ -231,6 +231,11 @@ WHOLE = "give generate\\(\\) the whole sequence as input_ids"
             "prefill_chunk_size and a cache",
         ),
         ({}, {"meta_every": 2, "past_key_values": ((PROMPT,),)}, "is a tuple; meta_every needs a cache"),
+        (
+            {},
+            {"meta_every": 2, "past_key_values": StaticCache(tiny_model().config, max_cache_len=PROMPT.shape[1] + 5)},
+            "tokens has no room for .*, inserted meta-tokens included",
+        ),
         ({}, {"cache_implementation": "offloaded"}, "cache_implementation 'offloaded' is not available"),
         (SHORT_TABLE, {"cache_implementation": "static"}, "6 learned positions"),
         (SHORT_TABLE, {"meta_every": 2}, "6 learned positions"),

@@ -92,9 +92,12 @@ class MetaTokenCollator:
         text = np.arange(length) if mask is None else np.flatnonzero(np.asarray(mask))  # the others are padding
         behind = text[self.landmarks(np.asarray(example["input_ids"])[text])] + 1
         filled = {"input_ids": self.meta_token_id, "labels": IGNORED_LABEL, "attention_mask": 1}
-        own = dict(example)
+        over = 0 if self.max_length is None else max(0, length + len(behind) - self.max_length)
+        is_padding = np.insert(~np.isin(np.arange(length), text), behind, False)
+        own, dropped = dict(example), np.flatnonzero(is_padding)[:over]  # padding first, then the end
         for name, given in example.items():
             values = given.tolist() if hasattr(given, "tolist") else given
             if isinstance(values, Sequence) and len(values) == length and all(isinstance(one, Real) for one in values):
-                own[name] = np.insert(values, behind, filled.get(name, 0))[: self.max_length].tolist()
+                longer = np.insert(values, behind, filled.get(name, 0))
+                own[name] = np.delete(longer, dropped)[: self.max_length].tolist()
         return own

@@ -337,6 +337,12 @@ def _with_stored(valid: Tensor, cache: Cache, layer: Any) -> Tensor:
     return stored.scatter(1, getattr(layer, "places", slots), valid)
 
 
+def size_of(cache: Cache) -> int | None:
+    """How many tokens a cache of a fixed size holds; None if it grows, or all its layers have sliding windows."""
+    sizes = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
+    return sizes[0] if sizes and cache.is_compileable else None
+
+
 def add_second_layers(cache: Cache, layers: int, head_size: int | None) -> bool:
     """Make a cache of a fixed size have so many layers, further ones for the second attention, in place.
 
@@ -348,11 +354,10 @@ def add_second_layers(cache: Cache, layers: int, head_size: int | None) -> bool:
     Returns:
         Whether it has them now. A cache whose layers all have sliding windows does not show its number of tokens.
     """
-    sizes = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
-    if not sizes or not cache.is_compileable:
+    if (size := size_of(cache)) is None:
         return False
     for _ in range(layers - len(cache.layers)):
-        cache.layers.append(StaticLayer(sizes[0]) if head_size is None else DenseStaticLayer(sizes[0], head_size))
+        cache.layers.append(StaticLayer(size) if head_size is None else DenseStaticLayer(size, head_size))
     return True
 
 

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from metatokens.errors import UserError
-from metatokens.model.cache import InsertedTokens, give
+from metatokens.model.cache import InsertedTokens, give, size_of
 from metatokens.model.configuration import MetaGPT2Config, never_generated
 from metatokens.model.paged import MetaManager, further_layers
 from metatokens.model.positions import check_length, check_positions, position_ids_from_mask
@@ -231,7 +231,9 @@ class MetaTokenGenerationMixin(GenerationMixin):
         mask[:, ~is_text] = attention_mask[:, [ids - 1 for ids in inserted]]  # behind padding they are padding
         cached = 0
         if cache is not None:
-            cached = int(cache.get_seq_length())
+            cached, room = int(cache.get_seq_length()), size_of(cache)
+            if room is not None and self.config.text_window is None and length > room:
+                raise UserError(f"a cache of {room} tokens has no room for {length}, inserted meta-tokens included.")
             give(cache, InsertedTokens)
             cache.inserted = inserted
             if given.get("is_first_iteration"):
