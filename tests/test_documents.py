@@ -40,7 +40,7 @@ SMALLER = {
     "pretrain --recipe demo": f"pretrain --recipe demo {TINY_MODEL} {TINY_RUN}",
     "--original-length 256": f"--original-length 16 {TINY_RUN} --set training.per_device_train_batch_size=1",
     "finetune ": f"finetune {TINY_RUN} ",
-    "task.train_steps=[1500]": "task.train_steps=[2] --set task.stages=[]",
+    "'task.train_steps=[1500]'": "task.train_steps=[2] --set task.stages=[]",
     "--lengths 256,512": "--lengths 256,512 -n 2",
     "text_full_layers=[18,23]": "text_full_layers=[0]",
     "-n 100": "-n 8",
