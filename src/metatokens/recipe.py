@@ -22,7 +22,7 @@ from metatokens.model.choices import AttentionScale, PositionEmbedding, SecondAt
 
 # Choices that recipes, functions and the command line share.
 Task = Literal["list_recall", "segment_counting", "parity", "copying"]  # a module of `tasks` each
-Facts = Literal["facts_1", "facts_2", "facts_4", "facts_8"]  # of list recall: so many one-item lists a meta-token
+Facts = Literal["facts_1", "facts_2", "facts_4", "facts_8"]  # list recall: a meta-token after so many lists of one item
 Condition = Literal["paper", "landmark", "none", "decoy", "long_prompt", Facts]  # which meta-tokens a prompt has
 Split = Literal["train", "validation", "test"]  # of a task's examples
 Placement = Literal["uniform", "periodic", "none"]  # the functions of `data.insertion.PLACEMENTS`
@@ -73,7 +73,7 @@ class DataSettings(_Settings):
 
 
 class ModelSettings(_Settings):
-    """The fields of `MetaGPT2Config`, except `architecture`; vocabulary and special ids come from the tokenizer."""
+    """The `architecture`, and some fields of `MetaGPT2Config`; vocabulary and special ids come from the tokenizer."""
 
     architecture: Literal["gpt_neo"] | None = None  # a GPT-Neo of transformers in these sizes; None: MetaGPT2
     hidden_size: Positive = 768
@@ -117,8 +117,8 @@ class TrainingSettings(TrainerSettings):
     optimizer: Literal["adamw", "muon"] = "adamw"
     # Muon's rate is warmed up and decayed by the same factors. Its momentum is 0.95, and it has no weight decay.
     muon_learning_rate: Annotated[float, Field(gt=0)] = 0.02
-    # Steps between two measurements of the held-out loss; 0: never. None: ten in a run that has a held-out split, or
-    # fewer, so that between two of them at least twice as many items are trained as are measured (`measured_every`).
+    # Steps between two measurements of the held-out loss; 0: never. None: about ten measurements in a run that has a
+    # held-out split, or fewer, so that training reads about twice as many items as they measure (`measured_every`).
     eval_steps: AtLeastZero | None = None
     use_cpu: bool = False  # even if there is a GPU
     fsdp: bool = False  # FSDP2: shard weights, gradients and optimizer over the GPUs instead of copying them (DDP)
@@ -136,7 +136,8 @@ class TrainingSettings(TrainerSettings):
     text_sinks: AtLeastZero | None = None
     text_full_layers: list[AtLeastZero] | None = None
     # base: the loss is the divergence from the model as it was, which sees all text and no meta-tokens, in place of the
-    # loss of the next token. Its weights have to stay: those of a retrofitted model without train_base, or with LoRA.
+    # loss of the next token. Training must not change the base's weights: it needs a retrofitted model without
+    # train_base, or LoRA.
     teacher: Literal["base"] | None = None
 
     @model_validator(mode="after")
@@ -165,8 +166,8 @@ class TrainingSettings(TrainerSettings):
     def measured_every(self, held_out: int) -> int:
         """Steps between two measurements on `held_out` items; 0: never.
 
-        By default a run has ten, or fewer: between two of them, training reads at least twice as many items as are
-        measured. It has at least one, at the end.
+        By default a run has about ten, or fewer: between two of them, training reads about twice as many items as are
+        measured, or more. It has at least one, at the end.
         """
         often = max(1, self.max_steps // 10, 2 * held_out // self.batch)
         return min(often, self.max_steps) if self.eval_steps is None else self.eval_steps
@@ -193,7 +194,7 @@ Range = Annotated[tuple[Positive, Positive], AfterValidator(_ascending)]
 
 
 class CurriculumSettings(_Settings):
-    """A phase of training before the first train length, on prompts of given sizes. Its learning rate is constant."""
+    """A phase before the first train length, on prompts of given sizes. After warm-up its learning rate is constant."""
 
     lists: Range  # the fewest and the most lists of a prompt
     items: Range  # the fewest and the most items of a list

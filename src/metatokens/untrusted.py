@@ -36,6 +36,9 @@ def read_config(folder: Path, kinds: Set[str]) -> PreTrainedConfig:
     """The configuration of the model in a folder, whose model type must be one of `kinds`.
 
     A model that this machine's memory cannot hold is refused here, before anything is allocated for it.
+
+    Raises:
+        UserError: if the file is missing or damaged, has another model type, or describes too large a model.
     """
     path = folder / "config.json"
     try:

@@ -18,7 +18,8 @@ STRETCH = 1024  # tokens of text, at least
 class BlockDataset:
     """Training blocks: windows of text, in a new order each epoch, with meta-tokens inserted.
 
-    A map-style dataset of `epochs` times N items; item i is in epoch i // N. With the placements of
+    A map-style dataset of `epochs` times N items: `input_ids` and `labels`, each (block_size,) int64. Item i is in
+    epoch i // N. With the placements of
     `insert_meta_tokens`, N is the number of whole windows of `block_size - M` ids in the split. With a rule for
     landmarks, N is the number of whole windows of `block_size` ids in the split with its landmarks, so the number of
     meta-tokens differs between blocks. An item depends only on the arguments and its index: the order of an epoch on
@@ -45,8 +46,8 @@ class BlockDataset:
         A rule reads the whole split once, about eight million tokens a second, and does not use `fraction`.
 
         Raises:
-            UserError: if the split is shorter than a block or has no landmark, a block has no room for a meta-token, or
-                a setting is out of its range.
+            UserError: if the split is shorter than a block or has no landmark, the fraction is too small for one
+                meta-token a block, or a setting is out of its range.
         """
         if block_size < 2:
             raise UserError(f"the block size is {block_size}, but must be 2 or more.")

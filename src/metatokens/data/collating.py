@@ -34,8 +34,8 @@ class MetaTokenCollator:
             they have any. Give it for a model with learned positions.
 
     Raises:
-        UserError: if the rule is unknown, or the tokenizer has no meta-token or does not fit the rule; on a call, if an
-            example has no `input_ids`, or has `position_ids`.
+        UserError: if the rule is unknown, or the tokenizer has no meta-token or does not fit the rule; on a call with a
+            rule, if an example has no `input_ids`, or has `position_ids`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class MetaTokenCollator:
         if self.landmarks is None:
             return dict(example)
         if "position_ids" in example:
-            raise UserError("an example has position_ids, which landmarks would shift; put them in before.")
+            raise UserError("an example has position_ids, which landmarks would shift; insert the landmarks first.")
         if "seq_lengths" in example:
             return self._with_meta_tokens_in_each(example)
         if "input_ids" not in example:

@@ -52,8 +52,9 @@ def read_corpus(spec: str) -> Iterator[str]:
               installation, with a document for each topic and module (so it differs between versions);
             - a file, or a glob (`**` included) of files in sorted order. `.jsonl`: a document per line, in the field
               `text`. `.parquet`: a document per row, in the column `text`. `.txt`: one long text, cut at blank lines
-              into documents of at least 8,000 characters, so that even a single book has a held-out split; joined, the
-              documents are the file. `.txt.gz`, `.jsonl.gz` and `.json.gz` (also JSON lines): the same, compressed;
+              into documents of at least 8,000 characters, or, if there is none, at a line end after 64,000, so that
+              even a single book has a held-out split; joined, the documents are the file. `.txt.gz`, `.jsonl.gz` and
+              `.json.gz` (also JSON lines): the same, compressed;
             - `hf:NAME` or `hf:NAME:CONFIG`: the field `text` of the train split of a dataset on the Hugging Face Hub or
               in a local folder, streamed.
 
@@ -67,8 +68,8 @@ def read_corpus(spec: str) -> Iterator[str]:
 def corpus_parts(spec: str) -> list[Part]:
     """Divide a corpus into parts for parallel reading; one after another, they are the corpus.
 
-    A part is one large file, several small ones, or one shard of a dataset (C4 has 1,024). The parts depend only on the
-    corpus.
+    A part is one shard of a dataset (C4 has 1,024), or successive files, up to the one with which they have 64 MiB.
+    `builtin` is one part. The parts depend only on the corpus.
     """
     if spec.startswith("hf:"):
         with _reading(spec):

@@ -47,10 +47,10 @@ class Landmarks:
 
     - A line ends at its line feed (`\n`, also in `\r\n`). A line without text has no landmark.
     - A paragraph ends at the line feed of the first line without text after it.
-    - A sentence ends at `.`, `!`, `?` or `…`, or at the closing quotes and brackets (three at most) directly after it.
-      White space or the end of the ids must follow, except after `。`, `！` and `？`. A letter from a to z after that
-      white space continues the sentence. So does a `.` after a single letter (`J.`, `e.g.`), Mr, Mrs, Ms, Dr, St or
-      Prof.
+    - A sentence ends at `.`, `!`, `?`, `…`, `。`, `！` or `？`, or at the closing quotes and brackets (three at most)
+      directly after it. After the first four, white space or the end of the ids must follow. If exactly one character
+      of white space follows, and then a letter from a to z, the sentence continues. A `.` after a single letter (`J.`,
+      `e.g.`), Mr, Mrs, Ms, Dr, St or Prof ends no sentence.
     - `every:N` counts N tokens, including control tokens but not meta-tokens.
 
     A token is never split, and gets at most one meta-token. No rule inserts one directly before a meta-token that the
@@ -63,7 +63,8 @@ class Landmarks:
         rule: `line`, `paragraph`, `sentence` or `every:N`.
 
     Raises:
-        UserError: if the rule is unknown, or the tokenizer drops the white space that the rule needs.
+        UserError: if the rule is unknown, or the tokenizer has no meta-token, is not a fast one, or drops the white
+            space that the rule needs.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, rule: str):
@@ -83,7 +84,7 @@ class Landmarks:
 
         Args:
             ids: a text, (tokens,), which may already have meta-tokens.
-            start: the number of the text's tokens before these, where `every:N` starts to count.
+            start: the number of the text's tokens before these, without meta-tokens; `every:N` counts them too.
 
         Returns:
             (tokens,) bool.

@@ -51,6 +51,7 @@ def load_tokenizer(
 
     Raises:
         UserError: if the spec names no usable tokenizer, or the corpus has too little text for N entries.
+        ValueError: if `train:N` is given without a corpus.
     """
     if Path(spec).is_dir():
         tokenizer = _pretrained(spec, f"the folder {spec} holds no tokenizer that can be loaded.")

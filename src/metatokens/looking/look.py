@@ -57,8 +57,8 @@ def look(
         layers: the blocks whose attention is kept, from 0; None: all.
 
     Raises:
-        UserError: if there is no such block, the prompt is empty or longer than 4,096 tokens or the model's positions,
-            or the model's attention cannot be read.
+        UserError: if there is no such block, the prompt has no text or is longer than 4,096 tokens or the model's
+            positions, the tokenizer has no meta-token, or the model's attention cannot be read.
     """
     meta = meta_token_id(tokenizer)
     ids = prompt_ids(model, tokenizer, text, markers, landmarks=landmarks)

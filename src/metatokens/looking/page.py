@@ -135,7 +135,8 @@ def to_html(looks: Sequence[Look]) -> str:
 
 def readable(token: str) -> str:
     """A token in which line breaks and tabs, and spaces without other characters, are visible."""
-    return token.replace("\n", "⏎").replace("\t", "⇥") if token.strip() else token.replace("\n", "⏎").replace(" ", "␣")
+    visible = token.replace("\n", "⏎").replace("\t", "⇥")
+    return visible if token.strip() else visible.replace(" ", "␣")
 
 
 def _answers(look: Look) -> list[tuple[str, list[tuple[str, float]]]]:

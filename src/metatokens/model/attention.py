@@ -8,9 +8,9 @@ two forms of the same function:
 
 - **Gathered**, where the model has the meta-tokens' rows. The block (`modeling.py`) gathers them, `MetaAttention`
   attends causally among them, and the block adds the result back at their places. T/8 meta-tokens make T^2/64 pairs.
-- **Dense**, where an engine owns the cache, or a graph has no room for rows whose number depends on the data. P becomes
-  one more feature of each head, and ordinary causal attention over all positions computes the rest. Any kernel can do
-  that: paged, packed, compiled.
+- **Dense**, where an engine owns the cache, the cache has a fixed size, or a graph has no room for rows whose number
+  depends on the data. P becomes one more feature of each head, and ordinary causal attention over all positions
+  computes the rest. Any kernel can do that: paged, packed, compiled.
 
 Both leave the rows of text unchanged.
 """
@@ -212,18 +212,18 @@ class MetaAttention(Attention):
             x: the meta-tokens' rows, (batch, most, width); all rows in the dense form.
             rows: where they are in the input. `AllRows` ask for the dense form, with the mask of causal attention.
             cache: holds earlier meta-tokens' keys and values, and takes the new ones.
-            attend: the model's attention function. The gathered form uses it if it is transformers' eager one, and
-                otherwise sdpa.
-            mask: a mask over all positions, (batch, heads or 1, length, total), needed where the model was given one of
-                four dimensions and where `attend` is the eager function. None means that the rows' order decides.
+            attend: the model's attention function. The gathered form uses it if it is transformers' eager one and there
+                is a `mask`, and otherwise sdpa.
+            mask: a mask over all positions, (batch, heads or 1, length, total). The gathered form needs it if the model
+                was given one of four dimensions, or is to return eager weights. None: the rows' order decides.
             rotary: rotary tables for the positions of these rows, or None.
             log_keys: (batch, most, 1), the logarithm of the number of meta-tokens that each row sees; for scalable
                 softmax.
             engine: as in `AttentionKwargs`, for the dense form.
 
         Returns:
-            The output, (batch, most, width), arbitrary in padded rows and in rows of text; and the weights of the eager
-            function, (batch, heads, length, total).
+            The output, (batch, most, width), arbitrary in padded rows and in rows of text; and the weights, (batch,
+            heads, length, total), or None if the attention function returns none.
         """
         q, k, v = self.project(x, rotary, log_keys)
         if isinstance(rows, AllRows):

@@ -106,7 +106,7 @@ class SecondStore(AnyCacheLayer):
     second: Entries | None = None
     first_length: int | None = None  # of the first store, when it was last looked at
     has_lost_entries = False  # whether entries of the first store were dropped
-    tokens_read = 0  # of a layer with a recurrent state, whose length it does not keep
+    tokens_read = 0  # by a layer with a recurrent state, which does not count its tokens
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Update as transformers does, and notice whether entries were dropped since the last time."""
@@ -254,7 +254,7 @@ class MetaTokenCacheLayer(SecondStore, DynamicLayer):
             or room[0].data_ptr() != self.keys.data_ptr()
             or room[0].shape[0] != batch
             or room[0].shape[2] < length
-            or room[0].is_inference() != torch.is_inference_mode_enabled()  # such tensors cannot be written to
+            or room[0].is_inference() != torch.is_inference_mode_enabled()  # only inference mode writes to its tensors
         ):
             shape = (batch, heads, length + length // 4 + 64, size)
             room = self._room = (self.keys.new_empty(shape), self.values.new_empty(shape))
@@ -265,8 +265,8 @@ class InsertedTokens(AnyCache):
     """Mixin for a cache that `generate()` inserts meta-tokens into.
 
     Attributes:
-        inserted: for each inserted meta-token, the number of ids read before it. The returned ids omit these tokens; a
-            later call puts them back.
+        inserted: for each inserted meta-token, the number of ids before it, other inserted ones not counted. The ids
+            that `generate()` returns omit inserted meta-tokens; a later call puts them back.
     """
 
     inserted: Sequence[int] = ()
@@ -366,6 +366,9 @@ def add_second_stores(cache: Cache, config: MetaGPT2Config) -> None:
 
     Entries that it already holds, as after PEFT's prefix tuning, stay causal attention's alone: the second module has
     no keys for them, and the slots of meta-tokens count them.
+
+    Raises:
+        UserError: if the cache is of another kind.
     """
     layers, second = config.num_hidden_layers, config.second_attention
     total = layers if second == "none" else 2 * layers

@@ -61,7 +61,7 @@ class MetaGPT2Config(PreTrainedConfig):
         rope_parameters: rotary settings as in transformers (`rope_type`, `rope_theta`, YaRN's fields, ...).
 
     Raises:
-        UserError: if fields contradict each other.
+        UserError: if the value of a field is not allowed, or fields contradict each other.
     """
 
     model_type = "meta_gpt2"

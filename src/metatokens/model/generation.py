@@ -275,7 +275,10 @@ class MetaTokenGenerationMixin(GenerationMixin):
             size = READ_AT_ONCE
         is_static = cache is not None and cache.is_compileable and self.config.text_window is None
         if size is not None and is_static and "prompt_length" in model_kwargs:
-            raise UserError("prefill_chunk_size and a cache of a fixed size do not support inserted meta-tokens.")
+            raise UserError(
+                "prefill_chunk_size and a cache of a fixed size do not go together with inserted meta-tokens: leave "
+                "one of the two out."
+            )
         if size is None or cache is None or is_static:
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
         embeddings = model_kwargs.get("inputs_embeds") if is_first_iteration else None

@@ -53,7 +53,7 @@ class Intervention:
 
     @classmethod
     def parse(cls, name: str) -> "Intervention":
-        """The intervention `no_pos`, `no_embed`, `neither` or `noise:S`, the last with `:meta`, `:raw` or `:meta:raw`.
+        """The intervention `no_pos`, `no_embed`, `neither` or `noise:S[:meta][:raw]`; brackets mark optional parts.
 
         Raises:
             UserError: if there is none of that name.

@@ -18,6 +18,9 @@ def without_meta_tokens(
         meta_token_id: the model's; None if it has none.
         kwargs: further arguments of the model. `num_items_in_batch` counts labels; `shift_labels` are the labels of the
             tokens that follow.
+
+    Returns:
+        The labels, (batch, length), and `kwargs`: in both, -100 replaces meta-tokens, and they are not counted.
     """
     if meta_token_id is None:
         return labels, kwargs
@@ -33,11 +36,14 @@ def without_meta_tokens(
 
 
 def scored_labels(labels: Tensor, scored_positions: Tensor | None) -> tuple[Any, Tensor]:
-    """The positions that a label scores, as an index of (batch, length), and the labels there.
+    """The positions whose logits have a label, as an index of (batch, length), and the labels for these logits.
 
     Args:
         labels: (batch, length), the input's own ids, -100 where nothing is to be predicted.
         scored_positions: (batch, most), these positions, -1 where a row has fewer; None finds them, by a device sync.
+
+    Returns:
+        The index, and labels of the shape (batch, most), or (labels,) without `scored_positions`; -100 at padding.
     """
     targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     if scored_positions is None:

@@ -182,7 +182,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]  # mypy does not follow transformers
     ) -> BaseModelOutputWithPast:
-        """Final hidden states of `input_ids` (batch, length); arguments are those of `MetaGPT2ForCausalLM.forward`.
+        """Final hidden states, (batch, length, width); the arguments are those of `MetaGPT2ForCausalLM.forward`.
 
         Args:
             **kwargs: output flags of transformers; `output_meta_attentions` returns the second module's weights, and
@@ -341,7 +341,7 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
                 dimensions, (batch, heads or 1, length, cached + length), True where a query sees a key, or added to the
                 logits; it replaces the causal mask, in meta-attention too.
             position_ids: (batch, length); default: real tokens counted from 0 in each row. Without an `attention_mask`,
-                a new sequence begins where they start again, and sees nothing before it. Such rows have no cache.
+                a new sequence begins where they do not grow, and sees nothing before it. Such rows have no cache.
             past_key_values: a `MetaTokenCache` with the tokens before. A `DynamicCache` is converted in place.
             inputs_embeds: (batch, length, width), used instead of the embeddings of `input_ids`.
             meta_token_mask: (batch, length), true at meta-tokens. Default: where `input_ids` are the meta-token's or,
@@ -352,7 +352,8 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
                 meta-token is never predicted, so its label counts as -100 (section 3).
             scored_positions: (batch, most), the positions just before the labels that count, -1 where a row has fewer.
                 (The name avoids "labels", by which a Trainer would take them for labels.)
-            use_cache: whether to return a cache; default: as configured, but never in training.
+            use_cache: whether to make a cache if none is given; default: as configured. Training mode makes none, even
+                with True.
             logits_to_keep: compute logits for this many last positions only (0: all), or for these indices.
             output_attentions: return the weights of both attentions; the eager attention function then computes them.
             **kwargs: `num_items_in_batch` divides the summed loss (Trainer counts all labels other than -100, so
@@ -365,8 +366,9 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
             `scored_positions`, the logits at those positions, (batch, most, vocabulary).
 
         Raises:
-            UserError: if the sequence is longer than a learned table of positions, or several are packed into a row
-                and have a cache, or `cu_seq_lens_q` without `position_ids`.
+            UserError: if the sequence is longer than a learned table of positions; if several are packed into a row
+                and have a cache, or `cu_seq_lens_q` without `position_ids`; if `meta_token_mask` has another shape than
+                the input; or if an argument does not go together with a `text_window`.
         """
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         outputs = self.model(

@@ -39,8 +39,9 @@ def packed_sequences(
 ) -> Tensor | None:
     """The number of each token's sequence, (batch or 1, length) from 0, where rows hold several; otherwise None.
 
-    A sequence begins where positions (batch or 1, length) do not grow. A mask, if given, decides instead. A compiled
-    graph cannot look at values. Without a cache, it treats all positions as those of several sequences.
+    A sequence begins where positions (batch or 1, length) do not grow. With a mask, which decides instead, the result
+    is None. A compiled graph cannot look at values. Without a cache, it treats all positions as those of several
+    sequences.
 
     Args:
         attention_mask, position_ids, cache: as a model is given them.
@@ -48,7 +49,7 @@ def packed_sequences(
         at_jumps: whether a sequence also begins where positions grow by more than one, as it does for transformers.
 
     Raises:
-        UserError: if there is a cache, or several sequences have `lengths` alone.
+        UserError: if several sequences have a cache, or `lengths` without positions that begin again.
     """
     numbers = None
     if attention_mask is None and position_ids is not None:

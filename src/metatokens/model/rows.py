@@ -178,7 +178,7 @@ class AllRows:
         return x + rows.to(x.dtype).masked_fill(~self.valid[:, :, None], 0.0)
 
     def mask(self, cached: Tensor | int, total: int) -> Tensor:
-        """Which of `total` keys each row sees that follows `cached` tokens: (1, 1, length, total) bool.
+        """Which of `total` keys each row sees, if the rows follow `cached` tokens: (1, 1, length, total) bool.
 
         It ignores padding: padding is no meta-token, so meta-attention hides it like text.
         """

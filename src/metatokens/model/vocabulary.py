@@ -13,7 +13,7 @@ from metatokens.model.generation import keep_meta_every
 
 
 class MetaVocabulary:
-    """Mixin for a model: resizing its tables keeps the meta-token's row, and saving it may name it."""
+    """Mixin for a model: its resized tables keep the meta-token's row, and saving names an unnamed model."""
 
     saved_as = UNSAVED
 
@@ -33,7 +33,8 @@ class MetaVocabulary:
     ) -> nn.Embedding:
         """Resize as transformers does, but never drop the meta-token's row.
 
-        The first `new_num_tokens` rows are then in use; further ones, up to the multiple, are padding.
+        The first `new_num_tokens` rows, and all up to the meta-token's, are then in use; further ones, up to the
+        multiple, are padding.
 
         Raises:
             UserError: if the rows would leave out the meta-token, as with the size of a tokenizer that lacks it.

@@ -59,13 +59,14 @@ class TextRule:
             config: the model's, with `text_window`, `text_sinks` and `text_full_layers`.
             positions: (batch or 1, length) int64.
             is_meta: (batch, length) bool.
-            attention_mask: (batch, held + length or more), 1 at real tokens; or None.
+            attention_mask: (batch, read + length or more), 1 at real tokens, with a column for each token that was
+                read before, forgotten ones included; or None.
             cache: the cache of the tokens before, or None.
             sequences: (batch or 1, length) int64, as from `packed_sequences`; then there is no cache.
 
         Raises:
-            UserError: if the mask has four dimensions, or the cache is of another kind, too small, or has entries that
-                are unknown here, or positions do not grow from one real token to the next.
+            UserError: if the mask has four dimensions or too few columns; if the cache is of another kind, too small,
+                or has entries that are unknown here; or if positions do not grow from one real token to the next.
         """
         if isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim == 4):
             raise UserError("a mask of four dimensions would replace the text_window; give one of two dimensions.")
@@ -77,7 +78,9 @@ class TextRule:
             before = 0 if cache is None else cache.get_seq_length()
             new = torch.arange(is_meta.shape[1], device=is_meta.device) + before
             if not torch.compiler.is_compiling() and attention_mask.shape[1] < before + len(new):
-                raise UserError("with a cache, the attention_mask needs a column for each cached token too.")
+                raise UserError(
+                    "with a cache, the attention_mask needs a column for each cached token too, forgotten or not."
+                )
             all_readers = [readers.masked_fill(attention_mask[:, new] == 0, -1) for readers in all_readers]
         if sequences is None and not torch.compiler.is_compiling():
             _check_order(positions, all_readers[0] >= 0, cache)
@@ -219,6 +222,9 @@ class ForgettingCache(AnyCache):
 
         Returns:
             The same of the entries that are held and of the new ones, (batch, held + length).
+
+        Raises:
+            UserError: if the cache lost entries, has some that it did not note, or has a fixed size and is too small.
         """
         notes, seen = self.layers[self.notes_at], [(one[:, None, :, None], two[:, None, :, None]) for one, two in seen]
         keys, readers = seen[0]
@@ -261,7 +267,7 @@ class ForgettingCache(AnyCache):
         """Forget the last `-tokens_to_remove` tokens; at least those of the last forward pass can be removed.
 
         Raises:
-            UserError: if text before them was dropped that their successors would have to see, or the cache has a
+            UserError: if more tokens are to be removed than were read since text was last dropped, or the cache has a
                 fixed size.
         """
         if self.is_compileable:
@@ -302,8 +308,8 @@ def forgetting(cache: Any, config: Any) -> ForgettingCache:
     """The cache of a model with this configuration, which forgets text from now on.
 
     Raises:
-        UserError: if the cache is of another kind, was filled by another window, or is of a fixed size although blocks
-            are full.
+        UserError: if the cache is of another kind, was filled with another window, or has a fixed size while some
+            blocks see all text.
     """
     layers, full = config.get_text_config().num_hidden_layers, tuple(config.text_full_layers or ())
     rule = config.text_window, config.text_sinks, full

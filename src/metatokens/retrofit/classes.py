@@ -157,7 +157,7 @@ class MetaBody(MetaVocabulary):
 
 
 class MetaModel(MetaBody, MetaTokenGenerationMixin):
-    """Mixin for a language model: it has meta-attention, never predicts a meta-token, and inserts them by policy.
+    """Mixin for a language model: it has meta-attention and never predicts a meta-token; `generate` can insert them.
 
     Attributes:
         base_is_elsewhere: whether `save_model` writes a delta, since the base is kept elsewhere.

@@ -22,11 +22,12 @@ class ForwardContext:
     """The rows of meta-attention in one forward pass, and what it needs with them.
 
     Attributes:
-        rows: those of meta-tokens; all rows where an engine owns the batch, and in a compiled graph.
+        rows: those of meta-tokens; all rows where an engine owns the batch, the cache has a fixed size, or a graph
+            without a cache is compiled.
         rotary: rotary tables for their positions.
         mask: (batch, 1, length, total), which positions each position may attend to; None unless the model was given a
             mask of four dimensions, or one was made of all positions.
-        attend: the attention function of the base, for `AllRows`.
+        attend: the attention function of the base where an engine owns the batch; otherwise None.
         engine: as in `AttentionKwargs`.
     """
 

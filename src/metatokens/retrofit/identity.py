@@ -59,11 +59,11 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = 
 def weight_checksums(model: PreTrainedModel, rows: int | None = None) -> Checksums | None:
     """Checksums of a sample of a base's weights; None if a weight is quantised or not in memory.
 
-    The sample is from all over each weight. Of the embeddings and the head it has a value of each row, since training
+    The sample is from all over each weight. It has one value of each row of the embeddings and the head, since training
     may change few rows.
 
     Args:
-        model: the base, or a retrofitted model, of which what was added does not count.
+        model: the base, or a retrofitted model; what was added to it does not count.
         rows: how many rows of the embeddings and the head count, since these may have grown; None: all.
     """
     added = {id(one) for one in added_parameters(model).values()}

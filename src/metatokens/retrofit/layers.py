@@ -69,7 +69,7 @@ class MetaModule(nn.Module):
         init.zeros_(self.attention.out_proj.weight)
 
     def forward(self, x: Tensor, context: ForwardContext, cache: Cache | None) -> Tensor:
-        """Meta-attention's output for the residual stream x, at the meta-tokens alone: (batch, most, width)."""
+        """Meta-attention's output for x, the residual stream at `context.rows`; both are (batch, most, width)."""
         if cache is not None and isinstance(context.rows, MetaRows):
             give(cache.layers[self.attention.block], SecondStore)
         if not torch.is_autocast_enabled(x.device.type):  # the base may be in another precision

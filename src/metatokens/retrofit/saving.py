@@ -29,8 +29,8 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
 
     Args:
         model: a retrofitted model.
-        folder: where to write `meta_tokens.safetensors`, and `meta_tokens.json` with the base's name, settings and
-            checksums; created if it does not exist.
+        folder: where to write `meta_tokens.safetensors`, `meta_tokens.json` with the base's name, settings and
+            checksums, and a `config.json` unless there is one; created if it does not exist.
 
     Raises:
         UserError: if nothing was added to the model, what was added is quantised, PEFT's adapters are in the model,
@@ -95,7 +95,9 @@ def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     folder = Path(folder)
     settings, meta_token_id, used = _read(folder)
     if isinstance(base, MetaModel) or not isinstance(base, PreTrainedModel):
-        raise UserError(f"this {type(base).__name__} is no model of transformers without meta-tokens.")
+        raise UserError(
+            f"this {type(base).__name__} is no model of transformers without meta-tokens: give the plain base."
+        )
     differing = difference(settings.base_settings, settings_of(base.config))
     if not differing and not have_same_weights(settings.base_weights, weight_checksums(base)):
         differing = "the configuration is the same, but the weights have other checksums"

@@ -31,16 +31,18 @@ def find_sites(model: PreTrainedModel, layers: Sequence[int]) -> tuple[tuple[str
     With x the block's input and z its output, the site is the first submodule whose output y satisfies one of these:
     - x + c y is the input of a later submodule (c is 1, except in models that scale it);
     - x + y + y' is z, with y' the output of a later submodule (attention parallel to the feed-forward layer);
-    - y is the input of a later submodule, and the submodule itself received x (so y contains x, as in BLOOM).
+    - y is the input of a later submodule, and the submodule itself received x as an input after its first (so y
+      contains x, as in BLOOM).
 
     Random numbers replace x, and y of one submodule after another. Their magnitudes are similar, so that x + y differs
     from x in half precision too; and they vary by position, so that the output of a norm is not taken for them.
 
-    Blocks without such a submodule, as in state-space models, are refused, and models that cannot read text alone or
-    in steps with a cache.
-
     Returns:
         The names of the sites, and whether their outputs contain x.
+
+    Raises:
+        UserError: if a block has no such submodule, as in state-space models, or the model cannot read text alone or in
+            steps with a cache.
     """
     called = _calls(model, layers, None)
     names = dict.fromkeys(call.name for calls in called.values() for call in calls[1:])

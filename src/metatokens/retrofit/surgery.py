@@ -37,7 +37,8 @@ def add_meta_attention(
 
     The meta-token must be trained before it is of use: a base has never seen one, and predicts text among untrained
     meta-tokens worse. With a tokenizer, its embedding starts at the mean of the embeddings of a space, a newline and a
-    comma, which disturbed bases least of what we tried; without one, at the mean of the table.
+    comma, which disturbed bases least of what we tried. Without a tokenizer, or without such entries, it starts at the
+    mean of the table's first 32,768 rows.
 
     Args:
         model: a causal language model, as `AutoModelForCausalLM` loads it, not wrapped by PEFT.
@@ -157,8 +158,8 @@ def convert(
 ) -> None:
     """Change a base, in place, as the settings describe: its vocabulary, its classes, its modules.
 
-    A table of fewer than `used` rows grows. The meta-token starts at the mean embedding of the ids in `start`, or of
-    the whole table.
+    A table of fewer than `used` rows grows. The meta-token starts at the mean embedding of the ids in `start`; if
+    there are none, of the table's first 32,768 rows.
     """
     _own_configuration(model)
     rows = model.get_input_embeddings().weight.shape[0]
@@ -207,8 +208,8 @@ def _fill(model: PreTrainedModel, rows: int) -> None:
 def _start(model: PreTrainedModel, ids: Sequence[int]) -> None:
     """Initialise what was added, on the devices of the modules next to it.
 
-    Without ids to start from, the meta-token starts at the mean of the table. Zero would disturb a base less, but there
-    the gradient of RMSNorm is a thousand times too large.
+    Without ids to start from, the meta-token starts at the mean of the table's first 32,768 rows. Zero would disturb a
+    base less, but there the gradient of RMSNorm is a thousand times too large.
     """
     table, (_, blocks) = model.get_input_embeddings(), decoder_of(model)
     device = device_of(table)

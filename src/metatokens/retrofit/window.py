@@ -36,7 +36,7 @@ def set_text_window(
 
     Args:
         model: a `MetaGPT2ForCausalLM` or a retrofitted model.
-        window: how many positions a query sees at most, itself included; None: everything.
+        window: how many of the last positions a query sees, itself included; None: everything.
         sinks: all queries see the positions below this number, by `position_ids` if they are given; None: as many as
             before, which is 4 at first.
         full_layers: the blocks, counted from 0, that keep all text and see it. Models look things up in few blocks.
@@ -77,7 +77,7 @@ def everything_in_sight(model: Any) -> Iterator[None]:
 def apply_text_window(
     model: PreTrainedModel, window: int | None, sinks: int | None = None, full_layers: Sequence[int] | None = None
 ) -> None:
-    """Do as `set_text_window` does, but keep the model's name: a folder that has the window is, or will be, there.
+    """Do as `set_text_window` does, but keep the model's name: its folder has the window, or will have it.
 
     Raises:
         UserError: as `set_text_window`.
