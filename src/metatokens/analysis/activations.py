@@ -36,7 +36,8 @@ def run_with_cache(
         names: one name, or a function that decides which names are kept; by default all except submodules.
 
     Returns:
-        The logits, (length, vocabulary), and the activations by name; those of blocks are float64.
+        The logits, (length, vocabulary), and the activations by name. Those named `blocks.L` are float64, except
+        `positions`.
 
     Raises:
         UserError: if there is no such name, or the model's attention cannot be read.

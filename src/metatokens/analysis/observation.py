@@ -36,7 +36,11 @@ class PromptIds:
 
     @classmethod
     def of(cls, example: Example, meta_token_id: int | None) -> "PromptIds":
-        """The prompt of an example, which must have a meta-token with text before it."""
+        """The prompt of an example.
+
+        Raises:
+            UserError: if it has no meta-token with text before it.
+        """
         ids = torch.tensor(example.input_ids[: example.answer_start])
         is_meta = ids == meta_token_id if meta_token_id is not None else torch.zeros_like(ids, dtype=torch.bool)
         metas = is_meta.nonzero()[:, 0].tolist()
@@ -111,7 +115,7 @@ def observe(model: PreTrainedModel, ids: Tensor, modules: Iterable[str] = ()) ->
         modules: names of submodules, as in `model.named_modules()`, whose outputs are kept.
 
     Returns:
-        The inputs and outputs of each block and each attention, at the (length,) positions.
+        The states around each block, the inputs of each attention, the logits, and the outputs of `modules`.
 
     Raises:
         UserError: if the attention of the model cannot be read.

@@ -48,7 +48,7 @@ def premise_holds(logits: Tensor, index: Tensor) -> Tensor:
 
 
 def sharpness(model: PreTrainedModel, examples: Sequence[Example], about: About) -> list[Measurement]:
-    """The effect of the meta-tokens' embeddings: a pass that keeps them minus one where all are zero.
+    """The effect of the meta-tokens' embeddings: a pass with them, minus a pass in which they are zero.
 
     Means over examples, for each attention module, layer and head, and for all layers and heads of a module together:
 
@@ -64,8 +64,8 @@ def sharpness(model: PreTrainedModel, examples: Sequence[Example], about: About)
 
     At the meta-tokens within the prompt and at the last one (`marker`):
 
-    - `output_top_logit_change`; at the last one also `output_answer_logit_change`, of the answer's first token;
-    - `output_entropy_change`, with the meta-token masked out.
+    - `output_top_logit_change` and `output_entropy_change`, both without the meta-token's own logit;
+    - at the last one also `output_answer_logit_change`, of the answer's first token.
 
     Args:
         model: is put into evaluation mode.

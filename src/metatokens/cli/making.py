@@ -35,7 +35,8 @@ def reproduce(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the remaining stages and their cost.")] = False,
     executor: options.Executor = "processes",
     workers: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Stages at the same time; by default one per GPU or core.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Stages at the same time; by default one per GPU or core (slurm: 64)."),
     ] = None,
     job: Annotated[
         list[str] | None,

@@ -70,7 +70,7 @@ def evaluate(
         raise UserError("--landmarks goes with --data; --condition places the meta-tokens of a task.")
     if intervention == ALONE and (data is not None or predictions is not None):
         raise UserError(
-            f"--intervention {ALONE} goes with --task, whose prompts have a question, and no --predictions."
+            f"--intervention {ALONE} goes with --task, whose prompts have a question; leave --predictions out."
         )
     changed = None if intervention is None or intervention == ALONE else Intervention.parse(intervention)
     is_noise = changed is not None and changed.is_random

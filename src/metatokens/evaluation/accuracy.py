@@ -31,7 +31,7 @@ def draw_test_examples(
         n: examples.
         tokenizer: of the model.
         condition: which meta-tokens a prompt has, such as `paper`.
-        documents: texts that the prompts' words and sentences come from.
+        documents: for copying, the texts that excerpts are taken from; other tasks do not read them.
 
     Raises:
         UserError: if there is no such task or condition, or no prompt of such a length was found.
@@ -56,7 +56,8 @@ def evaluate(
             records of any length.
         about: the fields that all results share. Without a task, results have no chance level.
         batch: examples per forward pass; by default as many as `score` takes.
-        alone: if the questions see the meta-tokens of their documents alone; this is then the results' intervention.
+        alone: makes the masks, if the questions see the meta-tokens of their documents alone. The results then have the
+            intervention `landmarks_alone`.
 
     Returns:
         The results; a length beyond the model's learned positions has no value, and n = 0.

@@ -118,7 +118,11 @@ class MetaTokensLM(HFLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **kwargs: Any
     ) -> list[int]:
-        """The ids of a text, after those with which the tokenizer begins a text; meta-tokens only at markers."""
+        """The ids of a text, with meta-tokens only at markers.
+
+        The ids that the tokenizer puts before a text come first, unless `add_special_tokens` is False or the text comes
+        from a chat template.
+        """
         if self._is_chat:
             ids = encode_chat(self.tokenizer, string, self.marker)
         else:

@@ -128,7 +128,7 @@ class Judged:
 
     @cached_property
     def effect(self) -> Effect:
-        """The claim's one number; of a claim about all cases that of the worst case."""
+        """The claim's one number; a claim about all cases has the number of its worst case."""
         return self._effect(self.parts)
 
     @cached_property

@@ -13,7 +13,7 @@ LINE_EVERY = 20.0  # seconds between two printed lines where there is no termina
 class Display:
     """A bar on a terminal, or lines elsewhere, for a plan whose stages have costs in any unit.
 
-    The time left is the cost left, divided by the cost done per second so far. So it depends on no machine's speed.
+    The time left is the cost left, divided by the cost done per second so far. So the estimate adapts to the machine.
     """
 
     def __init__(self, costs: Mapping[str, float]):

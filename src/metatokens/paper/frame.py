@@ -88,9 +88,10 @@ class Inputs:
         return 4 if self.preset == "small" else 1
 
     def select(self, **where: Any) -> pd.DataFrame:
-        """The figures whose fields have the given values, by the rules of `select`; the metric is an exact match.
+        """The figures whose fields have the given values, by the rules of `select`; by default of `exact_match`.
 
-        A field that is not given is as in the plain runs: the paper's prompts, no intervention, no variant.
+        The fields that `_PLAIN` has for the metric default to the plain runs: the paper's prompts, no intervention, no
+        variant. Any other field that is not given may have any value.
 
         Raises:
             KeyError: if there is no such column or metric.
@@ -151,7 +152,7 @@ def learning_curves(curves: pd.DataFrame) -> dict[tuple[str, str, str, int], pd.
 
 
 def learned_from(points: pd.DataFrame) -> float:
-    """Steps to the first point of a curve from which accuracy stays at `LEARNED`; infinite where there is none."""
+    """Steps to the first point of a curve from which accuracy is never below `LEARNED`; infinite if there is none."""
     below = np.flatnonzero(points["exact_match"].to_numpy() < LEARNED)
     after = int(below[-1]) + 1 if len(below) else 0
     return float(points["step"].iloc[after]) if after < len(points) else float("inf")

@@ -70,11 +70,12 @@ def open_pool(runner: Runner, executor: Executor, workers: int | None, job: Mapp
     Args:
         runner: carries the stages out.
         executor: the name.
-        workers: stages at a time; default: the number of GPUs that this process may use, or of cores; for `slurm` 64.
+        workers: stages at a time; by default 64 for `slurm`, and the number of cores for `local`. For `processes` it is
+            the number of GPUs that this process may use, or of cores if there is none.
         job: settings of a job for submitit's `update_parameters`, such as `slurm_partition`.
 
     Raises:
-        UserError: if `job` is given without `slurm`, or submitit is not installed or refuses the settings.
+        UserError: if `job` is given with `processes`, or submitit is not installed or refuses the settings.
     """
     if executor == "processes":
         if job:

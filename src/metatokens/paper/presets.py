@@ -65,7 +65,7 @@ def _core(seeds: Iterable[int]) -> tuple[TrainedModel, ...]:
 
 
 def _unmarked(seeds: Iterable[int], first: int = 0, **more: Any) -> Iterator[TrainedModel]:
-    """Models trained on list recall whose markers do not reveal the answer; `first` is the first seed's priority."""
+    """Models trained on prompts of list recall without markers at the answer; `first` is the first seed's priority."""
     for (order, seed), model in product(enumerate(seeds), COMPARED):
         plain = TrainedModel(model=model, seed=seed)
         own: dict[str, Any] = {"finetune_overrides": ("task.condition=landmark",), "pretrained_as": plain.name, **more}
@@ -148,7 +148,7 @@ _SHORT = ("task.question_sees=landmarks", "task.train_lengths=[128]", "task.trai
 def _through_landmarks(
     variant: str, condition: str, models: Sequence[str], seeds: Sequence[int], *overrides: str, **more: Any
 ) -> Iterator[TrainedModel]:
-    """Models trained and tested on prompts of up to 128 tokens, in a condition; the four tasks come after all else."""
+    """Models trained and tested on prompts of up to 128 tokens, in a condition; variants `alone` run last."""
     for order, (seed, model) in enumerate(product(seeds, models)):
         yield TrainedModel(
             model=model,

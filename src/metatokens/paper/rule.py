@@ -53,7 +53,10 @@ class Stratum:
 
 @dataclass(frozen=True)
 class Effect:
-    """A difference with its interval; `low` and `high` are NaN where a side has one run, all are where it has none."""
+    """A difference, its interval, its standard error and its degrees of freedom.
+
+    If a side has one run, only `value` is a number; if there are no runs, all fields are NaN.
+    """
 
     value: float = nan
     low: float = nan
@@ -69,7 +72,7 @@ class Effect:
 
 
 def prompt_variance(answers: Sequence[Array]) -> float:
-    """The variance that the draw of the prompts adds to a difference of means; what runs have of it is taken out.
+    """The variance that the draw of the prompts adds to a difference of means, beyond the variance between runs.
 
     Runs and prompts are crossed random effects. Let d_j be the difference at prompt j, averaged over the runs of each
     side: var(d) = s2_prompts + sum(s2_residual / k) over the sides with k runs. The variance between runs already
@@ -138,8 +141,9 @@ def verdict(found: Effect, kind: Kind, smallest: float) -> Verdict:
 def verdict_everywhere(strata: Sequence[Stratum], kind: Kind, smallest: float, *, is_complete: bool) -> Verdict:
     """The verdict on a claim about all cases, each a stratum; see `boundaries` for the arguments.
 
-    It is supported if the interval of each supports it, which needs no correction. It is contradicted if that of one
-    does, at a level corrected for their number (Bonferroni). Not all of them were run unless `is_complete`.
+    It is supported if all strata were run (`is_complete`) and the interval of each supports it, which needs no
+    correction. It is contradicted if the interval of one stratum contradicts it, at a level corrected for the number of
+    strata (Bonferroni).
     """
     supports, contradicts = boundaries(kind, smallest)
     corrected = [effect([one], 1 - (1 - LEVEL) / len(strata)) for one in strata]

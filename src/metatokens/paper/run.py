@@ -49,6 +49,10 @@ def reproduce(
         executor, workers, job: see `open_pool`.
         overwrite: replace another run in `out`.
         task_done: called whenever the last model was evaluated on a task and another task is left.
+
+    Raises:
+        UserError: if the preset, the table or the task is unknown, `out` holds another run, the workers refuse their
+            options, or a stage fails.
     """
     sizes = preset(name)
     sizes = replace(sizes, corpus=corpus or sizes.corpus, book=book or sizes.book)

@@ -1,9 +1,9 @@
 """The work of a plan's stages, done in a worker process.
 
-Each public method of `Runner` that takes `progress` is one kind of stage: it gets the subject and the options of the
-stage (plan.py), uses the library as the commands do, and returns an `Outcome`. Weights and examples go into the run's
-folder; the process that runs the plan writes the records of the outcome into the run's files (run_log.py). A stage that
-was cut off starts again and resumes from the files that it left.
+Each public method of `Runner` whose first argument is `progress` does one kind of stage. It gets the subject and the
+options of the stage (plan.py), uses the library as the commands do, and returns an `Outcome`. Weights and examples go
+into the run's folder; the process that runs the plan writes the records of the outcome into the run's files
+(run_log.py). A stage that was cut off starts again and resumes from the files that it left.
 """
 
 import json
@@ -150,7 +150,10 @@ class Runner:
         return self._pretrained(model, folder)
 
     def perplexity(self, progress: Progress, *, model: TrainedModel) -> Outcome:
-        """Perplexity on held-out text and a book, without meta-tokens and, if the model was trained so, with them."""
+        """Perplexity on held-out text and a book, if any: without meta-tokens, and in the model's own placement.
+
+        A model whose share of meta-tokens differs from that of the plain `meta` is measured only without meta-tokens.
+        """
         own = pretrain_recipe(self.preset, model).data
         # All models read the same text, in the blocks of the plain `meta`.
         data = pretrain_recipe(self.preset, TrainedModel(model="meta")).data
@@ -286,7 +289,7 @@ class Runner:
                 for change in (None if name is None else Intervention.parse(name) for name in interventions)
                 for measurement in rate_distortion(tuned, examples, about, fits=3, intervention=change, held_out=n // 5)
             ]
-        # Only the changes that sharpness measures are shown with their quantiles.
+        # Only the changes that sharpness measures keep their quantiles; no table or figure reads them.
         return Outcome(measurements=[one.model_copy(update={"quantiles": None}) for one in found])
 
     def look(self, progress: Progress, *, task: str, trained: Mapping[str, int]) -> Outcome:

@@ -14,7 +14,7 @@ from metatokens.tasks import TASKS
 UNMEASURED = "training.eval_steps=0"  # no held-out loss in pretraining: perplexity is measured at its end
 
 COMPARED = ("gpt2", "pause", "twin", "meta")  # each differs in one thing from the one before it
-# The baselines and controls by name, with the differences in their pretraining and architecture.
+# The paper's model, the baselines and the controls by name, with the differences in pretraining and architecture.
 MODELS: Mapping[str, dict[str, str]] = {
     "gpt2": {
         "second_attention": "none",
@@ -168,7 +168,10 @@ class Analysis(Inspection):
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """An experiment: its models, recipes and tests. Every model gets the same text tokens, task prompts and steps."""
+    """An experiment: its models, recipes and tests.
+
+    Models of one seed get the same text tokens, task prompts and steps, except where their overrides change these.
+    """
 
     corpus: str
     book: str | None = None  # a second corpus for perplexity, read whole

@@ -42,7 +42,10 @@ class Excerpts:
     Each document is in one split: of ten of similar length, one is for testing and one for validation.
 
     Args:
-        documents: texts; those too short for an excerpt are skipped.
+        documents: texts. Copies of a text, and texts too short for an excerpt, are skipped.
+
+    Raises:
+        UserError: if fewer than three different documents have at least nine words and punctuation marks.
     """
 
     def __init__(self, documents: Sequence[str]):

@@ -1,8 +1,8 @@
 """Draw the examples of a task: for training up to a length, for testing by length, or by phase (paper, Appendix D).
 
 An example is a function of its task, condition, seed, index and purpose (training or testing, with the length or phase
-asked for), the tokenizer, and for copying the documents. So any process can make any of them at any time. The
-conditions of one index show the same content, unless it fits the length, or the condition, in one and not in the other.
+asked for), the tokenizer, and for copying the documents. So any process can make any example at any time. Two
+conditions of one index show the same content, except where the content fits the length or the condition in only one.
 """
 
 import math
@@ -29,7 +29,8 @@ from metatokens.tasks.phases import FACTS, PHASES, Sizes, phase_of_length, sizes
 
 CONDITIONS: tuple[Condition, ...] = get_args(Condition)
 COPIED_DOCUMENTS = 500  # at most
-# Finds a test prompt (one in ten) of a length that one in a hundred has, except with probability e^-10.
+# One content in ten is for testing, and one in a hundred may have the length: then all attempts fail with probability
+# (1 - 1/1000)^10000 = e^-10.
 ATTEMPTS = 10_000
 
 _TASKS = {task: import_module(f"metatokens.tasks.{task}") for task in TASKS}
@@ -46,7 +47,8 @@ class TaskData:
         documents: for copying, the texts that excerpts are taken from.
 
     Raises:
-        UserError: if the task or the condition is unknown, the seed negative, or no document long enough.
+        UserError: if the task or the condition is unknown, the condition is not for the task, the seed is negative, the
+            tokenizer has no meta-token, or copying gets fewer than three documents of at least nine words.
     """
 
     def __init__(
@@ -85,7 +87,8 @@ class TaskData:
         Args:
             index: 0 or more.
             train_length: tokens.
-            sizes: how many lists and items; by default a phase drawn uniformly from those up to the length's.
+            sizes: how many lists and items; by default those of a phase, drawn uniformly from phase 1 to the length's.
+                The conditions `facts_K` have sizes of their own.
 
         Raises:
             UserError: if no such prompt was found.

@@ -40,8 +40,8 @@ def draw_drill(data: TaskData, index: int, train_length: int, sizes: Sizes) -> E
 def _draw_text(generator: np.random.Generator, entries: np.ndarray, length: int) -> np.ndarray:
     """Draw `length` entries of a vocabulary.
 
-    In three of ten drills no entry is repeated. The others draw from a small set, so entries repeat, and one entry does
-    not determine the next.
+    In three of ten drills no entry is repeated, if the vocabulary is large enough. The others draw from a set of about
+    `length` / 3 to `length` entries. So entries repeat, and one entry does not determine the next.
     """
     few = generator.choice(entries, size=min(length, len(entries)), replace=False)
     if generator.random() >= _DISTINCT or length > len(few):

@@ -23,6 +23,9 @@ class SegmentEncoder:
     Args:
         tokenizer: any tokenizer with a meta-token.
         landmarks: a rule that puts landmarks into prompts, see `Landmarks`.
+
+    Raises:
+        UserError: if the tokenizer has no meta-token, or the rule does not fit it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, landmarks: str | None = None):

@@ -23,7 +23,7 @@ class LandmarksAlone:
     """The masks of a task's examples, for a model and its tokenizer.
 
     Raises:
-        UserError: if the model's attention function does not take such masks.
+        UserError: if the model's attention implementation is not `sdpa`.
     """
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase):
@@ -33,7 +33,11 @@ class LandmarksAlone:
         self._meta_token_id = model.config.meta_token_id
 
     def start(self, example: Encoded) -> int:
-        """The index of the question's first token: of the line feed before its last `Q:`."""
+        """The index of the question's first token, which is the line feed before the last `Q:` of the prompt.
+
+        Raises:
+            UserError: if the ids do not show where the question begins.
+        """
         prompt, size = list(example.input_ids[: example.answer_start]), len(self._opening)
         starts = (start for start in range(len(prompt) - size, -1, -1) if prompt[start : start + size] == self._opening)
         if (start := next(starts, None)) is None:

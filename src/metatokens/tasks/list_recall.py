@@ -25,9 +25,9 @@ CHANCE = 0.1  # a category has ten items
 def draw(generator: np.random.Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
     """Draw m lists of n items (the target list has `asked`), and repeat the target list with a meta-token in it.
 
-    In condition `decoy` another list is repeated too, before or after the target list. There is a meta-token at a
-    random place in some lists of other categories, in that list, and one more in the target list. In `landmark` and
-    `none` nothing is repeated.
+    In condition `decoy` another list is repeated too, before or after the target list. Some lists of other categories
+    and both repeated lists then get a further meta-token each, at a random place. In the conditions `landmark`, `none`
+    and `facts_K` nothing is repeated.
 
     Returns:
         None if the content is in another split.

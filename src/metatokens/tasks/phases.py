@@ -14,7 +14,8 @@ class Sizes:
     lengths: tuple[tuple[int, int], ...]
     """Ranges of n, both ends included; each is drawn equally often."""
     asked: tuple[int, int] | None = None
-    """The range of how much the question is about: items of a list, or bits or words up to a marker; default: n."""
+    """The range of how much the question is about: items of the target list, at most so many bits before the
+    marker (parity), or words between the markers (copying); default: n."""
 
     def __str__(self) -> str:
         lists, *lengths = (" to ".join(map(str, dict.fromkeys(ends))) for ends in (self.lists, *self.lengths))
@@ -49,7 +50,7 @@ def phase_of_length(length: int) -> int:
 
 
 def sizes_of(task: str, phase: int, length: int = 0) -> Sizes:
-    """A phase's sizes in a task, multiplied where the prompts are to be longer than the longest listed length."""
+    """A phase's sizes in a task; for a prompt length of T >= 4,096 tokens, lists are floor(T / 2,048) times as long."""
     sizes, times = (_PARITY_PHASES if task == "parity" else PHASES)[phase], max(1, length // _LONGEST)
     if times == 1:
         return sizes

@@ -79,7 +79,7 @@ def _word_before_mark(number: int, prompt: ParsedPrompt) -> str | None:
 
 def _word_of_line(line: int, prompt: ParsedPrompt) -> str:
     place, _ = _asked_place(prompt)
-    return prompt.lines[line][place]  # all lists have as many items
+    return prompt.lines[line][place]  # no list is shorter than the target list
 
 
 def _most_common_of_list(prompt: ParsedPrompt) -> str | None:
@@ -189,7 +189,7 @@ _LANDMARK_RULES: Mapping[str, Mapping[str, Rule]] = {
 
 
 def answers(task: str, condition: str, train: Sequence[Example], test: Sequence[Example]) -> dict[str, list[bool]]:
-    """For each shortcut, which test prompts it answers.
+    """For each shortcut, by name, whether it answers each test prompt correctly.
 
     Args:
         task: one of the four tasks.

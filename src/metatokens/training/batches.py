@@ -55,7 +55,10 @@ class WithLogitsToKeep:
         self.collator = collator
 
     def __call__(self, items: list[Any]) -> Batch:
-        """A batch with `logits_to_keep`, the columns that precede a label in any row, and their `shift_labels`."""
+        """A batch with `logits_to_keep`, (kept,), the columns that precede a label in any row, and `shift_labels`.
+
+        `shift_labels`, (batch, kept), are the labels that follow these columns.
+        """
         batch = self.collator(items)
         following = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
         columns = (following != IGNORED_LABEL).any(dim=0).nonzero()[:, 0]

@@ -25,10 +25,10 @@ def _base(model: Any) -> Iterator[None]:
 
 
 def divergence(model: Any, tuned: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-    """The Kullback-Leibler divergence (nats) of a model from its base, summed over labels; and the number of labels.
+    """KL(base || model) of the next token, in nats, summed over the labels that are text; and the number of labels.
 
-    The base reads the text alone, so that positions count text tokens. It cannot predict the first of them, which
-    therefore does not count.
+    The base reads the text alone, so its positions count text tokens. The base cannot predict a row's first text token,
+    so that token does not count.
 
     Args:
         model: the one that is trained, perhaps wrapped.

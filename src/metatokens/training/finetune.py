@@ -52,7 +52,7 @@ def finetune(
         recipe: the settings.
         model_folder: the checkpoint to start from.
         out: the run's folder: `settings.json`, and for each phase a folder with a model. Resumed if it holds this run.
-        task: the name of a task; or
+        task: the name of a task; give it or `data`.
         data: a JSON-lines file of the user's own records, which are trained on in one phase, `out/data`.
         documents: corpus texts, from which the task `copying` copies.
         examples: the folder of the task's encoded train examples, which several runs may share; by default in `out`.

@@ -14,7 +14,7 @@ def check_rank(model: Any, rank: int) -> None:
 
 
 def with_lora(model: Any, rank: int) -> Any:
-    """Add adapters to the linear layers of a model. Only they are trained, and what a retrofit added.
+    """Add adapters to the linear layers of a model. Only the adapters and what a retrofit added are trained.
 
     Args:
         model: any that `load_model` returns; its layers are wrapped in place.

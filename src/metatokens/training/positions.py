@@ -24,6 +24,9 @@ def position_jumps(model: MetaGPT2ForCausalLM, limit: int | None) -> Iterator[No
     Args:
         model: has a hook within the context; neither its weights nor what is saved of it change.
         limit: all positions are below it; None: no jumps.
+
+    Raises:
+        UserError: if the model has fewer learned positions than `limit`.
     """
     if limit is None:
         yield
@@ -49,7 +52,7 @@ def position_jumps(model: MetaGPT2ForCausalLM, limit: int | None) -> Iterator[No
 
 
 def jumped_positions(batch: int, length: int, limit: int) -> Tensor:
-    """Positions 0, 1, 2, ... with one jump in half of the rows, (batch, length) int64.
+    """Positions 0, 1, 2, ..., (batch, length) int64; each row has one jump with probability 1/2.
 
     The place of the jump is uniform. So is its size, from 0 to the largest that keeps the last position below `limit`.
 

@@ -216,8 +216,8 @@ def _check_vocabulary(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase
     entries, meta = text_vocab_size(tokenizer), meta_token_id(tokenizer)
     if config.vocab_size < entries:
         raise UserError(
-            f"the model has {config.vocab_size} vocabulary entries and the text's tokenizer {entries}: they do not "
-            "belong together."
+            f"the model has {config.vocab_size} vocabulary entries and the text's tokenizer {entries}: tokenize the "
+            "text with the model's own tokenizer."
         )
     if recipe.data.placement != "none" and config.meta_token_id != meta:
         raise UserError(

@@ -87,7 +87,7 @@ def _prepare(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
 
 
 def _wait_for_settings(out: Path) -> None:
-    """Wait before anything is written here, which the first process would take for files of somebody else."""
+    """Wait until the first process has written the settings: it would refuse a folder in which it finds other files."""
     end = time.monotonic() + PATIENCE
     while not (out / SETTINGS).exists():
         if time.monotonic() > end:

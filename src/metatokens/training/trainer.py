@@ -65,7 +65,8 @@ def unwatched(done: int, total: int, figures: Figures) -> None:
 class MetaTokenTrainer(Trainer):
     """The Trainer, with a part of a longer schedule (paper: 200k of 600k steps), Muon, or the loss of a teacher.
 
-    It stops at a non-finite loss. Its checkpoints leave out a base that is not trained.
+    It stops before an update whose gradient is not finite. Its checkpoints leave out a base that is not trained, except
+    with FSDP.
     """
 
     def __init__(self, *args: Any, settings: TrainingSettings, schedule_start: int, **kwargs: Any):
@@ -139,7 +140,7 @@ class MetaTokenTrainer(Trainer):
             self._load_from_checkpoint(str(checkpoint))
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Take a step; keep the loss, for the message if training stops, and count the tokens of all processes."""
+        """Compute a micro-batch's gradient; keep its loss for the message if training stops, and count all tokens."""
         self.tokens_read += inputs["input_ids"].numel() * process_count()
         self._loss = super().training_step(model, inputs, *args, **kwargs)
         return self._loss
@@ -188,7 +189,7 @@ class RunCallback(TrainerCallback):
             rotate_checkpoints(args.output_dir, KEPT)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Measure if it is due, and report progress unless this step is logged, which reports it."""
+        """Measure if a measurement is due. Report progress, unless this step is logged: then `on_log` reports it."""
         if self.probe is not None and state.global_step % self.probe.every == 0:
             model, is_due = kwargs["model"].eval(), control.should_log
             with self.trainer.paused():
@@ -245,15 +246,15 @@ def train(
         settings: of the Trainer, the optimizer and the schedule.
         out: an existing folder.
         collator: makes a batch of items.
-        progress: called about once a second.
+        progress: called after a step, at most once a second, and after the last step.
         probe: what to measure during the training, and how often; None measures nothing.
         inside_weight: the weight of the auxiliary loss `inside_loss`. Its heads are not saved, so such a training
             writes no checkpoints and starts again if it is interrupted.
         schedule_start: the step of the learning rate's schedule at which the training begins.
 
     Raises:
-        UserError: if a teacher has no frozen base, an adapter's base is not on the disk, FSDP finds no weights of the
-            base, or a checkpoint is damaged or has more than tensors.
+        UserError: if the settings do not fit the model or each other, PEFT is missing, an adapter's base is not on the
+            disk, a checkpoint has more than tensors or lacks the base that FSDP needs, or a gradient is not finite.
     """
     if settings.text_window is not None:
         apply_text_window(model, settings.text_window, settings.text_sinks, settings.text_full_layers)

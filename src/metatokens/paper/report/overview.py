@@ -138,7 +138,7 @@ def _be(count: int) -> str:
 
 
 def evidence(one: Judged) -> Table:
-    """A row for each task of a claim: its effect, the figures compared, the runs and the settings."""
+    """A row for each stratum of a claim: its effect, the means compared, the number of runs and the settings."""
     rows = [
         (
             _part_name(one, part),

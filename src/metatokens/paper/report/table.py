@@ -130,8 +130,8 @@ def tabulate(
 ) -> Table:
     """The table of the figures that have a row's and a column's fields: means, intervals, numbers of runs, and n.
 
-    What the best shortcut and chance score is a further column where the prompts are those of a row, and a further
-    row where they are those of a column.
+    The scores of the best shortcut and of chance form a further column if all cells of a row have the same prompts, and
+    a further row if all cells of a column do.
 
     Args:
         inputs: the figures.

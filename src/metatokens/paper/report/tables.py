@@ -123,7 +123,7 @@ class Tables:
         return self._table(title, "model", rows, columns, form=form, **options)
 
     def sooner(self) -> Table:
-        """Training steps until a task is learned: the first look from which accuracy stays at 90 %."""
+        """Training steps until a task is learned: the first measurement from which accuracy stays at 90 % or more."""
         never = Counter(
             (task, model, place)
             for (task, model, place, _), points in learning_curves(self.inputs.curves).items()
