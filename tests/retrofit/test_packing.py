@@ -168,6 +168,8 @@ def test_a_base_that_does_not_keep_them_apart_is_refused(name: str, attention: s
 def test_a_base_that_ignores_positions_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="this base ignores position_ids, and so packed sequences"):
         retrofitted(name)(**packed())
+    with pytest.raises(UserError, match="this base ignores position_ids, and so packed sequences"):
+        retrofitted(name)(torch.tensor([[5, META, 6, META]]), position_ids=torch.tensor([[0, 1, 40, 41]]))
 
 
 def test_what_would_be_wrong_is_refused(tmp_path: Path) -> None:

@@ -89,12 +89,13 @@ class MetaTokenCollator:
             )
         length = len(example["input_ids"])
         mask = example.get("attention_mask")
-        text = np.arange(length) if mask is None else np.flatnonzero(np.asarray(mask))  # the others are padding
+        is_padding = np.zeros(length, dtype=bool) if mask is None else np.asarray(mask) == 0
+        text = np.flatnonzero(~is_padding)
         behind = text[self.landmarks(np.asarray(example["input_ids"])[text])] + 1
         filled = {"input_ids": self.meta_token_id, "labels": IGNORED_LABEL, "attention_mask": 1}
         over = 0 if self.max_length is None else max(0, length + len(behind) - self.max_length)
-        is_padding = np.insert(~np.isin(np.arange(length), text), behind, False)
-        own, dropped = dict(example), np.flatnonzero(is_padding)[:over]  # padding first, then the end
+        # Padding is dropped first, then the end.
+        own, dropped = dict(example), np.flatnonzero(np.insert(is_padding, behind, False))[:over]
         for name, given in example.items():
             values = given.tolist() if hasattr(given, "tolist") else given
             if isinstance(values, Sequence) and len(values) == length and all(isinstance(one, Real) for one in values):

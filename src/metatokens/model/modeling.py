@@ -200,6 +200,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         past_key_values = self._prepare_cache(past_key_values, use_cache=use_cache if sequences is None else False)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         span = InputSpan.of(x, attention_mask, past_key_values)
+        are_given = position_ids is not None
         position_ids = span.position_ids() if position_ids is None else position_ids
         rows, rule, has_rule = None, None, self.config.text_window is not None
         if self.config.second_attention == "meta" or has_rule:
@@ -209,7 +210,9 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             is_dense |= meta_positions is None and past_key_values is None and torch.compiler.is_compiling()
             rows = self._meta_rows(span, is_meta, meta_positions, position_ids, sequences, is_dense=is_dense)
         if has_rule:
-            rule = TextRule.of(self.config, position_ids, is_meta, attention_mask, past_key_values, sequences)
+            rule = TextRule.of(
+                self.config, position_ids, is_meta, attention_mask, past_key_values, sequences, are_given=are_given
+            )
         else:
             check_remembering(past_key_values)
 

@@ -52,6 +52,8 @@ class TextRule:
         attention_mask: Any,
         cache: Any,
         sequences: Tensor | None = None,
+        *,
+        are_given: bool,
     ) -> "TextRule":
         """The rule for new tokens. A cache, if given, notes them, and forgets text from now on.
 
@@ -63,6 +65,8 @@ class TextRule:
                 read before, forgotten ones included; or None.
             cache: the cache of the tokens before, or None.
             sequences: (batch or 1, length) int64, as from `packed_sequences`; then there is no cache.
+            are_given: whether the caller chose the positions. Those that count real tokens grow anyway, so a training
+                step is spared a device sync.
 
         Raises:
             UserError: if the mask has four dimensions or too few columns; if the cache is of another kind, too small,
@@ -82,7 +86,7 @@ class TextRule:
                     "with a cache, the attention_mask needs a column for each cached token too, forgotten or not."
                 )
             all_readers = [readers.masked_fill(attention_mask[:, new] == 0, -1) for readers in all_readers]
-        if sequences is None and not torch.compiler.is_compiling():
+        if (are_given or cache is not None) and sequences is None and not torch.compiler.is_compiling():
             _check_order(positions, all_readers[0] >= 0, cache)
         if sequences is not None:  # as if each sequence came after the one before
             size = positions.max() + 1

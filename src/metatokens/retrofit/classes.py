@@ -181,7 +181,7 @@ class MetaModel(MetaBody, MetaTokenGenerationMixin):
             connect_head(self)
             reads_positions = "position_ids" in signature(decoder_of(self)[0].forward).parameters
             mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-            if not reads_positions and packed_sequences(mask, positions, None, None) is not None:
+            if not reads_positions and packed_sequences(mask, positions, None, None, at_jumps=True) is not None:
                 raise UserError("this base ignores position_ids, and so packed sequences; give each its own row.")
         if labels is not None:
             labels, kwargs = without_meta_tokens(labels, self.config.meta_token_id, kwargs)

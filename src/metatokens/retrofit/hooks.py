@@ -245,9 +245,10 @@ def _forgetting(
     padding, positions, use_cache = (given.get(name) for name in ("attention_mask", "position_ids", "use_cache"))
     if past is None and not decoder.training and (decoder.config.use_cache if use_cache is None else use_cache):
         past = DynamicCache(config=decoder.config)
-    own = _row_positions(is_meta, given)
-    own = InputSpan.of(is_meta, padding, past).position_ids() if own is None else own
-    rule = TextRule.of(decoder.meta_config, own, is_meta, padding, past, sequences)
+    chosen = _row_positions(is_meta, given)
+    own = InputSpan.of(is_meta, padding, past).position_ids() if chosen is None else chosen
+    are_given = chosen is not None
+    rule = TextRule.of(decoder.meta_config, own, is_meta, padding, past, sequences, are_given=are_given)
     if past is not None and given.get("output_attentions", decoder.config.output_attentions):
         past.check_weights()
     mask = rule.mask(decoder.config, decoder.dtype)
