@@ -15,6 +15,7 @@ from transformers import (
     Phi3ForCausalLM,
     PreTrainedModel,
     StaticCache,
+    cache_utils,
 )
 
 from metatokens import add_meta_attention, set_text_window
@@ -257,9 +258,15 @@ def test_other_caches_are_refused(is_own: bool) -> None:
     with pytest.raises(UserError, match="neither quantized nor offloaded"):
         model(IDS, past_key_values=cache)
     if not is_own:  # its own generation refuses them by name
-        how: dict[str, Any] = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
         with pytest.raises(UserError, match="neither quantized nor offloaded"):
-            model.generate(IDS, max_new_tokens=3, **how)
+            model.generate(IDS, max_new_tokens=3, cache_implementation="offloaded")
+
+
+@pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="this transformers has no fp8 cache")
+def test_a_quantized_cache_is_refused() -> None:
+    how: dict[str, Any] = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    with pytest.raises(UserError, match="neither quantized nor offloaded"):
+        one_of(False).generate(IDS, max_new_tokens=3, **how)
 
 
 @pytest.mark.parametrize("is_own", [False, True])
