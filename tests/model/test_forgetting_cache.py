@@ -1,5 +1,6 @@
 """Caches that drop text which no later query sees: generation, chats and crops, against dense recomputation."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ def test_generation_is_the_dense_recomputation(fields: Fields, meta_every: int |
         assert cache.has_dropped
         assert generate(model, PROMPTS, do_sample=True, top_k=0, **options).tolist() == sampled
         assert generate(model, PROMPTS, num_beams=3, **options | {"max_new_tokens": 5}).tolist() == beams
+    assert generate(deepcopy(model).float(), PROMPTS, **options).tolist() == greedy
 
 
 @pytest.mark.parametrize("mode", [{}, {"do_sample": True}, {"num_beams": 3}], ids=str)

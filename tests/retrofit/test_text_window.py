@@ -94,6 +94,17 @@ def test_generation_is_the_masked_recomputation(name: str, meta_every: int | Non
         assert generate(model, PROMPTS, max_new_tokens=4, num_beams=3, **options) == beams
 
 
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("name", NAMES)
+def test_generated_tokens_in_bfloat16_differ_by_rounding_alone(name: str, chunk: int | None) -> None:
+    row, model = PROMPTS[0], shared(name, dtype=torch.bfloat16)
+    new = generate(model, [row], max_new_tokens=8, prefill_chunk_size=chunk)[0]
+    scores = dense(name, [*row, *new], torch.bfloat16)[len(row) - 1 : -1].float()
+    scores[:, [META, EOS]] = -100.0
+    behind = scores.amax(dim=1) - scores[torch.arange(len(new)), new]
+    assert behind.max() < 0.02 * scores[:, META + 1 :].std()
+
+
 @pytest.mark.parametrize("mode", [{}, {"do_sample": True}, {"num_beams": 3}], ids=str)
 @pytest.mark.parametrize("meta_every", [None, 3])
 @pytest.mark.parametrize("chunk", [None, 4])

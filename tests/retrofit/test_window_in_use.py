@@ -17,6 +17,7 @@ from transformers import (
     StaticCache,
     cache_utils,
 )
+from transformers.generation.streamers import BaseStreamer
 
 from metatokens import add_meta_attention, set_text_window
 from metatokens.errors import UserError
@@ -267,6 +268,28 @@ def test_a_quantized_cache_is_refused() -> None:
     how: dict[str, Any] = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
     with pytest.raises(UserError, match="neither quantized nor offloaded"):
         one_of(False).generate(IDS, max_new_tokens=3, **how)
+
+
+class Written(BaseStreamer):
+    """Keeps the ids that it is given."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.ids += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ids.append(-1)
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_streamer_gets_what_generation_returns(is_own: bool, chunk: int | None) -> None:
+    streamer = Written()
+    options = {"max_new_tokens": 9, "prefill_chunk_size": chunk, "do_sample": False}
+    returned = one_of(is_own).generate(IDS, streamer=streamer, **options)
+    assert streamer.ids == [*returned[0].tolist(), -1]
 
 
 @pytest.mark.parametrize("is_own", [False, True])
