@@ -54,6 +54,7 @@ FULL_BLOCKS = {
     "blocks 9 and 20 full, a window of 28": ("window-1-8-full-9-20-brief", "window"),
     "blocks 18 and 23 full, untrained": ("window-1-8-untrained-full-18-23", "window"),
 }
+HELD_OUT = {"emma": "Emma", "dracula": "Dracula", "c4": "C4"}
 OTHER_FACTS = {
     "the base, full cache": ("full-1-1-untrained", "full"),
     "full cache, trained alike": ("full-1-1-brief", "full"),
@@ -259,7 +260,7 @@ def forget() -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """SmolLM2-135M that forgets: lines on prose, on facts, and on tasks."""
     lines = pd.read_json(ROOT / "results/forget/results.jsonl.gz", lines=True)
     prose = lines[lines.metric == "perplexity"].assign(loss=lambda those: np.log(those.value))
-    return prose, lines[lines.task == "facts"], lines[lines.task.isin(TASKS)]
+    return prose, lines[lines.task.isin(FORMS)], lines[lines.task.isin(TASKS)]
 
 
 def of_arm(lines: pd.DataFrame, arm: tuple[str, str]) -> pd.DataFrame:
@@ -280,13 +281,18 @@ def plus_minus(values: pd.Series, form: str) -> str:
     return f"{values.mean():+{form}} \u00b1 {half:{form}}".replace("-", "\u2212") if half else "0"
 
 
-def found(arm: tuple[str, str], length: int) -> tuple[float, float, float]:
+def found(arm: tuple[str, str], length: int, form: str = "facts") -> tuple[float, float, float]:
     """The share of the facts that an arm finds, %, over its seeds, and Wilson's interval."""
     lines = of_arm(forget()[1], arm)
-    own = lines[lines.length == length]
+    own = lines[(lines.length == length) & (lines.task == form)]
     right, asked = round((own.value * own.n).sum()), int(own.n.sum())
     low, high = wilson_interval(right, asked)
     return 100 * right / asked, 100 * low, 100 * high
+
+
+def share_found(arm: tuple[str, str], length: int, form: str = "facts") -> str:
+    """The same as a cell of a table."""
+    return "{:.1f} ({:.0f} to {:.0f})".format(*found(arm, length, form))
 
 
 def forgetting(arms: Mapping[str, tuple[str, str]], to: str) -> str:
@@ -294,8 +300,8 @@ def forgetting(arms: Mapping[str, tuple[str, str]], to: str) -> str:
     prose, facts, _ = forget()
     rows = []
     for label, arm in arms.items():
-        kept = [of_arm(prose, arm), of_arm(facts, arm).query("length == 8192")]
-        cells = ("{:.1f} ({:.0f} to {:.0f})".format(*found(arm, length)) for length in FOUND)
+        kept = [of_arm(prose, arm), of_arm(facts, arm).query("length == 8192 and task == 'facts'")]
+        cells = (share_found(arm, length) for length in FOUND)
         shares = (f"{100 * one.kv_kept.mean():.1f}" for one in kept)
         rows.append((Markup(label), " / ".join(shares), plus_minus(lost(arm, (to, "window")), ".3f"), *cells))
     heads = (f"facts at {number(length)} tokens, %" for length in FOUND)
@@ -314,24 +320,36 @@ def full_differences() -> str:
         "landmarks too, minus without": (landmarks, full),
         "blocks 18 and 23, minus 9 and 20": (full, other),
     }.items():
-        texts = [facts_by_text(arm) for arm in (one, than)]
-        rows.append((label, plus_minus(lost(one, than), ".3f"), plus_minus(100 * (texts[0] - texts[1]), ".1f")))
-    return Table("", ("", "prose, nats", "facts at 512 tokens, points"), rows).markdown()
+        more, texts = lost(one, than), [facts_by_text(arm) for arm in (one, than)]
+        parts = (plus_minus(more[more.index.str.startswith(text)], ".3f") for text in HELD_OUT)
+        rows.append((label, plus_minus(100 * (texts[0] - texts[1]), ".1f"), plus_minus(more, ".3f"), *parts))
+    heads = "facts at 512 tokens, points", "prose, nats", *HELD_OUT.values()
+    return Table("", ("", *heads), rows).markdown()
 
 
 def other_facts() -> str:
     """Facts unlike those of the training that SmolLM2-135M finds in 512 tokens."""
-    lines = pd.read_json(ROOT / "results/forget/results.jsonl.gz", lines=True).query("length == 512")
-    rows = []
-    for label, arm in OTHER_FACTS.items():
-        own = 100 * of_arm(lines, arm).set_index("task").loc[[*FORMS], ["value", "low", "high"]]
-        rows.append((label, *(f"{one.value:.1f} ({one.low:.0f} to {one.high:.0f})" for one in own.itertuples())))
+    rows = [(label, *(share_found(arm, 512, form) for form in FORMS)) for label, arm in OTHER_FACTS.items()]
     return Table("", ("facts at 512 tokens, %", *FORMS.values()), rows).markdown()
+
+
+def smaller_cache() -> str:
+    """The README's row on forgetting: what an eighth of the keys and values keeps, next to all of them."""
+    prose, *_ = forget()
+    _, limit, _, full, *_ = FULL_BLOCKS.values()
+    _, *asked = OTHER_FACTS.values()
+    rows = []
+    for label, arm, other in zip(("full cache", "two full blocks"), (limit, full), asked, strict=True):
+        kept = f"{100 * of_arm(prose, arm).kv_kept.mean():.1f}"
+        cells = share_found(arm, 512), share_found(other, 512, "facts_wording"), plus_minus(lost(arm, limit), ".3f")
+        rows.append((label, kept, *cells))
+    heads = "KV kept, %", "facts, %", "facts in another wording, %", "loss of prose, nats"
+    return Table("", ("texts of 512 tokens", *heads), rows).markdown()
 
 
 def facts_by_text(arm: tuple[str, str]) -> pd.Series:
     """The share of facts that an arm finds in each text of 512 tokens, in the mean of its seeds."""
-    own = of_arm(forget()[1], arm).query("length == 512")
+    own = of_arm(forget()[1], arm).query("length == 512 and task == 'facts'")
     hits = np.stack([unpack_hits(one.hits, one.n) for one in own.itertuples()])
     return pd.Series(hits.reshape(len(hits), -1, 8).mean(axis=(0, 2)))
 
@@ -437,6 +455,7 @@ FIGURES |= {
     "counting": partial(by_length, "segment_counting", 128, 128, 256, 512, 1024),
     "demo_perplexity": partial(perplexity, "results/demo"),
     "other_facts": other_facts,
+    "smaller_cache": smaller_cache,
     "full_blocks": partial(forgetting, FULL_BLOCKS, "window-1-8-brief"),
     "forgetting": partial(forgetting, FORGETTING, "window-1-8"),
 }
@@ -502,23 +521,26 @@ def draw_full_blocks(path: Path) -> None:
 
 
 def draw_forgetting(path: Path) -> None:
-    """Draw what prose loses by the share of keys and values that is kept, in SmolLM2-135M."""
+    """Draw what prose loses by the share of keys and values that is kept, in SmolLM2-135M: every arm."""
     looks = {
         "a window, untrained": (r"(full|window).*-untrained", GREY, "s-"),
+        "full blocks, untrained": (r"window.*-untrained-full-18-23", GREY, "^"),
         "presses of kvpress, untrained": (r"press-.*", "#2a86c7", "D"),
-        "a window, trained": (r"window-1-\d+", "#3f8f5a", "v"),
-        "landmarks, trained": (r"(tokens|meta)-1-8(-sentence)?", "#d9640f", "o"),
+        "landmarks, 1,500 steps": (r"(tokens|meta)-1-8(-sentence)?", "#d9640f", "o"),
+        "a window, 1,500 steps": (r"window-1-8", "#3f8f5a", "v"),
+        "a window or all text, 120 steps": (r"(window-1-8|full-1-1)-brief", "#3f8f5a", "x--"),
+        "full blocks, 120 steps": (r".*-full-\d+-\d+-brief", "#d9640f", "+"),
     }
     prose, *_ = forget()
-    window = of_arm(prose, ("window-1-8", "window")).set_index("text").loss
-    prose = prose.assign(lost=prose.loss - prose.text.map(window))
-    with panels(path, 1, (6, 3.2), {share: f"{share:g}" for share in (6.25, 12.5, 25, 50, 100)}) as [axis]:
+    base = of_arm(prose, FULL_BLOCKS["the base, full cache"]).set_index("text").loss
+    prose = prose.assign(lost=prose.loss - prose.text.map(base))
+    with panels(path, 1, (6, 5), {share: f"{share:g}" for share in (6.25, 12.5, 25, 50, 100)}) as [axis]:
         for label, (pattern, colour, form) in looks.items():
             chosen = prose[prose.recipe.str.fullmatch(f"forget/{pattern}")]
             shown = chosen.groupby(["recipe", "model"])[["kv_kept", "lost"]].mean().sort_values("kv_kept")
             axis.plot(100 * shown.kv_kept, shown.lost, form, color=colour, label=label)
-        axis.set(xlabel="keys and values kept, %", ylabel="loss of prose minus the\ntrained window's, nats")
-        axis.legend(frameon=False, labelcolor=GREY)
+        axis.set(xlabel="keys and values kept, %", ylabel="loss of prose minus the\nuntrained base's, nats")
+        axis.legend(frameon=False, labelcolor=GREY, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
 if __name__ == "__main__":

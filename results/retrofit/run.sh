@@ -59,9 +59,10 @@ PYTHON
     pretrain() { # from, to, tokens, steps, options
         init=$1 to=$2 tokens=$3 steps=$4
         shift 4
-        OMP_NUM_THREADS=2 metatokens pretrain --recipe small --init "$out/$init" --out "$out/$to" \
+        OMP_NUM_THREADS=2 metatokens pretrain --recipe demo --init "$out/$init" --out "$out/$to" \
             --set data.tokens="$out/$tokens" --set data.placement=none --set data.block_size=256 \
             --set training.per_device_train_batch_size=16 --set training.max_steps="$steps" \
+            --set training.warmup_steps=50 \
             --set training.learning_rate=1e-3 --set training.eval_steps=200 --set training.save_steps=100 "$@"
     }
     pretrain untrained text tokens 1000 --set training.min_learning_rate=1e-4
