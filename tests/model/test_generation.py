@@ -190,6 +190,12 @@ def test_generation_from_embeddings(second_attention: str, mode: dict[str, Any])
         torch.manual_seed(8)
         options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 5, **mode, **meta_token_mask}
         assert torch.equal(model.generate(inputs_embeds=embeddings, attention_mask=mask, **options), expected)
+    del options["meta_token_mask"]
+    alone = ids[:1, mask[0].argmax() :]  # without padding, transformers drops the mask
+    torch.manual_seed(8)
+    expected = model.generate(alone, **options)
+    torch.manual_seed(8)
+    assert torch.equal(model.generate(alone, meta_token_mask=alone == META, **options), expected)
 
 
 def test_padding_rows_of_the_vocabulary_are_suppressed_though_they_are_the_likeliest() -> None:
@@ -229,6 +235,11 @@ WHOLE = "give generate\\(\\) the whole sequence as input_ids"
             {},
             {"meta_every": 2, "prefill_chunk_size": 2, "cache_implementation": "static"},
             "prefill_chunk_size and a cache",
+        ),
+        (
+            {},
+            {"meta_token_mask": PROMPT == 2, "prefill_chunk_size": 2, "cache_implementation": "static"},
+            "or a meta_token_mask: leave one of the two out",
         ),
         ({}, {"meta_every": 2, "past_key_values": ((PROMPT,),)}, "is a tuple; meta_every needs a cache"),
         (

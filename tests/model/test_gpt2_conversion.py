@@ -42,6 +42,16 @@ def test_converted_model_gives_the_same_logits_and_tokens(
     assert all(torch.equal(weight, before[name]) for name, weight in gpt2.state_dict().items())
 
 
+@pytest.mark.parametrize("second_attention", ["none", "meta"])
+def test_settings_of_generation_are_kept(second_attention: str) -> None:
+    gpt2 = random_gpt2(eos_token_id=2)
+    gpt2.generation_config.update(eos_token_id=[2, 15], repetition_penalty=1.3, max_new_tokens=7)
+    model = MetaGPT2ForCausalLM.from_gpt2(gpt2, second_attention)
+    assert model.generation_config.to_diff_dict() == gpt2.generation_config.to_diff_dict()
+    model.generation_config.max_new_tokens = 9
+    assert gpt2.generation_config.max_new_tokens == 7
+
+
 def test_plain_conversion_keeps_the_vocabulary_and_adds_no_parameter() -> None:
     gpt2 = random_gpt2(vocab_size=61)
     model = MetaGPT2ForCausalLM.from_gpt2(gpt2)

@@ -14,8 +14,10 @@ import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from metatokens import add_meta_attention, freeze_base, save_meta
 from metatokens.errors import UserError
@@ -24,6 +26,7 @@ from tests.model.tiny_models import tiny_model
 from tests.retrofit.architectures import (
     LENGTH,
     META,
+    ROWS,
     base,
     error,
     fit,
@@ -86,6 +89,44 @@ def test_meta_tokens_are_not_looked_for_in_noisy_embeddings(is_own: bool) -> Non
     model(inputs_embeds=embeddings, meta_token_mask=ids == model.config.meta_token_id)
     model.eval()
     assert torch.equal(model(inputs_embeds=embeddings).logits, model(ids).logits)
+
+
+@OWN_AND_RETROFITTED
+def test_ids_of_rows_that_pad_the_table_are_not_trained(is_own: bool) -> None:
+    """As after `tokenizer.add_tokens` and run_clm.py's lines, which resize a table only if it is too small."""
+    own = {"vocab_size": 128, "unpadded_vocab_size": 64}
+    full = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({str(word): word for word in range(ROWS)})))
+    model = tiny_model(**own) if is_own else add_meta_attention(base("llama"), full)
+    added = model.config.unpadded_vocab_size
+    ids = torch.tensor([[3, model.config.meta_token_id, added, 5]])
+    assert added < len(model.get_input_embeddings().weight)
+    model(ids)  # as transformers computes it
+    model.train()
+    with pytest.raises(UserError, match=r"has the id \d+, and the model uses \d+ entries of its table: after adding"):
+        model(ids, labels=ids)
+    model.resize_token_embeddings(added + 1, pad_to_multiple_of=64)
+    model(ids, labels=ids).loss.backward()
+
+
+@torch.no_grad()
+def test_copied_blocks_are_refused() -> None:
+    """Two of them would share a store of the cache."""
+    replicate = peft.LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (1, 3)])
+    model = peft.get_peft_model(retrofitted("llama"), replicate)
+    with pytest.raises(UserError, match="as with PEFT's layer_replication"):
+        model(with_meta_tokens())
+
+
+@torch.no_grad()
+def test_a_model_inside_a_pass_of_another_is_refused() -> None:
+    model, inner = retrofitted("llama"), retrofitted("gpt2")
+    expected = logits(model, with_meta_tokens())
+    hook = model.model.layers[0].register_forward_hook(lambda *args: inner(with_meta_tokens()) and None)
+    with pytest.raises(UserError, match="cannot run inside a pass of another one"):
+        model(with_meta_tokens())
+    hook.remove()
+    assert torch.equal(logits(model, with_meta_tokens()), expected)
+    assert torch.isfinite(inner(with_meta_tokens()).logits).all()
 
 
 @OWN_AND_RETROFITTED

@@ -243,10 +243,13 @@ class MetaTokenGenerationMixin(GenerationMixin):
                 f"the cache holds {cached} tokens and the sequence has {length}: give the whole sequence as input_ids. "
                 "Meta-tokens cannot be inserted after learned prompts, which have no ids."
             )
-        check_positions(self.config, length, position_ids_from_mask(mask))
+        positions, axes = position_ids_from_mask(mask), given.get("position_ids")
+        check_positions(self.config, length, positions)
+        if axes is not None and axes.ndim == 3:  # a multimodal model's: a meta-token moves all axes by one
+            positions = axes[..., is_text.cumsum(0) - 1] + (~is_text).cumsum(0)
         own = {
             "past_key_values": cache,
-            "position_ids": position_ids_from_mask(mask)[:, cached:].clone(memory_format=torch.contiguous_format),
+            "position_ids": positions[..., cached:].clone(memory_format=torch.contiguous_format),
             "next_sequence_length": length - cached,
         }
         step = self._prepared_inputs(ids, mask, given | own)
@@ -274,10 +277,11 @@ class MetaTokenGenerationMixin(GenerationMixin):
         if size is None and self.config.text_window is not None and not is_shown:
             size = READ_AT_ONCE
         is_static = cache is not None and cache.is_compileable and self.config.text_window is None
-        if size is not None and is_static and "prompt_length" in model_kwargs:
+        is_placed = "prompt_length" in model_kwargs or model_kwargs.get("meta_token_mask") is not None
+        if size is not None and is_static and is_placed:
             raise UserError(
-                "prefill_chunk_size and a cache of a fixed size do not go together with inserted meta-tokens: leave "
-                "one of the two out."
+                "prefill_chunk_size and a cache of a fixed size do not go together with inserted meta-tokens or a "
+                "meta_token_mask: leave one of the two out."
             )
         if size is None or cache is None or is_static:
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
@@ -326,8 +330,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
     ) -> dict[str, Any]:
         model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
         if (mask := model_kwargs.get("meta_token_mask")) is not None:  # generated tokens are text
-            missing = model_kwargs["attention_mask"].shape[1] - mask.shape[1]
-            model_kwargs["meta_token_mask"] = torch.nn.functional.pad(mask, (0, missing))
+            new = kwargs.get("num_new_tokens", 1)
+            model_kwargs["meta_token_mask"] = torch.nn.functional.pad(mask, (0, new))
         return model_kwargs
 
     def _prepare_cache_for_generation(

@@ -1,5 +1,6 @@
 """Conversion of transformers' GPT-2: the same sizes, and its weights under other names."""
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class FromGPT2:
 
     @classmethod
     def from_gpt2(cls: Any, hf_model: GPT2LMHeadModel, second_attention: SecondAttention = "none") -> Any:
-        """Convert a transformers GPT-2; the logits of its vocabulary stay the same.
+        """Convert a transformers GPT-2; the logits of its vocabulary and its settings of generation stay the same.
 
         The output projection of a second attention module starts at zero, so that the function is unchanged until it is
         trained. The vocabulary is then padded to a multiple of 64 rows. The first new row is the meta-token; its
@@ -55,6 +56,7 @@ class FromGPT2:
         model.tie_weights()
         for layer in model.model.layers if second_attention != "none" else ():
             nn.init.zeros_(layer.second_attention.out_proj.weight)
+        model.generation_config = deepcopy(hf_model.generation_config)
         return model.to(hf_model.device).train(hf_model.training)
 
 

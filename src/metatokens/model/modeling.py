@@ -57,7 +57,7 @@ from metatokens.model.labels import scored_labels, without_meta_tokens
 from metatokens.model.paged import engine_of
 from metatokens.model.positions import packed_sequences
 from metatokens.model.rows import AllRows, MetaRows, least_rows, positions_of
-from metatokens.model.vocabulary import MetaVocabulary
+from metatokens.model.vocabulary import MetaVocabulary, check_ids
 from metatokens.model.window import TextRule, check_remembering
 
 
@@ -317,6 +317,7 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
         super().__init__(config)
         self.model = MetaGPT2Model(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.has_trained = False
         self.post_init()
 
     @can_return_tuple
@@ -387,6 +388,9 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
             output_meta_attentions=output_attentions and self.config.second_attention != "none",
             **kwargs,
         )
+        if self.training and not (self.has_trained or input_ids is None or torch.compiler.is_compiling()):
+            self.has_trained = True
+            check_ids(input_ids, self.config.unpadded_vocab_size)
         hidden, loss = outputs.last_hidden_state, None
         if labels is not None:
             labels, kwargs = without_meta_tokens(labels, self.config.meta_token_id, kwargs)

@@ -5,11 +5,30 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from metatokens.errors import UserError
 from metatokens.model.configuration import UNSAVED
 from metatokens.model.generation import keep_meta_every
+
+
+@torch.compiler.disable
+def check_ids(ids: Tensor, used: int) -> None:
+    """Refuse to train rows that pad a table: `generate()` never returns their tokens.
+
+    Args:
+        ids: (batch, length), of a training step.
+        used: the entries in use.
+
+    Raises:
+        UserError: if there is an id of another row.
+    """
+    if (largest := int(ids.max())) >= used:
+        raise UserError(
+            f"the batch has the id {largest}, and the model uses {used} entries of its table: after adding tokens, "
+            "call model.resize_token_embeddings(len(tokenizer))."
+        )
 
 
 class MetaVocabulary:

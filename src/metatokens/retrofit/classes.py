@@ -310,6 +310,7 @@ def install(model: Any) -> None:
     if hasattr(decoder, "meta_settings"):  # installed already: the decoder was made by `AutoModel.from_config`
         return
     decoder.meta_settings, decoder.meta_has_trained = settings, False
+    decoder.meta_depth = getattr(decoder.config, "num_hidden_layers", None)
     decoder.meta_cache_layers = len(blocks) + len(settings.layers)  # of a cache of a fixed size
     decoder.register_forward_pre_hook(begin_pass, with_kwargs=True)
     decoder.register_forward_hook(end_pass, always_call=True)

@@ -16,6 +16,7 @@ from metatokens.model.inputs import InputSpan, meta_tokens
 from metatokens.model.paged import engine_of
 from metatokens.model.positions import check_positions, packed_sequences, position_ids_from_mask, rotary_tables
 from metatokens.model.rows import BREAKS_GRAPH, AllRows, MetaRows, check_graph, least_rows, positions_of
+from metatokens.model.vocabulary import check_ids
 from metatokens.model.window import TextRule, check_remembering
 from metatokens.retrofit.context import FULL_MASK, ForwardContext, current, seen_by_a_head, thread, traced
 from metatokens.retrofit.layers import added_parameters
@@ -58,10 +59,17 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return None  # the base raises an error for it
     past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
     is_traced, engine = torch.compiler.is_compiling(), engine_of(kwargs)
+    if getattr(decoder.config, "num_hidden_layers", None) != decoder.meta_depth:
+        raise UserError(
+            "this model's blocks are others than those that got meta-attention, as with PEFT's layer_replication: "
+            "change the base's blocks before add_meta_attention."
+        )
     if not is_traced:
-        thread.is_running = True
+        if thread.running not in (None, decoder):
+            raise UserError("a retrofitted model cannot run inside a pass of another one.")
+        thread.running = decoder
     if not (is_traced or decoder.meta_has_trained) and decoder.training and torch.is_grad_enabled():
-        _look_at_first_step(decoder, is_meta)
+        _look_at_first_step(decoder, is_meta, kwargs.get("input_ids", args[0] if args else None))
     use_cache = kwargs.get("use_cache")
     makes_cache = getattr(decoder.config, "use_cache", True) if use_cache is None else use_cache
     is_whole = is_traced and past is None and not makes_cache  # a cache that grows holds gathered meta-tokens
@@ -185,8 +193,13 @@ def _has_states(decoder: Any) -> bool:
 
 
 @torch.compiler.disable
-def _look_at_first_step(decoder: Any, is_meta: Tensor) -> None:
-    """Warn, in the first training step, if nothing that was added is trained, or the batch has no meta-token."""
+def _look_at_first_step(decoder: Any, is_meta: Tensor, ids: Tensor | None) -> None:
+    """Warn, in the first training step, if nothing that was added is trained, or the batch has no meta-token.
+
+    Refuses ids of unused rows.
+    """
+    if ids is not None:
+        check_ids(ids, decoder.meta_config.unpadded_vocab_size)
     decoder.meta_has_trained, own = True, added_parameters(decoder)
     is_added = {name in own for name, one in decoder.named_parameters() if one.requires_grad}
     if is_added == {False}:
@@ -208,7 +221,7 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, A
     """Set this thread's pass, for the blocks; None if there are no meta-tokens. Return the `packed_sequences`."""
     check_graph()
     mask, positions = given.get("attention_mask"), _row_positions(is_meta, given)
-    thread.is_running, thread.context, least, length = True, None, least_rows(decoder), is_meta.shape[1]
+    thread.running, thread.context, least, length = decoder, None, least_rows(decoder), is_meta.shape[1]
     cached = 0 if past is None else int(past.get_seq_length())
     _check_positions(decoder.config, cached + length, mask, positions)
     sequences = _packed(is_meta, past, given)
@@ -304,4 +317,4 @@ def end_pass(decoder: nn.Module, args: tuple, output: Any) -> None:
                     layer.tokens_read = int(cache.get_seq_length())
     state = current()
     state.context = state.sequences = state.masks = None
-    state.is_running = False
+    state.running = None
