@@ -302,7 +302,9 @@ def test_what_the_preset_measures_through_landmarks_judges_the_claims_on_it(tmp_
         alone = {"intervention": "landmarks_alone"} if stage.settings.get("question_sees") else {}
         facts = int(condition.removeprefix("facts_")) if "facts" in condition else 4
         skill = {"gpt2": 0.5, "pause": 0.6, "twin": 0.7, "meta": 0.9}[model.model] - 0.02 * facts
-        value = skill - 0.2 * model.variant.endswith("in-sight") if model.variant else 0.5
+        value = (
+            skill - 0.2 * model.variant.endswith("in-sight") if model.variant else 0.5 + 0.1 * (model.model == "meta")
+        )
         trained = {"train_condition": finetune_recipe(SMALL, model, task).task.condition, "train_length": 128}
         about = model.about("small", task=task, condition=condition, length=128, **trained, **alone)
         figure = {"metric": "exact_match", "value": value + 0.001 * model.seed, "n": 2000}
@@ -310,7 +312,7 @@ def test_what_the_preset_measures_through_landmarks_judges_the_claims_on_it(tmp_
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     inputs = load([tmp_path])
     judged = [judge(inputs, claim) for claim in claims() if claim.section == "landmarks-alone"]
-    assert len(judged) == 10
+    assert len(judged) == 12
     words = {one.claim.text: one.verdict for one in judged}
     assert [text for text, word in words.items() if word != "supported"] == [
         "With one fact per landmark pause loses nothing against meta (5 points)"
