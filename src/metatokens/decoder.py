@@ -65,7 +65,9 @@ def _head(model: Any, decoder: Any, output: Any, states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def cache_kept(model: Any, texts: Iterable[Any], *, metas_alone: bool = False) -> dict[str, Any]:
-    """Measure how much of texts a cache of keys and values keeps: fields of a `Result`, or none without a text window.
+    """Measure how much of texts a cache of keys and values keeps: fields of a `Result`.
+
+    There are none without a text window, unless `metas_alone`.
 
     Args:
         model: any model that `load_model` gives; it is put into evaluation mode.

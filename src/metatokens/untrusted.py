@@ -99,5 +99,5 @@ def check_memory(config: PreTrainedConfig, *, has_masks: bool = False) -> None:
         raise UserError(f"the model has {layers:,} layers; allowed are {MAX_LAYERS:,}.")
     needed = 2 * parameters_at_least(config) + has_masks * layers * positions**2
     memory = physical_memory()
-    if memory is not None and needed > memory:
+    if needed > memory:
         raise UserError(f"the model takes {needed:,} bytes at least, and this machine's memory has {memory:,}.")

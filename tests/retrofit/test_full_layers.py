@@ -26,7 +26,7 @@ FULL = [1]
 
 
 def model_of(name: str, full: Sequence[int] | None = FULL, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A retrofitted model whose meta-attention has an effect, and whose block 1 keeps all text."""
+    """A retrofitted model whose meta-attention has an effect, and whose blocks `full` keep all text."""
     plain = base(name).to(dtype)
     model = train_like(add_meta_attention(plain, meta_token_id=META, heads=2, head_size=16, freeze=False))
     if full is not None:

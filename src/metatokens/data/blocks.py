@@ -19,12 +19,11 @@ class BlockDataset:
     """Training blocks: windows of text, in a new order each epoch, with meta-tokens inserted.
 
     A map-style dataset of `epochs` times N items: `input_ids` and `labels`, each (block_size,) int64. Item i is in
-    epoch i // N. With the placements of
-    `insert_meta_tokens`, N is the number of whole windows of `block_size - M` ids in the split. With a rule for
-    landmarks, N is the number of whole windows of `block_size` ids in the split with its landmarks, so the number of
-    meta-tokens differs between blocks. An item depends only on the arguments and its index: the order of an epoch on
-    (seed, epoch), the meta-tokens on (seed, epoch, window), or with a rule on the window. So neither the number of
-    workers nor an interruption changes it.
+    epoch i // N. With the placements of `insert_meta_tokens`, N is the number of whole windows of `block_size - M` ids
+    in the split. With a rule for landmarks, N is the number of whole windows of `block_size` ids in the split with its
+    landmarks, so the number of meta-tokens differs between blocks. An item depends only on the arguments and its index:
+    the order of an epoch on (seed, epoch), the meta-tokens on (seed, epoch, window), or with a rule on the window. So
+    neither the number of workers nor an interruption changes it.
 
     Attributes:
         epochs: how many times the text is read; may be set.

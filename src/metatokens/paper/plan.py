@@ -1,6 +1,6 @@
 """The plan of a preset: its stages, each after the stages that it needs, and the tables that its results are for.
 
-`stages` walks through the preset once. It yields the tokenizing, the test and training examples of each task, then for
+`stages` walks through the preset once. It lists the tokenizing, the test and training examples of each task, then for
 each model its pretraining, perplexity, fine-tuning and evaluation, and then the inspections of fine-tuned models. A
 stage only describes work: its method of `Runner` (runner.py) does it. Everything that its result depends on is in its
 options, which the run log compares when a run goes on.
