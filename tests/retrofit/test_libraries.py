@@ -117,18 +117,6 @@ def test_copied_blocks_are_refused() -> None:
         model(with_meta_tokens())
 
 
-@torch.no_grad()
-def test_a_model_inside_a_pass_of_another_is_refused() -> None:
-    model, inner = retrofitted("llama"), retrofitted("gpt2")
-    expected = logits(model, with_meta_tokens())
-    hook = model.model.layers[0].register_forward_hook(lambda *args: inner(with_meta_tokens()) and None)
-    with pytest.raises(UserError, match="cannot run inside a pass of another one"):
-        model(with_meta_tokens())
-    hook.remove()
-    assert torch.equal(logits(model, with_meta_tokens()), expected)
-    assert torch.isfinite(inner(with_meta_tokens()).logits).all()
-
-
 @OWN_AND_RETROFITTED
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.trace:DeprecationWarning")
 def test_a_trace_is_refused(is_own: bool) -> None:

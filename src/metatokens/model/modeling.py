@@ -388,7 +388,7 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
             output_meta_attentions=output_attentions and self.config.second_attention != "none",
             **kwargs,
         )
-        if self.training and not (self.has_trained or input_ids is None or torch.compiler.is_compiling()):
+        if self.training and not (torch.compiler.is_compiling() or self.has_trained or input_ids is None):
             self.has_trained = True
             check_ids(input_ids, self.config.unpadded_vocab_size)
         hidden, loss = outputs.last_hidden_state, None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 
 from metatokens.model.attention import AttentionFunction
@@ -53,13 +53,13 @@ class _State:
     Attributes:
         sequences: numbers of the packed sequences, until the first block's mask is checked.
         masks: the mask that every block is given, and the one of the blocks that see all text.
-        running: the decoder whose pass runs.
+        is_running: whether a pass of the decoder runs.
     """
 
     context: ForwardContext | None = None
     sequences: Tensor | None = None
     masks: tuple[Any, Any] | None = None
-    running: nn.Module | None = None
+    is_running = False
     block: tuple[Any, Tensor, ForwardContext, Cache | None] | None = None
 
 

@@ -65,9 +65,7 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             "change the base's blocks before add_meta_attention."
         )
     if not is_traced:
-        if thread.running not in (None, decoder):
-            raise UserError("a retrofitted model cannot run inside a pass of another one.")
-        thread.running = decoder
+        thread.is_running = True
     if not (is_traced or decoder.meta_has_trained) and decoder.training and torch.is_grad_enabled():
         _look_at_first_step(decoder, is_meta, kwargs.get("input_ids", args[0] if args else None))
     use_cache = kwargs.get("use_cache")
@@ -221,7 +219,7 @@ def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, A
     """Set this thread's pass, for the blocks; None if there are no meta-tokens. Return the `packed_sequences`."""
     check_graph()
     mask, positions = given.get("attention_mask"), _row_positions(is_meta, given)
-    thread.running, thread.context, least, length = decoder, None, least_rows(decoder), is_meta.shape[1]
+    thread.is_running, thread.context, least, length = True, None, least_rows(decoder), is_meta.shape[1]
     cached = 0 if past is None else int(past.get_seq_length())
     _check_positions(decoder.config, cached + length, mask, positions)
     sequences = _packed(is_meta, past, given)
@@ -317,4 +315,4 @@ def end_pass(decoder: nn.Module, args: tuple, output: Any) -> None:
                     layer.tokens_read = int(cache.get_seq_length())
     state = current()
     state.context = state.sequences = state.masks = None
-    state.running = None
+    state.is_running = False

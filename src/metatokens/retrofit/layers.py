@@ -138,7 +138,7 @@ def _masks_among(given: tuple) -> tuple[Any, Any]:
 
 def _check_inside() -> None:
     """Refuse a block that is run again, after the pass: it would lack what the pass hands to blocks."""
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and thread.running is None:
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not thread.is_running:
         raise UserError(_OUTSIDE)
 
 
