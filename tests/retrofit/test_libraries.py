@@ -102,8 +102,9 @@ def test_ids_of_rows_that_pad_the_table_are_not_trained(is_own: bool) -> None:
     assert added < len(model.get_input_embeddings().weight)
     model(ids)  # as transformers computes it
     model.train()
-    with pytest.raises(UserError, match=r"has the id \d+, and the model uses \d+ entries of its table: after adding"):
-        model(ids, labels=ids)
+    for _ in range(2):  # a cell of a notebook is run again
+        with pytest.raises(UserError, match=r"has the id \d+, and the model uses \d+ entries of its table"):
+            model(ids, labels=ids)
     model.resize_token_embeddings(added + 1, pad_to_multiple_of=64)
     model(ids, labels=ids).loss.backward()
 

@@ -389,8 +389,8 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
             **kwargs,
         )
         if self.training and not (torch.compiler.is_compiling() or self.has_trained or input_ids is None):
-            self.has_trained = True
             check_ids(input_ids, self.config.unpadded_vocab_size)
+            self.has_trained = True
         hidden, loss = outputs.last_hidden_state, None
         if labels is not None:
             labels, kwargs = without_meta_tokens(labels, self.config.meta_token_id, kwargs)
