@@ -4,9 +4,7 @@ A disk may be full, and a process may be killed while it writes. `write_whole` a
 they cannot; `exclusive` and `replace_own` raise UserError.
 """
 
-import gzip
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -82,14 +80,6 @@ def read_json(path: Path, most: int) -> Any:
     if path.stat().st_size > most:
         raise ValueError(f"it has more than {most:,} bytes")
     return json.loads(path.read_bytes())
-
-
-def gzipped(content: bytes) -> bytes:
-    """Compressed bytes, the same ones each time: the header has neither a name nor a time."""
-    packed = io.BytesIO()
-    with gzip.GzipFile(filename="", mode="wb", compresslevel=9, fileobj=packed, mtime=0) as file:
-        file.write(content)
-    return packed.getvalue()
 
 
 def sha256_of(content: bytes | memoryview) -> str:

@@ -78,8 +78,8 @@ class Record(BaseModel):
         return self.model_dump_json(exclude_defaults=True)
 
 
-class About(Record):
-    """The subject of a figure: a model, its training, and the prompts. Result lines have these fields too."""
+class Subject(Record):
+    """The subject of a figure: a model, its training, and the prompts."""
 
     model: str  # gpt2, pause, twin, meta, gpt-neo, the name of a folder or of a shortcut
     position_embedding: str | None = None  # learned, rope, none
@@ -89,6 +89,11 @@ class About(Record):
     train_length: int | None = None  # tokens of the longest prompts in training
     length: int | None = None  # tokens; bin L holds prompts of (L/2, L] tokens
     intervention: str | None = None
+
+
+class About(Subject):
+    """A subject and its seeds, before anything is measured."""
+
     noise_seed: int | None = None  # of an intervention that draws noise
     seed: int = 0  # of the model's training
     recipe: str | None = None  # the preset, or preset/variant
@@ -107,17 +112,9 @@ class Measured(Record):
     created: str | None = None
 
 
-class Result(Measured):
-    """An accuracy, a perplexity, or the share of prompts that a shortcut answers. Fields as in `About`, and more."""
+class Result(Subject, Measured):
+    """An accuracy, a perplexity, or the share of prompts that a shortcut answers."""
 
-    model: str
-    position_embedding: str | None = None
-    task: str | None = None
-    condition: str | None = None
-    train_condition: str | None = None
-    train_length: int | None = None
-    length: int | None = None
-    intervention: str | None = None
     noise_seed: int | None = None
     text: str | None = None  # for perplexity: held_out, book, or a path
     text_window: int | None = None  # positions; null for a model that forgets no text
@@ -141,20 +138,16 @@ class Result(Measured):
         return self
 
 
-class Measurement(Measured):
-    """A value measured inside a model. Entropies, rates and distortions are in nats."""
+class Measurement(Subject, Measured):
+    """A value measured inside a model. Entropies, rates and distortions are in nats.
+
+    The analysis `sharpness` compares with and without `no_embed`; its lines have no `intervention`.
+    """
 
     model_config = ConfigDict(strict=True)
 
     analysis: Analysis
-    model: str
     position_embedding: str
-    task: str | None = None
-    condition: str | None = None
-    train_condition: str | None = None
-    train_length: int | None = None
-    length: int | None = None
-    intervention: str | None = None  # "sharpness", which compares with and without `no_embed`, has none
     seed: int
     recipe: str | None = None
 

@@ -157,11 +157,8 @@ def _lens(model: PreTrainedModel, ids: Tensor, states: Sequence[Tensor]) -> Like
     """
     _, blocks = decoder_of(model)
     returned: list[Any] = []
-    handle = blocks[-1].register_forward_hook(lambda block, args, output: returned.append(output))
-    try:
+    with blocks[-1].register_forward_hook(lambda block, args, output: returned.append(output)):
         _next(model, ids)
-    finally:
-        handle.remove()
     rows = []
     for state in states:
         batch = state[None].to(model.dtype)

@@ -91,13 +91,7 @@ class Entries(NamedTuple):
 
     def followed_by(self, new: "Entries") -> "Entries":
         """These entries, then new ones."""
-        keys, values = (torch.cat(pair, dim=2) for pair in zip(self[:2], new[:2], strict=True))
-        slots, positions = (torch.cat(pair, dim=1) for pair in zip(self[2:], new[2:], strict=True))
-        return Entries(keys, values, slots, positions)
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Entries":
-        """The entries with each tensor changed."""
-        return Entries(*map(change, self))
+        return Entries(*(torch.cat(pair, dim=dim) for *pair, dim in zip(self, new, (2, 2, 1, 1), strict=True)))
 
 
 class SecondStore(AnyCacheLayer):
@@ -190,7 +184,7 @@ class SecondStore(AnyCacheLayer):
         self._change_second(lambda entries: entries.repeat_interleave(repeats, dim=0))
 
     def _change_second(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.second = None if self.second is None else self.second.map(change)
+        self.second = None if self.second is None else Entries(*map(change, self.second))
 
 
 class DenseStaticLayer(StaticLayer):

@@ -13,7 +13,7 @@ is done here. A new intervention is a new subclass of `Intervention`, and a name
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -192,19 +192,14 @@ def intervene(model: PreTrainedModel, intervention: Intervention | None, *, seed
         return
     _check(intervention, model)
     hooks = _Hooks(intervention, model.config.meta_token_id, seed)
-    handles = [
-        model.register_forward_pre_hook(_check_inputs, with_kwargs=True),
-        model.get_input_embeddings().register_forward_hook(hooks.on_embedding),
-    ]
-    if intervention.has_positions and model.model.learned_positions is not None:
-        handles.append(model.model.learned_positions.register_forward_hook(hooks.on_learned))
-    if intervention.has_positions and model.model.rotary_emb is not None:
-        handles.append(model.model.rotary_emb.register_forward_hook(hooks.on_rotary))
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(model.register_forward_pre_hook(_check_inputs, with_kwargs=True))
+        stack.enter_context(model.get_input_embeddings().register_forward_hook(hooks.on_embedding))
+        if intervention.has_positions and model.model.learned_positions is not None:
+            stack.enter_context(model.model.learned_positions.register_forward_hook(hooks.on_learned))
+        if intervention.has_positions and model.model.rotary_emb is not None:
+            stack.enter_context(model.model.rotary_emb.register_forward_hook(hooks.on_rotary))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _check(intervention: Intervention, model: PreTrainedModel) -> None:

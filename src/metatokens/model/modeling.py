@@ -226,35 +226,34 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         needs_weights = kwargs.get("output_attentions", self.config.output_attentions)
         if rule is not None and needs_weights and past_key_values is not None:
             past_key_values.check_weights()
-        attend, mask = attention_function(
-            self.config, x, attention_mask, past_key_values, sequences, rule, needs_weights=needs_weights
-        )
-        causal: AttentionKwargs = {"attend": attend, "mask": mask, "rotary": rotary, "log_keys": None, "engine": engine}
-        full = causal.copy()  # for the blocks that see all text
-        if rule is not None and rule.full is not None:
-            full["mask"] = attention_function(
-                self.config, x, attention_mask, past_key_values, sequences, rule.full, needs_weights=needs_weights
-            )[1]
+
+        def inputs_by(rule: TextRule | None) -> AttentionKwargs:
+            attend, mask = attention_function(
+                self.config, x, attention_mask, past_key_values, sequences, rule, needs_weights=needs_weights
+            )
+            log_keys = None
+            if self.config.attention_scale == "log_length":
+                counts = span.key_counts(attention_mask, sequences) if rule is None else rule.seen().sum(dim=-1)
+                log_keys = _log(counts, x.dtype)
+            return {"attend": attend, "mask": mask, "rotary": rotary, "log_keys": log_keys, "engine": engine}
+
+        causal = inputs_by(rule)
+        full = causal if rule is None or rule.full is None else inputs_by(rule.full)  # for blocks that see all text
         meta: MetaAttentionKwargs | None = None
         if isinstance(rows, AllRows):
             meta = {**causal, "rows": rows}
         elif rows is not None:
             # A `rule` hides no meta-token, and a cache that drops text has other places than its mask.
-            is_masked = attend is eager_attention_forward and (rule is None or needs_weights)
+            is_masked = causal["attend"] is eager_attention_forward and (rule is None or needs_weights)
             is_masked |= attention_mask is not None and attention_mask.ndim == 4
-            meta = {**causal, "rows": rows, "mask": mask if is_masked else None}
+            meta = {**causal, "rows": rows, "mask": causal["mask"] if is_masked else None}
             if rotary is not None:
                 meta["rotary"] = (rows.gather(rotary[0]), rows.gather(rotary[1]))
             if past_key_values is not None and not torch.compiler.is_compiling():
                 past_key_values.layers[0].check_second(rows, is_masked=is_masked)
-        if self.config.attention_scale == "log_length":
-            counts = span.key_counts(attention_mask, sequences) if rule is None else rule.seen().sum(dim=-1)
-            causal["log_keys"] = full["log_keys"] = _log(counts, x.dtype)
-            if rule is not None and rule.full is not None:
-                full["log_keys"] = _log(rule.full.seen().sum(dim=-1), x.dtype)
-            if meta is not None:
-                seen = meta_key_counts(meta["rows"], past_key_values, meta["mask"], self.config)
-                meta["log_keys"] = _log(seen, x.dtype)
+        if self.config.attention_scale == "log_length" and meta is not None:
+            seen = meta_key_counts(meta["rows"], past_key_values, meta["mask"], self.config)
+            meta["log_keys"] = _log(seen, x.dtype)
         for number, layer in enumerate(self.layers):
             own = full if number in (self.config.text_full_layers or ()) else causal
             x = layer(x, causal=own, meta=meta, past_key_values=past_key_values)

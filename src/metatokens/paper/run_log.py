@@ -6,6 +6,7 @@ a stage that was cut off, and are dropped when the run resumes. A finished run's
 moment the process is killed, each file exists whole: plain, compressed, or both with the same lines.
 """
 
+import gzip
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from metatokens.errors import UserError
-from metatokens.files import append_lines, gzipped, write_whole
+from metatokens.files import append_lines, write_whole
 from metatokens.paper.plan import Stage
 from metatokens.paper.pools import Done
 from metatokens.paper.runner import WEIGHTS
@@ -66,7 +67,7 @@ class RunLog:
         for file in FILES.values():
             plain = self.out / file
             if plain.exists():
-                write_whole(_packed(plain), gzipped(plain.read_bytes()))
+                write_whole(_packed(plain), gzip.compress(plain.read_bytes(), mtime=0))
                 plain.unlink()
 
     def resume(self) -> None:

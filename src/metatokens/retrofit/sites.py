@@ -1,7 +1,7 @@
 """The site of meta-attention in a block: the submodule whose output joins the residual stream."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,18 +68,14 @@ def _calls(model: PreTrainedModel, layers: Sequence[int], replaced: str | None) 
     """The calls of each block: its own, then its submodules'. The outputs of the one called `replaced` are random."""
     _, blocks = decoder_of(model)
     calls: dict[int, list[Call]] = {index: [] for index in layers}
-    handles = []
-    for index in layers:
-        for name, module in [("", blocks[index]), *blocks[index].named_children()]:
-            before, after = _recorder(calls[index], name, name == replaced)
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after))
-    try:
+    with ExitStack() as hooks:
+        for index in layers:
+            for name, module in [("", blocks[index]), *blocks[index].named_children()]:
+                before, after = _recorder(calls[index], name, name == replaced)
+                hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(after))
         with probe_ids(model, _STEPS) as ids:
             model(ids, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
     return calls
 
 

@@ -5,7 +5,7 @@ residual stream. The heads are discarded after training.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -73,15 +73,13 @@ def inside_loss(model: Any, weight: float | None, micro_batches: int) -> Iterato
         return outputs
 
     meta_token_id = model.config.meta_token_id
-    hooks = [block.register_forward_hook(keep) for block in blocks]
-    hooks.append(model.register_forward_hook(add, with_kwargs=True))
-    model.inside_heads = heads  # so that the optimizer finds them
-    try:
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_hook(keep))
+        hooks.enter_context(model.register_forward_hook(add, with_kwargs=True))
+        model.inside_heads = heads  # so that the optimizer finds them
+        hooks.callback(delattr, model, "inside_heads")
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        del model.inside_heads
 
 
 def _loss(heads: nn.ModuleList, states: list[Tensor], input_ids: Tensor, meta_token_id: int) -> Tensor:

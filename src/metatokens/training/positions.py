@@ -44,11 +44,8 @@ def position_jumps(model: MetaGPT2ForCausalLM, limit: int | None) -> Iterator[No
             drawn["attention_mask"] = kwargs.get("attention_mask", torch.ones_like(ids))
         return args, kwargs | drawn
 
-    hook = model.register_forward_pre_hook(draw, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(draw, with_kwargs=True):
         yield
-    finally:
-        hook.remove()
 
 
 def jumped_positions(batch: int, length: int, limit: int) -> Tensor:
