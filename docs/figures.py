@@ -50,7 +50,7 @@ FULL_BLOCKS = {
     "**blocks 18 and 23 full**, a window of 28": ("window-1-8-full-18-23-brief", "window"),
     "the same, trained on prose alone": ("window-1-8-prose-full-18-23-brief", "window"),
     "the same, on prose, towards the base": ("window-1-8-teacher-prose-full-18-23-brief", "window"),
-    "blocks 18 and 23 full, with landmarks after sentences": ("tokens-1-8-sentence-full-18-23-brief", "tokens"),
+    "blocks 18 and 23 full, landmarks after sentences, a window of 9": ("tokens-1-8-sentence-full-18-23-brief", "tokens"),
     "blocks 9 and 20 full, a window of 28": ("window-1-8-full-9-20-brief", "window"),
     "blocks 18 and 23 full, untrained": ("window-1-8-untrained-full-18-23", "window"),
 }
@@ -74,8 +74,8 @@ FORGETTING = {
     "SnapKV, untrained": ("press-1-8", "snapkv"),
     "expected attention, untrained": ("press-1-8", "expected"),
     "a window": ("window-1-8", "window"),
-    "landmarks every 16 tokens": ("tokens-1-8", "tokens"),
-    "landmarks after sentences": ("tokens-1-8-sentence", "tokens"),
+    "landmarks every 16 tokens, a window of 30": ("tokens-1-8", "tokens"),
+    "landmarks after sentences, a window of 43": ("tokens-1-8-sentence", "tokens"),
     "the same, with meta-attention": ("meta-1-8-sentence", "meta"),
 }
 ADDED_SEEDS = 30  # the first of the four that were added after the verdicts of eight had been published
