@@ -31,6 +31,15 @@ def decoder_of(model: PreTrainedModel) -> tuple[Any, Any]:
     raise UserError(f"meta-attention cannot be added to a {type(model).__name__}: it has no list of {count} blocks.")
 
 
+def own_blocks(config: Any) -> int:
+    """The number of blocks with keys and values of their own.
+
+    In Gemma 3n and 4 the last blocks share those of earlier ones, and read only the positions whose logits are kept.
+    """
+    text = config.get_text_config()
+    return text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0)
+
+
 def position_embedding_of(model: PreTrainedModel) -> str:
     """The kind of a decoder's positions: `learned` (a table, which limits the length), `rope` or `none`."""
     tables = (name for name, one in decoder_of(model)[0].named_children() if isinstance(one, nn.Embedding))

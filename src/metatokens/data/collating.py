@@ -1,5 +1,6 @@
 """Insert landmarks while a batch is made, for trainers that do not support meta-tokens."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise, product
 from numbers import Real
@@ -15,6 +16,12 @@ from metatokens.data.tokenizer import meta_token_id
 from metatokens.errors import UserError
 
 _COUNTED = {"labels": IGNORED_LABEL, "completion_mask": 0}  # what losses read, and its value where nothing counts
+
+_REFERENCES = {"ref_chosen_logps", "reference_logps"}  # of DPO and KTO with precompute_ref_log_probs
+_BEFORE = (
+    "TRL computed the reference's log-probabilities before this batch. They fit it only if this collator was given to "
+    "the trainer as data_collator=, and none was read from a file of TRL that was written with another one."
+)
 
 
 class MetaTokenCollator:
@@ -61,6 +68,8 @@ class MetaTokenCollator:
             ids, counted = batch.get(f"{kind}input_ids"), batch.get(kind + name)
             if isinstance(counted, Tensor) and isinstance(ids, Tensor) and counted.shape == ids.shape:
                 batch[kind + name] = counted.masked_fill(ids == self.meta_token_id, ignored)
+                if name == "completion_mask" and _REFERENCES & batch.keys() and not counted.equal(batch[kind + name]):
+                    warnings.warn(_BEFORE, stacklevel=2)
         return batch
 
     def _with_meta_tokens_in_each(self, row: Mapping[str, Any]) -> dict[str, Any]:

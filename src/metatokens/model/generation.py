@@ -49,6 +49,11 @@ def keep_meta_every(generation_config: GenerationConfig | None) -> None:
         generation_config._from_model_config = False
 
 
+def _same_places(places: Sequence[int], ids: Tensor) -> Tensor:
+    """Places of meta-tokens that are equal in all rows, (batch, places), which spare the model a device sync."""
+    return torch.tensor(places, dtype=torch.int64, device=ids.device).expand(len(ids), -1)
+
+
 class SuppressMetaToken(SuppressTokensLogitsProcessor):
     """Suppress tokens, in continuous batching too."""
 
@@ -115,6 +120,10 @@ class MetaTokenGenerationMixin(GenerationMixin):
                 raise UserError(f"past_key_values is a {type(cache).__name__}; meta_every needs a cache.")
             # Under another name, since transformers would take `meta_every` for a field of its configuration.
             kwargs |= {"insert_every": meta_every, "prompt_length": prompt.shape[1]}
+        # A processor of the caller's may choose a meta-token, and an assistant would be given this argument too.
+        others = ("logits_processor", "custom_generate", "assistant_model")
+        if isinstance(self.config, MetaGPT2Config) and not (args or any(kwargs.get(name) for name in others)):
+            kwargs["chooses_text"] = True
         return super().generate(inputs, generation_config, *args, **kwargs)
 
     def generate_batch(
@@ -187,6 +196,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         *,
         insert_every: int | None = None,
         prompt_length: int | None = None,
+        chooses_text: bool = False,
         past_key_values: Cache | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
@@ -196,11 +206,12 @@ class MetaTokenGenerationMixin(GenerationMixin):
         """The inputs of one step: the text so far and its meta-tokens, without what is cached."""
         if prompt_length is not None:
             mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-            return self._inputs_with_inserted(input_ids, mask, past_key_values, insert_every, prompt_length, kwargs)
+            own: Any = {"every": insert_every, "prompt_length": prompt_length, "places_are_known": chooses_text}
+            return self._inputs_with_inserted(input_ids, mask, past_key_values, kwargs, **own)
         given = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
         step = self._prepared_inputs(input_ids, attention_mask, given | kwargs)
-        if kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration"):
-            self._give_positions(step, ())  # the token just generated is text
+        if chooses_text and kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration"):
+            step["meta_positions"] = _same_places((), step["input_ids"])
         if meta_token_mask is not None:
             read = step["input_ids"] if step.get("inputs_embeds") is None else step["inputs_embeds"]
             step["meta_token_mask"] = meta_token_mask[:, -read.shape[1] :]
@@ -215,7 +226,15 @@ class MetaTokenGenerationMixin(GenerationMixin):
         return step if self.config.text_window is None else step | {"attention_mask": mask}
 
     def _inputs_with_inserted(
-        self, input_ids: Tensor, attention_mask: Tensor, cache: Any, every: int | None, prompt_length: int, given: Any
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        cache: Any,
+        given: dict[str, Any],
+        *,
+        every: int | None,
+        prompt_length: int,
+        places_are_known: bool,
     ) -> dict[str, Any]:
         """The inputs of one step, with the meta-tokens that were inserted before and those that are inserted now."""
         text = input_ids.shape[1]
@@ -260,8 +279,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
             )
         places = [ids + number - cached for number, ids in enumerate(inserted)]
         new = [place for place in places if place >= 0]
-        if cached - (len(places) - len(new)) >= prompt_length:  # the whole prompt was read
-            self._give_positions(step, new)
+        if places_are_known and cached - (len(places) - len(new)) >= prompt_length:  # the whole prompt was read
+            step["meta_positions"] = _same_places(new, step["input_ids"])
         return step
 
     def _prefill(
@@ -314,15 +333,9 @@ class MetaTokenGenerationMixin(GenerationMixin):
             outputs = self(**chunk, **step)
         return outputs
 
-    def _give_positions(self, step: dict[str, Any], places: Sequence[int]) -> None:
-        """Give the model the places of meta-tokens, equal in all rows, which spares it a device sync."""
-        if isinstance(self.config, MetaGPT2Config):
-            ids = step["input_ids"]
-            step["meta_positions"] = torch.tensor(places, dtype=torch.int64, device=ids.device).expand(len(ids), -1)
-
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         # transformers expects the names in `prepare_inputs_for_generation`, which PEFT replaces by one with **kwargs.
-        own = ("insert_every", "prompt_length")
+        own = ("insert_every", "prompt_length", "chooses_text")
         super()._validate_model_kwargs({name: value for name, value in model_kwargs.items() if name not in own})
 
     def _update_model_kwargs_for_generation(

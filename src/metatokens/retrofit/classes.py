@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from metatokens.decoder import decoder_of, position_embedding_of
+from metatokens.decoder import decoder_of, own_blocks, position_embedding_of
 from metatokens.errors import UserError
 from metatokens.model.cache import give, with_mixin
 from metatokens.model.configuration import TEXT_SINKS, write_remote_code
@@ -299,7 +299,7 @@ def install(model: Any) -> None:
     """
     (decoder, blocks), config, table = decoder_of(model), model.config, model.get_input_embeddings()
     settings = MetaSettings.checked(**config.meta_attention)
-    settings.check_blocks(len(blocks))
+    settings.check_blocks(own_blocks(config))
     check_entries(config.meta_token_id, config.unpadded_vocab_size, rows=len(table.weight))
     config.position_embedding = position_embedding_of(model)
     connect_head(model)

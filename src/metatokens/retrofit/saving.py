@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from metatokens.decoder import decoder_of
+from metatokens.decoder import decoder_of, own_blocks
 from metatokens.errors import UserError, one_line
 from metatokens.files import DAMAGED, found_from, name_from, read_json, write_whole
 from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
@@ -125,7 +125,7 @@ def _shapes(base: PreTrainedModel, settings: MetaSettings) -> dict[str, torch.Si
     """The shapes of the weights that the settings describe, by name; None if the base has no such sites."""
     names = {module: name for name, module in base.named_modules()}
     _, blocks = decoder_of(base)
-    settings.check_blocks(len(blocks))
+    settings.check_blocks(own_blocks(base.config))
     places = [f"{names[blocks[index]]}.{site}" for index, site in zip(settings.layers, settings.sites, strict=True)]
     if not {*places} <= {*names.values()}:
         return None

@@ -71,7 +71,7 @@ class MetaSettings(BaseModel):
             raise UserError(f"in the settings of meta-attention, {explain(cls, error)}") from error
 
     def check_blocks(self, count: int) -> None:
-        """Refuse settings that do not fit a model of `count` blocks."""
+        """Refuse settings that do not fit a model with `count` blocks that have keys and values of their own."""
         check_layers("layers", self.layers, count)
         check_layers("text_full_layers", self.text_full_layers or [], count)
         if len(self.sites) != len(self.layers):

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from metatokens.data.tokenizer import META_TOKEN, shares_its_id
-from metatokens.decoder import decoder_of
+from metatokens.decoder import decoder_of, own_blocks
 from metatokens.errors import UserError
 from metatokens.model.configuration import UNSAVED, check_layers
 from metatokens.retrofit.classes import MetaModel, classes_of, freeze_base, init_added_weights, install
@@ -47,8 +47,9 @@ def add_meta_attention(
         meta_token_id: instead of a tokenizer, a row of the table that no text uses.
         heads: heads of each module.
         head_size: width of one head, even.
-        layers: the blocks that get a module, counted from 0. None: all. Empty: the model gets the meta-token only,
-            which is then known as a pause token.
+        layers: the blocks that get a module, counted from 0. None: all, except those at the end that share the keys and
+            values of others (Gemma 3n and 4), which cannot have one. Empty: the model gets the meta-token only, which
+            is then known as a pause token.
         freeze: whether to freeze the base, so that only the new parameters are trained.
 
     Returns:
@@ -59,7 +60,7 @@ def add_meta_attention(
             number is out of range; if neither a tokenizer nor a row is given, or the tokenizer does not fit the model.
     """
     _check_base(model)
-    count = model.config.get_text_config().num_hidden_layers
+    count = own_blocks(model.config)
     layers = range(count) if layers is None else layers
     check_layers("layers", layers, count)
     sites, site_has_residual = find_sites(model, layers)

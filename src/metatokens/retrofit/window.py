@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from metatokens.decoder import decoder_of
+from metatokens.decoder import decoder_of, own_blocks
 from metatokens.errors import UserError, one_line
 from metatokens.model.configuration import UNSAVED, MetaGPT2Config
 from metatokens.retrofit.classes import MetaConfig
@@ -94,7 +94,7 @@ def apply_text_window(
     if isinstance(config, MetaConfig):
         settings = MetaSettings.checked(**config.meta_attention | own)
         _, blocks = decoder_of(model)
-        settings.check_blocks(len(blocks))
+        settings.check_blocks(own_blocks(config))
         if window is not None:
             _check(model)
         if full:
