@@ -1,8 +1,8 @@
 """The rule by which text is forgotten, pair by pair, and what the tests of it share."""
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -11,8 +11,10 @@ from metatokens import MetaGPT2ForCausalLM
 from tests.model.dense_oracle import DenseOracle
 from tests.model.tiny_models import META, random_rows
 
-WINDOW, SINKS = 5, 2
+WINDOW, SINKS, FULL = 5, 2, [1]
 SMALL = {"text_window": WINDOW, "text_sinks": SINKS, "max_position_embeddings": 96}
+MIXED = SMALL | {"num_hidden_layers": 3, "text_full_layers": FULL}
+WINDOWS = pytest.mark.parametrize("window", [SMALL, MIXED], ids=["text_window", "text_full_layers"])
 ROWS = random_rows((44, 31, 12, 1), seed=3, meta_rate=0.2)
 PROMPTS = random_rows((34, 25, 6), seed=5, meta_rate=0.2)
 
@@ -26,30 +28,38 @@ def seen(row: Sequence[int], window: int = WINDOW, sinks: int = SINKS) -> Tensor
     return mask
 
 
-def seen_by_layers(row: Sequence[int], layers: int, full: Sequence[int]) -> Tensor:
+def seen_by_layers(
+    row: Sequence[int], layers: int, full: Sequence[int], window: int = WINDOW, sinks: int = SINKS
+) -> Tensor:
     """The same for each layer, (layers, T, T), some of which see everything."""
-    everything = torch.ones(len(row), len(row)).tril().bool()
-    return torch.stack([everything if layer in full else seen(row) for layer in range(layers)])
+    everything, own = torch.ones(len(row), len(row)).tril().bool(), seen(row, window, sinks)
+    return torch.stack([everything if layer in full else own for layer in range(layers)])
+
+
+def rule_of(model: MetaGPT2ForCausalLM) -> Callable[[Sequence[int]], Tensor]:
+    """`seen_by_layers` of a row, with the model's settings."""
+    config = model.config
+    own = config.num_hidden_layers, config.text_full_layers or (), config.text_window, config.text_sinks
+    return lambda row: seen_by_layers(row, *own)
 
 
 def expected(model: MetaGPT2ForCausalLM, rows: Sequence[Sequence[int]]) -> Tensor:
     """The oracle's logits of all tokens, row after row."""
-    oracle, (window, sinks) = DenseOracle(model), (model.config.text_window, model.config.text_sinks)
-    return torch.cat([oracle.logits(row, seen(row, window, sinks)) for row in rows]).detach()
-
-
-def in_steps(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, cuts: Sequence[int], cache: DynamicCache | None = None
-) -> tuple[Tensor, DynamicCache]:
-    """The logits (batch, length, vocabulary) of a text that is read in pieces between `cuts`, and the cache."""
-    pieces, before = [], mask.shape[1] - ids.shape[1]
-    for start, end in pairwise([0, *cuts, ids.shape[1]]):
-        given = {"attention_mask": mask[:, : before + end], "past_key_values": cache, "use_cache": True}
-        out = model(ids[:, start:end], **given)
-        cache, pieces = out.past_key_values, [*pieces, out.logits]
-    return torch.cat(pieces, dim=1), cache
+    oracle, rule = DenseOracle(model), rule_of(model)
+    return torch.cat([oracle.logits(row, rule(row)) for row in rows]).detach()
 
 
 def held(cache: DynamicCache) -> list[int]:
     """The number of entries of each layer."""
     return [layer.keys.shape[2] for layer in cache.layers]
+
+
+def assert_full_layers_alone_hold_everything(model: PreTrainedModel, cache: DynamicCache) -> None:
+    """The layers that forget text, and the notes on them, hold fewer entries than were read, and equally many."""
+    sizes, total, full = held(cache), int(cache.get_seq_length()), model.config.text_full_layers or []
+    few = min(sizes)
+    assert few < total
+    layers = [total if number in full else few for number in range(model.config.num_hidden_layers)]
+    kinds = 2 if getattr(model.config, "second_attention", None) == "causal" else 1
+    notes = [few, total] if full else [few]
+    assert sizes == layers * kinds + notes

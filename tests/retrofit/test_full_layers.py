@@ -17,7 +17,8 @@ from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
 from tests.checkpointing import checkpoint_activations
 from tests.model.generating import beams_of, samples_of
-from tests.model.text_window import PROMPTS, ROWS, SINKS, WINDOW, held, in_steps, seen_by_layers
+from tests.model.in_pieces import in_steps
+from tests.model.text_window import PROMPTS, ROWS, SINKS, WINDOW, held, seen_by_layers
 from tests.model.tiny_models import META, pad, random_rows
 from tests.retrofit.architectures import base, error, train_like
 from tests.retrofit.test_text_window import EOS, FEW, NAMES, generate

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GPT2LMHeadModel, Pr
 
 from metatokens import add_meta_attention, load_meta, save_meta, set_text_window
 from metatokens.errors import UserError
-from tests.model import generating, text_window
+from tests.model import generating, in_pieces
 from tests.model.generating import beams_of, by_hand, samples_of
 from tests.model.text_window import PROMPTS, ROWS, SINKS, WINDOW, held, seen
 from tests.model.tiny_models import META, pad, random_rows, tiny_model
@@ -46,7 +46,7 @@ def dense(name: str, row: Sequence[int], dtype: torch.dtype = torch.float32) -> 
     return shared(name, None, dtype)(torch.tensor([row]), use_cache=False, **given).logits[0]
 
 
-in_steps = torch.no_grad()(text_window.in_steps)
+in_steps = torch.no_grad()(in_pieces.in_steps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -119,7 +119,7 @@ def test_a_chat_goes_on_with_the_same_cache(
     ids = model.generate(ids, attention_mask=mask, **first, **options)
     ids = torch.cat([ids, torch.tensor(random_rows([9] * 3, seed=6))], dim=1)
     mask = torch.cat([mask, torch.ones(3, 15, dtype=torch.long)], dim=1)
-    whole, whole_mask = by_hand(ids, mask, cache)
+    whole, whole_mask = by_hand(ids, mask, cache, META)
     options |= {"max_new_tokens": 7} | mode
     torch.manual_seed(5)
     wanted = model.generate(whole, attention_mask=whole_mask, use_cache=False, **options)[:, whole.shape[1] :]

@@ -22,7 +22,8 @@ from transformers.generation.streamers import BaseStreamer
 from metatokens import add_meta_attention, set_text_window
 from metatokens.errors import UserError
 from metatokens.model.modeling import MetaGPT2ForCausalLM
-from tests.model.text_window import ROWS, SINKS, WINDOW, in_steps
+from tests.model.in_pieces import in_steps
+from tests.model.text_window import ROWS, SINKS, WINDOW
 from tests.model.tiny_models import META, random_rows, tiny_model
 from tests.retrofit.architectures import base, error, train_like
 from tests.retrofit.test_full_layers import FULL, model_of
