@@ -1,4 +1,4 @@
-"""Texts that a model reads in pieces, with a cache."""
+"""Texts that a model reads in pieces, with a cache, and what the cache holds."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -31,3 +31,19 @@ def assert_continues(model: MetaGPT2ForCausalLM, ids: Tensor, mask: Tensor, cach
     mask = torch.cat([mask, torch.ones_like(new)], dim=1)
     wanted = model(torch.cat([ids, new], dim=1), attention_mask=mask, use_cache=False).logits[:, -24:]
     assert_close(in_steps(model, new, mask, (1, 3, 22), cache)[0], wanted, 1e-11)
+
+
+def held(cache: DynamicCache) -> list[int]:
+    """The number of entries of each layer."""
+    return [layer.keys.shape[2] for layer in cache.layers]
+
+
+def assert_full_layers_alone_hold_all(model: PreTrainedModel, cache: DynamicCache) -> None:
+    """The layers that forget text, and the notes on them, hold fewer entries than were read, and equally many."""
+    sizes, total, full = held(cache), int(cache.get_seq_length()), model.config.text_full_layers or []
+    few = min(sizes)
+    assert few < total
+    layers = [total if number in full else few for number in range(model.config.num_hidden_layers)]
+    kinds = 2 if getattr(model.config, "second_attention", None) == "causal" else 1
+    notes = [few, total] if full else [few]
+    assert sizes == layers * kinds + notes

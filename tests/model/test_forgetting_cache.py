@@ -11,29 +11,10 @@ from transformers import DynamicCache, StaticCache
 from metatokens import MetaGPT2ForCausalLM, MetaTokenCache, set_text_window
 from metatokens.errors import UserError
 from tests.model.dense_oracle import DenseOracle
-from tests.model.generating import (
-    assert_a_chat_goes_on,
-    beams_of,
-    count_tokens_read,
-    generate,
-    samples_of,
-    score_of,
-)
-from tests.model.in_pieces import assert_continues, in_steps
+from tests.model.generating import assert_a_chat_goes_on, beams_of, count_tokens_read, generate, samples_of, score_of
+from tests.model.in_pieces import assert_continues, assert_full_layers_alone_hold_all, held, in_steps
 from tests.model.test_attention_oracle import assert_close
-from tests.model.text_window import (
-    MIXED,
-    PROMPTS,
-    ROWS,
-    SINKS,
-    SMALL,
-    WINDOW,
-    WINDOWS,
-    assert_full_layers_alone_hold_everything,
-    held,
-    rule_of,
-    seen,
-)
+from tests.model.text_window import MIXED, PROMPTS, ROWS, SINKS, SMALL, WINDOW, WINDOWS, rule_of, seen
 from tests.model.tiny_models import META, SECOND, VARIANTS, Fields, pad, random_rows, shared_model, tiny_model
 
 
@@ -51,7 +32,7 @@ def test_generation_is_the_dense_recomputation(fields: Fields, meta_every: int |
         cache = MetaTokenCache(model.config)
         assert generate(model, PROMPTS, past_key_values=cache, **options).tolist() == greedy
         assert cache.has_dropped
-        assert_full_layers_alone_hold_everything(model, cache)
+        assert_full_layers_alone_hold_all(model, cache)
         assert generate(model, PROMPTS, do_sample=True, top_k=0, **options).tolist() == sampled
         assert generate(model, PROMPTS, num_beams=3, **options | {"max_new_tokens": 5}).tolist() == beams
     assert generate(deepcopy(model).float(), PROMPTS, **options).tolist() == greedy
@@ -155,19 +136,9 @@ def test_rows_padded_on_the_right_go_on(second_attention: str) -> None:
 @SECOND
 def test_positions_that_jump_make_a_query_forget(second_attention: str) -> None:
     model = shared_model(second_attention=second_attention, **SMALL | {"position_embedding": "none"})
-    positions = torch.tensor([0, 1, 4, 5, 6, *range(9, 20), *range(22, 50)])
-    ids, cache = torch.tensor(ROWS[:1]), MetaTokenCache(model.config)
-    mask = torch.tensor(
-        [
-            [
-                before <= query
-                and (token == META or positions[before] < SINKS or positions[query] - positions[before] < WINDOW)
-                for before, token in enumerate(ROWS[0])
-            ]
-            for query in range(44)
-        ]
-    )
-    wanted = DenseOracle(model).logits(ROWS[0], mask)
+    places = [0, 1, 4, 5, 6, *range(9, 20), *range(22, 50)]
+    positions, ids, cache = torch.tensor(places), torch.tensor(ROWS[:1]), MetaTokenCache(model.config)
+    wanted = DenseOracle(model).logits(ROWS[0], seen(ROWS[0], positions=places))
     pieces = [
         model(ids[:, place], position_ids=positions[None, place], past_key_values=cache).logits
         for place in (slice(0, 25), *(slice(one, one + 1) for one in range(25, 44)))

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
 
 from metatokens import MetaGPT2ForCausalLM
 from tests.model.dense_oracle import DenseOracle
@@ -19,12 +18,19 @@ ROWS = random_rows((44, 31, 12, 1), seed=3, meta_rate=0.2)
 PROMPTS = random_rows((34, 25, 6), seed=5, meta_rate=0.2)
 
 
-def seen(row: Sequence[int], window: int = WINDOW, sinks: int = SINKS) -> Tensor:
-    """Which keys each query sees, (T, T): the rule, pair by pair."""
+def seen(
+    row: Sequence[int],
+    window: int = WINDOW,
+    sinks: int = SINKS,
+    meta: int = META,
+    positions: Sequence[int] | None = None,
+) -> Tensor:
+    """Which keys each query sees, (T, T): the rule, pair by pair. Without `positions`, they count from 0."""
+    at = positions or range(len(row))
     mask = torch.zeros(len(row), len(row), dtype=torch.bool)
     for query in range(len(row)):
         for key in range(query + 1):
-            mask[query, key] = row[key] == META or key < sinks or query - key < window
+            mask[query, key] = row[key] == meta or at[key] < sinks or at[query] - at[key] < window
     return mask
 
 
@@ -47,19 +53,3 @@ def expected(model: MetaGPT2ForCausalLM, rows: Sequence[Sequence[int]]) -> Tenso
     """The oracle's logits of all tokens, row after row."""
     oracle, rule = DenseOracle(model), rule_of(model)
     return torch.cat([oracle.logits(row, rule(row)) for row in rows]).detach()
-
-
-def held(cache: DynamicCache) -> list[int]:
-    """The number of entries of each layer."""
-    return [layer.keys.shape[2] for layer in cache.layers]
-
-
-def assert_full_layers_alone_hold_everything(model: PreTrainedModel, cache: DynamicCache) -> None:
-    """The layers that forget text, and the notes on them, hold fewer entries than were read, and equally many."""
-    sizes, total, full = held(cache), int(cache.get_seq_length()), model.config.text_full_layers or []
-    few = min(sizes)
-    assert few < total
-    layers = [total if number in full else few for number in range(model.config.num_hidden_layers)]
-    kinds = 2 if getattr(model.config, "second_attention", None) == "causal" else 1
-    notes = [few, total] if full else [few]
-    assert sizes == layers * kinds + notes

@@ -18,16 +18,8 @@ from metatokens.errors import UserError
 from tests.checkpointing import checkpoint_activations
 from tests.model import in_pieces
 from tests.model.generating import assert_a_chat_goes_on, beams_of, samples_of
-from tests.model.text_window import (
-    FULL,
-    PROMPTS,
-    ROWS,
-    SINKS,
-    WINDOW,
-    assert_full_layers_alone_hold_everything,
-    held,
-    seen_by_layers,
-)
+from tests.model.in_pieces import assert_full_layers_alone_hold_all, held
+from tests.model.text_window import FULL, PROMPTS, ROWS, SINKS, WINDOW, seen_by_layers
 from tests.model.tiny_models import META, pad, random_rows, tiny_model
 from tests.retrofit.architectures import base, error
 from tests.retrofit.text_window import BLOCKS, EOS, FEW, NAMES, dense, generate, masked, model_of, shared
@@ -44,7 +36,7 @@ def test_a_pass_and_steps_are_the_masked_recomputation(name: str, dtype: torch.d
     with torch.no_grad():
         whole = model(ids, attention_mask=mask, use_cache=False).logits
     pieces, cache = in_steps(model, ids, mask, (20, 25, *range(36, 44)))
-    assert_full_layers_alone_hold_everything(model, cache)
+    assert_full_layers_alone_hold_all(model, cache)
     assert min(held(cache)) < 40
     assert cache.get_seq_length() == 44
     for found in (whole, pieces):
@@ -72,7 +64,7 @@ def test_generation_is_the_masked_recomputation(name: str, meta_every: int | Non
         options = {"meta_every": meta_every, "prefill_chunk_size": chunk}
         cache = DynamicCache()
         assert generate(model, PROMPTS, max_new_tokens=8, past_key_values=cache, **options) == greedy
-        assert_full_layers_alone_hold_everything(model, cache)
+        assert_full_layers_alone_hold_all(model, cache)
         assert min(held(cache)) < 34
         assert generate(model, PROMPTS, max_new_tokens=8, do_sample=True, top_k=0, **options) == sampled
         assert generate(model, PROMPTS, max_new_tokens=4, num_beams=3, **options) == beams
