@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from metatokens import encode_prompt
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
 from tests.cli.command_lines import FINETUNE, PRETRAIN, Models, Refuse, Succeed, write_records
+from tests.model.text_window import seen
 
 RECORDS = [
     {"prompt": f"The cat sat on a mat. _PAUSE_ It slept there for {number} days.", "markers": [21], "completion": " ok"}
@@ -24,13 +26,9 @@ RECORDS = [
 LINE = r"text_window (\d+): a cache keeps ([\d.]+) % of the keys and values, ([\d,]+) bytes for each text"
 
 
-def kept(prompts: Sequence[Sequence[int]], meta: int, window: int, sinks: int = 4) -> float:
-    """The share of the tokens that the next one sees, one by one."""
-    seen = 0
-    for prompt in prompts:
-        for place, token in enumerate(prompt):
-            seen += token == meta or place < sinks or len(prompt) - place <= window
-    return seen / sum(map(len, prompts))
+def kept(prompts: Sequence[Sequence[int]], meta: int, window: int) -> float:
+    """The share of the tokens that the last one sees."""
+    return sum(int(seen(one, window, 4, meta)[-1].sum()) for one in prompts) / sum(map(len, prompts))
 
 
 def share(error: str) -> float:
@@ -122,10 +120,8 @@ def test_generating_and_looking_with_a_window(workplace: Path, small_model: Mode
     packed = re.search(r'id="data">([^<]+)<', Path("look.html").read_text(encoding="utf-8"))[1]
     causal, meta = json.loads(gzip.decompress(b64decode(packed)))[0]["modules"]
     shares = list(b64decode(causal["layers"]["0"]["forgotten"]))
-    for query in range(len(ids)):
-        for key in range(len(ids)):
-            is_kept = ids[key] == tokenizer.meta_token_id or key < 4 or query - key < 3 or key > query
-            assert shares[query * len(ids) + key] == (0 if is_kept else 255)
+    earlier = torch.ones(len(ids), len(ids)).tril().bool()
+    assert shares == (255 * (earlier & ~seen(ids, 3, 4, tokenizer.meta_token_id))).flatten().tolist()
     assert meta["layers"]["0"]["forgotten"] is None  # no meta-token is
     with Image.open("look.png") as picture:
         assert (0xD9, 0xD6, 0xD0) in {color[:3] for _, color in picture.convert("RGB").getcolors(2**24)}

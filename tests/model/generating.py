@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from tests.model.dense_oracle import DenseOracle
-from tests.model.tiny_models import META, pad
+from tests.model.tiny_models import META, pad, random_rows
 
 
 def count_tokens_read(model: torch.nn.Module) -> tuple[list[int], Any]:
@@ -40,14 +40,36 @@ def insert(prompt: Sequence[int], text: Sequence[int], meta_every: int | None) -
     return sequence
 
 
-def by_hand(ids: Tensor, mask: Tensor, cache: DynamicCache) -> tuple[Tensor, Tensor]:
+def by_hand(ids: Tensor, mask: Tensor, cache: DynamicCache, meta: int) -> tuple[Tensor, Tensor]:
     """The sequences and their mask, with the meta-tokens that `generate()` inserted when it filled the cache."""
     inserted = getattr(cache, "inserted", ())
     is_text = torch.ones(ids.shape[1] + len(inserted), dtype=torch.bool)
     is_text[[text + number for number, text in enumerate(inserted)]] = False
-    whole, whole_mask = ids.new_full((len(ids), len(is_text)), META), mask.new_ones((len(ids), len(is_text)))
+    whole, whole_mask = ids.new_full((len(ids), len(is_text)), meta), mask.new_ones((len(ids), len(is_text)))
     whole[:, is_text], whole_mask[:, is_text] = ids, mask
     return whole, whole_mask
+
+
+def assert_a_chat_goes_on(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: DynamicCache, **options: Any
+) -> None:
+    """With the cache of its first turn, `ids`, a chat's second turn is that of the whole text without a cache."""
+    said = torch.tensor(random_rows([9] * len(ids), seed=6))
+    ids = torch.cat([ids, said], dim=1)
+    mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], dim=1)
+    whole, whole_mask = by_hand(ids, mask, cache, model.config.meta_token_id)
+    fresh = options | {"use_cache": False, "prefill_chunk_size": None}
+    torch.manual_seed(5)
+    wanted = model.generate(whole, attention_mask=whole_mask, **fresh)[:, whole.shape[1] :]
+    unread, chunk = whole.shape[1] - int(cache.get_seq_length()), options.get("prefill_chunk_size")
+    read, hook = count_tokens_read(model)
+    torch.manual_seed(5)
+    cache.batch_repeat_interleave(options.get("num_beams", 1))  # transformers leaves that to the caller
+    found = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)[:, ids.shape[1] :]
+    hook.remove()
+    assert torch.equal(found, wanted)
+    first = [chunk] * (unread // chunk) if chunk else [unread]
+    assert read[: len(first)] == first  # the cached tokens are not read again
 
 
 Score = Callable[[Sequence[int]], Tensor]  # log probabilities of the next token, by a dense pass over everything read

@@ -8,20 +8,22 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
+from metatokens import MetaGPT2ForCausalLM, MetaTokenCache, set_text_window
 from metatokens.errors import UserError
 from tests.model.dense_oracle import DenseOracle
-from tests.model.generating import beams_of, by_hand, count_tokens_read, generate, samples_of, score_of
+from tests.model.generating import assert_a_chat_goes_on, beams_of, count_tokens_read, generate, samples_of, score_of
+from tests.model.in_pieces import assert_continues, assert_full_layers_alone_hold_all, held, in_steps
 from tests.model.test_attention_oracle import assert_close
-from tests.model.text_window import PROMPTS, ROWS, SINKS, SMALL, WINDOW, held, in_steps, seen
+from tests.model.text_window import MIXED, PROMPTS, ROWS, SINKS, SMALL, WINDOW, WINDOWS, rule_of, seen
 from tests.model.tiny_models import META, SECOND, VARIANTS, Fields, pad, random_rows, shared_model, tiny_model
 
 
+@WINDOWS
 @pytest.mark.parametrize("meta_every", [None, 3])
 @VARIANTS
-def test_generation_is_the_dense_recomputation(fields: Fields, meta_every: int | None) -> None:
-    model = shared_model(**fields | SMALL)
-    score = score_of(DenseOracle(model), seen)
+def test_generation_is_the_dense_recomputation(fields: Fields, meta_every: int | None, window: Fields) -> None:
+    model = shared_model(**fields | window)
+    score = score_of(DenseOracle(model), rule_of(model))
     greedy = [beams_of(score, row, 12, meta_every, 1) for row in PROMPTS]
     sampled = samples_of(score, PROMPTS, 12, meta_every)
     beams = [beams_of(score, row, 5, meta_every, 3) for row in PROMPTS]
@@ -30,48 +32,36 @@ def test_generation_is_the_dense_recomputation(fields: Fields, meta_every: int |
         cache = MetaTokenCache(model.config)
         assert generate(model, PROMPTS, past_key_values=cache, **options).tolist() == greedy
         assert cache.has_dropped
+        assert_full_layers_alone_hold_all(model, cache)
         assert generate(model, PROMPTS, do_sample=True, top_k=0, **options).tolist() == sampled
         assert generate(model, PROMPTS, num_beams=3, **options | {"max_new_tokens": 5}).tolist() == beams
     assert generate(deepcopy(model).float(), PROMPTS, **options).tolist() == greedy
 
 
+@WINDOWS
 @pytest.mark.parametrize("mode", [{}, {"do_sample": True}, {"num_beams": 3}], ids=str)
 @pytest.mark.parametrize("meta_every", [None, 3])
 @pytest.mark.parametrize("chunk", [None, 4])
 @SECOND
 def test_a_chat_goes_on_with_the_same_cache(
-    second_attention: str, chunk: int | None, meta_every: int | None, mode: dict[str, Any]
+    second_attention: str, chunk: int | None, meta_every: int | None, mode: dict[str, Any], window: Fields
 ) -> None:
-    model = shared_model(second_attention=second_attention, **SMALL)
+    model = shared_model(second_attention=second_attention, **window)
     ids, mask = pad(PROMPTS)
     cache = MetaTokenCache(model.config)
     options = {"pad_token_id": 0, "prefill_chunk_size": chunk, "meta_every": meta_every}
     ids = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False, **options)
-    ids = torch.cat([ids, torch.tensor(random_rows([9] * 3, seed=6))], dim=1)
-    mask = torch.cat([mask, torch.ones(3, 15, dtype=torch.long)], dim=1)
-    whole, whole_mask = by_hand(ids, mask, cache)
-    options |= {"max_new_tokens": 7} | mode
-    torch.manual_seed(5)
-    fresh = {"use_cache": False, "prefill_chunk_size": None}
-    wanted = model.generate(whole, attention_mask=whole_mask, **options | fresh)[:, whole.shape[1] :]
-    cached = cache.get_seq_length()
-    read, hook = count_tokens_read(model)
-    torch.manual_seed(5)
-    cache.batch_repeat_interleave(mode.get("num_beams", 1))
-    found = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)[:, ids.shape[1] :]
-    hook.remove()
-    assert torch.equal(found, wanted)
+    assert_a_chat_goes_on(model, ids, mask, cache, max_new_tokens=7, **options | mode)
     assert cache.has_dropped
-    unread = whole.shape[1] - cached  # the cached tokens are not read again
-    assert read[: unread // 4] == ([4] * (unread // 4) if chunk else [unread, *read[1 : unread // 4]])
 
 
+@WINDOWS
 @pytest.mark.parametrize(
     "way", [{"prompt_lookup_num_tokens": 3}, {"prompt_lookup_num_tokens": 3, "prefill_chunk_size": 4}]
 )
 @SECOND
-def test_guesses_that_are_cropped_change_nothing(second_attention: str, way: dict[str, int]) -> None:
-    model = shared_model(second_attention=second_attention, **SMALL)
+def test_guesses_that_are_cropped_change_nothing(second_attention: str, way: dict[str, int], window: Fields) -> None:
+    model = shared_model(second_attention=second_attention, **window)
     rows = [[5, META, 9] * 12]
     wanted = generate(model, rows, max_new_tokens=20, use_cache=False)
     assert torch.equal(generate(model, rows, max_new_tokens=20, **way), wanted)
@@ -137,15 +127,6 @@ def filled(model: MetaGPT2ForCausalLM, side: str = "left") -> tuple[Tensor, Tens
     return ids, mask, cache
 
 
-def assert_continues(model: MetaGPT2ForCausalLM, ids: Tensor, mask: Tensor, cache: MetaTokenCache) -> None:
-    """New tokens after what the cache holds get the logits of a pass over everything."""
-    assert cache.get_seq_length() == ids.shape[1]
-    new = torch.tensor(random_rows([24] * len(ids), seed=7, meta_rate=0.3))
-    mask = torch.cat([mask, torch.ones_like(new)], dim=1)
-    wanted = model(torch.cat([ids, new], dim=1), attention_mask=mask, use_cache=False).logits[:, -24:]
-    assert_close(in_steps(model, new, mask, (1, 3, 22), cache)[0], wanted, 1e-11)
-
-
 @SECOND
 def test_rows_padded_on_the_right_go_on(second_attention: str) -> None:
     model = shared_model(second_attention=second_attention, **SMALL)
@@ -155,19 +136,9 @@ def test_rows_padded_on_the_right_go_on(second_attention: str) -> None:
 @SECOND
 def test_positions_that_jump_make_a_query_forget(second_attention: str) -> None:
     model = shared_model(second_attention=second_attention, **SMALL | {"position_embedding": "none"})
-    positions = torch.tensor([0, 1, 4, 5, 6, *range(9, 20), *range(22, 50)])
-    ids, cache = torch.tensor(ROWS[:1]), MetaTokenCache(model.config)
-    mask = torch.tensor(
-        [
-            [
-                before <= query
-                and (token == META or positions[before] < SINKS or positions[query] - positions[before] < WINDOW)
-                for before, token in enumerate(ROWS[0])
-            ]
-            for query in range(44)
-        ]
-    )
-    wanted = DenseOracle(model).logits(ROWS[0], mask)
+    places = [0, 1, 4, 5, 6, *range(9, 20), *range(22, 50)]
+    positions, ids, cache = torch.tensor(places), torch.tensor(ROWS[:1]), MetaTokenCache(model.config)
+    wanted = DenseOracle(model).logits(ROWS[0], seen(ROWS[0], positions=places))
     pieces = [
         model(ids[:, place], position_ids=positions[None, place], past_key_values=cache).logits
         for place in (slice(0, 25), *(slice(one, one + 1) for one in range(25, 44)))
@@ -279,6 +250,19 @@ def static_cache(model: MetaGPT2ForCausalLM, size: int) -> StaticCache:
 def test_what_would_be_wrong_is_refused(second_attention: str, call: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         call(tiny_model(second_attention=second_attention, **SMALL))
+
+
+@SECOND
+def test_a_cache_that_does_not_go_with_full_layers_is_refused(second_attention: str) -> None:
+    model = tiny_model(second_attention=second_attention, **MIXED)
+    with pytest.raises(UserError, match="text_full_layers need a cache that grows"):
+        static_cache(model, 60)
+    cache = filled(model)[2]
+    set_text_window(model, WINDOW, SINKS, [0])
+    with pytest.raises(
+        UserError, match="this cache was filled with another text_window, text_sinks or text_full_layers"
+    ):
+        model(IDS.repeat(4, 1), past_key_values=cache)
 
 
 def test_a_cache_with_other_entries_is_refused() -> None:

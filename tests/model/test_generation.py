@@ -12,7 +12,7 @@ from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM, MetaTokenCache
 from metatokens.errors import UserError
 from metatokens.model.generation import SuppressMetaToken
 from tests.model.dense_oracle import DenseOracle
-from tests.model.generating import beams_of, by_hand, count_tokens_read, generate, insert, score_of
+from tests.model.generating import assert_a_chat_goes_on, beams_of, count_tokens_read, generate, insert, score_of
 from tests.model.tiny_models import FAMILIES, META, SECOND, Fields, pad, random_rows, shared_model, tiny_model
 from tests.retrofit.architectures import retrofitted
 
@@ -137,20 +137,7 @@ def test_a_cache_continues_a_conversation(
         prompt, attention_mask=mask, past_key_values=cache, max_new_tokens=5, meta_every=first, do_sample=False
     )
     assert list(cache.inserted) == [11 + text for text in range(first or 9, 5, first or 9)]  # the fifth id was not read
-    ids = torch.cat([ids, torch.tensor(random_rows([3] * 8, seed=6))], dim=1)
-    mask = torch.cat([mask, torch.ones(8, 8, dtype=torch.long)], dim=1)
-    whole, whole_mask = by_hand(ids, mask, cache)
-    options = {"max_new_tokens": 6, "meta_every": second, "pad_token_id": 0, **mode}
-    torch.manual_seed(5)
-    expected = model.generate(whole, attention_mask=whole_mask, **options)[:, whole.shape[1] :]
-    cached = cache.get_seq_length()
-    counts, hook = count_tokens_read(model)
-    torch.manual_seed(5)
-    cache.batch_repeat_interleave(mode.get("num_beams", 1))  # transformers leaves that to the caller
-    out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
-    hook.remove()
-    assert torch.equal(out[:, 19:], expected)
-    assert counts[0] == whole.shape[1] - cached  # cached tokens were not read again
+    assert_a_chat_goes_on(model, ids, mask, cache, max_new_tokens=6, meta_every=second, pad_token_id=0, **mode)
 
 
 def test_unread_tokens_may_be_given_alone_with_a_mask_of_all() -> None:

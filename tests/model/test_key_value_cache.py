@@ -1,44 +1,22 @@
 """The cache: steps of any size give the logits of one pass, and rows and ends can be moved, copied and cut off."""
 
-from itertools import pairwise
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
+from tests.model.in_pieces import assert_continues, in_steps
 from tests.model.tiny_models import META, SECOND, VARIANTS, Fields, pad, random_rows, shared_model
 
 ROWS = [*random_rows((13, 9, 6)), random_rows((11,), seed=3, meta_rate=0.0)[0]]
 TOLERANCE = 1e-11
 
 
-def steps(
-    model: MetaGPT2ForCausalLM, ids: Tensor, mask: Tensor | None, cuts: list[int], cache: MetaTokenCache
-) -> Tensor:
-    """Logits of all positions of `ids`, fed to the cache in the pieces between `cuts`; `mask` covers what it holds."""
-    pieces, before = [], 0 if mask is None else mask.shape[1] - ids.shape[1]
-    for start, end in pairwise([0, *cuts, ids.shape[1]]):
-        seen = None if mask is None else mask[:, : before + end]
-        pieces.append(model(ids[:, start:end], attention_mask=seen, past_key_values=cache).logits)
-    return torch.cat(pieces, dim=1)
-
-
 def filled(model: MetaGPT2ForCausalLM, rows: list[list[int]]) -> tuple[Tensor, Tensor, MetaTokenCache]:
     ids, mask = pad(rows)
-    cache = MetaTokenCache(model.config)
-    steps(model, ids, mask, [ids.shape[1] // 2], cache)
+    _, cache = in_steps(model, ids, mask, [ids.shape[1] // 2])
     return ids, mask, cache
-
-
-def assert_continues(model: MetaGPT2ForCausalLM, ids: Tensor, mask: Tensor, cache: MetaTokenCache) -> None:
-    """New tokens after what the cache holds get the logits of a pass over everything."""
-    assert cache.get_seq_length() == ids.shape[1]
-    new = torch.tensor(random_rows([5] * len(ids), seed=7, meta_rate=0.5))
-    mask = torch.cat([mask, torch.ones_like(new)], dim=1)
-    expected = model(torch.cat([ids, new], dim=1), attention_mask=mask).logits[:, -5:]
-    assert (steps(model, new, mask, [1, 3], cache) - expected).abs().max() < TOLERANCE
 
 
 @VARIANTS
@@ -47,9 +25,9 @@ def test_steps_of_any_size_give_the_logits_of_one_pass(fields: Fields, cuts: set
     model = shared_model(**fields)
     ids, mask = pad(ROWS)
     expected = model(ids, attention_mask=mask).logits
-    actual = steps(model, ids, mask, sorted(cuts), MetaTokenCache(model.config))
+    actual, _ = in_steps(model, ids, mask, sorted(cuts), MetaTokenCache(model.config))
     assert (actual - expected)[mask.bool()].abs().max() < TOLERANCE
-    without_mask = steps(model, ids[:1], None, sorted(cuts), MetaTokenCache(model.config))  # a whole row
+    without_mask, _ = in_steps(model, ids[:1], None, sorted(cuts), MetaTokenCache(model.config))  # a whole row
     assert (without_mask - expected[:1]).abs().max() < TOLERANCE
 
 
@@ -126,14 +104,14 @@ def test_a_step_writes_after_the_cached_entries_without_copying_them() -> None:
     ids, mask = pad(random_rows((13, 9)))
     cache = MetaTokenCache(model.config)
     with torch.no_grad():
-        steps(model, ids, mask, [6, 7], cache)
+        in_steps(model, ids, mask, [6, 7], cache)
         layer = cache.layers[0]
         before = layer.keys.data_ptr(), layer.values.data_ptr()
         more = torch.tensor(random_rows([40] * 2, seed=5))
-        steps(model, more, torch.cat([mask, torch.ones_like(more)], dim=1), list(range(1, 40)), cache)
+        in_steps(model, more, torch.cat([mask, torch.ones_like(more)], dim=1), list(range(1, 40)), cache)
         assert (layer.keys.data_ptr(), layer.values.data_ptr()) == before
         copy = cache.layers[0].keys.clone()
-        steps(model, more, torch.ones(2, 93, dtype=torch.long), list(range(1, 40)), cache)  # beyond the room
+        in_steps(model, more, torch.ones(2, 93, dtype=torch.long), list(range(1, 40)), cache)  # beyond the room
     assert layer.keys.data_ptr() != before[0]
     assert torch.equal(layer.keys[:, :, : copy.shape[2]], copy)
 

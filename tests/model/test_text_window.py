@@ -5,16 +5,17 @@ import shutil
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from metatokens import MetaGPT2ForCausalLM
+from metatokens import MetaGPT2ForCausalLM, set_text_window
 from metatokens.errors import UserError
 from tests.checkpointing import checkpoint_activations
 from tests.model.dense_oracle import DenseOracle
+from tests.model.in_pieces import in_steps
 from tests.model.test_attention_oracle import TOLERANCE, assert_close, assert_same_gradients
-from tests.model.text_window import ROWS, SMALL, expected, in_steps, seen, seen_by_layers
+from tests.model.text_window import FULL, ROWS, SMALL, WINDOWS, expected, rule_of
 from tests.model.tiny_models import (
     META,
     SECOND,
@@ -29,18 +30,15 @@ from tests.model.tiny_models import (
 )
 
 
-@pytest.mark.parametrize("full_layers", [None, [1]])
+@WINDOWS
 @pytest.mark.parametrize("side", ["left", "right"])
 @VARIANTS
-def test_a_pass_is_the_masked_formula_forward_and_backward(
-    fields: Fields, side: str, full_layers: list[int] | None
-) -> None:
-    model = tiny_model(**fields | SMALL, text_full_layers=full_layers)
-    oracle = DenseOracle(model)
+def test_a_pass_is_the_masked_formula_forward_and_backward(fields: Fields, side: str, window: Fields) -> None:
+    model = tiny_model(**fields | window)
+    oracle, rule = DenseOracle(model), rule_of(model)
     ids, mask = pad(ROWS, side)
     actual = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
-    count = model.config.num_hidden_layers
-    wanted = torch.cat([oracle.logits(row, seen_by_layers(row, count, full_layers or ())) for row in ROWS])
+    wanted = torch.cat([oracle.logits(row, rule(row)) for row in ROWS])
     weigh = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     (actual * weigh).sum().backward()
     (wanted * weigh).sum().backward()
@@ -66,10 +64,11 @@ def test_a_window_as_long_as_the_text_changes_nothing() -> None:
     assert_close(found, wanted, 1e-12)
 
 
+@WINDOWS
 @pytest.mark.parametrize("side", ["left", "right"])
 @SECOND
-def test_the_eager_attention_function(second_attention: str, side: str) -> None:
-    model = tiny_model(second_attention=second_attention, dtype=torch.float32, **SMALL)
+def test_the_eager_attention_function(second_attention: str, side: str, window: Fields) -> None:
+    model = tiny_model(second_attention=second_attention, dtype=torch.float32, **window)
     model.set_attn_implementation("eager")
     ids, mask = pad(ROWS, side)
     wanted = expected(model, ROWS)
@@ -89,14 +88,19 @@ def test_flex_attention() -> None:
         assert_close(logits[mask.bool()], expected(model, ROWS), 2e-5)
 
 
-def test_the_weights_of_forgotten_text_are_zero() -> None:
-    model = tiny_model(dtype=torch.float32, **SMALL)
-    outputs = model(torch.tensor(ROWS[:1]), output_attentions=True)
+@WINDOWS
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@SECOND
+def test_the_weights_of_forgotten_text_are_zero(second_attention: str, attention: str, window: Fields) -> None:
+    model = tiny_model(second_attention=second_attention, dtype=torch.float32, **window)
+    model.set_attn_implementation(attention)
+    outputs = model(torch.tensor(ROWS[:1]), output_attentions=True, use_cache=False)
     oracle = DenseOracle(model)
-    oracle.logits(ROWS[0], seen(ROWS[0]))
-    for layer in range(2):
-        for name, found in (("attention", outputs.attentions), ("second_attention", outputs.meta_attentions)):
-            assert (found[layer][0] - oracle.seen[f"model.layers.{layer}.{name}"]).abs().max() < 1e-5
+    oracle.logits(ROWS[0], rule_of(model)(ROWS[0]))
+    names = {"attention": outputs.attentions, "second_attention": outputs.meta_attentions}
+    for name in names if second_attention != "none" else ["attention"]:
+        for layer in range(model.config.num_hidden_layers):
+            assert (names[name][layer][0] - oracle.seen[f"model.layers.{layer}.{name}"]).abs().max() < 1e-5
 
 
 @functools.cache
@@ -105,12 +109,16 @@ def expected_once(model: MetaGPT2ForCausalLM) -> Tensor:
     return expected(model, ROWS)
 
 
+@WINDOWS
 @pytest.mark.parametrize("side", ["left", "right"])
 @VARIANTS
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(cuts=st.sets(st.integers(1, 43)))
-def test_steps_of_any_size_give_the_masked_formula(fields: Fields, side: str, cuts: set[int]) -> None:
-    model = shared_model(**fields | SMALL)
+@example(cuts={20, 40})
+@example(cuts={*range(1, 44)})
+@example(cuts={3, 30, *range(36, 44)})
+def test_steps_of_any_size_give_the_masked_formula(fields: Fields, side: str, window: Fields, cuts: set[int]) -> None:
+    model = shared_model(**fields | window)
     ids, mask = pad(ROWS, side)
     with torch.no_grad():
         logits, cache = in_steps(model, ids, mask, sorted(cuts))
@@ -128,16 +136,16 @@ def test_bfloat16() -> None:
         assert (logits[mask.bool()] - wanted).abs().mean() < 0.02 * wanted.abs().mean()
 
 
-@pytest.mark.parametrize("full_layers", [None, [1]])
+@WINDOWS
 @SECOND
-def test_a_training_step_compiles_and_may_be_checkpointed(second_attention: str, full_layers: list[int] | None) -> None:
+def test_a_training_step_compiles_and_may_be_checkpointed(second_attention: str, window: Fields) -> None:
     torch._dynamo.reset()
     ids = torch.tensor(random_rows((30, 30), meta_rate=0.2))
     places = torch.stack([torch.nn.functional.pad(row.nonzero()[:, 0], (0, 16), value=-1)[:16] for row in ids == META])
     batch = {"input_ids": ids, "labels": ids.masked_fill(ids == META, -100), "meta_positions": places}
     ahead = torch.arange(29).expand(2, -1).masked_fill(batch["labels"][:, 1:] == -100, -1)
     batch["scored_positions"] = ahead.sort(dim=1, descending=True).values
-    model = tiny_model(second_attention=second_attention, text_full_layers=full_layers, **SMALL).train()
+    model = tiny_model(second_attention=second_attention, **window).train()
     model(**batch).loss.backward()
     wanted = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
     for change in ("compiled", "checkpointed"):
@@ -149,6 +157,21 @@ def test_a_training_step_compiles_and_may_be_checkpointed(second_attention: str,
             model(**batch).loss.backward()
         for name, gradient in wanted.items():
             assert (model.get_parameter(name).grad - gradient).abs().max() < 1e-6, (change, name)
+
+
+def test_full_layers_are_set_and_unset() -> None:
+    model, ids = tiny_model(num_hidden_layers=3, position_embedding="none"), torch.tensor(ROWS[:1])
+    plain = model(ids).logits
+    set_text_window(model, 5, 2, FULL)
+    assert (model.config.text_window, model.config.text_full_layers) == (5, FULL)
+    assert_close(model(ids).logits[0], expected(model, ROWS[:1]), 1e-11)
+    set_text_window(model, 5, 2, range(3))
+    assert_close(model(ids).logits, plain, 1e-11)
+    with pytest.raises(UserError, match=r"the model cannot have this text window: .*'text_window' expected"):
+        set_text_window(model, "3")  # type: ignore[arg-type]
+    set_text_window(model, None)
+    assert model.config.text_full_layers is None
+    assert torch.equal(model(ids).logits, plain)
 
 
 def test_an_attention_function_without_masks_is_refused() -> None:

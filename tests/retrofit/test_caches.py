@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from metatokens.errors import UserError
+from tests.model.generating import assert_a_chat_goes_on
 from tests.model.tiny_models import tiny_model
 from tests.retrofit.architectures import LENGTH, META, error, logits, retrofitted, with_meta_tokens
 
@@ -206,12 +207,7 @@ def test_entries_that_were_dropped_are_remembered(name: str) -> None:
 def test_a_conversation_goes_on_behind_inserted_tokens() -> None:
     model, ids = retrofitted("llama"), with_meta_tokens()[:1]
     options = {"max_new_tokens": 5, "do_sample": False, "meta_every": 2}
-    cache = DynamicCache()
-    more = torch.cat([model.generate(ids, past_key_values=cache, **options), torch.tensor([[7, 8, 9]])], dim=1)
-    got = model.generate(more, past_key_values=cache, **options)
-    inserted = [LENGTH + 2, LENGTH + 4]  # the fifth id was not read
-    is_text = torch.ones(more.shape[1] + 2, dtype=torch.bool)
-    is_text[[ids + number for number, ids in enumerate(inserted)]] = False
-    whole = torch.full((1, len(is_text)), model.config.meta_token_id)
-    whole[:, is_text] = more
-    assert torch.equal(got[:, more.shape[1] :], model.generate(whole, **options)[:, len(is_text) :])
+    cache, mask = DynamicCache(), torch.ones_like(ids)
+    ids = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    assert cache.inserted == [LENGTH + 2, LENGTH + 4]  # the fifth id was not read
+    assert_a_chat_goes_on(model, ids, mask, cache, **options)

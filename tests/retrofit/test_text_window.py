@@ -1,6 +1,5 @@
-"""Retrofitted models that forget text, against the same model with a mask of four dimensions written pair by pair."""
+"""Retrofitted models that forget text, against the same model with a mask for each block, written pair by pair."""
 
-import functools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,57 +7,37 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, GPT2LMHeadModel, PreTrainedModel, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2LMHeadModel, StaticCache
+from transformers.models.llama import modeling_llama
 
 from metatokens import add_meta_attention, load_meta, save_meta, set_text_window
+from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
-from tests.model import generating, text_window
-from tests.model.generating import beams_of, by_hand, samples_of
-from tests.model.text_window import PROMPTS, ROWS, SINKS, WINDOW, held, seen
+from tests.checkpointing import checkpoint_activations
+from tests.model import in_pieces
+from tests.model.generating import assert_a_chat_goes_on, beams_of, samples_of
+from tests.model.in_pieces import assert_full_layers_alone_hold_all, held
+from tests.model.text_window import FULL, PROMPTS, ROWS, SINKS, WINDOW, seen_by_layers
 from tests.model.tiny_models import META, pad, random_rows, tiny_model
-from tests.retrofit.architectures import base, error, train_like
+from tests.retrofit.architectures import base, error
+from tests.retrofit.text_window import BLOCKS, EOS, FEW, NAMES, dense, generate, masked, model_of, shared
 
-NAMES = (
-    "cohere", "deepseek_v3", "falcon", "gemma", "glm4", "gpt2", "gpt_neox", "gptj", "granite", "llama", "mixtral",
-    "olmo2", "opt", "phi", "qwen3", "smollm3", "stablelm", "xglm",
-)  # fmt: skip
-FEW = ("gpt2", "gpt_neox", "llama", "mixtral", "opt")
-EOS = 2
+in_steps = torch.no_grad()(in_pieces.in_steps)
 
 
-def model_of(name: str, window: int | None = WINDOW, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A retrofitted model whose meta-attention has an effect."""
-    plain = base(name).to(dtype)
-    model = train_like(add_meta_attention(plain, meta_token_id=META, heads=2, head_size=16, freeze=False))
-    set_text_window(model, window, SINKS)
-    return model
-
-
-shared = functools.cache(model_of)
-
-
-@torch.no_grad()
-def dense(name: str, row: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """The logits (length, vocabulary) of a model that sees everything, under a mask by the rule."""
-    mask = torch.zeros(1, 1, len(row), len(row), dtype=dtype).masked_fill(~seen(row), torch.finfo(dtype).min)
-    given = {"attention_mask": mask, "position_ids": torch.arange(len(row))[None]}
-    return shared(name, None, dtype)(torch.tensor([row]), use_cache=False, **given).logits[0]
-
-
-in_steps = torch.no_grad()(text_window.in_steps)
-
-
+@BLOCKS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_pass_and_steps_are_the_masked_recomputation(name: str, dtype: torch.dtype) -> None:
-    model = shared(name, dtype=dtype)
-    ids, mask = pad(ROWS)
-    wanted = torch.cat([dense(name, row, dtype) for row in ROWS])[:, :META]
+def test_a_pass_and_steps_are_the_masked_recomputation(name: str, dtype: torch.dtype, full: tuple[int, ...]) -> None:
+    model, (ids, mask) = shared(name, full, dtype), pad(ROWS)
+    wanted = torch.cat([dense(name, row, full, dtype) for row in ROWS])[:, :META]
     with torch.no_grad():
         whole = model(ids, attention_mask=mask, use_cache=False).logits
     pieces, cache = in_steps(model, ids, mask, (20, 25, *range(36, 44)))
-    assert max(held(cache)) < 40
+    assert_full_layers_alone_hold_all(model, cache)
+    assert min(held(cache)) < 40
     assert cache.get_seq_length() == 44
     for found in (whole, pieces):
         difference = (found[mask.bool()][:, :META] - wanted).abs()
@@ -68,20 +47,16 @@ def test_a_pass_and_steps_are_the_masked_recomputation(name: str, dtype: torch.d
             assert difference.float().mean() < 0.02 * wanted.float().abs().mean()
 
 
-def generate(model: PreTrainedModel, rows: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-    """The new ids for left-padded rows, which do not end early."""
-    return generating.generate(model, rows, suppress_tokens=[EOS], **options).tolist()
-
-
+@BLOCKS
 @pytest.mark.parametrize("meta_every", [None, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_generation_is_the_masked_recomputation(name: str, meta_every: int | None) -> None:
+def test_generation_is_the_masked_recomputation(name: str, meta_every: int | None, full: tuple[int, ...]) -> None:
     def score(read: Sequence[int]) -> Tensor:
-        scores = dense(name, read)[-1].log_softmax(dim=-1)
+        scores = dense(name, read, full)[-1].log_softmax(dim=-1)
         scores[[META, EOS]] = -torch.inf
         return scores
 
-    model = shared(name)
+    model = shared(name, full)
     greedy = [beams_of(score, row, 8, meta_every, 1) for row in PROMPTS]
     sampled = samples_of(score, PROMPTS, 8, meta_every)
     beams = [beams_of(score, row, 4, meta_every, 3) for row in PROMPTS]
@@ -89,7 +64,8 @@ def test_generation_is_the_masked_recomputation(name: str, meta_every: int | Non
         options = {"meta_every": meta_every, "prefill_chunk_size": chunk}
         cache = DynamicCache()
         assert generate(model, PROMPTS, max_new_tokens=8, past_key_values=cache, **options) == greedy
-        assert max(held(cache)) < 34
+        assert_full_layers_alone_hold_all(model, cache)
+        assert min(held(cache)) < 34
         assert generate(model, PROMPTS, max_new_tokens=8, do_sample=True, top_k=0, **options) == sampled
         assert generate(model, PROMPTS, max_new_tokens=4, num_beams=3, **options) == beams
 
@@ -97,9 +73,9 @@ def test_generation_is_the_masked_recomputation(name: str, meta_every: int | Non
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("name", NAMES)
 def test_generated_tokens_in_bfloat16_differ_by_rounding_alone(name: str, chunk: int | None) -> None:
-    row, model = PROMPTS[0], shared(name, dtype=torch.bfloat16)
+    row, model = PROMPTS[0], shared(name, (), torch.bfloat16)
     new = generate(model, [row], max_new_tokens=8, prefill_chunk_size=chunk)[0]
-    scores = dense(name, [*row, *new], torch.bfloat16)[len(row) - 1 : -1].float()
+    scores = dense(name, [*row, *new], (), torch.bfloat16)[len(row) - 1 : -1].float()
     scores[:, [META, EOS]] = -100.0
     behind = scores.amax(dim=1) - scores[torch.arange(len(new)), new]
     assert behind.max() < 0.02 * scores[:, META + 1 :].std()
@@ -112,34 +88,25 @@ def test_generated_tokens_in_bfloat16_differ_by_rounding_alone(name: str, chunk:
 def test_a_chat_goes_on_with_the_same_cache(
     name: str, chunk: int | None, meta_every: int | None, mode: dict[str, Any]
 ) -> None:
-    model, (ids, mask) = shared(name), pad(PROMPTS)
-    options = {"do_sample": False, "pad_token_id": 0, "suppress_tokens": [EOS], "meta_every": meta_every}
-    cache = DynamicCache()
-    first = {"past_key_values": cache, "max_new_tokens": 6, "prefill_chunk_size": chunk}
-    ids = model.generate(ids, attention_mask=mask, **first, **options)
-    ids = torch.cat([ids, torch.tensor(random_rows([9] * 3, seed=6))], dim=1)
-    mask = torch.cat([mask, torch.ones(3, 15, dtype=torch.long)], dim=1)
-    whole, whole_mask = by_hand(ids, mask, cache)
-    options |= {"max_new_tokens": 7} | mode
-    torch.manual_seed(5)
-    wanted = model.generate(whole, attention_mask=whole_mask, use_cache=False, **options)[:, whole.shape[1] :]
-    torch.manual_seed(5)
-    cache.batch_repeat_interleave(mode.get("num_beams", 1))
-    found = model.generate(ids, attention_mask=mask, past_key_values=cache, prefill_chunk_size=chunk, **options)
-    assert torch.equal(found[:, ids.shape[1] :], wanted)
+    model, (ids, mask) = shared(name, ()), pad(PROMPTS)
+    cache, options = DynamicCache(), {"do_sample": False, "pad_token_id": 0, "suppress_tokens": [EOS]}
+    options |= {"meta_every": meta_every, "prefill_chunk_size": chunk}
+    ids = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, **options)
+    assert_a_chat_goes_on(model, ids, mask, cache, max_new_tokens=7, **options | mode)
     assert max(held(cache)) < 40
 
 
+@BLOCKS
 @pytest.mark.parametrize("name", FEW)
-def test_guesses_that_are_cropped_change_nothing(name: str) -> None:
-    rows = [[5, META, 9] * 12]
-    wanted = generate(shared(name), rows, max_new_tokens=20, use_cache=False)
-    assert generate(shared(name), rows, max_new_tokens=20, prompt_lookup_num_tokens=3) == wanted
+def test_guesses_that_are_cropped_change_nothing(name: str, full: tuple[int, ...]) -> None:
+    model, rows = shared(name, full), [[5, META, 9] * 12]
+    wanted = generate(model, rows, max_new_tokens=20, use_cache=False)
+    assert generate(model, rows, max_new_tokens=20, prompt_lookup_num_tokens=3) == wanted
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_a_cache_can_be_cropped_where_nothing_is_missing(name: str) -> None:
-    model, (ids, mask) = shared(name), pad(ROWS)
+    model, (ids, mask) = shared(name, ()), pad(ROWS)
     _, cache = in_steps(model, ids, mask, (20, 40, 41, 42, 43))
     cache.crop(-4)
     more = torch.tensor(random_rows([9] * 4, seed=7))
@@ -156,20 +123,44 @@ def test_a_cache_can_be_cropped_where_nothing_is_missing(name: str) -> None:
 @pytest.mark.parametrize("name", FEW)
 def test_a_cache_of_a_fixed_size(name: str, meta_every: int | None) -> None:
     """One for all tokens, and one that is smaller than the text, whose places are taken again."""
-    options = {"max_new_tokens": 20, "meta_every": meta_every}
-    wanted = generate(shared(name), PROMPTS, use_cache=False, **options)
+    model, options = shared(name, ()), {"max_new_tokens": 20, "meta_every": meta_every}
+    wanted = generate(model, PROMPTS, use_cache=False, **options)
     options["disable_compile"] = True
-    assert generate(shared(name), PROMPTS, cache_implementation="static", **options) == wanted
-    cache = StaticCache(shared(name).config, max_cache_len=32)
-    assert generate(shared(name), PROMPTS, past_key_values=cache, prefill_chunk_size=4, **options) == wanted
+    assert generate(model, PROMPTS, cache_implementation="static", **options) == wanted
+    cache = StaticCache(model.config, max_cache_len=32)
+    assert generate(model, PROMPTS, past_key_values=cache, prefill_chunk_size=4, **options) == wanted
     assert int(cache.get_seq_length()) > 50
+
+
+@BLOCKS
+@pytest.mark.parametrize("name", FEW)
+def test_training_hides_the_same_text_with_activation_checkpointing_too(name: str, full: tuple[int, ...]) -> None:
+    ids, gradients = torch.tensor(random_rows((30, 30), meta_rate=0.2)), []
+    for way in ("masked", "plain", "checkpointed"):
+        model = model_of(name, None if way == "masked" else full).train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        if way == "checkpointed":
+            checkpoint_activations(model)
+            model.enable_input_require_grads()
+        if way == "masked":
+            count = len(decoder_of(model)[1])
+            masks = torch.stack([seen_by_layers(row, count, full) for row in ids.tolist()], dim=1)[:, :, None]
+            loss = masked(model, masks, input_ids=ids, labels=ids).loss
+        else:
+            loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
+    for found in gradients[1:]:
+        assert max(error(a, b) for a, b in zip(found, gradients[0], strict=True)) < 1e-5
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_the_eager_attention_function(name: str) -> None:
-    model, (ids, mask) = model_of(name), pad(ROWS)
+    model, (ids, mask) = model_of(name, ()), pad(ROWS)
     model.set_attn_implementation("eager")
-    wanted = torch.cat([dense(name, row) for row in ROWS])[:, :META]
+    wanted = torch.cat([dense(name, row, ()) for row in ROWS])[:, :META]
     found, _ = in_steps(model, ids, mask, (20, 36))
     assert error(found[mask.bool()][:, :META], wanted) < 1e-4
 
@@ -177,18 +168,20 @@ def test_the_eager_attention_function(name: str) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles flex attention with g++")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it compiles
 def test_flex_attention() -> None:
-    model, (ids, mask) = model_of("llama"), pad(ROWS)
+    model, (ids, mask) = model_of("llama", ()), pad(ROWS)
     model.set_attn_implementation("flex_attention")
     with torch.no_grad():
         found = model(ids, attention_mask=mask, use_cache=False).logits
-    wanted = torch.cat([dense("llama", row) for row in ROWS])[:, :META]
+    wanted = torch.cat([dense("llama", row, ()) for row in ROWS])[:, :META]
     assert error(found[mask.bool()][:, :META], wanted) < 1e-4
 
 
-def test_the_window_is_saved_with_the_model_and_with_what_was_added(tmp_path: Path) -> None:
-    model, (ids, mask) = add_meta_attention(base("llama"), meta_token_id=META, heads=2, head_size=16), pad(ROWS)
-    assert (model.config.text_window, model.config.text_sinks) == (None, 4)
-    set_text_window(train_like(model), WINDOW, SINKS)
+@pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's
+@BLOCKS
+def test_the_window_is_saved_with_the_model_and_with_what_was_added(full: tuple[int, ...], tmp_path: Path) -> None:
+    model, (ids, mask) = model_of("llama", None), pad(ROWS)
+    assert (model.config.text_window, model.config.text_sinks, model.config.text_full_layers) == (None, 4, None)
+    set_text_window(model, WINDOW, SINKS, full)
     model.save_pretrained(tmp_path / "whole")
     save_meta(model, tmp_path / "delta")
     with torch.no_grad():
@@ -198,9 +191,63 @@ def test_the_window_is_saved_with_the_model_and_with_what_was_added(tmp_path: Pa
             load_meta(base("llama"), tmp_path / "delta"),
         ):
             assert (loaded.config.text_window, loaded.config.text_sinks) == (WINDOW, SINKS)
+            assert loaded.config.text_full_layers == ([*full] or None)
             assert torch.equal(loaded(ids, attention_mask=mask).logits, wanted)
-    set_text_window(model, None)
-    assert model.config.text_window is None
+        set_text_window(loaded, None)
+        assert loaded.config.text_window is None
+        tuned = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))  # its adapters add nothing yet
+        assert torch.equal(tuned(ids, attention_mask=mask).logits, wanted)
+
+
+def test_other_layers_are_chosen_and_none() -> None:
+    model, (ids, mask) = model_of("llama"), pad(ROWS)
+    count = len(decoder_of(model)[1])
+    with torch.no_grad():
+        set_text_window(model, WINDOW, SINKS, [0])
+        row = torch.tensor(ROWS[:1])
+        masks = seen_by_layers(ROWS[0], count, [0])[:, None, None]
+        wanted = masked(shared("llama", None), masks, input_ids=row).logits
+        assert error(model(row, use_cache=False).logits, wanted) < 1e-5
+        pieces, cache = in_steps(model, row, torch.ones_like(row), (20, *range(30, 44)))
+        assert error(pieces, wanted) < 1e-5
+        assert held(cache)[0] == 44 > held(cache)[1]
+        set_text_window(model, WINDOW)  # with the sinks and full layers that it has
+        assert (model.config.text_sinks, model.config.text_full_layers) == (SINKS, [0])
+        set_text_window(model, WINDOW, SINKS, [])
+        window = model(ids, attention_mask=mask).logits
+        set_text_window(model, WINDOW, SINKS, range(count))
+        everything = model(ids, attention_mask=mask).logits
+        set_text_window(model, None)
+        assert model.config.text_full_layers is None
+        plain = model(ids, attention_mask=mask).logits
+    assert error(everything[mask.bool()], plain[mask.bool()]) < 1e-5
+    assert error(window[mask.bool()], plain[mask.bool()]) > 0.01
+
+
+@pytest.mark.parametrize("use_cache", [False, None])
+def test_a_compiled_model_has_the_masks_of_each_pass(use_cache: bool | None) -> None:
+    torch._dynamo.reset()
+    model = model_of("llama")
+    compiled = torch.compile(model, backend="eager")
+    for seed, length in enumerate((30, 30, 33)):
+        ids = torch.tensor(random_rows((length, length), meta_rate=0.2, seed=seed))
+        with torch.no_grad():
+            wanted = model(ids, use_cache=use_cache).logits
+            assert error(compiled(ids, use_cache=use_cache).logits, wanted) < 1e-5
+
+
+def test_a_base_that_changes_the_mask_before_its_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, make = model_of("llama", None), modeling_llama.create_causal_mask
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        mask = make(*args, **kwargs)
+        return mask if mask is None else mask.clone()
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", changed)
+    set_text_window(model, WINDOW, SINKS)
+    with pytest.raises(UserError, match="its blocks have masks of their own"):
+        set_text_window(model, WINDOW, SINKS, FULL)
+    assert (model.config.text_window, model.config.text_full_layers) == (WINDOW, None)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +271,7 @@ def test_a_base_with_masks_of_its_own_is_refused(name: str, choices: dict[str, A
 
 
 def test_what_would_be_wrong_is_refused() -> None:
-    model, ids = shared("llama"), torch.tensor(ROWS[:1])
+    model, ids = shared("llama", ()), torch.tensor(ROWS[:1])
     for window, sinks in ((0, 4), (5, -1)):
         with pytest.raises(UserError, match="in the settings of meta-attention, text_"):
             set_text_window(model, window, sinks)

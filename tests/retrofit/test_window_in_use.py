@@ -22,10 +22,11 @@ from transformers.generation.streamers import BaseStreamer
 from metatokens import add_meta_attention, set_text_window
 from metatokens.errors import UserError
 from metatokens.model.modeling import MetaGPT2ForCausalLM
-from tests.model.text_window import ROWS, SINKS, WINDOW, in_steps
+from tests.model.in_pieces import in_steps
+from tests.model.text_window import FULL, ROWS, SINKS, SMALL, WINDOW
 from tests.model.tiny_models import META, random_rows, tiny_model
 from tests.retrofit.architectures import base, error, train_like
-from tests.retrofit.test_full_layers import FULL, model_of
+from tests.retrofit.text_window import model_of
 
 IDS = torch.tensor(ROWS[:1])
 LORA = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
@@ -33,6 +34,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:::peft"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # that PEFT reads
 ]
+
+
+def one_of(is_own: bool) -> PreTrainedModel:
+    """A model that forgets: this package's own, or a retrofitted Llama."""
+    return tiny_model(**SMALL, text_full_layers=FULL) if is_own else model_of("llama")
 
 
 def without_modules() -> PreTrainedModel:
@@ -142,11 +148,20 @@ def test_a_base_that_drops_its_cache_reads_everything_again(window: int | None) 
 )
 @pytest.mark.parametrize("is_own", [False, True])
 def test_a_cache_that_another_window_filled_is_refused(is_own: bool, changed: tuple) -> None:
-    model = tiny_model(text_window=WINDOW, text_sinks=SINKS, text_full_layers=FULL) if is_own else model_of("llama")
+    model = one_of(is_own)
     _, cache = in_steps(model, IDS, torch.ones_like(IDS), (20, *range(30, 40)))
     set_text_window(model, *changed)
     with pytest.raises(UserError, match="this cache was filled with another text_window, text_sinks or text_full"):
         model(IDS[:, 40:41], past_key_values=cache)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_blocks_that_a_model_lacks_are_refused(is_own: bool) -> None:
+    model = one_of(is_own)
+    for layers in ([model.config.num_hidden_layers], [1, 0], [-1]):
+        with pytest.raises(UserError, match="text_full_layers is "):
+            set_text_window(model, WINDOW, SINKS, layers)
+    assert model.config.text_full_layers == FULL
 
 
 @pytest.mark.parametrize("is_own", [False, True])
@@ -210,12 +225,6 @@ def test_only_the_function_that_checks_the_base_sets_a_window(tmp_path: Path) ->
         set_text_window(loaded, 9, 1, 1)
     with torch.autocast("cpu", torch.bfloat16):  # the check of the base compares in the base's precision
         set_text_window(loaded, 5, 2, FULL)
-
-
-def one_of(is_own: bool) -> PreTrainedModel:
-    """A model that forgets: this package's own, or a retrofitted Llama."""
-    fields = {"text_window": WINDOW, "text_sinks": SINKS, "text_full_layers": FULL, "max_position_embeddings": 96}
-    return tiny_model(**fields) if is_own else model_of("llama")
 
 
 @pytest.mark.parametrize("is_own", [False, True])
