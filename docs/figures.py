@@ -50,7 +50,10 @@ FULL_BLOCKS = {
     "**blocks 18 and 23 full**, a window of 28": ("window-1-8-full-18-23-brief", "window"),
     "the same, trained on prose alone": ("window-1-8-prose-full-18-23-brief", "window"),
     "the same, on prose, towards the base": ("window-1-8-teacher-prose-full-18-23-brief", "window"),
-    "blocks 18 and 23 full, landmarks after sentences, a window of 9": ("tokens-1-8-sentence-full-18-23-brief", "tokens"),
+    "blocks 18 and 23 full, landmarks after sentences, a window of 9": (
+        "tokens-1-8-sentence-full-18-23-brief",
+        "tokens",
+    ),
     "blocks 9 and 20 full, a window of 28": ("window-1-8-full-9-20-brief", "window"),
     "blocks 18 and 23 full, untrained": ("window-1-8-untrained-full-18-23", "window"),
 }

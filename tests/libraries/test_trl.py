@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -24,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from metatokens import MetaTokenCollator, add_meta_attention
 from metatokens.errors import UserError
@@ -82,6 +84,30 @@ def test_meta_tokens_in_answers_are_not_scored(
         assert is_meta.any()
         assert batch[name].any()
         assert not batch[name][is_meta].any()
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_reference_that_was_computed_before(is_given: bool, folder: Path, tmp_path: Path) -> None:
+    """The loss of a model that is its own reference is log 2, if one collator made the batches of both."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
+    base = add_meta_attention(tiny_llama(tokenizer), tokenizer, heads=2, head_size=8)
+    lora = LoraConfig(task_type="CAUSAL_LM", modules_to_save=["meta_attention", "meta_token"])
+    rows = Dataset.from_list([{"prompt": "the<|meta|> cat", "chosen": " a<|meta|> mat", "rejected": " two"}] * 4)
+    collator = MetaTokenCollator(DataCollatorForPreference(tokenizer.eos_token_id), tokenizer)
+    arguments = DPOConfig(str(tmp_path), precompute_ref_log_probs=True, **TWO_STEPS)
+    trainer = DPOTrainer(
+        get_peft_model(base, lora),
+        args=arguments,
+        train_dataset=rows,
+        processing_class=tokenizer,
+        data_collator=collator if is_given else None,
+    )
+    trainer.data_collator = collator
+    with pytest.warns(UserWarning, match="TRL computed the reference's log-probabilities before this batch"):
+        batch = next(iter(trainer.get_train_dataloader()))
+    with torch.no_grad():
+        loss = trainer.compute_loss(trainer.model, batch).item()
+    assert (abs(loss - math.log(2)) < 1e-4) == is_given
 
 
 @pytest.mark.parametrize("given", [str, AutoModelForCausalLM.from_pretrained], ids=["path", "model"])

@@ -1,12 +1,21 @@
 """`generate()`: the cache against recomputation and against a slow loop over the oracle, and the meta-token policy."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, StaticCache
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StaticCache,
+)
 
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM, MetaTokenCache
 from metatokens.errors import UserError
@@ -314,3 +323,35 @@ def test_an_assistant_may_lack_the_tokens_that_are_suppressed() -> None:
     scores, suppress = torch.zeros(1, 5), SuppressMetaToken([3, 5, 9])
     assert suppress(torch.zeros(1, 1), scores).isinf().tolist() == [[False, False, False, True, False]]
     assert suppress(torch.zeros(1, 1), torch.zeros(1, 10)).isinf().nonzero()[:, 1].tolist() == [3, 5, 9]
+
+
+class EveryThird(LogitsProcessor):
+    """Chooses a meta-token in every third step."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores (batch, vocabulary)."""
+        chosen = torch.full_like(scores, -math.inf)
+        chosen[:, META] = 0
+        return chosen if input_ids.shape[1] % 3 == 0 else scores
+
+
+@pytest.mark.parametrize("meta_every", [None, 2])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@SECOND
+def test_a_processor_may_choose_meta_tokens(second_attention: str, cache: str, meta_every: int | None) -> None:
+    model = shared_model(second_attention=second_attention)
+    out = model.generate(
+        torch.tensor(ONE),
+        max_new_tokens=9,
+        do_sample=False,
+        cache_implementation=cache,
+        meta_every=meta_every,
+        logits_processor=LogitsProcessorList([EveryThird()]),
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    text, oracle = out.sequences[0, len(ONE[0]) :].tolist(), DenseOracle(model)
+    assert text.count(META) == 3
+    for step, found in enumerate(out.logits):
+        wanted = oracle.logits(insert(ONE[0], text[:step], meta_every))[-1]
+        assert (found[0] - wanted)[:META].abs().max() < 1e-6  # generate() returns float32

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, OPTConfig, OPTForCausalLM
 
 from metatokens import add_meta_attention
 from metatokens.errors import UserError
@@ -97,6 +97,27 @@ def test_a_type_of_the_sweep(name: str) -> None:
     kind, sentence = outcome(name)
     assert kind == FOUND[name][0], sentence
     assert FOUND[name][1] in sentence
+
+
+def test_blocks_that_share_keys_and_values_get_no_module(tmp_path: Path) -> None:
+    """Gemma 4's small models have such blocks, which read only the positions whose logits are kept."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 8, "sliding_window": 8}
+    sizes |= {"vocab_size": 320, "head_dim": 16, "global_head_dim": 16}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = Gemma4TextConfig(**sizes, num_hidden_layers=4, layer_types=kinds, num_kv_shared_layers=2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UserError, match=r"layers is \[1, 2\]; give a list of some of 0 to 1, ascending"):
+        add_meta_attention(model, meta_token_id=META, layers=[1, 2])
+    model = train_like(add_meta_attention(model, meta_token_id=META, heads=2, head_size=16))
+    assert model.config.meta_attention["layers"] == [0, 1]
+    model.save_pretrained(tmp_path)
+    model, ids = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), with_meta_tokens()
+    whole = logits(model, ids)
+    assert error(logits(model, ids, logits_to_keep=1), whole[:, -1:]) < 1e-5
+    options = {"max_new_tokens": 9, "meta_every": 2, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
 
 
 @pytest.mark.parametrize("name", ["mllama", "moshi"])
