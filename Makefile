@@ -1,6 +1,6 @@
 # make install   the package in .venv, from the lock
-# make demo      train, evaluate and report small models (sixteen minutes on two cores)
-# make test      the tests (about nine minutes on two cores)
+# make demo      train, evaluate and report small models (16 to 42 minutes on two cores)
+# make test      the tests (9 to 30 minutes on two cores)
 # make test-outside  the tests of benchmarks/ and examples/ (two minutes on two cores)
 # make test-lowest  the tests with the oldest transformers that the package allows, in an environment of its own
 # make test-all  the tests with all kills, faults and drawn cases (docs/testing.md; twenty minutes on two cores)
