@@ -34,7 +34,7 @@ def decoder_of(model: PreTrainedModel) -> tuple[Any, Any]:
 def own_blocks(config: Any) -> int:
     """The number of blocks with keys and values of their own.
 
-    In Gemma 3n and 4 the last blocks share those of earlier ones, and read only the positions whose logits are kept.
+    In small Gemma 4 models the last blocks share those of earlier ones, and read only positions whose logits are kept.
     """
     text = config.get_text_config()
     return text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0)

@@ -110,6 +110,18 @@ def test_a_reference_that_was_computed_before(is_given: bool, folder: Path, tmp_
     assert (abs(loss - math.log(2)) < 1e-4) == is_given
 
 
+def test_a_reference_of_kto_that_was_computed_before(folder: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
+    model = add_meta_attention(tiny_llama(tokenizer), tokenizer, heads=2, head_size=8)
+    model.save_pretrained(tmp_path / "model")
+    rows = Dataset.from_list([{"prompt": "the<|meta|> cat", "completion": " a<|meta|> mat", "label": True}] * 4)
+    arguments = KTOConfig(str(tmp_path / "run"), precompute_ref_log_probs=True, **TWO_STEPS)
+    trainer = KTOTrainer(model, args=arguments, train_dataset=rows, processing_class=tokenizer)
+    trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer)
+    with pytest.warns(UserWarning, match="TRL computed the reference's log-probabilities before this batch"):
+        next(iter(trainer.get_train_dataloader()))
+
+
 @pytest.mark.parametrize("given", [str, AutoModelForCausalLM.from_pretrained], ids=["path", "model"])
 @pytest.mark.parametrize(
     ("trainer_class", "config", "rows"), [(SFTTrainer, SFTConfig, TEXTS), (DPOTrainer, DPOConfig, PAIRS)], ids=str

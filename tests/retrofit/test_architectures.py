@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma4TextConfig, OPTConfig, OPTForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma4TextConfig, OPTConfig, OPTForCausalLM
 
 from metatokens import add_meta_attention
 from metatokens.errors import UserError
@@ -113,6 +113,10 @@ def test_blocks_that_share_keys_and_values_get_no_module(tmp_path: Path) -> None
     model = train_like(add_meta_attention(model, meta_token_id=META, heads=2, head_size=16))
     assert model.config.meta_attention["layers"] == [0, 1]
     model.save_pretrained(tmp_path)
+    other = AutoConfig.from_pretrained(tmp_path)
+    other.meta_attention["layers"] = [1, 2]
+    with pytest.raises(UserError, match=r"layers is \[1, 2\]; give a list of some of 0 to 1, ascending"):
+        AutoModelForCausalLM.from_config(other)
     model, ids = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), with_meta_tokens()
     whole = logits(model, ids)
     assert error(logits(model, ids, logits_to_keep=1), whole[:, -1:]) < 1e-5

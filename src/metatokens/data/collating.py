@@ -17,7 +17,7 @@ from metatokens.errors import UserError
 
 _COUNTED = {"labels": IGNORED_LABEL, "completion_mask": 0}  # what losses read, and its value where nothing counts
 
-_REFERENCES = {"ref_chosen_logps", "reference_logps"}  # of DPO and KTO with precompute_ref_log_probs
+_REFERENCES = {"ref_chosen_logps", "ref_logps"}  # of DPO and KTO with precompute_ref_log_probs
 _BEFORE = (
     "TRL computed the reference's log-probabilities before this batch. They fit it only if this collator was given to "
     "the trainer as data_collator=, and none was read from a file of TRL that was written with another one."

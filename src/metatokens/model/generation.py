@@ -206,8 +206,15 @@ class MetaTokenGenerationMixin(GenerationMixin):
         """The inputs of one step: the text so far and its meta-tokens, without what is cached."""
         if prompt_length is not None:
             mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-            own: Any = {"every": insert_every, "prompt_length": prompt_length, "places_are_known": chooses_text}
-            return self._inputs_with_inserted(input_ids, mask, past_key_values, kwargs, **own)
+            return self._inputs_with_inserted(
+                input_ids,
+                mask,
+                past_key_values,
+                kwargs,
+                every=insert_every,
+                prompt_length=prompt_length,
+                chooses_text=chooses_text,
+            )
         given = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
         step = self._prepared_inputs(input_ids, attention_mask, given | kwargs)
         if chooses_text and kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration"):
@@ -234,7 +241,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         *,
         every: int | None,
         prompt_length: int,
-        places_are_known: bool,
+        chooses_text: bool,
     ) -> dict[str, Any]:
         """The inputs of one step, with the meta-tokens that were inserted before and those that are inserted now."""
         text = input_ids.shape[1]
@@ -279,7 +286,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
             )
         places = [ids + number - cached for number, ids in enumerate(inserted)]
         new = [place for place in places if place >= 0]
-        if places_are_known and cached - (len(places) - len(new)) >= prompt_length:  # the whole prompt was read
+        if chooses_text and cached - (len(places) - len(new)) >= prompt_length:  # the whole prompt was read
             step["meta_positions"] = _same_places(new, step["input_ids"])
         return step
 

@@ -48,8 +48,8 @@ def add_meta_attention(
         heads: heads of each module.
         head_size: width of one head, even.
         layers: the blocks that get a module, counted from 0. None: all, except those at the end that share the keys and
-            values of others (Gemma 3n and 4), which cannot have one. Empty: the model gets the meta-token only, which
-            is then known as a pause token.
+            values of others (in small Gemma 4 models), which cannot have one. Empty: the model gets the meta-token
+            only, which is then known as a pause token.
         freeze: whether to freeze the base, so that only the new parameters are trained.
 
     Returns:
