@@ -23,7 +23,9 @@ OUTSIDE = (
     "benchmarks/LOG.md",
     "examples/any_decoder.py",
     "examples/first_ten_minutes.ipynb",
+    "results/counting_log.md",
     "results/forget/README.md",
+    "results/pilot.md",
     *REPORT,
     *PICTURES,
 )
