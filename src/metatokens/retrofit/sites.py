@@ -17,7 +17,7 @@ _STEPS = "meta-attention cannot be added to a {}: it must read text alone, also 
 
 @dataclass
 class Call:
-    """One call of a module: its inputs and its output, flattened and in float32."""
+    """One call of a module: its inputs and its output, flattened, in the formats that they have in the model."""
 
     name: str
     inputs: list[Tensor] = field(default_factory=list)
@@ -46,12 +46,13 @@ def find_sites(model: PreTrainedModel, layers: Sequence[int]) -> tuple[tuple[str
     """
     called = _calls(model, layers, None)
     names = dict.fromkeys(call.name for calls in called.values() for call in calls[1:])
-    found: dict[int, dict[str, bool]] = {index: {} for index in layers}
+    joining: dict[int, dict[str, bool]] = {index: {} for index in layers}
     for name in names:
         for index, calls in _calls(model, layers, name).items():
-            if (has_residual := _joins(calls, name, torch.finfo(model.dtype).eps)) is not None:
-                found[index][name] = has_residual
-    sites = [next((name for call in called[i] if (name := call.name) in found[i]), None) for i in layers]
+            has_residual = _joins(calls, name)
+            if has_residual is not None:
+                joining[index][name] = has_residual
+    sites = [next((call.name for call in called[i] if call.name in joining[i]), None) for i in layers]
     if None in sites:
         raise UserError(
             f"meta-attention cannot be added to a {type(model).__name__}: block {layers[sites.index(None)]} has no "
@@ -61,7 +62,7 @@ def find_sites(model: PreTrainedModel, layers: Sequence[int]) -> tuple[tuple[str
         apart, together = _in_steps(model, ids, (6, 1, 1)), _in_steps(model, ids, (6, 2))
         if (apart - together).norm() > 0.2 * apart.norm():  # for example if a step of two tokens drops a state
             raise ValueError("two tokens read in one step give other logits than one by one")
-    return tuple(filter(None, sites)), any(found[i][name] for i, name in zip(layers, sites, strict=True) if name)
+    return tuple(filter(None, sites)), any(joining[i][name] for i, name in zip(layers, sites, strict=True) if name)
 
 
 def _calls(model: PreTrainedModel, layers: Sequence[int], replaced: str | None) -> dict[int, list[Call]]:
@@ -143,30 +144,49 @@ def _is_state(x: Any) -> bool:
 
 
 def _flat(x: Tensor) -> Tensor:
-    return x.detach().float().cpu().flatten().clone()  # some blocks add in place, and some merge batch and length
+    return x.detach().cpu().flatten().clone()  # some blocks add in place, and some merge batch and length
 
 
-def _joins(calls: list[Call], name: str, eps: float) -> bool | None:
+def _joins(calls: list[Call], name: str) -> bool | None:
     """Whether the output y of a submodule contains the block's input; None if y does not join the residual stream."""
     x, z = calls[0].inputs[0], calls[0].output
-    own = [number for number, call in enumerate(calls) if call.name == name]
-    if len(own) != 1 or (y := calls[own[0]].output) is None or y.shape != x.shape:  # a hook cannot separate two calls
+    numbers = [number for number, call in enumerate(calls) if call.name == name]
+    if len(numbers) != 1:  # a hook cannot separate two calls
         return None
-
-    def same(a: Tensor, b: Tensor | None) -> bool:
-        return b is not None and a.shape == b.shape and bool((a - b).abs().max() <= 8 * eps * b.abs().max())
-
-    later = calls[own[0] + 1 :]
-    states = [one for call in later for one in call.inputs if one.shape == x.shape]
-    shares = [((state - x) @ y) / (y @ y) for state in states]
-    if any(share.abs() > 0.01 and same(x + share * y, state) for share, state in zip(shares, states, strict=True)):
+    call, later = calls[numbers[0]], calls[numbers[0] + 1 :]
+    y = call.output
+    if y is None or y.shape != x.shape:
+        return None
+    states = [state for call in later for state in call.inputs if state.shape == x.shape]
+    if any(_is_scaled_sum(state, x, y) for state in states):
         return False
     outputs = [call.output for call in later if call.output is not None and call.output.shape == x.shape]
-    if any(same(x + y + output, z) for output in outputs):
+    if any(_is_sum(z, [x, y, output]) for output in outputs):
         return False
-    if any(same(x, one) for one in calls[own[0]].inputs[1:]) and any(same(y, state) for state in states):
+    if any(_is_sum(state, [x]) for state in call.inputs[1:]) and any(_is_sum(state, [y]) for state in states):
         return True
     return None
+
+
+def _is_scaled_sum(total: Tensor, x: Tensor, y: Tensor) -> bool:
+    """Whether a total of the shape of x and y is x + c y, for any c that is not small."""
+    share = (total.double() - x.double()) @ y.double() / y.double().square().sum()
+    return bool(share.abs() > 0.01) and _is_sum(total, [x, y], [1.0, float(share)])
+
+
+def _is_sum(total: Tensor | None, summands: list[Tensor], shares: Sequence[float] = (1.0, 1.0, 1.0)) -> bool:
+    """Whether a total is the sum of these shares of the summands, except for what rounding changes.
+
+    A model rounds each number up to four times, to the coarsest format of its states: a scaled summand and up to two
+    sums, and our estimate of a share is off by as much. Each time it is off by half of eps, relative to the summands.
+    We leave room for twice as many. Here the dot products of a share are rounded in float64, at each of their terms.
+    """
+    if total is None or total.shape != summands[0].shape:
+        return False
+    parts = [share * summand.double() for share, summand in zip(shares, summands, strict=False)]
+    eps = max(torch.finfo(state.dtype).eps for state in (total, *summands))
+    relative = 4 * eps + total.numel() * torch.finfo(torch.float64).eps
+    return bool((sum(parts) - total.double()).abs().max() <= relative * sum(part.abs().max() for part in parts))
 
 
 def device_of(module: nn.Module) -> torch.device:
