@@ -2,9 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import lm_eval
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -225,14 +227,58 @@ def test_loglikelihoods(which: str, every: int | None, request: pytest.FixtureRe
         assert is_greedy == expected_greedy
 
 
-@pytest.mark.parametrize("every", [None, 4])
-def test_rolling_loglikelihood_counts_text_alone(every: int | None, checkpoint: Path) -> None:
-    model, tokenizer = load_model(checkpoint).eval(), load_tokenizer(str(checkpoint))
-    [found] = MetaTokensLM(str(checkpoint), meta_every=every).loglikelihood_rolling(
+def from_harness(folder: Path, **options: Any) -> Any:
+    """The model that the harness makes of `--model metatokens` and these options."""
+    return get_model("metatokens").create_from_arg_obj({"pretrained": str(folder)} | options, {"device": "cpu"})
+
+
+@pytest.mark.parametrize("begins", [None, False, True])
+@pytest.mark.parametrize("every", [None, 3])
+@pytest.mark.parametrize("which", ["checkpoint", "delta"])
+def test_rolling_loglikelihood_counts_text_alone(
+    which: str, every: int | None, begins: bool | None, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(which)
+    model, tokenizer = load_model(folder).eval(), load_tokenizer(str(folder))
+    [text] = encode_text(tokenizer, [SENTENCE])
+    [found] = from_harness(folder, meta_every=every, add_bos_token=begins, tokenizer=tokenizer).loglikelihood_rolling(
         requests("loglikelihood_rolling", (SENTENCE,)), disable_tqdm=True
     )
-    expected, _ = by_hand(model, [tokenizer.eos_token_id], encode_prompt(tokenizer, SENTENCE), every)
+    expected, _ = by_hand(model, [tokenizer.eos_token_id], text, every)
     assert found == pytest.approx(expected, abs=1e-3)
+
+
+def test_rolling_loglikelihood_is_that_of_the_harness_for_a_plain_base(base: Path) -> None:
+    """Without a first token, which the harness's own kind of model counts twice unless it is told not to."""
+    options = {"pretrained": str(base), "add_bos_token": False}
+    plain = get_model("hf").create_from_arg_obj(options, {"batch_size": 1, "device": "cpu"})
+    asked = requests("loglikelihood_rolling", (SENTENCE,))
+    expected = plain.loglikelihood_rolling(asked, disable_tqdm=True)
+    assert from_harness(base).loglikelihood_rolling(asked, disable_tqdm=True) == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize(("which", "begins_by_itself"), [("checkpoint", False), ("delta", True)])
+def test_a_context_begins_as_it_is_asked_to(which: str, begins_by_itself: bool, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(which)
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    [text] = encode_text(tokenizer, ["the cat"])
+    for begins in (None, False, True):
+        model = from_harness(folder, tokenizer=tokenizer, add_bos_token=begins)
+        is_begun = begins_by_itself if begins is None else begins
+        expected = [tokenizer.bos_token_id] * is_begun + text
+        assert model.tok_encode("the cat") == expected
+        assert model.tok_batch_encode(["the cat"])[0].tolist() == [expected]
+        model.apply_chat_template([{"role": "user", "content": "the cat"}])
+        assert model.tok_encode("the cat") == [tokenizer.bos_token_id] * (begins is True) + text
+        assert model.tok_encode("<|endoftext|>the cat") == [tokenizer.bos_token_id, *text]
+
+
+def test_a_batch_size_that_the_harness_finds(delta: Path) -> None:
+    asked = requests("generate_until", ("the cat", {"until": [], "do_sample": False, "max_gen_toks": 4}))
+    expected = from_harness(delta).generate_until(asked, disable_tqdm=True)
+    found = from_harness(delta, batch_size="auto", max_batch_size=2).generate_until(asked, disable_tqdm=True)
+    assert found == expected
 
 
 @pytest.mark.parametrize("every", [None, 3])
@@ -269,19 +315,54 @@ def test_a_chat_template_keeps_its_special_tokens_and_text_stays_text(delta: Pat
     assert marking.tok_encode(said) == [tokenizer.eos_token_id, *cat, meta, *sat]
 
 
-REFUSED: dict[str, Callable[[Path], Any]] = {
-    "both": lambda folder: MetaTokensLM(str(folder), meta_every=2, marker="_PAUSE_"),
-    "zero": lambda folder: MetaTokensLM(str(folder), meta_every=0),
-    "empty": lambda folder: MetaTokensLM(str(folder), marker=""),
-    "elsewhere": lambda folder: MetaTokensLM(str(folder), peft="adapter"),
-    "missing": lambda folder: MetaTokensLM(str(folder / "missing")),
+# Options, and a word of the sentence that refuses them.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "both": ({"meta_every": 2, "marker": "_PAUSE_"}, "meta_every or marker"),
+    "zero": ({"meta_every": 0}, "meta_every"),
+    "empty": ({"marker": ""}, "marker is empty"),
+    "missing": ({"pretrained": "missing"}, "missing"),
+    "adapter": ({"peft": "adapter"}, "does not take peft='adapter'"),
+    "revision": ({"revision": "v2"}, "does not take revision='v2'"),
+    "backend": ({"backend": "seq2seq"}, "does not take backend"),
+    "truncation": ({"truncation": True}, "does not take truncation"),
+    "slow tokenizer": ({"use_fast_tokenizer": False}, "does not take use_fast_tokenizer"),
+    "of transformers": ({"attn_implementation": "eager"}, "does not take attn_implementation"),
+    "unknown": ({"meta_evry": 3}, "does not take meta_evry=3"),
+    "not a choice": ({"add_bos_token": "None"}, "give True or False"),
+    "number format": ({"dtype": "float13"}, "unknown 'float13'"),
+    "device": ({"device": "gpu"}, "no device 'gpu'"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_refused(name: str, checkpoint: Path) -> None:
-    with pytest.raises(UserError):
-        REFUSED[name](checkpoint)
+    options, sentence = REFUSED[name]
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        MetaTokensLM(**{"pretrained": str(checkpoint)} | options)
+
+
+def test_options_that_a_loaded_model_cannot_follow_are_refused(checkpoint: Path) -> None:
+    model, tokenizer = load_model(checkpoint), load_tokenizer(str(checkpoint))
+    with pytest.raises(UserError, match="give its tokenizer too"):
+        MetaTokensLM(model)
+    with pytest.raises(UserError, match="load it with dtype='bfloat16'"):
+        MetaTokensLM(model, tokenizer=tokenizer, dtype="bfloat16")
+    with pytest.raises(UserError, match="does not take peft"):
+        MetaTokensLM(model, tokenizer=tokenizer, peft="adapter")
+    tokenizer.bos_token = None
+    with pytest.raises(UserError, match="the tokenizer has no bos_token"):
+        MetaTokensLM(model, tokenizer=tokenizer, add_bos_token=True)
+    assert MetaTokensLM(model, tokenizer=tokenizer, dtype="float32", backend="causal").model is model
+
+
+def test_the_command_refuses_in_one_sentence(checkpoint: Path, tmp_path: Path) -> None:
+    model = ["--model", "metatokens", "--model_args", f"pretrained={checkpoint},revision=v2", "--tasks", "metatokens"]
+    (tmp_path / "metatokens.yaml").write_text("group: metatokens\ntask: []\n", encoding="utf-8")
+    line = [sys.executable, "-m", "metatokens.evaluation.lm_eval", *model, "--include_path", tmp_path]
+    done = subprocess.run(line, env=os.environ | {"HF_HOME": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "metatokens: --model metatokens does not take revision='v2'" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_model_without_meta_tokens_is_refused_where_they_are_asked_for(base: Path) -> None:

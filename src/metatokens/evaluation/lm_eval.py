@@ -5,6 +5,9 @@
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from metatokens.checkpoint import fetch_model, load_model
+from metatokens.checkpoint import check_placing, fetch_model, load_model
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.prompts import encode_chat, encode_prompt
 from metatokens.data.tokenizer import UNLIMITED, beginning_of, load_tokenizer
@@ -24,15 +27,19 @@ try:
     from lm_eval.api.instance import Instance
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.models.utils_hf import get_dtype
 except ModuleNotFoundError:
     if __name__ != "__main__":
         raise
     print("metatokens: lm-evaluation-harness is missing: pip install 'metatokens[lm-eval]'.", file=sys.stderr)
     sys.exit(2)
 
-# Options of `HFLM` for ways of loading that `load_model` does not have.
-_ELSEWHERE = ("parallelize", "tp_plan", "peft", "delta", "autogptq", "gptqmodel", "gguf_file", "quantization_config")
+# The options of `HFLM` that do here what they do there.
+_SUPPORTED = {
+    *("tokenizer", "logits_cache", "max_length", "softmax_dtype", "mixed_precision_dtype", "batch_size"),
+    *("max_batch_size", "add_bos_token", "prefix_token_id", "think_end_token", "enable_thinking", "chat_template_args"),
+    "trust_remote_code",  # a permission, which is not needed: no code in a folder is run
+}
+_DEFAULTS = {name: parameter.default for name, parameter in signature(HFLM.__init__).parameters.items()}
 
 
 @register_model("metatokens")
@@ -48,12 +55,15 @@ class MetaTokensLM(HFLM):
             them, as context and never as targets; in generation they are counted from the end of the context.
         marker: the text that marks a meta-token in contexts, together with a space before it, such as `_PAUSE_`
             in the tasks of `examples/lm_eval`.
-        device: default: a GPU if there is one.
+        device: `cpu` or `cuda`; default: a GPU if there is one, and the CPU if not.
         dtype: of the base's weights, `float32` or `bfloat16`; default: as saved.
-        kwargs: of `HFLM`, except those for its other ways to load a model.
+        kwargs: of `HFLM`. Those for its other ways to load a model or a tokenizer are refused. With `add_bos_token`, a
+            context begins with the tokenizer's `bos_token`, or never does; by default the tokenizer decides. A text
+            whose rolling likelihood is asked for begins with `prefix_token_id` alone, which is not scored.
 
     Raises:
-        UserError: if there is no such model, it has no meta-token to insert, or both kinds of insertion are asked for.
+        UserError: if there is no such model, it has no meta-token to insert, both kinds of insertion are asked for, or
+            an option cannot be followed.
     """
 
     def __init__(
@@ -62,7 +72,7 @@ class MetaTokensLM(HFLM):
         meta_every: int | None = None,
         marker: str | None = None,
         device: str | None = None,
-        dtype: str | torch.dtype = "auto",
+        dtype: str | torch.dtype | None = "auto",
         **kwargs: Any,
     ):
         if meta_every is not None and marker is not None:
@@ -71,11 +81,16 @@ class MetaTokensLM(HFLM):
             raise UserError("the marker is empty; give the text that marks a meta-token, such as _PAUSE_.")
         if meta_every is not None:
             landmark_rule(f"every:{meta_every}", "the rule that meta_every gives")
+        _check_options(kwargs)
         self.meta_every, self.marker = meta_every, marker
-        self._dtype = None if dtype == "auto" else str(get_dtype(dtype)).removeprefix("torch.")
+        self._dtype = None if dtype in ("auto", None) else str(dtype).removeprefix("torch.")
+        check_placing(None, self._dtype)
+        if not isinstance(pretrained, str):
+            _check_model(pretrained, kwargs.get("tokenizer"), device, self._dtype)
         self._is_chat = False
         self._max_length: int | None  # set by `HFLM`
-        super().__init__(pretrained, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **kwargs)
+        super().__init__(pretrained, device=_usable(device), **kwargs)
+        self._beginning = self._beginning_of_texts()
         if meta_every is not None and self.config.meta_token_id is None:
             raise UserError(f"{pretrained} has no meta_token_id, so no meta-tokens can be inserted.")
 
@@ -92,11 +107,26 @@ class MetaTokensLM(HFLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of whole texts, in windows of the length that the model was trained for."""
-        given, self._max_length = self._max_length, self._max_length or self._text_in(super().max_length)
-        try:
+        with self._trained_length(), self._for_now("_beginning", []):  # the harness puts its own prefix there
             return super().loglikelihood_rolling(requests, disable_tqdm)
+
+    def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
+        with self._trained_length():  # without requests, the harness tries batches of this length
+            return super()._detect_batch_size(*args, **kwargs)
+
+    def _trained_length(self) -> AbstractContextManager[None]:
+        """Have a maximum length, by default that of the texts that the model was trained on."""
+        return self._for_now("_max_length", self._max_length or self._text_in(super().max_length))
+
+    @contextmanager
+    def _for_now(self, name: str, value: Any) -> Iterator[None]:
+        """Give an attribute another value in a context."""
+        before = getattr(self, name)
+        setattr(self, name, value)
+        try:
+            yield
         finally:
-            self._max_length = given
+            setattr(self, name, before)
 
     def _get_config(self, pretrained: str, **kwargs: Any) -> None:
         self._model = load_model(fetch_model(Path(pretrained)), dtype=self._dtype)
@@ -107,8 +137,18 @@ class MetaTokensLM(HFLM):
         self.tokenizer = load_tokenizer(str(fetch_model(Path(spec)))) if isinstance(spec, str) else spec
 
     def _create_model(self, pretrained: str, **kwargs: Any) -> None:
-        if asked := [name for name in _ELSEWHERE if kwargs.get(name)]:
-            raise UserError(f"--model metatokens loads a model from its folder, without {asked[0]}.")
+        """Nothing: `_get_config` has loaded the model."""
+
+    def _beginning_of_texts(self) -> list[int]:
+        """The ids that come before a text, by `add_bos_token`."""
+        usual, bos = beginning_of(self.tokenizer), self.tokenizer.bos_token_id
+        if self.add_bos_token is None:
+            return usual
+        if self.add_bos_token and bos is None:
+            raise UserError("add_bos_token is set, and the tokenizer has no bos_token.")
+        if self.add_bos_token:
+            return usual if bos in usual else [bos, *usual]
+        return []
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> str:
         """Apply the template as the harness does; from then on, special tokens in contexts are recognised."""
@@ -120,14 +160,19 @@ class MetaTokensLM(HFLM):
     ) -> list[int]:
         """The ids of a text, with meta-tokens only at markers.
 
-        The ids that the tokenizer puts before a text come first, unless `add_special_tokens` is False or the text comes
-        from a chat template.
+        The ids that the tokenizer puts before a text come first, as `add_bos_token` has it, or `add_special_tokens`. A
+        chat template writes them itself; with `add_bos_token=True` they come first if it does not.
         """
+        usual = beginning_of(self.tokenizer)
+        choices = {None: self._beginning, True: usual, False: []}
+        beginning = choices[add_special_tokens]
         if self._is_chat:
             ids = encode_chat(self.tokenizer, string, self.marker)
+            is_begun = not self.add_bos_token or ids[: len(beginning)] == beginning
+            beginning = [] if is_begun else beginning
         else:
-            ids = encode_prompt(self.tokenizer, string, () if self.marker is None else self.marker)
-            ids = ids[len(beginning_of(self.tokenizer)) :] if add_special_tokens is False else ids
+            ids = encode_prompt(self.tokenizer, string, () if self.marker is None else self.marker)[len(usual) :]
+        ids = [*beginning, *ids]
         return ids[-left_truncate_len:] if left_truncate_len else ids
 
     def tok_batch_encode(
@@ -160,7 +205,50 @@ class MetaTokensLM(HFLM):
         return super()._model_generate(context, max_length, stop, **kwargs)
 
 
-if __name__ == "__main__":
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuse options that `MetaTokensLM` cannot follow, unless they have the value that changes nothing."""
+    for name, value in options.items():
+        is_usual = name in _DEFAULTS and value in (None, _DEFAULTS[name])
+        if not (name in _SUPPORTED or is_usual or (name, value) == ("backend", "causal")):
+            further = ", ".join(sorted(_SUPPORTED))
+            raise UserError(
+                f"--model metatokens does not take {name}={value!r}: it loads a model as metatokens does. It takes "
+                f"pretrained, meta_every, marker, device and dtype, and of the harness's own options {further}."
+            )
+    if not isinstance(options.get("add_bos_token"), bool | None):
+        raise UserError(f"add_bos_token is {options['add_bos_token']!r}; give True or False, or leave it out.")
+
+
+def _usable(device: str | None) -> str:
+    """The device to load to. Without a GPU, `cuda` is the CPU: the harness's command asks for `cuda:0` by itself."""
+    if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return str(torch.device(device))
+    except RuntimeError as error:
+        raise UserError(f"there is no device {device!r}; give cpu or cuda.") from error
+
+
+def _check_model(model: Any, tokenizer: Any, device: str | None, dtype: str | None) -> None:
+    """Refuse options that would need a model from `load_model` to be changed, or read from its folder again."""
+    if tokenizer is None:
+        raise UserError("pretrained is a model: give its tokenizer too.")
+    if dtype is not None and getattr(torch, dtype) != model.dtype:
+        raise UserError(f"the model's weights are in {model.dtype}: load it with dtype={dtype!r}.")
+    if device is not None and torch.device(_usable(device)).type != model.device.type:
+        raise UserError(f"the model is on the device {model.device}: load it with device={device!r}.")
+
+
+def _main() -> None:
+    """Run lm-evaluation-harness; a mistake of the user's is one sentence and exit status 2."""
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except UserError as error:
+        print(f"metatokens: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    _main()
