@@ -27,7 +27,7 @@ PAGE_HEAD = """# Architectures
 two columns. A figure is the largest difference, or the number of cases with one. `tests/retrofit/architectures.py` sets
 how each is measured, and how much is allowed.
 
-- **sites**: blocks whose site was not found, in three precisions, with and without an outlier among the embeddings.
+- **sites**: blocks whose site was not found, in four precisions, with and without an outlier among the embeddings.
 - **text**: logits of text without meta-tokens, against the base's.
 - **start**: logits with meta-tokens before any training, against the base with the meta-token's embedding.
 - **cached**, **padded**: logits read in pieces with a cache, or padded on the left, against those of one pass.
