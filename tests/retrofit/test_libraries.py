@@ -1,5 +1,6 @@
 """Retrofitted models in the programs that people use: Trainer, PEFT, accelerate, threads, torch.compile."""
 
+import json
 import os
 import subprocess
 import sys
@@ -265,6 +266,52 @@ def test_adapters_of_the_embeddings_are_refused(choices: dict[str, Any]) -> None
     assert error(got, logits(model, ids)) == 0.0
     assert error(got, logits(retrofitted("llama"), ids)) > 0.01
     assert error(logits(model.merge_and_unload(), ids), got) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("parts", "further"),
+    [
+        (["meta_token", "embed_tokens"], {}),
+        (["meta_attention", "meta_token", "lm_head"], {"ensure_weight_tying": True}),
+    ],
+)
+def test_an_adapter_that_names_the_meta_token_and_its_table(
+    parts: list[str], further: dict[str, Any], tmp_path: Path
+) -> None:
+    """The meta-token is trained and saved with the table, also by adapters saved before this was so."""
+
+    def fresh() -> PreTrainedModel:
+        return retrofitted("llama", tie_word_embeddings=bool(further))
+
+    ids, start = with_meta_tokens(), fresh().get_input_embeddings().meta_token.weight.detach()
+    lora = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=parts, **further)
+    adapted = peft.get_peft_model(fresh(), lora)
+    fit(adapted, ids, steps=2, rate=0.01)
+    assert error(adapted.get_input_embeddings().meta_token.weight.detach(), start) > 1e-3
+    expected = logits(adapted.eval(), ids)
+    adapted.save_pretrained(tmp_path)
+    saved = tmp_path / "adapter_config.json"
+    given = json.loads(saved.read_text(encoding="utf-8"))
+    assert "meta_token" not in given["modules_to_save"]
+    for names in (given["modules_to_save"], [*given["modules_to_save"], "meta_token"]):
+        saved.write_text(json.dumps(given | {"modules_to_save": names}), encoding="utf-8")
+        assert torch.equal(logits(peft.PeftModel.from_pretrained(fresh(), tmp_path).eval(), ids), expected)
+    other = fresh()
+    other.load_adapter(tmp_path)
+    assert torch.equal(logits(other.eval(), ids), expected)
+    assert error(logits(adapted.merge_and_unload(), ids), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(["embed_tokens"], ["meta_token"]), ([], ["meta_token", "embed_tokens"])]
+)
+def test_adapters_that_differ_in_the_table_and_its_meta_token_are_refused(first: list[str], second: list[str]) -> None:
+    lora = {"target_modules": ["q_proj"]}
+    adapted = peft.get_peft_model(retrofitted("llama"), peft.LoraConfig(**lora, modules_to_save=first))
+    adapted.add_adapter("other", peft.LoraConfig(**lora, modules_to_save=second))
+    adapted.set_adapter("other")
+    with pytest.raises(UserError, match="name the table alone, in each of them"):
+        adapted(with_meta_tokens())
 
 
 def test_adapters_are_not_left_out_of_what_was_added(tmp_path: Path) -> None:

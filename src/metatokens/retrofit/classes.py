@@ -41,6 +41,7 @@ from metatokens.retrofit.layers import (
     MetaModule,
     MetaTokenEmbedding,
     added_parameters,
+    check_table,
     set_full_layers,
 )
 from metatokens.retrofit.settings import MetaSettings, check_entries
@@ -131,6 +132,12 @@ class MetaBody(MetaVocabulary):
         install(self)
         init_added_weights(self)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Prepare the model for adapters when PEFT has put them in."""
+        if name == "peft_config" and isinstance(value, dict):
+            settle_adapters(self, value)
+        super().__setattr__(name, value)
+
     def initialize_weights(self: Any) -> None:
         """Initialise the weights that are not on disk, those of what was added included."""
         model: Any = super()
@@ -164,13 +171,6 @@ class MetaModel(MetaBody, MetaTokenGenerationMixin):
     """
 
     base_is_elsewhere = False
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Name the task of PEFT's adapters: AutoPeftModel would load those without a task around the plain base."""
-        if name == "peft_config" and type(self).__name__.endswith("ForCausalLM"):
-            for config in value.values() if isinstance(value, dict) else ():
-                config.task_type = config.task_type or "CAUSAL_LM"
-        super().__setattr__(name, value)
 
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         """Run the base's forward, with meta-tokens among the labels ignored, in `shift_labels` too."""
@@ -334,6 +334,35 @@ def connect_head(model: Any) -> None:
     if "meta_token_id" not in vars(head):  # not hasattr: PEFT's wrappers forward attributes
         head.register_forward_hook(mask_logits)
     head.meta_token_id, head.used_rows = model.config.meta_token_id, model.config.unpadded_vocab_size
+
+
+def settle_adapters(model: Any, adapters: dict[str, Any]) -> None:
+    """Prepare a model for PEFT's adapters, which are in its layers already.
+
+    Adapters of a causal model without a task get one: AutoPeftModel would load them around the plain base.
+
+    The table of embeddings has the meta-token in it. If an adapter names both in `modules_to_save`, PEFT wraps the
+    meta-token again, inside the wrapper of the table. That second wrapper is never run; it freezes the meta-token that
+    is, and what it saves cannot be loaded. It is taken out, so the meta-token is trained and saved with the table.
+
+    Args:
+        model: a retrofitted model.
+        adapters: PEFT's configurations by the names of the adapters; changed in place.
+
+    Raises:
+        UserError: if adapters wrap the table and the meta-token in another way.
+    """
+    if type(model).__name__.endswith("ForCausalLM"):
+        for adapter in adapters.values():
+            adapter.task_type = adapter.task_type or "CAUSAL_LM"
+    wrapper = model.get_input_embeddings()
+    if isinstance(wrapper, MetaEmbeddingTable) or "meta_token" not in wrapper._modules:
+        return
+    del wrapper._modules["meta_token"]
+    for name, table in wrapper.modules_to_save.items():
+        table.meta_token.requires_grad_(table.weight.requires_grad)
+        adapters[name].modules_to_save = [part for part in adapters[name].modules_to_save if part != "meta_token"]
+    check_table(wrapper)
 
 
 def init_added_weights(model: nn.Module) -> None:

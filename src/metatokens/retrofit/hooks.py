@@ -19,7 +19,7 @@ from metatokens.model.rows import BREAKS_GRAPH, AllRows, MetaRows, check_graph, 
 from metatokens.model.vocabulary import check_ids
 from metatokens.model.window import TextRule, check_remembering
 from metatokens.retrofit.context import FULL_MASK, ForwardContext, current, seen_by_a_head, thread, traced
-from metatokens.retrofit.layers import added_parameters
+from metatokens.retrofit.layers import added_parameters, check_table
 
 
 def add_at_site(site: nn.Module, args: Any, output: Any) -> Any:
@@ -110,10 +110,7 @@ def _meta_tokens(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | 
     """
     ids, embeddings = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
     given, table = kwargs.pop("meta_token_mask", None), decoder.get_input_embeddings()
-    if not hasattr(table, "meta_token_id"):  # PEFT would merge such an adapter into a row that is never read
-        raise UserError(
-            f"a {type(table).__name__} around the embeddings bypasses the meta-token's; train them by modules_to_save."
-        )
+    check_table(table)
     if given is None and ids is None and embeddings is None:
         return None
     return meta_tokens(table, table.meta_token_id, ids, embeddings, given)

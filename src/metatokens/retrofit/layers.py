@@ -54,6 +54,22 @@ class MetaEmbeddingTable(nn.Module):
         return self.meta_token(super().forward(input, *args, **kwargs), input == self.meta_token_id)
 
 
+def check_table(table: nn.Module) -> None:
+    """Refuse wrappers of PEFT around a table of embeddings that do not reach its meta-token, or only in part."""
+    if isinstance(table, MetaEmbeddingTable):
+        return
+    wrapper = type(table)
+    if not hasattr(table, "meta_token_id"):  # PEFT would merge such an adapter into a row that is never read
+        raise UserError(
+            f"a {wrapper.__name__} around the embeddings bypasses the meta-token's; train them by modules_to_save."
+        )
+    if any(type(part) is wrapper for part in table.modules() if part is not table):
+        raise UserError(
+            "adapters name in modules_to_save the table of embeddings, which includes the meta-token, and the "
+            "meta-token besides: name the table alone, in each of them."
+        )
+
+
 class MetaModule(nn.Module):
     """LayerNorm and meta-attention of one block, computed at meta-tokens only."""
 
