@@ -83,12 +83,8 @@ def test_pickles_beside_a_model(
     assert not trap.was_sprung
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "pytorch_model.bin"])
-@pytest.mark.parametrize("sealed", [True, False])
-def test_pickles_in_a_checkpoint_that_training_goes_on_from(
-    name: str, sealed: bool, trap, small_store: TokenStore, tmp_path: Path, metatokens
-) -> None:
-    out = tmp_path / "run"
+def interrupted_run(out: Path, small_store: TokenStore, metatokens) -> tuple[str, Path, bytes]:
+    """A command, the checkpoint in the middle of its run from which it goes on, and the weights it ended with."""
     sizes = (
         "data.block_size=32", "model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2",
         "training.max_steps=3", "training.save_steps=2", "training.logging_steps=1", f"data.tokens={small_store.path}",
@@ -102,6 +98,16 @@ def test_pickles_in_a_checkpoint_that_training_goes_on_from(
     shutil.rmtree(out / "checkpoints" / "checkpoint-3")
     checkpoint = out / "checkpoints" / "checkpoint-2"
     assert (checkpoint / "optimizer.pt").exists()
+    return line, checkpoint, weights
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt", "pytorch_model.bin"])
+@pytest.mark.parametrize("sealed", [True, False])
+def test_pickles_in_a_checkpoint_that_training_goes_on_from(
+    name: str, sealed: bool, trap, small_store: TokenStore, tmp_path: Path, metatokens
+) -> None:
+    out = tmp_path / "run"
+    line, checkpoint, weights = interrupted_run(out, small_store, metatokens)
     (checkpoint / name).write_bytes(pickle.dumps(trap))
     if name == "pytorch_model.bin":
         (checkpoint / "model.safetensors").unlink()
@@ -111,13 +117,44 @@ def test_pickles_in_a_checkpoint_that_training_goes_on_from(
         warnings.simplefilter("ignore")  # torch's, on what it did not load
         status, _, error = metatokens(line)
     assert not trap.was_sprung
-    if sealed:
+    if sealed or name == "scaler.pt":  # of which the manifest knows nothing
         assert status == 2
         assert f"{checkpoint} cannot be loaded" in error
         assert error.count("\n") == 1
     else:  # the manifest shows that the file is another one, so that training begins anew
         assert (status, (out / "model.safetensors").read_bytes()) == (0, weights)
         assert f"{checkpoint / name} is damaged" in error or "is missing" in error
+
+
+# What files of a checkpoint hold instead, each sealed by a manifest.
+DAMAGES = {
+    "optimizer.pt": [b"PK", {}],
+    "scheduler.pt": [[]],
+    "rng_state.pth": [{}],
+    "model.safetensors": [b"{}"],
+    "trainer_state.json": [b"[]"],
+}
+
+
+def test_damaged_files_in_a_checkpoint_that_training_goes_on_from(
+    small_store: TokenStore, tmp_path: Path, metatokens
+) -> None:
+    line, checkpoint, _ = interrupted_run(tmp_path / "run", small_store, metatokens)
+    for name, contents in DAMAGES.items():
+        before = (checkpoint / name).read_bytes()
+        for content in contents:
+            if isinstance(content, bytes):
+                (checkpoint / name).write_bytes(content)
+            else:
+                torch.save(content, checkpoint / name)
+            write_manifest(checkpoint)
+            status, _, error = metatokens(line)
+            assert status == 2, (name, content, error)
+            assert f"{checkpoint} cannot be loaded" in error
+            assert error.count("\n") == 1, error
+        (checkpoint / name).write_bytes(before)
+    write_manifest(checkpoint)
+    assert metatokens(line)[0] == 0
 
 
 AUTO_MAP = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "foreign.Foreign")

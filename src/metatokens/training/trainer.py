@@ -12,6 +12,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import (
     PreTrainedModel,
@@ -24,13 +25,13 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.integrations import get_available_reporting_integrations
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import SCALER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from metatokens.checkpoint import load_model, name_base, save_model, verify_manifest, write_manifest
 from metatokens.decoder import cache_kept, kept_line
-from metatokens.errors import UserError
-from metatokens.files import library_writes
+from metatokens.errors import UserError, one_line
+from metatokens.files import DAMAGED, library_writes
 from metatokens.machine import is_first_process, process_count
 from metatokens.model.configuration import UNSAVED
 from metatokens.model.modeling import MetaGPT2ForCausalLM
@@ -124,13 +125,31 @@ class MetaTokenTrainer(Trainer):
             self.processing_class.save_pretrained(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not (Path(resume_from_checkpoint) / DELTA_WEIGHTS).exists():
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
-        weights = load_file(Path(resume_from_checkpoint) / DELTA_WEIGHTS)
-        with torch.no_grad():
-            for name, one in added_parameters(self.model).items():
-                one.copy_(weights[name])
+        with _reading(resume_from_checkpoint):
+            if not (Path(resume_from_checkpoint) / DELTA_WEIGHTS).exists():
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+                return
+            weights = load_file(Path(resume_from_checkpoint) / DELTA_WEIGHTS)
+            with torch.no_grad():
+                for name, parameter in added_parameters(self.model).items():
+                    parameter.copy_(weights[name])
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with _reading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _reading(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        has_file = checkpoint is not None and (Path(checkpoint) / SCALER_NAME).exists()
+        if has_file and getattr(self.accelerator, "scaler", None) is None:
+            raise UserError(
+                f"the checkpoint {checkpoint} cannot be loaded: this training has no use for {SCALER_NAME}."
+            )
+        with _reading(checkpoint):
+            super()._load_scaler(checkpoint)
 
     def restore(self, checkpoint: Path) -> None:
         """Load a checkpoint's weights into the model."""
@@ -254,7 +273,8 @@ def train(
 
     Raises:
         UserError: if the settings do not fit the model or each other, PEFT is missing, an adapter's base is not on the
-            disk, a checkpoint has more than tensors or lacks the base that FSDP needs, or a gradient is not finite.
+            disk, a checkpoint is damaged, has more than tensors or lacks the base that FSDP needs, or a gradient is
+            not finite.
     """
     if settings.text_window is not None:
         apply_text_window(model, settings.text_window, settings.text_sinks, settings.text_full_layers)
@@ -284,17 +304,15 @@ def train(
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(RunCallback(trainer, progress, probe))
-    try:
-        if checkpoint is not None and int(checkpoint.name.removeprefix("checkpoint-")) == settings.max_steps:
-            # The run was interrupted after its last checkpoint. The Trainer would train one step more.
-            trainer.restore(checkpoint)
-            trainer.state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
-        else:
-            count = settings.batch // settings.per_device_train_batch_size
-            with position_jumps(model, settings.position_jumps), inside_loss(model, inside_weight, count):
-                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except UnpicklingError as error:  # the Trainer unpickles only tensors and numbers, so no code in the file runs
-        raise UserError(f"the checkpoint {checkpoint} cannot be loaded: it has more than tensors in it.") from error
+    done = 0 if checkpoint is None else _state_of(checkpoint).global_step
+    if checkpoint is not None and done == settings.max_steps:
+        # The run was interrupted after its last checkpoint. The Trainer would train one step more.
+        trainer.restore(checkpoint)
+        trainer.state = _state_of(checkpoint)
+    else:
+        count = settings.batch // settings.per_device_train_batch_size
+        with position_jumps(model, settings.position_jumps), inside_loss(model, inside_weight, count):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if settings.fsdp else None  # from all processes
     if settings.lora_rank and not settings.keep_adapter:  # in all processes, which may train the model further
         tuned = tuned.merge_and_unload()
@@ -302,6 +320,31 @@ def train(
         _write_curve(trainer.state.log_history, out / "curve.jsonl")
         save_model(tuned, tokenizer, out, weights)
     trainer.accelerator.wait_for_everyone()  # the others may load what the first one saves
+
+
+@contextmanager
+def _reading(checkpoint: str | Path | None) -> Iterator[None]:
+    """Turn what libraries raise for a file of a checkpoint into a UserError; the Trainer runs no code in such files."""
+    try:
+        yield
+    except UserError:
+        raise
+    except UnpicklingError as error:
+        raise UserError(f"the checkpoint {checkpoint} cannot be loaded: it has more than tensors in it.") from error
+    except (EOFError, RuntimeError, SafetensorError, *DAMAGED) as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"the checkpoint {checkpoint} cannot be loaded: a file in it is damaged ({reason}).") from error
+
+
+def _state_of(checkpoint: Path) -> TrainerState:
+    """The Trainer's state in a checkpoint, whose step is in the folder's name."""
+    with _reading(checkpoint):
+        state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
+        if checkpoint.name != f"checkpoint-{state.global_step}":
+            raise ValueError(f"{TRAINER_STATE_NAME} is of step {state.global_step}")
+        if not all(isinstance(point, dict) and "step" in point for point in state.log_history):
+            raise ValueError(f"{TRAINER_STATE_NAME} has a line without a step")
+    return state
 
 
 def _made_trainable(model: Any, settings: TrainingSettings) -> tuple[Any, Any]:
