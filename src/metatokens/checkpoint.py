@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 from transformers.models.auto import modeling_auto as auto
 
 from metatokens.data.tokenizer import load_plain_tokenizer
-from metatokens.decoder import position_embedding_of
+from metatokens.decoder import position_embedding_of, takes_wrapped
 from metatokens.errors import UserError, one_line
 from metatokens.files import (
     DAMAGED,
@@ -84,6 +84,7 @@ def _verify_if_present(folder: Path) -> None:
         verify_manifest(folder)
 
 
+@takes_wrapped
 def save_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -1,12 +1,14 @@
 """Functions for any decoder: find its blocks and its kind of positions, compute chosen logits, continue prompts."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
+from accelerate.utils import extract_model_from_parallel, is_compiled_module
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,6 +16,31 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from metatokens.errors import UserError
 
 PIECE = 2**21  # logits at a time, 8 MB; with a large vocabulary, a batch's logits are larger than the model
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside the wrappers of torch.compile, DistributedDataParallel and others that accelerate unwraps."""
+    inner = extract_model_from_parallel(model, keep_torch_compile=False) if isinstance(model, nn.Module) else model
+    return model if inner is model else unwrapped(inner)
+
+
+def uncompiled(model: Any) -> Any:
+    """The model that torch.compile wraps, to be changed; graphs of what it was are forgotten."""
+    if not is_compiled_module(model):
+        return model
+    torch.compiler.reset()
+    return uncompiled(model._orig_mod)
+
+
+def takes_wrapped(function: Function) -> Function:
+    """Decorate a function so that its first argument, `model`, may be wrapped (`unwrapped`)."""
+
+    @wraps(function)
+    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(unwrapped(model), *args, **kwargs)
+
+    return call  # type: ignore[return-value]  # has the same signature
 
 
 def decoder_of(model: PreTrainedModel) -> tuple[Any, Any]:
@@ -134,6 +161,7 @@ class Continuation:
     with_meta: str
 
 
+@takes_wrapped
 def continue_prompts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -9,9 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from metatokens.analysis.observation import observe
+from metatokens.decoder import takes_wrapped
 from metatokens.errors import UserError
 
 
+@takes_wrapped
 @torch.no_grad()
 def run_with_cache(
     model: PreTrainedModel, input_ids: Tensor, names: Callable[[str], bool] | str | None = None

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from metatokens.analysis.observation import PromptIds
 from metatokens.analysis.samples import summary
-from metatokens.decoder import decoder_of
+from metatokens.decoder import decoder_of, takes_wrapped
 from metatokens.errors import UserError
 from metatokens.model.interventions import Intervention, intervene
 from metatokens.records import About, Measurement, Part
@@ -145,6 +145,7 @@ def final_states(model: PreTrainedModel, examples: Sequence[Example]) -> dict[st
     return {"text": states[:, 0], "meta": states[:, 1]}
 
 
+@takes_wrapped
 def rate_distortion(
     model: PreTrainedModel,
     examples: Sequence[Example],

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from metatokens.analysis.observation import AttentionInputs, Observation, PromptIds, observe
 from metatokens.analysis.samples import Samples
+from metatokens.decoder import takes_wrapped
 from metatokens.records import About, KeyClass, Measurement
 from metatokens.tasks.example import Example
 
@@ -23,6 +24,7 @@ DISTANCES = (*range(1, 17), *(2**i for i in range(5, 21)))  # the upper ends of 
 NEAR = 8  # text tokens before the final meta-token, mostly those of the question
 
 
+@takes_wrapped
 def residual(model: PreTrainedModel, examples: Sequence[Example], about: About) -> list[Measurement]:
     """Similarity of states in the residual stream, and the attention of the final meta-token; means over examples.
 

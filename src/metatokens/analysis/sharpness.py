@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from metatokens.analysis.observation import AttentionInputs, Observation, PromptIds, observe
 from metatokens.analysis.samples import Samples
+from metatokens.decoder import takes_wrapped
 from metatokens.model.interventions import NoEmbedding, intervene
 from metatokens.records import About, Measurement
 from metatokens.tasks.example import Example
@@ -47,6 +48,7 @@ def premise_holds(logits: Tensor, index: Tensor) -> Tensor:
     return _take(logits.log_softmax(-1), index) > -entropy(logits)
 
 
+@takes_wrapped
 def sharpness(model: PreTrainedModel, examples: Sequence[Example], about: About) -> list[Measurement]:
     """The effect of the meta-tokens' embeddings: a pass with them, minus a pass in which they are zero.
 

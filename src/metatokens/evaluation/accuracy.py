@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from metatokens.decoder import cache_kept
+from metatokens.decoder import cache_kept, takes_wrapped
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.model.positions import reaches
 from metatokens.records import About, Metric, Result, pack_hits
@@ -40,6 +40,7 @@ def draw_test_examples(
     return [source.test(index, length) for index in range(n)]
 
 
+@takes_wrapped
 def evaluate(
     model: PreTrainedModel,
     tests: Mapping[int, Sequence[Encoded]] | Mapping[None, Sequence[Encoded]],

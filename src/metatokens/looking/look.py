@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from metatokens.analysis.observation import Observation, observe
 from metatokens.data.prompts import encode_prompt
 from metatokens.data.tokenizer import meta_token_id
-from metatokens.decoder import decoder_of, position_embedding_of
+from metatokens.decoder import decoder_of, position_embedding_of, takes_wrapped
 from metatokens.errors import UserError
 from metatokens.looking.page import Likeliest, Look
 from metatokens.model.interventions import NoEmbedding, intervene
@@ -26,6 +26,7 @@ ANSWERS = 5  # next tokens that are shown
 WITH, WITHOUT, DECOYS = "with its meta-tokens", "without", "among decoys"
 
 
+@takes_wrapped
 @torch.no_grad()
 def look(
     model: PreTrainedModel,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from metatokens.decoder import unwrapped
 from metatokens.errors import UserError
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import Rotary
@@ -184,12 +185,14 @@ def intervene(model: PreTrainedModel, intervention: Intervention | None, *, seed
             width))` in float32, for any T, so it depends neither on the batch nor on what is cached.
 
     Raises:
-        UserError: if the model lacks the positions or the meta-token that the intervention changes, or is called with
-            `inputs_embeds` or a `meta_token_mask`.
+        UserError: if the model lacks the positions or the meta-token that the intervention changes, is wrapped, or is
+            called with `inputs_embeds` or a `meta_token_mask`.
     """
     if intervention is None:
         yield
         return
+    if unwrapped(model) is not model:  # a compiled graph does not run hooks that come later
+        raise UserError(f"interventions change the model itself: give the one that the {type(model).__name__} wraps.")
     _check(intervention, model)
     hooks = _Hooks(intervention, model.config.meta_token_id, seed)
     with ExitStack() as stack:

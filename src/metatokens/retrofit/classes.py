@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from metatokens.decoder import decoder_of, own_blocks, position_embedding_of
+from metatokens.decoder import decoder_of, own_blocks, position_embedding_of, takes_wrapped
 from metatokens.errors import UserError
 from metatokens.model.cache import give, with_mixin
 from metatokens.model.configuration import TEXT_SINKS, write_remote_code
@@ -269,6 +269,7 @@ def _class_of(model: Any, meta_config: Any) -> Any:
     return meta_model
 
 
+@takes_wrapped
 def freeze_base(model: nn.Module, *, trained: bool = False) -> None:
     """Freeze the base of a retrofitted model, so that only what was added is trained; or unfreeze it.
 

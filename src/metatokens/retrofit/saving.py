@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from metatokens.decoder import decoder_of, own_blocks
+from metatokens.decoder import decoder_of, own_blocks, takes_wrapped, uncompiled
 from metatokens.errors import UserError, one_line
 from metatokens.files import DAMAGED, found_from, name_from, read_json, write_whole
 from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
@@ -22,19 +23,20 @@ DELTA_WEIGHTS = "meta_tokens.safetensors"
 MAX_BYTES = 2**20  # of DELTA
 
 
+@takes_wrapped
 def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
     """Save what `add_meta_attention` added to a model, without the base's weights.
 
     To load it, `load_meta` needs the same base. If the base was trained too, save the whole model by `save_pretrained`.
 
     Args:
-        model: a retrofitted model.
+        model: a retrofitted model, also inside wrappers, such as torch.compile's.
         folder: where to write `meta_tokens.safetensors`, `meta_tokens.json` with the base's name, settings and
             checksums, and a `config.json` unless there is one; created if it does not exist.
 
     Raises:
-        UserError: if nothing was added to the model, what was added is quantised, PEFT's adapters are in the model,
-            the base's weights have changed since, or its vocabulary has grown; if the folder cannot be written.
+        UserError: if nothing was added to the model, what was added is quantised or sharded, PEFT's adapters are in the
+            model, the base's weights have changed since, or its vocabulary has grown; if the folder cannot be written.
     """
     folder = Path(folder)
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
@@ -42,6 +44,12 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
     if not isinstance(model, MetaModel):
         raise UserError(f"this {type(model).__name__} is no retrofitted model: nothing was added that could be saved.")
     settings = MetaSettings(**model.config.meta_attention)
+    weights = {name: parameter.detach().contiguous() for name, parameter in added_parameters(model).items()}
+    if not all(weight.is_floating_point() for weight in weights.values()):
+        raise UserError("what was added to this model is quantised, which is lossy: save it before quantising.")
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    if _shapes(model, settings) != shapes or any(isinstance(weight, DTensor) for weight in weights.values()):
+        raise UserError("the weights of this model are in parts, on several devices or processes: gather them first.")
     rows = _base_rows(model, settings)
     if not have_same_weights(settings.base_weights, weight_checksums(model, rows)):
         raise UserError(
@@ -53,9 +61,6 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
             "tokens were added to this model after the meta-token, and their embeddings are no part of meta-attention. "
             "Save the whole model, by save_pretrained."
         )
-    weights = {name: one.detach().contiguous() for name, one in added_parameters(model).items()}
-    if not all(one.is_floating_point() for one in weights.values()):
-        raise UserError("what was added to this model is quantised, which is lossy: save it before quantising.")
     settings.base = name_from(folder, settings.base)
     own = {name: getattr(model.config, name) for name in ("meta_token_id", "unpadded_vocab_size")}
     own["meta_attention"] = settings.model_dump()
@@ -89,9 +94,11 @@ def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
         The same model.
 
     Raises:
-        UserError: if the base is another one, or has meta-tokens already; if a file is missing or damaged. The base
-            is then unchanged.
+        UserError: if the base is another one, is wrapped by more than torch.compile, or has meta-tokens already; if a
+            file is missing or damaged. The base is then unchanged.
     """
+    wrapper = base
+    base = uncompiled(base)
     folder = Path(folder)
     settings, meta_token_id, used = _read(folder)
     if isinstance(base, MetaModel) or not isinstance(base, PreTrainedModel):
@@ -116,9 +123,9 @@ def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
         raise UserError(f"the weights in {folder} do not fit its {DELTA}, or that does not fit the base.")
     convert(base, settings, meta_token_id, used)
     with torch.no_grad():
-        for name, one in added_parameters(base).items():
-            one.copy_(weights[name])
-    return base
+        for name, parameter in added_parameters(base).items():
+            parameter.copy_(weights[name])
+    return wrapper
 
 
 def _shapes(base: PreTrainedModel, settings: MetaSettings) -> dict[str, torch.Size] | None:

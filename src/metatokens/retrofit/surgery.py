@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from metatokens.data.tokenizer import META_TOKEN, shares_its_id
-from metatokens.decoder import decoder_of, own_blocks
+from metatokens.decoder import decoder_of, own_blocks, uncompiled
 from metatokens.errors import UserError
 from metatokens.model.configuration import UNSAVED, check_layers
 from metatokens.retrofit.classes import MetaModel, classes_of, freeze_base, init_added_weights, install
@@ -41,7 +41,8 @@ def add_meta_attention(
     mean of the table's first 32,768 rows.
 
     Args:
-        model: a causal language model, as `AutoModelForCausalLM` loads it, not wrapped by PEFT.
+        model: a causal language model, as `AutoModelForCausalLM` loads it, not wrapped by PEFT or for several
+            processes; torch.compile's wrapper is taken.
         tokenizer: the model's tokenizer. It gets the meta-token as `tokenizer.meta_token`, unless it has one. If the
             table of embeddings has no row for it, the table grows to a multiple of 64 rows.
         meta_token_id: instead of a tokenizer, a row of the table that no text uses.
@@ -59,6 +60,8 @@ def add_meta_attention(
         UserError: if the model has meta-tokens already, is an encoder-decoder, or has no attention to add to; if a
             number is out of range; if neither a tokenizer nor a row is given, or the tokenizer does not fit the model.
     """
+    wrapper = model
+    model = uncompiled(model)
     _check_base(model)
     count = own_blocks(model.config)
     layers = range(count) if layers is None else layers
@@ -85,7 +88,7 @@ def add_meta_attention(
     convert(
         model, settings, meta_token_id, used, freeze=freeze, start=[] if tokenizer is None else _separators(tokenizer)
     )
-    return model
+    return wrapper
 
 
 def _check_base(model: Any) -> None:

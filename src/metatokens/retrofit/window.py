@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from metatokens.decoder import decoder_of, own_blocks
+from metatokens.decoder import decoder_of, own_blocks, takes_wrapped
 from metatokens.errors import UserError, one_line
 from metatokens.model.configuration import UNSAVED, MetaGPT2Config
 from metatokens.retrofit.classes import MetaConfig
@@ -23,6 +23,7 @@ from metatokens.retrofit.sites import probe_ids
 _READS = "a {} cannot have a text_window: it must take masks of four dimensions, and a cache that drops entries"
 
 
+@takes_wrapped
 def set_text_window(
     model: PreTrainedModel, window: int | None, sinks: int | None = None, full_layers: Sequence[int] | None = None
 ) -> None:
