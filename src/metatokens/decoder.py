@@ -26,11 +26,8 @@ def unwrapped(model: Any) -> Any:
 
 
 def uncompiled(model: Any) -> Any:
-    """The model that torch.compile wraps, to be changed; graphs of what it was are forgotten."""
-    if not is_compiled_module(model):
-        return model
-    torch.compiler.reset()
-    return uncompiled(model._orig_mod)
+    """The model inside torch.compile's wrapper, which traces the model again when the classes of its parts change."""
+    return uncompiled(model._orig_mod) if is_compiled_module(model) else model
 
 
 def takes_wrapped(function: Function) -> Function:
