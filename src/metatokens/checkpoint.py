@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 from transformers.models.auto import modeling_auto as auto
 
 from metatokens.data.tokenizer import load_plain_tokenizer
-from metatokens.decoder import position_embedding_of, takes_wrapped
+from metatokens.decoder import position_embedding_of
 from metatokens.errors import UserError, one_line
 from metatokens.files import (
     DAMAGED,
@@ -35,6 +35,7 @@ from metatokens.files import (
 from metatokens.machine import local_rank
 from metatokens.model.configuration import REMOTE_CODE_FILE, MetaGPT2Config, SecondAttention
 from metatokens.model.modeling import MetaGPT2ForCausalLM
+from metatokens.model.wrappers import takes_wrapped
 from metatokens.recipe import Device, Dtype
 from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
 from metatokens.retrofit.saving import DELTA, DELTA_WEIGHTS, base_of, load_meta, save_meta

@@ -1,43 +1,20 @@
 """Functions for any decoder: find its blocks and its kind of positions, compute chosen logits, continue prompts."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 import torch
-from accelerate.utils import extract_model_from_parallel, is_compiled_module
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metatokens.errors import UserError
+from metatokens.model.wrappers import takes_wrapped
 
 PIECE = 2**21  # logits at a time, 8 MB; with a large vocabulary, a batch's logits are larger than the model
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def unwrapped(model: Any) -> Any:
-    """The model inside the wrappers of torch.compile, DistributedDataParallel and others that accelerate unwraps."""
-    inner = extract_model_from_parallel(model, keep_torch_compile=False) if isinstance(model, nn.Module) else model
-    return model if inner is model else unwrapped(inner)
-
-
-def uncompiled(model: Any) -> Any:
-    """The model inside torch.compile's wrapper, which traces the model again when the classes of its parts change."""
-    return uncompiled(model._orig_mod) if is_compiled_module(model) else model
-
-
-def takes_wrapped(function: Function) -> Function:
-    """Decorate a function so that its first argument, `model`, may be wrapped (`unwrapped`)."""
-
-    @wraps(function)
-    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(unwrapped(model), *args, **kwargs)
-
-    return call  # type: ignore[return-value]  # has the same signature
 
 
 def decoder_of(model: PreTrainedModel) -> tuple[Any, Any]:

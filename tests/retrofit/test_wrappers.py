@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from metatokens import add_meta_attention, freeze_base, load_meta, run_with_cache, save_meta, set_text_window
 from metatokens.analysis.observation import observe
-from metatokens.decoder import unwrapped
 from metatokens.errors import UserError
 from metatokens.model.interventions import Intervention, intervene
+from metatokens.model.wrappers import unwrapped
 from metatokens.retrofit.layers import added_parameters
 from tests.retrofit.architectures import META, ROWS, base, error, logits, retrofitted, train_like, with_meta_tokens
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from metatokens.analysis.observation import observe
-from metatokens.decoder import takes_wrapped
 from metatokens.errors import UserError
+from metatokens.model.wrappers import takes_wrapped
 
 
 @takes_wrapped

@@ -30,9 +30,10 @@ from transformers import PreTrainedModel
 
 from metatokens.analysis.observation import PromptIds
 from metatokens.analysis.samples import summary
-from metatokens.decoder import decoder_of, takes_wrapped
+from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
 from metatokens.model.interventions import Intervention, intervene
+from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import About, Measurement, Part
 from metatokens.tasks.example import Example
 from metatokens.tasks.scoring import by_length

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from metatokens.analysis.observation import AttentionInputs, Observation, PromptIds, observe
 from metatokens.analysis.samples import Samples
-from metatokens.decoder import takes_wrapped
+from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import About, KeyClass, Measurement
 from metatokens.tasks.example import Example
 

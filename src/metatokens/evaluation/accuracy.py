@@ -5,9 +5,10 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from metatokens.decoder import cache_kept, takes_wrapped
+from metatokens.decoder import cache_kept
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.model.positions import reaches
+from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import About, Metric, Result, pack_hits
 from metatokens.tasks.curriculum import TaskData, chance
 from metatokens.tasks.example import Encoded, Example

@@ -21,10 +21,11 @@ from metatokens.data.insertion import IGNORED_LABEL, insert_meta_tokens, labels_
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import encode_documents
-from metatokens.decoder import cache_kept, logits_at, takes_wrapped
+from metatokens.decoder import cache_kept, logits_at
 from metatokens.errors import UserError
 from metatokens.evaluation.intervals import normal_interval
 from metatokens.model.positions import check_length
+from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import About, Result
 
 

@@ -15,11 +15,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from metatokens.analysis.observation import Observation, observe
 from metatokens.data.prompts import encode_prompt
 from metatokens.data.tokenizer import meta_token_id
-from metatokens.decoder import decoder_of, position_embedding_of, takes_wrapped
+from metatokens.decoder import decoder_of, position_embedding_of
 from metatokens.errors import UserError
 from metatokens.looking.page import Likeliest, Look
 from metatokens.model.interventions import NoEmbedding, intervene
 from metatokens.model.positions import learned_positions
+from metatokens.model.wrappers import takes_wrapped
 
 MAX_TOKENS = 4096  # of a prompt: attention weights take memory quadratic in its length
 ANSWERS = 5  # next tokens that are shown

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from metatokens.decoder import unwrapped
 from metatokens.errors import UserError
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import Rotary
+from metatokens.model.wrappers import unwrapped
 
 Draw = Callable[[int], Tensor]  # width -> standard normal numbers by position, (batch or 1, length, width)
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from metatokens.decoder import decoder_of, own_blocks, position_embedding_of, takes_wrapped
+from metatokens.decoder import decoder_of, own_blocks, position_embedding_of
 from metatokens.errors import UserError
 from metatokens.model.cache import give, with_mixin
 from metatokens.model.configuration import TEXT_SINKS, write_remote_code
@@ -32,6 +32,7 @@ from metatokens.model.generation import MetaTokenGenerationMixin, register_archi
 from metatokens.model.labels import without_meta_tokens
 from metatokens.model.positions import packed_sequences
 from metatokens.model.vocabulary import MetaVocabulary
+from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import Result
 from metatokens.retrofit.card import model_card
 from metatokens.retrofit.hooks import add_at_site, begin_pass, bind_inputs, end_pass, mask_logits

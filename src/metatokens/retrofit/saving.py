@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from metatokens.decoder import decoder_of, own_blocks, takes_wrapped, uncompiled
+from metatokens.decoder import decoder_of, own_blocks
 from metatokens.errors import UserError, one_line
 from metatokens.files import DAMAGED, found_from, name_from, read_json, write_whole
+from metatokens.model.wrappers import takes_wrapped, uncompiled
 from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
 from metatokens.retrofit.identity import difference, have_same_weights, settings_of, weight_checksums
 from metatokens.retrofit.layers import MetaModule, added_parameters

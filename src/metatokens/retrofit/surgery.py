@@ -9,9 +9,10 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from metatokens.data.tokenizer import META_TOKEN, shares_its_id
-from metatokens.decoder import decoder_of, own_blocks, uncompiled
+from metatokens.decoder import decoder_of, own_blocks
 from metatokens.errors import UserError
 from metatokens.model.configuration import UNSAVED, check_layers
+from metatokens.model.wrappers import uncompiled
 from metatokens.retrofit.classes import MetaModel, classes_of, freeze_base, init_added_weights, install
 from metatokens.retrofit.identity import settings_of, weight_checksums
 from metatokens.retrofit.settings import MetaSettings

@@ -12,9 +12,10 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from metatokens.decoder import decoder_of, own_blocks, takes_wrapped
+from metatokens.decoder import decoder_of, own_blocks
 from metatokens.errors import UserError, one_line
 from metatokens.model.configuration import UNSAVED, MetaGPT2Config
+from metatokens.model.wrappers import takes_wrapped
 from metatokens.retrofit.classes import MetaConfig
 from metatokens.retrofit.layers import set_full_layers
 from metatokens.retrofit.settings import MetaSettings
