@@ -291,10 +291,10 @@ def test_an_adapter_that_names_the_meta_token_and_its_table(
     expected = logits(adapted.eval(), ids)
     adapted.save_pretrained(tmp_path)
     saved = tmp_path / "adapter_config.json"
-    given = json.loads(saved.read_text(encoding="utf-8"))
-    assert "meta_token" not in given["modules_to_save"]
-    for names in (given["modules_to_save"], [*given["modules_to_save"], "meta_token"]):
-        saved.write_text(json.dumps(given | {"modules_to_save": names}), encoding="utf-8")
+    settings = json.loads(saved.read_text(encoding="utf-8"))
+    assert "meta_token" not in settings["modules_to_save"]
+    for names in (settings["modules_to_save"], [*settings["modules_to_save"], "meta_token"]):
+        saved.write_text(json.dumps(settings | {"modules_to_save": names}), encoding="utf-8")
         assert torch.equal(logits(peft.PeftModel.from_pretrained(fresh(), tmp_path).eval(), ids), expected)
     other = fresh()
     other.load_adapter(tmp_path)
