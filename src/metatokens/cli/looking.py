@@ -60,7 +60,9 @@ def generate(
     messages: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A chat, a JSON list of role and content; PROMPT continues it.")
     ] = None,
-    show_meta: Annotated[bool, typer.Option("--show-meta", help="Show meta-tokens in the output as <|meta|>.")] = False,
+    show_meta: Annotated[
+        bool, typer.Option("--show-meta", help="Show meta-tokens in the output, such as <|meta|>.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Length limit of the new text.")] = 64,
     meta_every: Annotated[
         int | None, typer.Option(metavar="TOKENS", min=1, help="Insert a meta-token every so many generated tokens.")

@@ -7,14 +7,17 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.landmarks import Landmarks
-from metatokens.data.tokenizer import META_TOKEN, backend_of, beginning_of, encode_text, meta_token_id
+from metatokens.data.tokenizer import beginning_of, control_texts, encode_text, encode_with_control, meta_token_id
 from metatokens.errors import UserError
 from metatokens.records import split_at
+
+_BREAK = "\ufdd0"  # within the texts of control tokens in messages; Unicode keeps it for programs' own use
 
 
 def encode_prompt(
@@ -68,26 +71,50 @@ def encode_chat(
 ) -> list[int]:
     """Encode the output of `tokenizer.apply_chat_template(..., tokenize=False)`.
 
-    The template's control tokens are recognised; what looks like a meta-token is text. The other arguments are those of
-    `encode_prompt`.
+    The template's control tokens are recognised; what looks like a meta-token is text, and so is what looks like a
+    control token in messages that went through `without_control`. The other arguments are those of `encode_prompt`.
     """
-    [looks_alike] = encode_text(tokenizer, [META_TOKEN], continues=True)
+    control = _control(tokenizer)
+    in_messages = re.compile(f"({'|'.join(re.escape(_broken(text)) for text in control)})")
 
-    def encode(part: str, continues: bool) -> list[int]:
-        backend = backend_of(tokenizer, continues=continues)
-        backend.encode_special_tokens = False
-        backend.no_truncation()
-        backend.no_padding()
-        return backend.encode(part, add_special_tokens=False).ids
+    def encode(segment: str, continues: bool) -> Iterator[int]:
+        def encode_part(part: str, is_later: bool) -> list[int]:
+            continues_text = continues or is_later
+            if in_messages.fullmatch(part):
+                return encode_text(tokenizer, [part.replace(_BREAK, "")], continues=continues_text)[0]
+            return encode_with_control(tokenizer, part, continues=continues_text)
 
-    def encode_segment(segment: str, continues: bool) -> Iterator[int]:
-        return join_segments(
-            segment.split(META_TOKEN), lambda part, later: encode(part, continues or later), *looks_alike
-        )
+        return join_segments(in_messages.split(segment), encode_part)
 
-    segments = [text] if marker is None else _split(text, marker)
-    ids = list(join_segments(segments, encode_segment, meta_token_id(tokenizer)))
+    segments = [text] if marker is None else _split(text, marker, _without(control, marker))
+    ids = list(join_segments(segments, encode, meta_token_id(tokenizer)))
     return ids if landmarks is None else Landmarks(tokenizer, landmarks).insert_into(ids)
+
+
+def without_control(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a chat, whose texts get no control token from a chat template and `encode_chat`.
+
+    A noncharacter is put into each text of a control token; `encode_chat` takes it out.
+    """
+    control = _control(tokenizer)
+
+    def changed(value: Any) -> Any:
+        return _without(control, value) if isinstance(value, str) else value
+
+    return [{key: changed(value) for key, value in message.items()} for message in messages]
+
+
+def _control(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The texts of a tokenizer's control tokens, those that begin with another before it."""
+    return sorted(control_texts(tokenizer.backend_tokenizer).values(), key=len, reverse=True)
+
+
+def _without(control: Sequence[str], text: str) -> str:
+    return re.sub("|".join(map(re.escape, control)), lambda match: _broken(match[0]), text)
+
+
+def _broken(control: str) -> str:
+    return f"{control[0]}{_BREAK}{control[1:]}"
 
 
 def read_messages(file: Path) -> list[dict[str, str]]:
@@ -111,7 +138,9 @@ def read_messages(file: Path) -> list[dict[str, str]]:
 
 
 def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
-    """Apply the tokenizer's chat template to messages, up to where the answer begins.
+    """Apply the tokenizer's chat template to messages, up to where the answer begins, for `encode_chat`.
+
+    What looks like a control token in a message is text there, see `without_control`.
 
     Raises:
         UserError: if there is no template, or it refuses the messages, such as two user messages in succession.
@@ -119,12 +148,15 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, s
     if tokenizer.chat_template is None:
         raise UserError("the model's tokenizer has no chat template.")
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        written = tokenizer.apply_chat_template(
+            without_control(tokenizer, messages), tokenize=False, add_generation_prompt=True
+        )
+        return str(written)
     except TemplateError as error:
         raise UserError(f"the chat template does not take these messages: {error}.") from error
 
 
-def _split(text: str, marker: str) -> list[str]:
-    if not marker:
+def _split(text: str, *markers: str) -> list[str]:
+    if not all(markers):
         raise UserError("the marker is empty; give the text that marks a meta-token, such as _PAUSE_.")
-    return re.split(f" ?{re.escape(marker)}", text)
+    return re.split(f" ?(?:{'|'.join(map(re.escape, markers))})", text)

@@ -10,7 +10,9 @@ import json
 import math
 import os
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -93,24 +95,88 @@ def encode_text(
     Raises:
         UserError: if a text has a lone surrogate, which UTF-8 cannot encode.
     """
-    backend = backend_of(tokenizer, continues=continues)
-    # An earlier call of the tokenizer leaves its settings in the backend.
-    backend.encode_special_tokens = True
-    backend.no_truncation()
-    backend.no_padding()
-    try:
+    changed = _text_backend(tokenizer, len(tokenizer), continues)
+    backend = _prepared(changed or tokenizer.backend_tokenizer, recognises_control=False)
+    with _refusing_surrogates():
         if not _splits_at_spaces(backend) or all(len(text) <= LONG_TEXT for text in texts):
             return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         return [list(_ids_of_long(backend, text)) for text in texts]
+
+
+def encode_with_control(tokenizer: PreTrainedTokenizerBase, text: str, *, continues: bool) -> list[int]:
+    """The ids of a text in which all control tokens are recognised except for the meta-token.
+
+    The tokenizer must have a meta-token. `continues` and errors are as in `encode_text`.
+    """
+    backend = _chat_backend(tokenizer, len(tokenizer), tokenizer.meta_token, continues)
+    with _refusing_surrogates():
+        return _prepared(backend, recognises_control=True).encode(text, add_special_tokens=False).ids
+
+
+def control_texts(backend: Tokenizer) -> dict[int, str]:
+    """The texts of a backend's control tokens, the meta-token included, by their ids."""
+    added = backend.get_added_tokens_decoder()
+    return {number: token.content for number, token in added.items() if token.special}
+
+
+@contextmanager
+def _refusing_surrogates() -> Iterator[None]:
+    try:
+        yield
     except TypeError as error:
         message = "a text has a lone surrogate, such as for a byte that is not UTF-8, and cannot be encoded."
         raise UserError(message) from error
 
 
-def backend_of(tokenizer: PreTrainedTokenizerBase, *, continues: bool) -> Tokenizer:
-    """A tokenizer's backend; for texts that continue others, one that puts no space before a text."""
-    own = _continuing(tokenizer, len(tokenizer)) if continues else None
-    return own or tokenizer.backend_tokenizer
+def _prepared(backend: Tokenizer, *, recognises_control: bool) -> Tokenizer:
+    # An earlier call of the tokenizer leaves its settings in the backend.
+    backend.encode_special_tokens = not recognises_control
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+@lru_cache(maxsize=4)
+def _text_backend(tokenizer: PreTrainedTokenizerBase, size: int, continues: bool) -> Tokenizer | None:
+    """The backend of a tokenizer with `size` entries for text; None if its own one will do."""
+    continuing = _continuing(tokenizer, size) if continues else None
+    backend = continuing or tokenizer.backend_tokenizer
+    reached = _control_in_vocabulary(backend)
+    return _hiding(backend, reached) if reached else continuing
+
+
+@lru_cache(maxsize=4)
+def _chat_backend(tokenizer: PreTrainedTokenizerBase, size: int, meta_token: str, continues: bool) -> Tokenizer:
+    continuing = _continuing(tokenizer, size) if continues else None
+    return _hiding(continuing or tokenizer.backend_tokenizer, [meta_token])
+
+
+def _control_in_vocabulary(backend: Tokenizer) -> list[str]:
+    """The control tokens whose texts are pieces of text too, as in the vocabularies of Unigram models.
+
+    The unknown token is none: it stands for text.
+    """
+    backend = _prepared(backend, recognises_control=False)
+    unknown = getattr(backend.model, "unk_token", None)
+    texts = {number: text for number, text in control_texts(backend).items() if text != unknown}
+    encodings = backend.encode_batch_fast(list(texts.values()), add_special_tokens=False)
+    return [text for (number, text), encoding in zip(texts.items(), encodings, strict=True) if number in encoding.ids]
+
+
+def _hiding(backend: Tokenizer, tokens: Iterable[str]) -> Tokenizer:
+    """A copy of a backend in which no text becomes one of the tokens. All ids are the same."""
+    settings = json.loads(backend.to_str())
+    names = {token: token + secrets.token_hex() for token in tokens}  # which no text can guess
+    for added in settings["added_tokens"]:
+        added["content"] = names.get(added["content"], added["content"])
+    model = settings["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): number for piece, number in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if names.keys().isdisjoint([*pair, "".join(pair)])]
+    return Tokenizer.from_str(json.dumps(settings))
 
 
 @lru_cache(maxsize=4)

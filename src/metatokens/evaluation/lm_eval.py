@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from metatokens.checkpoint import check_placing, fetch_model, load_model
 from metatokens.data.landmarks import Landmarks
-from metatokens.data.prompts import encode_chat, encode_prompt
+from metatokens.data.prompts import encode_chat, encode_prompt, without_control
 from metatokens.data.tokenizer import UNLIMITED, beginning_of, load_tokenizer
 from metatokens.decoder import left_padded
 from metatokens.errors import UserError
@@ -46,7 +46,7 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(HFLM.__ini
 class MetaTokensLM(HFLM):
     """`HFLM` for every model that `metatokens` loads, including retrofitted models and those that `save_meta` wrote.
 
-    Contexts are plain text: the marker and `<|meta|>` have no meaning in them unless you pass `marker`.
+    Contexts are plain text: the marker and the meta-token's text have no meaning in them unless you pass `marker`.
 
     Args:
         pretrained: a model's folder with its tokenizer, `hf:NAME` for the Hugging Face Hub, or a model from
@@ -150,10 +150,10 @@ class MetaTokensLM(HFLM):
             return usual if bos in usual else [bos, *usual]
         return []
 
-    def apply_chat_template(self, *args: Any, **kwargs: Any) -> str:
-        """Apply the template as the harness does; from then on, special tokens in contexts are recognised."""
+    def apply_chat_template(self, chat_history: list[dict[str, str]], *args: Any, **kwargs: Any) -> str:
+        """Apply the template as the harness does; from then on, special tokens of the template are recognised."""
         self._is_chat = True
-        return super().apply_chat_template(*args, **kwargs)
+        return super().apply_chat_template(without_control(self.tokenizer, chat_history), *args, **kwargs)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **kwargs: Any
