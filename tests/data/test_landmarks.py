@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from metatokens.errors import UserError
 from metatokens.tasks.example import read_examples
 
 RULES = ("line", "paragraph", "sentence")
-WHITE = " \t\n\r\f\v"
+WHITE = "".join(letter for letter in map(chr, range(sys.maxunicode + 1)) if letter.isspace())
 TEXTS = [
     "Dr. Li read it.\n\nIt ends. \r\n\r\nHe said: \u201cGo!\u201d she did\n\n\nThe U.S. is big... Yes.\n",
     "A list:\n- one.\n- two!\n\n  \nJ. R. R. wept (twice.) It\u2019s Bob's. Don't. e.g. this? \u2026 No\u2026 So.\n\n",
@@ -28,16 +29,22 @@ TEXTS = [
 # Texts are drawn from ends of units, what looks like one, and what surrounds them.
 PARTS = [
     *".!?\u2026\u3002\uff01\"')]\u2019\u201d\u00bb\u300d \n\t\r\f\x00-_,:;",
-    *("\r\n", "\n\n", ".\n\n", " \n", "  ", "...", "\u00a0"),
+    *("\r\n", "\n\n", ".\n\n", " \n", "  ", "...", "\u00a0", "\u00a0\n", "\u3000", "\u2028", "\x85", "\x1d", "\u2003"),
     *["Mr", "Prof", "St", "Dr", "J", "e.g", "s", "I", "a", "it", "The", "word", "7", "1999", "é", "他", "_PAUSE_"],
 ]
 drawn = st.lists(st.sampled_from(PARTS), max_size=40).map("".join)
 
 
+def ends_text(line: str) -> bool:
+    """Whether a line feed after the line ends it: it has text, and at most 32 bytes of white space behind it."""
+    text = line.rstrip()
+    return bool(text) and len(line[len(text) :].encode()) <= 32
+
+
 def line_ends(text: str) -> list[int]:
     ends, start = [], 0
     for line in text.split("\n")[:-1]:
-        if line.strip(WHITE):
+        if ends_text(line):
             ends.append(start + len(line))
         start += len(line) + 1
     return ends
@@ -46,9 +53,9 @@ def line_ends(text: str) -> list[int]:
 def paragraph_ends(text: str) -> list[int]:
     ends, start, is_inside = [], 0, False
     for line in text.split("\n")[:-1]:
-        if is_inside and not line.strip(WHITE):
+        if is_inside and not line.strip() and len(line.encode()) <= 32:
             ends.append(start + len(line))
-        is_inside = bool(line.strip(WHITE))
+        is_inside = ends_text(line)
         start += len(line) + 1
     return ends
 
@@ -70,7 +77,7 @@ def sentence_ends(text: str) -> list[int]:
         words = re.findall(r"[A-Za-z0-9_]+\Z", text[:place])
         word = words[0] if words else ""
         ahead = text[: place - len(word)][-1:]
-        is_letter = len(word) == 1 and word.isalpha() and ahead != "'" and ahead.isascii()
+        is_letter = len(word) == 1 and word.isalpha() and ahead != "'" and (ahead.isascii() or ahead.isspace())
         if mark == "." and (is_letter or word in ("Mr", "Mrs", "Ms", "Dr", "St", "Prof")):
             continue
         ends.append(end)
@@ -169,12 +176,24 @@ def test_a_part_of_a_text_has_the_landmarks_of_the_whole(
     assert around[start - before :][:size].tolist() == landmarks(ids)[start : start + size].tolist()
 
 
-@pytest.mark.parametrize(("blanks", "lines"), [("\t\r" * 16, 3), ("\t\r" * 16 + "\t", 1)])
-def test_a_line_may_end_in_32_blanks_of_which_a_part_sees_all(
+@pytest.mark.parametrize("rule", RULES)
+@given(white=st.sampled_from(WHITE), further=st.sampled_from(["", "a", "A", "\u00a0a"]))
+def test_all_white_space_of_unicode_is_white_space(
+    white: str, further: str, rule: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    text = f"It rains.{white}{further}\n{white}\nMr. Li,{white}J.{white}He reads.{white * 10}\n{white}\nSo.\n"
+    [ids] = encode_text(tokenizer, [text])
+    assert Landmarks(tokenizer, rule)(ids).tolist() == expected(tokenizer, text, rule)
+
+
+@pytest.mark.parametrize(
+    ("blanks", "lines"), [("\t\r" * 16, 3), ("\t\r" * 16 + "\t", 1), ("\u3000" * 10 + "\x85", 3), ("\u3000" * 11, 1)]
+)
+def test_a_line_may_end_in_32_bytes_of_blanks_of_which_a_part_sees_all(
     blanks: str, lines: int, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     [ids] = encode_text(tokenizer, [f"(Prof.{blanks}\n{blanks}\nOne.{blanks}\n{blanks}\nEnd\n"])
-    assert len(ids) > 100
+    assert len(ids) > BEFORE + AFTER
     for rule, count in (("line", lines), ("paragraph", lines - 1), ("sentence", 1)):
         landmarks = Landmarks(tokenizer, rule)
         whole = landmarks(ids).tolist()

@@ -18,21 +18,31 @@ BEFORE, AFTER = 72, 4
 _CONTROL = b"\0\0"  # replaces a control token's text
 _BYTES = {ord(letter): byte for byte, letter in bytes_to_unicode().items()}  # in a byte-level vocabulary
 
-_BLANKS = 32  # at most, between the text of a line and its line feed
+# White space of Unicode that ASCII lacks, and four of ASCII's that patterns over bytes do not count. The rules read a
+# space in place of each, after as many fillers as keep all bytes in their places; no text has a filler.
+_OTHER_WHITE = re.compile(
+    "|".join(
+        "\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+    ).encode()
+)
+_FILLER = b"\xff"
+
+_BLANKS = 32  # bytes at most, between the text of a line and its line feed
+_BLANK = rb"[ \t\r\f\v\xff]"
 # The lookbehind of `re` has a fixed length, so there is one pattern for each number of blanks.
-_BEHIND_TEXT = b"|".join(rb"(?<=\S[^\S\n]{%d}\n)" % blanks for blanks in range(_BLANKS + 1))
+_BEHIND_TEXT = b"|".join(rb"(?<=[^\s\xff]%b{%d}\n)" % (_BLANK, blanks) for blanks in range(_BLANKS + 1))
 _LINE = rb"\n(?:" + _BEHIND_TEXT + rb")"
-_ABBREVIATED = rb"(?<!(?<!['\x80-\xff])\b[A-Za-z]\.)" + b"".join(
+_ABBREVIATED = rb"(?<!(?<!['\x80-\xfe])\b[A-Za-z]\.)" + b"".join(
     rb"(?<!\b%s\.)" % title for title in (b"Mr", b"Mrs", b"Ms", b"Dr", b"St", b"Prof")
 )
 _CLOSING = b"(?:%s){0,3}" % "|".join(map(re.escape, "\"')]\u2019\u201d»」』")).encode()
 # Each pattern begins with a set of bytes, which `re` finds quickly; `…`, `。`, `！` and `？` have three bytes.
 _ENDS = {
     "line": re.compile(_LINE),
-    "paragraph": re.compile(_LINE + rb"[^\S\n]{0,%d}\n" % _BLANKS),
+    "paragraph": re.compile(_LINE + rb"%b{0,%d}\n" % (_BLANK, _BLANKS)),
     "sentence": re.compile(
         rb"[.!?\xe2\xe3\xef](?:"
-        rb"(?:(?<=\.)" + _ABBREVIATED + rb"|(?<=[!?])|(?<=\xe2)\x80\xa6)" + _CLOSING + rb"(?=\s(?![a-z])|\Z)|"
+        rb"(?:(?<=\.)" + _ABBREVIATED + rb"|(?<=[!?])|(?<=\xe2)\x80\xa6)" + _CLOSING + rb"(?=\xff*\s(?![a-z])|\Z)|"
         rb"(?:(?<=\xe3)\x80\x82|(?<=\xef)\xbc[\x81\x9f])" + _CLOSING + rb")"
     ),
 }
@@ -56,7 +66,8 @@ class Landmarks:
     A token is never split, and gets at most one meta-token. No rule inserts one directly before a meta-token that the
     text already has. Line, paragraph and sentence insert none directly before a control token, such as the end of a
     text or of a chat's message, so that a model learns to end a text from its last token. Text that looks like a
-    marker stays text. A line feed after more than 32 other characters of white space ends nothing.
+    marker stays text. White space is what `str.isspace` knows. A line feed after more than 32 bytes (UTF-8) of other
+    white space ends nothing.
 
     Args:
         tokenizer: the tokenizer that made the ids.
@@ -105,11 +116,16 @@ class Landmarks:
             return np.arange(start + 1, start + len(text) + 1) % self._every == 0
         text = np.minimum(text, len(self._pieces) - 1)
         pieces = self._pieces[text]
-        places = [match.end() - 1 for match in _ENDS[self.rule].finditer(b"".join(pieces))]
+        written = _OTHER_WHITE.sub(_as_blank, b"".join(pieces))
+        places = [match.end() - 1 for match in _ENDS[self.rule].finditer(written)]
         behind = np.zeros(len(text), dtype=bool)
         behind[np.searchsorted(np.cumsum(self._sizes[text]), places, side="right")] = True
         behind[:-1] &= ~self._is_control[text[1:]]
         return behind
+
+
+def _as_blank(white: re.Match[bytes]) -> bytes:
+    return _FILLER * (len(white[0]) - 1) + b" "
 
 
 @lru_cache(maxsize=4)

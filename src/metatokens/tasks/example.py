@@ -100,7 +100,7 @@ def read_examples(
     examples: list[Example] = []
     is_warned = False
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
+        if not line.decode(errors="replace").strip():
             continue
         try:
             record = ExampleRecord.model_validate_json(line)
