@@ -51,6 +51,15 @@ def test_from_text_to_figures_verb_by_verb(workplace: Path, metatokens: Run) -> 
     assert (status, output, error.splitlines()[-1]) == (0, "", "report: report/index.html")
 
 
+def test_a_corpus_of_one_document_holds_nothing_out_and_says_so(workplace: Path, metatokens: Run) -> None:
+    text = Path("text.txt").read_text(encoding="utf-8")[:4_000]
+    Path("old.txt").write_bytes(text.replace("\n", "\r").encode() * 20)  # lines as in old files of Macs
+    Path("short.txt").write_text(text)
+    for name, says_so in (("old", False), ("short", True)):
+        status, _, error = metatokens(f"tokenize --corpus {name}.txt --tokenizer train:300 --out {name}")
+        assert (status, "Nothing is held out, since the corpus has only one document" in error) == (0, says_so)
+
+
 def test_finished_work_is_not_repeated(
     workplace: Path, contents: Contents, metatokens: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ import codecs
 import gzip
 import hashlib
 import itertools
+import re
 import subprocess
 import sys
 import textwrap
@@ -51,6 +52,12 @@ def test_json_lines(tmp_path, name):
     assert list(read_corpus(str(tmp_path / name))) == ["first", "zwölf\n\u2028", "last"]
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_json_lines_with_other_line_ends(tmp_path, end):
+    (tmp_path / "a.jsonl").write_bytes(json_lines("first", "zwölf\r").replace(b"\n", end))
+    assert list(read_corpus(str(tmp_path / "a.jsonl"))) == ["first", "zwölf\r"]
+
+
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
 def test_parquet(tmp_path, kind):
     texts = pa.array(["first", "", "zwölf"]).cast(kind)
@@ -69,7 +76,11 @@ def test_glob_takes_files_in_sorted_order(tmp_path):
     assert list(read_corpus(f"{tmp_path}/[1].txt")) == ["brackets"]  # a file's own name before a pattern
 
 
-@given(st.lists(st.sampled_from(["word", "wörter ", "\n", "\r\n", "\n\n", " \n", "\x85", "\u2028", "\t"])).map("".join))
+@given(
+    st.lists(st.sampled_from(["word", "wörter ", "\n", "\r\n", "\r", "\n\n", " \n", "\x85", "\u2028", "\t"])).map(
+        "".join
+    )
+)
 def test_a_text_file_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("text") / "book.txt"
     path.write_bytes(text.encode())
@@ -80,18 +91,19 @@ def test_a_text_file_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path_factory,
     assert "".join(documents) == (text if text.strip() else "")
     for before, after in itertools.pairwise(documents):
         assert len(before) >= 10
-        assert before.endswith("\n")
-        assert before.split("\n")[-2].strip() == ""
-        assert after.split("\n")[0].strip()
+        *_, last, end = re.split("\r\n|\n|\r", before)
+        assert last.strip() == end == ""
+        assert re.split("\r\n|\n|\r", after)[0].strip()
 
 
-def test_a_text_file_without_blank_lines_is_cut_all_the_same(tmp_path):
-    text = "a line of some length\n" * 20_000
-    (tmp_path / "log.txt").write_text(text)
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_text_file_without_blank_lines_is_cut_all_the_same(tmp_path, end):
+    text = f"a line of some length{end}" * 20_000
+    (tmp_path / "log.txt").write_bytes(text.encode())
     documents = list(read_corpus(str(tmp_path / "log.txt")))
     assert "".join(documents) == text
     assert len(documents) > 2
-    assert all(64_000 <= len(document) < 70_000 for document in documents[:-1])
+    assert all(64_000 <= len(document) < 71_000 for document in documents[:-1])
 
 
 def test_a_real_book(shared_data):
@@ -130,6 +142,7 @@ def test_dataset_that_is_nowhere(spec):
 
 BROKEN_FILES = [
     ("latin.txt", b"fine\nna\xefve", r"latin\.txt, line 2 is not UTF-8: .*byte 3 "),
+    ("old.txt", b"fine\rna\xefve", r"old\.txt, line 2 is not UTF-8: .*byte 3 "),
     ("latin.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"latin\.jsonl, line 2 is not UTF-8: .*byte 11 "),
     ("wide.txt", "wide".encode("utf-16"), r"wide\.txt, line 1 is not UTF-8"),
     ("cut.jsonl", json_lines("a") + b'{"text": "b\n', r"cut\.jsonl, line 2 is not JSON"),

@@ -82,7 +82,7 @@ def test_the_held_out_loss_is_the_mean_over_the_text_of_held_out_blocks(
 
 
 def test_the_held_out_loss_is_measured_ten_times_or_less_often_in_a_short_run(
-    pretraining: Pretraining, tmp_path: Path
+    pretraining: Pretraining, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ("training.max_steps=23", "training.save_steps=23", "training.eval_steps=null")
     for batch, every in ((64, 2), (16, 8), (4, 23)):  # of 64 blocks; training reads twice as many in between
@@ -92,7 +92,9 @@ def test_the_held_out_loss_is_measured_ten_times_or_less_often_in_a_short_run(
     long = ("data.block_size=6000", "model.max_position_embeddings=6000", "training.max_steps=1")
     with pytest.raises(UserError, match=r"the held_out split .* too few for one block of 6000"):
         pretrain(pretraining(*long, "training.eval_steps=1"), tmp_path / "asked")
+    assert "held-out" not in capsys.readouterr().err
     pretrain(pretraining(*long, "training.eval_steps=null"), tmp_path / "long")
+    assert "No held-out loss is measured: the held_out split of " in capsys.readouterr().err
     assert not any("eval_loss" in point for point in curve(tmp_path / "long"))
 
 

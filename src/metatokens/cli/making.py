@@ -98,6 +98,8 @@ def tokenize(
     )
     for split, counts in store.manifest.splits.items():
         say(f"{split}: {counts.tokens:,} tokens in {counts.documents:,} documents")
+    if not store.manifest.splits["held_out"].documents:
+        say("Nothing is held out, since the corpus has only one document; give more files, or a longer one.")
 
 
 def _settings(

@@ -15,6 +15,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -167,9 +168,10 @@ def _json_lines(path: Path) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file, with their line ends."""
+    r"""The lines of a UTF-8 file, with their line ends: `\n`, `\r\n`, or `\r` as in old files of Macs."""
     with _reading(path), gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        lines = chain.from_iterable(piece.splitlines(keepends=True) for piece in file)  # bytes have no other line ends
+        for number, line in enumerate(lines, start=1):
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:

@@ -1,6 +1,7 @@
 """Pretraining on blocks of text with meta-tokens inserted (paper, section 3 and Appendix B)."""
 
 import math
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from metatokens.data.blocks import BlockDataset
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import meta_token_id, padded_vocab_size, text_vocab_size
 from metatokens.errors import UserError
+from metatokens.machine import is_first_process
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import check_length
@@ -182,10 +184,12 @@ def _probe(recipe: PretrainRecipe, store: TokenStore) -> Probe | None:
         return None
     try:
         blocks = BlockDataset(store, "held_out", **_placed(recipe))
-    except UserError:  # the split is shorter than a block
-        if settings.eval_steps is None:
-            return None
-        raise
+    except UserError as error:  # the split is shorter than a block
+        if settings.eval_steps is not None:
+            raise
+        if is_first_process():
+            print(f"No held-out loss is measured: {error}", file=sys.stderr)
+        return None
     count, size = min(HELD_OUT_BLOCKS, len(blocks)), settings.per_device_train_batch_size
     batches = [
         default_data_collator([blocks[index] for index in range(start, min(start + size, count))])
