@@ -1,6 +1,7 @@
 """Output to a terminal of 80 columns, and to a pipe."""
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -134,6 +135,39 @@ def test_a_prompt_is_continued_as_text_or_json(small_model: Models, metatokens: 
     assert (status, at_a_terminal(line)) == (0, text)
     (told,) = records(metatokens(f"{line} --json")[1])
     assert f"{told['prompt']}{told['continuation']}\n" == text
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+@pytest.mark.parametrize(
+    "line", ["perplexity --corpus text.txt --block-size 32 --name café→ --json", "generate café→ --max-new-tokens 2"]
+)
+def test_output_is_utf_8_whatever_the_encoding_of_standard_output(
+    line: str, encoding: str, small_model: Models, workplace: Path, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    status, _, _ = metatokens(f"{line} --model {small_model()}")
+    sys.stdout.flush()
+    assert status == 0
+    shown = written.getvalue().decode()
+    assert (json.loads(shown)["model"] if "--json" in line else shown[:5]) == "café→"
+
+
+def test_an_error_is_utf_8_too(metatokens: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(written, encoding="latin-1"))
+    status, _, _ = metatokens("report café --out report")
+    sys.stderr.flush()
+    assert (status, "café" in written.getvalue().decode()) == (2, True)
+
+
+def test_a_terminal_keeps_its_encoding_and_shows_what_it_has_no_character_for(
+    metatokens: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with terminal() as (follower, shown), open(os.dup(follower), "w", encoding="latin-1") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert metatokens("report café→ --out report")[0] == 2
+    assert b"caf\xe9\\u2192" in shown[0]
 
 
 def command_at(name: str, *arguments: str) -> None:

@@ -7,6 +7,7 @@ error. A user's mistake is one sentence and exit status 2. Each verb imports wha
 
 import atexit
 import importlib.metadata
+import io
 import os
 import sys
 from typing import Annotated, Any
@@ -74,11 +75,13 @@ def _options(
 
 def main(command: typer.Typer = app) -> None:
     """Run a command line; a user's mistake is one sentence on standard error and exit status 2."""
+    _write_utf_8()
     keep_freed_memory()
     # Keep the libraries' notices and progress bars out of the output.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
+        _check_arguments()
         status = command(standalone_mode=False)  # a mistake then comes here, and typer draws no box around it
     except (UserError, UsageError) as error:
         if "--debug" in sys.argv:
@@ -92,6 +95,25 @@ def main(command: typer.Typer = app) -> None:
         _leave()
     if status:
         sys.exit(status)
+
+
+def _write_utf_8() -> None:
+    """Write UTF-8 whatever the system's encoding is; only a terminal keeps its own.
+
+    So no result is lost because a character has no code, and lines of JSON can be read again.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding=stream.encoding if stream.isatty() else "utf-8", errors="backslashreplace")
+
+
+def _check_arguments() -> None:
+    """Refuse what no result could name, before anything is measured."""
+    for argument in sys.argv[1:]:
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"the argument {argument!a} is not UTF-8.") from error
 
 
 def _sentence(error: Exception) -> str:
