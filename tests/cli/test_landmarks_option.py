@@ -34,7 +34,7 @@ def test_pretraining_by_a_rule_goes_on_as_another_run_does_not(
 
 
 def test_perplexity_with_landmarks(tokens: TokenStore, small_model: Models, run: Succeed) -> None:
-    measure = f"perplexity --model {small_model()} --corpus tokens --block-size 32 --max-tokens 600"
+    measure = f"perplexity --model {small_model()} --corpus tokens --block-size 32 --max-tokens 600 --json"
     lines = {}
     for options in ("", "--landmarks sentence", "--landmarks every:6"):
         lines[options] = json.loads(run(f"{measure} {options}")[0])
@@ -49,7 +49,7 @@ def test_answers_through_landmarks_alone(
 ) -> None:
     model = small_model(second_attention="meta")
     alone, task = "--intervention landmarks_alone", "--task list_recall --condition facts_1 --lengths 128 -n 3"
-    output, _ = run(f"evaluate --model {model} {task} {alone}")
+    output, _ = run(f"evaluate --model {model} {task} {alone} --json")
     lines = [json.loads(line) for line in output.splitlines()]
     assert [one["intervention"] for one in lines] == ["landmarks_alone"] * 2
     assert lines[0]["n"] == 3

@@ -25,7 +25,7 @@ def test_own_records_are_trained_on_and_measured(
         f"finetune --model {small_model()} --data own.jsonl --train-lengths 64 --set training.max_steps=60 "
         "--set training.save_steps=60 --set training.learning_rate=0.02 --set training.warmup_steps=1"
     )
-    status, output, error = metatokens(f"{tuned} --eval-data held_out.jsonl --out tuned")
+    status, output, error = metatokens(f"{tuned} --eval-data held_out.jsonl --out tuned --json")
     first, *_, progress, last = error.splitlines()
     assert (status, last) == (0, "models: tuned/data")
     assert first == "--train-lengths is ignored: the records of --data are used whatever their length."
@@ -49,7 +49,7 @@ def test_own_records_are_trained_on_and_measured(
     losses = [json.loads(line) for line in Path("plain/data/curve.jsonl").read_text().splitlines()]
     assert losses == [point for point in curve if "loss" in point]
 
-    evaluation = "evaluate --model tuned/data --data held_out.jsonl --predictions answers.jsonl"
+    evaluation = "evaluate --model tuned/data --data held_out.jsonl --predictions answers.jsonl --json"
     status, output, error = metatokens(evaluation)
     assert (status, error, [json.loads(line)["value"] for line in output.splitlines()]) == (0, "", [0.5, tokens.value])
     answers = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
@@ -63,7 +63,7 @@ def test_own_records_are_trained_on_and_measured(
     hits = scoring._hits
     monkeypatch.setattr(scoring, "_hits", lambda *args: scored.append(len(args[1])) or hits(*args))
     status, output, _ = metatokens(
-        "evaluate --model tuned/data --task parity --lengths 64,128 -n 6 --predictions parity.jsonl"
+        "evaluate --model tuned/data --task parity --lengths 64,128 -n 6 --predictions parity.jsonl --json"
     )
     assert sum(scored) == 12  # each prompt once
     answers = [json.loads(line) for line in Path("parity.jsonl").read_text().splitlines()]
@@ -77,12 +77,12 @@ def test_records_with_landmarks_are_trained_on_and_measured_alike(
     records = [{"prompt": "the cat\nsat", "completion": " hills"}, {"prompt": "two dogs. Over", "completion": " river"}]
     write_records("own.jsonl", records)
     tune = f"finetune --model {small_model()} --data own.jsonl --eval-data own.jsonl --set training.max_steps=2"
-    output, _ = run(f"{tune} --landmarks line --out tuned")
+    output, _ = run(f"{tune} --landmarks line --out tuned --json")
     printed = [json.loads(line) for line in output.splitlines()]
     assert {line["condition"] for line in printed} == {"line"}
     assert json.loads(Path("tuned/settings.json").read_text())["recipe"]["task"]["landmarks"] == "line"
     refused(f"{tune} --landmarks sentence --out tuned", "task.landmarks was 'line' and is now 'sentence'")
-    output, _ = run("evaluate --model tuned/data --data own.jsonl --landmarks line")
+    output, _ = run("evaluate --model tuned/data --data own.jsonl --landmarks line --json")
     again = [json.loads(line) for line in output.splitlines()]
     assert [(line["value"], line["condition"]) for line in again] == [(line["value"], "line") for line in printed]
 

@@ -76,16 +76,17 @@ def test_a_prompt_with_meta_tokens(
 
     marked, plain = {"prompt": text, "markers": [7, 19]}, {"prompt": text, "markers": []}
     write_records("prompts.jsonl", [marked, plain, {"prompt": "the", "completion": " cat"}])
-    output, error = run(f"{generate} --data prompts.jsonl")
+    output, error = run(f"{generate} --data prompts.jsonl --json")
     answers = [json.loads(line) for line in output.splitlines()]
     assert error == ""
     assert answers[0] == marked | {"continuation": expected}
     assert [answer["prompt"] for answer in answers] == [text, text, "the"]
     assert text + answers[1]["continuation"] + "\n" == metatokens(f"{generate} '{text}'")[1]
     Path("lines.jsonl").write_text(json.dumps({"prompt": "the cat\nsat _PAUSE_\nthe", "markers": [11]}))
-    with_lines = json.loads(metatokens(f"{generate} --data lines.jsonl --show-meta --landmarks line")[1])["with_meta"]
+    output, _ = run(f"{generate} --data lines.jsonl --show-meta --landmarks line --json")
+    with_lines = json.loads(output)["with_meta"]
     assert with_lines.startswith("the cat\n<|meta|>sat<|meta|>\n<|meta|>the")
-    (first, *_) = metatokens(f"{generate} --data prompts.jsonl --show-meta")[1].splitlines()
+    (first, *_) = metatokens(f"{generate} --data prompts.jsonl --show-meta --json")[1].splitlines()
     assert json.loads(first)["with_meta"] == shown.strip()
 
 
@@ -108,7 +109,7 @@ def test_prompts_of_a_batch_are_continued_like_single_ones_each_to_its_own_end_o
     model = Path(shutil.copytree(small_model(), "model"))
     records = [{"prompt": "the cat"}, {"prompt": "two _PAUSE_ dogs ran over", "markers": [3]}, {"prompt": "a"}]
     write_records("prompts.jsonl", records)
-    line = f"generate --model {model} --data prompts.jsonl --max-new-tokens 8 --meta-every 3 --show-meta"
+    line = f"generate --model {model} --data prompts.jsonl --max-new-tokens 8 --meta-every 3 --show-meta --json"
     alone, _ = run(line)
     assert metatokens(f"{line} --batch-size 2")[1] == alone
     assert metatokens(f"{line} --batch-size 3 --device cpu --dtype float32")[1] == alone

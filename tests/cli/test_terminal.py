@@ -84,14 +84,15 @@ def records(lines: str) -> list[dict[str, Any]]:
     return [{name: value for name, value in one.items() if name != "created"} for one in found]
 
 
-def test_a_terminal_gets_a_table_and_a_pipe_json_lines(
+def test_a_terminal_and_a_pipe_get_a_table_and_a_file_json_lines(
     small_model: Models, workplace: Path, metatokens: Run, at_a_terminal: Show
 ) -> None:
     line = f"evaluate --model {small_model()} --task parity --lengths 64,96 -n 4 --corpus text.txt --name small"
-    status, piped, _ = metatokens(line)
-    measured = records(piped)
+    status, piped, _ = metatokens(f"{line} --out piped.jsonl")
+    measured = records(Path("piped.jsonl").read_text())
     assert (status, len(measured)) == (0, 4)
     above, headings, *rows = table(at_a_terminal(f"{line} --out figures.jsonl"))
+    assert table(piped) == [above, headings, *rows]
     assert above == "model small, position embedding rope, task parity, condition paper, seed 0"
     assert headings.split() == ["measured", "value", "95", "%", "interval", "n", "chance"]
     for row, record in zip(rows, measured, strict=True):
@@ -101,6 +102,8 @@ def test_a_terminal_gets_a_table_and_a_pipe_json_lines(
         assert row.split() == f"{what} {value} {low} to {high} {record['n']} {chance}".split()
     assert records(Path("figures.jsonl").read_text()) == measured
     assert records(at_a_terminal(f"{line} --json")) == measured
+    status, piped, _ = metatokens(f"{line} --json --out both.jsonl")
+    assert records(piped) == records(Path("both.jsonl").read_text()) == measured
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,7 @@ def test_a_terminal_gets_a_table_and_a_pipe_json_lines(
         f"{FINETUNE} --data own.jsonl --eval-data own.jsonl --out tuned",
     ],
 )
-def test_every_verb_with_results_shows_a_table_or_json_lines(
+def test_every_verb_with_results_shows_a_table_or_with_json_its_lines(
     line: str, small_model: Models, workplace: Path, metatokens: Run, at_a_terminal: Show
 ) -> None:
     write_records("prompts.jsonl", [{"prompt": "the cat sat on a mat"}, {"prompt": "two _PAUSE_", "markers": [3]}])
@@ -122,7 +125,8 @@ def test_every_verb_with_results_shows_a_table_or_json_lines(
     shown = at_a_terminal(line)
     assert "{" not in shown
     assert len(table(shown)) >= 3
-    printed = records(metatokens(line)[1])
+    assert table(metatokens(line)[1]) == table(shown)
+    printed = records(metatokens(f"{line} --json")[1])
     assert records(at_a_terminal(f"{line} --json")) == printed
     if verb == "generate":
         assert [record["prompt"] for record in printed] == ["the cat sat on a mat", "two _PAUSE_"]

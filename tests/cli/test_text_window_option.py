@@ -75,7 +75,7 @@ def test_training_with_a_window(tokens: None, run: Succeed, refused: Refuse) -> 
     run(f"{FINETUNE} --model full --data data.jsonl --text-window 6 --lora rank=2 --keep-adapter --out adapter")
     window = json.loads(Path("adapter", "data", "text_window.json").read_text())
     assert window == {"window": 6, "sinks": 4, "full_layers": [1]}
-    output, _ = run("evaluate --model adapter/data --data data.jsonl")
+    output, _ = run("evaluate --model adapter/data --data data.jsonl --json")
     assert json.loads(output.splitlines()[0])["text_window"] == 6
     Path("adapter", "data", "manifest.json").unlink()
     for damaged in ('{"window": 0}', '{"windows": 3}', "[1]"):
@@ -87,13 +87,13 @@ def test_measuring_with_a_window(tokens: None, small_model: Models, run: Succeed
     model = small_model(second_attention="meta")
     tokenizer = load_tokenizer(str(model))
     write_records("data.jsonl", RECORDS)
-    evaluate = f"evaluate --model {model} --data data.jsonl"
+    evaluate = f"evaluate --model {model} --data data.jsonl --json"
     plain, small = (json.loads(run(f"{evaluate}{end}")[0].splitlines()[0]) for end in ("", " --text-window 5"))
     prompts = [encode_prompt(tokenizer, record["prompt"], record["markers"]) for record in RECORDS]
     assert plain.keys().isdisjoint({"text_window", "kv_kept", "kv_bytes"})
     assert (small["text_window"], small["kv_kept"]) == (5, round(kept(prompts, tokenizer.meta_token_id, 5), 4))
 
-    measure = f"perplexity --model {model} --corpus tokens --block-size 32 --fraction 0 --max-tokens 640"
+    measure = f"perplexity --model {model} --corpus tokens --block-size 32 --fraction 0 --max-tokens 640 --json"
     lines = [
         json.loads(run(f"{measure} {options}")[0])
         for options in ("", "--text-window 32", "--text-window 4", "--landmarks every:8 --text-window 4")

@@ -24,7 +24,7 @@ def test_from_text_to_figures_verb_by_verb(workplace: Path, metatokens: Run) -> 
     assert (status, output, error.splitlines()[-1]) == (0, "", "models: tuned/128, tuned/64")
 
     evaluation = "evaluate --model tuned/64 --task parity --lengths 64,128 -n 3"
-    status, output, error = metatokens(evaluation)
+    status, output, error = metatokens(f"{evaluation} --json")
     assert (status, error) == (0, "")
     (workplace / "printed.jsonl").write_text(output)
     printed = read_lines(workplace / "printed.jsonl", Result)
@@ -33,11 +33,15 @@ def test_from_text_to_figures_verb_by_verb(workplace: Path, metatokens: Run) -> 
     ]
     assert {(r.model, r.train_length, r.train_condition, r.seed) for r in printed} == {("tuned/64", 64, "paper", 3)}
 
-    assert metatokens(f"{evaluation} --name meta --out figures.jsonl") == (0, "", "")
-    measure = "perplexity --model base --block-size 32 --name meta --out figures.jsonl"
-    assert metatokens(f"{measure} --corpus tokens --placement uniform") == (0, "", "")
-    assert metatokens(f"{measure} --corpus text.txt") == (0, "", "")  # appended
-    assert metatokens(f"{measure} --corpus text.txt --max-tokens 60") == (0, "", "")
+    measure = "perplexity --model base --block-size 32"
+    for line in (
+        evaluation,
+        f"{measure} --corpus tokens --placement uniform",
+        f"{measure} --corpus text.txt",
+        f"{measure} --corpus text.txt --max-tokens 60",
+    ):
+        status, output, error = metatokens(f"{line} --name meta --out figures.jsonl")  # appended
+        assert (status, output.startswith("model meta, "), error) == (0, True, "")
     figures = read_lines(workplace / "figures.jsonl", Result)
     assert [r.value for r in figures[:4]] == [r.value for r in printed]
     assert [(r.metric, r.condition) for r in figures[4:]] == [
@@ -102,7 +106,7 @@ def test_a_model_is_measured_with_interventions_and_extended(
     workplace: Path, small_model: Models, small_store: TokenStore, metatokens: Run
 ) -> None:
     model = small_model(max_position_embeddings=32)
-    evaluation = f"evaluate --model {model} --task parity --lengths 64 -n 4 --name meta"
+    evaluation = f"evaluate --model {model} --task parity --lengths 64 -n 4 --name meta --json"
     lines = {
         given: [json.loads(line) for line in metatokens(f"{evaluation} {given}")[1].splitlines()]
         for given in ("", "--intervention noise:0", "--intervention noise:50 --noise-seed 3")

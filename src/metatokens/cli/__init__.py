@@ -1,8 +1,8 @@
 """The command `metatokens`: one verb per step. You can run each verb alone, on your own files.
 
-Results go to standard output, as a table on a terminal and as JSON lines elsewhere; everything else goes to standard
-error. A user's mistake is one sentence and exit status 2. Each verb imports what it needs when it runs, which keeps
-`--help` quick.
+Results go to standard output, as a table or with `--json` as JSON lines; everything else goes to standard error. A
+user's mistake is one sentence and exit status 2. Each verb imports what it needs when it runs, which keeps `--help`
+quick.
 """
 
 import atexit

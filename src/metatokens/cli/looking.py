@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from metatokens.cli import options
-from metatokens.cli.output import print_table, say, shows_tables, write_lines
+from metatokens.cli.output import print_table, say, write_lines
 from metatokens.errors import UserError
 from metatokens.files import PNG, replace_own
 
@@ -109,7 +109,7 @@ def generate(
             check_meta_token(loaded.config, tokenizer, model)
         prompts = [record.input_ids[: record.answer_start] for record in records]
         _say_kept(loaded, prompts)
-        _print_continued(records, continued(prompts), show_meta=show_meta, as_table=shows_tables(as_json))
+        _print_continued(records, continued(prompts), show_meta=show_meta, as_json=as_json)
         return
     chat = chat or messages is not None
     if chat:
@@ -138,19 +138,19 @@ def generate(
 
 
 def _print_continued(
-    records: "Sequence[Example]", continued: "Iterable[Continuation]", *, show_meta: bool, as_table: bool
+    records: "Sequence[Example]", continued: "Iterable[Continuation]", *, show_meta: bool, as_json: bool
 ) -> None:
     """Print records with their continuations, as a table or as JSON lines as soon as each is there."""
     rows = (
         {"prompt": record.prompt, "markers": record.markers, **_fields(new, show_meta)}
         for record, new in zip(records, continued, strict=True)
     )
-    if as_table:
+    if as_json:
+        write_lines((json.dumps(row, ensure_ascii=False) for row in rows), None)
+    else:
         names = {"with_meta": "with meta-tokens"} if show_meta else {name: name for name in ("prompt", "continuation")}
         columns = zip(*([row[name] for name in names] for row in rows), strict=True)
         print_table(dict(zip(names.values(), columns, strict=True)))
-    else:
-        write_lines((json.dumps(row, ensure_ascii=False) for row in rows), None)
 
 
 def _say_kept(model: Any, prompts: Any) -> None:

@@ -64,7 +64,7 @@ def _recipe(help: str, *, of_finetuning: bool) -> Any:
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")]
 ResultFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Append the JSON lines to this file.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines instead of a table, even on a terminal.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines instead of a table.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the contents of the output folder.")]
 Set = Annotated[
     list[str] | None,

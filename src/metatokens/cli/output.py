@@ -1,4 +1,4 @@
-"""How results and progress are written: a table and a bar on a terminal, JSON lines elsewhere."""
+"""How results and progress are written: a table, or JSON lines if asked for; on a terminal, a bar while it works."""
 
 import math
 import sys
@@ -35,11 +35,6 @@ def write_lines(lines: Iterable[str], out: Path | None) -> None:
         raise UserError(f"cannot write to {out}: {error.strerror}.") from error
 
 
-def shows_tables(as_json: bool) -> bool:
-    """Whether standard output is a terminal, and no JSON was asked for."""
-    return sys.stdout.isatty() and not as_json
-
-
 def write_records(records: "Iterable[Record]", out: Path | None) -> None:
     """Write records as JSON lines; measured figures get versions and time."""
     from metatokens.records import stamped
@@ -48,16 +43,18 @@ def write_records(records: "Iterable[Record]", out: Path | None) -> None:
 
 
 def write_figures(figures: "Sequence[Measured]", out: Path | None, *, as_json: bool) -> None:
-    """Write measured figures as JSON lines, and as a table to a terminal.
+    """Print measured figures, as a table or as JSON lines; the same to a terminal, a pipe and a file.
 
     Args:
         figures: the results.
-        out: a file to append the lines to, instead of standard output.
-        as_json: print JSON lines to a terminal too.
+        out: a file to append the JSON lines to as well.
+        as_json: print JSON lines instead of a table.
     """
-    if out is not None or not shows_tables(as_json):
+    if out is not None:
         write_records(figures, out)
-    if shows_tables(as_json):
+    if as_json:
+        write_records(figures, None)
+    else:
         print_figures([figure.model_dump(exclude_defaults=True) for figure in figures])
 
 
