@@ -14,7 +14,7 @@ from benchmarks.speed.peers import ShapeName
 from benchmarks.speed.speed import run, run_lengths
 from metatokens.cli import main
 from metatokens.cli.options import CORPUS, SEVERAL, TOKENIZER, AsJson, ResultFile, parse_lengths
-from metatokens.cli.output import check_results_file, progress_bar, shows_tables, write_records
+from metatokens.cli.output import check_results_file, progress_bar, write_records
 from metatokens.errors import UserError
 from metatokens.machine import available_cores
 from metatokens.recipe import Device, Dtype
@@ -57,7 +57,7 @@ def benchmark(
     The table shows each ratio next to the limit that arithmetic sets.
     """
     check_results_file(out)
-    writes_lines = out is not None or not shows_tables(as_json)  # the table on standard error shows the same
+    writes_lines = as_json or out is not None  # the table on standard error shows the same
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 130)
     if kind == "data":
         rates = []

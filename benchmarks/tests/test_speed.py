@@ -233,7 +233,7 @@ def test_cost_against_length(tmp_path: Path) -> None:
 
 def test_the_command_prints_timings_and_draws_them(metatokens: Callable[..., Any], tmp_path: Path) -> None:
     line = "train --shape tiny --lengths 32 --rounds 2 --warmup 1 --threads 1 --no-memory --contestant meta"
-    status, output, error = metatokens(f"{line} --figure {tmp_path}/ratios.png", app)
+    status, output, error = metatokens(f"{line} --figure {tmp_path}/ratios.png --json", app)
     assert status == 0
     timings = [Timing.model_validate_json(line) for line in output.splitlines()]
     assert [(one.model, one.against) for one in timings] == [

@@ -6,6 +6,7 @@ quick.
 """
 
 import atexit
+import codecs
 import importlib.metadata
 import io
 import os
@@ -103,7 +104,7 @@ def _write_utf_8() -> None:
     So no result is lost because a character has no code, and lines of JSON can be read again.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(encoding=stream.encoding if stream.isatty() else "utf-8", errors="backslashreplace")
 
 
