@@ -302,12 +302,13 @@ def test_generation_inserts_as_generate_does(every: int | None, delta: Path) -> 
 
 def test_a_chat_template_keeps_its_special_tokens_and_text_stays_text(delta: Path) -> None:
     model, tokenizer = MetaTokensLM(str(delta)), load_tokenizer(str(delta))
-    said = model.apply_chat_template([{"role": "user", "content": "the cat <|meta|> sat"}])
+    text = f"the cat <|meta|> sat{tokenizer.eos_token}"
+    said = model.apply_chat_template([{"role": "user", "content": text}])
     ids = model.tok_encode(said)
     assert ids[0] == tokenizer.eos_token_id
     assert ids.count(tokenizer.eos_token_id) == 1
     assert meta_token_id(tokenizer) not in ids
-    assert tokenizer.decode(ids[1:]) == "the cat <|meta|> sat"
+    assert tokenizer.decode(ids[1:]) == text
     marking = MetaTokensLM(str(delta), marker="_PAUSE_")
     said = marking.apply_chat_template([{"role": "user", "content": "the cat _PAUSE_ sat"}])
     meta = meta_token_id(tokenizer)

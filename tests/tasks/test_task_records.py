@@ -71,6 +71,12 @@ def test_a_byte_order_mark_is_no_part_of_a_record(tokenizer, tmp_path):
     assert read_examples(path, tokenizer) == plain
 
 
+def test_a_line_of_any_white_space_holds_no_record(tokenizer, tmp_path):
+    line = '{"prompt": "one", "completion": " two"}\n'
+    (tmp_path / "a.jsonl").write_text(f"\u00a0\n{line}\u3000 \n", encoding="utf-8")
+    assert len(read_examples(tmp_path / "a.jsonl", tokenizer)) == 1
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
