@@ -39,17 +39,36 @@ class InputSpan:
 
     @classmethod
     def of(cls, x: Tensor, attention_mask: Tensor | None, cache: Cache | None) -> "InputSpan":
-        """The span of the embeddings x, (batch, length, width)."""
+        """The span of the embeddings x, (batch, length, ...); columns of the mask for tokens to come are left out.
+
+        Raises:
+            UserError: if the mask has fewer columns than there are tokens.
+        """
         length = x.shape[1]
         cached = 0 if cache is None else cache.get_seq_length()
         cache_position = torch.arange(length, device=x.device) + cached
-        padding_mask = None if attention_mask is None or attention_mask.ndim == 4 else attention_mask
         is_static = cache is not None and cache.is_compileable
         columns = cache_position if is_static else slice(-length, None)
+        if attention_mask is None or attention_mask.ndim == 4:
+            return cls(cached, cache_position, None, columns, is_static)
+        if not torch.compiler.is_compiling() and attention_mask.shape[1] < cached + length:
+            raise UserError("the attention_mask needs a column for each cached token too, forgotten or not.")
+        padding_mask = attention_mask if is_static else attention_mask[:, : cached + length]
         return cls(cached, cache_position, padding_mask, columns, is_static)
 
-    def position_ids(self) -> Tensor:
-        """Default positions, (batch or 1, length): real tokens counted from 0."""
+    def positions(self, chosen: Tensor | None) -> Tensor:
+        """The positions of the tokens, (batch or 1, length) int64.
+
+        Args:
+            chosen: those that the caller gives, of any type of whole numbers. None: real tokens are counted from 0.
+
+        Raises:
+            UserError: if the caller gives fractions.
+        """
+        if chosen is not None:
+            if chosen.is_floating_point():
+                raise UserError(f"position_ids are of the type {chosen.dtype}; give whole numbers.")
+            return chosen.long()
         if self.padding_mask is None:
             return self.cache_position[None]
         return position_ids_from_mask(self.padding_mask)[:, self.columns]

@@ -200,8 +200,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         past_key_values = self._prepare_cache(past_key_values, use_cache=use_cache if sequences is None else False)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         span = InputSpan.of(x, attention_mask, past_key_values)
-        are_given = position_ids is not None
-        position_ids = span.position_ids() if position_ids is None else position_ids
+        attention_mask = attention_mask if span.padding_mask is None else span.padding_mask
+        are_given, position_ids = position_ids is not None, span.positions(position_ids)
         rows, rule, has_rule = None, None, self.config.text_window is not None
         if self.config.second_attention == "meta" or has_rule:
             is_meta = meta_tokens(self.embed_tokens, self.config.meta_token_id, input_ids, x, meta_token_mask)

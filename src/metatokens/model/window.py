@@ -81,10 +81,6 @@ class TextRule:
         if attention_mask is not None:  # longer than what was read, with a cache of a fixed size
             before = 0 if cache is None else cache.get_seq_length()
             new = torch.arange(is_meta.shape[1], device=is_meta.device) + before
-            if not torch.compiler.is_compiling() and attention_mask.shape[1] < before + len(new):
-                raise UserError(
-                    "with a cache, the attention_mask needs a column for each cached token too, forgotten or not."
-                )
             all_readers = [readers.masked_fill(attention_mask[:, new] == 0, -1) for readers in all_readers]
         if (are_given or cache is not None) and sequences is None and not torch.compiler.is_compiling():
             _check_order(positions, all_readers[0] >= 0, cache)

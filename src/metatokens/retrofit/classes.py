@@ -38,6 +38,7 @@ from metatokens.retrofit.card import model_card
 from metatokens.retrofit.hooks import add_at_site, begin_pass, bind_inputs, end_pass, mask_logits
 from metatokens.retrofit.layers import (
     MetaBlock,
+    MetaDecoder,
     MetaEmbeddingTable,
     MetaModule,
     MetaTokenEmbedding,
@@ -315,7 +316,8 @@ def install(model: Any) -> None:
     decoder.meta_depth = getattr(decoder.config, "num_hidden_layers", None)
     decoder.meta_cache_layers = len(blocks) + len(settings.layers)  # of a cache of a fixed size
     decoder.register_forward_pre_hook(begin_pass, with_kwargs=True)
-    decoder.register_forward_hook(end_pass, always_call=True)
+    decoder.register_forward_hook(end_pass)
+    _give(decoder, MetaDecoder)
     # Half precision would round small training steps away. PEFT's adapters are in float32 for the same reason.
     dtype = torch.promote_types(table.weight.dtype, torch.float32)
     _give(table, MetaEmbeddingTable)

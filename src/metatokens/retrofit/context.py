@@ -47,19 +47,33 @@ class ForwardContext:
         return replace(self, rows=rows, rotary=(cos, sin), mask=mask)
 
 
-class _State:
-    """The forward pass of a decoder, and the current block with its input, pass and cache.
+@dataclass(slots=True)
+class Pass:
+    """What one pass of a decoder hands to its blocks.
 
     Attributes:
+        context: that of meta-attention; None if there are no meta-tokens.
         sequences: numbers of the packed sequences, until the first block's mask is checked.
         masks: the mask that every block is given, and the one of the blocks that see all text.
-        is_running: whether a pass of the decoder runs.
     """
 
     context: ForwardContext | None = None
     sequences: Tensor | None = None
     masks: tuple[Any, Any] | None = None
-    is_running = False
+
+
+class _State:
+    """What runs at present: the innermost pass, and the block whose site comes next.
+
+    Passes nest, since a hook may run a model inside a pass of another model, or of the same one. So each pass and each
+    block puts back what it found here when it ends, by an exception too.
+
+    Attributes:
+        running: the pass; None outside all passes.
+        block: the block with its input, context and cache; None if it has no meta-token.
+    """
+
+    running: Pass | None = None
     block: tuple[Any, Tensor, ForwardContext, Cache | None] | None = None
 
 
@@ -72,8 +86,8 @@ FULL_MASK = "mask_of_full_blocks"  # an attribute of the mask that all blocks ar
 
 
 def current() -> _State:
-    """The state; while a graph of the whole pass is traced, one that torch.compile can trace."""
-    return traced if torch.compiler.is_compiling() and traced.context is not None else thread
+    """The state; in a graph of the whole pass, one that torch.compile can trace."""
+    return traced if torch.compiler.is_compiling() and traced.running is not None else thread
 
 
 def seen_by_a_head(mask: Tensor) -> Tensor:

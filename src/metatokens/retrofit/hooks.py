@@ -14,11 +14,11 @@ from metatokens.errors import UserError
 from metatokens.model.cache import SecondStore, add_second_layers
 from metatokens.model.inputs import InputSpan, meta_tokens
 from metatokens.model.paged import engine_of
-from metatokens.model.positions import check_positions, packed_sequences, position_ids_from_mask, rotary_tables
+from metatokens.model.positions import packed_sequences, rotary_tables
 from metatokens.model.rows import BREAKS_GRAPH, AllRows, MetaRows, check_graph, least_rows, positions_of
 from metatokens.model.vocabulary import check_ids
 from metatokens.model.window import TextRule, check_remembering
-from metatokens.retrofit.context import FULL_MASK, ForwardContext, current, seen_by_a_head, thread, traced
+from metatokens.retrofit.context import FULL_MASK, ForwardContext, current, seen_by_a_head
 from metatokens.retrofit.layers import added_parameters, check_table
 
 
@@ -57,43 +57,45 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     is_meta = _meta_tokens(decoder, args, kwargs)
     if is_meta is None:
         return None  # the base raises an error for it
-    past = next((one for one in kwargs.values() if isinstance(one, Cache)), None)
+    past = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
     is_traced, engine = torch.compiler.is_compiling(), engine_of(kwargs)
     if getattr(decoder.config, "num_hidden_layers", None) != decoder.meta_depth:
         raise UserError(
             "this model's blocks are others than those that got meta-attention, as with PEFT's layer_replication: "
             "change the base's blocks before add_meta_attention."
         )
-    if not is_traced:
-        thread.is_running = True
     if not (is_traced or decoder.meta_has_trained) and decoder.training and torch.is_grad_enabled():
         _look_at_first_step(decoder, is_meta, kwargs.get("input_ids", args[0] if args else None))
     use_cache = kwargs.get("use_cache")
     makes_cache = getattr(decoder.config, "use_cache", True) if use_cache is None else use_cache
     is_whole = is_traced and past is None and not makes_cache  # a cache that grows holds gathered meta-tokens
     is_dense = bool(engine) or is_whole or (past is not None and _has_room(decoder, past))
+    span, chosen = InputSpan.of(is_meta, _padding_mask(kwargs), past), _row_positions(is_meta, kwargs)
+    is_meta, forgets = span.real(is_meta), decoder.meta_config.text_window is not None
+    # Where neither the caller nor a window chooses positions, the base does, and meta-attention counts all tokens.
+    positions = span.positions(chosen) if forgets or chosen is not None else None
+    if getattr(decoder.config, "position_embedding", None) == "learned":
+        span.check_positions(decoder.config, span.positions(chosen))
+    running = current().running
     if not is_dense:
-        sequences = _begin(decoder, is_meta, past, kwargs)
+        sequences, running.context = _gathered(decoder, is_meta, span, positions, past, kwargs)
     else:
         sequences = None if engine else _packed(is_meta, past, kwargs)
+    running.sequences = sequences if _has_masks(decoder) else None
     if sequences is not None:  # next to a cache, even an empty one, transformers does not look for several sequences
         kwargs = kwargs | {"use_cache": False}
     rule = None
-    if decoder.meta_config.text_window is None:
+    if not forgets:
         check_remembering(past)
     else:
-        rule, changed = _forgetting(decoder, is_meta, past, kwargs, sequences)
+        rule, changed = _forgetting(decoder, is_meta, positions, past, kwargs, sequences, are_given=chosen is not None)
         kwargs = kwargs | changed
         if rule.full is not None:
-            masks = kwargs["attention_mask"], rule.full.mask(decoder.config, decoder.dtype)
-            if is_whole:
-                traced.masks = masks
-            else:
-                _hold_masks(masks)
+            running.masks = kwargs["attention_mask"], rule.full.mask(decoder.config, decoder.dtype)
+            if not is_whole:
+                _join_masks(*running.masks)
     if is_dense:
-        (traced if is_traced else thread).context = _all_rows(decoder, is_meta, past, rule, sequences, kwargs, engine)
-        if is_traced:
-            traced.sequences = sequences if _has_masks(decoder) else None
+        running.context = _all_rows(decoder, is_meta, span, positions, past, rule, sequences, kwargs, engine)
     return args, kwargs
 
 
@@ -125,6 +127,8 @@ def _has_room(decoder: Any, cache: Cache) -> bool:
 def _all_rows(
     decoder: Any,
     is_meta: Tensor,
+    span: InputSpan,
+    positions: Tensor | None,
     past: Cache | None,
     rule: TextRule | None,
     sequences: Tensor | None,
@@ -132,15 +136,8 @@ def _all_rows(
     engine: Any,
 ) -> ForwardContext:
     """The pass in the dense form. It reads no value of a tensor, so that it can be part of a graph."""
-    settings, length, positions = decoder.meta_settings, is_meta.shape[1], _row_positions(is_meta, given)
-    cached = 0 if past is None else past.get_seq_length()
+    settings, length, rows = decoder.meta_settings, is_meta.shape[1], AllRows(is_meta)
     mask = given.get("attention_mask") if engine else _full_mask(decoder, given.get("attention_mask"), past)
-    if not torch.compiler.is_compiling():
-        _check_positions(decoder.config, int(cached) + length, mask, positions)
-    slots = (torch.arange(length, device=is_meta.device) + cached)[None]
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        is_meta = is_meta & mask[:, slots[0]].bool()
-    rows = AllRows(is_meta)
     if engine:
         mask = mask["full_attention"] if isinstance(mask, dict) else mask
     elif rule is not None:
@@ -148,11 +145,12 @@ def _all_rows(
     elif mask is not None and mask.ndim == 4:
         mask = seen_by_a_head(mask)
     elif past is not None:
-        mask = rows.mask(cached, past.layers[-1].max_cache_len)
+        mask = rows.mask(span.cached, past.layers[-1].max_cache_len)
     elif sequences is not None:
         mask = rows.mask(0, length) & (sequences[:, None, :, None] == sequences[:, None, None, :])
     else:
         mask = None  # one of two dimensions hides padding, which is no meta-token
+    slots = span.cache_position[None]
     rotary = rotary_tables(slots if positions is None else positions, settings.head_size, settings.rope_theta)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(decoder.config._attn_implementation, None) if engine else None
     return ForwardContext(rows, rotary, mask, attend, engine)
@@ -210,75 +208,74 @@ def _look_at_first_step(decoder: Any, is_meta: Tensor, ids: Tensor | None) -> No
         )
 
 
-# The number of meta-tokens is data-dependent, and thread-local state would be traced once.
-@torch.compiler.disable(reason=BREAKS_GRAPH)
-def _begin(decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, Any]) -> Tensor | None:
-    """Set this thread's pass, for the blocks; None if there are no meta-tokens. Return the `packed_sequences`."""
+@torch.compiler.disable(reason=BREAKS_GRAPH)  # the number of meta-tokens is data-dependent
+def _gathered(
+    decoder: Any,
+    is_meta: Tensor,
+    span: InputSpan,
+    positions: Tensor | None,
+    past: Cache | None,
+    given: Mapping[str, Any],
+) -> tuple[Tensor | None, ForwardContext | None]:
+    """The `packed_sequences`, and the pass in the gathered form; None if there are no meta-tokens."""
     check_graph()
-    mask, positions = given.get("attention_mask"), _row_positions(is_meta, given)
-    thread.is_running, thread.context, least, length = True, None, least_rows(decoder), is_meta.shape[1]
-    cached = 0 if past is None else int(past.get_seq_length())
-    _check_positions(decoder.config, cached + length, mask, positions)
-    sequences = _packed(is_meta, past, given)
+    sequences, least = _packed(is_meta, past, given), least_rows(decoder)
     if _has_states(decoder) and sequences is not None and not {"cu_seq_lens_q", "seq_idx"} <= given.keys():
         raise UserError(
             "this base has blocks with a state, which keep packed sequences apart by cu_seq_lens_q and seq_idx alone: "
             "give these too, or each sequence its own row."
         )
-    thread.sequences = sequences if _has_masks(decoder) else None
     if not (least or bool(is_meta.any())):  # only text
-        return sequences
-    mask, seen = _full_mask(decoder, mask, past), None
+        return sequences, None
+    mask, seen = _full_mask(decoder, given.get("attention_mask"), past), None
     if mask is not None and mask.ndim == 4:
         seen = seen_by_a_head(mask)
-    elif mask is not None:  # longer than what was read, with a cache of a fixed size
-        is_meta = is_meta & mask[:, : cached + length][:, -length:].bool()
     settings = decoder.meta_settings
-    rows = MetaRows.at(positions_of(is_meta, least=least), cached, positions, sequences)
+    rows = MetaRows.at(positions_of(is_meta, least=least), int(span.cached), positions, sequences)
     if rows is None:
-        return sequences
+        return sequences, None
     if past is not None and settings.layers and settings.layers[0] < len(past.layers):
         store = past.layers[settings.layers[0]]
         if isinstance(store, SecondStore):
             store.check_second(rows, is_masked=seen is not None)
     rotary = rotary_tables(rows.positions.clamp(min=0), settings.head_size, settings.rope_theta)
-    thread.context = ForwardContext(rows, rotary, seen)
-    return sequences
+    return sequences, ForwardContext(rows, rotary, seen)
 
 
 def _forgetting(
-    decoder: Any, is_meta: Tensor, past: Cache | None, given: dict[str, Any], sequences: Tensor | None
+    decoder: Any,
+    is_meta: Tensor,
+    positions: Tensor | None,
+    past: Cache | None,
+    given: Mapping[str, Any],
+    sequences: Tensor | None,
+    *,
+    are_given: bool,
 ) -> tuple[TextRule, dict[str, Any]]:
     """The rule by which this pass forgets text, and the inputs that follow from it: a mask, positions, and a cache."""
-    padding, positions, use_cache = (given.get(name) for name in ("attention_mask", "position_ids", "use_cache"))
+    padding, chosen, use_cache = (given.get(name) for name in ("attention_mask", "position_ids", "use_cache"))
     if past is None and not decoder.training and (decoder.config.use_cache if use_cache is None else use_cache):
         past = DynamicCache(config=decoder.config)
-    chosen = _row_positions(is_meta, given)
-    own = InputSpan.of(is_meta, padding, past).position_ids() if chosen is None else chosen
-    are_given = chosen is not None
-    rule = TextRule.of(decoder.meta_config, own, is_meta, padding, past, sequences, are_given=are_given)
+    rule = TextRule.of(decoder.meta_config, positions, is_meta, padding, past, sequences, are_given=are_given)
     if past is not None and given.get("output_attentions", decoder.config.output_attentions):
         past.check_weights()
     mask = rule.mask(decoder.config, decoder.dtype)
     # Multimodal models have several axes of positions, which stay.
-    positions = own if positions is None else positions
-    return rule, {"attention_mask": mask, "position_ids": positions, "past_key_values": past}
+    chosen = positions if chosen is None else chosen
+    return rule, {"attention_mask": mask, "position_ids": chosen, "past_key_values": past}
 
 
-@torch.compiler.disable  # as `_begin`
-def _hold_masks(masks: tuple[Any, Any]) -> None:
-    """Set this thread's masks. The mask that blocks are given leads to the other one after the pass, too."""
-    thread.masks = masks
-    setattr(masks[0], FULL_MASK, masks[1])
+@torch.compiler.disable  # it could not trace the attribute
+def _join_masks(shared: Any, full: Any) -> None:
+    """Have the mask that all blocks are given lead to that of the blocks that see all text, after the pass too."""
+    setattr(shared, FULL_MASK, full)
 
 
-def _check_positions(config: Any, length: int, mask: Any, positions: Tensor | None) -> None:
-    """Refuse a sequence of `length` tokens, cached ones included, that a learned table of positions does not hold."""
-    if getattr(config, "position_embedding", None) != "learned":
-        return
-    if positions is None and isinstance(mask, Tensor) and mask.ndim == 2:  # padding has no positions
-        positions = position_ids_from_mask(mask[:, :length])
-    check_positions(config, length, torch.tensor(length - 1) if positions is None else positions)
+def _padding_mask(given: Mapping[str, Any]) -> Tensor | None:
+    """The mask of two dimensions among the inputs of a pass; None if there is none, or one of four dimensions."""
+    mask = given.get("attention_mask")
+    mask = mask.get("full_attention") if isinstance(mask, dict) else mask
+    return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 def _full_mask(decoder: Any, mask: Any, past: Cache | None) -> Tensor | None:
@@ -303,13 +300,11 @@ def _full_mask(decoder: Any, mask: Any, past: Cache | None) -> Tensor | None:
 
 
 def end_pass(decoder: nn.Module, args: tuple, output: Any) -> None:
-    """Forward hook of the decoder: the pass is over."""
-    if not torch.compiler.is_compiling():
-        values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
-        for cache in (one for one in values if isinstance(one, Cache)):
-            for layer in cache.layers:
-                if isinstance(layer, SecondStore) and not hasattr(layer, "get_seq_length"):
-                    layer.tokens_read = int(cache.get_seq_length())
-    state = current()
-    state.context = state.sequences = state.masks = None
-    state.is_running = False
+    """Forward hook of the decoder: note how many tokens were read, in layers that do not count them."""
+    if torch.compiler.is_compiling():
+        return
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+    for cache in (value for value in values if isinstance(value, Cache)):
+        for layer in cache.layers:
+            if isinstance(layer, SecondStore) and not hasattr(layer, "get_seq_length"):
+                layer.tokens_read = int(cache.get_seq_length())

@@ -17,7 +17,7 @@ from metatokens.errors import UserError
 from metatokens.model.attention import MetaAttention
 from metatokens.model.cache import SecondStore, give
 from metatokens.model.rows import MetaRows
-from metatokens.retrofit.context import FULL_MASK, ForwardContext, current, seen_by_a_head, thread, traced
+from metatokens.retrofit.context import FULL_MASK, ForwardContext, Pass, current, seen_by_a_head, thread, traced
 from metatokens.retrofit.settings import MetaSettings
 
 _OUTSIDE = (
@@ -95,6 +95,19 @@ class MetaModule(nn.Module):
         return self.attention(self.norm(x), rotary=rotary, cache=cache, **given)[0]
 
 
+class MetaDecoder(nn.Module):
+    """Mixin for the decoder: each call is a pass, which ends with the call, and may run inside another one."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the decoder; its hooks and blocks find the pass in `current()`."""
+        state = traced if torch.compiler.is_compiling() else thread
+        outer, state.running = state.running, Pass()
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            state.running = outer
+
+
 class MetaBlock(nn.Module):
     """Mixin for a block of a decoder: meta-attention between its attention and its feed-forward layer."""
 
@@ -103,29 +116,33 @@ class MetaBlock(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block with the current pass."""
-        if thread.sequences is not None:
-            _check_apart(thread.sequences, (*args, *kwargs.values()))
-        elif torch.compiler.is_compiling() and traced.sequences is not None:  # the graph checks it when it runs
-            torch._assert_async(~_are_joined(traced.sequences, (*args, *kwargs.values())), _JOINED)
-            traced.sequences = None
-        # Not in `forward`, which activation checkpointing runs again, after the pass.
-        if (context := current().context) is None:
+        if (running := current().running) is None:
             _check_inside()
-        return super().__call__(*args, meta_context=context, **kwargs)
+            return super().__call__(*args, **kwargs)
+        if running.sequences is not None:
+            joined = _are_joined(running.sequences, (*args, *kwargs.values()))
+            if torch.compiler.is_compiling():  # the graph checks it when it runs
+                torch._assert_async(~joined, _JOINED)
+            elif bool(joined):
+                raise UserError(_JOINED)
+            running.sequences = None
+        # Not in `forward`, which activation checkpointing runs again, after the pass.
+        return super().__call__(*args, meta_context=running.context, **kwargs)
 
     def forward(
         self, hidden_states: Tensor, *args: Any, meta_context: ForwardContext | None = None, **kwargs: Any
     ) -> Any:
         """Run the block, with meta-attention in it if there are meta-tokens, and otherwise unchanged."""
-        if meta_context is None:
-            return super().forward(hidden_states, *args, **kwargs)
-        cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, Cache)), None)
+        block = None
+        if meta_context is not None:
+            cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+            block = self, hidden_states, meta_context, cache
         state = current()
-        state.block = self, hidden_states, meta_context, cache
+        outer, state.block = state.block, block
         try:
             return super().forward(hidden_states, *args, **kwargs)
         finally:  # checkpointing may end the recomputation early, by an exception
-            state.block = None
+            state.block = outer
 
 
 class FullBlock(nn.Module):
@@ -137,24 +154,30 @@ class FullBlock(nn.Module):
         """Call the block, with its own mask in place of that of the other blocks."""
         if not self.sees_all_text:
             return super().__call__(*args, **kwargs)
-        given, own = current().masks or _masks_among((*args, *kwargs.values()))
-        if given is None:
+        shared, full = _masks((*args, *kwargs.values()))
+        if shared is None:
             _check_inside()
             return super().__call__(*args, **kwargs)
-        kwargs = {name: own if one is given else one for name, one in kwargs.items()}
-        return super().__call__(*(own if one is given else one for one in args), **kwargs)
+        kwargs = {name: full if value is shared else value for name, value in kwargs.items()}
+        return super().__call__(*(full if value is shared else value for value in args), **kwargs)
 
 
-def _masks_among(given: tuple) -> tuple[Any, Any]:
-    """The two masks of a pass that has ended, found among the inputs of a block that is computed again."""
-    if torch.compiler.is_compiling():
-        return None, None
-    return next(((one, getattr(one, FULL_MASK)) for one in given if hasattr(one, FULL_MASK)), (None, None))
+def _masks(inputs: tuple) -> tuple[Any, Any]:
+    """The mask that all blocks are given, and that of the blocks that see all text; None twice without a window.
+
+    The first leads to the second also where a block is computed again, after its pass and maybe inside another one.
+    """
+    if not torch.compiler.is_compiling():
+        for value in inputs:
+            if hasattr(value, FULL_MASK):
+                return value, getattr(value, FULL_MASK)
+    running = current().running
+    return (None, None) if running is None or running.masks is None else running.masks
 
 
 def _check_inside() -> None:
     """Refuse a block that is run again, after the pass: it would lack what the pass hands to blocks."""
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not thread.is_running:
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and thread.running is None:
         raise UserError(_OUTSIDE)
 
 
@@ -165,14 +188,6 @@ def set_full_layers(blocks: Iterable[nn.Module], full: Collection[int]) -> None:
             give(block, FullBlock)
         if isinstance(block, FullBlock):
             block.sees_all_text = number in full
-
-
-@torch.compiler.disable  # as `_begin`
-def _check_apart(sequences: Tensor, given: tuple) -> None:
-    """Refuse packed sequences that see one another."""
-    thread.sequences = None
-    if bool(_are_joined(sequences, given)):
-        raise UserError(_JOINED)
 
 
 def _are_joined(sequences: Tensor, given: tuple) -> Tensor:
