@@ -28,7 +28,7 @@ from metatokens.errors import UserError
 from metatokens.model.cache import InsertedTokens, give, size_of
 from metatokens.model.configuration import MetaGPT2Config, never_generated
 from metatokens.model.paged import MetaManager, further_layers
-from metatokens.model.positions import check_length, check_positions, position_ids_from_mask
+from metatokens.model.positions import check_length, check_positions, position_ids_from_mask, steady_length
 
 READ_AT_ONCE = 512  # tokens of a prompt in one forward pass of a model with a `text_window`
 # The inputs of a step that are split if a prompt is read in chunks.
@@ -295,12 +295,20 @@ class MetaTokenGenerationMixin(GenerationMixin):
     ) -> Any:
         """Read the prompt, in chunks if `prefill_chunk_size` or a `text_window` asks for them.
 
+        A window asks for none where they would have several rotary frequencies.
+
         Into a cache that grows, this class reads the chunks itself: transformers would split the ids, in which inserted
         meta-tokens are missing, and its release 5.19 would read cached ids again.
         """
         size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
+        embeddings = model_kwargs.get("inputs_embeds") if is_first_iteration else None
+        length, mask = (input_ids if embeddings is None else embeddings).shape[1], model_kwargs.get("attention_mask")
+        seen = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+        total = max(length, seen or 0) + len(getattr(cache, "inserted", ()))
+        steady = steady_length(self.config)
+        is_steady = steady is None or total <= steady
         is_shown = generation_config.output_hidden_states or generation_config.output_attentions
-        if size is None and self.config.text_window is not None and not is_shown:
+        if size is None and self.config.text_window is not None and not is_shown and is_steady:
             size = READ_AT_ONCE
         is_static = cache is not None and cache.is_compileable and self.config.text_window is None
         is_placed = "prompt_length" in model_kwargs or model_kwargs.get("meta_token_mask") is not None
@@ -311,9 +319,6 @@ class MetaTokenGenerationMixin(GenerationMixin):
             )
         if size is None or cache is None or is_static:
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
-        embeddings = model_kwargs.get("inputs_embeds") if is_first_iteration else None
-        length, mask = (input_ids if embeddings is None else embeddings).shape[1], model_kwargs.get("attention_mask")
-        seen = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
         if embeddings is not None or seen == length:  # cached tokens are given as well
             length -= int(cache.get_seq_length())
         own: Any = {"next_sequence_length": length, "is_first_iteration": is_first_iteration}
@@ -322,7 +327,12 @@ class MetaTokenGenerationMixin(GenerationMixin):
             generation_config = copy(generation_config)
             generation_config.prefill_chunk_size = None
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
-        if any(isinstance(one, Tensor) for name, one in step.items() if name not in _SPLIT):  # images, say
+        if not is_steady and size < length:
+            raise UserError(
+                f"the rotary frequencies of this model depend on the length of a text of more than {steady} tokens, "
+                f"and a prompt of {length} in chunks of {size} would have several: leave prefill_chunk_size out."
+            )
+        if any(isinstance(value, Tensor) for name, value in step.items() if name not in _SPLIT):  # images, say
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
         return self._read_in_chunks(step, size)
 

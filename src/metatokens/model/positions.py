@@ -100,6 +100,28 @@ def check_positions(config: PreTrainedConfig, length: int, position_ids: Tensor)
         check_length(config, int(position_ids.max()) + 1)
 
 
+def steady_length(config: PreTrainedConfig) -> int | None:
+    """The longest text, in tokens, that has the rotary frequencies of all shorter ones; None if all texts have them.
+
+    By the `rope_type`s `dynamic` and `longrope` of transformers (`dynamic_rope_update`), every position of a longer
+    text has other frequencies. A configuration may have one set of parameters, or one for each type of layer.
+    """
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
+    sets = (
+        [parameters]
+        if "rope_type" in parameters
+        else [value for value in parameters.values() if isinstance(value, dict)]
+    )
+    lengths = []
+    for rope in sets:
+        if "dynamic" in rope.get("rope_type", ""):
+            lengths.append(text.max_position_embeddings)
+        elif rope.get("rope_type") == "longrope":
+            lengths.append(rope["original_max_position_embeddings"])
+    return min(lengths, default=None)
+
+
 def rotary_tables(positions: Tensor, head_size: int, theta: float) -> Rotary:
     """Cosines and sines of the angles t / theta^(2i / head size), for positions t (batch, length), in float32."""
     pairs = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
