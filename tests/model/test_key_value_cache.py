@@ -1,11 +1,13 @@
 """The cache: steps of any size give the logits of one pass, and rows and ends can be moved, copied and cut off."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
+from metatokens.errors import UserError
 from tests.model.in_pieces import assert_continues, in_steps
 from tests.model.tiny_models import META, SECOND, VARIANTS, Fields, pad, random_rows, shared_model
 
@@ -29,6 +31,24 @@ def test_steps_of_any_size_give_the_logits_of_one_pass(fields: Fields, cuts: set
     assert (actual - expected)[mask.bool()].abs().max() < TOLERANCE
     without_mask, _ = in_steps(model, ids[:1], None, sorted(cuts), MetaTokenCache(model.config))  # a whole row
     assert (without_mask - expected[:1]).abs().max() < TOLERANCE
+
+
+@VARIANTS
+def test_a_mask_may_have_columns_for_tokens_to_come(fields: Fields) -> None:
+    model, (ids, mask) = shared_model(**fields), pad(ROWS)
+    wanted = model(ids, attention_mask=mask, use_cache=False).logits
+    mask = torch.nn.functional.pad(mask, (0, 7), value=1)
+    whole, cache = model(ids, attention_mask=mask, use_cache=False).logits, MetaTokenCache(model.config)
+    pieces = [model(piece, attention_mask=mask, past_key_values=cache).logits for piece in ids.split(3, dim=1)]
+    for found in (whole, torch.cat(pieces, dim=1)):
+        assert (found - wanted)[mask[:, :-7].bool()].abs().max() < TOLERANCE
+
+
+def test_a_mask_without_the_cached_columns_is_refused() -> None:
+    model, (ids, mask) = shared_model(), pad(ROWS)
+    cache = model(ids, attention_mask=mask).past_key_values
+    with pytest.raises(UserError, match="a column for each cached token"):
+        model(ids[:, :2], attention_mask=mask[:, :2], past_key_values=cache)
 
 
 def test_a_step_over_text_does_not_touch_the_second_store() -> None:

@@ -248,6 +248,53 @@ def test_positions_have_to_grow(is_own: bool) -> None:
     assert error(after, wanted[:, 20:]) < 1e-5
 
 
+def seen_rows(ids: Tensor, mask: Tensor) -> list[Tensor]:
+    """Each row without what the mask hides, (1, tokens)."""
+    return [row[is_seen][None] for row, is_seen in zip(ids, mask.bool(), strict=True)]
+
+
+@pytest.mark.parametrize("name", [None, "gpt2", "gpt_neox", "llama"])  # None: this package's own model
+@torch.no_grad()
+def test_tokens_that_a_mask_hides_take_no_position(name: str | None) -> None:
+    model = one_of(True) if name is None else model_of(name)
+    ids = torch.tensor(random_rows((40, 40), meta_rate=0.3, seed=2))
+    mask = torch.ones_like(ids)
+    mask[0, :6], mask[1, 3:9], mask[:, 12:16], mask[0, 30:34] = 0, 0, 0, 0
+    wanted = [model(row, use_cache=False).logits[0] for row in seen_rows(ids, mask)]
+    longer = torch.nn.functional.pad(mask, (0, 9), value=1)  # with columns for tokens to come
+    pieces, cache = [], DynamicCache()
+    for start in range(0, 40, 8):
+        out = model(ids[:, start : start + 8], attention_mask=longer, past_key_values=cache, use_cache=True)
+        pieces.append(out.logits)
+    first = model(ids[:, :20], attention_mask=mask[:, :20], use_cache=True)
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, 20:]  # as `generate` gives them
+    rest = model(ids[:, 20:], attention_mask=mask, position_ids=positions, past_key_values=first.past_key_values)
+    for found in (
+        model(ids, attention_mask=mask, use_cache=False).logits,
+        model(ids, attention_mask=longer, use_cache=False).logits,
+        torch.cat(pieces, dim=1),
+        torch.cat([first.logits, rest.logits], dim=1),
+    ):
+        for row in range(2):
+            assert error(found[row][mask[row].bool()], wanted[row]) < 1e-4
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("is_own", [False, True])
+@torch.no_grad()
+def test_positions_are_whole_numbers_of_any_type(is_own: bool, window: int | None) -> None:
+    model, positions = one_of(is_own), torch.arange(IDS.shape[1])[None]
+    set_text_window(model, window, SINKS)
+    wanted = model(IDS, position_ids=positions, use_cache=False).logits
+    for dtype in (torch.int32, torch.int16, torch.uint8):
+        assert torch.equal(model(IDS, position_ids=positions.to(dtype), use_cache=False).logits, wanted)
+        cache = model(IDS[:, :20], position_ids=positions[:, :20].to(dtype), use_cache=True).past_key_values
+        rest = model(IDS[:, 20:], position_ids=positions[:, 20:].to(dtype), past_key_values=cache).logits
+        assert error(rest, wanted[:, 20:]) < 1e-5
+    with pytest.raises(UserError, match=r"position_ids are of the type torch\.float32; give whole numbers"):
+        model(IDS, position_ids=positions.float(), use_cache=False)
+
+
 @pytest.mark.parametrize("is_own", [False, True])
 @torch.no_grad()
 def test_a_mask_cannot_hide_tokens_that_a_cache_read_as_text(is_own: bool) -> None:
