@@ -40,8 +40,8 @@ def test_a_mask_may_have_columns_for_tokens_to_come(fields: Fields) -> None:
     mask = torch.nn.functional.pad(mask, (0, 7), value=1)
     whole, cache = model(ids, attention_mask=mask, use_cache=False).logits, MetaTokenCache(model.config)
     pieces = [model(piece, attention_mask=mask, past_key_values=cache).logits for piece in ids.split(3, dim=1)]
-    for found in (whole, torch.cat(pieces, dim=1)):
-        assert (found - wanted)[mask[:, :-7].bool()].abs().max() < TOLERANCE
+    for logits in (whole, torch.cat(pieces, dim=1)):
+        assert (logits - wanted)[mask[:, :-7].bool()].abs().max() < TOLERANCE
 
 
 def test_a_mask_without_the_cached_columns_is_refused() -> None:

@@ -24,9 +24,9 @@ PLACES = ("", "input_layernorm", "self_attn", "mlp")  # of the second block: the
 
 
 @contextmanager
-def during(model: PreTrainedModel, place: str, run: Callable[[], Any]) -> Iterator[None]:
+def during(model: PreTrainedModel, part_name: str, run: Callable[[], Any]) -> Iterator[None]:
     """Run a function before and after a part of the model's second block."""
-    part = decoder_of(model)[1][1].get_submodule(place)
+    part = decoder_of(model)[1][1].get_submodule(part_name)
 
     def before(module: nn.Module, args: tuple) -> None:
         run()
@@ -50,21 +50,21 @@ def no_pass_runs(model: PreTrainedModel) -> bool:
     return True
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("part_name", PLACES)
 @pytest.mark.parametrize("ids", [INNER, text(seed=3)], ids=["meta-tokens", "text alone"])
 @pytest.mark.parametrize("kind", ["another", "copy", "itself"])
-def test_both_passes_are_as_if_alone(kind: str, ids: Tensor, place: str) -> None:
+def test_both_passes_are_as_if_alone(kind: str, ids: Tensor, part_name: str) -> None:
     outer = retrofitted("llama")
     inner = outer if kind == "itself" else retrofitted("gpt_neox") if kind == "another" else deepcopy(outer)
     wanted_outer, wanted_inner = logits(outer, OUTER), logits(inner, ids)
     calls, errors = [], []
 
     def run() -> None:
-        calls.append(place)
+        calls.append(part_name)
         if len(calls) <= 2:  # once inside a pass inside the outer one
             errors.append(error(logits(inner, ids), wanted_inner))
 
-    with during(outer, place, run):
+    with during(outer, part_name, run):
         assert error(logits(outer, OUTER), wanted_outer) == 0
     assert errors == [0, 0]
     assert no_pass_runs(outer)
@@ -149,5 +149,5 @@ def test_a_graph_of_a_pass_with_another_pass_inside() -> None:
     part.register_forward_hook(lambda *_: outputs.append(inner(INNER, use_cache=False).logits))
     compiled = torch.compile(outer, backend="eager", fullgraph=True)
     assert error(logits(compiled, OUTER), wanted_outer) < 1e-5
-    [found] = outputs
-    assert error(found[..., : wanted_inner.shape[-1]], wanted_inner) < 1e-5
+    [output] = outputs
+    assert error(output[..., : wanted_inner.shape[-1]], wanted_inner) < 1e-5

@@ -88,10 +88,10 @@ def test_a_prompt_that_changes_the_frequencies_is_read_at_once(
     ids = torch.tensor(random_rows((90, 90)))
     for length, wanted_lengths in ((SHORT, [16, 16, 8]), (90, [90])):
         lengths.clear()
-        found = first_logits(model, ids[:, :length])
+        read = first_logits(model, ids[:, :length])
         assert lengths == wanted_lengths
         wanted = model(ids[:, :length], use_cache=False).logits[:, -1, :META]
-        assert error(found, wanted) < 1e-4 * float(wanted.abs().max())
+        assert error(read, wanted) < 1e-4 * float(wanted.abs().max())
     handle.remove()
 
 

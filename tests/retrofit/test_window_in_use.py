@@ -269,14 +269,14 @@ def test_tokens_that_a_mask_hides_take_no_position(name: str | None) -> None:
     first = model(ids[:, :20], attention_mask=mask[:, :20], use_cache=True)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, 20:]  # as `generate` gives them
     rest = model(ids[:, 20:], attention_mask=mask, position_ids=positions, past_key_values=first.past_key_values)
-    for found in (
+    for logits in (
         model(ids, attention_mask=mask, use_cache=False).logits,
         model(ids, attention_mask=longer, use_cache=False).logits,
         torch.cat(pieces, dim=1),
         torch.cat([first.logits, rest.logits], dim=1),
     ):
         for row in range(2):
-            assert error(found[row][mask[row].bool()], wanted[row]) < 1e-4
+            assert error(logits[row][mask[row].bool()], wanted[row]) < 1e-4
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
