@@ -35,7 +35,7 @@ from metatokens.model.vocabulary import MetaVocabulary
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import Result
 from metatokens.retrofit.card import model_card
-from metatokens.retrofit.hooks import add_at_site, begin_pass, bind_inputs, end_pass, mask_logits
+from metatokens.retrofit.hooks import add_at_site, begin_pass, bind_inputs, mask_logits, note_tokens_read
 from metatokens.retrofit.layers import (
     MetaBlock,
     MetaDecoder,
@@ -316,7 +316,7 @@ def install(model: Any) -> None:
     decoder.meta_depth = getattr(decoder.config, "num_hidden_layers", None)
     decoder.meta_cache_layers = len(blocks) + len(settings.layers)  # of a cache of a fixed size
     decoder.register_forward_pre_hook(begin_pass, with_kwargs=True)
-    decoder.register_forward_hook(end_pass)
+    decoder.register_forward_hook(note_tokens_read)
     _give(decoder, MetaDecoder)
     # Half precision would round small training steps away. PEFT's adapters are in float32 for the same reason.
     dtype = torch.promote_types(table.weight.dtype, torch.float32)

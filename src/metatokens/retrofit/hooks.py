@@ -299,7 +299,7 @@ def _full_mask(decoder: Any, mask: Any, past: Cache | None) -> Tensor | None:
     return mask
 
 
-def end_pass(decoder: nn.Module, args: tuple, output: Any) -> None:
+def note_tokens_read(decoder: nn.Module, args: tuple, output: Any) -> None:
     """Forward hook of the decoder: note how many tokens were read, in layers that do not count them."""
     if torch.compiler.is_compiling():
         return
