@@ -72,13 +72,14 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     is_dense = bool(engine) or is_whole or (past is not None and _has_room(decoder, past))
     span, chosen = InputSpan.of(is_meta, _padding_mask(kwargs), past), _row_positions(is_meta, kwargs)
     is_meta, forgets = span.real(is_meta), decoder.meta_config.text_window is not None
-    # Where neither the caller nor a window chooses positions, the base does, and meta-attention counts all tokens.
-    positions = span.positions(chosen) if forgets or chosen is not None else None
+    positions = span.positions(chosen)
     if getattr(decoder.config, "position_embedding", None) == "learned":
-        span.check_positions(decoder.config, span.positions(chosen))
-    running = current().running
+        span.check_positions(decoder.config, positions)
+    # Where neither the caller nor a window chooses positions, the base does, and meta-attention counts all tokens.
+    meta_positions = positions if forgets or chosen is not None else None
+    running: Any = current().running
     if not is_dense:
-        sequences, running.context = _gathered(decoder, is_meta, span, positions, past, kwargs)
+        sequences, running.context = _gathered(decoder, is_meta, span, meta_positions, past, kwargs)
     else:
         sequences = None if engine else _packed(is_meta, past, kwargs)
     running.sequences = sequences if _has_masks(decoder) else None
@@ -95,7 +96,7 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             if not is_whole:
                 _join_masks(*running.masks)
     if is_dense:
-        running.context = _all_rows(decoder, is_meta, span, positions, past, rule, sequences, kwargs, engine)
+        running.context = _all_rows(decoder, is_meta, span, meta_positions, past, rule, sequences, kwargs, engine)
     return args, kwargs
 
 
@@ -245,7 +246,7 @@ def _gathered(
 def _forgetting(
     decoder: Any,
     is_meta: Tensor,
-    positions: Tensor | None,
+    positions: Tensor,
     past: Cache | None,
     given: Mapping[str, Any],
     sequences: Tensor | None,
