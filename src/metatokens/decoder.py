@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metatokens.errors import UserError
+from metatokens.model.releases import CACHE
 from metatokens.model.wrappers import takes_wrapped
 
 PIECE = 2**21  # logits at a time, 8 MB; with a large vocabulary, a batch's logits are larger than the model
@@ -99,7 +100,7 @@ def cache_kept(model: Any, texts: Iterable[Any], *, metas_alone: bool = False) -
         lengths.append(len(text))
         held.append(int(is_kept.sum()))
     one_meta_token = torch.tensor([[config.meta_token_id]], device=model.device)
-    cache = model.eval()(one_meta_token, use_cache=True).past_key_values
+    cache = model.eval()(one_meta_token, use_cache=True)[CACHE]
     sizes = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
     whole = sum(sizes[layer] for layer in cache.full) if full else 0
     second = sum(one.nbytes for layer in cache.layers for one in (getattr(layer, "second", None) or ())[:2])
@@ -180,7 +181,7 @@ def continue_prompts(
             stops = (place for place, token in enumerate(sequence[length:], length + 1) if token in ends)
             del sequence[next(stops, len(sequence)) :]  # padding
             text = tokenizer.decode(sequence[length:], skip_special_tokens=True)
-            for place in reversed(getattr(output.past_key_values, "inserted", [])):
+            for place in reversed(getattr(output[CACHE], "inserted", [])):
                 if place < len(sequence):
                     sequence.insert(place, model.config.meta_token_id)
             yield Continuation(text, tokenizer.decode(sequence[length - len(row) :]))

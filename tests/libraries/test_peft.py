@@ -97,6 +97,13 @@ def test_an_adapter_of_a_retrofitted_model(name: str, choices: dict[str, Any], t
     assert all(("lora_" in one) != ("meta_" in one) for one in trained)
 
 
+@pytest.mark.parametrize("config", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
+def test_learned_prompts_of_a_retrofitted_model(config: type[peft.PeftConfig], tmp_path: Path) -> None:
+    prompts = config(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    trained = adapt(partial(retrofitted, "llama", freeze=True), prompts, with_meta_tokens(), tmp_path)
+    assert all("prompt_encoder" in name for name in trained)
+
+
 @pytest.mark.parametrize("name", ["prompt", "prefix"])
 def test_learned_prompts_leave_the_meta_tokens_where_they_are(name: str, folder: Path, ids: Tensor) -> None:
     base = MetaGPT2ForCausalLM.from_pretrained(folder).eval()
@@ -131,3 +138,27 @@ def test_meta_tokens_are_not_inserted_behind_learned_prompts(folder: Path, ids: 
     lora = peft.get_peft_model(MetaGPT2ForCausalLM.from_pretrained(folder), deepcopy(ADAPTERS["lora"]))
     out = lora.generate(input_ids=ids, max_new_tokens=6, meta_every=2, pad_token_id=0, do_sample=False)
     assert out.shape[1] == ids.shape[1] + 6
+
+
+@pytest.mark.parametrize("name", ["prompt", "prefix"])
+def test_a_peft_that_does_not_find_the_cache_is_refused(name: str, folder: Path, ids: Tensor) -> None:
+    model = peft.get_peft_model(MetaGPT2ForCausalLM.from_pretrained(folder), deepcopy(ADAPTERS[name]))
+    prepare = model.base_model_prepare_inputs_for_generation
+
+    def under_another_name(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        step = prepare(*args, **kwargs)
+        return step | {"past_key_values": None, "renamed": step["past_key_values"]}
+
+    model.base_model_prepare_inputs_for_generation = under_another_name
+    with pytest.raises(UserError, match="does not find the model's cache"):
+        model.generate(input_ids=ids, max_new_tokens=2, pad_token_id=0)
+
+
+def test_without_a_cache_prompts_are_learned_embeddings_and_no_prefix(folder: Path, ids: Tensor) -> None:
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    prompts = peft.get_peft_model(MetaGPT2ForCausalLM.from_pretrained(folder), deepcopy(ADAPTERS["prompt"])).eval()
+    out = prompts.generate(input_ids=ids, use_cache=False, **options)
+    assert torch.equal(out, prompts.generate(input_ids=ids, **options))
+    prefix = peft.get_peft_model(MetaGPT2ForCausalLM.from_pretrained(folder), deepcopy(ADAPTERS["prefix"]))
+    with pytest.raises(UserError, match="needs use_cache=True"):
+        prefix.generate(input_ids=ids, use_cache=False, **options)

@@ -176,8 +176,10 @@ class CausalAttention(Attention):
         `cache` holds earlier keys and values, and takes the new ones; see `AttentionKwargs` for the other arguments.
         """
         q, k, v = self.project(x, rotary, log_keys)
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
+        engine = dict(engine)  # which an update of the pages changes
+        store = engine.pop("cache", cache)
+        if store is not None:
+            k, v = store.update(k, v, self.layer_idx, kwargs=engine)
         if cache is not None and isinstance(mask, Tensor):  # not the block mask of flex attention
             mask = mask[..., -k.shape[2] :]  # the second module has no keys for a learned prefix
         out, weights = attend(self, q, k, v, mask, scaling=self.scaling, dropout=0.0, **engine)
@@ -270,7 +272,6 @@ class MetaAttention(Attention):
             k, v, engine = put_into_pages(pages, k.masked_fill(is_text, TEXT_KEY), v, self.layer_idx, engine)
             is_text = (k == TEXT_KEY).all(dim=-1, keepdim=True)
             k = k.masked_fill(is_text, 0.0)
-            attend = attend if mask is None else sdpa_attention_forward
         feature = torch.zeros_like(k[..., :1]).masked_fill(is_text, HIDDEN)
         rest = 7 - size % 8  # zeros: kernels take sizes that are multiples of 8
         q = pad(pad(q, (0, 1), value=1.0), (0, rest))

@@ -11,6 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from metatokens.errors import UserError
 from metatokens.model.choices import AttentionScale, PositionEmbedding, SecondAttention
+from metatokens.model.releases import CACHE_NAMES
 
 TEXT_SINKS = 4  # unless a model is given another number
 # The name of a model that no folder holds as it is. Libraries that load a model by its name show it in their error.
@@ -65,7 +66,7 @@ class MetaGPT2Config(PreTrainedConfig):
     """
 
     model_type = "meta_gpt2"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (Trainer adds lists to it)
+    keys_to_ignore_at_inference = [*CACHE_NAMES]  # noqa: RUF012  (Trainer adds lists to it)
 
     vocab_size: int = 50304
     hidden_size: int = 768

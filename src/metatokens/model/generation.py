@@ -29,6 +29,7 @@ from metatokens.model.cache import InsertedTokens, give, size_of
 from metatokens.model.configuration import MetaGPT2Config, never_generated
 from metatokens.model.paged import MetaManager, further_layers
 from metatokens.model.positions import check_length, check_positions, position_ids_from_mask, steady_length
+from metatokens.model.releases import CACHE, PEFTS_CACHE, cache_among, check_learned_prompts, with_cache_renamed
 
 READ_AT_ONCE = 512  # tokens of a prompt in one forward pass of a model with a `text_window`
 # The inputs of a step that are split if a prompt is read in chunks.
@@ -92,15 +93,16 @@ class MetaTokenGenerationMixin(GenerationMixin):
             meta_every: insert a meta-token after every `meta_every` generated text tokens, counted from the end of the
                 prompt in all rows alike; 0, or None everywhere, inserts none. `max_new_tokens` counts text tokens, and
                 the returned ids omit the inserted ones.
-            **kwargs: as in `GenerationMixin.generate`. A cache in `past_key_values` may hold the start of the sequence,
-                whose ids are given as well; meta-tokens inserted when it was filled are put back into them.
+            **kwargs: as in `GenerationMixin.generate`. A cache, by either of its names, may hold the start of the
+                sequence, whose ids are given as well; meta-tokens inserted when it was filled are put back into them.
 
         Raises:
             UserError: if `meta_every` is below 0, the model has no meta-token, or another argument does not support
                 inserted meta-tokens; if a configuration has `meta_every` and the model is in training mode.
         """
         is_argument, meta_every = meta_every is not None, self._checked_every(meta_every, generation_config)
-        if meta_every is not None or getattr(kwargs.get("past_key_values"), "inserted", None):
+        kwargs = with_cache_renamed(kwargs)
+        if meta_every is not None or getattr(kwargs.get(CACHE), "inserted", None):
             if self.training and not is_argument:
                 raise UserError(
                     "a setting inserts meta-tokens in training mode: a trainer that generates, such as TRL's GRPO, "
@@ -115,9 +117,9 @@ class MetaTokenGenerationMixin(GenerationMixin):
                     "to insert meta-tokens, or to use a cache that contains inserted ones, give generate() the whole "
                     "sequence as input_ids, cached tokens included, and an attention_mask, if any, of the same shape."
                 )
-            cache = kwargs.get("past_key_values")
+            cache = kwargs.get(CACHE)
             if not isinstance(cache, Cache | None):
-                raise UserError(f"past_key_values is a {type(cache).__name__}; meta_every needs a cache.")
+                raise UserError(f"{CACHE} is a {type(cache).__name__}; meta_every needs a cache.")
             # Under another name, since transformers would take `meta_every` for a field of its configuration.
             kwargs |= {"insert_every": meta_every, "prompt_length": prompt.shape[1]}
         # A processor of the caller's may choose a meta-token, and an assistant would be given this argument too.
@@ -197,6 +199,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         insert_every: int | None = None,
         prompt_length: int | None = None,
         chooses_text: bool = False,
+        cache: Cache | None = None,
         past_key_values: Cache | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
@@ -204,18 +207,19 @@ class MetaTokenGenerationMixin(GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The inputs of one step: the text so far and its meta-tokens, without what is cached."""
+        cache = cache_among({"cache": cache, "past_key_values": past_key_values})
         if prompt_length is not None:
             mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
             return self._inputs_with_inserted(
                 input_ids,
                 mask,
-                past_key_values,
+                cache,
                 kwargs,
                 every=insert_every,
                 prompt_length=prompt_length,
                 chooses_text=chooses_text,
             )
-        given = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
+        given = {CACHE: cache, "inputs_embeds": inputs_embeds}
         step = self._prepared_inputs(input_ids, attention_mask, given | kwargs)
         if chooses_text and kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration"):
             step["meta_positions"] = _same_places((), step["input_ids"])
@@ -227,9 +231,11 @@ class MetaTokenGenerationMixin(GenerationMixin):
     def _prepared_inputs(self, input_ids: Tensor, mask: Tensor | None, given: dict[str, Any]) -> dict[str, Any]:
         """The inputs of one step as transformers prepares them.
 
-        With a `text_window`, the mask stays as it is: one of four dimensions would replace the window.
+        With a `text_window`, the mask stays as it is: one of four dimensions would replace the window. The cache gets
+        the name by which PEFT looks for it among these inputs.
         """
         step = super().prepare_inputs_for_generation(input_ids, attention_mask=mask, **given)
+        step[PEFTS_CACHE] = step.pop(CACHE, None)
         return step if self.config.text_window is None else step | {"attention_mask": mask}
 
     def _inputs_with_inserted(
@@ -274,12 +280,12 @@ class MetaTokenGenerationMixin(GenerationMixin):
         if axes is not None and axes.ndim == 3:  # a multimodal model's: a meta-token moves all axes by one
             positions = axes[..., is_text.cumsum(0) - 1] + (~is_text).cumsum(0)
         own = {
-            "past_key_values": cache,
+            CACHE: cache,
             "position_ids": positions[..., cached:].clone(memory_format=torch.contiguous_format),
             "next_sequence_length": length - cached,
         }
         step = self._prepared_inputs(ids, mask, given | own)
-        if cached and step.get("past_key_values") is not cache:
+        if cached and step[PEFTS_CACHE] is not cache:
             raise UserError(
                 f"this base drops its cache at {length} tokens, where its positions change, and meta-tokens cannot be "
                 "inserted into text that is read again."
@@ -300,7 +306,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         Into a cache that grows, this class reads the chunks itself: transformers would split the ids, in which inserted
         meta-tokens are missing, and its release 5.19 would read cached ids again.
         """
-        size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
+        size, cache = generation_config.prefill_chunk_size, model_kwargs.get(CACHE)
         embeddings = model_kwargs.get("inputs_embeds") if is_first_iteration else None
         length, mask = (input_ids if embeddings is None else embeddings).shape[1], model_kwargs.get("attention_mask")
         seen = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
@@ -323,7 +329,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
             length -= int(cache.get_seq_length())
         own: Any = {"next_sequence_length": length, "is_first_iteration": is_first_iteration}
         step = self.prepare_inputs_for_generation(input_ids, **own, **model_kwargs)
-        if step.get("past_key_values") is not cache:  # Phi-3 begins anew where its positions change
+        if step[PEFTS_CACHE] is not cache:  # Phi-3 begins anew where its positions change
             generation_config = copy(generation_config)
             generation_config.prefill_chunk_size = None
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
@@ -387,6 +393,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length + inserted
         )
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
+        check_learned_prompts(self.prepare_inputs_for_generation, self.device, uses_cache=cache is not None)
         if self.config.text_window is not None and generation_config.is_assistant and cache is not None:
             cache.keeps_all = True  # tokens that the other model does not take are removed from it

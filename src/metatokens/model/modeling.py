@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, Cache, GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -56,6 +57,7 @@ from metatokens.model.inputs import InputSpan, attention_function, meta_tokens
 from metatokens.model.labels import scored_labels, without_meta_tokens
 from metatokens.model.paged import engine_of
 from metatokens.model.positions import packed_sequences
+from metatokens.model.releases import CACHE, CACHE_NAMES, cache_among
 from metatokens.model.rows import AllRows, MetaRows, least_rows, positions_of
 from metatokens.model.vocabulary import MetaVocabulary, check_ids
 from metatokens.model.window import TextRule, check_remembering
@@ -103,18 +105,19 @@ class MetaGPT2Block(GradientCheckpointingLayer):
         self.mlp_norm = layer_norm(config)
         self.mlp = FeedForward(config)
 
-    # transformers' gradient checkpointing and accelerate look for the cache by the name of its argument.
+    # transformers' gradient checkpointing and accelerate look for the cache by the name of its argument, `CACHE`.
     def forward(
-        self, x: Tensor, *, causal: AttentionKwargs, meta: MetaAttentionKwargs | None, past_key_values: Cache | None
+        self, x: Tensor, *, causal: AttentionKwargs, meta: MetaAttentionKwargs | None, **named: Cache | None
     ) -> Tensor:
         """The residual stream (batch, length, width) after this block; `meta` is None where there is no meta-token."""
+        cache = named[CACHE]
         # softmax(Q K^T / sqrt(d) + M) V
-        x = x + self.attention(self.attention_norm(x), cache=past_key_values, **causal)[0]
+        x = x + self.attention(self.attention_norm(x), cache=cache, **causal)[0]
         if isinstance(self.second_attention, CausalAttention):
-            x = x + self.second_attention(self.second_norm(x), cache=past_key_values, **causal)[0]
+            x = x + self.second_attention(self.second_norm(x), cache=cache, **causal)[0]
         elif self.second_attention is not None and meta is not None:
             # softmax(Q K^T / sqrt(d) + M + P) V, P = 0 between meta-tokens: only their rows are computed
-            y, _ = self.second_attention(self.second_norm(meta["rows"].gather(x)), cache=past_key_values, **meta)
+            y, _ = self.second_attention(self.second_norm(meta["rows"].gather(x)), cache=cache, **meta)
             x = meta["rows"].scatter_add(x, y)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -126,7 +129,7 @@ class MetaGPT2PreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ("MetaGPT2Block",)
-    _skip_keys_device_placement = ("past_key_values",)
+    _skip_keys_device_placement = CACHE_NAMES
     _supports_sdpa = True
     _can_compile_fullgraph = True
     _supports_flash_attn = True
@@ -195,6 +198,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         if input_ids is None and inputs_embeds is None:
             raise UserError("the model needs input_ids or inputs_embeds.")
         engine, sequences = engine_of(kwargs), None
+        past_key_values = cache_among({"past_key_values": past_key_values, **kwargs})
         if not engine:  # which packs requests into a row, and keeps them apart
             sequences = packed_sequences(attention_mask, position_ids, past_key_values, kwargs.get("cu_seq_lens_q"))
         past_key_values = self._prepare_cache(past_key_values, use_cache=use_cache if sequences is None else False)
@@ -231,6 +235,10 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             attend, mask = attention_function(
                 self.config, x, attention_mask, past_key_values, sequences, rule, needs_weights=needs_weights
             )
+            if (
+                engine and mask is not None
+            ):  # an engine wants no weights; "paged|eager" fills the pages itself before 5.24
+                attend = sdpa_attention_forward
             log_keys = None
             if self.config.attention_scale == "log_length":
                 counts = span.key_counts(attention_mask, sequences) if rule is None else rule.seen().sum(dim=-1)
@@ -256,8 +264,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             meta["log_keys"] = _log(seen, x.dtype)
         for number, layer in enumerate(self.layers):
             own = full if number in (self.config.text_full_layers or ()) else causal
-            x = layer(x, causal=own, meta=meta, past_key_values=past_key_values)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+            x = layer(x, causal=own, meta=meta, **{CACHE: past_key_values})
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: past_key_values})
 
     def _prepare_cache(self, cache: Any, *, use_cache: bool | None) -> Any:
         """The cache to use: the given one, with second stores, or a new one where one is wanted."""
@@ -345,7 +353,8 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
                 logits; it replaces the causal mask, in meta-attention too.
             position_ids: (batch, length); default: real tokens counted from 0 in each row. Without an `attention_mask`,
                 a new sequence begins where they do not grow, and sees nothing before it. Such rows have no cache.
-            past_key_values: a `MetaTokenCache` with the tokens before. A `DynamicCache` is converted in place.
+            past_key_values: a `MetaTokenCache` with the tokens before, which may be given as `cache` instead. A
+                `DynamicCache` is converted in place.
             inputs_embeds: (batch, length, width), used instead of the embeddings of `input_ids`.
             meta_token_mask: (batch, length), true at meta-tokens. Default: where `input_ids` are the meta-token's or,
                 without them, where `inputs_embeds` equals the meta-token's embedding exactly.
@@ -408,7 +417,7 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
         return MetaGPT2Output(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: outputs.get(CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             meta_attentions=meta_attentions,
@@ -423,8 +432,8 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
             )
         if kind != "static":
             generation_config.cache_implementation = None  # transformers makes no cache; the next lines do
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache and kind != "static":
-            model_kwargs["past_key_values"] = MetaTokenCache(self.config)
+        if model_kwargs.get(CACHE) is None and generation_config.use_cache and kind != "static":
+            model_kwargs[CACHE] = MetaTokenCache(self.config)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
 
 

@@ -21,6 +21,7 @@ from transformers.generation.continuous_batching.utils import find_head_dim, fin
 
 from metatokens.errors import UserError
 from metatokens.model.cache import give
+from metatokens.model.releases import pages_among
 
 if TYPE_CHECKING:  # each mixin goes in front of one of these
     from transformers.generation.continuous_batching import ContinuousBatchingManager as AnyManager
@@ -45,7 +46,7 @@ def engine_of(given: dict[str, Any]) -> dict[str, Any]:
     """
     if "attention_instances" in given:
         raise UserError("this model does not run in vLLM or SGLang; `transformers serve` serves it.")
-    return {name: given[name] for name in _ENGINE if name in given} if given.get("cache") is not None else {}
+    return {name: given[name] for name in _ENGINE if name in given} if pages_among(given) is not None else {}
 
 
 def put_into_pages(

@@ -31,6 +31,7 @@ from metatokens.model.configuration import TEXT_SINKS, write_remote_code
 from metatokens.model.generation import MetaTokenGenerationMixin, register_architecture
 from metatokens.model.labels import without_meta_tokens
 from metatokens.model.positions import packed_sequences
+from metatokens.model.releases import with_cache_renamed
 from metatokens.model.vocabulary import MetaVocabulary
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import Result
@@ -179,6 +180,7 @@ class MetaModel(MetaBody, MetaTokenGenerationMixin):
         if len(args) > 1:
             kwargs = bind_inputs(self, args, kwargs if labels is None else kwargs | {"labels": labels})
             args, labels = (), kwargs.pop("labels", None)
+        kwargs = with_cache_renamed(kwargs)
         if not torch.compiler.is_compiling():  # an adapter may have replaced the head
             connect_head(self)
             reads_positions = "position_ids" in signature(decoder_of(self)[0].forward).parameters

@@ -15,6 +15,7 @@ from metatokens.model.cache import SecondStore, add_second_layers
 from metatokens.model.inputs import InputSpan, meta_tokens
 from metatokens.model.paged import engine_of
 from metatokens.model.positions import packed_sequences, rotary_tables
+from metatokens.model.releases import CACHE, with_cache_renamed
 from metatokens.model.rows import BREAKS_GRAPH, AllRows, MetaRows, check_graph, least_rows, positions_of
 from metatokens.model.vocabulary import check_ids
 from metatokens.model.window import TextRule, check_remembering
@@ -54,6 +55,7 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """
     if len(args) > 1:
         args, kwargs = (), bind_inputs(decoder, args, kwargs)
+    kwargs = with_cache_renamed(kwargs)
     is_meta = _meta_tokens(decoder, args, kwargs)
     if is_meta is None:
         return None  # the base raises an error for it
@@ -153,7 +155,9 @@ def _all_rows(
         mask = None  # one of two dimensions hides padding, which is no meta-token
     slots = span.cache_position[None]
     rotary = rotary_tables(slots if positions is None else positions, settings.head_size, settings.rope_theta)
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(decoder.config._attn_implementation, None) if engine else None
+    attend = None
+    if engine and mask is None:  # flash attention's kernels hide by lengths
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(decoder.config._attn_implementation, None)
     return ForwardContext(rows, rotary, mask, attend, engine)
 
 
@@ -263,7 +267,7 @@ def _forgetting(
     mask = rule.mask(decoder.config, decoder.dtype)
     # Multimodal models have several axes of positions, which stay.
     chosen = positions if chosen is None else chosen
-    return rule, {"attention_mask": mask, "position_ids": chosen, "past_key_values": past}
+    return rule, {"attention_mask": mask, "position_ids": chosen, CACHE: past}
 
 
 @torch.compiler.disable  # it could not trace the attribute

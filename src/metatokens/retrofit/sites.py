@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from metatokens.decoder import decoder_of
 from metatokens.errors import UserError, one_line
+from metatokens.model.releases import CACHE
 
 _STEPS = "meta-attention cannot be added to a {}: it must read text alone, also in steps of two tokens with a cache"
 
@@ -84,8 +85,8 @@ def _in_steps(model: PreTrainedModel, ids: Tensor, lengths: tuple[int, ...]) -> 
     """The logits after the first step, when a text is read in steps of these lengths with a cache."""
     past, logits = None, []
     for step in ids.split(lengths, dim=1):
-        out = model(step, past_key_values=past, use_cache=True)
-        past = out.past_key_values
+        out = model(step, use_cache=True, **{CACHE: past})
+        past = out[CACHE]
         past.get_seq_length()  # raises for a cache of recurrent states only
         logits.append(out.logits.float())
     return torch.cat(logits[1:], dim=1)

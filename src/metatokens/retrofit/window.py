@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from metatokens.decoder import decoder_of, own_blocks
 from metatokens.errors import UserError, one_line
 from metatokens.model.configuration import UNSAVED, MetaGPT2Config
+from metatokens.model.releases import CACHE
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.retrofit.classes import MetaConfig
 from metatokens.retrofit.layers import set_full_layers
@@ -137,9 +138,9 @@ def _check(model: PreTrainedModel) -> None:
             other[:, 8] += 1
             whole = decoder(other, attention_mask=mask, use_cache=False)[0]
             for start, end in pairwise([0, *range(20, 25)]):
-                given = {"attention_mask": mask[:, :end], "past_key_values": cache, "use_cache": True}
+                given = {"attention_mask": mask[:, :end], CACHE: cache, "use_cache": True}
                 out = decoder(ids[:, start:end], **given)
-                cache, expected = out.past_key_values, whole[:, max(start, 12) : end]
+                cache, expected = out[CACHE], whole[:, max(start, 12) : end]
                 if (out[0][:, -expected.shape[1] :] - expected).norm() > tolerance * expected.norm():
                     raise ValueError("text that is forgotten changes what it predicts")
     finally:
