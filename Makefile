@@ -3,6 +3,7 @@
 # make test      the tests (9 to 30 minutes on two cores)
 # make test-outside  the tests of benchmarks/ and examples/ (two minutes on two cores)
 # make test-lowest  the tests with the oldest transformers that the package allows, in an environment of its own
+# make test-highest  the same with the newest
 # make test-all  the tests with all kills, faults and drawn cases (docs/testing.md; twenty minutes on two cores)
 # make coverage  make test with line coverage
 # make lint      the linter and the type checker
@@ -33,7 +34,7 @@ TOKENIZER ?= gpt2
 DEVICE ?= cuda
 PIECE ?= 540
 
-.PHONY: install demo smoke test test-outside test-lowest test-all coverage lint scale benchmark gpu gpu-train conformance real report figures demo-results docs lock audit clean
+.PHONY: install demo smoke test test-outside test-lowest test-highest test-all coverage lint scale benchmark gpu gpu-train conformance real report figures demo-results docs lock audit clean
 
 install: $(VENV)/.installed
 
@@ -49,8 +50,8 @@ test: $(VENV)/.installed-test
 test-outside: $(VENV)/.installed-test
 	$(PYTEST) benchmarks/tests examples/tests
 
-test-lowest: $(VENV)-lowest/.installed
-	$(VENV)-lowest/bin/python -m pytest $(TOGETHER)
+test-lowest test-highest: test-%: $(VENV)-%/.installed
+	$(VENV)-$*/bin/python -m pytest $(TOGETHER)
 
 test-all: $(VENV)/.installed-test
 	$(PYTEST) --thorough tests benchmarks/tests examples/tests
@@ -125,13 +126,15 @@ $(VENV)-conformance/.installed: requirements-conformance.lock pyproject.toml
 	$(VENV)-conformance/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
-# What the tests run with, except for the oldest transformers of pyproject.toml's range.
-$(VENV)-lowest/.installed: requirements-test.lock pyproject.toml
-	$(PYTHON) -m venv $(VENV)-lowest
-	sed "s/^transformers==.*/transformers==$$(sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)/" \
-		requirements-test.lock > $(VENV)-lowest/requirements.txt
-	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check -r $(VENV)-lowest/requirements.txt
-	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+# What the tests run with, except for transformers: its oldest or its newest release in pyproject.toml's range.
+RANGE := sed -n 's/.*"transformers\(>=[0-9.]*\),\(<[0-9.]*\)".*/\1 \2/p' pyproject.toml
+$(VENV)-lowest/.installed: RELEASE = $$($(RANGE) | sed 's/>=\(.*\) .*/==\1/')
+$(VENV)-highest/.installed: RELEASE = $$($(RANGE) | sed 's/.* //')
+$(VENV)-lowest/.installed $(VENV)-highest/.installed: $(VENV)-%/.installed: requirements-test.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)-$*
+	sed "s/^transformers==.*/transformers$(RELEASE)/" requirements-test.lock > $(VENV)-$*/requirements.txt
+	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -r $(VENV)-$*/requirements.txt
+	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
 # torch is pinned by hand: its build names (2.13.0+cpu) differ between indexes.
@@ -158,4 +161,4 @@ audit:
 	$(VENV)-audit/bin/pip-audit --requirement requirements.lock --no-deps --disable-pip --strict
 
 clean:
-	rm -rf $(VENV) $(VENV)-audit $(VENV)-conformance $(VENV)-lowest .conformance
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-conformance $(VENV)-lowest $(VENV)-highest .conformance

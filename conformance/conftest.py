@@ -5,6 +5,7 @@ import re
 import sys
 from collections import Counter, defaultdict
 from fnmatch import fnmatchcase
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,7 @@ class Tally:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """A line for each member, then the gaps."""
         terminalreporter.write_sep("=", "conformance")
+        terminalreporter.write_line(", ".join(f"{name} {version(name)}" for name in ("transformers", "torch", "peft")))
         rows: list[tuple[str | int, ...]] = [HEADINGS]
         for member, outcomes in sorted(self.outcomes.items()):
             counts, parts = Counter(outcomes.values()), self.subtests[member]

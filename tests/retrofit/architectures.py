@@ -6,6 +6,7 @@
 import re
 import tempfile
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,11 @@ def base(name: str, **choices: Any) -> PreTrainedModel:
             if parameter.ndim >= 2:
                 parameter.normal_(0, 0.08)
     return model.eval()
+
+
+def fails_in(release: str, *values: Any, why: str) -> Any:
+    """A case of a test that must fail with this release of transformers, which is itself at fault."""
+    return pytest.param(*values, marks=pytest.mark.xfail(version("transformers") == release, reason=why, strict=True))
 
 
 def train_like(model: PreTrainedModel) -> PreTrainedModel:

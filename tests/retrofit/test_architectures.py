@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma4TextConfig, OPT
 
 from metatokens import add_meta_attention
 from metatokens.errors import UserError
+from metatokens.model.releases import CACHE
 from tests.retrofit.architectures import (
     ARCHITECTURES,
     CHECKS,
@@ -86,7 +87,7 @@ FOUND = {
     "kosmos-2:multimodal": ("refused", "it must read text alone"),
     "pix2struct:multimodal": ("refused", "an encoder-decoder; give a decoder"),
     "prophetnet": ("refused", "only supported for `decoder_input_ids` of length 1"),
-    "recurrent_gemma": ("refused", "has no attribute 'past_key_values'"),
+    "recurrent_gemma": ("refused", f"has no attribute '{CACHE}'"),
     "dbrx": ("not built", "AttributeError"),
 }
 

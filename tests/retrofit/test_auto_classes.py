@@ -26,7 +26,18 @@ from transformers import (
 from metatokens import add_meta_attention, freeze_base
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
-from tests.retrofit.architectures import CORPUS, META, base, logits, retrofitted, train_like, with_meta_tokens
+from tests.retrofit.architectures import (
+    CORPUS,
+    META,
+    base,
+    fails_in,
+    logits,
+    retrofitted,
+    train_like,
+    with_meta_tokens,
+)
+
+LLAMA4_FAILS = "Llama 4 with images reads an output that there is not: an AttributeError in each pass"
 
 HEADS = {
     "llama": [AutoModelForSequenceClassification, AutoModelForTokenClassification],
@@ -116,7 +127,10 @@ def test_adapters_of_peft_for_classes_of_texts(tmp_path: Path) -> None:
         assert torch.equal(again(with_meta_tokens()).logits, adapted.eval()(with_meta_tokens()).logits)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llama4:multimodal", "qwen2_vl:multimodal", "llava:multimodal"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3", fails_in("5.24.0", "llama4:multimodal", why=LLAMA4_FAILS), "qwen2_vl:multimodal", "llava:multimodal"],
+)
 def test_a_model_of_text_and_images(name: str, tmp_path: Path) -> None:
     model = retrofitted(name)
     model.save_pretrained(tmp_path)
@@ -136,7 +150,8 @@ def test_a_model_of_text_and_images(name: str, tmp_path: Path) -> None:
         ("bart", AutoModel),  # runs an encoder too
         ("bart", AutoModelForSeq2SeqLM),
         ("bart", AutoModelForSequenceClassification),
-        ("llama4:multimodal", AutoModelForTextEncoding),  # takes the text part of the configuration
+        # It takes the text part of the configuration.
+        fails_in("5.24.0", "llama4:multimodal", AutoModelForTextEncoding, why=LLAMA4_FAILS),
     ],
 )
 def test_what_cannot_have_it_is_refused(name: str, auto: Any, tmp_path: Path) -> None:

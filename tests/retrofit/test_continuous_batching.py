@@ -13,11 +13,13 @@ from metatokens import add_meta_attention
 from metatokens.errors import UserError
 from tests.model.test_continuous_batching import apart, some_prompts, together
 from tests.model.tiny_models import tiny_model
-from tests.retrofit.architectures import ARCHITECTURES, META, retrofitted, train_like
+from tests.retrofit.architectures import ARCHITECTURES, META, fails_in, retrofitted, train_like
 
 NAMES = (
-    "cohere2", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mixtral", "olmo2", "opt",
-    "phi", "qwen3", "smollm3", "starcoder2",
+    "cohere2", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "granite", "llama", "mixtral", "olmo2", "phi", "qwen3",
+    "smollm3", "starcoder2",
+    fails_in("5.24.0", "gpt_neox", why="it updates a cache without the engine's arguments: a TypeError, no text"),
+    fails_in("5.24.0", "opt", why="it asks the engine's cache for its length: an AttributeError, no text"),
 )  # fmt: skip
 
 

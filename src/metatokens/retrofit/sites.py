@@ -86,7 +86,7 @@ def _in_steps(model: PreTrainedModel, ids: Tensor, lengths: tuple[int, ...]) -> 
     past, logits = None, []
     for step in ids.split(lengths, dim=1):
         out = model(step, use_cache=True, **{CACHE: past})
-        past = out[CACHE]
+        past = getattr(out, CACHE)
         past.get_seq_length()  # raises for a cache of recurrent states only
         logits.append(out.logits.float())
     return torch.cat(logits[1:], dim=1)
