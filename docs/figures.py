@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.looking.style import STYLES, band, line
-from metatokens.paper.claims import Judged, claims, judge
+from metatokens.paper.claims import ClaimResult, claims, judge
 from metatokens.paper.frame import Inputs, load
 from metatokens.paper.report import overview
 from metatokens.paper.report.table import Cell, Fields, Table, tabulate
@@ -97,7 +97,7 @@ def run(folder: str = "results/small") -> Inputs:
 
 
 @cache
-def judged() -> list[Judged]:
+def judged() -> list[ClaimResult]:
     """The claims with their verdicts."""
     return [judge(run(), claim) for claim in claims()]
 

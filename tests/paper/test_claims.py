@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy.stats import t as student_t
 
-from metatokens.paper.claims import Claim, Judged, after_holm, claims, judge
+from metatokens.paper.claims import Claim, ClaimResult, after_holm, claims, judge
 from metatokens.paper.frame import load
 from metatokens.paper.plan import stages
 from metatokens.paper.presets import SMALL
@@ -40,7 +40,7 @@ def _answered(seed: int, share: float, model: str, task: str, train_length: int,
     return _line(fmean(bits), bits, seed=seed, **fields)
 
 
-def _judge(tmp_path: Path, lines: Iterable[Line], analyses: Iterable[Line] = (), **claim: Any) -> Judged:
+def _judge(tmp_path: Path, lines: Iterable[Line], analyses: Iterable[Line] = (), **claim: Any) -> ClaimResult:
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "analysis.jsonl").write_text("".join(json.dumps(line) + "\n" for line in analyses))
     over = {"task": ["parity"], "train_length": [128, 512], "length": [128, 256, 512]}
@@ -87,7 +87,7 @@ def test_two_models_over_tasks_and_settings(tmp_path: Path) -> None:
     assert judged.effect.value == pytest.approx(fmean(effects))
     assert (judged.effect.low, judged.effect.high) == pytest.approx(_interval(fmean(effects), parts, prompts))
     assert [judged.tasks[task].value for task in ("parity", "copying")] == pytest.approx(effects)
-    assert [part.seeds for part in judged.parts] == [(SEEDS, SEEDS[:3])] * 2
+    assert [stratum.seeds for stratum in judged.strata] == [(SEEDS, SEEDS[:3])] * 2
 
 
 def _bits(line: Line) -> list[int]:
@@ -125,9 +125,9 @@ def test_an_intervention_is_compared_within_each_run(tmp_path: Path) -> None:
         lines += [_line(fmean(bits), bits, model="meta", task="parity", seed=seed)]
         lines += [_line(fmean(worse), worse, model="meta", task="parity", seed=seed, intervention="no_pos")]
     judged = _judge(tmp_path, lines, b={"model": "meta", "intervention": "no_pos"})
-    [part] = judged.parts
-    assert part.seeds == (SEEDS,)
-    assert part.samples[0] == pytest.approx([20 / 80, 21 / 80, 20 / 80, 21 / 80])
+    [stratum] = judged.strata
+    assert stratum.seeds == (SEEDS,)
+    assert stratum.samples[0] == pytest.approx([20 / 80, 21 / 80, 20 / 80, 21 / 80])
     assert judged.effect.freedom == pytest.approx(3)
     assert judged.verdict == "supported"
 
@@ -141,8 +141,8 @@ def test_a_test_with_fewer_prompts_is_compared_on_those_alone(tmp_path: Path) ->
         lines += [_line(fmean(bits), bits, model="meta", task="parity", seed=seed)]
         lines += [_line(fmean(few), few, model="meta", task="parity", seed=seed, intervention="no_pos")]
     judged = _judge(tmp_path, lines, b={"model": "meta", "intervention": "no_pos"})
-    assert judged.parts[0].samples[0] == pytest.approx([2 / 20, 3 / 20, 2 / 20, 3 / 20])
-    assert judged.parts[0].settings[0].means == pytest.approx((0.5, 0.375))
+    assert judged.strata[0].samples[0] == pytest.approx([2 / 20, 3 / 20, 2 / 20, 3 / 20])
+    assert judged.strata[0].settings[0].means == pytest.approx((0.5, 0.375))
 
 
 def test_without_bits_the_intervals_of_the_lines_count_as_wholly_dependent(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_without_bits_the_intervals_of_the_lines_count_as_wholly_dependent(tmp_p
     judged = _judge(tmp_path, lines)
     one = 0.04 / 1.96
     by_length = [2 / 3 * one, 1 / 3 * one]  # 128 was tested twice, 256 once
-    assert judged.parts[0].prompts == pytest.approx(2 * sum(error**2 for error in by_length))
+    assert judged.strata[0].prompts == pytest.approx(2 * sum(error**2 for error in by_length))
 
 
 def _pair(meta: float, gpt2: float, **fields: Any) -> list[Line]:
@@ -185,14 +185,14 @@ def test_settings_in_which_both_guess_or_are_at_the_ceiling_are_left_out(tmp_pat
         "parity": 0.3,
         "segment_counting": -0.22,
     }
-    reasons = [one.left_out for part in (*judged.parts, *judged.empty) for one in part.settings]
+    reasons = [one.left_out for stratum in (*judged.strata, *judged.empty_strata) for one in stratum.settings]
     assert reasons == ["both guess", "", "both exceed 98 %", "both guess", "", "both guess"]
-    assert judged.parts[0].settings[1].means == pytest.approx((0.8115, 0.5115))
+    assert judged.strata[0].settings[1].means == pytest.approx((0.8115, 0.5115))
 
     nothing_lost = _judge(tmp_path, lines, over=over, kind="match")
-    assert [one.left_out for one in nothing_lost.parts[0].settings] == ["both guess", "", ""]
+    assert [one.left_out for one in nothing_lost.strata[0].settings] == ["both guess", "", ""]
     nothing_there = _judge(tmp_path, lines, over=over | {"task": ["copying"]})
-    assert (nothing_there.verdict, nothing_there.parts) == ("inconclusive", ())
+    assert (nothing_there.verdict, nothing_there.strata) == ("inconclusive", ())
 
 
 def test_what_longer_training_adds_is_a_difference_of_differences_within_runs(tmp_path: Path) -> None:
@@ -205,17 +205,17 @@ def test_what_longer_training_adds_is_a_difference_of_differences_within_runs(tm
     ]
     over = {"task": ["parity"], "train_length": [256, 512], "length": [256]}
     judged = _judge(tmp_path, lines, less={"train_length": 128}, over=over)
-    assert judged.parts[0].samples[0] == pytest.approx(gains["meta"])
-    assert judged.parts[0].samples[1] == pytest.approx([-gain for gain in gains["gpt2"]])
+    assert judged.strata[0].samples[0] == pytest.approx(gains["meta"])
+    assert judged.strata[0].samples[1] == pytest.approx([-gain for gain in gains["gpt2"]])
     assert judged.effect.value == pytest.approx(0.21 - 0.1)
-    assert judged.parts[0].settings[0].fields == {"task": "parity", "train_length": 512, "length": 256}
+    assert judged.strata[0].settings[0].fields == {"task": "parity", "train_length": 512, "length": 256}
 
 
 def test_a_bound_and_guessing_as_a_bound(tmp_path: Path) -> None:
     lines = _pair(0.9, 0.5, task="parity", chance=0.5)
     bound = _judge(tmp_path, lines, b=0.8, kind="above")
     assert bound.effect.value == pytest.approx(0.1 + 0.0115)
-    assert len(bound.parts[0].samples) == 1
+    assert len(bound.strata[0].samples) == 1
     assert _judge(tmp_path, lines, b="chance", kind="above").effect.value == pytest.approx(0.4 + 0.0115)
     assert _judge(tmp_path, lines, a=0.8, b="meta", kind="above").effect.value == pytest.approx(-0.1 - 0.0115)
 
@@ -223,7 +223,7 @@ def test_a_bound_and_guessing_as_a_bound(tmp_path: Path) -> None:
 def test_only_runs_with_every_setting_count(tmp_path: Path) -> None:
     lines = [*_pair(0.8, 0.6, task="parity"), *_pair(0.7, 0.6, task="parity", length=256)]
     lines = [line for line in lines if (line["model"], line["seed"], line["length"]) != ("meta", 11, 256)]
-    assert _judge(tmp_path, lines).parts[0].seeds == ((10, 12, 13), SEEDS)
+    assert _judge(tmp_path, lines).strata[0].seeds == ((10, 12, 13), SEEDS)
 
 
 def test_one_run_or_none_on_a_side(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_models_that_differ_in_training_are_strata_of_their_task(tmp_path: Path)
     over = {"task": ["parity", "copying"], "model": ["gpt2", "meta"], "length": [128]}
     judged = _judge(tmp_path, lines, a={"train_length": 512}, b={"train_length": 128}, over=over, kind="match")
     assert judged.effect.value == pytest.approx(-(0.1 + 0.5) / 2)
-    assert [part.fields for part in judged.parts] == [
+    assert [stratum.fields for stratum in judged.strata] == [
         {"task": "parity", "model": "gpt2"},
         {"task": "parity", "model": "meta"},
         {"task": "copying", "model": "meta"},
@@ -277,7 +277,7 @@ def test_heads_and_layers_are_averaged_within_a_run(tmp_path: Path) -> None:
     sides = [{"model": "meta", "metric": one, "keys": "earlier_meta"} for one in (about["metric"], even["metric"])]
     over = {"task": ["list_recall"], "position_embedding": ["rope"]}
     judged = _judge(tmp_path, _pair(0.5, 0.5, task="parity"), analyses, a=sides[0], b=sides[1], over=over)
-    assert judged.parts[0].samples[0] == pytest.approx([0.05 + 0.01 + 0.001 * seed - 0.05 for seed in SEEDS])
+    assert judged.strata[0].samples[0] == pytest.approx([0.05 + 0.01 + 0.001 * seed - 0.05 for seed in SEEDS])
 
 
 def test_the_papers_claims_are_numbered_and_three_claims_are_primary() -> None:

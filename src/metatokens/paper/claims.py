@@ -51,15 +51,17 @@ class Claim(BaseModel):
 
     @field_validator("b", "over", mode="before")
     @classmethod
-    def _one_is_several(cls, found: Any) -> Any:
-        return found if isinstance(found, list) else [found]
+    def _one_is_several(cls, value: Any) -> Any:
+        return value if isinstance(value, list) else [value]
 
     @field_validator("a", "b", mode="before")
     @classmethod
     def _name_is_of_model(cls, side: Any) -> Any:
         if isinstance(side, list):
-            return [cls._name_is_of_model(one) for one in side]
-        return {"model": side} if isinstance(side, str) and side != "chance" else side
+            return [cls._name_is_of_model(item) for item in side]
+        if isinstance(side, str) and side != "chance":
+            return {"model": side}
+        return side
 
     @property
     def metric(self) -> str:
@@ -70,7 +72,10 @@ class Claim(BaseModel):
     @property
     def cases(self) -> int:
         """How many strata it names."""
-        return sum(prod(len(over[key]) for key in over if key in _TRAINED) for over in self.over) * len(self.b)
+        combinations = 0
+        for over in self.over:
+            combinations += prod(len(over[key]) for key in over if key in _TRAINED)
+        return combinations * len(self.b)
 
     def figures(self, b: Side) -> list[tuple[int, Fields]]:
         """The figures to measure, each with its sign: a, b, and their counterparts by `less`. A bound is none."""
@@ -96,7 +101,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part(Stratum):
+class MeasuredStratum(Stratum):
     """A stratum, with what it was made from.
 
     Args:
@@ -113,44 +118,47 @@ class Part(Stratum):
 
 
 @dataclass(frozen=True)
-class Judged:
+class ClaimResult:
     """A claim and what was measured of it.
 
     Args:
         claim: the claim.
-        parts: its strata in which a setting counts.
-        empty: its strata in which no setting counts.
+        strata: those in which a setting counts.
+        empty_strata: those in which no setting counts.
     """
 
     claim: Claim
-    parts: tuple[Part, ...]
-    empty: tuple[Part, ...]
+    strata: tuple[MeasuredStratum, ...]
+    empty_strata: tuple[MeasuredStratum, ...]
 
     @cached_property
     def effect(self) -> Effect:
         """The claim's one number; a claim about all cases has the number of its worst case."""
-        return self._effect(self.parts)
+        return self._effect(self.strata)
 
     @cached_property
     def tasks(self) -> dict[str, Effect]:
         """The effect in each task. It carries no verdict."""
-        tasks = dict.fromkeys(part.task for part in self.parts)
-        return {task: self._effect([part for part in self.parts if part.task == task]) for task in tasks}
+        by_task: dict[str, list[MeasuredStratum]] = {}
+        for stratum in self.strata:
+            by_task.setdefault(stratum.task, []).append(stratum)
+        return {task: self._effect(strata) for task, strata in by_task.items()}
 
-    def _effect(self, parts: Sequence[Part]) -> Effect:
-        if self.claim.universal and parts:
-            return min((rule.effect([part]) for part in parts), key=lambda one: one.value)
-        return rule.effect(parts)
+    def _effect(self, strata: Sequence[MeasuredStratum]) -> Effect:
+        if self.claim.universal and strata:
+            effects = [rule.effect([stratum]) for stratum in strata]
+            return min(effects, key=lambda effect: effect.value)
+        return rule.effect(strata)
 
     @cached_property
     def verdict(self) -> Verdict:
         """The word that the rule gives; inconclusive where every setting is left out."""
         kind, smallest = self.claim.kind, self.claim.smallest
-        if not self.parts:
-            return "inconclusive" if self.empty else "not run"
+        if not self.strata:
+            return "inconclusive" if self.empty_strata else "not run"
         if self.claim.universal:
-            is_complete = len(self.parts) == self.claim.cases
-            return rule.verdict_everywhere(self.parts, kind, smallest, is_complete=is_complete)
+            is_complete = len(self.strata) == self.claim.cases
+            return rule.verdict_everywhere(self.strata, kind, smallest, is_complete=is_complete)
         return rule.verdict(self.effect, kind, smallest)
 
     @property
@@ -164,45 +172,51 @@ def claims() -> tuple[Claim, ...]:
     """The claims of the paper and our own, in the order of the questions that they answer."""
     questions = yaml.safe_load(files("metatokens.paper").joinpath("claims.yaml").read_text(encoding="utf-8"))
     del questions["lists"]
-    return tuple(
-        Claim.model_validate({**block, **own, "text": text, "question": question})
-        for question, blocks in questions.items()
-        for block in blocks
-        for text, own in block.pop("claims").items()
-    )
+    read: list[Claim] = []
+    for question, blocks in questions.items():
+        for block in blocks:
+            fields_by_text = block.pop("claims")
+            for text, fields in fields_by_text.items():
+                read.append(Claim.model_validate({**block, **fields, "text": text, "question": question}))
+    return tuple(read)
 
 
-def judge(inputs: Inputs, claim: Claim) -> Judged:
+def judge(inputs: Inputs, claim: Claim) -> ClaimResult:
     """The claim with what was measured of it."""
-    parts = [part for b, over in product(claim.b, claim.over) for part in _parts(inputs, claim, b, over)]
-    empty = [all(one.left_out for one in part.settings) for part in parts]
-    counted, left = (
-        [part for part, is_empty in zip(parts, empty, strict=True) if is_empty == want] for want in (False, True)
-    )
-    return Judged(claim, tuple(counted), tuple(left))
+    strata: list[MeasuredStratum] = []
+    empty_strata: list[MeasuredStratum] = []
+    for b, over in product(claim.b, claim.over):
+        for stratum in _strata(inputs, claim, b, over):
+            is_empty = all(setting.left_out for setting in stratum.settings)
+            (empty_strata if is_empty else strata).append(stratum)
+    return ClaimResult(claim, tuple(strata), tuple(empty_strata))
 
 
-def after_holm(judged: Sequence[Judged]) -> dict[str, bool]:
+def after_holm(results: Sequence[ClaimResult]) -> dict[str, bool]:
     """By the text of each primary claim, whether its verdict holds after Holm's correction for their number."""
-    return rule.holm({one.claim.text: one.p for one in judged if one.claim.primary})
+    return rule.holm({result.claim.text: result.p for result in results if result.claim.primary})
 
 
-def _parts(inputs: Inputs, claim: Claim, b: Side, over: Fields) -> Iterator[Part]:
+def _strata(inputs: Inputs, claim: Claim, b: Side, over: Fields) -> Iterator[MeasuredStratum]:
     """The strata of one comparison, in the order of its lists."""
     keys = [key for key in over if key != "ratio"]
     scores = _scores(inputs, claim, b, over, keys)
-    strata = [key for key in keys if key in _TRAINED]
-    for values in product(*(over[key] for key in strata)):
-        fields = dict(zip(strata, values, strict=True))
-        settings, kept = [], []
-        for setting, rows in select(scores, **fields).groupby(keys):
+    stratum_keys = [key for key in keys if key in _TRAINED]
+    for stratum_values in product(*(over[key] for key in stratum_keys)):
+        fields = dict(zip(stratum_keys, stratum_values, strict=True))
+        settings: list[Setting] = []
+        counted: list[pd.DataFrame] = []
+        for setting_values, rows in select(scores, **fields).groupby(keys):
             means = rows.groupby("figure")["value"].mean()
             left_out = _why_left_out(claim, means.to_numpy(), rows["chance"].iloc[0])
-            settings.append(Setting(dict(zip(keys, setting, strict=True)), tuple(means), left_out))
-            kept += [] if left_out else [rows]
-        own = _complete(pd.concat(kept) if kept else scores[:0], len(kept))
-        if settings and (not kept or own["figure"].nunique() == len(claim.figures(b))):
-            yield _part(claim, b, fields, tuple(settings), own)
+            settings.append(Setting(dict(zip(keys, setting_values, strict=True)), tuple(means), left_out))
+            if not left_out:
+                counted.append(rows)
+        if not settings:
+            continue
+        complete = _complete(pd.concat(counted) if counted else scores[:0], len(counted))
+        if not counted or complete["figure"].nunique() == len(claim.figures(b)):
+            yield _stratum(claim, b, fields, tuple(settings), complete)
 
 
 def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]) -> pd.DataFrame:
@@ -212,17 +226,19 @@ def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]
     trained), `seed`, `value`, `error` (the standard error in the line), `hits` (right or wrong of each prompt that all
     figures have, or empty), `chance`, and `prompts`, in which rows that were measured on the same prompts are alike.
     """
-    scale = inputs.scale if claim.scaled else 1
-    lists = {key: [one // scale for one in over[key]] if key.endswith("length") else over[key] for key in keys}
+    lists = {key: over[key] for key in keys}
+    if claim.scaled:
+        for key in keys:
+            if key.endswith("length"):
+                lists[key] = [length // inputs.scale for length in over[key]]
     figures = claim.figures(b)
-    trainings = [{key: fields.get(key) for key in _TRAINING} for _, fields in figures]
-    found, settings = [], pd.DataFrame()
+    trainings = [_training(fields) for _, fields in figures]
+    selections = [{"metric": claim.metric, **lists, **fields} for _, fields in figures]
+    measured = [inputs.select(**selection).dropna(subset=["value"]) for selection in selections]
+    settings = _settings_of(measured[0], keys, over.get("ratio"))
+    in_settings: list[pd.DataFrame] = []
     for figure, (sign, fields) in enumerate(figures):
-        rows = inputs.select(**{"metric": claim.metric, **lists, **fields}).dropna(subset=["value"])
-        if figure == 0:
-            settings = rows[keys].drop_duplicates()
-            if "ratio" in over:
-                settings = settings[(settings["length"] / settings["train_length"]).isin(over["ratio"])]
+        rows = measured[figure]
         rows = rows.assign(
             figure=figure,
             sign=sign,
@@ -230,18 +246,43 @@ def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]
             prompts=rows["task"] + rows["condition"] + rows["length"].fillna(0).astype(str),
             error=((rows["high"] - rows["low"]) / 2 / 1.96).fillna(0.0),
         )
-        own = [key for key in keys if key not in fields]
-        rows = rows.drop(columns=[key for key in keys if key in fields])
-        found.append(settings.merge(rows, on=own) if own else settings.merge(rows, how="cross"))
-    about = [*keys, "figure", "sign", "training", "seed"]
-    columns = {"value": "mean", "error": "mean", **dict.fromkeys(("n", "hits", "chance", "prompts"), "first")}
-    scores = pd.concat(found).groupby(about, as_index=False, sort=False).agg(columns)  # heads and layers are averaged
-    scores = scores[scores.groupby(keys)["figure"].transform("nunique") == len(figures)]
+        in_settings.append(_joined(settings, rows, set(fields)))
+    runs = pd.concat(in_settings).groupby([*keys, "figure", "sign", "training", "seed"], as_index=False, sort=False)
+    scores = runs.agg(  # heads and layers are averaged
+        {"value": "mean", "error": "mean", "n": "first", "hits": "first", "chance": "first", "prompts": "first"}
+    )
+    figures_of_setting = scores.groupby(keys)["figure"].transform("nunique")
+    return _on_common_prompts(scores[figures_of_setting == len(figures)])
+
+
+def _training(fields: Fields) -> tuple[Any, ...]:
+    return tuple(fields.get(key) for key in _TRAINING)
+
+
+def _settings_of(rows: pd.DataFrame, keys: list[str], ratios: Sequence[float] | None) -> pd.DataFrame:
+    """The settings that were measured, a row for each; where ratios are given, of those lengths per train length."""
+    settings = rows[keys].drop_duplicates()
+    if ratios is None:
+        return settings
+    return settings[(settings["length"] / settings["train_length"]).isin(ratios)]
+
+
+def _joined(settings: pd.DataFrame, rows: pd.DataFrame, fixed: set[str]) -> pd.DataFrame:
+    """The figures in each setting, also of settings that differ in nothing but fields that the side itself fixes."""
+    shared = [key for key in settings if key not in fixed]
+    rows = rows.drop(columns=[key for key in settings if key in fixed])
+    if not shared:
+        return settings.merge(rows, how="cross")
+    return settings.merge(rows, on=shared)
+
+
+def _on_common_prompts(scores: pd.DataFrame) -> pd.DataFrame:
+    """The scores of the prompts that all tests have, where every line says which prompts it answered."""
     if not scores["hits"].all():
         return scores.assign(hits="")
     fewest = scores.groupby("prompts")["n"].transform("min").astype(int)  # a test with fewer prompts has the first ones
-    hits = [unpack_hits(*one) for one in zip(scores["hits"], fewest, strict=True)]
-    return scores.assign(hits=hits, value=[float(own.mean()) for own in hits])
+    hits = [unpack_hits(packed, n) for packed, n in zip(scores["hits"], fewest, strict=True)]
+    return scores.assign(hits=hits, value=[float(of_run.mean()) for of_run in hits])
 
 
 def _why_left_out(claim: Claim, means: np.ndarray, chance: float) -> str:
@@ -251,37 +292,45 @@ def _why_left_out(claim: Claim, means: np.ndarray, chance: float) -> str:
         return ""
     if (means <= chance + GUESSES).all():
         return "both guess"
-    return "both exceed 98 %" if claim.kind == "gain" and (means > CEILING).all() else ""
+    if claim.kind == "gain" and (means > CEILING).all():
+        return "both exceed 98 %"
+    return ""
 
 
 def _complete(scores: pd.DataFrame, settings: int) -> pd.DataFrame:
     """The scores of the runs that have every figure of their training in so many settings, with the `share` of each."""
     figures = scores.groupby("training")["figure"].transform("nunique")
-    has = scores.groupby(["training", "seed"])["figure"].transform("size")
-    return scores[has == settings * figures].assign(share=lambda own: own["sign"] / settings)
+    scores_of_run = scores.groupby(["training", "seed"])["figure"].transform("size")
+    complete = scores[scores_of_run == settings * figures]
+    return complete.assign(share=complete["sign"] / settings)
 
 
-def _part(claim: Claim, b: Side, fields: Fields, settings: tuple[Setting, ...], kept: pd.DataFrame) -> Part:
+def _stratum(
+    claim: Claim, b: Side, fields: Fields, settings: tuple[Setting, ...], scores: pd.DataFrame
+) -> MeasuredStratum:
     """The stratum, of the scores in the settings that count."""
-    runs = (kept["share"] * kept["value"]).groupby([kept["training"], kept["seed"]]).sum()
-    samples = [own.droplevel("training") for _, own in runs.groupby("training")]
-    bounds = ((1, claim.a), (-1, kept["chance"].mean() if b == "chance" else b))
-    constant = float(sum(sign * bound for sign, bound in bounds if isinstance(bound, (int, float))))
+    runs = (scores["share"] * scores["value"]).groupby([scores["training"], scores["seed"]]).sum()
+    samples = [sample.droplevel("training") for _, sample in runs.groupby("training")]
+    constant = 0.0
+    for sign, bound in ((1, claim.a), (-1, scores["chance"].mean() if b == "chance" else b)):
+        if isinstance(bound, (int, float)):
+            constant += sign * bound
     if claim.unit == "times":  # a time has no luck of training
-        constant, samples = constant + sum(float(one.mean()) for one in samples), []
-    return Part(
+        constant += sum(float(sample.mean()) for sample in samples)
+        samples = []
+    return MeasuredStratum(
         task=fields.get("task", ""),
-        samples=tuple(own.to_numpy() for own in samples),
+        samples=tuple(sample.to_numpy() for sample in samples),
         constant=constant,
-        prompts=_prompts(kept),
+        prompts=_prompt_variance(scores),
         fields=fields,
         against=b,
         settings=settings,
-        seeds=tuple(tuple(map(int, own.index)) for own in samples),
+        seeds=tuple(tuple(map(int, sample.index)) for sample in samples),
     )
 
 
-def _prompts(kept: pd.DataFrame) -> float:
+def _prompt_variance(scores: pd.DataFrame) -> float:
     """The variance that the draw of prompts adds to the sum of the scores' shares.
 
     Where lines hold right and wrong of each prompt, `rule.prompt_variance` gives it. Other lines give a standard error;
@@ -289,11 +338,12 @@ def _prompts(kept: pd.DataFrame) -> float:
     independent.
     """
     variance = 0.0
-    for _, own in kept.groupby("prompts"):
-        if len(own["hits"].iloc[0]):
-            shares = (own["share"] * own["hits"]).groupby([own["training"], own["seed"]]).sum()
-            variance += rule.prompt_variance([np.stack(side.to_list()) for _, side in shares.groupby("training")])
+    for _, rows in scores.groupby("prompts"):
+        if len(rows["hits"].iloc[0]):
+            of_runs = (rows["share"] * rows["hits"]).groupby([rows["training"], rows["seed"]]).sum()
+            answers = [np.stack(of_side.to_list()) for _, of_side in of_runs.groupby("training")]
+            variance += rule.prompt_variance(answers)
         else:
-            errors = (own["share"] * own["error"]).groupby([own["figure"], own["seed"]]).sum()
+            errors = (rows["share"] * rows["error"]).groupby([rows["figure"], rows["seed"]]).sum()
             variance += float((errors.groupby("figure").mean() ** 2).sum())
     return max(variance, 0.0)

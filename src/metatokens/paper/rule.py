@@ -67,8 +67,9 @@ class Effect:
     def p(self, boundary: float) -> float:
         """The two-sided p-value of the difference being at the boundary; NaN without an interval."""
         distance = abs(self.value - boundary)
-        steps = distance / self.error if self.error else inf if distance else 0.0
-        return float(2 * stdtr(self.freedom, -steps))
+        if self.error == 0.0:
+            return 0.0 if distance else 1.0
+        return float(2 * stdtr(self.freedom, -distance / self.error))
 
 
 def prompt_variance(answers: Sequence[Array]) -> float:
@@ -96,24 +97,25 @@ def effect(strata: Sequence[Stratum], level: float = LEVEL) -> Effect:
     """The mean over tasks, with its interval; see `Effect` for sides without enough runs."""
     if not strata:
         return Effect()
-    shares = Counter(one.task for one in strata)
-    weights = [1 / len(shares) / shares[one.task] for one in strata]
-    value = sum(weight * one.value for weight, one in zip(weights, strata, strict=True))
-    runs = [
-        (weight**2 * float(np.var(sample, ddof=1)) / len(sample) if len(sample) > 1 else nan, len(sample) - 1)
-        for weight, one in zip(weights, strata, strict=True)
-        for sample in one.samples
-    ]
-    errors = dict.fromkeys(shares, 0.0)  # strata of a task may share prompts: they count as wholly dependent
-    for weight, one in zip(weights, strata, strict=True):
-        errors[one.task] += weight * sqrt(one.prompts)
-    variance = sum(own for own, _ in runs)
-    if np.isnan(variance):
-        return Effect(value)
-    spread = sum(own**2 / freedom for own, freedom in runs)
-    # They are of the runs alone, so that the prompts never narrow the interval.
-    freedom = variance**2 / spread if spread else inf
-    error = sqrt(variance + sum(own**2 for own in errors.values()))
+    strata_by_task = Counter(stratum.task for stratum in strata)
+    weights = [1 / len(strata_by_task) / strata_by_task[stratum.task] for stratum in strata]
+    value = sum(weight * stratum.value for weight, stratum in zip(weights, strata, strict=True))
+    run_variances: list[float] = []  # of the means over runs, one for each sample
+    freedoms: list[int] = []
+    prompt_errors = dict.fromkeys(strata_by_task, 0.0)
+    for weight, stratum in zip(weights, strata, strict=True):
+        # Strata of a task may share prompts: they count as wholly dependent.
+        prompt_errors[stratum.task] += weight * sqrt(stratum.prompts)
+        for sample in stratum.samples:
+            if len(sample) < 2:
+                return Effect(value)
+            run_variances.append(weight**2 * float(np.var(sample, ddof=1)) / len(sample))
+            freedoms.append(len(sample) - 1)
+    run_variance = sum(run_variances)
+    # The degrees of freedom are of the runs alone, so that the prompts never narrow the interval.
+    spread = sum(variance**2 / freedom for variance, freedom in zip(run_variances, freedoms, strict=True))
+    freedom = run_variance**2 / spread if spread else inf
+    error = sqrt(run_variance + sum(task_error**2 for task_error in prompt_errors.values()))
     reach = float(stdtrit(freedom, (1 + level) / 2)) * error
     return Effect(value, value - reach, value + reach, error, freedom)
 
@@ -128,14 +130,18 @@ def boundaries(kind: Kind, smallest: float) -> tuple[float, float]:
     return {"gain": (0.0, smallest), "match": (-smallest, -smallest), "above": (0.0, 0.0)}[kind]
 
 
-def verdict(found: Effect, kind: Kind, smallest: float) -> Verdict:
+def verdict(measured: Effect, kind: Kind, smallest: float) -> Verdict:
     """The verdict on a claim whose effect has this interval; see `boundaries` for the arguments."""
     supports, contradicts = boundaries(kind, smallest)
-    if np.isnan(found.value):
+    if np.isnan(measured.value):
         return "not run"
-    if kind == "gain" and -smallest < found.low and found.high < smallest:
+    if kind == "gain" and -smallest < measured.low and measured.high < smallest:
         return "equivalent"
-    return "supported" if found.low > supports else "contradicted" if found.high < contradicts else "inconclusive"
+    if measured.low > supports:
+        return "supported"
+    if measured.high < contradicts:
+        return "contradicted"
+    return "inconclusive"
 
 
 def verdict_everywhere(strata: Sequence[Stratum], kind: Kind, smallest: float, *, is_complete: bool) -> Verdict:
@@ -146,27 +152,32 @@ def verdict_everywhere(strata: Sequence[Stratum], kind: Kind, smallest: float, *
     strata (Bonferroni).
     """
     supports, contradicts = boundaries(kind, smallest)
-    corrected = [effect([one], 1 - (1 - LEVEL) / len(strata)) for one in strata]
-    if any(one.high < contradicts for one in corrected):
+    corrected_level = 1 - (1 - LEVEL) / len(strata)
+    if any(effect([stratum], corrected_level).high < contradicts for stratum in strata):
         return "contradicted"
-    return "supported" if is_complete and all(effect([one]).low > supports for one in strata) else "inconclusive"
+    if is_complete and all(effect([stratum]).low > supports for stratum in strata):
+        return "supported"
+    return "inconclusive"
 
 
-def p_value(found: Effect, kind: Kind, smallest: float) -> float:
+def p_value(measured: Effect, kind: Kind, smallest: float) -> float:
     """The p-value of the verdict: the largest over the boundaries that the interval excludes; 1 if there is none."""
     supports, contradicts = boundaries(kind, smallest)
-    excluded = {
+    excluded_by = {
         "supported": [supports],
         "contradicted": [contradicts],
         "equivalent": [-smallest, smallest],
-    }.get(verdict(found, kind, smallest), [])
-    return max((found.p(boundary) for boundary in excluded), default=1.0)
+    }
+    excluded = excluded_by.get(verdict(measured, kind, smallest), [])
+    return max((measured.p(boundary) for boundary in excluded), default=1.0)
 
 
 def holm(ps: Mapping[str, float]) -> dict[str, bool]:
     """Which of several verdicts hold after Holm's correction for their number, at 5 % in all."""
-    holds, remains = True, {}
-    for place, (name, p) in enumerate(sorted(ps.items(), key=lambda one: one[1])):
-        holds = holds and p <= (1 - LEVEL) / (len(ps) - place)
-        remains[name] = holds
-    return remains
+    by_p = sorted(ps.items(), key=lambda item: item[1])
+    holds = {}
+    all_hold = True
+    for rank, (name, p) in enumerate(by_p):
+        all_hold = all_hold and p <= (1 - LEVEL) / (len(ps) - rank)
+        holds[name] = all_hold
+    return holds

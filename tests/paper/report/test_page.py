@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from metatokens.errors import UserError
-from metatokens.paper.claims import Judged, claims, judge
+from metatokens.paper.claims import ClaimResult, claims, judge
 from metatokens.paper.frame import Inputs, load
 from metatokens.paper.report import overview
 from metatokens.paper.report.page import write_report
@@ -26,7 +26,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def judged(lines: list[Path]) -> dict[str, Judged]:
+def judged(lines: list[Path]) -> dict[str, ClaimResult]:
     """The claims on the grid, by text."""
     inputs = load(lines)
     return {one.text: judge(inputs, one) for one in claims()}
@@ -52,19 +52,21 @@ def quoted(page: str) -> list[str]:
     return re.findall(r"^> (.*)", page, flags=re.MULTILINE)
 
 
-def test_a_grid_first_counts_its_verdicts_and_names_its_main_claims(report: Path, judged: dict[str, Judged]) -> None:
+def test_a_grid_first_counts_its_verdicts_and_names_its_main_claims(
+    report: Path, judged: dict[str, ClaimResult]
+) -> None:
     first, second, third = quoted((report / "report.md").read_text(encoding="utf-8"))
     counts = re.findall(r"(\d+) (?:is|are) (supported|contradicted|equivalent|inconclusive|not run)", first)
     told = [one.verdict for one in judged.values() if one.claim.number]
     assert {verdict: int(count) for count, verdict in counts} == {one: told.count(one) for one in set(told)}
     for one in judged.values():
-        if one.claim.primary and one.parts:
+        if one.claim.primary and one.strata:
             assert f"\u201c{one.claim.text}\u201d is {one.verdict}: " in second
     assert third.startswith("At 128 tokens, ")
 
 
 def test_every_claim_that_was_run_opens_to_its_tasks_settings_and_command(
-    report: Path, judged: dict[str, Judged]
+    report: Path, judged: dict[str, ClaimResult]
 ) -> None:
     page = (report / "report.md").read_text(encoding="utf-8")
     opened = dict(re.findall(r"<summary>(.*?)</summary>(.*?)</details>", page, flags=re.DOTALL))
@@ -75,7 +77,7 @@ def test_every_claim_that_was_run_opens_to_its_tasks_settings_and_command(
             continue
         wanted = rf". (Main claim: )?(\d+\. )?{re.escape(text.replace('>', '&gt;'))}: {one.verdict}, .*"
         [body] = (own for title, own in opened.items() if re.fullmatch(wanted, title))
-        assert len(re.findall(r"^\| .*\|$", body, flags=re.MULTILINE)) == 1 + len(one.parts) + len(one.empty)
+        assert len(re.findall(r"^\| .*\|$", body, flags=re.MULTILINE)) == 1 + len(one.strata) + len(one.empty_strata)
         assert "Supported above " in body
         assert re.search("`(metatokens reproduce --preset small.*|python -m benchmarks.*)`", body)
 
@@ -109,7 +111,7 @@ def test_amounts() -> None:
     assert overview.amount(Effect(), "points") == "\u2013"
 
 
-def test_a_command_names_the_preset_and_the_stages(judged: dict[str, Judged]) -> None:
+def test_a_command_names_the_preset_and_the_stages(judged: dict[str, ClaimResult]) -> None:
     one = judged["meta beats gpt2 up to 512 tokens"]
     assert (
         overview.command(one, "small")

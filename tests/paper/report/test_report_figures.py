@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from metatokens.looking.style import PAGE, PHONE, png
-from metatokens.paper.claims import Judged, claims, judge
+from metatokens.paper.claims import ClaimResult, claims, judge
 from metatokens.paper.frame import Inputs, load
 from metatokens.paper.report import figures
 from metatokens.paper.report.tables import Tables
@@ -23,7 +23,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
 
 
 @pytest.fixture(scope="module")
-def told(inputs: Inputs) -> list[Judged]:
+def told(inputs: Inputs) -> list[ClaimResult]:
     found = [judge(inputs, one) for one in claims()]
     return [one for one in found if not isnan(one.effect.low)]
 
@@ -83,7 +83,7 @@ def test_accuracy_by_length_is_the_mean_of_the_runs_next_to_the_papers(inputs: I
 
 
 @pytest.mark.parametrize("width", [PAGE, PHONE])
-def test_the_forest_has_the_interval_of_every_claim(width: float, told: list[Judged]) -> None:
+def test_the_forest_has_the_interval_of_every_claim(width: float, told: list[ClaimResult]) -> None:
     [axes] = figures.forest(told, width).axes
     intervals = [list(line.get_xdata()) for line in axes.lines if len(line.get_xdata()) == 2]
     points = [float(line.get_xdata()[0]) for line in axes.lines if len(line.get_xdata()) == 1]
@@ -107,7 +107,7 @@ def test_verdicts_differ_in_colour_and_in_shape() -> None:
     assert len({colour for colour, _ in looks}) == len({marker for _, marker in looks}) == 4
 
 
-def test_equal_figures_give_equal_bytes(told: list[Judged]) -> None:
+def test_equal_figures_give_equal_bytes(told: list[ClaimResult]) -> None:
     first, second = (png(figures.forest(told[:3])) for _ in range(2))
     assert first == second
     assert first.startswith(b"\x89PNG")

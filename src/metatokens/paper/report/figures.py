@@ -28,7 +28,7 @@ from metatokens.looking.style import (
     palette,
     small_multiples,
 )  # fmt: skip
-from metatokens.paper.claims import Judged
+from metatokens.paper.claims import ClaimResult
 from metatokens.paper.frame import Inputs, distortion_at, distortion_curves, learning_curves, select
 from metatokens.paper.report.overview import MARKS, effect_text, numbered
 from metatokens.paper.report.paper import paper_table
@@ -45,14 +45,14 @@ PAPERS = {"meta": Style("#7d7a73", (1.5, 1.5), "x", 5.0), "gpt2": Style("#a39f97
 _SHORT = 0.05  # of a proportion, in points: what claims in points have as their smallest effect of interest
 
 
-def forest(judged: Sequence[Judged], width: float = PAGE) -> Figure:
+def forest(judged: Sequence[ClaimResult], width: float = PAGE) -> Figure:
     """Effect, interval and verdict of each claim that has an interval, by question."""
     is_wide = width > PHONE
     letters = 58 if is_wide else 44
     judged = [one for one in judged if math.isfinite(one.effect.low)]
     if not judged:
         return Figure()
-    rows: list[tuple[str, Judged | None]] = []
+    rows: list[tuple[str, ClaimResult | None]] = []
     for question in dict.fromkeys(one.claim.question for one in judged):
         rows.append((question, None))
         rows += [(f"{MARKS[one.verdict]} {numbered(one)}", one) for one in judged if one.claim.question == question]
@@ -132,7 +132,7 @@ def forest(judged: Sequence[Judged], width: float = PAGE) -> Figure:
     return figure
 
 
-def _draw_effect(axes: Axes, one: Judged, y: float) -> None:
+def _draw_effect(axes: Axes, one: ClaimResult, y: float) -> None:
     """The interval and the marker, cut off with an arrow where they leave the figure."""
     colour, marker = MARKERS.get(one.verdict, OPEN)
     scale = 100.0 if one.claim.unit == "points" else 100 * _SHORT / one.claim.smallest

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from metatokens.paper import rule
-from metatokens.paper.claims import Judged, Part, Setting, Side, after_holm
+from metatokens.paper.claims import ClaimResult, MeasuredStratum, Setting, Side, after_holm
 from metatokens.paper.frame import GRIDS, PRESETS, select
 from metatokens.paper.report.table import Cell, Table, order, plain
 from metatokens.paper.report.tables import CONDITIONS, Tables
@@ -47,29 +47,29 @@ def amount(found: Effect, unit: str) -> str:
     return f"{shown[0]} {word}" + (f" ({shown[1]} to {shown[2]})" if len(shown) == 3 else "")
 
 
-def effect_text(one: Judged) -> str:
+def effect_text(one: ClaimResult) -> str:
     """A claim's effect and its interval, or that there is none."""
-    if not one.parts:
-        return "no setting counts" if one.empty else "not run"
+    if not one.strata:
+        return "no setting counts" if one.empty_strata else "not run"
     return amount(one.effect, one.claim.unit) + (", one run" if math.isnan(one.effect.low) else "")
 
 
-def sentences(tables: Tables, judged: Sequence[Judged]) -> list[str]:
+def sentences(tables: Tables, judged: Sequence[ClaimResult]) -> list[str]:
     """The verdicts where several runs can be compared; with one run, the largest difference."""
     said = [_verdicts(judged), _main_claims(judged)] if any(math.isfinite(one.effect.low) for one in judged) else []
     return list(filter(None, [*(said or [_compared(tables), _largest(tables)]), _learned(tables)]))
 
 
-def _verdicts(judged: Sequence[Judged]) -> str:
+def _verdicts(judged: Sequence[ClaimResult]) -> str:
     """How many of the paper's claims have each verdict."""
     counts = Counter(one.verdict for one in judged if one.claim.number is not None)
     said = [f"{counts[one]} {_be(counts[one])} {one}" for one in get_args(Verdict) if counts[one]]
     return f"The paper makes {counts.total()} claims. At this scale {listed(said)}."
 
 
-def _main_claims(judged: Sequence[Judged]) -> str:
+def _main_claims(judged: Sequence[ClaimResult]) -> str:
     """The claims that were named beforehand, and whether a correction for their number changes them."""
-    told = [one for one in judged if one.claim.primary and one.parts]
+    told = [one for one in judged if one.claim.primary and one.strata]
     remains = after_holm(judged)
     lost = [one.claim.text for one in told if one.verdict != "inconclusive" and not remains[one.claim.text]]
     said = "; ".join(f"\u201c{one.claim.text}\u201d is {one.verdict}: {effect_text(one)}" for one in told)
@@ -137,50 +137,52 @@ def _be(count: int) -> str:
     return "is" if count == 1 else "are"
 
 
-def evidence(one: Judged) -> Table:
+def evidence(one: ClaimResult) -> Table:
     """A row for each stratum of a claim: its effect, the means compared, the number of runs and the settings."""
+    effects = [(stratum, rule.effect([stratum])) for stratum in one.strata]
+    effects += [(stratum, Effect()) for stratum in one.empty_strata]
     rows = [
         (
-            _part_name(one, part),
+            _stratum_name(one, stratum),
             amount(effect, one.claim.unit),
-            _means(one, part),
-            " and ".join(str(len(seeds)) for seeds in part.seeds) or NOT_RUN,
-            _settings(part),
+            _means(one, stratum),
+            " and ".join(str(len(seeds)) for seeds in stratum.seeds) or NOT_RUN,
+            _settings(stratum),
         )
-        for part, effect in [*((own, rule.effect([own])) for own in one.parts), *((own, Effect()) for own in one.empty)]
+        for stratum, effect in effects
     ]
     header = ("", "effect (95 % interval)", "means compared", "runs", "settings")
     return Table("", header, rows)
 
 
-def _part_name(one: Judged, part: Part) -> str:
-    fields = {key: value for key, value in part.fields.items() if value not in ("", "rope")}
+def _stratum_name(one: ClaimResult, stratum: MeasuredStratum) -> str:
+    fields = {key: value for key, value in stratum.fields.items() if value not in ("", "rope")}
     words = [name(value) if key == "task" else str(value) for key, value in fields.items()]
-    against = f"against {_side(part.against, one.claim.metric)}" if len(one.claim.b) > 1 else ""
+    against = f"against {_side(stratum.against, one.claim.metric)}" if len(one.claim.b) > 1 else ""
     return ", ".join(filter(None, [*words, against])) or "all"
 
 
-def _means(one: Judged, part: Part) -> str:
+def _means(one: ClaimResult, stratum: MeasuredStratum) -> str:
     """The means of what was compared, over the settings that count."""
-    every = [setting.means for setting in part.settings]
-    counted = [setting.means for setting in part.settings if not setting.left_out] or every
+    every = [setting.means for setting in stratum.settings]
+    counted = [setting.means for setting in stratum.settings if not setting.left_out] or every
     scale, digits, _ = _UNITS.get(one.claim.unit, (1.0, 2, ""))
     averages = [sum(each) / len(counted) for each in zip(*counted, strict=True)]
     shown = [math.exp(mean) if one.claim.unit in ("steps", "percent") else scale * mean for mean in averages]
     return ", ".join(number(mean, 0 if one.claim.unit == "steps" else digits) for mean in shown)
 
 
-def _settings(part: Part) -> str:
+def _settings(stratum: MeasuredStratum) -> str:
     """Its settings, and why some were left out."""
     by_reason: dict[str, list[str]] = {"": []}
-    for setting in part.settings:
-        by_reason.setdefault(setting.left_out, []).append(_setting(setting, part))
+    for setting in stratum.settings:
+        by_reason.setdefault(setting.left_out, []).append(_setting(setting, stratum))
     said = [", ".join(own) if not why else f"left out ({why}): {', '.join(own)}" for why, own in by_reason.items()]
     return "; ".join(filter(None, said)) or "all"
 
 
-def _setting(setting: Setting, part: Part) -> str:
-    own = {key: value for key, value in setting.fields.items() if key not in part.fields}
+def _setting(setting: Setting, stratum: MeasuredStratum) -> str:
+    own = {key: value for key, value in setting.fields.items() if key not in stratum.fields}
     ends = [number(own.pop(key)) for key in ("train_length", "length") if key in own]
     return " ".join(filter(None, [" \u2192 ".join(ends), *(f"{key} {plain(value)}" for key, value in own.items())]))
 
@@ -197,7 +199,7 @@ def _side(side: Side | Mapping[str, Any], metric: str) -> str:
     return " with ".join([words[0], ", ".join(words[1:])]) if len(words) > 1 else "".join(words) or "the plain run"
 
 
-def command(one: Judged, preset: str | None) -> str:
+def command(one: ClaimResult, preset: str | None) -> str:
     """The command that measures a claim again; none where it is unknown what was run."""
     if one.claim.section == "speed":
         return "python -m benchmarks.speed decode"
@@ -206,18 +208,18 @@ def command(one: Judged, preset: str | None) -> str:
     return f"metatokens reproduce --preset {preset}{only}{texts} --out DIR" if preset in PRESETS else ""
 
 
-def numbered(one: Judged) -> str:
+def numbered(one: ClaimResult) -> str:
     """A claim's text; one of the paper has its number."""
     return f"{one.claim.number}. {one.claim.text}" if one.claim.number else one.claim.text
 
 
-def title(one: Judged) -> str:
+def title(one: ClaimResult) -> str:
     """A claim with its verdict and its effect, on one line."""
     main = "Main claim: " if one.claim.primary else ""
     return f"{MARKS[one.verdict]} {main}{numbered(one)}: {one.verdict}, {effect_text(one)}"
 
 
-def about(one: Judged) -> str:
+def about(one: ClaimResult) -> str:
     """Where a claim is from, what is compared, and where its boundaries lie."""
     claim = one.claim
     above, below = (

@@ -100,7 +100,7 @@ def _markdown(inputs: Inputs, out: Path, pictures: Pictures) -> dict[str, str]:
             text: [one for one in judged if one.claim.question == text]
             for text in dict.fromkeys(one.claim.question for one in judged)
         },
-        "told": [one for one in judged if one.parts],
+        "told": [one for one in judged if one.strata],
         "has_intervals": any(math.isfinite(one.effect.low) for one in judged),
         "created": max(filter(None, dates), default=""),
         "command": lambda one: overview.command(one, presets[0]),
