@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ SHORTCUT = "best shortcut"
 POSITIONS = {"rope": "rotary positions", "learned": "learned positions", "none": "without positions"}
 _FIGURE = re.compile(r"[+\u2212]?\d[^\u2192]*$|\u2013|$")  # a cell of a column of figures; settings have arrows
 _PROMPTS = ("task", "condition", "length")  # whose shortcuts are measured
-_READ = ("seed", "value", "low", "high", "n", "shortcut", "chance")  # columns
 # The fields in which two figures of one model may differ, and the words for them in the label of a row.
 _APART = {
     "position_embedding": "{}",
@@ -50,20 +50,31 @@ class Table:
 
     def markdown(self) -> str:
         """The table in Markdown, with its title and its note; columns of figures are set to the right."""
-        columns = [*zip(*self.rows, strict=True)] or [()] * len(self.header)
-        sides = ["---:" if all(map(_is_figure, column)) else "---" for column in columns[1:]]
-        lines = [f"| {' | '.join(map(_cell, row))} |\n" for row in (self.header, *self.rows)]
+        alignments = ["---"] * len(self.header)
+        for column in range(1, len(self.header)):
+            if all(_is_figure(row[column]) for row in self.rows):
+                alignments[column] = "---:"
+        lines = [_markdown_row(self.header), f"|{'|'.join(alignments)}|\n", *map(_markdown_row, self.rows)]
         title = f"**{escape(self.title)}**\n\n" if self.title else ""
         note = f"\n{escape(self.note)}\n" if self.note else ""
-        return "".join([title, lines[0], f"|{'|'.join(['---', *sides])}|\n", *lines[1:], note])
+        return "".join([title, *lines, note])
 
 
-def _cell(text: Text) -> str:
-    return "<br>".join(str(escape(line)) for line in ((text,) if isinstance(text, str) else text))
+def _markdown_row(row: Row) -> str:
+    cells = map(_markdown_cell, row)
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _markdown_cell(text: Text) -> str:
+    return "<br>".join(str(escape(line)) for line in _lines_of(text))
 
 
 def _is_figure(text: Text) -> bool:
-    return _FIGURE.match(text if isinstance(text, str) else text[0]) is not None
+    return _FIGURE.match(_lines_of(text)[0]) is not None
+
+
+def _lines_of(text: Text) -> tuple[str, ...]:
+    return (text,) if isinstance(text, str) else text
 
 
 @dataclass(frozen=True)
@@ -80,18 +91,21 @@ class Cell:
     """The scores of the best shortcut and of chance on the same prompts."""
 
     @classmethod
-    def of(cls, found: pd.DataFrame) -> "Cell":
+    def of(cls, figures: pd.DataFrame) -> "Cell":
         """The cell of some figures; several of a seed, such as those of heads, are averaged."""
-        rows = found[[*_READ]].to_numpy(float)
-        rows = rows[np.isfinite(rows[:, 1])]
-        if not len(rows):
+        measured = figures[np.isfinite(figures["value"])]
+        if measured.empty:
             return cls()
-        seeds = sorted(set(rows[:, 0]))
-        means = {int(seed): rows[rows[:, 0] == seed, 1:4].mean(axis=0) for seed in seeds}
-        runs = {seed: float(value) for seed, (value, _, _) in means.items()}
-        _, low, high = means[int(seeds[0])]
-        floors = (float(rows[0, 5]), float(rows[0, 6]))
-        return cls(runs, (float(low), float(high)), frozenset(map(int, rows[:, 4])), floors)
+        seeds = measured["seed"].to_numpy(int)
+        values = measured[["value", "low", "high"]].to_numpy(float)
+        means = {int(seed): values[seeds == seed].mean(axis=0) for seed in sorted(set(seeds))}
+        _, low, high = next(iter(means.values()))
+        return cls(
+            runs={seed: float(mean[0]) for seed, mean in means.items()},
+            ends=(float(low), float(high)),
+            n=frozenset(map(int, measured["n"])),
+            floors=(float(measured["shortcut"].iloc[0]), float(measured["chance"].iloc[0])),
+        )
 
     def estimate(self) -> tuple[float, float, float]:
         """The mean over runs and its 95 % interval: Student's t over runs; of one run, that over its prompts."""
@@ -103,7 +117,7 @@ class Cell:
         reach = float(stdtrit(len(values) - 1, 0.975)) * spread / math.sqrt(len(values))
         return mean, mean - reach, mean + reach
 
-    def shown(self, form: Form, most: int = 0) -> str:
+    def shown(self, form: Form, runs_of_others: int = 0) -> str:
         """`92.7 ± 2.6`, or of one run `92.7 (90.1 to 94.6)`; in brackets the number of runs, where others have more."""
         if not self.runs:
             return NOT_RUN
@@ -113,7 +127,32 @@ class Cell:
             text += f" {PLUS_MINUS} {form(high - mean)}"
         elif math.isfinite(low) and math.isfinite(high):
             text += f" ({form(low)} to {form(high)})"
-        return text + (f" [{len(self.runs)}]" if len(self.runs) < most else "")
+        if len(self.runs) < runs_of_others:
+            text += f" [{len(self.runs)}]"
+        return text
+
+
+@dataclass(frozen=True)
+class _MeasuredRow:
+    """A row of a table: for each column what it selects, and the figure of that."""
+
+    label: str
+    selections: Sequence[Fields]
+    cells: Sequence[Cell]
+
+    @property
+    def is_measured(self) -> bool:
+        return any(cell.runs for cell in self.cells)
+
+    @property
+    def floors(self) -> np.ndarray:
+        """The scores of the best shortcut and of chance, (columns, 2)."""
+        return np.array([cell.floors for cell in self.cells]).reshape(-1, 2)
+
+    @property
+    def prompts(self) -> list[tuple[Any, ...]]:
+        """For each column what decides the scores of the shortcuts."""
+        return [tuple(selection.get(key) for key in _PROMPTS) for selection in self.selections]
 
 
 def tabulate(
@@ -142,58 +181,96 @@ def tabulate(
         by_seed: whether each run's figure is added too.
         whole: whether rows without a figure are kept.
     """
-    fields = {label: [{**row, **column} for column in columns.values()] for label, row in rows.items()}
-    cells = _cells(inputs, fields)
-    cells = {label: line for label, line in cells.items() if whole or any(one.runs for one in line)}
-    every = [one for line in cells.values() for one in line]
-    most = max((len(one.runs) for one in every), default=0)
-    header, body = [corner, *columns], list[list[Text]]()
-    for label, line in cells.items():
-        lines = [[one.shown(form, most), *below(where)] for one, where in zip(line, fields[label], strict=True)]
-        if by_seed and most > 1:
-            for own, one in zip(lines, line, strict=True):
-                own += [f"runs {' '.join(map(form, one.runs.values()))}"] if one.runs else []
-        body.append([label, *(own[0] if len(own) == 1 else (*own,) for own in lines)])
-    prompts = [[tuple(one.get(key) for key in _PROMPTS) for one in fields[label]] for label in cells]
-    for place, what in enumerate((SHORTCUT, form.chance)):
-        floors = np.array([[one.floors[place] for one in line] for line in cells.values()])
-        if form.chance and np.isfinite(floors).any():
-            if all(len(set(line)) == 1 for line in prompts):
-                header.append(what)
-                for shown_line, own in zip(body, floors, strict=True):
-                    shown_line.append(_floor(form, own))
-            elif all(line == prompts[0] for line in prompts):
-                body.append([what, *(_floor(form, own) for own in floors.T)])
-    return Table(title, (*header,), [(*line,) for line in body], note(form, every))
+    measured = _measured_rows(inputs, rows, columns)
+    if not whole:
+        measured = [row for row in measured if row.is_measured]
+    cells = list(chain.from_iterable(row.cells for row in measured))
+    runs = max((len(cell.runs) for cell in cells), default=0)
+    header: list[Text] = [corner, *columns]
+    body: list[list[Text]] = []
+    for row in measured:
+        texts: list[Text] = [row.label]
+        for cell, selection in zip(row.cells, row.selections, strict=True):
+            lines = [cell.shown(form, runs), *below(selection)]
+            if by_seed and runs > 1 and cell.runs:
+                lines.append(f"runs {' '.join(map(form, cell.runs.values()))}")
+            texts.append(lines[0] if len(lines) == 1 else tuple(lines))
+        body.append(texts)
+    if form.chance and measured:
+        _add_floors(header, body, measured, form)
+    return Table(title, tuple(header), [tuple(texts) for texts in body], _note(form, cells))
 
 
-def _cells(inputs: Inputs, fields: Mapping[str, Sequence[Fields]]) -> dict[str, list[Cell]]:
-    """The cells, looked for among the figures that have what all of them have in common."""
-    every = [{"metric": "exact_match", **one} for line in fields.values() for one in line] or [{}]
-    common = {key: value for key, value in every[0].items() if all(key in one and one[key] == value for one in every)}
-    part = replace(inputs, figures=select(inputs.figures, **common))
-    return {label: [Cell.of(part.select(**one)) for one in line] for label, line in fields.items()}
+def _measured_rows(inputs: Inputs, rows: Mapping[str, Fields], columns: Mapping[str, Fields]) -> list[_MeasuredRow]:
+    """The rows; their figures are looked for among those that have what all selections have in common."""
+    selections = {
+        (label, heading): {**row, **column}
+        for (label, row), (heading, column) in product(rows.items(), columns.items())
+    }
+    common = _common_fields([{"metric": "exact_match", **selection} for selection in selections.values()])
+    candidates = replace(inputs, figures=select(inputs.figures, **common))
+    measured: list[_MeasuredRow] = []
+    for label in rows:
+        of_row = [selections[label, heading] for heading in columns]
+        cells = [Cell.of(candidates.select(**selection)) for selection in of_row]
+        measured.append(_MeasuredRow(label, of_row, cells))
+    return measured
 
 
-def _floor(form: Form, found: np.ndarray) -> str:
-    return form(float(np.nanmax(found))) if np.isfinite(found).any() else NOT_RUN
+def _common_fields(selections: Sequence[Fields]) -> Fields:
+    if not selections:
+        return {}
+    common = {}
+    for key, value in selections[0].items():
+        if all(key in selection and selection[key] == value for selection in selections):
+            common[key] = value
+    return common
 
 
-def note(form: Form, cells: Sequence[Cell]) -> str:
+def _add_floors(header: list[Text], body: list[list[Text]], rows: Sequence[_MeasuredRow], form: Form) -> None:
+    """Add the scores of the best shortcut and of chance: columns if all cells of a row have the same prompts, or rows
+    if all cells of a column do.
+    """
+    is_of_row = all(len(set(row.prompts)) == 1 for row in rows)
+    is_of_column = all(row.prompts == rows[0].prompts for row in rows)
+    shortcuts, guesses = np.moveaxis(np.array([row.floors for row in rows]), -1, 0)
+    for name, scores in ((SHORTCUT, shortcuts), (form.chance, guesses)):
+        if not np.isfinite(scores).any():
+            continue
+        if is_of_row:
+            header.append(name)
+            for texts, scores_of_row in zip(body, scores, strict=True):
+                texts.append(_floor(form, scores_of_row))
+        elif is_of_column:
+            body.append([name, *(_floor(form, scores_of_column) for scores_of_column in scores.T)])
+
+
+def _floor(form: Form, scores: np.ndarray) -> str:
+    if not np.isfinite(scores).any():
+        return NOT_RUN
+    return form(float(np.nanmax(scores)))
+
+
+def _note(form: Form, cells: Sequence[Cell]) -> str:
     """The note below a table: it explains the figure, its interval, the runs, and n."""
-    runs = sorted({len(one.runs) for one in cells if one.runs})
+    runs = sorted({len(cell.runs) for cell in cells if cell.runs})
     if not runs:
         return "Not run."
     if runs[-1] > 1:
-        over = f"95 % interval over {runs[-1]} training runs (Student's t)"
-        how = f"the geometric mean ({over})" if form.is_log else f"the mean {PLUS_MINUS} its {over}"
+        interval = f"95 % interval over {runs[-1]} training runs (Student's t)"
+        figure = f"the geometric mean ({interval})" if form.is_log else f"the mean {PLUS_MINUS} its {interval}"
     else:
-        how = "of one run (95 % interval over its prompts)"
-    fewer = "; [k]: k runs" if len(runs) > 1 else ""
-    fewer += ", and of one run the interval over its prompts" if fewer and runs[0] == 1 else ""
-    n = [number(one) for one in sorted(frozenset[int]().union(*(one.n for one in cells)), reverse=True)]
-    counts = listed(n, "or") if len(n) < 4 else f"{n[-1]} to {n[0]}"
-    return f"{form.what}: {how}{fewer}. n = {counts} {form.counted} a run."
+        figure = "of one run (95 % interval over its prompts)"
+    if len(runs) > 1:
+        figure += "; [k]: k runs"
+        if runs[0] == 1:
+            figure += ", and of one run the interval over its prompts"
+    n = sorted(frozenset[int]().union(*(cell.n for cell in cells)))
+    if len(n) < 4:
+        counts = listed([number(count) for count in reversed(n)], "or")
+    else:
+        counts = f"{number(n[0])} to {number(n[-1])}"
+    return f"{form.what}: {figure}. n = {counts} {form.counted} a run."
 
 
 def models(inputs: Inputs, **where: Any) -> dict[str, Fields]:
@@ -202,30 +279,42 @@ def models(inputs: Inputs, **where: Any) -> dict[str, Fields]:
     Returns:
         The fields by label: `meta`, or `meta, learned positions, to 512`.
     """
-    found = inputs.select(**where).dropna(subset=["value"])[["model", *_APART]].drop_duplicates()
-    said = [column for column in _APART if found[column].nunique(dropna=False) > 1]
-    rows = [{key: plain(value) for key, value in row.items()} for row in found.to_dict("records")]
-    places = [*POSITIONS]
-    rows.sort(key=lambda row: str(row["variant"]))
-    rows.sort(key=lambda row: (*order(row["model"]), row["train_length"] or 0))
-    rows.sort(key=lambda row: places.index(row["position_embedding"]) if row["position_embedding"] in places else 9)
-    labels = (
-        ", ".join([row["model"], *(_said(column, row[column]) for column in said if row[column])]) for row in rows
-    )
-    return {label: {**where, **row} for label, row in zip(labels, rows, strict=True)}
+    measured = inputs.select(**where).dropna(subset=["value"])
+    settings = measured[["model", *_APART]].drop_duplicates()
+    differing = [column for column in _APART if settings[column].nunique(dropna=False) > 1]
+    rows = [{key: plain(value) for key, value in row.items()} for row in settings.to_dict("records")]
+    rows.sort(key=_order_of_model)
+    by_label: dict[str, Fields] = {}
+    for row in rows:
+        words = [_words(column, row[column]) for column in differing if row[column]]
+        by_label[", ".join([row["model"], *words])] = {**where, **row}
+    return by_label
+
+
+def _order_of_model(row: Fields) -> tuple[Any, ...]:
+    position = _index(row["position_embedding"], [*POSITIONS])
+    return position, *order(row["model"]), row["train_length"] or 0, row["variant"]
 
 
 def plain(value: Any) -> Any:
     """A value of a frame as selections have it: NaN as None, a whole number as one."""
-    if isinstance(value, float):
-        return None if math.isnan(value) else int(value) if value.is_integer() else value
-    return value
+    if not isinstance(value, float):
+        return value
+    if math.isnan(value):
+        return None
+    return int(value) if value.is_integer() else value
 
 
-def _said(column: str, value: Any) -> str:
-    return POSITIONS.get(value, str(value)) if column == "position_embedding" else _APART[column].format(value)
+def _words(column: str, value: Any) -> str:
+    if column == "position_embedding":
+        return POSITIONS.get(value, str(value))
+    return _APART[column].format(value)
 
 
 def order(name: str) -> tuple[int, str]:
     """The key that sorts models, tasks and conditions: those of the project first, in their order."""
-    return _ORDER.index(name) if name in _ORDER else len(_ORDER), name
+    return _index(name, _ORDER), name
+
+
+def _index(name: str, names: Sequence[str]) -> int:
+    return names.index(name) if name in names else len(names)
