@@ -33,7 +33,7 @@ from metatokens.paper.frame import Inputs, distortion_at, distortion_curves, lea
 from metatokens.paper.report.overview import MARKS, effect_text, numbered
 from metatokens.paper.report.paper import paper_table
 from metatokens.paper.report.table import Cell, models, order
-from metatokens.paper.report.tables import ALONE, FACTS, LENGTH_TABLES, PLACES, SPLITS, Tables
+from metatokens.paper.report.tables import ALONE, FACTS, LENGTH_TABLES, SPLITS, SUBJECTS, Tables
 from metatokens.paper.report.text import name, number
 from metatokens.records import SEPARATOR
 
@@ -361,7 +361,7 @@ def rate_distortion(inputs: Inputs, width: float = PAGE) -> Figure:
 
     def draw(split: str, axes: Axes) -> None:
         for (model, place), style in shown.items():
-            subject, intervention = PLACES[place]
+            subject, intervention = SUBJECTS[place]
             about = {"model": model, "intervention": intervention, "split": split, "subject": ["", subject]}
             curves = distortion_curves(select(measured, **about)).values()
             if curves:
