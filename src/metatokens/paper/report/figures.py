@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from textwrap import wrap
 from typing import Any
 
@@ -27,9 +29,9 @@ from metatokens.looking.style import (
     line,
     palette,
     small_multiples,
-)  # fmt: skip
+)
 from metatokens.paper.claims import ClaimResult
-from metatokens.paper.frame import Inputs, distortion_at, distortion_curves, learning_curves, select
+from metatokens.paper.frame import Inputs, distortion_curves, distortions_at, learning_curves, select
 from metatokens.paper.report.overview import MARKS, effect_text, numbered
 from metatokens.paper.report.paper import paper_table
 from metatokens.paper.report.table import Cell, models, order
@@ -45,82 +47,45 @@ PAPERS = {"meta": Style("#7d7a73", (1.5, 1.5), "x", 5.0), "gpt2": Style("#a39f97
 _SHORT = 0.05  # of a proportion, in points: what claims in points have as their smallest effect of interest
 
 
-def forest(judged: Sequence[ClaimResult], width: float = PAGE) -> Figure:
+@dataclass(frozen=True)
+class _ForestRow:
+    """A question, or a claim with its interval; heights are in lines of text, downwards."""
+
+    lines: list[str]
+    result: ClaimResult | None
+    top: float
+    height: float
+    interval: float = math.nan
+    """The height of the interval."""
+
+    @property
+    def bottom(self) -> float:
+        return self.top + self.height
+
+
+def forest(results: Sequence[ClaimResult], width: float = PAGE) -> Figure:
     """Effect, interval and verdict of each claim that has an interval, by question."""
-    is_wide = width > PHONE
-    letters = 58 if is_wide else 44
-    judged = [one for one in judged if math.isfinite(one.effect.low)]
-    if not judged:
+    results = [result for result in results if math.isfinite(result.effect.low)]
+    if not results:
         return Figure()
-    rows: list[tuple[str, ClaimResult | None]] = []
-    for question in dict.fromkeys(one.claim.question for one in judged):
-        rows.append((question, None))
-        rows += [(f"{MARKS[one.verdict]} {numbered(one)}", one) for one in judged if one.claim.question == question]
-    lines = [wrap(text, letters, break_on_hyphens=False) for text, _ in rows]
-    heights = [
-        len(own) + (0.5 if one is None else 0.35 if is_wide else 2.3) for own, (_, one) in zip(lines, rows, strict=True)
-    ]
-    tops = np.cumsum([0.0, *heights])
-    inches = ROW * tops[-1]
-    figure = Figure((width, inches + 1.0), facecolor="white")
+    is_wide = width > PHONE
+    rows = _forest_rows(results, is_wide)
+    bottom = rows[-1].bottom
+    inches = ROW * bottom
     left, right = (0.475, 0.735) if is_wide else (0.03, 0.97)
+    figure = Figure((width, inches + 1.0), facecolor="white")
     axes = figure.add_axes((left, 0.55 / (inches + 1.0), right - left, inches / (inches + 1.0)))
-    axes.set(xlim=(-LIMIT, LIMIT), ylim=(tops[-1], 0))
-    bands = (
-        [(0.0, float(tops[-1]))]
-        if is_wide
-        else [(end - 1.0, end) for end, (_, one) in zip(tops[1:], rows, strict=True) if one]
-    )
-    for band_top, bottom in bands:
-        axes.fill_between([-100 * _SHORT, 100 * _SHORT], band_top, bottom, color=RULE, alpha=0.7, linewidth=0)
-        axes.vlines(0, band_top, bottom, color=GREY, linewidth=0.8)
-    for top, height, own, (_, one) in zip(tops[:-1], heights, lines, rows, strict=True):
-        own = [own[0], *(f"    {rest}" for rest in own[1:])]
-        look: dict[str, Any] = {
-            "va": "top",
-            "ha": "left",
-            "fontsize": SIZE,
-            "color": INK,
-            "parse_math": False,
-            "linespacing": 1.25,
-        }
-        across = (0.01 - left) / (right - left) if is_wide else -0.01
-        transform = axes.get_yaxis_transform()
-        axes.text(
-            across,
-            top + 0.2,
-            "\n".join(own),
-            transform=transform,
-            **look,
-            fontweight="bold" if one is None else "normal",
-        )
-        if one is not None:
-            middle = top + (height / 2 if is_wide else height - 0.5)
-            _draw_effect(axes, one, middle)
-            x, y = (1.05, middle) if is_wide else (0.05, top + len(own) + 0.65)  # on a phone above the interval
-            look |= {"va": "center", "color": MARKERS.get(one.verdict, OPEN)[0]}
-            axes.text(x, y, effect_text(one), transform=transform, **look)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(GREY)
-    axes.set_yticks([])
-    axes.set_xticks(range(-60, 61, 20), [number(one, sign="+") if one else "0" for one in range(-60, 61, 20)])
-    axes.tick_params(length=0, labelsize=SIZE, labelcolor=INK)
-    axes.set_xlabel("difference that the claim predicts, in points", fontsize=SIZE, color=INK)
-    keys = [
-        Line2D(
-            [],
-            [],
-            color=colour,
-            marker=marker,
-            linestyle="none",
-            markersize=6,
-            markerfacecolor="white" if what == "inconclusive" else colour,
-            label=what,
-        )
-        for what, (colour, marker) in (MARKERS | {"inconclusive": OPEN}).items()
-    ]
+    axes.set(xlim=(-LIMIT, LIMIT), ylim=(bottom, 0))
+    if is_wide:
+        _draw_zone(axes, 0.0, bottom)
+    text_x = (0.01 - left) / (right - left) if is_wide else -0.01
+    for row in rows:
+        _write(axes, text_x, row.top + 0.2, "\n    ".join(row.lines), "top", weight="normal" if row.result else "bold")
+        if row.result is not None:
+            _draw_claim(axes, row, row.result, is_wide)
+    _scale_in_points(axes)
     figure.legend(
-        handles=keys,
+        handles=[_key(verdict, *look) for verdict, look in (MARKERS | {"inconclusive": OPEN}).items()],
         loc="upper left",
         ncols=4 if is_wide else 2,
         frameon=False,
@@ -132,31 +97,126 @@ def forest(judged: Sequence[ClaimResult], width: float = PAGE) -> Figure:
     return figure
 
 
-def _draw_effect(axes: Axes, one: ClaimResult, y: float) -> None:
+def _forest_rows(results: Sequence[ClaimResult], is_wide: bool) -> list[_ForestRow]:
+    """The rows from top to bottom. On a phone an interval is below its claim, elsewhere next to it."""
+    by_question: dict[str, list[ClaimResult]] = {}
+    for result in results:
+        by_question.setdefault(result.claim.question, []).append(result)
+    lines_of = partial(wrap, width=58 if is_wide else 44, break_on_hyphens=False)
+    rows: list[_ForestRow] = []
+    top = 0.0
+    for question, of_question in by_question.items():
+        lines = lines_of(question)
+        rows.append(_ForestRow(lines, None, top, len(lines) + 0.5))
+        top = rows[-1].bottom
+        for result in of_question:
+            lines = lines_of(f"{MARKS[result.verdict]} {numbered(result)}")
+            height = len(lines) + (0.35 if is_wide else 2.3)
+            interval = top + (height / 2 if is_wide else height - 0.5)
+            rows.append(_ForestRow(lines, result, top, height, interval))
+            top = rows[-1].bottom
+    return rows
+
+
+def _scale_in_points(axes: Axes) -> None:
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
+    axes.set_yticks([])
+    ticks = range(-60, 61, 20)
+    axes.set_xticks(ticks, [number(tick, sign="+") if tick else "0" for tick in ticks])
+    axes.tick_params(length=0, labelsize=SIZE, labelcolor=INK)
+    axes.set_xlabel("difference that the claim predicts, in points", fontsize=SIZE, color=INK)
+
+
+def _draw_claim(axes: Axes, row: _ForestRow, result: ClaimResult, is_wide: bool) -> None:
+    """The interval, and the effect in words: right of it, or on a phone above it."""
+    if is_wide:
+        x, y = 1.05, row.interval
+    else:
+        x, y = 0.05, row.top + len(row.lines) + 0.65
+        _draw_zone(axes, row.bottom - 1.0, row.bottom)
+    _draw_effect(axes, result, row.interval)
+    colour, _ = MARKERS.get(result.verdict, OPEN)
+    _write(axes, x, y, effect_text(result), "center", color=colour)
+
+
+def _draw_zone(axes: Axes, top: float, bottom: float) -> None:
+    """The differences that are smaller than the smallest effect of interest."""
+    axes.fill_between([-100 * _SHORT, 100 * _SHORT], top, bottom, color=RULE, alpha=0.7, linewidth=0)
+    axes.vlines(0, top, bottom, color=GREY, linewidth=0.8)
+
+
+def _write(axes: Axes, x: float, y: float, text: str, va: str, color: str = INK, weight: str = "normal") -> None:
+    """Text at x in widths of the axes, and at y in rows."""
+    axes.text(
+        x,
+        y,
+        text,
+        transform=axes.get_yaxis_transform(),
+        va=va,
+        ha="left",
+        fontsize=SIZE,
+        fontweight=weight,
+        color=color,
+        parse_math=False,
+        linespacing=1.25,
+    )
+
+
+def _key(verdict: str, colour: str, marker: str) -> Line2D:
+    """A verdict's entry in the legend."""
+    fill = "white" if verdict == "inconclusive" else colour
+    return Line2D(
+        [],
+        [],
+        color=colour,
+        marker=marker,
+        linestyle="none",
+        markersize=6,
+        markerfacecolor=fill,
+        label=verdict,
+    )
+
+
+def _draw_effect(axes: Axes, result: ClaimResult, y: float) -> None:
     """The interval and the marker, cut off with an arrow where they leave the figure."""
-    colour, marker = MARKERS.get(one.verdict, OPEN)
-    scale = 100.0 if one.claim.unit == "points" else 100 * _SHORT / one.claim.smallest
-    value, low, high = (scale * end for end in (one.effect.value, one.effect.low, one.effect.high))
+    claim, effect = result.claim, result.effect
+    colour, marker = MARKERS.get(result.verdict, OPEN)
+    scale = 100.0 if claim.unit == "points" else 100 * _SHORT / claim.smallest
+    low, high = scale * effect.low, scale * effect.high
     axes.plot(
         np.clip([low, high], -LIMIT, LIMIT),
         [y, y],
         color=colour,
-        linewidth=1.8 if one.claim.primary else 1.2,
+        linewidth=1.8 if claim.primary else 1.2,
         solid_capstyle="butt",
     )
     for end, arrow in ((low, "\u25c2"), (high, "\u25b8")):
         if abs(end) > LIMIT:
             axes.text(math.copysign(LIMIT, end), y, arrow, color=colour, ha="center", va="center", fontsize=SIZE)
-    fill = "white" if marker == "o" else colour
     axes.plot(
-        np.clip(value, -LIMIT, LIMIT),
+        np.clip(scale * effect.value, -LIMIT, LIMIT),
         y,
         marker,
         color=colour,
-        markerfacecolor=fill,
-        markersize=7 if one.claim.primary else 5.5,
+        markerfacecolor="white" if marker == "o" else colour,
+        markersize=7 if claim.primary else 5.5,
         clip_on=False,
     )
+
+
+def _draw_means(
+    axes: Axes, label: str, cells: Mapping[float, Cell], style: Style, *, in_percent: bool = True, **look: Any
+) -> None:
+    """A line through the means of cells, by x, with a band of their intervals."""
+    estimates = np.array([cell.estimate() for cell in cells.values()]).reshape(-1, 3)
+    if in_percent:
+        estimates *= 100
+    middle, low, high = estimates.T
+    if in_percent:
+        low, high = np.clip(low, 0, 100), np.clip(high, 0, 100)
+    axes.plot(list(cells), middle, label=label, **line(style, **look))
+    band(axes, list(cells), low, high, style)
 
 
 def by_length(tables: Tables, width: float = PAGE) -> Figure:
@@ -166,56 +226,56 @@ def by_length(tables: Tables, width: float = PAGE) -> Figure:
 
 
 def _draw_by_length(tables: Tables, task: str, axes: Axes) -> None:
-    inputs, about = tables.inputs, tables.tasks[task]
-    about = {key: value for key, value in about.items() if key not in ("length", "train_length")}
-    found = inputs.select(**about).dropna(subset=["value", "length"])
-    trained = found["train_length"].max()
-    found = found[found["train_length"].isna() | (found["train_length"] == trained)]
-    lengths = sorted(set(found["length"]))
-    styles = palette(sorted(set(found["model"]), key=order))
-    for model, style in styles.items():
-        own = found[found["model"] == model]
-        cells = {length: Cell.of(own[own["length"] == length]) for length in lengths if (own["length"] == length).any()}
-        middle, low, high = 100 * np.array([cell.estimate() for cell in cells.values()]).T
-        axes.plot([*cells], middle, label=model, **line(style, markersize=style.size - 1.5))
-        band(axes, [*cells], np.clip(low, 0, 100), np.clip(high, 0, 100), style)
-    best = found.groupby("length")["shortcut"].max()
+    inputs = tables.inputs
+    selection = {key: value for key, value in tables.tasks[task].items() if key not in ("length", "train_length")}
+    accuracies = inputs.select(**selection).dropna(subset=["value", "length"])
+    train_length = accuracies["train_length"].max()
+    is_shown = accuracies["train_length"].isna() | (accuracies["train_length"] == train_length)
+    accuracies = accuracies[is_shown]
+    lengths = sorted(set(accuracies["length"]))
+    for model, style in palette(sorted(set(accuracies["model"]), key=order)).items():
+        by_length = accuracies[accuracies["model"] == model].groupby("length")
+        cells = {length: Cell.of(of_length) for length, of_length in by_length}
+        _draw_means(axes, model, cells, style, markersize=style.size - 1.5)
+    best = accuracies.groupby("length")["shortcut"].max()
     axes.plot(best.index, 100 * best, label="best shortcut", color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
     if inputs.preset and task in LENGTH_TABLES:
-        table = paper_table(LENGTH_TABLES[task])
-        for model, style in PAPERS.items():
-            positions = "rope" if model == "meta" else "learned"
-            theirs = [
-                table.at(model=model, position_embedding=positions, train_length=trained, length=one) for one in lengths
-            ]
-            if any(one is not None for one in theirs):
-                label = f"the paper's {model}" + (", learned positions" if positions == "learned" else "")
-                axes.plot(lengths, np.array(theirs, float), label=label, **line(style))
-    if trained in lengths:
-        axes.axvline(trained, color=RULE, linewidth=8, zorder=0, label="train length")
+        _draw_papers(axes, LENGTH_TABLES[task], train_length, lengths)
+    if train_length in lengths:
+        axes.axvline(train_length, color=RULE, linewidth=8, zorder=0, label="train length")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [number(one) if one < 1000 else f"{one / 1024:g}k" for one in lengths])
+    axes.set_xticks(lengths, [number(length) if length < 1000 else f"{length / 1024:g}k" for length in lengths])
     axes.set_xticks([], minor=True)
     axes.set(ylim=(-4, 104), yticks=range(0, 101, 25), xlabel="prompt length, tokens", ylabel="exactly right, %")
+
+
+def _draw_papers(axes: Axes, table: int, train_length: float, lengths: Sequence[float]) -> None:
+    """The figures of a table of the paper, at the same lengths."""
+    paper = paper_table(table)
+    for model, positions, label in (
+        ("meta", "rope", "the paper's meta"),
+        ("gpt2", "learned", "the paper's gpt2, learned positions"),
+    ):
+        setting = {"model": model, "position_embedding": positions, "train_length": train_length}
+        values = np.array([paper.at(**setting, length=length) for length in lengths], float)
+        if not np.isnan(values).all():
+            axes.plot(lengths, values, label=label, **line(PAPERS[model]))
 
 
 def learning(inputs: Inputs, width: float = PAGE) -> Figure:
     """Accuracy by training step on each task: the mean over runs and its interval."""
     curves: dict[str, dict[str, list[pd.Series]]] = {}
-    for (task, model, place, _), points in learning_curves(inputs.curves).items():
-        label = model if place in ("rope", "") else f"{model}{SEPARATOR}{place}"
-        curves.setdefault(task, {}).setdefault(label, []).append(points.set_index("step")["exact_match"])
-    styles = palette(sorted({label for runs in curves.values() for label in runs}, key=order))
+    for (task, model, positions, _), points in learning_curves(inputs.curves).items():
+        label = model if positions in ("rope", "") else f"{model}{SEPARATOR}{positions}"
+        of_label = curves.setdefault(task, {}).setdefault(label, [])
+        of_label.append(points.set_index("step")["exact_match"])
+    styles = palette(sorted(set(chain.from_iterable(curves.values())), key=order))
 
     def draw(task: str, axes: Axes) -> None:
-        for label, runs in sorted(curves[task].items(), key=lambda one: order(one[0])):
-            whole = pd.concat(runs, axis=1).dropna()
-            steps = whole.index.to_numpy()
-            ends = 100 * np.array([Cell(dict(enumerate(row))).estimate() for row in whole.to_numpy()]).reshape(-1, 3)
-            axes.plot(
-                steps, ends[:, 0], label=label, **line(styles[label], markevery=max(1, len(steps) // 5), markersize=4)
-            )
-            band(axes, steps, np.clip(ends[:, 1], 0, 100), np.clip(ends[:, 2], 0, 100), styles[label])
+        for label in sorted(curves[task], key=order):
+            accuracies = pd.concat(curves[task][label], axis=1).dropna()  # (steps that every run has, runs)
+            cells = {step: Cell(dict(enumerate(runs))) for step, *runs in accuracies.itertuples()}
+            _draw_means(axes, label, cells, styles[label], markevery=max(1, len(cells) // 5), markersize=4)
         by_step(axes, "exactly right, %")
         axes.axhline(90, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)), label="90 %")
         axes.set(ylim=(-4, 104), yticks=range(0, 101, 25))
@@ -226,27 +286,25 @@ def learning(inputs: Inputs, width: float = PAGE) -> Figure:
 
 def losses(inputs: Inputs, width: float = PAGE) -> Figure:
     """The loss in pretraining, and in fine-tuning on each task, by step: the mean over runs."""
-    found = select(inputs.curves, variant="").dropna(subset=["loss"])
-    first = found.groupby("task")["train_length"].transform("min")
-    found = found[found["train_length"].isna() | (found["train_length"] == first)]
-    styles = palette(sorted(set(found["model"]), key=order))
+    points = select(inputs.curves, variant="").dropna(subset=["loss"])
+    first_length = points.groupby("task")["train_length"].transform("min")
+    points = points[points["train_length"].isna() | (points["train_length"] == first_length)]
+    styles = palette(sorted(set(points["model"]), key=order))
 
     def draw(task: str, axes: Axes) -> None:
-        own = found[found["task"] == task]
-        for model in sorted(set(own["model"]), key=order):
-            means = own[own["model"] == model].groupby("step")["loss"].mean().rolling(5, min_periods=1).mean()
-            axes.plot(
-                means.index, means, label=model, **line(styles[model], markevery=max(1, len(means) // 5), markersize=4)
-            )
-        if task and (own["loss"] > 0).any():
+        of_task = points[points["task"] == task]
+        for model in sorted(set(of_task["model"]), key=order):
+            means = of_task[of_task["model"] == model].groupby("step")["loss"].mean()
+            smooth = means.rolling(5, min_periods=1).mean()
+            look = line(styles[model], markevery=max(1, len(smooth) // 5), markersize=4)
+            axes.plot(smooth.index, smooth, label=model, **look)
+        if task and (of_task["loss"] > 0).any():
             axes.set_yscale("log", nonpositive="clip")
             axes.yaxis.set_major_formatter("{x:g}")
         by_step(axes, "loss, nats a token")
 
-    panels = {
-        name(task) if task else "Pretraining": partial(draw, task)
-        for task in sorted(set(found["task"]), key=lambda one: (one != "", order(one)))
-    }
+    tasks = sorted(set(points["task"]), key=lambda task: (task != "", order(task)))
+    panels = {name(task) if task else "Pretraining": partial(draw, task) for task in tasks}
     return small_multiples(panels, styles, width, across=3)
 
 
@@ -260,23 +318,21 @@ def sharpness(inputs: Inputs, width: float = PAGE) -> Figure:
     }
 
     def draw(rows: Mapping[str, Cell], axes: Axes) -> None:
-        for place, (label, cell) in enumerate(rows.items()):
+        for x, (label, cell) in enumerate(rows.items()):
             style = STYLES.get(label.partition(",")[0], STYLES["meta"])
             runs = [*cell.runs.values()]
             shift = np.linspace(-0.18, 0.18, len(runs)) if len(runs) > 1 else [0.0]
-            axes.plot(place + np.array(shift), runs, style.marker, color=style.colour, markersize=3.5, alpha=0.7)
+            axes.plot(x + np.array(shift), runs, style.marker, color=style.colour, markersize=3.5, alpha=0.7)
             mean, low, high = cell.estimate()
-            axes.errorbar(
-                place + 0.32, mean, [[mean - low], [high - mean]], color=INK, marker="o", markersize=3.5, capsize=2
-            )
+            reach = [[mean - low], [high - mean]]
+            axes.errorbar(x + 0.32, mean, reach, color=INK, marker="o", markersize=3.5, capsize=2)
         axes.axhline(0, color=GREY, linewidth=0.8)
         axes.set_xticks(range(len(rows)), [label.replace(", ", "\n") for label in rows])
         axes.set(xlim=(-0.5, len(rows) - 0.3), ylabel="change, nats")
 
     panels: dict[str, Panel] = {}
     for title, measure in measures.items():
-        found = models(inputs, **measure)
-        cells = {label: Cell.of(inputs.select(**row)) for label, row in found.items()}
+        cells = {label: Cell.of(inputs.select(**fields)) for label, fields in models(inputs, **measure).items()}
         if cells:
             panels[title] = partial(draw, cells)
     return small_multiples(panels, (), width)
@@ -285,38 +341,34 @@ def sharpness(inputs: Inputs, width: float = PAGE) -> Figure:
 def similarity(inputs: Inputs, width: float = PAGE) -> Figure:
     """Figure 2, right: centred cosine with the text tokens before, by distance."""
     looks = {"meta": ("meta-token", STYLES["meta"]), "text": ("text token (control)", STYLES["gpt2"])}
-    about = {"metric": "similarity_centred", "marker": "context"}
 
     def draw(fields: Mapping[str, Any], axes: Axes) -> None:
-        own = inputs.select(**fields)
-        own = own[own["layer"] == own["layer"].max()]
+        cosines = inputs.select(**fields)
+        of_last_layer = cosines[cosines["layer"] == cosines["layer"].max()]
         for subject, (label, style) in looks.items():
-            rows = own[own["subject"] == subject]
-            cells = {distance: Cell.of(found) for distance, found in rows.groupby("distance")}
+            by_distance = of_last_layer[of_last_layer["subject"] == subject].groupby("distance")
+            cells = {distance: Cell.of(of_distance) for distance, of_distance in by_distance}
             if cells:
-                middle, low, high = np.array([cell.estimate() for cell in cells.values()]).T
-                axes.plot([*cells], middle, label=label, **line(style, markersize=style.size - 2))
-                band(axes, [*cells], low, high, style)
+                _draw_means(axes, label, cells, style, in_percent=False, markersize=style.size - 2)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set(ylim=(-1.05, 1.05), xlabel="tokens before it", ylabel="cosine, centred")
 
-    panels = {label: partial(draw, row) for label, row in models(inputs, **about).items()}
+    rows = models(inputs, metric="similarity_centred", marker="context")
+    panels = {label: partial(draw, fields) for label, fields in rows.items()}
     return small_multiples(panels, (), width, across=3)
 
 
 def held(inputs: Inputs, width: float = PAGE) -> Figure:
     """Facts recalled through landmarks alone, by the share of keys and values that is kept: a line for each model."""
-    found = inputs.select(intervention=ALONE, condition=[*FACTS], train_condition=[*FACTS], variant=[*FACTS])
-    styles = palette(sorted(set(found["model"]), key=order))
+    accuracies = inputs.select(intervention=ALONE, condition=[*FACTS], train_condition=[*FACTS], variant=[*FACTS])
+    styles = palette(sorted(set(accuracies["model"]), key=order))
 
     def draw(axes: Axes) -> None:
         for model, style in styles.items():
-            facts = found[found["model"] == model].groupby("condition")
-            points = sorted((own["kv_kept"].mean(), *Cell.of(own).estimate()) for _, own in facts)
-            kept, middle, low, high = 100 * np.array(points).T
-            axes.plot(kept, middle, label=model, **line(style))
-            band(axes, kept, np.clip(low, 0, 100), np.clip(high, 0, 100), style)
+            by_condition = accuracies[accuracies["model"] == model].groupby("condition")
+            cells = {100 * rows["kv_kept"].mean(): Cell.of(rows) for _, rows in by_condition}
+            _draw_means(axes, model, {share: cells[share] for share in sorted(cells)}, style)
         axes.set(ylim=(-4, 104), yticks=range(0, 101, 25), xlabel="keys and values kept, %", ylabel="exactly right, %")
 
     return small_multiples({"Facts recalled through landmarks alone": draw} if styles else {}, styles, width)
@@ -339,42 +391,45 @@ def heat_map(inputs: Inputs, width: float = PAGE) -> Figure:
         axes.set(ylim=(-0.5, len(values) - 0.1), yticks=range(len(values)))
         axes.set(xlabel="position in the prompt", ylabel="blocks passed")
 
-    found = inputs.select(metric="similarity_to_final_centred", model="meta")
+    cosines = inputs.select(metric="similarity_to_final_centred", model="meta")
     panels = {}
-    for position, own in sorted(found.groupby("position_embedding"), key=lambda one: one[0] != "rope"):
-        panels[f"Cosine with the final meta-token's state, centred: {position}"] = partial(
-            draw, own[own["seed"] == own["seed"].min()]
-        )
+    for positions in sorted(set(cosines["position_embedding"]), key=lambda positions: (positions != "rope", positions)):
+        rows = cosines[cosines["position_embedding"] == positions]
+        of_first_run = rows[rows["seed"] == rows["seed"].min()]
+        panels[f"Cosine with the final meta-token's state, centred: {positions}"] = partial(draw, of_first_run)
     return small_multiples(panels, (), width, across=1)
 
 
 def rate_distortion(inputs: Inputs, width: float = PAGE) -> Figure:
     """Figure 3, right: distortion by rate, the mean over runs and fits; linear to 20 nats, then logarithmic."""
-    shown = {
-        ("meta", "last meta-token"): STYLES["meta"], ("meta", "no position"): Style("#a3478a", (7, 2), "v", 5.0),
+    styles = {
+        ("meta", "last meta-token"): STYLES["meta"],
+        ("meta", "no position"): Style("#a3478a", (7, 2), "v", 5.0),
         ("meta", "text before it"): Style("#d55e00", (1, 1.2), "o", 5.0, "none"),
         ("gpt2", "last meta-token"): STYLES["gpt2"],
         ("gpt2", "text before it"): Style("#4d4d4d", (1, 1.2), "s", 4.5, "none"),
         ("twin", "last meta-token"): STYLES["twin"],
-    }  # fmt: skip
-    rates = np.array([0, 0.5, 1, 2, 4, 7, 10, 15, 20, 40, 80])
+    }
+    rates = [0, 0.5, 1, 2, 4, 7, 10, 15, 20, 40, 80]
+    measured = select(inputs.figures, analysis="rate_distortion", position_embedding="rope")
 
     def draw(split: str, axes: Axes) -> None:
-        for (model, place), style in shown.items():
-            subject, intervention = SUBJECTS[place]
-            about = {"model": model, "intervention": intervention, "split": split, "subject": ["", subject]}
-            curves = distortion_curves(select(measured, **about)).values()
+        for (model, words), style in styles.items():
+            subject, intervention = SUBJECTS[words]
+            fitted = select(measured, model=model, intervention=intervention, split=split, subject=["", subject])
+            curves = distortion_curves(fitted).values()
             if curves:
-                values = np.mean([[distortion_at(curve, rate) for rate in rates] for curve in curves], axis=0)
-                axes.plot(rates, values, label=f"{model}, {place}", **line(style, markersize=style.size - 1.5))
+                distortions = [distortions_at(curve, rates) for curve in curves]
+                look = line(style, markersize=style.size - 1.5)
+                axes.plot(rates, np.mean(distortions, axis=0), label=f"{model}, {words}", **look)
         axes.set_xscale("symlog", linthresh=20)
         axes.set_xticks([0, 5, 10, 15, 20, 40, 80], ["0", "5", "10", "15", "20", "40", "80"])
         axes.set_xticks([], minor=True)
         axes.set(xlabel="rate, nats", ylabel="distortion, nats")
         axes.set_ylim(bottom=-0.25)
 
-    measured = select(inputs.figures, analysis="rate_distortion", position_embedding="rope")
-    panels = {
-        f"Scored {title}": partial(draw, split) for split, title in SPLITS.items() if (measured["split"] == split).any()
-    }
+    panels = {}
+    for split, title in SPLITS.items():
+        if (measured["split"] == split).any():
+            panels[f"Scored {title}"] = partial(draw, split)
     return small_multiples(panels, (), width)
