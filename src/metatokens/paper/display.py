@@ -65,10 +65,14 @@ class Display:
         return sum(self._costs[name] * fraction for name, fraction in self._fractions.items())
 
     def _line(self, names: Iterable[str]) -> str:
-        done, elapsed = self._done(), time.monotonic() - self._start
-        own = sum(cost * self._fractions[name] for name, cost in self._costs.items() if name not in self._skipped)
-        rate = own / elapsed if elapsed > 5 else 0.0
-        left = f"{_minutes((self._total - done) / rate)} left" if rate else "estimating the time left"
+        done = self._done()
+        elapsed = time.monotonic() - self._start
+        done_now = sum(cost * self._fractions[name] for name, cost in self._costs.items() if name not in self._skipped)
+        if done_now and elapsed > 5:
+            rate = done_now / elapsed
+            left = f"{_minutes((self._total - done) / rate)} left"
+        else:
+            left = "estimating the time left"
         stages = ", ".join(f"{name} {self._fractions[name]:.0%}" for name in names)
         return f"{done / self._total:4.0%} in {_minutes(elapsed)}, {left}: {stages}"
 

@@ -109,20 +109,23 @@ def load(paths: Sequence[Path]) -> Inputs:
         UserError: as `read_runs` does, or if there are lines of a grid and of other runs, which are not to be mixed.
     """
     read = read_runs(paths)
-    lines: list[Any] = [*read.results, *read.measurements, *read.points]
-    presets = {(line.recipe or "").partition("/")[0] for line in lines}
+    lines: list[Result | Measurement | CurvePoint] = [*read.results, *read.measurements, *read.points]
+    recipes = {line.recipe or "" for line in lines}
+    presets = {recipe.partition("/")[0] for recipe in recipes}
     grid = next((preset for preset in GRIDS if preset in presets), None)
     if grid and len(presets) > 1:
         raise UserError(f"there are lines of the preset {grid} and of other runs; report that preset alone.")
     measured = _typed(pd.concat([_rows(read.results, Result), _rows(read.measurements, Measurement)]))
-    figures = measured.drop_duplicates([name for name in measured if name not in _OUTCOMES], keep="last")
-    remeasured = len(measured) - len(figures)
-    figures, curves = map(_named, (figures, _typed(_rows(read.points, CurvePoint))))
+    identity = [name for name in measured if name not in _OUTCOMES]
+    latest = measured.drop_duplicates(identity, keep="last")
+    figures = _named(latest)
+    curves = _named(_typed(_rows(read.points, CurvePoint)))
     figures.loc[(figures["metric"] == "perplexity") & (figures["text"] == ""), "text"] = "held_out"
-    figures = _with_chances(_whole_noise(figures[(figures["variant"] == "") | (figures["analysis"] == "")]))
+    figures = figures[(figures["variant"] == "") | (figures["analysis"] == "")]
+    figures = _with_chances(_whole_noise(figures))
     derived = [*_steps_to_learn(curves), *_distortions(figures), *_slowdowns(read.timings)]
     figures = _typed(pd.concat([figures, pd.DataFrame(derived), _log_perplexities(figures)]))
-    return Inputs(figures, curves, grid, read, remeasured)
+    return Inputs(figures, curves, grid, read, remeasured=len(measured) - len(latest))
 
 
 def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
@@ -131,31 +134,38 @@ def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
     Raises:
         KeyError: if there is no such column.
     """
-    keep = np.ones(len(frame), dtype=bool)
+    selected = np.ones(len(frame), dtype=bool)
     for column, wanted in where.items():
         values = frame[column]
         if wanted is None:
-            keep &= values.isna()
+            selected &= values.isna()
+        elif isinstance(wanted, (list, tuple)):
+            selected &= values.isin(wanted)
         else:
-            keep &= values.isin(wanted) if isinstance(wanted, (list, tuple)) else values == wanted
-    return frame[keep]
+            selected &= values == wanted
+    return frame[selected]
 
 
 def learning_curves(curves: pd.DataFrame) -> dict[tuple[str, str, str, int], pd.DataFrame]:
     """The plain runs' curves at their first train length by task, model, positions and seed; steps ascending."""
     points = select(curves, variant="").dropna(subset=["exact_match"])
-    about = ["task", "model", "position_embedding", "seed"]
-    first = points.groupby(about)["train_length"].transform("min")
-    points = points[points["train_length"].isna() | (points["train_length"] == first)]
-    points = points.drop_duplicates([*about, "step"], keep="last").sort_values("step")
-    return {(task, model, place, int(seed)): own for (task, model, place, seed), own in points.groupby(about)}
+    run = ["task", "model", "position_embedding", "seed"]
+    first_length = points.groupby(run)["train_length"].transform("min")
+    points = points[points["train_length"].isna() | (points["train_length"] == first_length)]
+    points = points.drop_duplicates([*run, "step"], keep="last").sort_values("step")
+    by_run: dict[tuple[str, str, str, int], pd.DataFrame] = {}
+    for (task, model, positions, seed), curve in points.groupby(run):
+        by_run[task, model, positions, int(seed)] = curve
+    return by_run
 
 
 def learned_from(points: pd.DataFrame) -> float:
     """Steps to the first point of a curve from which accuracy is never below `LEARNED`; infinite if there is none."""
     below = np.flatnonzero(points["exact_match"].to_numpy() < LEARNED)
-    after = int(below[-1]) + 1 if len(below) else 0
-    return float(points["step"].iloc[after]) if after < len(points) else float("inf")
+    learned = int(below[-1]) + 1 if len(below) else 0
+    if learned == len(points):
+        return float("inf")
+    return float(points["step"].iloc[learned])
 
 
 def distortion_curves(figures: pd.DataFrame) -> dict[tuple[int, int], Curve]:
@@ -165,22 +175,22 @@ def distortion_curves(figures: pd.DataFrame) -> dict[tuple[int, int], Curve]:
         figures: measured rates, distortions and answer entropies that differ in seed, fit and beta alone.
     """
     entropies = select(figures, metric="answer_entropy").groupby("seed")["value"].last()
-    rates, distortions = (
-        select(figures, metric=metric).dropna(subset=["value"]).set_index(["seed", "fit_seed", "beta"])["value"]
-        for metric in ("rate", "distortion")
-    )
+    fits = ["seed", "fit_seed", "beta"]
+    rates = select(figures, metric="rate").dropna(subset=["value"]).set_index(fits)["value"]
+    distortions = select(figures, metric="distortion").dropna(subset=["value"]).set_index(fits)["value"]
     points = pd.DataFrame({"rate": rates, "distortion": distortions}).dropna().reset_index()
     curves: dict[tuple[int, int], Curve] = {}
-    for (seed, fit), own in points.groupby(["seed", "fit_seed"]):
-        start = entropies.get(seed, own["distortion"].max())
-        curves[int(seed), int(fit)] = sorted([(0.0, start), *zip(own["rate"], own["distortion"], strict=True)])
+    for (seed, fit_seed), of_fit in points.groupby(["seed", "fit_seed"]):
+        without_information = entropies.get(seed, of_fit["distortion"].max())
+        measured = zip(of_fit["rate"], of_fit["distortion"], strict=True)
+        curves[int(seed), int(fit_seed)] = sorted([(0.0, without_information), *measured])
     return curves
 
 
-def distortion_at(curve: Curve, rate: float) -> float:
-    """The distortion of a curve at a rate: linear between its points, and that of the last one beyond it."""
-    rates, distortions = zip(*curve, strict=True)
-    return float(np.interp(rate, rates, distortions))
+def distortions_at(curve: Curve, rates: Sequence[float]) -> np.ndarray:
+    """The distortions of a curve at some rates: linear between its points, and that of the last one beyond it."""
+    measured_rates, distortions = zip(*curve, strict=True)
+    return np.interp(rates, measured_rates, distortions)
 
 
 def _rows(records: Sequence[Record], kind: type[Record]) -> pd.DataFrame:
@@ -201,31 +211,46 @@ def _typed(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _named(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows with their variants, what follows the preset in the recipe, and with the names of models in full."""
-    variants, names = [], []
+    variants: list[str] = []
+    names: list[str] = []
     for model, recipe, window in zip(frame["model"], frame["recipe"], frame["text_window"], strict=True):
         preset, _, variant = recipe.partition("/")
-        further = [] if np.isnan(window) else [f"window {window:.0f}"]
-        further += [] if preset in PRESETS or not preset else [recipe]
-        variants.append(variant if preset in PRESETS else "")
-        names.append(SEPARATOR.join([model, *further]))
+        words = [model]
+        if not np.isnan(window):
+            words.append(f"window {window:.0f}")
+        if preset in PRESETS:
+            variants.append(variant)
+        else:
+            variants.append("")
+            words += [recipe] if recipe else []
+        names.append(SEPARATOR.join(words))
     return frame.assign(variant=variants, model=names)
 
 
 def _whole_noise(figures: pd.DataFrame) -> pd.DataFrame:
     """The figures, those of several draws of noise as one: draw i of k answers the prompts i, i + k, i + 2k, ..."""
     is_of_preset = figures["recipe"].str.split("/").str[0].isin(PRESETS)  # `evaluate --noise-seed` uses all prompts
-    is_part = is_of_preset & figures["noise_seed"].notna() & (figures["n"] > 0) & figures["value"].between(0, 1)
-    about = ["metric", "model", "position_embedding", "task", "train_length", "length", *_ACCURACY, "seed"]
-    whole = []
-    for _, parts in figures[is_part].sort_values("noise_seed").groupby(about, dropna=False, sort=False):
-        n, right = int(parts["n"].sum()), round((parts["value"] * parts["n"]).sum())
-        low, high = wilson_interval(right, n)
+    is_draw = is_of_preset & figures["noise_seed"].notna() & (figures["n"] > 0) & figures["value"].between(0, 1)
+    if not is_draw.any():
+        return figures
+    test = ["metric", "model", "position_embedding", "task", "train_length", "length", *_ACCURACY, "seed"]
+    by_test = figures[is_draw].sort_values("noise_seed").groupby(test, dropna=False, sort=False)
+    whole = [_of_all_prompts(draws) for _, draws in by_test]
+    return pd.concat([figures[~is_draw], pd.DataFrame(whole, columns=figures.columns)])
+
+
+def _of_all_prompts(draws: pd.DataFrame) -> dict[str, Any]:
+    """The figure of all prompts from those of each draw's prompts."""
+    n = int(draws["n"].sum())
+    right = round((draws["value"] * draws["n"]).sum())
+    low, high = wilson_interval(right, n)
+    packed = ""
+    if draws["hits"].all():
         hits = np.zeros(n, dtype=bool)
-        for draw, (packed, count) in enumerate(zip(parts["hits"], parts["n"], strict=True)):
-            hits[draw :: len(parts)] = unpack_hits(packed, int(count)) if packed else False
-        packed = pack_hits(hits.tolist()) if parts["hits"].all() else ""
-        whole.append({**parts.iloc[0], "n": n, "value": right / n, "low": low, "high": high, "hits": packed})
-    return pd.concat([figures[~is_part], pd.DataFrame(whole, columns=figures.columns)]) if whole else figures
+        for draw, (hits_of_draw, n_of_draw) in enumerate(zip(draws["hits"], draws["n"], strict=True)):
+            hits[draw :: len(draws)] = unpack_hits(hits_of_draw, int(n_of_draw))
+        packed = pack_hits(hits.tolist())
+    return {**draws.iloc[0], "n": n, "value": right / n, "low": low, "high": high, "hits": packed}
 
 
 def _with_chances(figures: pd.DataFrame) -> pd.DataFrame:
@@ -234,14 +259,19 @@ def _with_chances(figures: pd.DataFrame) -> pd.DataFrame:
     A line has the score of a constant answer as its chance, except in counting. There it is the measured share of the
     commonest answer.
     """
-    found = select(figures, metric="shortcut", variant="")
-    on, is_match = ["task", "length", "condition"], figures["metric"] == "exact_match"
-    best, constant = (
-        figures[on].merge(one.groupby(on)["value"].max().reset_index(), on=on, how="left")["value"].to_numpy()
-        for one in (found, found[found["model"].str.startswith("the commonest answer")])
-    )
+    prompts = ["task", "length", "condition"]
+    shortcuts = select(figures, metric="shortcut", variant="")
+    constants = shortcuts[shortcuts["model"].str.startswith("the commonest answer")]
+    is_match = figures["metric"] == "exact_match"
+    constant = _largest(constants, figures, prompts)
     chance = figures["chance"].where(figures["chance"].notna() | ~is_match, constant)
-    return figures.assign(chance=chance, shortcut=np.where(is_match, best, nan))
+    return figures.assign(chance=chance, shortcut=np.where(is_match, _largest(shortcuts, figures, prompts), nan))
+
+
+def _largest(shortcuts: pd.DataFrame, figures: pd.DataFrame, prompts: list[str]) -> np.ndarray:
+    """The largest score of the shortcuts on the prompts of each figure; NaN where there is none."""
+    largest = shortcuts.groupby(prompts)["value"].max().reset_index()
+    return figures[prompts].merge(largest, on=prompts, how="left")["value"].to_numpy()
 
 
 def _steps_to_learn(curves: pd.DataFrame) -> Iterable[Mapping[str, Any]]:
@@ -249,44 +279,64 @@ def _steps_to_learn(curves: pd.DataFrame) -> Iterable[Mapping[str, Any]]:
 
     The runs are those of the task and the positions, so that none is censored before tau. `chance` is log(tau).
     """
-    found = learning_curves(curves)
-    for (task, model, place, seed), points in found.items():
-        tau = min(own["step"].iloc[-1] for (its, _, where, _), own in found.items() if (its, where) == (task, place))
-        about = {"task": task, "model": model, "position_embedding": place, "seed": seed, "n": points["n"].max()}
-        value = np.log(min(learned_from(points), tau))
-        yield about | {"metric": "log_steps_to_learn", "value": value, "chance": np.log(tau)}
+    by_run = learning_curves(curves)
+    trained: dict[tuple[str, str], float] = {}
+    for (task, _, positions, _), points in by_run.items():
+        last_step = points["step"].iloc[-1]
+        trained[task, positions] = min(last_step, trained.get((task, positions), last_step))
+    for (task, model, positions, seed), points in by_run.items():
+        tau = trained[task, positions]
+        yield {
+            "metric": "log_steps_to_learn",
+            "task": task,
+            "model": model,
+            "position_embedding": positions,
+            "seed": seed,
+            "n": points["n"].max(),
+            "value": np.log(min(learned_from(points), tau)),
+            "chance": np.log(tau),
+        }
 
 
 def _distortions(figures: pd.DataFrame) -> Iterable[Mapping[str, Any]]:
     """`distortion_at_rate`, in nats: the mean of a run's fits."""
-    of_model = ["model", "position_embedding", "intervention", "split"]
-    for about, own in select(figures, analysis="rate_distortion").groupby(of_model):
+    keys = ["model", "position_embedding", "intervention", "split"]
+    for values, of_model in select(figures, analysis="rate_distortion").groupby(keys):
+        fields = dict(zip(keys, values, strict=True))
         for subject in ("meta", "text"):
-            curves = distortion_curves(select(own, subject=["", subject]))
-            for seed in sorted({seed for seed, _ in curves}):
-                where = dict(zip(of_model, about, strict=True)) | {"subject": subject, "seed": seed}
-                for rate in RATES:
-                    fits = [distortion_at(curve, rate) for (its, _), curve in curves.items() if its == seed]
-                    yield where | {"metric": "distortion_at_rate", "rate": rate, "value": np.mean(fits), "n": len(fits)}
+            fits: dict[int, list[np.ndarray]] = {}
+            for (seed, _), curve in distortion_curves(select(of_model, subject=["", subject])).items():
+                fits.setdefault(seed, []).append(distortions_at(curve, RATES))
+            for seed in sorted(fits):
+                of_run = fields | {"metric": "distortion_at_rate", "subject": subject, "seed": seed}
+                for rate, distortions in zip(RATES, zip(*fits[seed], strict=True), strict=True):
+                    yield of_run | {"rate": rate, "value": np.mean(distortions), "n": len(distortions)}
 
 
-def _slowdowns(speeds: Sequence[Timing]) -> Iterable[Mapping[str, Any]]:
+def _slowdowns(timings: Sequence[Timing]) -> Iterable[Mapping[str, Any]]:
     """`slowdown`: the median of the rounds' ratios, with the 95 % interval of a median that the quartiles give.
 
     Prefill is timed per position: per text token, no model with k = 0.1 could keep the paper's bound of 1.02. A normal
     distribution has quartiles 1.349 standard deviations apart, and its median has 1.253 times the standard error of its
     mean.
     """
-    for line in speeds:
-        if line.benchmark not in SPEEDS:
+    for timing in timings:
+        if timing.benchmark not in SPEEDS:
             continue
-        about = {name: getattr(line, name) for name in ("benchmark", "model", "against", "shape", "batch", "n")}
-        about |= {"metric": "slowdown", "seed": 0, "device": "A100" if "A100" in line.device else line.device}
-        reach = 1.96 * 1.253 * (line.ratio_high - line.ratio_low) / 1.349 / sqrt(line.n)
-        yield about | {"value": line.ratio, "low": line.ratio - reach, "high": line.ratio + reach}
+        reach = 1.96 * 1.253 * (timing.ratio_high - timing.ratio_low) / 1.349 / sqrt(timing.n)
+        yield {
+            **timing.model_dump(include={"benchmark", "model", "against", "shape", "batch", "n"}),
+            "metric": "slowdown",
+            "seed": 0,
+            "device": "A100" if "A100" in timing.device else timing.device,
+            "value": timing.ratio,
+            "low": timing.ratio - reach,
+            "high": timing.ratio + reach,
+        }
 
 
 def _log_perplexities(figures: pd.DataFrame) -> pd.DataFrame:
     """`log_perplexity`: every model reads the same text, which is not taken as a draw; so there is no interval."""
-    found = select(figures, metric="perplexity").dropna(subset=["value"])
-    return found.assign(metric="log_perplexity", value=np.log(found["value"]), low=nan, high=nan, chance=nan)
+    perplexities = select(figures, metric="perplexity").dropna(subset=["value"])
+    logs = np.log(perplexities["value"])
+    return perplexities.assign(metric="log_perplexity", value=logs, low=nan, high=nan, chance=nan)
