@@ -49,7 +49,7 @@ AnalysisMetric = Literal[
     "answer_entropy",
 ]
 KeyClass = Literal["itself", "earlier_meta", "before_meta", "after_meta", "first", "near", "other"]
-Part = Literal["fit", "train", "held_out"]  # of an analysis's prompts; `fit` is the few that are fitted
+AnalysisSplit = Literal["fit", "train", "held_out"]  # of an analysis's prompts; `fit` is the few that are fitted
 Benchmark = Literal["train", "answers", "prefill", "decode", "length", "compile"]
 
 
@@ -163,7 +163,7 @@ class Measurement(Subject, Measured):
     distance: int | None = None  # tokens; the upper end of a bin
     position: int | None = None  # in the prompt of one example
     beta: float | None = None
-    split: Part | None = None
+    split: AnalysisSplit | None = None
     fit_seed: int | None = None  # of the bottleneck's training
 
     value: float | None = None  # a mean; null if there was nothing to average

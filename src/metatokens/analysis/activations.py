@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -46,20 +45,34 @@ def run_with_cache(
     """
     if input_ids.squeeze(0).dim() != 1:
         raise UserError(f"run_with_cache takes one prompt, and input_ids has the shape {tuple(input_ids.shape)}.")
-    modules = [name for name, _ in model.named_modules() if name] if names is not None else []
-    wanted = (lambda name: True) if names is None else names.__eq__ if isinstance(names, str) else names
-    seen = observe(model, input_ids.squeeze(0), [name for name in modules if wanted(name)])
+    is_wanted = _choice_of(names)
+    modules: list[str] = []
+    if names is not None:
+        modules = [name for name, _ in model.named_modules() if name and is_wanted(name)]
+    seen = observe(model, input_ids.squeeze(0), modules)
     # Compute only what is wanted: the scores of a long prompt take more memory than everything else.
     makers: dict[str, Callable[[], Tensor]] = {}
-    for layer, states in enumerate(pairwise(seen.states)):
-        for part, state in zip(("resid_pre", "resid_post"), states, strict=True):
-            makers[f"blocks.{layer}.{part}"] = lambda state=state: state  # type: ignore[misc]  # untyped to mypy
+    for layer in range(len(seen.states) - 1):
+        makers[f"blocks.{layer}.resid_pre"] = partial(seen.states.__getitem__, layer)
+        makers[f"blocks.{layer}.resid_post"] = partial(seen.states.__getitem__, layer + 1)
     for (module, layer), inputs in seen.attention.items():
         for part in ("queries", "keys", "values", "positions"):
             makers[f"blocks.{layer}.{module}.{part}"] = partial(getattr, inputs, part)
         makers[f"blocks.{layer}.{module}.scores"] = inputs.logits
         makers[f"blocks.{layer}.{module}.pattern"] = inputs.weights
-    kept = seen.outputs | {name: make() for name, make in makers.items() if wanted(name)}
-    if isinstance(names, str) and not kept:
+    cache = dict(seen.outputs)
+    for name, make in makers.items():
+        if is_wanted(name):
+            cache[name] = make()
+    if isinstance(names, str) and not cache:
         raise UserError(f"no activation {names!r}; without a name, run_with_cache gives all of them.")
-    return seen.logits, kept
+    return seen.logits, cache
+
+
+def _choice_of(names: Callable[[str], bool] | str | None) -> Callable[[str], bool]:
+    """Which activations are asked for."""
+    if names is None:
+        return lambda name: True
+    if isinstance(names, str):
+        return names.__eq__
+    return names

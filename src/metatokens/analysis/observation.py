@@ -5,9 +5,10 @@ choose by name, and this package's meta-attention modules. So any decoder that u
 BLOOM, Falcon, GPT-J, GPT-Neo and MPT are among the few that compute attention themselves.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,31 +123,54 @@ def observe(model: PreTrainedModel, ids: Tensor, modules: Iterable[str] = ()) ->
     """
     model.eval()
     _, blocks = decoder_of(model)
-    states: list[Tensor] = []
-    attention: dict[tuple[str, int], AttentionInputs] = {}
-    outputs: dict[str, Tensor] = {}
-    everywhere = torch.arange(len(ids))
+    recorder = _Recorder(model, len(ids))
+    with ExitStack() as hooks:
+        hooks.enter_context(_attending(model, recorder.attend))
+        for block in blocks:
+            hooks.enter_context(block.register_forward_pre_hook(recorder.note_state_before, with_kwargs=True))
+        hooks.enter_context(blocks[-1].register_forward_hook(recorder.note_last_state))
+        for module in model.modules():
+            if isinstance(module, MetaAttention):
+                hooks.enter_context(module.register_forward_pre_hook(recorder.note_meta_attention, with_kwargs=True))
+        for name in modules:
+            note = partial(recorder.note_output, name)
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(note))
+        logits = model(ids[None].to(model.device), use_cache=False).logits[0]
+    if all(name != "attention" for name, _ in recorder.attention):
+        raise _unreadable(model)
+    return Observation(recorder.states, recorder.attention, logits, recorder.outputs)
 
-    def note_input(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        states.append((args[0] if args else kwargs["hidden_states"])[0].double())
 
-    def note_output(block: nn.Module, args: tuple, output: Any) -> None:
-        states.append(_first(output)[0].double())
+class _Recorder:
+    """The hooks of one pass, and what they noted; see `Observation`."""
 
-    def keep(name: str) -> Callable[[nn.Module, tuple, Any], None]:
-        def note(module: nn.Module, args: tuple, output: Any) -> None:
-            first = _first(output)
-            if isinstance(first, Tensor):
-                outputs[name] = first.squeeze(0)
+    def __init__(self, model: PreTrainedModel, length: int):
+        self.states: list[Tensor] = []
+        self.attention: dict[tuple[str, int], AttentionInputs] = {}
+        self.outputs: dict[str, Tensor] = {}
+        self._model_class = type(model).__name__
+        self._positions = torch.arange(length)
 
-        return note
+    def note_state_before(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        self.states.append(hidden_states[0].double())
 
-    def note_meta_attention(module: MetaAttention, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
-        q, k, v = (x[0].double() for x in module.project(args[0], kwargs["rotary"], log_keys=kwargs.get("log_keys")))
-        inputs = AttentionInputs(q, k, v, kwargs["rows"].index[0], module.scaling)
-        attention["second_attention", module.block] = inputs
+    def note_last_state(self, block: nn.Module, args: tuple, output: Any) -> None:
+        self.states.append(_first(output)[0].double())
+
+    def note_output(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        first = _first(output)
+        if isinstance(first, Tensor):
+            self.outputs[name] = first.squeeze(0)
+
+    def note_meta_attention(self, module: MetaAttention, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
+        projected = module.project(args[0], kwargs["rotary"], log_keys=kwargs.get("log_keys"))
+        queries, keys, values = (tensor[0].double() for tensor in projected)
+        inputs = AttentionInputs(queries, keys, values, kwargs["rows"].index[0], module.scaling)
+        self.attention["second_attention", module.block] = inputs
 
     def attend(
+        self,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -158,33 +182,27 @@ def observe(model: PreTrainedModel, ids: Tensor, modules: Iterable[str] = ()) ->
     ) -> tuple[Tensor, None]:
         """A plain attention function with the interface of transformers."""
         if kwargs.get("s_aux") is not None:
-            raise UserError(f"the attention of a {type(model).__name__} has sinks, which cannot be observed.")
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        mask = None
-        if attention_mask is not None:
-            mask = attention_mask[0, 0].double()
-            mask = mask.masked_fill(mask <= torch.finfo(attention_mask.dtype).min, -torch.inf)
-        q, k, v = (x[0].double() for x in (query, key, value))
-        inputs = AttentionInputs(q, k, v, everywhere.to(query.device), scaling, softcap, mask)
-        name = "second_attention" if isinstance(module, CausalAttention) and module.is_second else "attention"
-        attention[name, len(states) - 1] = inputs
-        return (inputs.weights().to(value.dtype) @ value[0]).transpose(0, 1)[None], None
+            raise UserError(f"the attention of a {self._model_class} has sinks, which cannot be observed.")
+        queries_per_key = query.shape[1] // key.shape[1]
+        inputs = AttentionInputs(
+            queries=query[0].double(),
+            keys=key[0].repeat_interleave(queries_per_key, dim=0).double(),
+            values=value[0].repeat_interleave(queries_per_key, dim=0).double(),
+            positions=self._positions.to(query.device),
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=softcap,
+            mask=None if attention_mask is None else _added_mask(attention_mask[0, 0]),
+        )
+        is_second = isinstance(module, CausalAttention) and module.is_second
+        self.attention["second_attention" if is_second else "attention", len(self.states) - 1] = inputs
+        attended = inputs.weights().to(value.dtype) @ inputs.values.to(value.dtype)
+        return attended.transpose(0, 1)[None], None
 
-    with ExitStack() as hooks:
-        hooks.enter_context(_attending(model, attend))
-        for block in blocks:
-            hooks.enter_context(block.register_forward_pre_hook(note_input, with_kwargs=True))
-        hooks.enter_context(blocks[-1].register_forward_hook(note_output))
-        for module in model.modules():
-            if isinstance(module, MetaAttention):
-                hooks.enter_context(module.register_forward_pre_hook(note_meta_attention, with_kwargs=True))
-        for name in modules:
-            hooks.enter_context(model.get_submodule(name).register_forward_hook(keep(name)))
-        logits = model(ids[None].to(model.device), use_cache=False).logits[0]
-    if all(name != "attention" for name, _ in attention):
-        raise _unreadable(model)
-    return Observation(states, attention, logits, outputs)
+
+def _added_mask(mask: Tensor) -> Tensor:
+    """A mask that is added to logits, in float64, where -inf takes the place of the smallest number of its type."""
+    wide = mask.double()
+    return wide.masked_fill(wide <= torch.finfo(mask.dtype).min, -torch.inf)
 
 
 @contextmanager

@@ -16,8 +16,9 @@ training examples. y is the answer's first token, one of those that occur.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -34,7 +35,7 @@ from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
 from metatokens.model.interventions import Intervention, intervene
 from metatokens.model.wrappers import takes_wrapped
-from metatokens.records import About, Measurement, Part
+from metatokens.records import About, AnalysisSplit, Measurement
 from metatokens.tasks.example import Example
 from metatokens.tasks.scoring import by_length
 
@@ -132,17 +133,18 @@ def final_states(model: PreTrainedModel, examples: Sequence[Example]) -> dict[st
     """
     model.eval()
     prompts = [PromptIds.of(example, model.config.meta_token_id) for example in examples]
-    places = torch.tensor([(prompt.text_before(prompt.metas[-1]), prompt.metas[-1]) for prompt in prompts])
+    read = torch.tensor([(prompt.text_before(prompt.metas[-1]), prompt.metas[-1]) for prompt in prompts])
     lengths = [len(prompt.ids) for prompt in prompts]
     decoder, _ = decoder_of(model)
-    parts, order = [], []
+    states_of_batches: list[Tensor] = []
+    order: list[int] = []
     for rows in by_length(lengths, max(1, TOKENS_A_BATCH // max(lengths))):
-        order += rows
         # Padding is on the right, which causal attention never sees, so no mask is needed.
         ids = pad_sequence([prompts[row].ids for row in rows], batch_first=True)
         hidden = decoder(input_ids=ids.to(model.device), use_cache=False).last_hidden_state.float().cpu()
-        parts.append(hidden[torch.arange(len(rows))[:, None], places[rows]])
-    states = torch.cat(parts)[torch.tensor(order).argsort()]
+        states_of_batches.append(hidden[torch.arange(len(rows))[:, None], read[rows]])
+        order += rows
+    states = torch.cat(states_of_batches)[torch.tensor(order).argsort()]
     return {"text": states[:, 0], "meta": states[:, 1]}
 
 
@@ -150,7 +152,7 @@ def final_states(model: PreTrainedModel, examples: Sequence[Example]) -> dict[st
 def rate_distortion(
     model: PreTrainedModel,
     examples: Sequence[Example],
-    about: About,
+    shared: About,
     *,
     held_out: int = 500,
     fits: int = 3,
@@ -168,7 +170,7 @@ def rate_distortion(
     Args:
         model: is put into evaluation mode, and not changed.
         examples: their prompts and the first tokens of their answers are read.
-        about: the fields that all records share.
+        shared: the fields that all records share.
         held_out: the number of examples kept for scoring.
         fits: the number of bottlenecks trained for each beta, with seeds from 0.
         intervention: applied while the states are computed.
@@ -182,44 +184,64 @@ def rate_distortion(
             "held-out part 1."
         )
     with intervene(model, intervention):
-        places = final_states(model, examples)
+        states_by_subject = final_states(model, examples)
     first_ids = torch.tensor([example.input_ids[example.answer_start] for example in examples])
-    answers = first_ids.unique(return_inverse=True)[1]
-    classes = int(answers.max()) + 1
-    few, most = slice(PAPER_EXAMPLES), slice(len(examples) - held_out)
-    parts: dict[Part, slice] = {"fit": few, "train": most, "held_out": slice(most.stop, None)}
-    common = about.present_fields(
+    _, answers = first_ids.unique(return_inverse=True)  # numbers of those that occur
+    n_train = len(examples) - held_out
+    rows_of: dict[AnalysisSplit, slice] = {
+        "fit": slice(PAPER_EXAMPLES),
+        "train": slice(n_train),
+        "held_out": slice(n_train, None),
+    }
+    common = shared.present_fields(
         analysis="rate_distortion",
         position_embedding=model.config.position_embedding,
         intervention=None if intervention is None else str(intervention),
         marker="final",
     )
-    measured = [
-        Measurement(
-            **common,
-            metric="answer_entropy",
-            split=split,
-            value=float(entropy(answers[part].bincount())),
-            n=len(answers[part]),
-        )
-        for split, part in parts.items()
+    measured: list[Measurement] = []
+    for split, rows in rows_of.items():
+        nats = float(entropy(answers[rows].bincount()))
+        n = len(answers[rows])
+        measured.append(Measurement(**common, metric="answer_entropy", split=split, value=nats, n=n))
+    trainings = [
+        _Training("fit", PAPER_SCHEDULE, scored=("fit",)),
+        _Training("train", SCHEDULE, scored=("train", "held_out")),
     ]
-    plan: list[tuple[slice, Schedule, tuple[Part, ...]]] = [
-        (few, PAPER_SCHEDULE, ("fit",)),
-        (most, SCHEDULE, ("train", "held_out")),
-    ]
-    for trained, schedule, splits in plan:
-        for subject, states in places.items():
-            spread, mean = torch.std_mean(states[trained], dim=0)
-            scaled = (states - mean) / spread.clamp(min=1e-6)
-            for beta, seed in product(BETAS, range(fits)):
-                bottleneck = fit(
-                    scaled[trained], answers[trained], classes=classes, beta=beta, schedule=schedule, seed=seed
-                )
-                for split in splits:
-                    scores = score(bottleneck, scaled[parts[split]], answers[parts[split]], seed=seed)
-                    where: dict[str, Any] = {"subject": subject, "beta": beta, "fit_seed": seed, "split": split}
-                    for metric, values in scores.items():
-                        where["metric"] = metric
-                        measured.append(Measurement(**common, **where, **summary(list(values[:, None].numpy()))))
+    for training, (subject, states) in product(trainings, states_by_subject.items()):
+        for point in _points(training, states, answers, rows_of, fits):
+            measured.append(Measurement(**common, subject=subject, **point))
     return measured
+
+
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """Which examples codes are trained on, how, and which they are scored on."""
+
+    split: AnalysisSplit
+    schedule: Schedule
+    scored: tuple[AnalysisSplit, ...]
+
+
+def _points(
+    training: _Training, states: Tensor, answers: Tensor, rows_of: Mapping[AnalysisSplit, slice], fits: int
+) -> Iterator[dict[str, Any]]:
+    """Train a code for each beta and seed, and score it: the fields of each measurement."""
+    train_rows = rows_of[training.split]
+    # Each feature has mean 0 and variance 1 over the training examples.
+    spread, mean = torch.std_mean(states[train_rows], dim=0)
+    scaled = (states - mean) / spread.clamp(min=1e-6)
+    fit_to = partial(
+        fit,
+        scaled[train_rows],
+        answers[train_rows],
+        classes=int(answers.max()) + 1,
+        schedule=training.schedule,
+    )
+    for beta, seed in product(BETAS, range(fits)):
+        bottleneck = fit_to(beta=beta, seed=seed)
+        for split in training.scored:
+            rows = rows_of[split]
+            for metric, values in score(bottleneck, scaled[rows], answers[rows], seed=seed).items():
+                of_examples = list(values[:, None].numpy())
+                yield {"metric": metric, "split": split, "beta": beta, "fit_seed": seed, **summary(of_examples)}

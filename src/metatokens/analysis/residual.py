@@ -5,7 +5,7 @@ the prompt's text tokens in the layer is subtracted first. And each meta-token h
 prompt, the nearest text token before it, which is compared with the text tokens before itself at the same distances.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import get_args
 
 import numpy as np
@@ -25,7 +25,7 @@ NEAR = 8  # text tokens before the final meta-token, mostly those of the questio
 
 
 @takes_wrapped
-def residual(model: PreTrainedModel, examples: Sequence[Example], about: About) -> list[Measurement]:
+def residual(model: PreTrainedModel, examples: Sequence[Example], shared: About) -> list[Measurement]:
     """Similarity of states in the residual stream, and the attention of the final meta-token; means over examples.
 
     - `similarity_centred`: cosine of the state of each meta-token (`subject` meta, by `marker`), or of its control
@@ -38,7 +38,7 @@ def residual(model: PreTrainedModel, examples: Sequence[Example], about: About) 
     Args:
         model: is put into evaluation mode.
         examples: their prompts are read; each needs a meta-token.
-        about: the fields that all records share.
+        shared: the fields that all records share.
 
     Raises:
         UserError: if a prompt has no meta-token after some text, or the model's attention cannot be observed.
@@ -52,8 +52,8 @@ def residual(model: PreTrainedModel, examples: Sequence[Example], about: About) 
         _attention_of_final(samples, number, prompt, seen)
         if number == 0:
             _similarities_to_final(samples, prompt, units)
-    shared = about.present_fields(position_embedding=model.config.position_embedding)
-    return samples.measurements(analysis="residual", **shared)
+    fields = shared.present_fields(position_embedding=model.config.position_embedding)
+    return samples.measurements(analysis="residual", **fields)
 
 
 def key_classes(prompt: PromptIds) -> list[KeyClass]:
@@ -63,28 +63,31 @@ def key_classes(prompt: PromptIds) -> list[KeyClass]:
     where attention often goes when it looks for nothing; `near`, the last 8 text tokens; `other`.
     """
     *earlier, final = prompt.metas
-    near = [i for i in range(final) if not prompt.is_meta[i]][-NEAR:]
-
-    def classify(position: int) -> KeyClass:
-        if position == final:
-            return "itself"
-        if prompt.is_meta[position]:
-            return "earlier_meta"
-        if position + 1 in earlier:
-            return "before_meta"
-        if position - 1 in earlier:
-            return "after_meta"
-        if position == 0:
-            return "first"
-        return "near" if position in near else "other"
-
-    return [classify(position) for position in range(final + 1)]
+    text = [position for position in range(final) if not prompt.is_meta[position]]
+    # From the class that fits last to the one that fits first: each takes positions from those before it.
+    members: dict[KeyClass, Iterable[int]] = {
+        "near": text[-NEAR:],
+        "first": [0],
+        "after_meta": [meta + 1 for meta in earlier],
+        "before_meta": [meta - 1 for meta in earlier if meta > 0],
+        "earlier_meta": earlier,
+        "itself": [final],
+    }
+    classes: list[KeyClass] = ["other"] * (final + 1)
+    for key_class, positions in members.items():
+        for position in positions:
+            classes[position] = key_class
+    return classes
 
 
 def _unit_states(prompt: PromptIds, seen: Observation) -> list[Tensor]:
     """The centred states of each layer, scaled to length 1, (length, width)."""
-    layers = (states.cpu() for states in seen.states)
-    return [normalize(states - states[~prompt.is_meta].mean(dim=0), dim=-1) for states in layers]
+    units: list[Tensor] = []
+    for states in seen.states:
+        on_cpu = states.cpu()
+        centre = on_cpu[~prompt.is_meta].mean(dim=0)
+        units.append(normalize(on_cpu - centre, dim=-1))
+    return units
 
 
 def _similarities(samples: Samples, number: int, prompt: PromptIds, units: Sequence[Tensor]) -> None:
@@ -105,29 +108,30 @@ def _similarities(samples: Samples, number: int, prompt: PromptIds, units: Seque
 
 
 def _attention_of_final(samples: Samples, number: int, prompt: PromptIds, seen: Observation) -> None:
-    classes = np.array(key_classes(prompt))
-    described = set()  # modules; the keys of one are the same in every layer
+    class_of_position = np.array(key_classes(prompt))
+    modules: set[str] = set()  # that were described: the keys of a module are the same in every layer
     for (module, layer), inputs in seen.attention.items():
         weights = _final_weights(prompt, inputs)
-        among = classes[inputs.positions[: weights.shape[1]].cpu().numpy()]
-        possible = get_args(KeyClass) if len(inputs.positions) == len(prompt.ids) else ("itself", "earlier_meta")
-        for keys in possible:
-            here = torch.from_numpy(among == keys)
-            if module not in described:
-                samples.add(
-                    number, here.double().mean(), metric="attention_weight_if_uniform", module=module, keys=keys
-                )
-            for head, weight in enumerate(weights[:, here].sum(dim=1)):
+        key_positions = inputs.positions[: weights.shape[1]].cpu().numpy()
+        class_of_key = class_of_position[key_positions]
+        is_of_all = len(inputs.positions) == len(prompt.ids)
+        for keys in get_args(KeyClass) if is_of_all else ("itself", "earlier_meta"):
+            is_of_class = torch.from_numpy(class_of_key == keys)
+            if module not in modules:
+                share = is_of_class.double().mean()
+                samples.add(number, share, metric="attention_weight_if_uniform", module=module, keys=keys)
+            for head, weight in enumerate(weights[:, is_of_class].sum(dim=1)):
                 samples.add(number, weight, metric="attention_weight", module=module, layer=layer, head=head, keys=keys)
-        described.add(module)
+        modules.add(module)
 
 
 def _similarities_to_final(samples: Samples, prompt: PromptIds, units: Sequence[Tensor]) -> None:
     final = prompt.metas[-1]
     for layer, unit in enumerate(units):
         for position, cosine in enumerate(unit[: final + 1] @ unit[final]):
-            where = {"layer": layer, "position": position, "subject": "meta" if prompt.is_meta[position] else "text"}
-            samples.add(0, cosine, metric="similarity_to_final_centred", **where)
+            subject = "meta" if prompt.is_meta[position] else "text"
+            fields = {"layer": layer, "position": position, "subject": subject}
+            samples.add(0, cosine, metric="similarity_to_final_centred", **fields)
 
 
 def _final_weights(prompt: PromptIds, inputs: AttentionInputs) -> Tensor:

@@ -25,10 +25,11 @@ class Samples:
 
     def measurements(self, **common: Any) -> list[Measurement]:
         """One record for each group, in the order in which the groups began."""
-        return [
-            Measurement(**common, **dict(fields), **summary([np.concatenate(parts) for parts in examples.values()]))
-            for fields, examples in self._values.items()
-        ]
+        records: list[Measurement] = []
+        for fields, examples in self._values.items():
+            values = [np.concatenate(parts) for parts in examples.values()]
+            records.append(Measurement(**common, **dict(fields), **summary(values)))
+        return records
 
 
 def summary(examples: Sequence[np.ndarray]) -> dict[str, Any]:
@@ -43,18 +44,23 @@ def summary(examples: Sequence[np.ndarray]) -> dict[str, Any]:
     values = np.concatenate(examples)
     if len(values) == 0:
         return {"value": None, "n": 0}
-    is_proportion = values.dtype == bool
     mean = float(values.mean(dtype=np.float64))
     fields: dict[str, Any] = {"value": mean, "n": len(values)}
-    if not is_proportion:
-        fields["quantiles"] = tuple(np.quantile(values, QUANTILES).tolist())
     counted = [part for part in examples if len(part)]
-    if is_proportion and mean in (0.0, 1.0):
+    if values.dtype != bool:
+        fields["quantiles"] = tuple(np.quantile(values, QUANTILES).tolist())
+        if len(counted) > 1:
+            fields["low"], fields["high"] = normal_interval(mean, _error_of_ratio(counted, mean))
+    elif mean in (0.0, 1.0):
         fields["low"], fields["high"] = wilson_interval(round(mean * len(counted)), len(counted))
     elif len(counted) > 1:
-        deviations = np.array([part.sum(dtype=np.float64) - mean * len(part) for part in counted])
-        error = math.sqrt((deviations**2).sum() * len(counted) / (len(counted) - 1)) / len(values)
-        fields["low"], fields["high"] = normal_interval(mean, error)
-        if is_proportion:
-            fields["low"], fields["high"] = max(0.0, fields["low"]), min(1.0, fields["high"])
+        low, high = normal_interval(mean, _error_of_ratio(counted, mean))
+        fields["low"], fields["high"] = max(0.0, low), min(1.0, high)
     return fields
+
+
+def _error_of_ratio(examples: Sequence[np.ndarray], mean: float) -> float:
+    """The standard error of the ratio of the examples' sums to their counts."""
+    deviations = np.array([values.sum(dtype=np.float64) - mean * len(values) for values in examples])
+    n = len(examples)
+    return math.sqrt((deviations**2).sum() * n / (n - 1)) / sum(map(len, examples))

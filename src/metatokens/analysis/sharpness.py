@@ -10,6 +10,7 @@ As in the paper, a model is compared with itself while the embeddings of its met
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -49,7 +50,7 @@ def premise_holds(logits: Tensor, index: Tensor) -> Tensor:
 
 
 @takes_wrapped
-def sharpness(model: PreTrainedModel, examples: Sequence[Example], about: About) -> list[Measurement]:
+def sharpness(model: PreTrainedModel, examples: Sequence[Example], shared: About) -> list[Measurement]:
     """The effect of the meta-tokens' embeddings: a pass with them, minus a pass in which they are zero.
 
     Means over examples, for each attention module, layer and head, and for all layers and heads of a module together:
@@ -72,7 +73,7 @@ def sharpness(model: PreTrainedModel, examples: Sequence[Example], about: About)
     Args:
         model: is put into evaluation mode.
         examples: their prompts are read; each needs a meta-token.
-        about: the fields that all records share.
+        shared: the fields that all records share.
 
     Raises:
         UserError: if a prompt has no meta-token after some text, or the model's attention cannot be observed.
@@ -80,65 +81,81 @@ def sharpness(model: PreTrainedModel, examples: Sequence[Example], about: About)
     samples = Samples()
     for number, example in enumerate(examples):
         prompt = PromptIds.of(example, model.config.meta_token_id)
-        kept = observe(model, prompt.ids)
+        intact = observe(model, prompt.ids)
         with intervene(model, NoEmbedding()):
             zeroed = observe(model, prompt.ids)
-        for (module, layer), inputs in kept.attention.items():
-            _compare_attention(samples, number, prompt, inputs, zeroed.attention[module, layer], module, layer)
-        _compare_outputs(samples, number, prompt, model.config.meta_token_id, kept, zeroed)
-    shared = about.present_fields(position_embedding=model.config.position_embedding)
-    return samples.measurements(analysis="sharpness", **shared)
+        for (module, layer), inputs in intact.attention.items():
+            changes = _changes_of_attention(prompt, inputs, zeroed.attention[module, layer])
+            _add_heads(samples, number, changes, module, layer)
+        _compare_outputs(samples, number, prompt, model.config.meta_token_id, intact, zeroed)
+    fields = shared.present_fields(position_embedding=model.config.position_embedding)
+    return samples.measurements(analysis="sharpness", **fields)
 
 
-def _compare_attention(
-    samples: Samples,
-    number: int,
-    prompt: PromptIds,
-    kept: AttentionInputs,
-    zeroed: AttentionInputs,
-    module: str,
-    layer: int,
-) -> None:
-    metas = prompt.is_meta.to(kept.positions.device)[kept.positions].nonzero()[:, 0]
-    rows = torch.arange(max(1, int(metas[0])), len(kept.positions), device=metas.device)
-    before, after = (inputs.logits(rows) for inputs in (zeroed, kept))  # (heads, rows, keys)
-    seen = before[0].isfinite()  # fewer than all earlier keys in windowed attention
-    sees = seen[:, metas]
-    counted = sees.any(dim=1) & (seen.sum(dim=1) > 1)
-    before, after, sees = before[:, counted], after[:, counted], sees[counted]  # `sees` is (rows, metas)
-    boosts = torch.stack(
-        [
-            log_odds(after, index) - log_odds(before, index)
-            for index in (torch.full(after.shape[:2], int(meta), device=metas.device) for meta in metas)
-        ],
-        dim=-1,
-    )  # (heads, rows, metas)
-    most = before[..., metas].argmax(-1)
-    premise, boosted = premise_holds(before, metas[most]), _take(boosts, most) > 0
-    change = entropy(after) - entropy(before)
+@dataclass(frozen=True, slots=True)
+class _AttentionChanges:
+    """What the embeddings change in the rows of one module that see a meta-token, for each head."""
+
+    logits: Tensor  # (heads, pairs of a row and a meta-token that it sees)
+    log_odds: Tensor  # (heads, pairs)
+    entropy: Tensor  # (heads, rows)
+    premise: Tensor  # (heads, rows) bool, of j*
+    boosted: Tensor  # (heads, rows) bool, of j*
+
+
+def _changes_of_attention(prompt: PromptIds, intact: AttentionInputs, zeroed: AttentionInputs) -> _AttentionChanges:
+    device = intact.positions.device
+    metas = prompt.is_meta.to(device)[intact.positions].nonzero()[:, 0]
+    rows = torch.arange(max(1, int(metas[0])), len(intact.positions), device=device)
+    before, after = zeroed.logits(rows), intact.logits(rows)  # (heads, rows, keys)
+    is_seen = before[0].isfinite()  # fewer than all earlier keys in windowed attention
+    sees = is_seen[:, metas]  # (rows, metas)
+    is_counted = sees.any(dim=1) & (is_seen.sum(dim=1) > 1)
+    before, after, sees = before[:, is_counted], after[:, is_counted], sees[is_counted]
+    logit_changes = after[..., metas] - before[..., metas]  # (heads, rows, metas)
+    boosts = torch.stack([_change_of_log_odds(before, after, int(meta)) for meta in metas], dim=-1)
+    largest = before[..., metas].argmax(-1)  # j* of each row, (heads, rows)
+    return _AttentionChanges(
+        logits=logit_changes[:, sees],
+        log_odds=boosts[:, sees],
+        entropy=entropy(after) - entropy(before),
+        premise=premise_holds(before, metas[largest]),
+        boosted=_take(boosts, largest) > 0,
+    )
+
+
+def _change_of_log_odds(before: Tensor, after: Tensor, key: int) -> Tensor:
+    index = torch.full(before.shape[:-1], key, device=before.device)
+    return log_odds(after, index) - log_odds(before, index)
+
+
+def _add_heads(samples: Samples, number: int, changes: _AttentionChanges, module: str, layer: int) -> None:
+    """Add each head's values to those of the head, and to those of all heads of the module."""
     values = {
-        "attention_logit_change": after[..., metas][:, sees] - before[..., metas][:, sees],
-        "attention_log_odds_change": boosts[:, sees],
-        "attention_entropy_change": change,
-        "premise_holds": premise,
+        "attention_logit_change": changes.logits,
+        "attention_log_odds_change": changes.log_odds,
+        "attention_entropy_change": changes.entropy,
+        "premise_holds": changes.premise,
     }
-    for head in range(len(change)):
-        for place in ({"layer": layer, "head": head}, {}):
-            for metric, value in values.items():
-                samples.add(number, value[head], metric=metric, module=module, **place)
-            for held, rose in product((True, False), repeat=2):
-                group = (premise[head] == held) & (boosted[head] == rose)
-                fields = {"metric": "entropy_fell", "premise": held, "boosted": rose, "module": module}
-                samples.add(number, change[head][group] < 0, **fields, **place)
+    for head in range(len(changes.entropy)):
+        for which_heads in ({"layer": layer, "head": head}, {}):
+            for metric, of_heads in values.items():
+                samples.add(number, of_heads[head], metric=metric, module=module, **which_heads)
+            for premise, boosted in product((True, False), repeat=2):
+                rows = (changes.premise[head] == premise) & (changes.boosted[head] == boosted)
+                fell = changes.entropy[head][rows] < 0
+                fields = {"metric": "entropy_fell", "premise": premise, "boosted": boosted, "module": module}
+                samples.add(number, fell, **fields, **which_heads)
 
 
 @torch.inference_mode()
 def _compare_outputs(
-    samples: Samples, number: int, prompt: PromptIds, meta_token_id: int, kept: Observation, zeroed: Observation
+    samples: Samples, number: int, prompt: PromptIds, meta_token_id: int, intact: Observation, zeroed: Observation
 ) -> None:
-    after, before = (seen.logits[prompt.metas].double() for seen in (kept, zeroed))
-    for logits in (after, before):
-        logits[:, meta_token_id] = -torch.inf
+    after = intact.logits[prompt.metas].double()
+    before = zeroed.logits[prompt.metas].double()
+    after[:, meta_token_id] = -torch.inf
+    before[:, meta_token_id] = -torch.inf
     values = {
         "output_top_logit_change": after.amax(-1) - before.amax(-1),
         "output_entropy_change": entropy(after) - entropy(before),
