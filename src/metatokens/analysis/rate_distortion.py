@@ -210,7 +210,8 @@ def rate_distortion(
     ]
     for training, (subject, states) in product(trainings, states_by_subject.items()):
         for point in _points(training, states, answers, rows_of, fits):
-            measured.append(Measurement(**common, subject=subject, **point))
+            point["subject"] = subject
+            measured.append(Measurement(**common, **point))
     return measured
 
 

@@ -59,20 +59,24 @@ class Content:
 
     def segments(self, condition: Condition) -> tuple[str, ...]:
         """The prompt's text segments, with a meta-token at each join; the last meta-token ends the prompt."""
+        pieces = self.pieces
+        question: str | None = self.question
         if condition in LINES:
-            ends, every = self.landmarks, LINES[condition]
-            context = self._cut(self.pieces, sorted({*ends[every - 1 :: every], ends[-1]}))
+            every = LINES[condition]
+            gaps = self.landmarks[every - 1 :: every]
+            if len(self.landmarks) % every:  # the last lines are fewer
+                gaps += self.landmarks[-1:]
             question = self.landmark_question
         elif condition == "none":
-            context, question = self._cut(self.pieces, ()), self.landmark_question
+            gaps = ()
+            question = self.landmark_question
         elif condition == "decoy":
-            repeated = self.repeated if self.decoy_repeated is None else self.decoy_repeated
-            context = self._cut([*self.pieces, *repeated], self.decoyed)
+            gaps = self.decoyed
+            pieces = [*pieces, *(self.repeated if self.decoy_repeated is None else self.decoy_repeated)]
             question = self.decoy_question or self.question
         else:
-            context, question = self._cut([*self.pieces, *self.repeated], self.markers), self.question
-        return (*context[:-1], f"{context[-1]}\n{question}", "")
-
-    @staticmethod
-    def _cut(pieces: Sequence[str], gaps: Sequence[int]) -> list[str]:
-        return ["".join(pieces[start:end]) for start, end in pairwise((0, *gaps, len(pieces)))]
+            gaps = self.markers
+            pieces = [*pieces, *self.repeated]
+        segments = ["".join(pieces[start:end]) for start, end in pairwise((0, *gaps, len(pieces)))]
+        segments[-1] += f"\n{question}"
+        return (*segments, "")

@@ -50,11 +50,11 @@ class Excerpts:
 
     def __init__(self, documents: Sequence[str]):
         documents = list(dict.fromkeys(documents))
-        ends = [np.array([match.end() for match in _PIECE.finditer(text)], dtype=np.int32) for text in documents]
+        ends = [np.array([piece.end() for piece in _PIECE.finditer(text)], dtype=np.int32) for text in documents]
         longest_first = sorted(range(len(documents)), key=lambda i: -len(ends[i]))
         self._texts = [documents[i] for i in longest_first]
         self._ends = [ends[i] for i in longest_first]  # where each piece ends, as character offsets
-        lengths = np.array([len(ends[i]) for i in longest_first], dtype=np.int64)  # in pieces
+        lengths = np.array([len(ends_of_text) for ends_of_text in self._ends], dtype=np.int64)  # in pieces
         self._negative_lengths = -lengths  # ascending, as searchsorted wants it
         self._total_lengths = np.cumsum(lengths)
         self.longest = int(lengths.max(initial=0))
@@ -85,17 +85,22 @@ class Excerpts:
             return None
         landmarks = range(n, m * n + 1, n)
         gaps = sorted({0, start, end, *decoys, *landmarks})
-        before = " ".join(text[offsets[max(0, start - _BEFORE)] : offsets[start]].split())
-        is_unique = start == 0 or " ".join(text[offsets[0] : offsets[-1]].split()).count(before) == 1
-        form = LANDMARK_QUESTION if start else FIRST_QUESTION
+        quoted = " ".join(text[offsets[max(0, start - _BEFORE)] : offsets[start]].split())
+        whole = " ".join(text[offsets[0] : offsets[-1]].split())
+        landmark_question = None
+        if start == 0:
+            landmark_question = FIRST_QUESTION.format(n=asked)
+        elif whole.count(quoted) == 1:
+            landmark_question = LANDMARK_QUESTION.format(n=asked, before=quoted)
+        decoyed = sorted([start, end, *decoys]) if decoys else []
         return Content(
-            pieces=[text[offsets[one] : offsets[next_one]] for one, next_one in pairwise(gaps)],
+            pieces=[text[offsets[gap] : offsets[next_gap]] for gap, next_gap in pairwise(gaps)],
             markers=(gaps.index(start), gaps.index(end)),
-            decoyed=tuple(map(gaps.index, sorted([start, end, *decoys]))) if decoys else (),
+            decoyed=tuple(map(gaps.index, decoyed)),
             landmarks=tuple(map(gaps.index, landmarks)),
             question=QUESTION,
             decoy_question=DECOY_QUESTION,
-            landmark_question=form.format(n=asked, before=before) if is_unique else None,
+            landmark_question=landmark_question,
             answer=text[offsets[start] : offsets[end]],
         )
 

@@ -70,14 +70,17 @@ class TaskData:
         if seed < 0:
             raise UserError(f"the seed is {seed}; it must be 0 or more.")
         self.encoder = SegmentEncoder(tokenizer)
-        self._task, self._condition, self._seed = task, cast(Condition, condition), seed
+        self._task = task
+        self._condition = cast(Condition, condition)
+        self._seed = seed
         self._vocabulary_size = text_vocab_size(tokenizer)
         self._special = [*tokenizer.all_special_ids, self.encoder.meta_token_id]
         self._draw: Callable[[np.random.Generator, int, int, int, Split], Content | None]
         self._longest_context = math.inf
         if task == "copying":
             excerpts = copying.Excerpts(documents)
-            self._draw, self._longest_context = excerpts.draw, excerpts.longest
+            self._draw = excerpts.draw
+            self._longest_context = excerpts.longest
         else:
             self._draw = _TASKS[task].draw
 
@@ -93,7 +96,8 @@ class TaskData:
         Raises:
             UserError: if no such prompt was found.
         """
-        generator, phase = self.generator(index, f"train {train_length}"), None
+        generator = self.generator(index, f"train {train_length}")
+        phase = None
         if sizes is None:
             phase = int(generator.integers(1, phase_of_length(train_length) + 1))
             sizes = FACTS if self._is_facts else sizes_of(self._task, phase)
@@ -105,8 +109,10 @@ class TaskData:
         Raises:
             UserError: if no such prompt was found.
         """
-        generator, phase = self.generator(index, f"test {length}"), phase_of_length(length)
-        return self._find(generator, index, phase, self._sizes(phase, length), "test", above=length // 2, up_to=length)
+        generator = self.generator(index, f"test {length}")
+        phase = phase_of_length(length)
+        sizes = self._sizes(phase, length)
+        return self._find(generator, index, phase, sizes, "test", above=length // 2, up_to=length)
 
     def sample(self, index: int, phase: int, split: Split) -> Example:
         """Draw the index-th example of a phase and split, of any length.
@@ -118,7 +124,8 @@ class TaskData:
             raise UserError(f"unknown phase {phase}; the phases are 1 to {max(PHASES)}.")
         if split not in get_args(Split):
             raise UserError(f"unknown split {split!r}; the splits are {', '.join(get_args(Split))}.")
-        return self._find(self.generator(index, f"phase {phase} {split}"), index, phase, self._sizes(phase), split)
+        generator = self.generator(index, f"phase {phase} {split}")
+        return self._find(generator, index, phase, self._sizes(phase), split)
 
     def generator(self, index: int, purpose: str) -> np.random.Generator:
         """The source of randomness of an example; the same in all conditions, so that they show the same content."""
@@ -170,18 +177,20 @@ class TaskData:
             )
             if above < example.n_tokens <= up_to:
                 return example
-        what = f"of phase {phase}" if phase else f"of {sizes}"
+        size = f"phase {phase}" if phase else str(sizes)
         length = f" and {above + 1:,} to {up_to:,} tokens" if up_to < math.inf else ""
         documents = f", documents of {self._longest_context:,} words" if self._task == "copying" else ""
         raise UserError(
-            f"no {self._task} prompt {what}{length} was found in {ATTEMPTS:,} attempts "
+            f"no {self._task} prompt of {size}{length} was found in {ATTEMPTS:,} attempts "
             f"(vocabulary of {self._vocabulary_size:,} entries{documents}); try another length or tokenizer."
         )
 
 
 def documents_for(task: str, corpus: str) -> list[str]:
     """The documents that `copying` takes its excerpts from, the first ones of a corpus; none for the other tasks."""
-    return list(islice(read_corpus(corpus), COPIED_DOCUMENTS)) if task == "copying" else []
+    if task != "copying":
+        return []
+    return list(islice(read_corpus(corpus), COPIED_DOCUMENTS))
 
 
 def task_texts() -> list[str]:

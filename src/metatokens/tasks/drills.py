@@ -22,18 +22,21 @@ def draw_drill(data: TaskData, index: int, train_length: int, sizes: Sizes) -> E
     Raises:
         UserError: if no prompt is so short.
     """
-    encoder, generator = data.encoder, data.generator(index, f"drill train {train_length}")
-    question, marker = encoder.encode_text(f"\n{QUESTION}", True), encoder.meta_token_id
-    most = train_length - len(encoder.beginning) - len(question) - 3  # markers
+    encoder = data.encoder
+    marker = encoder.meta_token_id
+    question = encoder.encode_text(f"\n{QUESTION}", True)
+    generator = data.generator(index, f"drill train {train_length}")
+    room = train_length - len(encoder.beginning) - len(question) - 3  # markers
     for _ in range(ATTEMPTS):
         m, n, _ = sizes.draw(generator)
-        if m * n <= most:
-            ids = _draw_text(generator, data.text_entries, m * n)
-            start = int(generator.integers(m * n - n + 1))
-            before, bracketed, after = np.split(ids, [start, start + n])
-            prompt = [*encoder.beginning, *before, marker, *bracketed, marker, *after, *question, marker]
-            whole = np.array([*prompt, *bracketed, encoder.eos_token_id], dtype=np.int32)
-            return Encoded(input_ids=whole, answer_start=len(prompt))
+        if m * n > room:
+            continue
+        text = _draw_text(generator, data.text_entries, m * n)
+        start = int(generator.integers(m * n - n + 1))
+        before, bracketed, after = np.split(text, [start, start + n])
+        prompt = [*encoder.beginning, *before, marker, *bracketed, marker, *after, *question, marker]
+        ids = np.array([*prompt, *bracketed, encoder.eos_token_id], dtype=np.int32)
+        return Encoded(input_ids=ids, answer_start=len(prompt))
     raise UserError(f"no drill of {sizes} has at most {train_length} tokens; try another length.")
 
 
@@ -43,8 +46,8 @@ def _draw_text(generator: np.random.Generator, entries: np.ndarray, length: int)
     In three of ten drills no entry is repeated, if the vocabulary is large enough. The others draw from a set of about
     `length` / 3 to `length` entries. So entries repeat, and one entry does not determine the next.
     """
-    few = generator.choice(entries, size=min(length, len(entries)), replace=False)
-    if generator.random() >= _DISTINCT or length > len(few):
-        several = int(generator.integers(max(2, len(few) // 3), len(few) + 1))
-        few = few[generator.integers(several, size=length)]
-    return few
+    distinct = generator.choice(entries, size=min(length, len(entries)), replace=False)
+    if generator.random() < _DISTINCT and length <= len(distinct):
+        return distinct
+    size = int(generator.integers(max(2, len(distinct) // 3), len(distinct) + 1))
+    return distinct[generator.integers(size, size=length)]

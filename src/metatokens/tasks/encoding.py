@@ -42,10 +42,10 @@ class SegmentEncoder:
         if not (self._words_are_independent and text.isascii()):
             return encode_text(self._tokenizer, [text], continues=continues)[0]
         words = _ASCII_WORDS.findall(text)
-        known = self._word_ids
-        if new := list(set(words).difference(known)):
-            known.update(zip(new, encode_text(self._tokenizer, new), strict=True))
-        return [token for word in words for token in known[word]]
+        new_words = list(set(words).difference(self._word_ids))
+        if new_words:
+            self._word_ids.update(zip(new_words, encode_text(self._tokenizer, new_words), strict=True))
+        return [token for word in words for token in self._word_ids[word]]
 
     def encode_prompt(self, segments: Sequence[str]) -> list[int]:
         """The ids of the segments with a meta-token at each join, after those that the tokenizer puts before a text."""

@@ -60,11 +60,11 @@ class Example(Encoded):
 
 def encode_example(encoder: SegmentEncoder, segments: Sequence[str], completion: str, **fields: Any) -> Example:
     """Tokenize a prompt segment by segment, and its completion; `fields` are the example's other fields."""
-    ends = list(accumulate(len(segment) + len(MARKER) for segment in segments[:-1]))
+    ends_of_markers = accumulate(len(segment) + len(MARKER) for segment in segments[:-1])
     prompt_ids = encoder.encode_prompt(segments)
     return Example(
         prompt=MARKER.join(segments),
-        markers=tuple(end - len(MARKER) for end in ends),
+        markers=tuple(end - len(MARKER) for end in ends_of_markers),
         completion=completion,
         input_ids=(*prompt_ids, *encoder.encode_text(completion, True), encoder.eos_token_id),
         answer_start=len(prompt_ids),
@@ -104,10 +104,12 @@ def read_examples(
             continue
         try:
             record = ExampleRecord.model_validate_json(line)
-            if missing := [name for name in required if not getattr(record, name)]:
-                raise ValueError(f"{missing[0]} is missing or empty")
+            for name in required:
+                if not getattr(record, name):
+                    raise ValueError(f"{name} is missing or empty")
             segments = split_at(record.prompt, record.markers)
-            examples.append(encode_example(encoder, segments, record.completion, **record.model_dump(include=_ORIGIN)))
+            origin = record.model_dump(include=_ORIGIN)
+            examples.append(encode_example(encoder, segments, record.completion, **origin))
         except ValueError as error:
             raise UserError(f"{path}, line {number}: {_first_reason(error)}.") from error
         if MARKER in record.prompt and "markers" not in record.model_fields_set and not is_warned:

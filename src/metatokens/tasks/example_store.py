@@ -70,7 +70,7 @@ class ExampleStore(Sequence[Encoded]):
 
     def __getitem__(self, index: int | slice) -> Encoded | list[Encoded]:
         if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
+            return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
         ids = self._ids[self._offsets[index] : self._offsets[index + 1]]
         return Encoded(input_ids=ids, answer_start=int(self._answer_starts[index]))

@@ -27,7 +27,8 @@ class LandmarksAlone:
     """
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase):
-        if (attention := model.config._attn_implementation) != "sdpa":
+        attention = model.config._attn_implementation
+        if attention != "sdpa":
             raise UserError(f"a question that sees landmarks alone needs attention 'sdpa', and this has {attention!r}.")
         [self._opening] = encode_text(tokenizer, [_OPENING])
         self._meta_token_id = model.config.meta_token_id
@@ -38,16 +39,18 @@ class LandmarksAlone:
         Raises:
             UserError: if the ids do not show where the question begins.
         """
-        prompt, size = list(example.input_ids[: example.answer_start]), len(self._opening)
-        starts = (start for start in range(len(prompt) - size, -1, -1) if prompt[start : start + size] == self._opening)
-        if (start := next(starts, None)) is None:
-            raise UserError("the ids that this tokenizer gives a prompt do not show where its question begins.")
-        return start
+        prompt = list(example.input_ids[: example.answer_start])
+        size = len(self._opening)
+        for start in range(len(prompt) - size, -1, -1):
+            if prompt[start : start + size] == self._opening:
+                return start
+        raise UserError("the ids that this tokenizer gives a prompt do not show where its question begins.")
 
     def mask(self, input_ids: Tensor, examples: Sequence[Encoded]) -> Tensor:
         """True where a query sees a key, (batch, 1, length, length), for `input_ids` (batch, length) on the CPU."""
-        place, starts = torch.arange(input_ids.shape[1]), torch.tensor(list(map(self.start, examples)))
-        in_document = place < starts[:, None]
+        position = torch.arange(input_ids.shape[1])
+        question_start = torch.tensor([self.start(example) for example in examples])
+        in_document = position < question_start[:, None]
         is_forgotten = in_document & (input_ids != self._meta_token_id)
-        is_causal = place <= place[:, None]
+        is_causal = position <= position[:, None]
         return (is_causal & (in_document[:, :, None] | ~is_forgotten[:, None, :]))[:, None]

@@ -11,6 +11,8 @@ The paper's recipe asks for the item after the meta-token, but its example (appe
 before it. This module follows the example: the question gives a place, and the meta-token follows the item there.
 """
 
+from itertools import chain
+
 import numpy as np
 
 from metatokens.recipe import Split
@@ -18,7 +20,7 @@ from metatokens.tasks.content import Content, split_of
 from metatokens.tasks.inventory import INVENTORY, draw_lists, gap_before, line_ends, list_pieces
 
 QUESTION = "Q: What is item {place} of {category}?"
-QUESTIONS = [QUESTION.format(place=place, category=category) for place, category in enumerate(INVENTORY, start=1)]
+QUESTIONS = [QUESTION.format(place=item, category=category) for item, category in enumerate(INVENTORY, start=1)]
 CHANCE = 0.1  # a category has ten items
 
 
@@ -33,28 +35,34 @@ def draw(generator: np.random.Generator, m: int, n: int, asked: int, split: Spli
         None if the content is in another split.
     """
     names, lists, target = draw_lists(generator, m, n, asked)
-    place = int(generator.integers(asked))
+    asked_item = int(generator.integers(asked))
     others = [line for line in generator.permutation(m).tolist() if line != target]
-    again = generator.permutation([target, *others[:1]]).tolist()
-    at = m + again.index(target)  # the line of the target list's repetition among decoys
-    decoyed = [*others[: generator.integers(1, m + 1)], *(m + line for line in range(len(again)))]
-    shown = [*lists, *(lists[line] for line in again)]
-    marked = [(line, int(generator.integers(len(shown[line])))) for line in decoyed]
-    question = QUESTION.format(place=place + 1, category=names[target])
-    if split_of(" ".join([*names, *(item for row in lists for item in row), str(target), str(place)])) != split:
+    repeated = generator.permutation([target, *others[:1]]).tolist()
+    shown = [*lists, *(lists[line] for line in repeated)]  # among decoys
+    decoyed_lines = [*others[: generator.integers(1, m + 1)], *range(m, len(shown))]
+    decoyed = {gap_before(shown, m + repeated.index(target), asked_item + 1)}
+    for line in decoyed_lines:
+        item = int(generator.integers(len(shown[line])))
+        decoyed.add(gap_before(shown, line, item + 1))
+    items = chain.from_iterable(lists)
+    if split_of(" ".join([*names, *items, str(target), str(asked_item)])) != split:
         return None
+    question = QUESTION.format(place=asked_item + 1, category=names[target])
     return Content(
         pieces=list_pieces(names, lists),
         repeated=_repeated(names, lists, [target]),
-        markers=(gap_before(lists, m, place + 1),),
-        decoyed=tuple(sorted({gap_before(shown, line, item + 1) for line, item in [*marked, (at, place)]})),
-        decoy_repeated=_repeated(names, lists, again),
+        markers=(gap_before(lists, m, asked_item + 1),),
+        decoyed=tuple(sorted(decoyed)),
+        decoy_repeated=_repeated(names, lists, repeated),
         landmarks=line_ends(lists),
         question=question,
         landmark_question=question,
-        answer=lists[target][place],
+        answer=lists[target][asked_item],
     )
 
 
 def _repeated(names: list[str], lists: list[list[str]], lines: list[int]) -> list[str]:
-    return [piece for line in lines for piece in (f"\n{names[line]}:", *lists[line])]
+    pieces: list[str] = []
+    for line in lines:
+        pieces += [f"\n{names[line]}:", *lists[line]]
+    return pieces

@@ -31,12 +31,14 @@ def draw(generator: np.random.Generator, m: int, n: int, asked: int, split: Spli
     marked = int(generator.integers(1, asked + 1))
     later = generator.permutation(m * n - marked)[: generator.integers(1, 4)]
     words = [f" {bit}" for bit in bits]
-    if (split_of("".join(words[1 : marked - 1])) if marked >= _FEWEST else "train") != split:
+    split_of_bits = split_of("".join(words[1 : marked - 1])) if marked >= _FEWEST else "train"
+    if split_of_bits != split:
         return None
+    decoyed = (marked + 1, *sorted((later + marked + 2).tolist())) if len(later) else ()
     return Content(
         pieces=["Bits:", *words],
         markers=(marked + 1,),
-        decoyed=(marked + 1, *sorted((later + marked + 2).tolist())) if len(later) else (),
+        decoyed=decoyed,
         landmarks=tuple(range(n + 1, m * n + 2, n)),
         question=QUESTION,
         landmark_question=LANDMARK_QUESTION.format(marked=marked),

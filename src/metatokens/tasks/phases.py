@@ -18,15 +18,24 @@ class Sizes:
     marker (parity), or words between the markers (copying); default: n."""
 
     def __str__(self) -> str:
-        lists, *lengths = (" to ".join(map(str, dict.fromkeys(ends))) for ends in (self.lists, *self.lengths))
-        return f"{lists} lists of {' or '.join(lengths)} items"
+        lengths = [_range_text(ends) for ends in self.lengths]
+        return f"{_range_text(self.lists)} lists of {' or '.join(lengths)} items"
 
     def draw(self, generator: np.random.Generator) -> tuple[int, int, int]:
         """Draw m, n, and how much of n the question is about."""
-        low, high = self.lengths[generator.integers(len(self.lengths))]
-        m_low, m_high = self.lists
-        m, n = int(generator.integers(m_low, m_high + 1)), int(generator.integers(low, high + 1))
-        return m, n, n if self.asked is None else min(n, int(generator.integers(self.asked[0], self.asked[1] + 1)))
+        n_range = self.lengths[generator.integers(len(self.lengths))]
+        m = _draw_from(generator, self.lists)
+        n = _draw_from(generator, n_range)
+        asked = n if self.asked is None else min(n, _draw_from(generator, self.asked))
+        return m, n, asked
+
+
+def _draw_from(generator: np.random.Generator, ends: tuple[int, int]) -> int:
+    return int(generator.integers(ends[0], ends[1] + 1))
+
+
+def _range_text(ends: tuple[int, int]) -> str:
+    return " to ".join(map(str, dict.fromkeys(ends)))
 
 
 PHASES = {
@@ -51,7 +60,7 @@ def phase_of_length(length: int) -> int:
 
 def sizes_of(task: str, phase: int, length: int = 0) -> Sizes:
     """A phase's sizes in a task; for a prompt length of T >= 4,096 tokens, lists are floor(T / 2,048) times as long."""
-    sizes, times = (_PARITY_PHASES if task == "parity" else PHASES)[phase], max(1, length // _LONGEST)
-    if times == 1:
-        return sizes
+    phases = _PARITY_PHASES if task == "parity" else PHASES
+    sizes = phases[phase]
+    times = max(1, length // _LONGEST)
     return replace(sizes, lengths=tuple((low * times, high * times) for low, high in sizes.lengths))

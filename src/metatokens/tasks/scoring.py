@@ -46,28 +46,35 @@ def score(
         UserError: if a sequence is longer than the model's learned positions.
     """
     model.eval()
-    exact, tokens = [False] * len(examples), [0] * len(examples)
+    exact = [False] * len(examples)
+    tokens = [0] * len(examples)
     lengths = [len(example.input_ids) for example in examples]
-    batch = batch or max(1, (16_384 if model.device.type == "cuda" else 4_096) // max(lengths))
+    if batch is None:
+        tokens_a_batch = 16_384 if model.device.type == "cuda" else 4_096
+        batch = max(1, tokens_a_batch // max(lengths))
     for rows in by_length(lengths, batch):
-        for row, hits in zip(rows, _hits(model, [examples[row] for row in rows], alone), strict=True):
-            exact[row], tokens[row] = bool(hits.all()), int(hits.sum())
+        hits_of_rows = _hits(model, [examples[row] for row in rows], alone)
+        for row, hits in zip(rows, hits_of_rows, strict=True):
+            exact[row] = bool(hits.all())
+            tokens[row] = int(hits.sum())
     return exact, tokens
 
 
 @torch.inference_mode()
-def _hits(model: PreTrainedModel, examples: Sequence[Encoded], alone: LandmarksAlone | None) -> Iterator[torch.Tensor]:
+def _hits(model: PreTrainedModel, examples: Sequence[Encoded], alone: LandmarksAlone | None) -> Sequence[torch.Tensor]:
     """For each example, a bool for each token of its answer."""
-    ids = pad_sequence([torch.tensor(one.input_ids) for one in examples], batch_first=True).long()
-    starts, ends = torch.tensor([(one.answer_start, len(one.input_ids)) for one in examples]).T[..., None]
-    place = torch.arange(ids.shape[1])
-    answer = (starts <= place) & (place < ends)
+    ids = pad_sequence([torch.tensor(example.input_ids) for example in examples], batch_first=True).long()
+    starts = torch.tensor([example.answer_start for example in examples])
+    ends = torch.tensor([len(example.input_ids) for example in examples])
+    position = torch.arange(ids.shape[1])
+    is_answer = (starts[:, None] <= position) & (position < ends[:, None])
     mask = None if alone is None else alone.mask(ids[:, :-1], examples).to(model.device)
-    ids, answer = ids.to(model.device), answer.to(model.device)
+    ids = ids.to(model.device)
+    is_answer = is_answer.to(model.device)
     # Padding is on the right, where causal attention never looks, so no mask is needed for it.
-    best = []
-    for logits in logits_at(model, ids[:, :-1], answer[:, 1:], mask=mask):
+    likeliest: list[torch.Tensor] = []
+    for logits in logits_at(model, ids[:, :-1], is_answer[:, 1:], mask=mask):
         logits[:, never_generated(model.config)] = -math.inf
-        best.append(logits.argmax(-1))
-    hit = torch.cat(best) == ids[answer]
-    return iter(hit.cpu().split(answer.sum(dim=1).tolist()))
+        likeliest.append(logits.argmax(-1))
+    hits = torch.cat(likeliest) == ids[is_answer]
+    return hits.cpu().split((ends - starts).tolist())

@@ -9,6 +9,8 @@
 The paper's example (appendix "Example Prompts") brackets a whole list; here the segment is always shorter.
 """
 
+from itertools import chain
+
 import numpy as np
 
 from metatokens.recipe import Split
@@ -18,9 +20,9 @@ from metatokens.tasks.inventory import INVENTORY, draw_lists, gap_before, line_e
 QUESTION = "Q: How many times does {item} appear between the pauses around {category}?"
 LANDMARK_QUESTION = "Q: How many times does {item} appear in items {first} to {last} of {category}?"
 QUESTIONS = [
-    form.format(item=items[0], category=category, first=place, last=place + 1)
+    form.format(item=items[0], category=category, first=first, last=first + 1)
     for form in (QUESTION, LANDMARK_QUESTION)
-    for place, (category, items) in enumerate(INVENTORY.items(), start=1)
+    for first, (category, items) in enumerate(INVENTORY.items(), start=1)
 ]
 CHANCE = None  # the number of possible counts varies
 _MOST = 5  # occurrences in the segment, and outside it
@@ -38,31 +40,42 @@ def draw(generator: np.random.Generator, m: int, n: int, asked: int, split: Spli
     """
     names, lists, target = draw_lists(generator, m, n, asked)
     start, end = _draw_segment(generator, asked)
-    segment, rest = range(start, end), [*range(start), *range(end, asked)]
-    items = [f" {item}" for item in INVENTORY[names[target]]]
-    item = items.pop(generator.integers(len(items)))
-    count = int(generator.integers(min(_MOST, len(segment)) + 1))
-    outside = int(generator.integers(min(1, len(rest)), min(_MOST, len(rest)) + 1))
-    row = [items[i] for i in generator.integers(len(items), size=asked)]
-    for places, times in ((segment, count), (rest, outside)):
-        for place in generator.permutation(places)[:times].tolist():
-            row[place] = item
-    lists[target] = row
-    others = [line for line in generator.permutation(m).tolist() if line != target][: generator.integers(1, m + 1)]
-    decoys = [gap_before(lists, line, item) for line in others for item in _draw_segment(generator, n)]
-    markers = tuple(gap_before(lists, target, item) for item in (start, end))
-    about = {"item": item.strip(), "category": names[target], "first": start + 1, "last": end}
-    if split_of(" ".join([*names, *(item for row in lists for item in row), *map(str, about.values())])) != split:
+    item, count, lists[target] = _draw_target_list(generator, names[target], asked, range(start, end))
+    others = [line for line in generator.permutation(m).tolist() if line != target]
+    decoys: list[int] = []
+    for line in others[: generator.integers(1, m + 1)]:
+        decoys += [gap_before(lists, line, end_of_decoy) for end_of_decoy in _draw_segment(generator, n)]
+    asked_for = {"item": item.strip(), "category": names[target], "first": start + 1, "last": end}
+    items = chain.from_iterable(lists)
+    if split_of(" ".join([*names, *items, *map(str, asked_for.values())])) != split:
         return None
+    markers = (gap_before(lists, target, start), gap_before(lists, target, end))
     return Content(
         pieces=list_pieces(names, lists),
         markers=markers,
         decoyed=tuple(sorted([*markers, *decoys])) if decoys else (),
         landmarks=line_ends(lists),
-        question=QUESTION.format(**about),
-        landmark_question=LANDMARK_QUESTION.format(**about),
+        question=QUESTION.format(**asked_for),
+        landmark_question=LANDMARK_QUESTION.format(**asked_for),
         answer=f" {count}",
     )
+
+
+def _draw_target_list(
+    generator: np.random.Generator, category: str, length: int, segment: range
+) -> tuple[str, int, list[str]]:
+    """The item that is asked for, its count in the segment, and the list, in which it also occurs elsewhere."""
+    rest = [*range(segment.start), *range(segment.stop, length)]
+    others = [f" {item}" for item in INVENTORY[category]]
+    item = others.pop(generator.integers(len(others)))
+    in_segment = int(generator.integers(min(_MOST, len(segment)) + 1))
+    in_rest = int(generator.integers(min(1, len(rest)), min(_MOST, len(rest)) + 1))
+    items = [others[i] for i in generator.integers(len(others), size=length)]
+    for i in generator.permutation(segment)[:in_segment]:
+        items[i] = item
+    for i in generator.permutation(rest)[:in_rest]:
+        items[i] = item
+    return item, in_segment, items
 
 
 def _draw_segment(generator: np.random.Generator, n: int) -> tuple[int, int]:

@@ -66,10 +66,11 @@ def _constant(prompt: ParsedPrompt) -> Hashable:
 # --- list recall
 
 
-def _asked_place(prompt: ParsedPrompt) -> tuple[int, str]:
-    found = re.match(r"What is item (\d+) of (\w+)", prompt.question)
-    assert found
-    return int(found[1]), found[2]
+def _asked_number(prompt: ParsedPrompt) -> tuple[int, str]:
+    """The number of the item asked for, from 1, and the category."""
+    asked = re.match(r"What is item (\d+) of (\w+)", prompt.question)
+    assert asked
+    return int(asked[1]), asked[2]
 
 
 def _word_before_mark(number: int, prompt: ParsedPrompt) -> str | None:
@@ -78,30 +79,33 @@ def _word_before_mark(number: int, prompt: ParsedPrompt) -> str | None:
 
 
 def _word_of_line(line: int, prompt: ParsedPrompt) -> str:
-    place, _ = _asked_place(prompt)
-    return prompt.lines[line][place]  # no list is shorter than the target list
+    number, _ = _asked_number(prompt)
+    return prompt.lines[line][number]  # no list is shorter than the target list
 
 
 def _most_common_of_list(prompt: ParsedPrompt) -> str | None:
-    counts = Counter(prompt.line_of(_asked_place(prompt)[1]))
-    return counts.most_common(1)[0][0] if counts else None
+    _, category = _asked_number(prompt)
+    items = prompt.line_of(category)
+    return Counter(items).most_common(1)[0][0] if items else None
 
 
 # --- segment counting
 
 
 def _asked_item(prompt: ParsedPrompt) -> tuple[str, str]:
-    found = re.match(r"How many times does (\w+) appear .* (\w+)\?", prompt.question)
-    assert found
-    return found[1], found[2]
+    asked = re.match(r"How many times does (\w+) appear .* (\w+)\?", prompt.question)
+    assert asked
+    return asked[1], asked[2]
 
 
 def _segment(prompt: ParsedPrompt) -> tuple[list[str], list[str], list[str]]:
     """The items of the segment, and those of the list before and after it."""
     _, category = _asked_item(prompt)
-    if found := re.search(r"in items (\d+) to (\d+) of", prompt.question):
-        first, last, items = int(found[1]) - 1, int(found[2]), prompt.line_of(category)
-        return items[first:last], items[:first], items[last:]
+    numbers = re.search(r"in items (\d+) to (\d+) of", prompt.question)
+    if numbers:
+        start, end = int(numbers[1]) - 1, int(numbers[2])
+        items = prompt.line_of(category)
+        return items[start:end], items[:start], items[end:]
     line = next(line for line in prompt.text.split("\n") if line.startswith(f"{category}:"))
     before, within, after = (part.split() for part in line.split(_MARK))
     return within, before[1:], after
@@ -146,8 +150,10 @@ def _bits_before_first_mark(prompt: ParsedPrompt) -> tuple[str, ...]:
 
 
 def _marked_bits(prompt: ParsedPrompt) -> tuple[str, ...]:
-    found = re.search(r"the first (\d+) bits", prompt.question)
-    return tuple(_bits(prompt)[: int(found[1])]) if found else _bits_before_first_mark(prompt)
+    count = re.search(r"the first (\d+) bits", prompt.question)
+    if not count:
+        return _bits_before_first_mark(prompt)
+    return tuple(_bits(prompt)[: int(count[1])])
 
 
 _RULES: Mapping[str, Mapping[str, Rule]] = {
@@ -202,22 +208,28 @@ def answers(task: str, condition: str, train: Sequence[Example], test: Sequence[
         rules |= _LANDMARK_RULES.get(task, {})
     if condition.startswith("facts_"):
         del rules["the commonest word of the list asked for"]  # a list has one word: this does the task itself
-    known, asked = _with_answers(train), _with_answers(test)
-    rules |= {name: _looked_up(key, known) for name, key in _TABLES[task].items()}
+    answered = _with_answers(train)
+    for name, key in _TABLES[task].items():
+        rules[name] = _looked_up(key, answered)
+    asked = _with_answers(test)
     return {name: [rule(prompt) == answer for prompt, answer in asked] for name, rule in rules.items()}
 
 
 def _with_answers(examples: Sequence[Example]) -> list[tuple[ParsedPrompt, str]]:
-    return [(ParsedPrompt(tuple(split_at(one.prompt, one.markers))), one.completion.strip()) for one in examples]
+    answered: list[tuple[ParsedPrompt, str]] = []
+    for example in examples:
+        segments = split_at(example.prompt, example.markers)
+        answered.append((ParsedPrompt(tuple(segments)), example.completion.strip()))
+    return answered
 
 
-def _looked_up(key: Table, known: Sequence[tuple[ParsedPrompt, str]]) -> Rule:
+def _looked_up(key: Table, answered: Sequence[tuple[ParsedPrompt, str]]) -> Rule:
     """The rule that looks a prompt's key up among prompts with known answers."""
     counts: dict[Hashable, Counter[str]] = defaultdict(Counter)
-    for prompt, answer in known:
+    for prompt, answer in answered:
         counts[key(prompt)][answer] += 1
-    best = {one: _most_common(own) for one, own in counts.items()}
-    guess = _most_common(Counter(answer for _, answer in known))
+    best = {value: _most_common(answers_of_key) for value, answers_of_key in counts.items()}
+    guess = _most_common(Counter(answer for _, answer in answered))
     return lambda prompt: best.get(key(prompt), guess)
 
 
