@@ -53,11 +53,12 @@ class BlockDataset:
         self._tokens: TokenSequence | _TextWithLandmarks = store.tokens(split)
         if placement in PLACEMENTS:
             count = meta_token_count(block_size, fraction, placement)
-            what = f"{block_size} ({block_size - count} of text, {count} meta-tokens)"
             if fraction and placement != "none" and not count:
                 raise UserError(f"a block of {block_size} with a fraction {fraction} of meta-tokens has none of them.")
+            positions = f"{block_size} ({block_size - count} of text, {count} meta-tokens)"
         else:
-            count, what = 0, f"{block_size}, landmarks included"
+            count = 0
+            positions = f"{block_size}, landmarks included"
             self._tokens = _TextWithLandmarks(self._tokens, Landmarks(store.tokenizer, placement))
             if len(self._tokens) == len(store.tokens(split)):
                 raise UserError(f"the rule {placement} inserts no meta-token into the {split} split of {store.path}.")
@@ -65,7 +66,8 @@ class BlockDataset:
         self._windows = len(self._tokens) // self._window_size
         if not self._windows:
             raise UserError(
-                f"the {split} split of {store.path} has {len(self._tokens)} tokens, too few for one block of {what}."
+                f"the {split} split of {store.path} has {len(self._tokens)} tokens, too few for one block of "
+                f"{positions}."
             )
         self.epochs = epochs
         self._seed = seed
@@ -78,8 +80,8 @@ class BlockDataset:
         return self.epochs * self._windows
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64]]:
-        epoch, place = divmod(range(len(self))[index], self._windows)
-        window = shuffled(place, self._windows, f"{self._seed} {epoch}")
+        epoch, index_in_epoch = divmod(range(len(self))[index], self._windows)
+        window = shuffled(index_in_epoch, self._windows, f"{self._seed} {epoch}")
         start = window * self._window_size
         text = self._tokens[start : start + self._window_size]
         if isinstance(self._tokens, _TextWithLandmarks):
@@ -102,7 +104,8 @@ class _TextWithLandmarks:
     """
 
     def __init__(self, text: TokenSequence, landmarks: Landmarks) -> None:
-        self._text, self._landmarks = text, landmarks
+        self._text = text
+        self._landmarks = landmarks
         self._size = max(STRETCH, math.ceil(len(text) / STRETCHES))
         sizes = [len(self._stretch(number)) for number in range(math.ceil(len(text) / self._size))]
         self._starts = np.cumsum([0, *sizes])
@@ -117,15 +120,16 @@ class _TextWithLandmarks:
 
     def _stretch(self, number: int) -> npt.NDArray[np.int64]:
         start = number * self._size
-        before = max(0, start - BEFORE)  # the rule reads tokens on both sides of a place
-        around = self._text[before : start + self._size + AFTER]
-        after = np.flatnonzero(self._landmarks(around, before)) + 1 + before - start
-        own = around[start - before :][: self._size]
-        return np.insert(own, after[(after > 0) & (after <= len(own))], self._landmarks.meta_token_id)
+        around_start = max(0, start - BEFORE)  # the rule reads tokens on both sides of a landmark
+        around = self._text[around_start : start + self._size + AFTER]
+        stretch = around[start - around_start :][: self._size]
+        gaps = np.flatnonzero(self._landmarks(around, around_start)) + 1 + around_start - start
+        gaps = gaps[(gaps > 0) & (gaps <= len(stretch))]
+        return np.insert(stretch, gaps, self._landmarks.meta_token_id)
 
 
-def shuffled(place: int, size: int, key: str) -> int:
-    """The number at a place of a pseudo-random permutation of range(size), without a table.
+def shuffled(index: int, size: int, key: str) -> int:
+    """The number at an index of a pseudo-random permutation of range(size), without a table.
 
     At the paper's scale a table would have 10^8 entries in every worker. A Feistel network permutes the numbers of 2b
     bits whatever its round function is, and four rounds make the permutation random (Luby and Rackoff, 1988). Applying
@@ -133,10 +137,10 @@ def shuffled(place: int, size: int, key: str) -> int:
     """
     bits = max(1, math.ceil((size - 1).bit_length() / 2))
     while True:
-        left, right = place >> bits, place % 2**bits
+        left, right = index >> bits, index % 2**bits
         for round_ in range(4):
             digest = hashlib.blake2b(f"{key} {round_} {right}".encode(), digest_size=8).digest()
             left, right = right, left ^ int.from_bytes(digest) % 2**bits
-        place = left << bits | right
-        if place < size:
-            return place
+        index = left << bits | right
+        if index < size:
+            return index

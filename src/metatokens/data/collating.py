@@ -1,7 +1,7 @@
 """Insert landmarks while a batch is made, for trainers that do not support meta-tokens."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from itertools import pairwise, product
 from numbers import Real
 from typing import Any
@@ -53,7 +53,9 @@ class MetaTokenCollator:
         *,
         max_length: int | None = None,
     ):
-        self.collator, self.max_length, self.meta_token_id = collator, max_length, meta_token_id(tokenizer)
+        self.collator = collator
+        self.max_length = max_length
+        self.meta_token_id = meta_token_id(tokenizer)
         self.landmarks = None if landmarks is None else Landmarks(tokenizer, landmarks)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> Any:
@@ -63,26 +65,29 @@ class MetaTokenCollator:
         `attention_mask` is 0, stays as it is: it gets no meta-token, and rules ignore it.
         """
         batch: Any = self.collator([self._with_meta_tokens(example) for example in examples])
-        has_names = isinstance(batch, Mapping)
-        for kind, (name, ignored) in product(("", "KL_"), _COUNTED.items()) if has_names else ():
-            ids, counted = batch.get(f"{kind}input_ids"), batch.get(kind + name)
-            if isinstance(counted, Tensor) and isinstance(ids, Tensor) and counted.shape == ids.shape:
-                batch[kind + name] = counted.masked_fill(ids == self.meta_token_id, ignored)
-                if name == "completion_mask" and _REFERENCES & batch.keys() and not counted.equal(batch[kind + name]):
-                    warnings.warn(_BEFORE, stacklevel=2)
+        if not isinstance(batch, MutableMapping):
+            return batch
+        for prefix, (name, ignored) in product(("", "KL_"), _COUNTED.items()):
+            ids, counted = batch.get(f"{prefix}input_ids"), batch.get(prefix + name)
+            if not isinstance(counted, Tensor) or not isinstance(ids, Tensor) or counted.shape != ids.shape:
+                continue
+            text_alone = counted.masked_fill(ids == self.meta_token_id, ignored)
+            if name == "completion_mask" and _REFERENCES & batch.keys() and not counted.equal(text_alone):
+                warnings.warn(_BEFORE, stacklevel=2)
+            batch[prefix + name] = text_alone
         return batch
 
     def _with_meta_tokens_in_each(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The same for a row of several sequences: each for itself."""
         ends = np.cumsum(row["seq_lengths"]).tolist()
-        own: dict[str, Any] = {"seq_lengths": []}
+        token_fields = [name for name, x in row.items() if np.size(x) == ends[-1] and name != "seq_lengths"]
+        filled: dict[str, Any] = dict(row) | {name: [] for name in token_fields} | {"seq_lengths": []}
         for start, end in pairwise([0, *ends]):
-            tokens = {name: x[start:end] for name, x in row.items() if np.size(x) == ends[-1] and name != "seq_lengths"}
-            one = self._with_meta_tokens(tokens)
-            own["seq_lengths"].append(len(one["input_ids"]))
-            for name, values in one.items():
-                own[name] = [*own.get(name, []), *values]
-        return dict(row) | own
+            sequence = self._with_meta_tokens({name: row[name][start:end] for name in token_fields})
+            filled["seq_lengths"].append(len(sequence["input_ids"]))
+            for name in token_fields:
+                filled[name] += list(sequence[name])
+        return filled
 
     def _with_meta_tokens(self, example: Mapping[str, Any]) -> dict[str, Any]:
         if self.landmarks is None:
@@ -100,14 +105,21 @@ class MetaTokenCollator:
         mask = example.get("attention_mask")
         is_padding = np.zeros(length, dtype=bool) if mask is None else np.asarray(mask) == 0
         text = np.flatnonzero(~is_padding)
-        behind = text[self.landmarks(np.asarray(example["input_ids"])[text])] + 1
-        filled = {"input_ids": self.meta_token_id, "labels": IGNORED_LABEL, "attention_mask": 1}
-        over = 0 if self.max_length is None else max(0, length + len(behind) - self.max_length)
+        has_landmark = self.landmarks(np.asarray(example["input_ids"])[text])
+        gaps = text[has_landmark] + 1
+        excess = 0 if self.max_length is None else max(0, length + len(gaps) - self.max_length)
         # Padding is dropped first, then the end.
-        own, dropped = dict(example), np.flatnonzero(np.insert(is_padding, behind, False))[:over]
-        for name, given in example.items():
-            values = given.tolist() if hasattr(given, "tolist") else given
-            if isinstance(values, Sequence) and len(values) == length and all(isinstance(one, Real) for one in values):
-                longer = np.insert(values, behind, filled.get(name, 0))
-                own[name] = np.delete(longer, dropped)[: self.max_length].tolist()
-        return own
+        dropped = np.flatnonzero(np.insert(is_padding, gaps, False))[:excess]
+        value_of_landmark = {"input_ids": self.meta_token_id, "labels": IGNORED_LABEL, "attention_mask": 1}
+        filled = dict(example)
+        for name, field in example.items():
+            values = field.tolist() if hasattr(field, "tolist") else field
+            if _is_of_tokens(values, length):
+                longer = np.insert(values, gaps, value_of_landmark.get(name, 0))
+                filled[name] = np.delete(longer, dropped)[: self.max_length].tolist()
+        return filled
+
+
+def _is_of_tokens(values: Any, length: int) -> bool:
+    """Whether a field has a number for each token."""
+    return isinstance(values, Sequence) and len(values) == length and all(isinstance(value, Real) for value in values)

@@ -81,8 +81,8 @@ def load_tokenizer(
 def shares_its_id(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether another entry has the meta-token's id, as where it was added to a vocabulary with gaps."""
     vocabulary = tokenizer.get_vocab()
-    own = vocabulary.get(getattr(tokenizer, "meta_token", None))
-    return own is not None and list(vocabulary.values()).count(own) > 1
+    meta_id = vocabulary.get(getattr(tokenizer, "meta_token", None))
+    return meta_id is not None and list(vocabulary.values()).count(meta_id) > 1
 
 
 def encode_text(
@@ -184,13 +184,15 @@ def _continuing(tokenizer: PreTrainedTokenizerBase, size: int) -> Tokenizer | No
     """The backend of a tokenizer with `size` entries without what puts a space before a text; None if nothing does."""
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
     changed = {part: _without_prefix(settings[part]) for part in ("normalizer", "pre_tokenizer")}
-    return None if changed.items() <= settings.items() else Tokenizer.from_str(json.dumps(settings | changed))
+    if changed.items() <= settings.items():
+        return None
+    return Tokenizer.from_str(json.dumps(settings | changed))
 
 
 def _without_prefix(part: Any) -> Any:
     """A part of a backend's settings that puts no space before a text."""
     if isinstance(part, list):
-        return [_without_prefix(one) for one in part]
+        return [_without_prefix(item) for item in part]
     if not isinstance(part, dict):
         return part
     if part.get("type") == "Prepend":
@@ -201,8 +203,12 @@ def _without_prefix(part: Any) -> Any:
 
 def beginning_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that a tokenizer puts before a text, such as a token for its beginning; often none."""
-    whole, plain = (tokenizer("text", add_special_tokens=added)["input_ids"] for added in (True, False))
-    return next((whole[:start] for start in range(len(whole)) if whole[start : start + len(plain)] == plain), [])
+    plain = tokenizer("text", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("text", add_special_tokens=True)["input_ids"]
+    for start in range(len(whole)):
+        if whole[start : start + len(plain)] == plain:
+            return whole[:start]
+    return []
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
@@ -262,7 +268,8 @@ def check_meta_token(config: Any, tokenizer: PreTrainedTokenizerBase, folder: Pa
             f"the model in {folder} has meta_token_id {config.meta_token_id}, and its tokenizer's meta-token is "
             f"{meta_token_id(tokenizer)}."
         )
-    entries, used = text_vocab_size(tokenizer), getattr(config, "unpadded_vocab_size", None) or config.vocab_size
+    entries = text_vocab_size(tokenizer)
+    used = getattr(config, "unpadded_vocab_size", None) or config.vocab_size
     if entries > used:
         raise UserError(
             f"the tokenizer in {folder} has {entries} entries, and the model's unpadded_vocab_size is {used}: call "

@@ -66,7 +66,7 @@ class Plan(StoreRecord):
     first: tuple[str, ...]  # the checksums of the first two distinct documents
 
 
-class Done(StoreRecord):
+class FinishedShard(StoreRecord):
     """The manifest's entries of a finished shard."""
 
     shards: dict[StoreSplit, Shard]
@@ -133,27 +133,12 @@ def write_token_store(
         store = TokenStore.open(out)
         _check_same(settings, store.manifest.settings, f"{out} holds a token store")
         return store
-    staging, is_new = out / ".partial", not out.exists()
-    is_store = (out / MANIFEST).exists() or staging.exists()
-    has_others = out.is_dir() and any(path.name != LOCK for path in out.iterdir())
-    if has_others and not is_store and not overwrite:
+    is_store = (out / MANIFEST).exists() or _staging(out).exists()
+    has_files = out.is_dir() and any(path.name != LOCK for path in out.iterdir())
+    if has_files and not is_store and not overwrite:
         raise UserError(f"{out} is not empty and holds no token store: choose another folder, or --overwrite.")
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with exclusive(out):
-            before = _settings_of(staging)
-            if before is not None and not overwrite:
-                _check_same(settings, before, f"{out} holds an unfinished token store")
-            try:
-                tokenizer = _begin(staging, settings, texts) if before != settings else None
-                if not (staging / MANIFEST).exists():
-                    tokenizer = tokenizer or load_tokenizer(str(staging / TOKENIZER))
-                    _finish(staging, tokenizer, workers or available_cores())
-            except BaseException:
-                if not any(staging.glob("done/*")):  # nothing that the next try could use
-                    shutil.rmtree(out if is_new else staging, ignore_errors=True)
-                raise
-            _move_into_place(staging, out)
+        _write_store(out, settings, texts, overwrite=overwrite, workers=workers or available_cores())
     except OSError as error:
         raise UserError(f"the token store {out} cannot be written: {error}.") from error
     except BrokenProcessPool as error:
@@ -164,9 +149,38 @@ def write_token_store(
     return TokenStore.open(out)
 
 
-def _check_same(settings: StoreSettings, found: StoreSettings, what: str) -> None:
-    if found != settings:
-        raise UserError(f"{what} made with other settings ({found}): choose another folder, or --overwrite.")
+def _staging(out: Path) -> Path:
+    return out / ".partial"
+
+
+def _write_store(
+    out: Path, settings: StoreSettings, extra_texts: Sequence[str], *, overwrite: bool, workers: int
+) -> None:
+    """Write the store of a folder, or what is missing of it, while no other process writes it."""
+    staging = _staging(out)
+    is_new = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    with exclusive(out):
+        begun_with = _settings_of(staging)
+        if begun_with is not None and not overwrite:
+            _check_same(settings, begun_with, f"{out} holds an unfinished token store")
+        try:
+            if begun_with != settings:
+                tokenizer = _begin(staging, settings, extra_texts)
+                _finish(staging, tokenizer, workers)
+            elif not (staging / MANIFEST).exists():
+                tokenizer = load_tokenizer(str(staging / TOKENIZER))
+                _finish(staging, tokenizer, workers)
+        except BaseException:
+            if not any(staging.glob("done/*")):  # nothing that the next try could use
+                shutil.rmtree(out if is_new else staging, ignore_errors=True)
+            raise
+        _move_into_place(staging, out)
+
+
+def _check_same(settings: StoreSettings, made_with: StoreSettings, store: str) -> None:
+    if made_with != settings:
+        raise UserError(f"{store} made with other settings ({made_with}): choose another folder, or --overwrite.")
 
 
 def _begin(staging: Path, settings: StoreSettings, extra_texts: Sequence[str]) -> PreTrainedTokenizerBase:
@@ -174,7 +188,8 @@ def _begin(staging: Path, settings: StoreSettings, extra_texts: Sequence[str]) -
     shutil.rmtree(staging, ignore_errors=True)
     for name in (*SPLITS, "done"):
         (staging / name).mkdir(parents=True)
-    first, parts = _first_documents(settings.corpus), tuple(corpus_parts(settings.corpus))
+    first = _first_documents(settings.corpus)
+    parts = tuple(corpus_parts(settings.corpus))
     tokenizer = load_tokenizer(settings.tokenizer, corpus=read_corpus(settings.corpus), extra_texts=extra_texts)
     with library_writes(staging):
         tokenizer.save_pretrained(staging / TOKENIZER)
@@ -210,14 +225,14 @@ def _finish(staging: Path, tokenizer: PreTrainedTokenizerBase, workers: int) -> 
     """Write the missing shards of the store in `staging`, and its manifest."""
     plan = Plan.model_validate_json((staging / PLAN).read_bytes())
     _write_parts(Work(staging, plan, tokenizer), workers)
-    done = [Done.model_validate_json(path.read_bytes()).shards for path in staging.glob("done/*.json")]
-    done.sort(key=lambda shards: (shards["train"].part, shards["train"].number))
+    finished = [FinishedShard.model_validate_json(path.read_bytes()).shards for path in staging.glob("done/*.json")]
+    finished.sort(key=lambda shards: (shards["train"].part, shards["train"].number))
     manifest = Manifest(
         settings=plan.settings,
         vocab_size=text_vocab_size(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         meta_token_id=meta_token_id(tokenizer),
-        splits={split: SplitCounts.of(shards[split] for shards in done) for split in SPLITS},
+        splits={split: SplitCounts.of(shards[split] for shards in finished) for split in SPLITS},
         tokenizer={path.name: file_sha256(path) for path in sorted((staging / TOKENIZER).iterdir())},
         metatokens=importlib.metadata.version("metatokens"),
     )
@@ -240,10 +255,10 @@ def _move_into_place(staging: Path, out: Path) -> None:
 
 def _write_parts(work: Work, workers: int) -> None:
     """Write the missing shards, in at most `workers` processes."""
-    left = [number for number in range(len(work.plan.parts)) if not (work.folder / "done" / f"{number:05}").exists()]
-    processes = min(workers, len(left))
+    missing = [part for part in range(len(work.plan.parts)) if not _part_mark(work, part).exists()]
+    processes = min(workers, len(missing))
     if processes <= 1:
-        _write_parts_here(work, left, in_threads=workers > 1)
+        _write_parts_here(work, missing, in_threads=workers > 1)
         return
     context = worker_context(__name__)
     watched, held = context.Pipe(duplex=False)
@@ -251,7 +266,7 @@ def _write_parts(work: Work, workers: int) -> None:
         ProcessPoolExecutor(processes, context, _start_worker, (work, workers // processes, watched)) as pool,
         held,  # closed first, however this ends: workers stop at once
     ):
-        for future in as_completed([pool.submit(_write_own_part, number) for number in left]):
+        for future in as_completed([pool.submit(_write_part_in_worker, part) for part in missing]):
             future.result()
 
 
@@ -276,20 +291,30 @@ def _start_worker(work: Work, threads: int, watched: Connection) -> None:
     end_with_parent(watched)
 
 
-def _write_own_part(number: int) -> None:
-    _write_part(_work, number)
+def _write_part_in_worker(part: int) -> None:
+    _write_part(_work, part)
 
 
-def _write_part(work: Work, number: int) -> None:
+def _write_part(work: Work, part: int) -> None:
     """Write the missing shards of a part."""
-    shard = written = 0
-    while (path := work.folder / "done" / f"{number:05}-{shard:05}.json").exists():
-        written += sum(counts.documents for counts in Done.model_validate_json(path.read_bytes()).shards.values())
+    shard = 0
+    written_documents = 0
+    while _shard_record(work, part, shard).exists():
+        finished = FinishedShard.model_validate_json(_shard_record(work, part, shard).read_bytes())
+        written_documents += sum(counts.documents for counts in finished.shards.values())
         shard += 1
-    documents = islice(read_part(work.plan.settings.corpus, work.plan.parts[number]), written, None)
-    while _write_shard(work, documents, number, shard):
+    documents = islice(read_part(work.plan.settings.corpus, work.plan.parts[part]), written_documents, None)
+    while _write_shard(work, documents, part, shard):
         shard += 1
-    (work.folder / "done" / f"{number:05}").touch()
+    _part_mark(work, part).touch()
+
+
+def _part_mark(work: Work, part: int) -> Path:
+    return work.folder / "done" / f"{part:05}"
+
+
+def _shard_record(work: Work, part: int, shard: int) -> Path:
+    return work.folder / "done" / f"{part:05}-{shard:05}.json"
 
 
 # --- a shard
@@ -316,8 +341,7 @@ def _write_shard(work: Work, documents: Iterator[str], part: int, number: int) -
         shards[split] = Shard(part=part, number=number, sha256=sha256_of(content), **counts[split])
         if shards[split].documents:
             write_whole(work.folder / split / shards[split].name, content)
-    done = work.folder / "done" / f"{part:05}-{number:05}.json"
-    write_whole(done, Done(shards=shards).model_dump_json().encode())
+    write_whole(_shard_record(work, part, number), FinishedShard(shards=shards).model_dump_json().encode())
     return True
 
 
@@ -351,19 +375,20 @@ def _encoded(
             yield texts, ids.result()
 
 
-def _batches(documents: Iterable[str], most: int) -> Iterator[list[str]]:
-    """Batches of documents, up to the document with which all of them have `most` characters."""
+def _batches(documents: Iterable[str], limit: int) -> Iterator[list[str]]:
+    """Batches of documents, up to the document with which all of them have `limit` characters."""
     batch: list[str] = []
-    characters = before = 0
+    characters = characters_before = 0  # of the batch, and of those before it
     for document in documents:
         batch.append(document)
         characters += len(document)
-        is_last = before + characters >= most
+        is_last = characters_before + characters >= limit
         if characters >= BATCH_CHARACTERS or is_last:
             yield batch
             if is_last:
                 return
-            before += characters
-            batch, characters = [], 0
+            characters_before += characters
+            batch = []
+            characters = 0
     if batch:
         yield batch
