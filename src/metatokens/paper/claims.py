@@ -234,7 +234,7 @@ def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]
     figures = claim.figures(b)
     trainings = [_training(fields) for _, fields in figures]
     selections = [{"metric": claim.metric, **lists, **fields} for _, fields in figures]
-    measured = [inputs.select(**selection).dropna(subset=["value"]) for selection in selections]
+    measured = [inputs.measured(**selection) for selection in selections]
     settings = _settings_of(measured[0], keys, over.get("ratio"))
     in_settings: list[pd.DataFrame] = []
     for figure, (sign, fields) in enumerate(figures):

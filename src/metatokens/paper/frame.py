@@ -101,6 +101,10 @@ class Inputs:
             raise KeyError(f"there is no metric {metric}")
         return select(self.figures, **{"metric": metric, **_PLAIN.get(metric, {}), **where})
 
+    def measured(self, **where: Any) -> pd.DataFrame:
+        """The figures that `select` selects, where they have a value."""
+        return self.select(**where).dropna(subset=["value"])
+
 
 def load(paths: Sequence[Path]) -> Inputs:
     """Read run folders and files of lines into frames. Where a figure was measured again, the later line counts.
@@ -146,12 +150,17 @@ def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
     return frame[selected]
 
 
+def trained_to(frame: pd.DataFrame, train_length: Any) -> pd.DataFrame:
+    """The rows of models that were trained up to that length, or whose training had none."""
+    lengths = frame["train_length"]
+    return frame[lengths.isna() | (lengths == train_length)]
+
+
 def learning_curves(curves: pd.DataFrame) -> dict[tuple[str, str, str, int], pd.DataFrame]:
     """The plain runs' curves at their first train length by task, model, positions and seed; steps ascending."""
     points = select(curves, variant="").dropna(subset=["exact_match"])
     run = ["task", "model", "position_embedding", "seed"]
-    first_length = points.groupby(run)["train_length"].transform("min")
-    points = points[points["train_length"].isna() | (points["train_length"] == first_length)]
+    points = trained_to(points, points.groupby(run)["train_length"].transform("min"))
     points = points.drop_duplicates([*run, "step"], keep="last").sort_values("step")
     by_run: dict[tuple[str, str, str, int], pd.DataFrame] = {}
     for (task, model, positions, seed), curve in points.groupby(run):
@@ -300,17 +309,17 @@ def _steps_to_learn(curves: pd.DataFrame) -> Iterable[Mapping[str, Any]]:
 
 def _distortions(figures: pd.DataFrame) -> Iterable[Mapping[str, Any]]:
     """`distortion_at_rate`, in nats: the mean of a run's fits."""
-    keys = ["model", "position_embedding", "intervention", "split"]
-    for values, of_model in select(figures, analysis="rate_distortion").groupby(keys):
-        fields = dict(zip(keys, values, strict=True))
+    of_run = ["model", "position_embedding", "intervention", "split", "seed"]
+    for values, points in select(figures, analysis="rate_distortion").groupby(of_run):
+        fields = dict(zip(of_run, values, strict=True))
         for subject in ("meta", "text"):
-            fits: dict[int, list[np.ndarray]] = {}
-            for (seed, _), curve in distortion_curves(select(of_model, subject=["", subject])).items():
-                fits.setdefault(seed, []).append(distortions_at(curve, RATES))
-            for seed in sorted(fits):
-                of_run = fields | {"metric": "distortion_at_rate", "subject": subject, "seed": seed}
-                for rate, distortions in zip(RATES, zip(*fits[seed], strict=True), strict=True):
-                    yield of_run | {"rate": rate, "value": np.mean(distortions), "n": len(distortions)}
+            curves = distortion_curves(select(points, subject=["", subject])).values()
+            distortions = [distortions_at(curve, RATES) for curve in curves]
+            if not distortions:
+                continue
+            for rate, mean in zip(RATES, np.mean(distortions, axis=0), strict=True):
+                at_rate = {"subject": subject, "rate": rate, "value": mean, "n": len(distortions)}
+                yield {"metric": "distortion_at_rate", **fields, **at_rate}
 
 
 def _slowdowns(timings: Sequence[Timing]) -> Iterable[Mapping[str, Any]]:

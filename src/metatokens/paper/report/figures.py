@@ -31,10 +31,10 @@ from metatokens.looking.style import (
     small_multiples,
 )
 from metatokens.paper.claims import ClaimResult
-from metatokens.paper.frame import Inputs, distortion_curves, distortions_at, learning_curves, select
+from metatokens.paper.frame import Inputs, distortion_curves, distortions_at, learning_curves, select, trained_to
 from metatokens.paper.report.overview import MARKS, effect_text, numbered
 from metatokens.paper.report.paper import paper_table
-from metatokens.paper.report.table import Cell, models, order
+from metatokens.paper.report.table import Cell, in_order, models, order
 from metatokens.paper.report.tables import ALONE, FACTS, LENGTH_TABLES, SPLITS, SUBJECTS, Tables
 from metatokens.paper.report.text import name, number
 from metatokens.records import SEPARATOR
@@ -205,6 +205,10 @@ def _draw_effect(axes: Axes, result: ClaimResult, y: float) -> None:
     )
 
 
+def _scale_in_percent(axes: Axes, **labels: str) -> None:
+    axes.set(ylim=(-4, 104), yticks=range(0, 101, 25), **labels)
+
+
 def _draw_means(
     axes: Axes, label: str, cells: Mapping[float, Cell], style: Style, *, in_percent: bool = True, **look: Any
 ) -> None:
@@ -230,10 +234,9 @@ def _draw_by_length(tables: Tables, task: str, axes: Axes) -> None:
     selection = {key: value for key, value in tables.tasks[task].items() if key not in ("length", "train_length")}
     accuracies = inputs.select(**selection).dropna(subset=["value", "length"])
     train_length = accuracies["train_length"].max()
-    is_shown = accuracies["train_length"].isna() | (accuracies["train_length"] == train_length)
-    accuracies = accuracies[is_shown]
+    accuracies = trained_to(accuracies, train_length)
     lengths = sorted(set(accuracies["length"]))
-    for model, style in palette(sorted(set(accuracies["model"]), key=order)).items():
+    for model, style in palette(in_order(accuracies["model"])).items():
         by_length = accuracies[accuracies["model"] == model].groupby("length")
         cells = {length: Cell.of(of_length) for length, of_length in by_length}
         _draw_means(axes, model, cells, style, markersize=style.size - 1.5)
@@ -246,7 +249,7 @@ def _draw_by_length(tables: Tables, task: str, axes: Axes) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [number(length) if length < 1000 else f"{length / 1024:g}k" for length in lengths])
     axes.set_xticks([], minor=True)
-    axes.set(ylim=(-4, 104), yticks=range(0, 101, 25), xlabel="prompt length, tokens", ylabel="exactly right, %")
+    _scale_in_percent(axes, xlabel="prompt length, tokens", ylabel="exactly right, %")
 
 
 def _draw_papers(axes: Axes, table: int, train_length: float, lengths: Sequence[float]) -> None:
@@ -269,31 +272,30 @@ def learning(inputs: Inputs, width: float = PAGE) -> Figure:
         label = model if positions in ("rope", "") else f"{model}{SEPARATOR}{positions}"
         of_label = curves.setdefault(task, {}).setdefault(label, [])
         of_label.append(points.set_index("step")["exact_match"])
-    styles = palette(sorted(set(chain.from_iterable(curves.values())), key=order))
+    styles = palette(in_order(chain.from_iterable(curves.values())))
 
     def draw(task: str, axes: Axes) -> None:
-        for label in sorted(curves[task], key=order):
+        for label in in_order(curves[task]):
             accuracies = pd.concat(curves[task][label], axis=1).dropna()  # (steps that every run has, runs)
             cells = {step: Cell(dict(enumerate(runs))) for step, *runs in accuracies.itertuples()}
             _draw_means(axes, label, cells, styles[label], markevery=max(1, len(cells) // 5), markersize=4)
         by_step(axes, "exactly right, %")
         axes.axhline(90, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)), label="90 %")
-        axes.set(ylim=(-4, 104), yticks=range(0, 101, 25))
+        _scale_in_percent(axes)
 
-    panels = {name(task): partial(draw, task) for task in sorted(curves, key=order)}
+    panels = {name(task): partial(draw, task) for task in in_order(curves)}
     return small_multiples(panels, styles, width)
 
 
 def losses(inputs: Inputs, width: float = PAGE) -> Figure:
     """The loss in pretraining, and in fine-tuning on each task, by step: the mean over runs."""
     points = select(inputs.curves, variant="").dropna(subset=["loss"])
-    first_length = points.groupby("task")["train_length"].transform("min")
-    points = points[points["train_length"].isna() | (points["train_length"] == first_length)]
-    styles = palette(sorted(set(points["model"]), key=order))
+    points = trained_to(points, points.groupby("task")["train_length"].transform("min"))
+    styles = palette(in_order(points["model"]))
 
     def draw(task: str, axes: Axes) -> None:
         of_task = points[points["task"] == task]
-        for model in sorted(set(of_task["model"]), key=order):
+        for model in in_order(of_task["model"]):
             means = of_task[of_task["model"] == model].groupby("step")["loss"].mean()
             smooth = means.rolling(5, min_periods=1).mean()
             look = line(styles[model], markevery=max(1, len(smooth) // 5), markersize=4)
@@ -362,14 +364,14 @@ def similarity(inputs: Inputs, width: float = PAGE) -> Figure:
 def held(inputs: Inputs, width: float = PAGE) -> Figure:
     """Facts recalled through landmarks alone, by the share of keys and values that is kept: a line for each model."""
     accuracies = inputs.select(intervention=ALONE, condition=[*FACTS], train_condition=[*FACTS], variant=[*FACTS])
-    styles = palette(sorted(set(accuracies["model"]), key=order))
+    styles = palette(in_order(accuracies["model"]))
 
     def draw(axes: Axes) -> None:
         for model, style in styles.items():
             by_condition = accuracies[accuracies["model"] == model].groupby("condition")
             cells = {100 * rows["kv_kept"].mean(): Cell.of(rows) for _, rows in by_condition}
             _draw_means(axes, model, {share: cells[share] for share in sorted(cells)}, style)
-        axes.set(ylim=(-4, 104), yticks=range(0, 101, 25), xlabel="keys and values kept, %", ylabel="exactly right, %")
+        _scale_in_percent(axes, xlabel="keys and values kept, %", ylabel="exactly right, %")
 
     return small_multiples({"Facts recalled through landmarks alone": draw} if styles else {}, styles, width)
 

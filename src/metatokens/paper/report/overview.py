@@ -119,7 +119,7 @@ def _learned(tables: Tables) -> str:
     """Which models are above the best shortcut on each task, at the shortest train length."""
     groups: dict[str, list[str]] = {}
     for task, about in tables.tasks.items():
-        cells = {model: Cell.of(own) for model, own in tables.measured(about).groupby("model")}
+        cells = {model: Cell.of(own) for model, own in tables.inputs.measured(**about).groupby("model")}
         floor = max((end for cell in cells.values() for end in cell.floors if math.isfinite(end)), default=0.0)
         above = [model for model in sorted(cells, key=order) if cells[model].estimate()[1] > floor]
         some = f"only {listed(above)} {_be(len(above))}" if above else "no model is"

@@ -6,7 +6,7 @@ have the fields of its row and of its column.
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from typing import Any
@@ -21,6 +21,8 @@ from metatokens.paper.variants import COMPARED
 from metatokens.tasks import TASKS
 
 Fields = Mapping[str, Any]
+Selections = dict[str, Fields]
+"""Rows or columns, by label."""
 Text = str | tuple[str, ...]
 """The text of a cell, in one line or several."""
 Row = tuple[Text, ...]
@@ -273,18 +275,18 @@ def _note(form: Form, cells: Sequence[Cell]) -> str:
     return f"{form.what}: {figure}. n = {counts} {form.counted} a run."
 
 
-def models(inputs: Inputs, **where: Any) -> dict[str, Fields]:
+def models(inputs: Inputs, **where: Any) -> Selections:
     """A row for each model that has such figures, and for whatever else sets two figures of a model apart.
 
     Returns:
         The fields by label: `meta`, or `meta, learned positions, to 512`.
     """
-    measured = inputs.select(**where).dropna(subset=["value"])
+    measured = inputs.measured(**where)
     settings = measured[["model", *_APART]].drop_duplicates()
     differing = [column for column in _APART if settings[column].nunique(dropna=False) > 1]
     rows = [{key: plain(value) for key, value in row.items()} for row in settings.to_dict("records")]
     rows.sort(key=_order_of_model)
-    by_label: dict[str, Fields] = {}
+    by_label: Selections = {}
     for row in rows:
         words = [_words(column, row[column]) for column in differing if row[column]]
         by_label[", ".join([row["model"], *words])] = {**where, **row}
@@ -311,8 +313,13 @@ def _words(column: str, value: Any) -> str:
     return _APART[column].format(value)
 
 
+def in_order(names: Iterable[str]) -> list[str]:
+    """Models, tasks or conditions, each once: those of the project first, in their order."""
+    return sorted(set(names), key=order)
+
+
 def order(name: str) -> tuple[int, str]:
-    """The key that sorts models, tasks and conditions: those of the project first, in their order."""
+    """The key by which `in_order` sorts."""
     return _index(name, _ORDER), name
 
 

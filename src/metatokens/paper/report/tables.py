@@ -12,7 +12,19 @@ import pandas as pd
 
 from metatokens.paper.frame import RATES, SPEEDS, Inputs, learned_from, learning_curves
 from metatokens.paper.report.paper import first_token_ratio, paper_table
-from metatokens.paper.report.table import POSITIONS, Cell, Fields, Row, Table, models, order, plain, tabulate
+from metatokens.paper.report.table import (
+    POSITIONS,
+    Cell,
+    Fields,
+    Row,
+    Selections,
+    Table,
+    in_order,
+    models,
+    order,
+    plain,
+    tabulate,
+)
 from metatokens.paper.report.text import NOT_RUN, PERCENT, TOKENS_RIGHT, Form, duration, name, number
 from metatokens.records import Timing
 
@@ -56,8 +68,7 @@ class Tables:
     def tasks(self) -> dict[str, Fields]:
         """The tasks, each with the fields of its main figures: how the models were trained, on prompts of that kind."""
         accuracies = self._accuracies()
-        tasks = sorted(set(accuracies["task"]), key=order)
-        return {task: _main_fields(accuracies[accuracies["task"] == task]) for task in tasks}
+        return {task: _main_fields(accuracies[accuracies["task"] == task]) for task in in_order(accuracies["task"])}
 
     @cached_property
     def variants(self) -> list[tuple[str, str]]:
@@ -73,10 +84,10 @@ class Tables:
 
     def learned(self) -> Table:
         """Each model on each task at the train length, on other kinds of prompts, and trained among landmarks."""
-        rows: dict[str, Fields] = {}
+        rows: Selections = {}
         tested: set[str] = set()
         for task, main in self.tasks.items():
-            tested |= set(self.measured(main)["model"])
+            tested |= set(self.inputs.measured(**main)["model"])
             rows[name(task)] = main
             for other in self._other_conditions(task):
                 label = f"{name(task)}, {CONDITIONS.get(other['condition'], other['condition'])}"
@@ -124,19 +135,15 @@ class Tables:
         for variant, recipe in RECIPES.items():
             if (variant, task) in self.variants:
                 columns[recipe] = {"variant": variant}
-        rows: dict[str, Fields] = {}
-        if len(columns) > 1:
-            for label, fields in models(self.inputs, **self.tasks[task]).items():
-                rows[label] = _without(fields, "variant")
+        rows = models(self.inputs, **self.tasks[task]) if len(columns) > 1 else {}
         return self._table(name(task), "model", rows, columns)
 
     def _by(self, selection: Fields, title: str, keys: list[str], form: Form, **options: Any) -> Table:
         """A row for each model with these fields, a column for each combination of keys that was measured."""
         metric = "token_accuracy" if form == TOKENS_RIGHT else "exact_match"
         selection = {**selection, "metric": metric}
-        columns = {_heading(fields): fields for fields in _distinct(self.measured(selection), keys)}
-        rows = {label: _without(fields, *keys) for label, fields in models(self.inputs, **selection).items()}
-        return self._table(title, "model", rows, columns, form=form, **options)
+        columns = {_heading(fields): fields for fields in _distinct(self.inputs.measured(**selection), keys)}
+        return self._table(title, "model", models(self.inputs, **selection), columns, form=form, **options)
 
     def sooner(self) -> Table:
         """Training steps until a task is learned: the first measurement from which accuracy stays at 90 % or more."""
@@ -159,12 +166,12 @@ class Tables:
         papers = _papers(1, scale=self.inputs.scale)
 
         def below(fields: Fields) -> list[str]:
-            tokens = Cell.of(self.measured({**fields, "metric": "token_accuracy"}))
+            tokens = Cell.of(self.inputs.measured(**{**fields, "metric": "token_accuracy"}))
             if not tokens.runs:
                 return papers(fields)
             return [f"tokens {PERCENT(tokens.estimate()[0])}", *papers(fields)]
 
-        columns = {_heading(fields): fields for fields in _distinct(self.measured(selection), ["length"])}
+        columns = {_heading(fields): fields for fields in _distinct(self.inputs.measured(**selection), ["length"])}
         return self._table(name(task), "model", models(self.inputs, **selection), columns, below=below)
 
     def ablations(self, task: str, every: bool = False) -> Table:
@@ -174,18 +181,18 @@ class Tables:
         """
         interventions = [kind for kind in self._any("intervention") if kind not in ("", ALONE)]
         selection = {"metric": "exact_match", "task": task, "intervention": interventions}
-        measured = self.measured(selection)
-        rows: dict[str, Fields] = {}
+        measured = self.inputs.measured(**selection)
+        rows: Selections = {}
         for lengths in _distinct(measured, ["train_length", "length"]):
             train_length, length = lengths["train_length"], lengths["length"]
             if not every and length != train_length:
                 continue
             for model, fields in models(self.inputs, **selection, **lengths).items():
                 label = f"{model}, {_length(train_length)} \u2192 {_length(length)}"
-                rows[label] = {**_without(fields, "intervention"), **lengths}
-        columns = {}
+                rows[label] = {**fields, **lengths}
+        columns: Selections = {}
         if rows:
-            for kind in ["", *sorted(set(measured["intervention"]), key=order)]:
+            for kind in ["", *in_order(measured["intervention"])]:
                 columns[_intervention(kind)] = {"intervention": kind}
         at_train_length = _papers(*ABLATION_TABLES.get(task, ()))
         by_length = _papers(*BY_LENGTH_TABLES.get(task, ()))
@@ -200,7 +207,7 @@ class Tables:
     def held(self) -> Table:
         """How much is recalled through landmarks alone; with all text in sight, where a model was tested so too."""
         measured = self._accuracies(variant=self._any("variant"), intervention=ALONE)
-        rows: dict[str, Fields] = {}
+        rows: Selections = {}
         for fields in _distinct(
             measured, ["condition", "task", "variant", "train_condition", "train_length", "length"]
         ):
@@ -211,27 +218,26 @@ class Tables:
                 label += ", landmarks"
             alone = {**fields, "intervention": ALONE}
             in_sight = {**fields, "intervention": ""}
-            if len(self.measured(in_sight)):
+            if len(self.inputs.measured(**in_sight)):
                 label += ", trained with all text in sight"
                 rows[f"{label}, tested likewise"] = in_sight
-            share_of_cache = self.measured(alone)["kv_kept"].mean()
+            share_of_cache = self.inputs.measured(**alone)["kv_kept"].mean()
             rows[f"{label}, {PERCENT(share_of_cache)} % of the KV"] = alone
         return self._table("", "", rows, _columns_of_models(measured["model"]))
 
     def perplexity(self) -> Table:
         """The perplexity of text, with and without meta-tokens inserted."""
         selection = {"metric": "perplexity", "text": self._any("text"), "variant": self._any("variant")}
-        columns = {}
-        for fields in _distinct(self.measured(selection), ["text", "condition"]):
+        columns: Selections = {}
+        for fields in _distinct(self.inputs.measured(**selection), ["text", "condition"]):
             inserted = "alone" if fields["condition"] == "none" else f"meta-tokens {fields['condition']}"
             columns[f"{name(fields['text'])}, {inserted}"] = fields
-        rows = {label: _without(fields, "text") for label, fields in models(self.inputs, **selection).items()}
-        return self._table("", "model", rows, columns, form=PERPLEXITY)
+        return self._table("", "model", models(self.inputs, **selection), columns, form=PERPLEXITY)
 
     def shortcuts(self) -> Table:
         """The score of each shortcut."""
-        measured = self.measured({"metric": "shortcut"})
-        rows = {}
+        measured = self.inputs.measured(metric="shortcut")
+        rows: Selections = {}
         for fields in _distinct(measured, ["task", "condition", "model"]):
             label = f"{name(fields['task'])}, {fields['condition']}: {fields['model']}"
             rows[label] = {"metric": "shortcut", **fields}
@@ -243,7 +249,7 @@ class Tables:
         attention = {"logit": "logit at a meta-token", "log_odds": "log-odds at it", "entropy": "entropy"}
         output = {"top_logit": "top output logit", "answer_logit": "the answer's logit", "entropy": "output entropy"}
         markers = {"context": "within the prompt", "final": "at its end"}
-        rows: dict[str, Fields] = {}
+        rows: Selections = {}
         for module, module_name in MODULES.items():
             for quantity, words in attention.items():
                 metric = f"attention_{quantity}_change"
@@ -255,7 +261,7 @@ class Tables:
 
     def premise(self) -> Table:
         """Theorem 4.1: where its premise holds, and whether the entropy fell."""
-        rows: dict[str, Fields] = {}
+        rows: Selections = {}
         for module, module_name in MODULES.items():
             in_module: Fields = {"module": module, "layer": None}
             rows[f"{module_name}: rows with \u03b1 > exp(\u2212H)"] = {"metric": "premise_holds", **in_module}
@@ -269,8 +275,8 @@ class Tables:
     def caching(self) -> Table:
         """Figure 2, right: the cosine of a meta-token, and of the text before it, with the tokens before."""
         selection: dict[str, Any] = {"metric": "similarity_centred", "marker": "context"}
-        selection["layer"] = self.measured(selection)["layer"].max()
-        rows: dict[str, Fields] = {}
+        selection["layer"] = self.inputs.measured(**selection)["layer"].max()
+        rows: Selections = {}
         for distance in DISTANCES:
             rows[f"{distance} before, meta-token"] = {**selection, "distance": distance, "subject": "meta"}
             rows[f"{distance} before, text control"] = {**selection, "distance": distance, "subject": "text"}
@@ -278,14 +284,14 @@ class Tables:
 
     def attention_of_final(self) -> Table:
         """Figure 3, left: what the final meta-token attends to; below it, what even attention would give."""
-        rows: dict[str, Fields] = {}
+        rows: Selections = {}
         for module, module_name in MODULES.items():
             for keys in KEYS:
                 label = f"{module_name}: {keys.replace('_', ' ')}"
                 rows[label] = {"metric": "attention_weight", "module": module, "keys": keys}
 
         def below(fields: Fields) -> list[str]:
-            even = Cell.of(self.measured({**fields, "metric": "attention_weight_if_uniform"}))
+            even = Cell.of(self.inputs.measured(**{**fields, "metric": "attention_weight_if_uniform"}))
             return [f"evenly {SHARE(even.estimate()[0])}"] if even.runs else []
 
         return self._inside("attention_weight", rows, SHARE, below=below)
@@ -297,7 +303,7 @@ class Tables:
 
     def rate_distortion(self) -> Table:
         """Figure 3, right: the distortion at some rates."""
-        rows: dict[str, Fields] = {}
+        rows: Selections = {}
         for split, (words, (subject, intervention)), model in product(
             SPLITS, SUBJECTS.items(), ("gpt2", "twin", "meta")
         ):
@@ -327,7 +333,7 @@ class Tables:
         """All of a table of the paper; our figure of the same setting, where there is one, above the paper's."""
         paper = paper_table(table)
         scale = self.inputs.scale if table == 1 else 1
-        rows: dict[str, Fields] = {}
+        rows: Selections = {}
         for row in paper.rows:
             theirs = {"model": "meta", **paper.fields, **row.fields}
             ours = _without(theirs, "metric", "window")
@@ -338,7 +344,7 @@ class Tables:
                 if window == theirs.get("window"):
                     ours["variant"] = variant
             rows[_paper_label(theirs)] = ours
-        columns: dict[str, Fields] = {}
+        columns: Selections = {}
         for column in paper.columns:
             if column.get("metric") == "gain":
                 continue
@@ -392,28 +398,24 @@ class Tables:
     def _table(self, *arguments: Any, **options: Any) -> Table:
         return tabulate(self.inputs, *arguments, by_seed=self.by_seed, **options)
 
-    def measured(self, selection: Fields) -> pd.DataFrame:
-        """The figures that a selection selects."""
-        return self.inputs.select(**selection).dropna(subset=["value"])
-
     def _accuracies(self, **selection: Any) -> pd.DataFrame:
         """The accuracies in every condition, of models that were trained in any."""
         conditions = {"condition": self._any("condition"), "train_condition": self._any("train_condition")}
-        return self.measured(conditions | selection)
+        return self.inputs.measured(**conditions | selection)
 
     def _any(self, column: str) -> list[str]:
         return sorted(set(self.inputs.figures[column]))
 
 
-def _columns_of_models(names: Iterable[str]) -> dict[str, Fields]:
-    return {model: {"model": model} for model in sorted(set(names), key=order)}
+def _columns_of_models(names: Iterable[str]) -> Selections:
+    return {model: {"model": model} for model in in_order(names)}
 
 
 def _main_fields(accuracies: pd.DataFrame) -> dict[str, Any]:
     """The fields of a task's main figures: trained on the paper's prompts, rotary positions, where there are such."""
     fields: dict[str, Any] = {"metric": "exact_match", "variant": "", "task": accuracies["task"].iloc[0]}
     for column, preferred in (("train_condition", "paper"), ("position_embedding", "rope"), ("condition", None)):
-        values = sorted(set(accuracies[column]), key=order)
+        values = in_order(accuracies[column])
         preferred = preferred or fields["train_condition"]
         fields[column] = preferred if preferred in values else values[0]
         accuracies = accuracies[accuracies[column] == fields[column]]
