@@ -185,12 +185,13 @@ def test_settings_in_which_both_guess_or_are_at_the_ceiling_are_left_out(tmp_pat
         "parity": 0.3,
         "segment_counting": -0.22,
     }
-    reasons = [one.left_out for stratum in (*judged.strata, *judged.empty_strata) for one in stratum.settings]
+    strata = (*judged.strata, *judged.empty_strata)
+    reasons = [setting.left_out for stratum in strata for setting in stratum.settings]
     assert reasons == ["both guess", "", "both exceed 98 %", "both guess", "", "both guess"]
     assert judged.strata[0].settings[1].means == pytest.approx((0.8115, 0.5115))
 
     nothing_lost = _judge(tmp_path, lines, over=over, kind="match")
-    assert [one.left_out for one in nothing_lost.strata[0].settings] == ["both guess", "", ""]
+    assert [setting.left_out for setting in nothing_lost.strata[0].settings] == ["both guess", "", ""]
     nothing_there = _judge(tmp_path, lines, over=over | {"task": ["copying"]})
     assert (nothing_there.verdict, nothing_there.strata) == ("inconclusive", ())
 

@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from itertools import chain, islice
+from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -324,16 +324,14 @@ def _write_shard(work: Work, documents: Iterator[str], part: int, number: int) -
     """Write the next shard of a part, of both splits; return whether any document was left."""
     dtype = np.uint16 if text_vocab_size(work.tokenizer) <= 2**16 else np.uint32
     counts: dict[StoreSplit, Counter[str]] = {split: Counter(documents=0, characters=0, tokens=0) for split in SPLITS}
-    ids: dict[StoreSplit, list[npt.NDArray[np.unsignedinteger]]] = {split: [] for split in SPLITS}
-    for batch, encoded in _encoded(_batches(documents, work.plan.shard_characters), work.tokenizer):
-        batch_ids: dict[StoreSplit, list[list[int]]] = {split: [] for split in SPLITS}
-        for text, text_ids in zip(batch, encoded, strict=True):
+    ids: dict[StoreSplit, list[npt.NDArray[np.unsignedinteger]]] = {split: [np.empty(0, dtype)] for split in SPLITS}
+    batches = _batches(documents, work.plan.shard_characters)
+    for texts, encoded in _encoded(batches, work.tokenizer):
+        for text, text_ids in zip(texts, encoded, strict=True):
             split = _split_of(text, work.plan)
-            batch_ids[split].append(text_ids)
+            ids[split].append(np.array(text_ids, dtype))
             counts[split].update(documents=1, characters=len(text), tokens=len(text_ids) - 1)  # without end of text
-        for split in SPLITS:
-            ids[split].append(np.fromiter(chain.from_iterable(batch_ids[split]), dtype))
-    if not ids[SPLITS[0]]:
+    if not any(counts[split]["documents"] for split in SPLITS):
         return False
     shards: dict[StoreSplit, Shard] = {}
     for split in SPLITS:
