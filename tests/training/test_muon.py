@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from metatokens.training import muon
 from metatokens.training.finetune import finetune
 from metatokens.training.inside import inside_loss
 from metatokens.training.muon import MuonWithAdamW, block_matrices
@@ -28,24 +29,34 @@ def orthogonalized(gradient: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", [(12, 4), (6, 6), (4, 12)])
-def test_two_steps_of_a_matrix_are_those_of_the_paper(shape: tuple[int, int]) -> None:
-    draw = np.random.default_rng(0)
-    start, gradients = draw.normal(size=shape), draw.normal(size=(2, *shape))
-    matrix, vector = (torch.nn.Parameter(torch.tensor(one)) for one in (start, start[0]))
-    alone = torch.nn.Parameter(vector.detach().clone())
-    adamw = torch.optim.AdamW([matrix, vector], lr=0.004, weight_decay=0.1)
-    optimizer, other = MuonWithAdamW([matrix], adamw, 0.02), torch.optim.AdamW([alone], lr=0.004, weight_decay=0.1)
-    momentum, expected = np.zeros(shape), start
-    for gradient in gradients:
-        matrix.grad, vector.grad, alone.grad = (torch.tensor(one) for one in (gradient, gradient[0], gradient[0]))
+def test_two_steps_of_a_matrix_are_those_of_the_paper(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, count = np.random.default_rng(0), 3
+    monkeypatch.setattr(muon, "STACKED", 2 * math.prod(shape))  # a stack of two matrices, and the third by itself
+    starts, gradients = draw.normal(size=(count, *shape)), draw.normal(size=(2, count, *shape))
+    matrices = [torch.nn.Parameter(torch.tensor(start)) for start in starts]
+    untrained = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))  # without a gradient
+    vector, alone = (torch.nn.Parameter(torch.tensor(starts[0, 0])) for _ in range(2))
+    adamw = torch.optim.AdamW([*matrices, untrained, vector], lr=0.004, weight_decay=0.1)
+    optimizer = MuonWithAdamW([untrained, *matrices], adamw, 0.02)
+    other = torch.optim.AdamW([alone], lr=0.004, weight_decay=0.1)
+    momenta, expected = np.zeros_like(starts), starts
+    for step in gradients:
+        for matrix, gradient in zip(matrices, step, strict=True):
+            matrix.grad = torch.tensor(gradient)
+        vector.grad, alone.grad = (torch.tensor(step[0, 0]) for _ in range(2))
         optimizer.step()
         other.step()
-        momentum = 0.95 * momentum + 0.05 * gradient
-        nesterov = 0.05 * gradient + 0.95 * momentum
-        expected = expected - 0.02 * math.sqrt(max(1, shape[0] / shape[1])) * orthogonalized(nesterov)
-    change, like = matrix.detach().numpy() - start, expected - start
+        momenta = 0.95 * momenta + 0.05 * step
+        updates = [orthogonalized(one) for one in 0.05 * step + 0.95 * momenta]
+        expected = expected - 0.02 * math.sqrt(max(1, shape[0] / shape[1])) * np.array(updates)
+    change = np.array([matrix.detach().numpy() for matrix in matrices]) - starts
+    like = expected - starts
     assert np.abs(like).max() > 0.01
     assert np.abs(change - like).max() < 1e-5 * np.abs(like).max()
+    # A checkpoint has the momentum of each matrix by itself, whatever was stacked.
+    kept = [optimizer.state[matrix]["momentum_buffer"] for matrix in matrices]
+    np.testing.assert_allclose(np.array(kept), momenta, rtol=1e-12)
+    assert not untrained.any()
     assert torch.equal(vector, alone)
 
 
@@ -60,17 +71,17 @@ def trainer(small_model: Models, finetuning: Finetuning, trainer_of: TrainerOf, 
 
 def test_embeddings_biases_and_norms_are_adamws(trainer: MetaTokenTrainer) -> None:
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
-    decayed, plain, muon = trainer.optimizer.param_groups
-    assert {names[one] for one in muon["params"]} == {
+    decayed, plain, matrices = trainer.optimizer.param_groups
+    assert {names[one] for one in matrices["params"]} == {
         name for one, name in names.items() if one.ndim == 2 and ".layers." in name
     }
-    assert len(muon["params"]) == 2 * 6  # of each block: two attentions' two projections and the feed-forward's two
+    assert len(matrices["params"]) == 2 * 6  # of each block: two attentions' two projections and the feed-forward's two
     assert {names[one] for one in decayed["params"]} == {"model.embed_tokens.weight", "model.learned_positions.weight"}
     assert {one.ndim for one in plain["params"]} == {1}
     assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == len(names)
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
-    assert "weight_decay" not in muon
-    assert (decayed["betas"], muon["momentum"]) == ((0.9, 0.95), 0.95)
+    assert "weight_decay" not in matrices
+    assert (decayed["betas"], matrices["momentum"]) == ((0.9, 0.95), 0.95)
 
 
 @pytest.mark.parametrize("kind", ["bloom", "gpt_neox", "llama", "mpt"])  # their lists of blocks have other names

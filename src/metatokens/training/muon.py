@@ -1,16 +1,19 @@
 """One optimizer: Muon (Jordan et al., 2024) for matrices inside the blocks, AdamW for everything else.
 
 Muon steps along the orthogonal matrix nearest to the momentum of a matrix's gradient, by Newton-Schulz iterations.
+Those of small matrices take longer to start than to compute, so matrices of one shape share them.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from metatokens.decoder import decoder_of
+
+STACKED = 2**22  # entries of the matrices that are stacked, at most: 16 MB; a larger matrix is updated alone
 
 
 def block_matrices(model: Any) -> list[nn.Parameter]:
@@ -52,25 +55,47 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._adamw.param_groups, self._adamw.state = self.param_groups[:-1], self.state
         self._adamw.step()
         muon = self.param_groups[-1]
-        for matrix in muon["params"]:
-            if matrix.grad is not None:
-                momentum = self.state[matrix].setdefault("momentum_buffer", torch.zeros_like(matrix.grad))
-                momentum.lerp_(matrix.grad, 1 - muon["momentum"])
-                update = orthogonalized(matrix.grad.lerp(momentum, muon["momentum"]))
-                rows, columns = matrix.shape
-                matrix.add_(update, alpha=-muon["lr"] * math.sqrt(max(1, rows / columns)))
+        for matrices in _stacks([matrix for matrix in muon["params"] if matrix.grad is not None]):
+            gradients = [matrix.grad for matrix in matrices]
+            momenta = [self._momentum(matrix) for matrix in matrices]
+            for momentum, gradient in zip(momenta, gradients, strict=True):
+                momentum.lerp_(gradient, 1 - muon["momentum"])
+            nesterov = torch.stack(gradients).lerp(torch.stack(momenta), muon["momentum"])
+            rows, columns = matrices[0].shape
+            rate = muon["lr"] * math.sqrt(max(1, rows / columns))
+            for matrix, update in zip(matrices, orthogonalized(nesterov), strict=True):
+                matrix.add_(update, alpha=-rate)
         return loss
 
+    def _momentum(self, matrix: nn.Parameter) -> Tensor:
+        """A matrix's momentum, which a checkpoint holds for each matrix by itself."""
+        state = self.state[matrix]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+        buffer: Tensor = state["momentum_buffer"]
+        return buffer
 
-def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """Set all singular values of a matrix to about 1, by five Newton-Schulz iterations.
+
+def _stacks(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """The matrices in lists of one shape, type and device, each of at most STACKED entries or a single matrix."""
+    alike: dict[Hashable, list[nn.Parameter]] = {}
+    for matrix in matrices:
+        alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(matrix)
+    for group in alike.values():
+        size = max(1, STACKED // group[0].numel())
+        yield from (group[start : start + size] for start in range(0, len(group), size))
+
+
+def orthogonalized(matrices: Tensor) -> Tensor:
+    """Set all singular values of each matrix, (count, rows, columns), to about 1, by five Newton-Schulz iterations.
 
     `torch.optim.Muon` multiplies in bfloat16 everywhere. CPUs without instructions for it need 30 times as long.
     """
-    is_wide = matrix.shape[0] <= matrix.shape[1]
-    x = (matrix if is_wide else matrix.T).to(torch.bfloat16 if matrix.is_cuda else torch.float32)
-    x = x / x.norm().clamp(min=1e-7)
+    is_wide = matrices.shape[1] <= matrices.shape[2]
+    x = (matrices if is_wide else matrices.mT).to(torch.bfloat16 if matrices.is_cuda else torch.float32)
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return (x if is_wide else x.T).to(matrix.dtype)
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, polynomial, x, beta=3.4445)
+    return (x if is_wide else x.mT).to(matrices.dtype)

@@ -74,11 +74,18 @@ class MetaTokenTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.settings, self.schedule_start = settings, schedule_start
         self.tokens_read, self.seconds_paused = 0, 0.0
+        self._operations_per_token: int | None = None
 
     @property
     def saves_delta(self) -> bool:
         """Whether checkpoints leave out the base of a retrofitted model, which is not trained."""
         return isinstance(self.model, MetaModel) and not (self.settings.train_base or self.settings.fsdp)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """The operations of a step, which the Trainer reports; it counts the parameters anew at every step."""
+        if self._operations_per_token is None:
+            self._operations_per_token = super().floating_point_ops(inputs) // inputs["input_ids"].numel()
+        return self._operations_per_token * int(inputs["input_ids"].numel())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
