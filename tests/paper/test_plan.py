@@ -128,14 +128,22 @@ def test_fine_tuning_fits_the_tests(name: str) -> None:
 
 
 def test_the_demo_measures_what_it_should() -> None:
-    assert [one.name for one in DEMO.models] == ["gpt2", "meta"]
-    (length,) = finetune_recipe(DEMO, DEMO.models[0], "parity").task.train_lengths
-    assert DEMO.test_counts == {length: 500, 2 * length: 200, 4 * length: 200, 8 * length: 200}
+    assert {one.name: one.tasks for one in DEMO.models} == {"gpt2": TASKS, "pause": ("list_recall",), "meta": TASKS}
+    for task in TASKS:
+        assert finetune_recipe(DEMO, DEMO.models[0], task).task.train_lengths == (min(DEMO.test_counts),)
     assert CONDITIONS[:5] == ("paper", "landmark", "none", "decoy", "long_prompt")
-    assert DEMO.extra_conditions == dict.fromkeys(("list_recall", "parity"), ("landmark", "decoy"))
     assert DEMO.corpus == "builtin"
     recipes = [pretrain_recipe(DEMO, one) for one in DEMO.models]
     assert {(recipe.model.position_embedding, recipe.training.seed) for recipe in recipes} == {("rope", 0)}
+
+
+def test_the_demo_begins_with_list_recall_and_asks_with_the_text_covered() -> None:
+    plan = {stage.name: stage for stage in planned("demo")}
+    covered = {f"landmarks-alone-{model}-list_recall" for model in ("pause", "meta")}
+    assert covered == {name for name, stage in plan.items() if stage.options.get("question_sees")}
+    tasks = {name: stage.subject.get("task", "list_recall") for name, stage in plan.items()}
+    first = max(stage.priority for name, stage in plan.items() if tasks[name] == "list_recall")
+    assert first < min(stage.priority for name, stage in plan.items() if tasks[name] != "list_recall")
 
 
 def test_a_model_is_named_and_described_by_what_sets_it_apart() -> None:
@@ -169,17 +177,17 @@ def test_a_model_changes_what_it_says_and_nothing_else() -> None:
 def test_fine_tuning_another_models_weights_needs_that_one() -> None:
     base = TrainedModel(model="meta", tasks=("parity",))
     tuned = TrainedModel(model="meta", variant="again", tasks=("parity",), pretrained_as="meta")
-    plan = {stage.name: stage for stage in stages(replace(DEMO, models=(base, tuned), looked_into=()))}
+    plan = {stage.name: stage for stage in stages(replace(DEMO, models=(base, tuned), inspections=(), looked_into=()))}
     assert "pretrain-meta-again" not in plan
     [drawn] = [name for name in plan if name.startswith("draw_examples")]
-    tests = [f"draw_tests-parity-{condition}" for condition in ("paper", "landmark", "decoy")]
-    assert plan["finetune-meta-again-parity"].after == ("pretrain-meta", drawn, *tests)
+    assert plan["finetune-meta-again-parity"].after == ("pretrain-meta", drawn, "draw_tests-parity-paper")
 
 
 def test_marker_conditions_are_tested_with_rope_up_to_a_length() -> None:
-    sizes = replace(DEMO, extra_condition_limit=256)
+    counts = {128: 500, 256: 200, 512: 100}
+    sizes = replace(DEMO, test_counts=counts, extra_condition_limit=256)
     assert counts_of(sizes, TrainedModel(model="meta"), "list_recall") == {
-        "paper": {128: 500, 256: 200, 512: 200, 1024: 200},
+        "paper": counts,
         "landmark": {128: 500, 256: 200},
         "decoy": {128: 500, 256: 200},
     }
@@ -187,7 +195,7 @@ def test_marker_conditions_are_tested_with_rope_up_to_a_length() -> None:
         (TrainedModel(model="meta"), "copying"),
         (TrainedModel(model="meta", position_embedding="none"), "list_recall"),
     ):
-        assert counts_of(sizes, one, task) == {"paper": {128: 500, 256: 200, 512: 200, 1024: 200}}
+        assert counts_of(sizes, one, task) == {"paper": counts}
 
 
 def test_models_that_read_the_same_examples_share_them() -> None:
@@ -283,20 +291,23 @@ def test_what_is_recalled_through_landmarks_is_measured_so() -> None:
     }
 
 
+def _prompts(recipe: FinetuneRecipe) -> int:
+    """The prompts that a recipe reads up to its first train length."""
+    first = recipe.task.train_lengths[0]
+    return sum(phase.examples for phase in recipe.phases() if phase.train_length == first)
+
+
 def test_one_recipe_a_task_and_equal_steps_for_all_models() -> None:
     for task in TASKS:
         for sizes in (SMALL, DEMO):
-            plain = [one for one in sizes.models if not one.variant]
+            plain = [one for one in sizes.models if not one.variant and task in one.tasks]
             recipes = [finetune_recipe(sizes, one, task).model_dump() for one in plain]
             seeds = [recipe["training"].pop("seed") for recipe in recipes]
             assert all(recipe == recipes[0] for recipe in recipes)
             assert seeds == [one.seed for one in plain]
         demo, small = (finetune_recipe(sizes, TrainedModel(model="meta"), task) for sizes in (DEMO, SMALL))
         assert small.task.train_lengths == (128, 512)
-        assert demo.task.train_lengths == (128,)
-        assert demo.task.stages == small.task.stages
-        assert demo.training == small.training
-        assert demo.train_steps == small.train_steps[:1]
+        assert _prompts(demo) < 0.5 * _prompts(small)
     unmarked = [one for one in PAPER.models if one.variant == "landmark" and one.seed == 0]
     assert len(unmarked) == len({one.model for one in unmarked}) == 4
     assert len({finetune_recipe(PAPER, one, "list_recall").model_dump_json() for one in unmarked}) == 1

@@ -23,7 +23,7 @@ from metatokens.paper.frame import load
 from metatokens.paper.plan import Stage, stages
 from metatokens.paper.run_log import RunLog
 from metatokens.paper.runner import Outcome, Runner
-from metatokens.paper.variants import Preset, TrainedModel
+from metatokens.paper.variants import LandmarksTest, Preset, TrainedModel
 from metatokens.records import Result, RunInfo, lines_file, read_lines, read_record
 from metatokens.tasks.curriculum import TASKS
 from metatokens.tasks.example_store import ExampleStore
@@ -95,14 +95,17 @@ def test_the_caller_hears_of_each_task_that_is_done_while_another_is_left(
         tiny,
         models=tuple(TrainedModel(model=model, tasks=tasks) for model in ("gpt2", "meta")),
         finetune_recipes=dict.fromkeys(tasks, "demo_finetune"),
+        inspections=(LandmarksTest(models=("meta",), counts={"paper": {64: 4}}, train_lengths=(64,)),),
     )
 
     def look() -> None:
         results = read_lines(tmp_path / "run" / "results.jsonl", Result)
-        seen.append({(one.model, one.task) for one in results if one.metric == "exact_match"})
+        exact = [one for one in results if one.metric == "exact_match"]
+        seen.append({(one.model, one.task, one.intervention) for one in exact})
 
     reproduce(sizes=both, task_done=look)
-    assert seen == [{("gpt2", "list_recall"), ("meta", "list_recall")}]
+    in_sight = {("gpt2", "list_recall", None), ("meta", "list_recall", None)}
+    assert seen == [in_sight | {("meta", "list_recall", "landmarks_alone")}]
 
 
 def test_curves_examples_and_provenance_are_what_the_report_reads(undisturbed: Path) -> None:

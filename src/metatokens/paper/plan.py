@@ -137,7 +137,7 @@ def _test_stages(sizes: Preset, task: str) -> Iterator[Stage]:
             options={"counts": counts},
             after=("tokenize",),
             product=f"examples/{task}/tests-{condition}",
-            priority=_wait(task),
+            priority=min(one.priority for one in sizes.models if task in one.tasks) + _wait(task),
             cost=10 + _seconds_to_draw(counts),
         )
 

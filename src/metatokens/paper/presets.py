@@ -20,7 +20,7 @@ from metatokens.errors import UserError
 from metatokens.paper.variants import COMPARED, Ablation, Analysis, FurtherTest, LandmarksTest, Preset, TrainedModel
 from metatokens.tasks import TASKS
 
-# `demo` and `small` share this, so that they agree. Each task has one recipe for all models.
+# `demo` and `small` share this: their models have the same sizes. Each task has one recipe for all models.
 _SMALLEST = Preset(
     corpus="builtin",
     tokenizer="train:2048",
@@ -31,14 +31,22 @@ _SMALLEST = Preset(
     test_counts={},
 )
 
-# The recipes of `small`, up to its first train length.
+# A tour of a few minutes: short recipes of its own, and no more test prompts than show which model knows its task. List
+# recall, the first task, has `pause` too: asked with the text covered, it differs from `meta` the most.
 DEMO = replace(
     _SMALLEST,
-    finetune_overrides=("task.train_lengths=[128]", "task.train_steps=null"),
-    test_counts={128: 500, 256: 200, 512: 200, 1024: 200},
-    models=tuple(TrainedModel(model=model) for model in ("gpt2", "meta")),
-    extra_conditions=dict.fromkeys(("list_recall", "parity"), ("landmark", "decoy")),
-    probe_steps=dict.fromkeys(TASKS, 250) | {"list_recall": 100},
+    pretrain_overrides=(*_SMALLEST.pretrain_overrides, "training.max_steps=100"),
+    finetune_recipes={task: f"demo_{task}" for task in TASKS},
+    test_counts={128: 250, 256: 100},
+    models=(
+        TrainedModel(model="gpt2"),
+        TrainedModel(model="pause", tasks=("list_recall",)),
+        TrainedModel(model="meta"),
+    ),
+    extra_conditions={"list_recall": ("landmark", "decoy")},
+    extra_condition_limit=128,
+    probe_steps=dict.fromkeys(TASKS, 250) | {"list_recall": 50},
+    inspections=(LandmarksTest(models=("pause", "meta"), counts={"paper": {128: 250}}),),
     looked_into=("meta", "gpt2"),
 )
 

@@ -48,7 +48,7 @@ def reproduce(
         only: carry out only the stages whose results this table or task shows, and those that they need.
         executor, workers, job: see `open_pool`.
         overwrite: replace another run in `out`.
-        task_done: called whenever the last model was evaluated on a task and another task is left.
+        task_done: called whenever the last accuracy on a task was measured and another task is left.
 
     Raises:
         UserError: if the preset, the table or the task is unknown, `out` holds another run, the workers refuse their
@@ -109,7 +109,8 @@ def _carry_out(log: RunLog, plan: list[Stage], left: set[str], pool: Pool, task_
     order.prepare()
     ready: list[str] = []
     running: set[str] = set()
-    asked = Counter(by_name[name].subject["task"] for name in left if by_name[name].kind == "evaluate")
+    task_of = {name: by_name[name].subject["task"] for name in left if by_name[name].method == "evaluate"}
+    asked = Counter(task_of.values())
     with Display({stage.name: stage.cost for stage in plan}) as display:
         while order.is_active():
             while names := order.get_ready():  # skipping a finished stage may make others ready
@@ -136,7 +137,9 @@ def _carry_out(log: RunLog, plan: list[Stage], left: set[str], pool: Pool, task_
                     display.finish(name)
                     order.done(name)
                 display.refresh(running)
-                tested = Counter(by_name[name].subject["task"] for name in finished if by_name[name].kind == "evaluate")
+                tested = Counter(
+                    by_name[name].subject["task"] for name in finished if by_name[name].method == "evaluate"
+                )
                 asked -= tested  # tasks without a model left disappear
                 if asked and tested.keys() - asked.keys():
                     task_done()
