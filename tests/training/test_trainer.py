@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils
 
 from metatokens.data.blocks import BlockDataset
@@ -43,6 +43,13 @@ def test_the_optimizer_is_the_papers(papers_trainer: MetaTokenTrainer) -> None:
     arguments = papers_trainer.args
     assert (arguments.max_grad_norm, arguments.max_steps, arguments.gradient_accumulation_steps) == (1.0, 200_000, 40)
     assert arguments.report_to == []
+
+
+def test_the_operations_of_a_step_are_the_trainers(papers_trainer: MetaTokenTrainer) -> None:
+    for shape in ((2, 8), (3, 5)):  # the parameters are counted once
+        inputs = {"input_ids": torch.zeros(shape, dtype=torch.long)}
+        expected = Trainer.floating_point_ops(papers_trainer, inputs)
+        assert papers_trainer.floating_point_ops(inputs) == expected > 0
 
 
 @pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
