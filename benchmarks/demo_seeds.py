@@ -16,7 +16,7 @@ from rich.table import Table
 
 from metatokens.paper import presets
 from metatokens.paper.run import reproduce
-from metatokens.paper.variants import Inspection, Preset
+from metatokens.paper.variants import Ablation, Analysis, FurtherTest, Preset
 from metatokens.records import Result, read_lines
 
 NAME = "demo"
@@ -37,16 +37,14 @@ def main(
 
 def with_seeds(sizes: Preset, seeds: int) -> Preset:
     """The preset with each of its models and inspections for the seeds 0, 1, ..."""
-    models = [
-        replace(one, seed=seed, priority=one.priority + seed / 1000) for seed in range(seeds) for one in sizes.models
-    ]
+    models = tuple(replace(model, seed=seed) for seed in range(seeds) for model in sizes.models)
 
-    def inspected(inspection: Any) -> Any:
+    def inspected(inspection: FurtherTest | Ablation | Analysis) -> FurtherTest | Ablation | Analysis:
         names = tuple(model.name for model in models if model.model in inspection.models)
         return replace(inspection, models=names)
 
-    inspections: list[Inspection] = [inspected(one) for one in sizes.inspections]
-    return replace(sizes, models=tuple(models), inspections=tuple(inspections), looked_into=())
+    inspections = tuple(inspected(inspection) for inspection in sizes.inspections)
+    return replace(sizes, models=models, inspections=inspections, looked_into=())
 
 
 def table(results: list[Result], seeds: int) -> Table:

@@ -436,7 +436,9 @@ def demo_tasks() -> str:
 
 def demo_recall() -> str:
     """The demo's models with the text covered, on longer lists, and on other markers."""
-    columns = {"128, text covered": {"length": 128, "intervention": "landmarks_alone"}} | lengths(256) | {
+    columns: Rows = {
+        "128, text covered": {"length": 128, "intervention": "landmarks_alone"},
+        **lengths(256),
         "128, landmarks": {"length": 128, "condition": "landmark"},
         "128, decoys": {"length": 128, "condition": "decoy"},
     }

@@ -1,6 +1,7 @@
 """The demo with several seeds: its plan, and the table of what it measured."""
 
 import io
+from typing import Any
 
 from rich.console import Console
 
@@ -21,7 +22,7 @@ def test_each_seed_has_the_stages_of_the_demo() -> None:
 
 
 def test_a_row_has_all_seeds_next_to_the_best_shortcut() -> None:
-    prompts = {"task": "parity", "condition": "paper", "length": 128, "n": 10, "recipe": "demo"}
+    prompts: dict[str, Any] = {"task": "parity", "condition": "paper", "length": 128, "n": 10, "recipe": "demo"}
     measured = [
         Result(**prompts, metric="exact_match", model="meta", seed=0, value=0.9),
         Result(**prompts, metric="exact_match", model="meta", seed=1, value=0.8),

@@ -54,8 +54,8 @@ def test_two_steps_of_a_matrix_are_those_of_the_paper(shape: tuple[int, int], mo
     assert np.abs(like).max() > 0.01
     assert np.abs(change - like).max() < 1e-5 * np.abs(like).max()
     # A checkpoint has the momentum of each matrix by itself, whatever was stacked.
-    kept = [optimizer.state[matrix]["momentum_buffer"] for matrix in matrices]
-    np.testing.assert_allclose(np.array(kept), momenta, rtol=1e-12)
+    buffers = [optimizer.state[matrix]["momentum_buffer"] for matrix in matrices]
+    np.testing.assert_allclose(np.array(buffers), momenta, rtol=1e-12)
     assert not untrained.any()
     assert torch.equal(vector, alone)
 

@@ -56,7 +56,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._adamw.step()
         muon = self.param_groups[-1]
         for matrices in _stacks([matrix for matrix in muon["params"] if matrix.grad is not None]):
-            gradients = [matrix.grad for matrix in matrices]
+            gradients = [matrix.grad for matrix in matrices if matrix.grad is not None]
             momenta = [self._momentum(matrix) for matrix in matrices]
             for momentum, gradient in zip(momenta, gradients, strict=True):
                 momentum.lerp_(gradient, 1 - muon["momentum"])
@@ -71,7 +71,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         """A matrix's momentum, which a checkpoint holds for each matrix by itself."""
         state = self.state[matrix]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+            state["momentum_buffer"] = torch.zeros_like(matrix)
         buffer: Tensor = state["momentum_buffer"]
         return buffer
 
