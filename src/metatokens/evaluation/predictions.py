@@ -1,14 +1,18 @@
 """A model's answers, prompt by prompt."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from metatokens.decoder import continue_prompts
+from metatokens.decoder import continue_prompts, logits_at
+from metatokens.model.configuration import never_generated
 from metatokens.model.positions import reaches
 from metatokens.records import Record
-from metatokens.tasks.example import Example
+from metatokens.tasks.example import Encoded, Example
+from metatokens.tasks.landmarks_alone import LandmarksAlone
 from metatokens.tasks.scoring import by_length
 
 FURTHER = 8  # tokens that a generated answer may have more than the right one
@@ -56,3 +60,30 @@ def predict(
             prediction=answers[place],
             exact=exact[place],
         )
+
+
+@torch.inference_mode()
+def answer(
+    model: PreTrainedModel,
+    example: Encoded,
+    tokenizer: PreTrainedTokenizerBase,
+    alone: LandmarksAlone | None = None,
+) -> str:
+    """The model's greedy answer to one prompt, which ends after as many tokens as the right answer has.
+
+    Unlike `predict` it can answer a question that sees landmarks alone. It reads the whole prompt again for each token.
+    """
+    model.eval()
+    ids = list(map(int, example.input_ids[: example.answer_start]))
+    for _ in range(len(example.input_ids) - example.answer_start):
+        asked = Encoded(input_ids=ids, answer_start=example.answer_start)
+        row = torch.tensor([ids])
+        is_last = torch.arange(len(ids)) == len(ids) - 1
+        mask = None if alone is None else alone.mask(row, [asked]).to(model.device)
+        [logits] = logits_at(model, row.to(model.device), is_last[None].to(model.device), mask=mask)
+        logits[:, never_generated(model.config)] = -math.inf
+        next_token = int(logits.argmax())
+        if next_token == tokenizer.eos_token_id:
+            break
+        ids.append(next_token)
+    return str(tokenizer.decode(ids[example.answer_start :]))

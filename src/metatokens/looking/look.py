@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -21,10 +21,12 @@ from metatokens.looking.page import Likeliest, Look
 from metatokens.model.interventions import NoEmbedding, intervene
 from metatokens.model.positions import learned_positions
 from metatokens.model.wrappers import takes_wrapped
+from metatokens.tasks.example import Encoded
+from metatokens.tasks.landmarks_alone import LandmarksAlone
 
 MAX_TOKENS = 4096  # of a prompt: attention weights take memory quadratic in its length
 ANSWERS = 5  # next tokens that are shown
-WITH, WITHOUT, DECOYS = "with its meta-tokens", "without", "among decoys"
+WITH, WITHOUT, DECOYS, COVERED = "with its meta-tokens", "without", "among decoys", "with the text covered"
 
 
 @takes_wrapped
@@ -72,6 +74,10 @@ def look(
             zeroed = _of_layers(observe(model, ids), layers)
         decoys = min(int(is_meta.sum()), _room(model) - len(ids))
         followed = {WITH: ids, WITHOUT: ids[~is_meta], DECOYS: with_decoys(ids, is_meta, meta, decoys, seed)}
+    answers = {title: likeliest(model, _next(model, prompt)) for title, prompt in followed.items()}
+    if is_meta.any():
+        with suppress(UserError):  # the prompt has no question, or the model's attention takes no mask
+            answers[COVERED] = likeliest(model, _next(model, ids, cover(model, tokenizer, ids)))
     return Look(
         name=name or type(model).__name__,
         tokens=[tokenizer.decode([token]) for token in ids.tolist()],
@@ -80,7 +86,7 @@ def look(
         observation=observation,
         zeroed=zeroed,
         lens=_lens(model, ids, observation.states),
-        answers={title: likeliest(model, _next(model, prompt)) for title, prompt in followed.items()},
+        answers=answers,
         tokenizer=tokenizer,
     )
 
@@ -116,6 +122,19 @@ def prompt_ids(
     return ids
 
 
+def cover(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> Tensor:
+    """The mask that covers the text of a prompt: its question sees the meta-tokens before it, and no text there.
+
+    Returns:
+        True where a query sees a key, (1, 1, length, length).
+
+    Raises:
+        UserError: if the prompt has no question, or the model's attention takes no mask.
+    """
+    prompt = Encoded(input_ids=ids.tolist(), answer_start=len(ids))
+    return LandmarksAlone(model, tokenizer).mask(ids[None], [prompt]).to(model.device)
+
+
 def with_decoys(ids: Tensor, is_meta: Tensor, meta_token_id: int, count: int, seed: int) -> Tensor:
     """A prompt with `count` extra meta-tokens, or fewer if it has not enough places, (length + count,) int64.
 
@@ -146,9 +165,9 @@ def _meta_token(model: PreTrainedModel) -> int | None:
     return getattr(model.config, "meta_token_id", None)
 
 
-def _next(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The logits of the token after a prompt, (vocabulary,)."""
-    return model(ids[None].to(model.device), use_cache=False).logits[0, -1]
+def _next(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The logits of the token after a prompt, (vocabulary,); under a mask (1, 1, length, length), if there is one."""
+    return model(ids[None].to(model.device), attention_mask=mask, use_cache=False).logits[0, -1]
 
 
 def _lens(model: PreTrainedModel, ids: Tensor, states: Sequence[Tensor]) -> Likeliest:

@@ -203,7 +203,7 @@ def distortions_at(curve: Curve, rates: Sequence[float]) -> np.ndarray:
 
 
 def _rows(records: Sequence[Record], kind: type[Record]) -> pd.DataFrame:
-    names = [name for name in kind.model_fields if name not in ("versions", "created")]
+    names = [name for name in kind.model_fields if name not in ("versions", "created", "answer")]
     return pd.DataFrame([record.model_dump(include={*names}) for record in records], columns=names)
 
 

@@ -27,6 +27,7 @@ from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.evaluation.accuracy import draw_test_examples, evaluate, shortcut_rates
 from metatokens.evaluation.perplexity import held_out_text, perplexity
+from metatokens.evaluation.predictions import answer
 from metatokens.files import write_whole
 from metatokens.looking.look import look
 from metatokens.looking.page import to_html
@@ -38,6 +39,7 @@ from metatokens.records import LOOKS, About, CurvePoint, ExampleRecord, Measurem
 from metatokens.retrofit.surgery import add_meta_attention
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import documents_for, task_texts
+from metatokens.tasks.example import Encoded
 from metatokens.tasks.example_store import ExampleStore
 from metatokens.tasks.landmarks_alone import LandmarksAlone
 from metatokens.training.examples import train_examples, train_source
@@ -234,7 +236,8 @@ class Runner:
             alone = LandmarksAlone(tuned, self.tokenizer()) if question_sees else None
             for condition, own in counts.items():
                 tests = self.tests(task, condition, {length: n for length, n in own.items() if length <= longest})
-                results += evaluate(tuned, tests, about.model_copy(update={"condition": condition}), alone=alone)
+                found = evaluate(tuned, tests, about.model_copy(update={"condition": condition}), alone=alone)
+                results += [self._with_answer(result, tuned, tests, alone) for result in found]
         return Outcome(results=results)
 
     def intervene(
@@ -309,6 +312,20 @@ class Runner:
         page.parent.mkdir(exist_ok=True)
         write_whole(page, to_html(looks).encode())
         return Outcome()
+
+    def _with_answer(
+        self,
+        result: Result,
+        model: PreTrainedModel,
+        tests: Mapping[int, Sequence[Encoded]],
+        alone: LandmarksAlone | None,
+    ) -> Result:
+        """A result with the model's answer to its first prompt, if that is the one that `describe_tasks` wrote."""
+        is_shown = result.condition == "paper" and result.length == min(self.preset.test_counts)
+        if not is_shown or result.metric != "exact_match" or result.value is None:
+            return result
+        said = answer(model, tests[result.length][0], self.tokenizer(), alone)
+        return result.model_copy(update={"answer": said})
 
     def pretrained(self, model: TrainedModel) -> Path:
         """The folder of a model before fine-tuning."""

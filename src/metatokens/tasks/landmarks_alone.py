@@ -16,7 +16,7 @@ from metatokens.errors import UserError
 from metatokens.tasks.example import Encoded
 
 ALONE = "landmarks_alone"  # the `intervention` in a result with these masks
-_OPENING = "\nQ:"  # of the question of every task
+OPENING = "\nQ:"  # of the question of every task
 
 
 class LandmarksAlone:
@@ -30,7 +30,7 @@ class LandmarksAlone:
         attention = model.config._attn_implementation
         if attention != "sdpa":
             raise UserError(f"a question that sees landmarks alone needs attention 'sdpa', and this has {attention!r}.")
-        [self._opening] = encode_text(tokenizer, [_OPENING])
+        [self._opening] = encode_text(tokenizer, [OPENING])
         self._meta_token_id = model.config.meta_token_id
 
     def start(self, example: Encoded) -> int:

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from metatokens.looking.style import (
+    FURTHER,
     GREY,
     INK,
     PAGE,
@@ -32,11 +33,12 @@ from metatokens.looking.style import (
 )
 from metatokens.paper.claims import ClaimResult
 from metatokens.paper.frame import Inputs, distortion_curves, distortions_at, learning_curves, select, trained_to
+from metatokens.paper.report.covered import Asked
 from metatokens.paper.report.overview import MARKS, effect_text, numbered
 from metatokens.paper.report.paper import paper_table
 from metatokens.paper.report.table import Cell, in_order, models, order
 from metatokens.paper.report.tables import ALONE, FACTS, LENGTH_TABLES, SPLITS, SUBJECTS, Tables
-from metatokens.paper.report.text import name, number
+from metatokens.paper.report.text import PERCENT, name, number
 from metatokens.records import SEPARATOR
 
 MARKERS = {"supported": ("#0072b2", ">"), "contradicted": ("#d55e00", "<"), "equivalent": (INK, "s")}
@@ -263,6 +265,32 @@ def _draw_papers(axes: Axes, table: int, train_length: float, lengths: Sequence[
         values = np.array([paper.at(**setting, length=length) for length in lengths], float)
         if not np.isnan(values).all():
             axes.plot(lengths, values, label=label, **line(PAPERS[model]))
+
+
+def covered(by_task: Mapping[str, Sequence[Asked]], width: float = PAGE) -> Figure:
+    """Each model's accuracy with the text in sight (light) and with the text covered (dark), next to the floors."""
+    panels = {name(task): partial(_draw_covered, asked) for task, asked in by_task.items()}
+    return small_multiples(panels, (), width)
+
+
+def _draw_covered(asked: Sequence[Asked], axes: Axes) -> None:
+    bars = [
+        (f"{one.model}, text {what}", cell, STYLES.get(one.model, FURTHER[0]).colour, alpha)
+        for one in asked
+        for what, cell, alpha in (("in sight", one.in_sight, 0.4), ("covered", one.covered, 1.0))
+    ]
+    for row, (label, cell, colour, alpha) in enumerate(bars):
+        middle, low, high = 100 * np.array(cell.estimate())
+        axes.barh(row, middle, height=0.4, color=colour, alpha=alpha)
+        axes.plot([low, high], [row, row], color=INK, linewidth=1.4, solid_capstyle="butt")
+        n = " or ".join(number(count) for count in sorted(cell.n))
+        text = f"{label}: {cell.shown(PERCENT)} %, n = {n}"
+        axes.text(0, row - 0.28, text, va="bottom", fontsize=SIZE, color=INK, parse_math=False)
+    shortcut, guessing = 100 * np.nanmax([one.in_sight.floors for one in asked], axis=0)
+    for floor, label, dashes in ((shortcut, "best shortcut", (1, 2)), (guessing, "guessing", (4, 2))):
+        axes.axvline(floor, color=GREY, linewidth=1.1, linestyle=(0, dashes), label=label, zorder=3)
+    axes.set(xlim=(0, 101), ylim=(len(bars) - 0.6, -1.0), yticks=[], xlabel="exactly right, %")
+    axes.set_xticks(range(0, 101, 25))
 
 
 def learning(inputs: Inputs, width: float = PAGE) -> Figure:

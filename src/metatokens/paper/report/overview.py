@@ -55,9 +55,9 @@ def effect_text(one: ClaimResult) -> str:
 
 
 def sentences(tables: Tables, judged: Sequence[ClaimResult]) -> list[str]:
-    """The verdicts where several runs can be compared; with one run, the largest difference."""
+    """The verdicts where several runs can be compared; with one run, what was trained."""
     said = [_verdicts(judged), _main_claims(judged)] if any(math.isfinite(one.effect.low) for one in judged) else []
-    return list(filter(None, [*(said or [_compared(tables), _largest(tables)]), _learned(tables)]))
+    return list(filter(None, [*(said or [_compared(tables)]), _learned(tables)]))
 
 
 def _verdicts(judged: Sequence[ClaimResult]) -> str:
@@ -91,28 +91,6 @@ def _compared(tables: Tables) -> str:
     if not tasks:
         return "No accuracy was measured."
     return f"You see {listed(names)}{of_size}, each {how} and tested on {listed(tasks)}."
-
-
-def _largest(tables: Tables) -> str:
-    """The largest difference between two models on the same prompts."""
-    found = select(tables.inputs.figures, metric="exact_match", intervention="").dropna(subset=["value"])
-    if found.empty:
-        return ""
-    prompts = ["task", "condition", "length", "train_condition", "train_length", "variant", "position_embedding"]
-    means = found.groupby([*prompts, "model"], dropna=False)["value"].mean().unstack("model")
-    means = means[means.notna().sum(axis=1) > 1]
-    if means.empty:
-        return ""
-    place = (means.max(axis=1) - means.min(axis=1)).argmax()
-    task, condition, length, *_ = means.index[place]
-    own = means.iloc[place].dropna().sort_values(ascending=False)
-    where = f" ({CONDITIONS.get(condition, condition)})" if condition not in ("paper", "") else ""
-    where += f" with prompts of {number(length)} tokens" if math.isfinite(length) else ""
-    luck = ", which may be the luck of one run" if found.groupby("model")["seed"].nunique().max() == 1 else ""
-    return (
-        f"They differ most in {name(task).lower()}{where}: {own.index[0]} answers {PERCENT(own.iloc[0])} % right and "
-        f"{own.index[-1]} {PERCENT(own.iloc[-1])} %{luck}."
-    )
 
 
 def _learned(tables: Tables) -> str:

@@ -22,7 +22,7 @@ from metatokens.files import write_whole
 from metatokens.looking.style import PAGE, PHONE, png
 from metatokens.paper.claims import claims, judge
 from metatokens.paper.frame import Inputs, load
-from metatokens.paper.report import figures, overview
+from metatokens.paper.report import covered, figures, overview
 from metatokens.paper.report.paper import paper_figure
 from metatokens.paper.report.tables import Tables
 from metatokens.paper.report.text import TOKENS_RIGHT, escape, name, number
@@ -106,6 +106,7 @@ def _markdown(inputs: Inputs, out: Path, pictures: Pictures) -> dict[str, str]:
         "command": lambda one: overview.command(one, presets[0]),
         "picture": picture,
         "draw": figures,
+        "covered": covered,
         "overview": overview,
         "paper_figure": paper_figure,
         "tokens_right": TOKENS_RIGHT,

@@ -1,0 +1,93 @@
+"""What a page begins with, if questions were asked with the text covered: what is covered, and who still answers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from metatokens.looking.page import readable
+from metatokens.paper.report.table import Cell, order
+from metatokens.paper.report.tables import ALONE, Tables
+from metatokens.paper.report.text import PERCENT, listed, name, number
+from metatokens.records import ExampleRecord
+from metatokens.tasks.landmarks_alone import OPENING
+
+MODELS = {
+    "gpt2": "a plain GPT-2",
+    "pause": "with meta-tokens alone",
+    "twin": "with a second attention among all tokens",
+    "meta": "with a second attention among the meta-tokens",
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model's answers to the same questions, with the text in sight and with the text covered."""
+
+    model: str
+    in_sight: Cell
+    covered: Cell
+    kv_kept: float
+    """The share of the text's keys and values that the covered text leaves."""
+
+
+def asked_covered(tables: Tables) -> dict[str, list[Asked]]:
+    """The models that were trained with the text in sight and asked with it covered too, by task; `meta` first."""
+    asked: dict[str, list[Asked]] = {}
+    for task, about in tables.tasks.items():
+        in_sight, covered = (dict(list(tables.found({**about, "intervention": kind}).groupby("model")))
+                             for kind in ("", ALONE))  # fmt: skip
+        for model in sorted(covered.keys() & in_sight.keys(), key=order, reverse=True):
+            cells = Cell.of(in_sight[model]), Cell.of(covered[model])
+            asked.setdefault(task, []).append(Asked(model, *cells, float(covered[model]["kv_kept"].mean())))
+    return asked
+
+
+def sentences(by_task: Mapping[str, Sequence[Asked]]) -> list[str]:
+    """What a meta-token is, what was trained, and what came out on the first task."""
+    task, asked = next(iter(by_task.items()))
+    models = [f"{one.model}, {MODELS[one.model]}" if one.model in MODELS else one.model for one in asked]
+    runs = max(len(one.covered.runs) for one in asked)
+    rights = [f"{one.model} answers {PERCENT(one.covered.estimate()[0])} %" for one in asked]
+    counts = listed([number(n) for n in sorted({n for one in asked for n in one.covered.n})], "or")
+    guessing = max(one.covered.floors[1] for one in asked)
+    return [
+        "A meta-token is a learned token between the words of a text: a language model reads it, and is never asked to "
+        "predict it.",
+        f"We trained {'; '.join(models)}: {'once' if runs == 1 else f'up to {runs} times'} each, on questions about "
+        "texts that they saw whole.",
+        f"Then we covered the texts: a question sees their meta-tokens alone, {PERCENT(asked[0].kv_kept)} % of the keys "
+        f"and values. Of {counts} questions of {name(task).lower()}, {listed(rights)}; guessing gives "
+        f"{PERCENT(guessing)} %.",
+    ]
+
+
+def shown_example(tables: Tables, task: str) -> ExampleRecord | None:
+    """The task's example; none if it has no question, or if there are several, as of different runs."""
+    prompts = {one.prompt: one for one in tables.inputs.read.examples if one.task == task and OPENING in one.prompt}
+    return next(iter(prompts.values())) if len(prompts) == 1 else None
+
+
+def answers(tables: Tables, example: ExampleRecord, *, is_covered: bool) -> dict[str, tuple[str, bool]]:
+    """What each model answered to the example, in visible characters, and whether that is right; `meta` first."""
+    found = {
+        result.model: result.answer
+        for result in tables.inputs.read.results
+        if result.task == example.task
+        and result.answer is not None
+        and not (result.recipe or "").partition("/")[2]  # a variant's
+        and result.intervention == (ALONE if is_covered else None)
+    }
+    return {
+        model: (readable(found[model].strip()) or "nothing", found[model] == example.completion)
+        for model in sorted(found, key=order, reverse=True)
+    }
+
+
+def pieces(example: ExampleRecord, *, is_covered: bool = False) -> list[tuple[str, str]]:
+    """The prompt as pairs of a text and its HTML element: `kbd` for a meta-token, `del` for what is covered, or none."""
+    plain = [(text, "kbd" if is_meta else "") for text, is_meta in example.pieces()]
+    if not is_covered:
+        return plain
+    question = max(place for place, (text, element) in enumerate(plain) if not element and OPENING in text)
+    document, opening, rest = plain[question][0].rpartition(OPENING)
+    covered = [(text, element or "del") for text, element in [*plain[:question], (document, "")] if text]
+    return [*covered, (opening + rest, ""), *plain[question + 1 :]]
