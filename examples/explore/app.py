@@ -28,7 +28,7 @@ from metatokens.cli.output import say
 from metatokens.data.prompts import encode_prompt
 from metatokens.data.tokenizer import beginning_of, load_tokenizer, meta_token_id
 from metatokens.errors import UserError
-from metatokens.looking.look import likeliest, prompt_ids
+from metatokens.looking.look import cover, likeliest, prompt_ids
 from metatokens.looking.page import SCALE, readable
 from metatokens.records import MARKER
 from metatokens.tasks import TASKS
@@ -44,7 +44,8 @@ _FIRST = 128  # tokens of an example, at most
 INTRODUCTION = """# What do meta-tokens do?
 A *meta-token* (◆) is a learned token between the tokens of a text. Take an example of a task, or type a prompt of your
 own with `_PAUSE_` for each meta-token. **Click between two tokens** to insert a meta-token there, or on a meta-token to
-remove it. Every model answers at once and shows its attention."""
+remove it. Every model answers at once and shows its attention. **Cover the text**, and the question, from its `Q:` on,
+sees the meta-tokens before it alone."""
 
 
 CHANGED = "**The prompt has changed: the results below belong to the previous one. Ask again.**"
@@ -96,19 +97,21 @@ class Explorer:
         shown = next(example for example in drawn if example.n_tokens <= _FIRST)
         return shown.prompt, shown.completion.strip()
 
-    def ask(self, text: str) -> dict[str, Answer]:
+    def ask(self, text: str, *, is_covered: bool = False) -> dict[str, Answer]:
         """Ask each model with a prompt that marks meta-tokens by ` _PAUSE_`.
 
+        With `is_covered` the question sees the meta-tokens before it, and no text there.
+
         Raises:
-            UserError: if the prompt is empty, or longer than 512 tokens.
+            UserError: if the prompt is empty, longer than 512 tokens, or to be covered and has no question.
         """
         with self._lock:
-            return {name: self._answer(*pair, text) for name, pair in self.models.items()}
+            return {name: self._answer(*pair, text, is_covered) for name, pair in self.models.items()}
 
     @staticmethod
-    def _answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> Answer:
+    def _answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, is_covered: bool) -> Answer:
         ids = prompt_ids(model, tokenizer, text, MARKER.strip(), MAX_TOKENS)
-        seen = observe(model, ids)
+        seen = observe(model, ids, mask=cover(model, tokenizer, ids) if is_covered else None)
         best = likeliest(model, seen.logits[-1])
         shown, next_ones = ([readable(tokenizer.decode([one])) for one in of.tolist()] for of in (ids, best.ids))
         return Answer(shown, seen, dict(zip(next_ones, best.probabilities.tolist(), strict=True)))
@@ -176,9 +179,9 @@ def build(models: Sequence[Path], **placing: str | None) -> gradio.Blocks:
     layers = list(range(first.num_hidden_layers))
     heads = [MEAN, *range(first.num_attention_heads)]
 
-    def shown(text: str, layer: int, head: str | int) -> list[Any]:
+    def shown(text: str, is_covered: bool, layer: int, head: str | int) -> list[Any]:
         try:
-            answers = explorer.ask(text)
+            answers = explorer.ask(text, is_covered=is_covered)
         except UserError as error:
             raise gradio.Error(str(error), print_exception=False) from error
         values: list[Any] = ["", explorer.spans(text)]
@@ -197,6 +200,7 @@ def build(models: Sequence[Path], **placing: str | None) -> gradio.Blocks:
         text = gradio.Textbox(label="Prompt", lines=6, max_lines=12, elem_id="prompt")
         with gradio.Row():
             ask = gradio.Button("Ask", variant="primary", elem_id="ask")
+            is_covered = gradio.Checkbox(label="Cover the text", elem_id="cover")
             right = gradio.Textbox(label="Right answer of this example", interactive=False, elem_id="right")
         note = gradio.Markdown(elem_id="note")
         tokens = gradio.HighlightedText(
@@ -214,10 +218,10 @@ def build(models: Sequence[Path], **placing: str | None) -> gradio.Blocks:
                     outputs.append(gradio.Label(label="Next token", num_top_classes=5, elem_id=f"answer-{number}"))
                     outputs += [gradio.Plot(label="Attention"), gradio.Plot(label="Attention")]
         asked: dict[str, Any] = {
-            "fn": shown, "inputs": [text, layer, head], "outputs": outputs,
+            "fn": shown, "inputs": [text, is_covered, layer, head], "outputs": outputs,
             "trigger_mode": "always_last",  # answer the last question that came in meanwhile
         }  # fmt: skip
-        gradio.on([ask.click, text.submit, layer.change, head.change], **asked)
+        gradio.on([ask.click, text.submit, is_covered.change, layer.change, head.change], **asked)
 
         # The answers to the last example do not belong to a prompt that is being typed.
         typed: dict[str, Any] = {"outputs": [right, note], "show_progress": "hidden", "trigger_mode": "always_last"}

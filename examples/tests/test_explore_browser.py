@@ -15,7 +15,7 @@ from metatokens.checkpoint import EXAMPLE, load_model
 from metatokens.data.prompts import encode_prompt
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
-from metatokens.looking.look import WITH, look
+from metatokens.looking.look import COVERED, WITH, look
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 PROMPT = "Birds: swan owl _PAUSE_ duck\nQ: What is item 3 of Birds? _PAUSE_"
@@ -45,12 +45,13 @@ def folders(small_model: Callable[..., Path]) -> list[Path]:
 
 
 def test_answers_are_those_of_look(folders: list[Path]) -> None:
-    answers = Explorer(folders).ask(PROMPT)
-    assert list(answers) == [str(folder) for folder in folders]
-    for folder in folders:
-        expected = look(load_model(folder), load_tokenizer(str(folder)), PROMPT, "_PAUSE_").answers[WITH]
-        told = list(answers[str(folder)].probabilities.values())
-        assert all(abs(a - b) < 1e-6 for a, b in zip(told, expected.probabilities.tolist(), strict=True))
+    for title, is_covered in ((WITH, False), (COVERED, True)):
+        answers = Explorer(folders).ask(PROMPT, is_covered=is_covered)
+        assert list(answers) == [str(folder) for folder in folders]
+        for folder in folders:
+            expected = look(load_model(folder), load_tokenizer(str(folder)), PROMPT, "_PAUSE_").answers[title]
+            told = list(answers[str(folder)].probabilities.values())
+            assert all(abs(a - b) < 1e-6 for a, b in zip(told, expected.probabilities.tolist(), strict=True))
 
 
 def test_a_click_between_tokens_sets_a_meta_token_and_one_on_it_takes_it_away(folders: list[Path]) -> None:
@@ -76,6 +77,8 @@ def test_what_is_too_long_or_empty_is_refused(folders: list[Path]) -> None:
         explorer.ask("owl " * 600)
     with pytest.raises(UserError, match="no text"):
         explorer.ask(" _PAUSE_")
+    with pytest.raises(UserError, match="do not show where its question begins"):
+        explorer.ask("Birds: swan _PAUSE_ owl", is_covered=True)
 
 
 def test_users_at_once_get_their_own_answers(folders: list[Path]) -> None:

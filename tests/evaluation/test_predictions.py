@@ -10,8 +10,9 @@ import torch
 from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
 from metatokens.evaluation.accuracy import draw_test_examples, evaluate
-from metatokens.evaluation.predictions import FURTHER, predict
+from metatokens.evaluation.predictions import FURTHER, answer, predict
 from metatokens.records import About, unpack_hits
+from metatokens.tasks.landmarks_alone import LandmarksAlone
 from tests.evaluation.test_accuracy import some_answered_right
 
 
@@ -50,3 +51,27 @@ def test_predictions_are_those_of_greedy_generation(
         )  # fmt: skip
         expected = tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
         assert one.prediction.startswith(expected) if changes else one.prediction == expected
+
+
+def test_an_answer_is_that_of_greedy_decoding_in_sight_and_covered(
+    small_model: Callable[..., Path], small_store: TokenStore, small_corpus: Path
+) -> None:
+    tokenizer, model = small_store.tokenizer, load_model(small_model()).eval()
+    documents, alone = small_corpus.read_text().split("\n\n"), LandmarksAlone(model, tokenizer)
+    examples = draw_test_examples("copying", 48, 4, tokenizer, condition="paper", documents=documents)
+    never = [model.config.meta_token_id, *range(model.config.unpadded_vocab_size or 10**6, model.config.vocab_size)]
+    said = {}
+    for is_covered in (False, True):
+        for example in examples:
+            ids = list(example.input_ids[: example.answer_start])
+            while len(ids) < len(example.input_ids) and tokenizer.eos_token_id not in ids[example.answer_start :]:
+                row = torch.tensor([ids])
+                with torch.no_grad():
+                    mask = alone.mask(row, [example]) if is_covered else None
+                    logits = model(row, attention_mask=mask).logits[0, -1]
+                logits[never] = -torch.inf
+                ids.append(int(logits.argmax()))
+            expected = tokenizer.decode(ids[example.answer_start :], skip_special_tokens=True)
+            said[example, is_covered] = answer(model, example, tokenizer, alone if is_covered else None)
+            assert said[example, is_covered] == expected
+    assert any(said[example, True] != said[example, False] for example in examples)

@@ -14,11 +14,12 @@ from transformers import PreTrainedTokenizerFast
 
 import metatokens
 from metatokens import encode_prompt
+from metatokens.analysis.observation import observe
 from metatokens.checkpoint import load_model
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.errors import UserError
 from metatokens.looking.figure import draw
-from metatokens.looking.look import DECOYS, WITH, WITHOUT, likeliest, with_decoys
+from metatokens.looking.look import COVERED, DECOYS, WITH, WITHOUT, cover, likeliest, with_decoys
 from metatokens.looking.page import Look, coarse, to_html
 from tests.analysis.recording_oracle import RecordingOracle
 from tests.retrofit.architectures import META, error, retrofitted, with_meta_tokens
@@ -55,7 +56,35 @@ def test_answers_are_the_likeliest_tokens_after_each_prompt(small_model: Models)
         answers = look.answers[title]
         assert answers.ids.tolist() == expected.argsort(descending=True)[:5].tolist()
         assert error(answers.probabilities, expected[answers.ids]) < 1e-6
-    assert set(look.answers) == {WITH, WITHOUT, DECOYS}
+    assert list(look.answers) == [WITH, WITHOUT, DECOYS, COVERED]
+
+
+def test_a_question_about_covered_text_sees_the_meta_tokens_before_it_and_itself(small_model: Models) -> None:
+    folder = small_model(second_attention="meta")
+    look, model, tokenizer = looked(folder), load_model(folder).eval(), load_tokenizer(str(folder))
+    size, length = len(encode_prompt(tokenizer, PROMPT.partition("\nQ:")[0], "_PAUSE_")), len(look.ids)
+    sees = [
+        [key <= query and (query < size or key >= size or bool(look.is_meta[key])) for key in range(length)]
+        for query in range(length)
+    ]
+    with torch.no_grad():
+        logits = model(look.ids[None], attention_mask=torch.tensor([[sees]])).logits[0, -1].double()
+    logits[model.config.meta_token_id] = -torch.inf
+    expected, tokens = logits.softmax(dim=-1).topk(5)
+    assert look.answers[COVERED].ids.tolist() == tokens.tolist()
+    assert error(look.answers[COVERED].probabilities, expected) < 1e-6
+    assert error(look.answers[WITH].probabilities, expected) > 1e-4
+    under = observe(model, look.ids, mask=cover(model, tokenizer, look.ids))
+    assert error(likeliest(model, under.logits[-1]).probabilities, expected) < 1e-6
+    assert torch.equal(under.attention["attention", 1].weights()[0] > 0, torch.tensor(sees))
+
+
+def test_what_cannot_be_covered_has_no_such_answer(small_model: Models) -> None:
+    folder = small_model(second_attention="meta")
+    assert COVERED not in looked(folder, "no question _PAUSE_").answers
+    model = load_model(folder)
+    model.set_attn_implementation("eager")
+    assert COVERED not in metatokens.look(model, load_tokenizer(str(folder)), PROMPT, "_PAUSE_").answers
 
 
 def test_logits_in_double_precision_stay_as_they_are(small_model: Models) -> None:

@@ -24,7 +24,7 @@ from metatokens.paper.plan import Stage, stages
 from metatokens.paper.run_log import RunLog
 from metatokens.paper.runner import Outcome, Runner
 from metatokens.paper.variants import LandmarksTest, Preset, TrainedModel
-from metatokens.records import Result, RunInfo, lines_file, read_lines, read_record
+from metatokens.records import ExampleRecord, Result, RunInfo, lines_file, read_lines, read_record, unpack_hits
 from metatokens.tasks.curriculum import TASKS
 from metatokens.tasks.example_store import ExampleStore
 from tests.paper import tiny_preset
@@ -390,6 +390,11 @@ def test_every_kind_of_stage(reproduce: Reproduce, small_corpus: Path, monkeypat
     ]
     assert all(0 < one.kv_kept < 0.5 and one.kv_bytes for one in through)
     assert all(one.intervention == "landmarks_alone" for one in results if one.recipe == "tiny/alone")
+    [right] = [one.completion for one in read_lines(out / "examples.jsonl", ExampleRecord) if one.task == "parity"]
+    answered = [one for one in results if one.answer is not None]
+    assert {one.intervention for one in answered} == {None, "landmarks_alone"}
+    assert all((one.condition, one.length, one.metric) == ("paper", 64, "exact_match") for one in answered)
+    assert all((one.answer == right) == unpack_hits(one.hits, one.n)[0] for one in answered)
     found = [json.loads(line) for line in lines(out)["analysis.jsonl"]]
     assert {one["analysis"] for one in found} == {"sharpness", "residual", "rate_distortion"}
     assert {one.get("intervention") for one in found if one["analysis"] == "rate_distortion"} == {None, "no_pos"}

@@ -107,13 +107,16 @@ class Observation:
 
 
 @torch.no_grad()
-def observe(model: PreTrainedModel, ids: Tensor, modules: Iterable[str] = ()) -> Observation:
+def observe(
+    model: PreTrainedModel, ids: Tensor, modules: Iterable[str] = (), mask: Tensor | None = None
+) -> Observation:
     """Run a model on one prompt, and record the pass.
 
     Args:
         model: any decoder, with or without meta-tokens; it is put into evaluation mode, and not changed otherwise.
         ids: (length,) int64.
         modules: names of submodules, as in `model.named_modules()`, whose outputs are kept.
+        mask: (1, 1, length, length), True where a query sees a key; by default attention is causal.
 
     Returns:
         The states around each block, the inputs of each attention, the logits, and the outputs of `modules`.
@@ -124,6 +127,8 @@ def observe(model: PreTrainedModel, ids: Tensor, modules: Iterable[str] = ()) ->
     model.eval()
     _, blocks = decoder_of(model)
     recorder = _Recorder(model, len(ids))
+    smallest = torch.finfo(model.dtype).min
+    added = None if mask is None else (~mask).to(model.device, model.dtype) * smallest  # as `eager_mask` makes masks
     with ExitStack() as hooks:
         hooks.enter_context(_attending(model, recorder.attend))
         for block in blocks:
@@ -135,7 +140,7 @@ def observe(model: PreTrainedModel, ids: Tensor, modules: Iterable[str] = ()) ->
         for name in modules:
             note = partial(recorder.note_output, name)
             hooks.enter_context(model.get_submodule(name).register_forward_hook(note))
-        logits = model(ids[None].to(model.device), use_cache=False).logits[0]
+        logits = model(ids[None].to(model.device), attention_mask=added, use_cache=False).logits[0]
     if all(name != "attention" for name, _ in recorder.attention):
         raise _unreadable(model)
     return Observation(recorder.states, recorder.attention, logits, recorder.outputs)

@@ -187,7 +187,8 @@ def look(
     """Look inside a model on one prompt, as a page.
 
     The page shows the attention of each position, the next token that each layer's state predicts, and the model's
-    answer with the meta-tokens, without them, and with meta-tokens elsewhere too.
+    answer with the meta-tokens, without them, with meta-tokens elsewhere too, and with the text before the question
+    covered.
     """
     from metatokens.checkpoint import fetch_model
     from metatokens.looking.figure import draw

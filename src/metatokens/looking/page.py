@@ -54,8 +54,9 @@ class Look:
         zeroed: the same while the embeddings of meta-tokens are zero (paper, Figure 2); None without a meta-token.
         lens: the logit lens (nostalgebraist, 2020), (layers + 1, length, 5): what the head makes of the residual stream
             before the first block and after each block.
-        answers: the next tokens, each (5,): `with its meta-tokens`, `without` them, and `among decoys`, which are as
-            many extra meta-tokens at random places.
+        answers: the next tokens, each (5,): `with its meta-tokens`, `without` them, `among decoys`, which are as many
+            extra meta-tokens at random places, and `with the text covered`, if the prompt has a question: from its
+            `Q:` on, that sees the meta-tokens before it alone.
         tokenizer: of the model.
     """
 

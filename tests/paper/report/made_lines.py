@@ -139,6 +139,24 @@ def demo(folder: Path) -> Path:
     return write(folder, RUN, results=results, curves=curves, examples=EXAMPLES)
 
 
+def covered(folder: Path) -> Path:
+    """The demo's run, in which `pause` and `meta` were also asked about list recall with the text covered."""
+    run = demo(folder)
+    results = [json.loads(line) for line in (run / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+    shown = {"task": "list_recall", "condition": "paper", "length": 128, "metric": "exact_match"}
+    results = [line | {"answer": " peach"} if shown.items() <= line.items() else line for line in results]
+    about: Line = {"train_length": 128, "length": 128, "recipe": "demo", "intervention": "landmarks_alone"}
+    results += [
+        accuracy(value, model=model, answer=answer, kv_kept=0.013, **about)
+        for model, value, answer in (("pause", 0.004, "<i>\n"), ("meta", 0.998, " peach"))
+    ]
+    example_with_marker = example("list_recall", COVERED_PROMPT, " peach")
+    return write(run, RUN, results=results, examples=[example_with_marker, *EXAMPLES[1:]])
+
+
+COVERED_PROMPT = "Fruits: orange <u>peach\nQ: none _PAUSE_ pear\nQ: What is item 2 of Fruits? _PAUSE_"
+
+
 def grid(folder: Path) -> list[Path]:
     """A run of the preset `small`, of a few of its stages, and a benchmark's file next to it: what a report reads."""
     results = []

@@ -14,7 +14,7 @@ from metatokens.paper.report import overview
 from metatokens.paper.report.page import write_report
 from metatokens.paper.report.tables import Tables
 from metatokens.paper.rule import Effect
-from tests.paper.report.made_lines import Line, accuracy, demo, grid, perplexity, shortcut, write
+from tests.paper.report.made_lines import Line, accuracy, covered, demo, grid, perplexity, shortcut, write
 from tests.paper.report.pages import Page, undrawn
 
 Read = Callable[..., Inputs]
@@ -122,6 +122,43 @@ def test_a_command_names_the_preset_and_the_stages(judged: dict[str, ClaimResult
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_a_run_that_covered_the_text_begins_with_it(tmp_path: Path) -> None:
+    write_report([covered(tmp_path / "run")], tmp_path / "report")
+    page = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    assert quoted(page) == [
+        "A meta-token is a learned token between the words of a text: a language model reads it, and is never asked to "
+        "predict it.",
+        "We trained meta (a second attention among its meta-tokens) and pause (meta-tokens alone), once each, on "
+        "questions about texts that they saw whole.",
+        "Then we covered the texts: a question sees their meta-tokens alone, 1.3 % of the keys and values. Of 500 "
+        "questions of list recall, meta answers 99.8 % and pause answers 0.4 %; guessing gives 10.0 %.",
+    ]
+    in_sight, hidden = page.partition('<div class="pair">')[2].partition("</div>")[0].split("</figure>")[:2]
+    assert "<del>" not in in_sight
+    assert re.findall("<li>.*</li>", in_sight) == [
+        f"<li><code>{model}</code> answers <b>peach</b>: right</li>" for model in ("meta", "twin", "pause", "gpt2")
+    ]
+    assert re.findall("<pre>.*</pre>", hidden) == [
+        "<pre><del>Fruits: orange &lt;u&gt;peach&#10;Q: none</del> <kbd>_PAUSE_</kbd><del> pear</del>&#10;"
+        "Q: What is item 2 of Fruits? <kbd>_PAUSE_</kbd></pre>"
+    ]
+    assert re.findall("<li>.*</li>", hidden) == [
+        "<li><code>meta</code> answers <b>peach</b>: right</li>",
+        "<li><code>pause</code> answers <b>&lt;i&gt;\u23ce</b>: wrong</li>",
+    ]
+    assert page.index("figures/covered.png") < page.index("figures/by_length.png")
+
+
+def test_without_answers_or_an_example_the_covered_text_is_measured_all_the_same(tmp_path: Path) -> None:
+    about: Line = {"train_length": 128, "length": 128, "recipe": "demo"}
+    lines = [accuracy(1.0, **about), accuracy(0.9, **about, intervention="landmarks_alone", kv_kept=0.013)]
+    page = of(tmp_path, lines)
+    assert "meta answers 90.0 %" in quoted(page)[2]
+    assert "pair" not in page
+    assert "figures/covered.png" in page
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_the_demos_page_says_what_was_seen_and_links_to_the_looks(tmp_path: Path) -> None:
     run = demo(tmp_path / "run")
     (run / "looks").mkdir()
@@ -131,8 +168,6 @@ def test_the_demos_page_says_what_was_seen_and_links_to_the_looks(tmp_path: Path
     assert quoted(page) == [
         "You see gpt2, pause, twin and meta (0.36, 0.36, 0.39 and 0.39 million parameters), each trained once and "
         "tested on list recall, segment counting, parity and copying.",
-        "They differ most in copying with prompts of 128 tokens: meta answers 99.0 % right and gpt2 5.0 %, which may "
-        "be the luck of one run.",
         "At 128 tokens, every model is above the best shortcut in list recall, segment counting and copying; "
         "only twin and meta are above the best shortcut in parity.",
     ]

@@ -13,7 +13,7 @@ import pytest
 
 from metatokens.paper.report.page import write_report
 from tests.forked import PATIENCE
-from tests.paper.report.made_lines import demo, grid
+from tests.paper.report.made_lines import covered, grid
 from tests.paper.report.pages import undrawn
 
 PHONE, DESKTOP = (375, 812), (1280, 800)
@@ -121,7 +121,7 @@ def look(chromium: str, folder: Path, *sights: tuple[str, tuple[int, int]]) -> S
 def seen(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Sight:
     """The demo's page, and the grid's with white pictures, each on a phone and on a desk."""
     folder = tmp_path_factory.mktemp("report")
-    write_report([demo(folder / "run")], folder / "demo")
+    write_report([covered(folder / "run")], folder / "demo")
     with undrawn():
         write_report(grid(folder / "lines"), folder / "grid")
     sights = product((f"{page}/index.html" for page in ("demo", "grid")), (PHONE, DESKTOP))
@@ -130,7 +130,7 @@ def seen(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Sight:
 
 def test_every_image_loads_and_a_phone_gets_pictures_of_its_own(seen: Sight) -> None:
     phone, desktop, *of_grid = (screen["images"] for screen in seen.screens)
-    assert [len(images) for images in (phone, desktop)] == [2, 2]
+    assert [len(images) for images in (phone, desktop)] == [3, 3]
     assert [len(images) for images in of_grid] == [8, 8]
     assert all(natural > 0 for images in of_grid for natural, _ in images)
     assert all(0 < small < large for (small, _), (large, _) in zip(phone, desktop, strict=True))

@@ -12,9 +12,9 @@ from metatokens.tasks.landmarks_alone import OPENING
 
 MODELS = {
     "gpt2": "a plain GPT-2",
-    "pause": "with meta-tokens alone",
-    "twin": "with a second attention among all tokens",
-    "meta": "with a second attention among the meta-tokens",
+    "pause": "meta-tokens alone",
+    "twin": "a second attention among all tokens",
+    "meta": "a second attention among its meta-tokens",
 }
 
 
@@ -44,7 +44,7 @@ def asked_covered(tables: Tables) -> dict[str, list[Asked]]:
 def sentences(by_task: Mapping[str, Sequence[Asked]]) -> list[str]:
     """What a meta-token is, what was trained, and what came out on the first task."""
     task, asked = next(iter(by_task.items()))
-    models = [f"{one.model}, {MODELS[one.model]}" if one.model in MODELS else one.model for one in asked]
+    models = [f"{one.model} ({MODELS[one.model]})" if one.model in MODELS else one.model for one in asked]
     runs = max(len(one.covered.runs) for one in asked)
     rights = [f"{one.model} answers {PERCENT(one.covered.estimate()[0])} %" for one in asked]
     counts = listed([number(n) for n in sorted({n for one in asked for n in one.covered.n})], "or")
@@ -52,8 +52,8 @@ def sentences(by_task: Mapping[str, Sequence[Asked]]) -> list[str]:
     return [
         "A meta-token is a learned token between the words of a text: a language model reads it, and is never asked to "
         "predict it.",
-        f"We trained {'; '.join(models)}: {'once' if runs == 1 else f'up to {runs} times'} each, on questions about "
-        "texts that they saw whole.",
+        f"We trained {listed(models)}, {'once' if runs == 1 else f'up to {runs} times'} each, on questions about texts "
+        "that they saw whole.",
         f"Then we covered the texts: a question sees their meta-tokens alone, {PERCENT(asked[0].kv_kept)} % of the keys "
         f"and values. Of {counts} questions of {name(task).lower()}, {listed(rights)}; guessing gives "
         f"{PERCENT(guessing)} %.",
@@ -77,7 +77,7 @@ def answers(tables: Tables, example: ExampleRecord, *, is_covered: bool) -> dict
         and result.intervention == (ALONE if is_covered else None)
     }
     return {
-        model: (readable(found[model].strip()) or "nothing", found[model] == example.completion)
+        model: (readable(found[model].strip(" ")) or "nothing", found[model] == example.completion)
         for model in sorted(found, key=order, reverse=True)
     }
 

@@ -285,10 +285,11 @@ def _draw_covered(asked: Sequence[Asked], axes: Axes) -> None:
         axes.plot([low, high], [row, row], color=INK, linewidth=1.4, solid_capstyle="butt")
         n = " or ".join(number(count) for count in sorted(cell.n))
         text = f"{label}: {cell.shown(PERCENT)} %, n = {n}"
-        axes.text(0, row - 0.28, text, va="bottom", fontsize=SIZE, color=INK, parse_math=False)
-    shortcut, guessing = 100 * np.nanmax([one.in_sight.floors for one in asked], axis=0)
+        look: dict[str, Any] = {"va": "bottom", "fontsize": SIZE, "color": INK, "parse_math": False, "zorder": 4}
+        axes.text(0, row - 0.25, text, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5}, **look)
+    shortcut, guessing = asked[0].in_sight.floors  # of the same prompts in all bars; a line at NaN is not drawn
     for floor, label, dashes in ((shortcut, "best shortcut", (1, 2)), (guessing, "guessing", (4, 2))):
-        axes.axvline(floor, color=GREY, linewidth=1.1, linestyle=(0, dashes), label=label, zorder=3)
+        axes.axvline(100 * floor, color=GREY, linewidth=1.1, linestyle=(0, dashes), label=label, zorder=3)
     axes.set(xlim=(0, 101), ylim=(len(bars) - 0.6, -1.0), yticks=[], xlabel="exactly right, %")
     axes.set_xticks(range(0, 101, 25))
 
