@@ -1,7 +1,6 @@
 #!/bin/sh
-# How the model in this folder was made: pretrained on the built-in text, taught copying, then copying and list recall
-# together. About a quarter of an hour on one core; the same command goes on where it was cut off. The committed weights
-# are from commit 1df599d, when a stage of small_copying ended once the model answered its prompts; now it has fixed steps.
+# How the model in this folder was made: as the demo's `meta` learns list recall, then list recall and parity together, with
+# all text in sight. About three minutes on one core; the same command goes on where it was cut off.
 #
 #     sh src/metatokens/example/make.sh runs/example
 set -eu
@@ -9,23 +8,23 @@ out=$1
 export OMP_NUM_THREADS=1
 
 metatokens tokenize --corpus builtin --tokenizer train:2048 --out "$out/tokens" --workers 1
-metatokens pretrain --recipe demo --set data.tokens="$out/tokens" --out "$out/base"
-metatokens finetune --recipe small_copying --model "$out/base" --task copying --out "$out/copying" \
-    --set task.train_lengths=[128] --set task.train_steps=[1500]
+metatokens pretrain --recipe demo --set data.tokens="$out/tokens" --set model.rope_layers=[0] --out "$out/base"
+metatokens finetune --recipe small_list_recall --model "$out/base" --task list_recall --out "$out/list_recall" \
+    --set task.train_lengths=[128] --set task.train_steps=null
 if [ ! -f "$out/records.jsonl" ]; then
-    for phase in 1 2; do
-        for task in "copying -n 30000" "list_recall -n 12000"; do
-            metatokens sample --task $task --phase $phase --split train --tokenizer "$out/tokens/tokenizer"
-        done
+    for task in parity list_recall; do
+        metatokens sample --task $task -n 24000 --split train --tokenizer "$out/tokens/tokenizer"
     done >"$out/unfinished.jsonl"
     shuf --random-source="$out/unfinished.jsonl" "$out/unfinished.jsonl" >"$out/shuffled.jsonl"
     mv "$out/shuffled.jsonl" "$out/records.jsonl"
 fi
-metatokens finetune --model "$out/copying/128" --data "$out/records.jsonl" --out "$out/both" \
-    --set training.max_steps=2500 --set training.per_device_train_batch_size=32 --set training.learning_rate=1e-3 \
+metatokens finetune --model "$out/list_recall/128" --data "$out/records.jsonl" --out "$out/both" \
+    --set training.max_steps=1500 --set training.per_device_train_batch_size=32 --set training.learning_rate=1e-3 \
     --set training.min_learning_rate=0 --set training.optimizer=muon --set training.muon_learning_rate=0.004
-for task in copying list_recall; do
+for task in list_recall parity; do
     metatokens evaluate --model "$out/both/data" --task $task --lengths 128 -n 500 --name example
+    metatokens evaluate --model "$out/both/data" --task $task --lengths 128 -n 500 --name example \
+        --intervention landmarks_alone
 done
 
 # Half the size on disk: the weights in half precision, read as single precision.
