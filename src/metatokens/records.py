@@ -128,7 +128,7 @@ class Result(Subject, Measured):
     high: float | None = None
     chance: float | None = None
     hits: str | None = None  # of an exact match: whether each prompt was answered, as `pack_hits` writes it
-    answer: str | None = None  # of an exact match in a run: the text of the answer to its first prompt, the task's example
+    answer: str | None = None  # of an exact match in a run: what was answered to its first prompt, the task's example
     seed: int
     recipe: str | None = None
 

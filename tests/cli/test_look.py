@@ -1,14 +1,20 @@
 """`look`: the page and the picture that it writes, and the files that it keeps."""
 
+import re
 import shutil
 from pathlib import Path
 
 from PIL import Image
 
-from metatokens.checkpoint import EXAMPLE
+from metatokens.checkpoint import EXAMPLE, load_model
+from metatokens.data.tokenizer import load_tokenizer
+from metatokens.evaluation.accuracy import draw_test_examples
+from metatokens.tasks.landmarks_alone import LandmarksAlone
+from metatokens.tasks.scoring import score
 from tests.cli.command_lines import Models, Run
 
 PROMPT = '"the cat _PAUSE_ sat _PAUSE_"'
+README_PROMPT = '"Bits: 0 1 1 1 _PAUSE_ 1 0\nQ: What is the XOR of all bits before this pause? _PAUSE_"'
 
 
 def test_a_page_and_a_picture_of_two_models(workplace: Path, small_model: Models, metatokens: Run) -> None:
@@ -52,6 +58,18 @@ def test_the_model_that_comes_along_is_small_and_answers(workplace: Path, metato
         'Metals: iron zinc copper\nBirds: owl robin _PAUSE_ crow\nQ: What is item 2 of Birds? _PAUSE_"'
     )
     assert metatokens(command)[1].endswith("_PAUSE_ robin\n")
+    assert metatokens(f"look --model example {README_PROMPT}")[0] == 0
+    page = (workplace / "look.html").read_text(encoding="utf-8")
+    answers = re.findall(r"<td><code>(.*?)</code>", page.partition("<tbody>")[2])[:4]
+    assert (answers[0], answers[3]) == (" 1", " 1")  # with its meta-tokens, and with the text covered
     shutil.copytree(EXAMPLE, "example")
     Path("example/config.json").write_text("{}")  # a folder of that name goes before
     assert metatokens(command)[0] == 2
+
+
+def test_the_model_that_comes_along_answers_with_the_text_covered() -> None:
+    model, tokenizer = load_model(EXAMPLE), load_tokenizer(str(EXAMPLE))
+    for task, least in (("list_recall", 40), ("parity", 32)):
+        tests = draw_test_examples(task, 128, 40, tokenizer, condition="paper", documents=[])
+        exact, _ = score(model, tests, alone=LandmarksAlone(model, tokenizer))
+        assert sum(exact) >= least  # guessing gives 4 and 20

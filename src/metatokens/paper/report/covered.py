@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 from metatokens.looking.page import readable
 from metatokens.paper.report.table import Cell, order
@@ -48,15 +49,15 @@ def sentences(by_task: Mapping[str, Sequence[Asked]]) -> list[str]:
     runs = max(len(one.covered.runs) for one in asked)
     rights = [f"{one.model} answers {PERCENT(one.covered.estimate()[0])} %" for one in asked]
     counts = listed([number(n) for n in sorted({n for one in asked for n in one.covered.n})], "or")
-    guessing = max(one.covered.floors[1] for one in asked)
+    guessing = asked[0].covered.floors[1]
+    chance = f"; guessing gives {PERCENT(guessing)} %" if isfinite(guessing) else ""
     return [
         "A meta-token is a learned token between the words of a text: a language model reads it, and is never asked to "
         "predict it.",
         f"We trained {listed(models)}, {'once' if runs == 1 else f'up to {runs} times'} each, on questions about texts "
         "that they saw whole.",
-        f"Then we covered the texts: a question sees their meta-tokens alone, {PERCENT(asked[0].kv_kept)} % of the keys "
-        f"and values. Of {counts} questions of {name(task).lower()}, {listed(rights)}; guessing gives "
-        f"{PERCENT(guessing)} %.",
+        f"Then we covered the texts: a question sees their meta-tokens alone, {PERCENT(asked[0].kv_kept)} % of the "
+        f"keys and values. Of {counts} questions of {name(task).lower()}, {listed(rights)}{chance}.",
     ]
 
 
@@ -83,7 +84,7 @@ def answers(tables: Tables, example: ExampleRecord, *, is_covered: bool) -> dict
 
 
 def pieces(example: ExampleRecord, *, is_covered: bool = False) -> list[tuple[str, str]]:
-    """The prompt as pairs of a text and its HTML element: `kbd` for a meta-token, `del` for what is covered, or none."""
+    """The prompt as pairs of a text and its HTML element: `kbd` for a meta-token, `del` for covered text, or none."""
     plain = [(text, "kbd" if is_meta else "") for text, is_meta in example.pieces()]
     if not is_covered:
         return plain

@@ -9,8 +9,8 @@ from metatokens.paper import rule
 from metatokens.paper.claims import ClaimResult, MeasuredStratum, Setting, Side, after_holm
 from metatokens.paper.frame import GRIDS, PRESETS, select
 from metatokens.paper.report.table import Cell, Table, order, plain
-from metatokens.paper.report.tables import CONDITIONS, Tables
-from metatokens.paper.report.text import NOT_RUN, PERCENT, listed, name, number
+from metatokens.paper.report.tables import Tables
+from metatokens.paper.report.text import NOT_RUN, listed, name, number
 from metatokens.paper.rule import Effect, Verdict
 
 MARKS = {
