@@ -1,5 +1,5 @@
 #!/bin/sh
-# How the model in this folder was made: as the demo's `meta` learns list recall, then list recall and parity together, with
+# How the model in this folder was made: as `meta` of the preset small learns list recall, then parity too, with
 # all text in sight. About three minutes on one core; the same command goes on where it was cut off.
 #
 #     sh src/metatokens/example/make.sh runs/example

@@ -321,10 +321,11 @@ class Runner:
         alone: LandmarksAlone | None,
     ) -> Result:
         """A result with the model's answer to its first prompt, if that is the one that `describe_tasks` wrote."""
-        is_shown = result.condition == "paper" and result.length == min(self.preset.test_counts)
-        if not is_shown or result.metric != "exact_match" or result.value is None:
+        shortest = min(self.preset.test_counts)
+        is_shown = (result.condition, result.length, result.metric) == ("paper", shortest, "exact_match")
+        if not is_shown or result.value is None:
             return result
-        said = answer(model, tests[result.length][0], self.tokenizer(), alone)
+        said = answer(model, tests[shortest][0], self.tokenizer(), alone)
         return result.model_copy(update={"answer": said})
 
     def pretrained(self, model: TrainedModel) -> Path:

@@ -45,10 +45,10 @@ def asked_covered(tables: Tables) -> dict[str, list[Asked]]:
 def sentences(by_task: Mapping[str, Sequence[Asked]]) -> list[str]:
     """What a meta-token is, what was trained, and what came out on the first task."""
     task, asked = next(iter(by_task.items()))
-    models = [f"{one.model} ({MODELS[one.model]})" if one.model in MODELS else one.model for one in asked]
-    runs = max(len(one.covered.runs) for one in asked)
-    rights = [f"{one.model} answers {PERCENT(one.covered.estimate()[0])} %" for one in asked]
-    counts = listed([number(n) for n in sorted({n for one in asked for n in one.covered.n})], "or")
+    models = [f"{row.model} ({MODELS[row.model]})" if row.model in MODELS else row.model for row in asked]
+    runs = max(len(row.covered.runs) for row in asked)
+    rights = [f"{row.model} answers {PERCENT(row.covered.estimate()[0])} %" for row in asked]
+    counts = listed([number(n) for n in sorted({n for row in asked for n in row.covered.n})], "or")
     guessing = asked[0].covered.floors[1]
     chance = f"; guessing gives {PERCENT(guessing)} %" if isfinite(guessing) else ""
     return [
@@ -63,7 +63,11 @@ def sentences(by_task: Mapping[str, Sequence[Asked]]) -> list[str]:
 
 def shown_example(tables: Tables, task: str) -> ExampleRecord | None:
     """The task's example; none if it has no question, or if there are several, as of different runs."""
-    prompts = {one.prompt: one for one in tables.inputs.read.examples if one.task == task and OPENING in one.prompt}
+    prompts = {
+        example.prompt: example
+        for example in tables.inputs.read.examples
+        if example.task == task and OPENING in example.prompt
+    }
     return next(iter(prompts.values())) if len(prompts) == 1 else None
 
 

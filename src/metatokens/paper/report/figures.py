@@ -275,9 +275,9 @@ def covered(by_task: Mapping[str, Sequence[Asked]], width: float = PAGE) -> Figu
 
 def _draw_covered(asked: Sequence[Asked], axes: Axes) -> None:
     bars = [
-        (f"{one.model}, text {what}", cell, STYLES.get(one.model, FURTHER[0]).colour, alpha)
-        for one in asked
-        for what, cell, alpha in (("in sight", one.in_sight, 0.4), ("covered", one.covered, 1.0))
+        (f"{answered.model}, text {what}", cell, STYLES.get(answered.model, FURTHER[0]).colour, alpha)
+        for answered in asked
+        for what, cell, alpha in (("in sight", answered.in_sight, 0.4), ("covered", answered.covered, 1.0))
     ]
     for row, (label, cell, colour, alpha) in enumerate(bars):
         middle, low, high = 100 * np.array(cell.estimate())
