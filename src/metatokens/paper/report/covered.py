@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
+import pandas as pd
+
 from metatokens.looking.page import readable
-from metatokens.paper.report.table import Cell, order
+from metatokens.paper.report.table import Cell, Fields, order
 from metatokens.paper.report.tables import ALONE, Tables
 from metatokens.paper.report.text import PERCENT, listed, name, number
 from metatokens.records import ExampleRecord
@@ -33,13 +35,20 @@ class Asked:
 def asked_covered(tables: Tables) -> dict[str, list[Asked]]:
     """The models that were trained with the text in sight and asked with it covered too, by task; `meta` first."""
     asked: dict[str, list[Asked]] = {}
-    for task, about in tables.tasks.items():
-        in_sight, covered = (dict(list(tables.found({**about, "intervention": kind}).groupby("model")))
-                             for kind in ("", ALONE))  # fmt: skip
+    for task, main in tables.tasks.items():
+        in_sight = _by_model(tables, main, "")
+        covered = _by_model(tables, main, ALONE)
         for model in sorted(covered.keys() & in_sight.keys(), key=order, reverse=True):
-            cells = Cell.of(in_sight[model]), Cell.of(covered[model])
-            asked.setdefault(task, []).append(Asked(model, *cells, float(covered[model]["kv_kept"].mean())))
+            kv_kept = float(covered[model]["kv_kept"].mean())
+            row = Asked(model, Cell.of(in_sight[model]), Cell.of(covered[model]), kv_kept)
+            asked.setdefault(task, []).append(row)
     return asked
+
+
+def _by_model(tables: Tables, main: Fields, intervention: str) -> dict[str, pd.DataFrame]:
+    """The main accuracies of a task under an intervention, by model."""
+    accuracies = tables.inputs.measured(**{**main, "intervention": intervention})
+    return {str(model): of_model for model, of_model in accuracies.groupby("model")}
 
 
 def sentences(by_task: Mapping[str, Sequence[Asked]]) -> list[str]:
@@ -73,7 +82,7 @@ def shown_example(tables: Tables, task: str) -> ExampleRecord | None:
 
 def answers(tables: Tables, example: ExampleRecord, *, is_covered: bool) -> dict[str, tuple[str, bool]]:
     """What each model answered to the example, in visible characters, and whether that is right; `meta` first."""
-    found = {
+    answers_by_model = {
         result.model: result.answer
         for result in tables.inputs.read.results
         if result.task == example.task
@@ -82,8 +91,8 @@ def answers(tables: Tables, example: ExampleRecord, *, is_covered: bool) -> dict
         and result.intervention == (ALONE if is_covered else None)
     }
     return {
-        model: (readable(found[model].strip(" ")) or "nothing", found[model] == example.completion)
-        for model in sorted(found, key=order, reverse=True)
+        model: (readable(answer.strip(" ")) or "nothing", answer == example.completion)
+        for model, answer in sorted(answers_by_model.items(), key=lambda item: order(item[0]), reverse=True)
     }
 
 
@@ -92,7 +101,7 @@ def pieces(example: ExampleRecord, *, is_covered: bool = False) -> list[tuple[st
     plain = [(text, "kbd" if is_meta else "") for text, is_meta in example.pieces()]
     if not is_covered:
         return plain
-    question = max(place for place, (text, element) in enumerate(plain) if not element and OPENING in text)
+    question = max(index for index, (text, element) in enumerate(plain) if not element and OPENING in text)
     document, opening, rest = plain[question][0].rpartition(OPENING)
     covered = [(text, element or "del") for text, element in [*plain[:question], (document, "")] if text]
     return [*covered, (opening + rest, ""), *plain[question + 1 :]]
