@@ -12,10 +12,11 @@ from metatokens.errors import UserError
 from metatokens.model import configuration
 from metatokens.paper.presets import PRESETS
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
+from metatokens.tasks import TASKS
 
 PRETRAINING = ("demo", "small_extend", "paper", "paper_extend")
-FINETUNING = ("demo_finetune", "paper_finetune", "pretrained_finetune", "small_copying")
-FINETUNING += ("small_facts", "small_landmarks", "small_list_recall", "small_parity", "small_segment_counting")
+FINETUNING = ("demo_finetune", "paper_finetune", "pretrained_finetune", "small_facts", "small_landmarks")
+FINETUNING += tuple(f"{size}_{task}" for size in ("demo", "small") for task in TASKS)
 PACKAGED = dict.fromkeys(PRETRAINING, PretrainRecipe) | dict.fromkeys(FINETUNING, FinetuneRecipe)
 
 
