@@ -14,7 +14,7 @@ from metatokens.tasks.scoring import score
 from tests.cli.command_lines import Models, Run
 
 PROMPT = '"the cat _PAUSE_ sat _PAUSE_"'
-README_PROMPT = '"Bits: 0 1 1 1 _PAUSE_ 1 0\nQ: What is the XOR of all bits before this pause? _PAUSE_"'
+README_PROMPT = '"Bits: 0 1 1 1 _PAUSE_ 1\nQ: What is the XOR of all bits before this pause? _PAUSE_"'
 
 
 def test_a_page_and_a_picture_of_two_models(workplace: Path, small_model: Models, metatokens: Run) -> None:
