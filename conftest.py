@@ -22,15 +22,17 @@ from hypothesis import settings
 
 from metatokens import cli
 from tests.forked import PATIENCE, QUIET, Forked, Run, Start, start_server
+from tests.quick import left_out
 
 # The number of drawn cases, unless a test sets its own; tests/hostile scales its numbers by these.
 settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)  # the same each time
 settings.register_profile("thorough", max_examples=2000, deadline=None)
 
-# torch and transformers read these when they are imported, here and in subprocesses: one thread, since test processes
-# run side by side, and no notices, as in the command. multiprocessing would warn at exit about the semaphores of
-# processes that a test killed.
-os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+# torch and transformers read these when they are imported, here and in subprocesses: one thread unless the environment
+# says otherwise, since test processes run side by side, and no notices, as in the command. multiprocessing would warn
+# at exit about the semaphores of processes that a test killed.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 os.environ |= {"PYTHONWARNINGS": "ignore:resource_tracker"}
 
 # No test asks the Hub, or finds what the user has fetched from it. All processes of a run share one cache.
@@ -38,6 +40,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="metatokens-tests-")
     atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
+
+pytest_plugins = ["pytester"]
 
 if TYPE_CHECKING:
     from metatokens.data.store import TokenStore
@@ -49,13 +53,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "thorough: runs only with --thorough; a quicker test covers the same behaviour")
+    config.addinivalue_line(
+        "markers",
+        "quick(parameter=values): without --thorough, of a parameter only these values, and of the product of all "
+        "parameters as few cases as each value occurs in",
+    )
     settings.load_profile("thorough" if config.getoption("thorough") else "quick")
 
 
+@pytest.hookimpl(tryfirst=True)  # before a plugin changes the order, so that the choice is the same each time
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("thorough"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    is_case_named = any("[" in argument for argument in config.args)
+    if config.getoption("thorough") or is_case_named:
+        return
+    slow = left_out(items)
+    config.hook.pytest_deselected(items=[item for item in items if item in slow])
+    items[:] = [item for item in items if item not in slow]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,0 +1,42 @@
+"""Which cases of a test `make test` runs: a few in which each value of each parameter occurs."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+
+def covering(cases: Sequence[Mapping[str, int]]) -> list[int]:
+    """The numbers of some cases, ascending, in which each value of each parameter occurs.
+
+    A case is a number for the value of each parameter. The next case is always the first of those with the most
+    values that no chosen case has, so that the choice is short, and the same each time.
+    """
+    chosen: list[int] = []
+    missing = {value for case in cases for value in case.items()}
+    while missing:
+        news = [len(missing & case.items()) for case in cases]
+        chosen.append(news.index(max(news)))
+        missing -= cases[chosen[-1]].items()
+    return sorted(chosen)
+
+
+def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """The tests that `make test` leaves out: those marked `thorough`, and cases that no mark `quick` asks for."""
+    slow = {item for item in items if item.get_closest_marker("thorough")}
+    tests: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("quick") and item not in slow:
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        slow |= set(cases) - _quick(cases)
+    return slow
+
+
+def _quick(cases: Sequence[pytest.Function]) -> set[pytest.Function]:
+    """The cases of one test that its mark asks for."""
+    wanted = cases[0].get_closest_marker("quick").kwargs
+    asked_for = [case for case in cases if all(case.callspec.params[name] in wanted[name] for name in wanted)]
+    assert asked_for, f"{cases[0].nodeid}: its mark `quick` names values that no case has"
+    values = [{name: id(value) for name, value in case.callspec.params.items()} for case in asked_for]
+    return {asked_for[number] for number in covering(values)}
