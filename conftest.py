@@ -55,8 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "thorough: runs only with --thorough; a quicker test covers the same behaviour")
     config.addinivalue_line(
         "markers",
-        "quick(parameter=values): without --thorough, of a parameter only these values, and of the product of all "
-        "parameters as few cases as each value occurs in",
+        "quick(parameter=values): the values of a parameter that occur in the cases that run without --thorough",
     )
     settings.load_profile("thorough" if config.getoption("thorough") else "quick")
 

@@ -22,11 +22,11 @@ def covering(cases: Sequence[Mapping[str, int]]) -> list[int]:
 
 
 def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """The tests that `make test` leaves out: those marked `thorough`, and cases that no mark `quick` asks for."""
+    """The tests that `make test` leaves out: those marked `thorough`, and cases whose values others have."""
     slow = {item for item in items if item.get_closest_marker("thorough")}
     tests: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("quick") and item not in slow:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item not in slow:
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         slow |= set(cases) - _quick(cases)
@@ -34,8 +34,9 @@ def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
 
 
 def _quick(cases: Sequence[pytest.Function]) -> set[pytest.Function]:
-    """The cases of one test that its mark asks for."""
-    wanted = cases[0].get_closest_marker("quick").kwargs
+    """Cases of one test in which each value occurs that its mark `quick` asks for."""
+    mark = cases[0].get_closest_marker("quick")
+    wanted = mark.kwargs if mark else {}
     asked_for = [case for case in cases if all(case.callspec.params[name] in wanted[name] for name in wanted)]
     assert asked_for, f"{cases[0].nodeid}: its mark `quick` names values that no case has"
     values = [{name: id(value) for name, value in case.callspec.params.items()} for case in asked_for]

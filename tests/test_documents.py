@@ -81,6 +81,7 @@ def demo(
     return tmp_path
 
 
+@pytest.mark.quick(page=[ROOT / "README.md", ROOT / "docs/how_to/any_decoder.md"])
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # the Trainer's default, where there is no GPU
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -47,6 +47,7 @@ def base(small_store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return tmp_path / "base"
 
 
+@pytest.mark.quick(delta=[""])
 @pytest.mark.parametrize("delta", ["", " --delta"])
 def test_from_a_base_to_answers(delta: str, base: Path, run: Succeed) -> None:
     size, warning = run(RETROFIT + delta)[1].splitlines()
@@ -116,6 +117,7 @@ def test_finetuning_computes_the_logits_that_it_is_scored_on_alone(
     assert any(not torch.equal(weight, start[name]) for name, weight in few.items())
 
 
+@pytest.mark.quick(kind=["base too", "lora"])
 @pytest.mark.filterwarnings(*PEFTS_OWN)
 @pytest.mark.parametrize("kind", ["added", "delta", "base too", "lora"])
 def test_a_base_in_half_precision_is_trained_by_small_steps(kind: str, base: Path, run: Succeed) -> None:
@@ -271,6 +273,7 @@ def test_a_chat_template_works_before_and_after_fine_tuning(base: Path, run: Suc
         assert AutoTokenizer.from_pretrained(folder).apply_chat_template(chat)["input_ids"] == expected
 
 
+@pytest.mark.quick(layers=[""])
 @pytest.mark.filterwarnings(*PEFTS_OWN)
 @pytest.mark.parametrize("layers", ["", " --layers none"])
 def test_lora_changes_the_base_and_comes_back(layers: str, base: Path, run: Succeed) -> None:
@@ -299,6 +302,7 @@ def test_lora_changes_the_base_and_comes_back(layers: str, base: Path, run: Succ
     assert all(torch.equal(again[name], after[name]) for name in after)
 
 
+@pytest.mark.quick(delta=[" --delta"])
 @pytest.mark.parametrize("delta", ["", " --delta"])
 def test_checkpoints_hold_what_is_trained_alone_and_go_on_exactly(
     delta: str, base: Path, run: Succeed, refused: Refuse
@@ -333,6 +337,7 @@ def test_checkpoints_hold_what_is_trained_alone_and_go_on_exactly(
         refused(last, "")
 
 
+@pytest.mark.quick(delta=[""])
 @pytest.mark.filterwarnings(*PEFTS_OWN)
 @pytest.mark.parametrize("delta", ["", " --delta"])
 def test_adapters_that_are_kept_are_pefts_and_go_through_the_commands(
@@ -365,6 +370,7 @@ def test_adapters_that_are_kept_are_pefts_and_go_through_the_commands(
     refused(f"{train} --model model --out none --keep-adapter", "training.keep_adapter needs training.lora_rank")
 
 
+@pytest.mark.quick(delta=[" --delta"])
 @pytest.mark.filterwarnings(*PEFTS_OWN)
 @pytest.mark.parametrize("delta", ["", " --delta"])
 def test_no_file_names_the_place_of_the_base(delta: str, base: Path, run: Succeed, refused: Refuse) -> None:
@@ -421,6 +427,7 @@ def test_gguf_files_are_for_retrofit(base: Path, refused: Refuse) -> None:
     refused("retrofit --model quantised --out new", "quantised holds 2 GGUF files, such as one.gguf; name one of them.")
 
 
+@pytest.mark.quick(delta=[" --delta"])
 @pytest.mark.filterwarnings(*PEFTS_OWN)
 @pytest.mark.parametrize("delta", ["", " --delta"])
 def test_text_is_trained_on_and_the_model_analysed_and_adapted(

@@ -93,7 +93,15 @@ CASES = {name: (payload, f"r {payload}") for name, payload in PAYLOADS.items()}
 CASES |= {f"grid-{name}": (PAYLOADS[name], "small") for name in ("closing", "markdown")}
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+QUICK = {"quoted", "lines", "grid-closing"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, id=name, marks=() if name in QUICK else pytest.mark.thorough) for name, case in CASES.items()
+    ],
+)
 def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
     """A payload, the recipe of the lines, and a report in which it stands wherever a record can hold text."""
     payload, recipe = request.param

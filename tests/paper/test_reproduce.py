@@ -179,6 +179,7 @@ def cut_off(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.quick(cut=[6])
 @pytest.mark.parametrize("cut", range(0, len(STAGES), 3))
 def test_stages_that_were_finished_are_not_repeated(
     cut: int,
@@ -290,6 +291,7 @@ def test_the_files_of_a_finished_run_are_compressed_and_their_bytes_are_those_of
     assert (copied / "run.json").read_bytes() == about
 
 
+@pytest.mark.quick(killed_at=[1, 4])
 @pytest.mark.parametrize("killed_at", range(6))
 def test_nothing_is_lost_while_files_are_packed_or_unpacked(
     killed_at: int, undisturbed: Path, copied: Path, monkeypatch: pytest.MonkeyPatch

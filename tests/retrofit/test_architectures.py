@@ -92,6 +92,7 @@ FOUND = {
 }
 
 
+@pytest.mark.quick(name=["gemma4_text", "mllama", "deepseek_v32", "bert", "jamba", "dbrx"])
 @pytest.mark.filterwarnings("ignore")  # from types that ignore some settings
 @pytest.mark.parametrize("name", FOUND)
 def test_a_type_of_the_sweep(name: str) -> None:

@@ -27,6 +27,7 @@ from tests.retrofit.text_window import BLOCKS, EOS, FEW, NAMES, dense, generate,
 in_steps = torch.no_grad()(in_pieces.in_steps)
 
 
+@pytest.mark.quick(name=FEW)
 @BLOCKS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
@@ -47,6 +48,7 @@ def test_a_pass_and_steps_are_the_masked_recomputation(name: str, dtype: torch.d
             assert difference.float().mean() < 0.02 * wanted.float().abs().mean()
 
 
+@pytest.mark.quick(name=FEW)
 @BLOCKS
 @pytest.mark.parametrize("meta_every", [None, 3])
 @pytest.mark.parametrize("name", NAMES)
@@ -70,6 +72,7 @@ def test_generation_is_the_masked_recomputation(name: str, meta_every: int | Non
         assert generate(model, PROMPTS, max_new_tokens=4, num_beams=3, **options) == beams
 
 
+@pytest.mark.quick(name=FEW)
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("name", NAMES)
 def test_generated_tokens_in_bfloat16_differ_by_rounding_alone(name: str, chunk: int | None) -> None:
@@ -156,6 +159,7 @@ def test_training_hides_the_same_text_with_activation_checkpointing_too(name: st
         assert max(error(a, b) for a, b in zip(found, gradients[0], strict=True)) < 1e-5
 
 
+@pytest.mark.quick(name=["gpt2", "llama"])
 @pytest.mark.parametrize("name", FEW)
 def test_the_eager_attention_function(name: str) -> None:
     model, (ids, mask) = model_of(name, ()), pad(ROWS)

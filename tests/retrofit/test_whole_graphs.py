@@ -38,6 +38,7 @@ def whole(model: PreTrainedModel, backend: Any) -> Any:
     return torch.compile(model, fullgraph=True, backend=backend)
 
 
+@pytest.mark.quick(name=["llama"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_compiled_pass_is_one_graph(name: str) -> None:
     (backend, graphs), model = counted(), retrofitted(name)
@@ -52,6 +53,7 @@ def test_a_compiled_pass_is_one_graph(name: str) -> None:
     assert error(got[mask.bool()], logits(model, ids, attention_mask=mask)[mask.bool()]) < TOLERANCE
 
 
+@pytest.mark.quick(name=["gpt2"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_cache_of_a_compiled_pass_goes_on(name: str) -> None:
     """Such a cache grows. Finding the meta-tokens for it breaks the graph."""
@@ -66,6 +68,7 @@ def test_a_cache_of_a_compiled_pass_goes_on(name: str) -> None:
     assert graphs
 
 
+@pytest.mark.quick(name=["gpt2"])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_exported_pass(name: str) -> None:
     model = retrofitted(name)
@@ -120,6 +123,7 @@ def test_a_whole_graph_with_a_cache_that_grows_says_what_breaks_it() -> None:
 
 
 # OPT by itself does not compile so. In this small cohere2, with sliding windows alone, a cache does not show its size.
+@pytest.mark.quick(name=["gemma3_text"])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("cohere2", "opt")])
 def test_a_compiled_step_is_one_graph(name: str) -> None:
     (backend, graphs), model, ids = counted(), retrofitted(name), with_meta_tokens()

@@ -57,6 +57,7 @@ def test_one_schedule_spans_all_train_lengths(model: Path, finetuning: Finetunin
 
 
 # In the stage, at its end, in a length, in each.
+@pytest.mark.quick(cuts=[(2, 7, 14)])
 @pytest.mark.parametrize(
     ("cuts", "optimizer"), [((3,), "adamw"), ((4,), "adamw"), ((9,), "muon"), ((2, 7, 14), "adamw")]
 )
@@ -126,6 +127,7 @@ def test_the_loss_is_the_mean_over_all_answer_tokens_of_a_step(
     assert curve(tmp_path / "run" / "64")[0]["loss"] == pytest.approx(np.mean(np.concatenate(losses)), rel=1e-5)
 
 
+@pytest.mark.quick(second_attention=["meta"])
 @pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
 def test_the_loss_of_a_question_that_sees_landmarks_is_the_dense_formulas(
     second_attention: str,

@@ -42,6 +42,7 @@ def test_the_folder_holds_a_model_in_safetensors_and_the_curve(undisturbed: Path
     assert training_of(undisturbed) == {"seed": 0}
 
 
+@pytest.mark.quick(second_attention=["meta"])
 @pytest.mark.parametrize("second_attention", ["meta", "none"])
 def test_a_model_learns(second_attention: str, pretraining: Pretraining, tmp_path: Path) -> None:
     settings = ("training.max_steps=60", "training.save_steps=60", "training.learning_rate=0.02")
@@ -121,6 +122,7 @@ def test_progress_has_the_latest_figures_with_their_steps_and_the_speed_without_
 # --- interrupted and resumed
 
 
+@pytest.mark.quick(cuts=[(3, 7)])
 @pytest.mark.parametrize("cuts", [(1,), (5,), (8,), (3, 7), (5, 5)])
 def test_an_interrupted_run_ends_like_an_undisturbed_one(
     cuts: tuple[int, ...], pretraining: Pretraining, undisturbed: Path, steps: type, tmp_path: Path
@@ -154,6 +156,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.quick(name=["weights with a flipped byte", "random numbers of both"])
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_checkpoint_is_dropped_for_the_one_before(
     name: str,
