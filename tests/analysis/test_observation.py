@@ -19,6 +19,8 @@ from tests.analysis.recording_oracle import bare_example
 from tests.retrofit.architectures import (
     ARCHITECTURES,
     META,
+    ROUNDED,
+    ROUNDED_WEIGHT,
     base,
     error,
     logits,
@@ -50,16 +52,16 @@ def test_states_weights_and_logits_are_those_that_the_model_returns(name: str) -
     model.set_attn_implementation("eager")
     with torch.no_grad():
         out = model(asked.ids[None], output_attentions=True, output_hidden_states=True, use_cache=False)
-    assert error(seen.logits[:, :META], out.logits[0, :, :META]) < 1e-5
+    assert error(seen.logits[:, :META], out.logits[0, :, :META]) < ROUNDED
     layers = model.config.num_hidden_layers
     assert len(seen.states) == layers + 1
     for state, expected in zip(seen.states[:-1], out.hidden_states, strict=False):  # the last one has passed a norm
-        assert error(state, expected[0]) < 1e-5
+        assert error(state, expected[0]) < ROUNDED
     causal = [inputs for (module, _), inputs in seen.attention.items() if module == "attention"]
     returned = [one for one in out.attentions if one is not None]
     assert len(causal) == len(returned) > 0
     for inputs, expected in zip(causal, returned, strict=True):
-        assert error(weights(inputs), expected[0]) < 1e-6
+        assert error(weights(inputs), expected[0]) < ROUNDED_WEIGHT
     assert {layer for module, layer in seen.attention if module == "second_attention"} == set(range(layers))
 
 
@@ -90,8 +92,8 @@ def test_the_final_states_are_what_the_head_reads(name: str, monkeypatch: pytest
     for number, row in enumerate(rows):
         logits(model, torch.tensor([row]))
         last = max(i for i, one in enumerate(row) if one == META)
-        assert error(states["meta"][number], heard[-1][last]) < 1e-5
-        assert error(states["text"][number], heard[-1][last - 1]) < 1e-5
+        assert error(states["meta"][number], heard[-1][last]) < ROUNDED
+        assert error(states["text"][number], heard[-1][last - 1]) < ROUNDED
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom"])
@@ -116,7 +118,7 @@ def test_adapters_are_observed_with_their_model() -> None:
     seen = observe(model, prompt().ids)
     with torch.no_grad():
         expected = model(prompt().ids[None], use_cache=False).logits[0]
-    assert error(seen.logits, expected) < 1e-5
+    assert error(seen.logits, expected) < ROUNDED
     assert error(seen.logits, observe(plain, prompt().ids).logits) > 1e-3
 
 

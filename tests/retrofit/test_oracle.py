@@ -11,7 +11,7 @@ from transformers.masking_utils import create_causal_mask
 
 from metatokens import add_meta_attention, save_meta
 from metatokens.errors import UserError
-from tests.retrofit.architectures import META, base, error, logits, retrofitted, train_like, with_meta_tokens
+from tests.retrofit.architectures import META, ROUNDED, base, error, logits, retrofitted, train_like, with_meta_tokens
 
 HEADS, SIZE, LAYERS = 3, 10, (0, 2)
 
@@ -69,7 +69,7 @@ def test_a_llama_with_meta_attention(layers: tuple[int, ...], tmp_path: Path) ->
             added_to(x, ids, added, f"model.layers.{index}.meta_attention.")
         x = x + block.mlp(block.post_attention_layernorm(x))
     expected = plain.lm_head(plain.model.norm(x))[..., :META]
-    assert error(logits(model, ids), expected) < 1e-5
+    assert error(logits(model, ids), expected) < ROUNDED
     assert len(added) == 1 + 3 * len(layers)
 
 
@@ -90,7 +90,7 @@ def test_a_bloom_with_meta_attention(tmp_path: Path) -> None:
         x = block.self_attention(block.input_layernorm(x), x, attention_mask=mask, alibi=alibi)[0]
         added_to(x, ids, added, f"transformer.h.{index}.meta_attention.")
         x = block.mlp(block.post_attention_layernorm(x), x)
-    assert error(logits(model, ids), base("bloom").lm_head(plain.ln_f(x))[..., :META]) < 1e-5
+    assert error(logits(model, ids), base("bloom").lm_head(plain.ln_f(x))[..., :META]) < ROUNDED
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma3_text"])

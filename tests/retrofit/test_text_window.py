@@ -16,12 +16,14 @@ from metatokens import add_meta_attention, load_meta, save_meta, set_text_window
 from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
 from tests.checkpointing import checkpoint_activations
+from tests.gradients import far
 from tests.model import in_pieces
 from tests.model.generating import assert_a_chat_goes_on, beams_of, samples_of
 from tests.model.in_pieces import assert_full_layers_alone_hold_all, held
 from tests.model.text_window import FULL, PROMPTS, ROWS, SINKS, WINDOW, seen_by_layers
 from tests.model.tiny_models import META, pad, random_rows, tiny_model
-from tests.retrofit.architectures import base, error
+from tests.numbers import decoder_roundings, rounding_bound, rounding_error
+from tests.retrofit.architectures import ROUNDED, ROUNDED_GRADIENT, base, error
 from tests.retrofit.text_window import BLOCKS, EOS, FEW, NAMES, dense, generate, masked, model_of, shared
 
 in_steps = torch.no_grad()(in_pieces.in_steps)
@@ -40,12 +42,10 @@ def test_a_pass_and_steps_are_the_masked_recomputation(name: str, dtype: torch.d
     assert_full_layers_alone_hold_all(model, cache)
     assert min(held(cache)) < 40
     assert cache.get_seq_length() == 44
-    for found in (whole, pieces):
-        difference = (found[mask.bool()][:, :META] - wanted).abs()
-        if dtype == torch.float32:
-            assert difference.max() < 2e-5 * wanted.abs().max()
-        else:  # in half precision the two ways round differently, and experts may change
-            assert difference.float().mean() < 0.02 * wanted.float().abs().mean()
+    roundings, scale = decoder_roundings(dtype, blocks=4, width=64, length=44), float(wanted.float().std())
+    for found in (whole, pieces):  # rounding may send some tokens to another expert
+        assert (found[mask.bool()][:, :META] - wanted).float().abs().mean() < rounding_error(dtype, roundings, scale)
+        assert dtype != torch.float32 or error(found[mask.bool()][:, :META], wanted) < ROUNDED
 
 
 @pytest.mark.quick(name=FEW)
@@ -79,9 +79,10 @@ def test_generated_tokens_in_bfloat16_differ_by_rounding_alone(name: str, chunk:
     row, model = PROMPTS[0], shared(name, (), torch.bfloat16)
     new = generate(model, [row], max_new_tokens=8, prefill_chunk_size=chunk)[0]
     scores = dense(name, [*row, *new], (), torch.bfloat16)[len(row) - 1 : -1].float()
-    scores[:, [META, EOS]] = -100.0
+    roundings, scale = decoder_roundings(torch.bfloat16, blocks=4, width=64, length=44), float(scores.std())
+    scores[:, [META, EOS]] = -torch.inf
     behind = scores.amax(dim=1) - scores[torch.arange(len(new)), new]
-    assert behind.max() < 0.02 * scores[:, META + 1 :].std()
+    assert behind.max() < rounding_bound(torch.bfloat16, roundings, scale)
 
 
 @pytest.mark.parametrize("mode", [{}, {"do_sample": True}, {"num_beams": 3}], ids=str)
@@ -117,7 +118,7 @@ def test_a_cache_can_be_cropped_where_nothing_is_missing(name: str) -> None:
     with torch.no_grad():
         wanted = model(ids, attention_mask=mask, use_cache=False).logits[:, 40:]
     found, _ = in_steps(model, more, mask, (1, 3), cache)
-    assert error(found[..., :META], wanted[..., :META]) < 1e-4
+    assert error(found[..., :META], wanted[..., :META]) < ROUNDED
     with pytest.raises(UserError, match="text was dropped from this cache; only its last"):
         cache.crop(-30)
 
@@ -156,7 +157,7 @@ def test_training_hides_the_same_text_with_activation_checkpointing_too(name: st
         loss.backward()
         gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
     for found in gradients[1:]:
-        assert max(error(a, b) for a, b in zip(found, gradients[0], strict=True)) < 1e-5
+        assert max(far(a, b) for a, b in zip(found, gradients[0], strict=True)) < ROUNDED_GRADIENT
 
 
 @pytest.mark.quick(name=["gpt2", "llama"])
@@ -166,7 +167,7 @@ def test_the_eager_attention_function(name: str) -> None:
     model.set_attn_implementation("eager")
     wanted = torch.cat([dense(name, row, ()) for row in ROWS])[:, :META]
     found, _ = in_steps(model, ids, mask, (20, 36))
-    assert error(found[mask.bool()][:, :META], wanted) < 1e-4
+    assert error(found[mask.bool()][:, :META], wanted) < ROUNDED
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles flex attention with g++")
@@ -177,7 +178,7 @@ def test_flex_attention() -> None:
     with torch.no_grad():
         found = model(ids, attention_mask=mask, use_cache=False).logits
     wanted = torch.cat([dense("llama", row, ()) for row in ROWS])[:, :META]
-    assert error(found[mask.bool()][:, :META], wanted) < 1e-4
+    assert error(found[mask.bool()][:, :META], wanted) < ROUNDED
 
 
 @pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's
@@ -211,9 +212,9 @@ def test_other_layers_are_chosen_and_none() -> None:
         row = torch.tensor(ROWS[:1])
         masks = seen_by_layers(ROWS[0], count, [0])[:, None, None]
         wanted = masked(shared("llama", None), masks, input_ids=row).logits
-        assert error(model(row, use_cache=False).logits, wanted) < 1e-5
+        assert error(model(row, use_cache=False).logits, wanted) < ROUNDED
         pieces, cache = in_steps(model, row, torch.ones_like(row), (20, *range(30, 44)))
-        assert error(pieces, wanted) < 1e-5
+        assert error(pieces, wanted) < ROUNDED
         assert held(cache)[0] == 44 > held(cache)[1]
         set_text_window(model, WINDOW)  # with the sinks and full layers that it has
         assert (model.config.text_sinks, model.config.text_full_layers) == (SINKS, [0])
@@ -224,7 +225,7 @@ def test_other_layers_are_chosen_and_none() -> None:
         set_text_window(model, None)
         assert model.config.text_full_layers is None
         plain = model(ids, attention_mask=mask).logits
-    assert error(everything[mask.bool()], plain[mask.bool()]) < 1e-5
+    assert error(everything[mask.bool()], plain[mask.bool()]) < ROUNDED
     assert error(window[mask.bool()], plain[mask.bool()]) > 0.01
 
 
@@ -237,7 +238,7 @@ def test_a_compiled_model_has_the_masks_of_each_pass(use_cache: bool | None) -> 
         ids = torch.tensor(random_rows((length, length), meta_rate=0.2, seed=seed))
         with torch.no_grad():
             wanted = model(ids, use_cache=use_cache).logits
-            assert error(compiled(ids, use_cache=use_cache).logits, wanted) < 1e-5
+            assert error(compiled(ids, use_cache=use_cache).logits, wanted) < ROUNDED
 
 
 def test_a_base_that_changes_the_mask_before_its_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
