@@ -36,3 +36,7 @@ def decoder_roundings(dtype: torch.dtype, blocks: int, width: int, length: int) 
     if dtype in HALF:
         return 20 * blocks
     return blocks * (14 * width + 2 * length) + width
+
+
+# For what the small models of the tests compute in float32, or from a loss in float32, as a share of the largest.
+ROUNDED = rounding_bound(torch.float32, decoder_roundings(torch.float32, blocks=3, width=32, length=64))

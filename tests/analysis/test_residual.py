@@ -12,6 +12,7 @@ from metatokens.analysis.residual import DISTANCES, key_classes, residual
 from metatokens.records import About, Measurement
 from tests.analysis.recording_oracle import KINDS, RecordingOracle, bare_example
 from tests.model.tiny_models import META, tiny_model
+from tests.numbers import ROUNDED
 
 Measured = tuple[list[RecordingOracle], list[Measurement]]
 LONG = [i % 50 for i in range(37)]
@@ -73,7 +74,7 @@ def test_similarities_of_meta_tokens_and_their_controls(measured: Measured) -> N
     for m in select(measurements, "similarity_centred"):
         numbers = found.pop((m.marker, m.subject, m.layer, m.distance))
         assert m.n == len(numbers)
-        assert m.value == pytest.approx(sum(numbers) / len(numbers), abs=1e-5)
+        assert m.value == pytest.approx(sum(numbers) / len(numbers), abs=ROUNDED)
     assert not found
 
 
@@ -118,7 +119,7 @@ def test_similarities_to_the_final_meta_token_are_of_the_first_example(measured:
     assert similarity.keys() == {(layer, i) for layer in range(3) for i in range(len(ids))}
     for (layer, i), m in similarity.items():
         states = centred(ids, oracle.states[layer])
-        assert m.value == pytest.approx(cosine(states[i], states[-1]), abs=1e-5)
+        assert m.value == pytest.approx(cosine(states[i], states[-1]), abs=ROUNDED)
         assert m.subject == ("meta" if ids[i] == META else "text")
 
 

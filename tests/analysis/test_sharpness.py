@@ -14,6 +14,7 @@ from metatokens.errors import UserError
 from metatokens.records import About, Measurement
 from tests.analysis.recording_oracle import KINDS, RecordingOracle, bare_example
 from tests.model.tiny_models import META, tiny_model
+from tests.numbers import ROUNDED
 
 rows_of_logits = st.lists(st.floats(-6, 6), min_size=2, max_size=7)
 
@@ -153,7 +154,7 @@ def test_attention_against_the_oracle(measured: tuple[Any, list[Measurement]]) -
         with torch.no_grad():
             kept.logits(ids), zeroed.logits(ids)
         expected_attention(kept, zeroed, ids, found)
-    tolerance = 1e-5 if model.config.position_embedding == "rope" else 1e-9  # rotary tables are float32
+    tolerance = ROUNDED if model.config.position_embedding == "rope" else 1e-9  # rotary tables are float32
     counted = 0
     for m in measurements:
         if m.module is None:
@@ -199,7 +200,7 @@ def test_outputs_against_the_oracle(measured: tuple[Any, list[Measurement]]) -> 
     assert outputs.keys() == found.keys()
     for key, numbers in found.items():
         assert outputs[key].n == len(numbers)
-        assert outputs[key].value == pytest.approx(sum(numbers) / len(numbers), abs=1e-5), key
+        assert outputs[key].value == pytest.approx(sum(numbers) / len(numbers), abs=ROUNDED), key
 
 
 def test_records_say_what_was_measured(measured: tuple[Any, list[Measurement]]) -> None:

@@ -22,6 +22,7 @@ from tests.model.tiny_models import (
     random_rows,
     tiny_model,
 )
+from tests.numbers import ROUNDED
 
 # Rotary tables are float32 in transformers, whatever the model's type, so they bound the agreement with the formula.
 TOLERANCE = {"learned": 1e-11, "none": 1e-11, "rope": 3e-6}
@@ -152,12 +153,12 @@ def test_a_mask_of_four_dimensions_replaces_the_causal_one_in_both_attentions(
     mask = seen if dtype == torch.bool else torch.zeros(2, 1, 12, 12, dtype=dtype).masked_fill(~seen, -1e30)
     oracle = DenseOracle(model)
     expected = torch.stack([oracle.logits(row, causal=one[0]) for row, one in zip(rows, seen, strict=True)])
-    tolerance = 1e-5 if attention == "eager" else TOLERANCE[fields["position_embedding"]]  # its softmax is float32
+    tolerance = ROUNDED if attention == "eager" else TOLERANCE[fields["position_embedding"]]  # its softmax is float32
     assert_close(model(torch.tensor(rows), attention_mask=mask).logits, expected, tolerance)
     last = model(torch.tensor(rows), attention_mask=mask, logits_to_keep=1).logits
     assert_close(last, expected[:, -1:], tolerance)
     weighed = model(torch.tensor(rows), attention_mask=mask, output_attentions=True)
-    assert_close(weighed.logits, expected, 1e-5)
+    assert_close(weighed.logits, expected, ROUNDED)
     head = model(torch.tensor(rows)[:, :7], attention_mask=mask[:, :, :7, :7])
     tail = model(torch.tensor(rows)[:, 7:], attention_mask=mask[:, :, 7:], past_key_values=head.past_key_values)
     assert_close(tail.logits, expected[:, 7:], tolerance)
@@ -179,7 +180,7 @@ def test_the_weights_of_both_attentions(second_attention: str, side: str) -> Non
             for name, weights in zip(("attention", "second_attention"), found, strict=True):
                 expected = oracle.seen[f"model.layers.{layer}.{name}"]
                 assert weights.shape == (4, len(row), len(row))
-                assert (weights - expected).abs().max() < 1e-5, name
+                assert (weights - expected).abs().max() < ROUNDED, name
 
 
 def test_the_weights_of_a_decoding_step() -> None:
@@ -193,7 +194,7 @@ def test_the_weights_of_a_decoding_step() -> None:
     oracle.logits(row)
     for layer, weights in enumerate(tail.meta_attentions):
         assert weights.shape == (1, 4, 3, 9)
-        assert (weights[0] - oracle.seen[f"model.layers.{layer}.second_attention"][:, 6:]).abs().max() < 1e-6
+        assert (weights[0] - oracle.seen[f"model.layers.{layer}.second_attention"][:, 6:]).abs().max() < ROUNDED
 
 
 def test_without_meta_tokens_meta_attention_has_no_weights() -> None:

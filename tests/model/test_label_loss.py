@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gradients import far
 from tests.model.tiny_models import META, pad, random_rows, tiny_model
+from tests.numbers import ROUNDED
 
 
 @pytest.fixture
@@ -32,10 +34,10 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return taken
 
 
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = ROUNDED) -> None:
     assert actual.keys() == expected.keys()
     for name, gradient in actual.items():
-        assert (gradient - expected[name]).abs().max() < tolerance, name
+        assert far(gradient, expected[name]) < tolerance, name
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -46,7 +48,7 @@ def test_loss_is_the_mean_cross_entropy_of_the_labels(batch: dict[str, Tensor], 
     expected_gradients = gradients(model)
     loss = model.train(training)(**batch).loss
     loss.backward()
-    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)  # transformers computes it in float32
+    assert loss.item() == pytest.approx(expected.item(), rel=ROUNDED)  # transformers computes it in float32
     assert_same(gradients(model), expected_gradients)
 
 
@@ -56,11 +58,11 @@ def test_labels_that_are_shifted_already(batch: dict[str, Tensor], training: boo
     shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     expected = model(**batch).loss.item()
     for given in (None, shifted):
-        assert model(**batch, shift_labels=given).loss.item() == pytest.approx(expected, abs=1e-6)
+        assert model(**batch, shift_labels=given).loss.item() == pytest.approx(expected, rel=ROUNDED)
     logits = model.eval()(batch["input_ids"], batch["attention_mask"]).logits
     shifted = torch.full_like(shifted, -100).index_fill(1, torch.tensor(4), 7)
     expected = -logits.log_softmax(dim=-1)[:, 4, 7].mean().item()
-    assert model.train(training)(**batch, shift_labels=shifted).loss.item() == pytest.approx(expected, abs=1e-6)
+    assert model.train(training)(**batch, shift_labels=shifted).loss.item() == pytest.approx(expected, rel=ROUNDED)
 
 
 def test_training_computes_logits_at_labels_only(batch: dict[str, Tensor]) -> None:
@@ -87,7 +89,7 @@ def test_num_items_in_batch_divides_the_sum(batch: dict[str, Tensor], training: 
     model = tiny_model()
     expected = losses_in_full(model, batch).sum() / 37
     loss = model.train(training)(**batch, num_items_in_batch=torch.tensor(37)).loss
-    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert loss.item() == pytest.approx(expected.item(), rel=ROUNDED)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -107,7 +109,7 @@ def test_a_label_that_is_a_meta_token_counts_as_none(
     given = labels.clone()
     loss = model(**batch | {"labels": given}, **count).loss
     expected = model(**batch | {"labels": masked}, **masked_count).loss
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert loss.item() == pytest.approx(expected.item(), rel=ROUNDED)
     assert torch.equal(given, labels)
 
 
