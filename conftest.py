@@ -48,26 +48,30 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="every kill, fault and drawn case (make test-all)")
+    parser.addoption("--every-case", action="store_true", help="all cases of every test (make test-all)")
+    parser.addoption("--thorough", action="store_true", help="also more kills, faults and draws (make test-thorough)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "thorough: runs only with --thorough; a quicker test covers the same behaviour")
-    config.addinivalue_line(
-        "markers",
-        "quick(parameter=values): the values of a parameter that occur in the cases that run without --thorough",
-    )
+    for mark in (
+        "quick(parameter=values): the values of a parameter that make test runs; make test-all runs all",
+        "slow: make test leaves it out, since a quicker test covers the same behaviour; make test-all runs it",
+        "thorough: a repetition, which make test-thorough alone runs",
+    ):
+        config.addinivalue_line("markers", mark)
     settings.load_profile("thorough" if config.getoption("thorough") else "quick")
 
 
 @pytest.hookimpl(tryfirst=True)  # before a plugin changes the order, so that the choice is the same each time
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_case_named = any("[" in argument for argument in config.args)
-    if config.getoption("thorough") or is_case_named:
-        return
-    slow = left_out(items)
-    config.hook.pytest_deselected(items=[item for item in items if item in slow])
-    items[:] = [item for item in items if item not in slow]
+    gone: set[pytest.Item] = set()
+    if not config.getoption("thorough"):
+        gone |= {item for item in items if item.get_closest_marker("thorough")}
+        if not config.getoption("every_case") and not is_case_named:
+            gone |= left_out([item for item in items if item not in gone])
+    config.hook.pytest_deselected(items=[item for item in items if item in gone])
+    items[:] = [item for item in items if item not in gone]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -170,7 +174,7 @@ def run_ranks(start_ranks: Start) -> Run:
 
 @pytest.fixture(scope="session")
 def is_thorough(request: pytest.FixtureRequest) -> bool:
-    """Whether every case is run."""
+    """Whether repetitions are run."""
     return request.config.getoption("thorough")
 
 

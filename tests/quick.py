@@ -22,15 +22,15 @@ def covering(cases: Sequence[Mapping[str, int]]) -> list[int]:
 
 
 def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """The tests that `make test` leaves out: those marked `thorough`, and cases whose values others have."""
-    slow = {item for item in items if item.get_closest_marker("thorough")}
+    """The tests that `make test` leaves out: those marked `slow`, and cases whose values others have."""
+    gone = {item for item in items if item.get_closest_marker("slow")}
     tests: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item not in slow:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item not in gone:
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
-        slow |= set(cases) - _quick(cases)
-    return slow
+        gone |= set(cases) - _quick(cases)
+    return gone
 
 
 def _quick(cases: Sequence[pytest.Function]) -> set[pytest.Function]:

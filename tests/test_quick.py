@@ -28,17 +28,17 @@ def test_what_is_left_out(pytester: pytest.Pytester) -> None:
         def test_each(a, b): ...
 
         @pytest.mark.quick(b="xy")
-        @pytest.mark.parametrize("a", [pytest.param(1, marks=pytest.mark.thorough), 2])
+        @pytest.mark.parametrize("a", [pytest.param(1, marks=pytest.mark.slow), 2])
         @pytest.mark.parametrize("b", "xyz")
         def test_some(a, b): ...
 
-        @pytest.mark.thorough
+        @pytest.mark.slow
         def test_slow(): ...
 
         def test_plain(): ...
     """)
-    slow = left_out(items)
-    assert [item.name for item in items if item not in slow] == [
+    gone = left_out(items)
+    assert [item.name for item in items if item not in gone] == [
         "test_each[x-1]", "test_each[y-2]", "test_each[z-1]", "test_some[x-2]", "test_some[y-2]", "test_plain"
     ]  # fmt: skip
 

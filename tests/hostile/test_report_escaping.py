@@ -99,7 +99,7 @@ QUICK = {"quoted", "lines", "grid-closing"}
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(case, id=name, marks=() if name in QUICK else pytest.mark.thorough) for name, case in CASES.items()
+        pytest.param(case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()
     ],
 )
 def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:

@@ -63,6 +63,7 @@ def test_all_positions(fields: dict[str, Any]) -> None:
     assert together(model, prompts, meta_every=2) == apart(model, prompts, meta_every=2)
 
 
+@pytest.mark.quick(second_attention=["meta"])
 @SECOND
 def test_more_requests_than_blocks(second_attention: str) -> None:
     """64 requests have about 200 blocks; where 12 are left, the engine takes some back, and reads them again."""

@@ -15,9 +15,10 @@ from tests.model.generating import assert_a_chat_goes_on, beams_of, count_tokens
 from tests.model.in_pieces import assert_continues, assert_full_layers_alone_hold_all, held, in_steps
 from tests.model.test_attention_oracle import assert_close
 from tests.model.text_window import MIXED, PROMPTS, ROWS, SINKS, SMALL, WINDOW, WINDOWS, rule_of, seen
-from tests.model.tiny_models import META, SECOND, VARIANTS, Fields, pad, random_rows, shared_model, tiny_model
+from tests.model.tiny_models import FAMILY, META, SECOND, VARIANTS, Fields, pad, random_rows, shared_model, tiny_model
 
 
+@pytest.mark.quick(fields=FAMILY)
 @WINDOWS
 @pytest.mark.parametrize("meta_every", [None, 3])
 @VARIANTS

@@ -9,7 +9,7 @@ from torch import Tensor
 from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
 from metatokens.errors import UserError
 from tests.model.in_pieces import assert_continues, in_steps
-from tests.model.tiny_models import META, SECOND, VARIANTS, Fields, pad, random_rows, shared_model
+from tests.model.tiny_models import FAMILY, META, SECOND, VARIANTS, Fields, pad, random_rows, shared_model
 
 ROWS = [*random_rows((13, 9, 6)), random_rows((11,), seed=3, meta_rate=0.0)[0]]
 TOLERANCE = 1e-11
@@ -21,6 +21,7 @@ def filled(model: MetaGPT2ForCausalLM, rows: list[list[int]]) -> tuple[Tensor, T
     return ids, mask, cache
 
 
+@pytest.mark.quick(fields=FAMILY)
 @VARIANTS
 @given(cuts=st.sets(st.integers(1, 12)))
 def test_steps_of_any_size_give_the_logits_of_one_pass(fields: Fields, cuts: set[int]) -> None:

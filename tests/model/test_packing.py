@@ -154,6 +154,7 @@ def test_positions_may_jump_within_a_sequence(second_attention: str) -> None:
     assert not torch.allclose(joined[:, 3:], apart[1])
 
 
+@pytest.mark.quick(fields=[WINDOW])
 @pytest.mark.parametrize("fields", [{}, {"attention_scale": "log_length"}, WINDOW], ids=str)
 def test_a_compiled_graph(fields: Fields) -> None:
     torch._dynamo.reset()

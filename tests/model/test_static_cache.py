@@ -85,6 +85,7 @@ def test_positions_beyond_a_learned_table_are_refused() -> None:
         model(torch.tensor([[6, 7]]), past_key_values=cache)
 
 
+@pytest.mark.quick(second_attention=["meta"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, as it compiles
 @pytest.mark.parametrize("meta_every", [None, 3])
 @SECOND

@@ -20,7 +20,6 @@ from tests.model.text_window import FULL, ROWS, SMALL, WINDOWS, expected, rule_o
 from tests.model.tiny_models import (
     META,
     SECOND,
-    SECOND_ATTENTIONS,
     VARIANTS,
     Fields,
     pad,
@@ -78,16 +77,17 @@ def test_the_eager_attention_function(second_attention: str, side: str, window: 
         assert_close(logits[mask.bool()], wanted, ROUNDED)
 
 
+@pytest.mark.quick(second_attention=["meta"])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles flex attention with g++")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it compiles
-def test_flex_attention() -> None:
-    for second_attention in SECOND_ATTENTIONS:
-        model = tiny_model(second_attention=second_attention, dtype=torch.float32, **SMALL)
-        model.set_attn_implementation("flex_attention")
-        ids, mask = pad(ROWS)
-        with torch.no_grad():  # gradients need a GPU, and so do lengths that change from step to step
-            logits = model(ids, attention_mask=mask, use_cache=False).logits
-        assert_close(logits[mask.bool()], expected(model, ROWS), ROUNDED)
+@SECOND
+def test_flex_attention(second_attention: str) -> None:
+    model = tiny_model(second_attention=second_attention, dtype=torch.float32, **SMALL)
+    model.set_attn_implementation("flex_attention")
+    ids, mask = pad(ROWS)
+    with torch.no_grad():  # gradients need a GPU, and so do lengths that change from step to step
+        logits = model(ids, attention_mask=mask, use_cache=False).logits
+    assert_close(logits[mask.bool()], expected(model, ROWS), ROUNDED)
 
 
 @WINDOWS
@@ -140,6 +140,7 @@ def test_bfloat16() -> None:
         assert (logits[mask.bool()] - wanted).abs().mean() < expected_error
 
 
+@pytest.mark.quick(second_attention=["meta"])
 @WINDOWS
 @SECOND
 def test_a_training_step_compiles_and_may_be_checkpointed(second_attention: str, window: Fields) -> None:

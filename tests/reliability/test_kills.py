@@ -37,8 +37,7 @@ def undisturbed(
     return give
 
 
-@pytest.mark.quick(seed=[0])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 4))])
 @pytest.mark.parametrize("verb", ["tokenize", "pretrain", "finetune", "evaluate"])
 def test_killed_at_random_moments(
     verb: str,

@@ -23,6 +23,7 @@ NAMES = (
 )  # fmt: skip
 
 
+@pytest.mark.quick(name=["gemma3_text", "gpt2", "llama"])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_equals_generate(name: str) -> None:
     model, prompts = retrofitted(name), some_prompts(META)

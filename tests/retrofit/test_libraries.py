@@ -160,6 +160,7 @@ def printed(program: str, *args: str, folder: Path) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.quick(library=["pickle"])
 @pytest.mark.parametrize("library", ["pickle", "dill", "cloudpickle"])
 def test_a_pickle_is_read_by_another_process(library: str, tmp_path: Path) -> None:
     pickler = pytest.importorskip(library, reason=f"{library} is not installed")
@@ -175,6 +176,7 @@ def test_a_pickle_is_read_by_another_process(library: str, tmp_path: Path) -> No
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_datasets_runs_a_retrofitted_model_in_two_processes(tmp_path: Path) -> None:
     assert printed(IN_TWO_PROCESSES, folder=tmp_path) == "True"
 

@@ -105,6 +105,7 @@ def test_checkpointed_activations_and_eager_attention() -> None:
     assert gradients_far(model, model(**packed()).logits[..., :META], apart(model)) < ROUNDED_GRADIENT
 
 
+@pytest.mark.quick(window=[3])
 @torch.no_grad()
 @pytest.mark.parametrize(("window", "full_layers"), [(None, ()), (3, ()), (3, (1,))])
 def test_a_compiled_model(window: int | None, full_layers: tuple[int, ...]) -> None:
