@@ -1,10 +1,11 @@
 # make install   the package in .venv, from the lock
 # make demo      train, evaluate and report small models (a few minutes on two cores)
-# make test      the tests (9 to 30 minutes on two cores)
+# make test      a quick test of every behaviour (four minutes on two cores)
 # make test-outside  the tests of benchmarks/ and examples/ (two minutes on two cores)
-# make test-lowest  the tests with the oldest transformers that the package allows, in an environment of its own
+# make test-lowest  make test with the oldest transformers that the package allows, in an environment of its own
 # make test-highest  the same with the newest
-# make test-all  the tests with all kills, faults and drawn cases (docs/testing.md; twenty minutes on two cores)
+# make test-all  all cases of every test, those of benchmarks/ and examples/ too (docs/testing.md; a quarter of an hour)
+# make test-thorough  make test-all with more kills, faults and drawn cases (twenty-five minutes on two cores)
 # make coverage  make test with line coverage
 # make lint      the linter and the type checker
 # make scale     what tokenizing two billion characters takes (docs/reliability.md); TOKENIZER=DIR where the Hugging Face
@@ -34,7 +35,7 @@ TOKENIZER ?= gpt2
 DEVICE ?= cuda
 PIECE ?= 540
 
-.PHONY: install demo smoke test test-outside test-lowest test-highest test-all coverage lint scale benchmark gpu gpu-train conformance real report figures demo-results docs lock audit clean
+.PHONY: install demo smoke test test-outside test-lowest test-highest test-all test-thorough coverage lint scale benchmark gpu gpu-train conformance real report figures demo-results docs lock audit clean
 
 install: $(VENV)/.installed
 
@@ -54,6 +55,9 @@ test-lowest test-highest: test-%: $(VENV)-%/.installed
 	$(VENV)-$*/bin/python -m pytest $(TOGETHER)
 
 test-all: $(VENV)/.installed-test
+	$(PYTEST) --every-case tests benchmarks/tests examples/tests
+
+test-thorough: $(VENV)/.installed-test
 	$(PYTEST) --thorough tests benchmarks/tests examples/tests
 
 coverage: $(VENV)/.installed-test
