@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ def verbs_of(corpus: Path, tokens: Path, model: Path, *, steps: int, tuned: int,
         "finetune": train(f"finetune --task parity --model {model}", lengths, f"training.max_steps={tuned}"),
         "evaluate": evaluate.split(),
     }
+
+
+def quickly(quick: Sequence[str], values: Iterable[str]) -> list[Any]:
+    """Parameters of a test: those in `quick` for every run, the others for a thorough one."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.thorough) for value in values]
 
 
 class Commands:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from metatokens.errors import UserError
 from metatokens.files import append_lines, exclusive, library_writes
 from metatokens.records import Result, read_lines
-from tests.reliability.commands import Commands, assert_one_sentence, left, verbs_of
+from tests.reliability.commands import Commands, assert_one_sentence, left, quickly, verbs_of
 
 DAY = 86_400  # the seconds by which the clock goes back
 MEASURED = {"meta": 0.9, "gpt2": 0.5}  # the results of the report
@@ -158,8 +158,7 @@ DISKS = {
 }
 
 
-@pytest.mark.quick(verb=["tokenize"])
-@pytest.mark.parametrize("verb", DISKS)
+@pytest.mark.parametrize("verb", quickly(["tokenize"], DISKS))
 def test_a_file_system_that_fills(verb: str, run: Run, is_thorough: bool, tmp_path: Path) -> None:
     size, step = DISKS[verb]
     disk = tmp_path / "disk"
@@ -244,9 +243,8 @@ def test_a_mistake_in_a_program_is_not_taken_for_a_full_disk(ours: Exception, tm
 # --- read-only
 
 
-@pytest.mark.quick(verb=["evaluate", "pretrain"])
 @pytest.mark.parametrize("way", ["permissions", "file system"])
-@pytest.mark.parametrize("verb", FULL)
+@pytest.mark.parametrize("verb", quickly(["evaluate", "pretrain"], FULL))
 def test_what_cannot_be_written_is_left_as_it_is(verb: str, way: str, run: Run, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     out = disk / verb
@@ -287,8 +285,7 @@ def test_what_cannot_be_written_is_left_as_it_is(verb: str, way: str, run: Run, 
 # --- a clock that goes backwards
 
 
-@pytest.mark.quick(verb=["pretrain"])
-@pytest.mark.parametrize("verb", FULL)
+@pytest.mark.parametrize("verb", quickly(["evaluate", "pretrain"], FULL))
 def test_a_clock_that_goes_back_changes_nothing_but_dates(verb: str, run: Run, tmp_path: Path) -> None:
     out, began, fault = tmp_path / verb, time.monotonic(), {"clock_goes_back": []}
     if verb == "pretrain":
