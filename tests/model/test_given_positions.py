@@ -135,7 +135,7 @@ def test_a_compiled_evaluation_is_one_graph_for_all_counts() -> None:
     assert waits(graphs[0]) == []
 
 
-@pytest.mark.quick(second_attention=["meta"])
+@pytest.mark.slow
 @QUIET
 @SECOND
 def test_without_positions_a_compiled_pass_is_one_graph_for_all_lengths_and_counts(second_attention: str) -> None:

@@ -207,6 +207,7 @@ NEEDS_COMPILER = pytest.mark.skipif(not HAS_COMPILER, reason="torch.compile on a
 
 
 # aot_eager takes all steps except the last, which generates machine code.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.thorough, NEEDS_COMPILER])]
 )

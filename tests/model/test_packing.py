@@ -48,6 +48,7 @@ def alone(model: MetaGPT2ForCausalLM, rows: Sequence[Sequence[Sequence[int]]]) -
     return torch.stack([torch.cat(row) for row in apart])
 
 
+@pytest.mark.quick(fields=CASES[::4])
 @parametrize(CASES)
 def test_packed_is_apart(fields: Fields) -> None:
     for dtype in (torch.float32, torch.bfloat16):

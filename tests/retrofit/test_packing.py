@@ -116,6 +116,7 @@ def test_a_compiled_model(window: int | None, full_layers: tuple[int, ...]) -> N
     assert error(got, apart(model)) < ROUNDED
 
 
+@pytest.mark.quick(is_exported=[False])
 @torch.no_grad()
 @pytest.mark.parametrize("is_exported", [False, True], ids=["compiled", "exported"])
 def test_a_graph_of_a_base_that_does_not_keep_them_apart_refuses_them(is_exported: bool) -> None:

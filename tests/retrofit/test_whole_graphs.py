@@ -63,7 +63,7 @@ def test_a_compiled_pass_is_one_graph(name: str) -> None:
     assert error(got[mask.bool()], logits(model, ids, attention_mask=mask)[mask.bool()]) < ROUNDED
 
 
-@pytest.mark.quick(name=["gpt2"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_cache_of_a_compiled_pass_goes_on(name: str) -> None:
     """Such a cache grows. Finding the meta-tokens for it breaks the graph."""
@@ -89,6 +89,7 @@ def test_an_exported_pass(name: str) -> None:
         assert error(got, logits(model, ids)) < ROUNDED
 
 
+@pytest.mark.quick(is_added=[True], heads=[4])
 @torch.no_grad()
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("is_added", [False, True], ids=["bool", "added"])
@@ -133,7 +134,7 @@ def test_a_whole_graph_with_a_cache_that_grows_says_what_breaks_it() -> None:
 
 
 # OPT by itself does not compile so. In this small cohere2, with sliding windows alone, a cache does not show its size.
-@pytest.mark.quick(name=["gemma3_text"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("cohere2", "opt")])
 def test_a_compiled_step_is_one_graph(name: str) -> None:
     (backend, graphs), model, ids = counted(), retrofitted(name), with_meta_tokens()
@@ -159,6 +160,7 @@ def test_training_is_one_graph() -> None:
     assert max(far(one, gradients[1][name]) for name, one in gradients[0].items()) < ROUNDED_GRADIENT
 
 
+@pytest.mark.quick(meta_every=[3])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, as it compiles
 @pytest.mark.parametrize("meta_every", [None, 3])
 def test_generate_compiles_its_step(meta_every: int | None) -> None:
