@@ -40,6 +40,7 @@ def generated(folder: Path) -> list[list[list[int]]]:
     return [model.generate(torch.tensor(PROMPT), **OPTIONS).tolist() for model in models]
 
 
+@pytest.mark.quick(order=["ours first"])
 @pytest.mark.parametrize(
     "order", ["ours first", pytest.param("ours last", marks=pytest.mark.thorough), "ours last, the Auto classes in use"]
 )

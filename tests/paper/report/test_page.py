@@ -230,9 +230,10 @@ def test_the_html_is_the_markdown_in_a_frame(report: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tables.md", "figures/forest.png"])
-def test_what_is_no_report_is_kept(name: str, tmp_path: Path, lines: list[Path]) -> None:
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("mine")
+def test_what_is_no_report_is_kept(name: str, tmp_path: Path) -> None:
+    run, report = write(tmp_path / "run", results=[perplexity(80, 2)]), tmp_path / "report"
+    (report / name).parent.mkdir(parents=True)
+    (report / name).write_text("mine")
     with undrawn(), pytest.raises(UserError, match=f"{name} belongs to no report"):
-        write_report(lines, tmp_path)
-    assert [path.read_text() for path in tmp_path.rglob("*.*")] == ["mine"]
+        write_report([run], report)
+    assert [path.read_text() for path in report.rglob("*.*")] == ["mine"]
