@@ -18,6 +18,7 @@ from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
 from tests.cli.command_lines import FINETUNE, PRETRAIN, Models, Refuse, Succeed, write_records
 from tests.model.text_window import seen
+from tests.numbers import ROUNDED_PERPLEXITY
 
 RECORDS = [
     {"prompt": f"The cat sat on a mat. _PAUSE_ It slept there for {number} days.", "markers": [21], "completion": " ok"}
@@ -98,7 +99,7 @@ def test_measuring_with_a_window(tokens: None, small_model: Models, run: Succeed
         json.loads(run(f"{measure} {options}")[0])
         for options in ("", "--text-window 32", "--text-window 4", "--landmarks every:8 --text-window 4")
     ]
-    assert lines[0]["value"] == pytest.approx(lines[1]["value"])
+    assert lines[0]["value"] == pytest.approx(lines[1]["value"], rel=ROUNDED_PERPLEXITY)
     assert len({round(line["value"], 6) for line in lines}) == 3
     assert [line.get("kv_kept") for line in lines] == [
         None,

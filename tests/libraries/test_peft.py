@@ -14,6 +14,8 @@ from transformers import AutoTokenizer
 
 from metatokens import MetaGPT2ForCausalLM, MetaTokenCache, encode_prompt
 from metatokens.errors import UserError
+from tests.gradients import far
+from tests.numbers import ROUNDED
 from tests.retrofit.architectures import error, fit, logits, retrofitted, with_meta_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning")  # its own
@@ -57,7 +59,7 @@ def adapt(fresh: Callable[[], Any], adapter: peft.PeftConfig, ids: Tensor, folde
         if isinstance(adapter, peft.LoraConfig):
             inserted = again.generate(input_ids=ids, meta_every=2, **options)
             merged = again.merge_and_unload()
-            torch.testing.assert_close(merged(ids).logits, expected, atol=1e-4, rtol=1e-4)
+            assert far(merged(ids).logits, expected) < ROUNDED
             assert torch.equal(merged.generate(ids, meta_every=2, **options), inserted)
     return trained
 

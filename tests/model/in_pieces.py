@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
 from tests.model.test_attention_oracle import assert_close
 from tests.model.tiny_models import random_rows
+from tests.numbers import ROUNDED_DOUBLE
 
 
 def in_steps(
@@ -30,7 +31,7 @@ def assert_continues(model: MetaGPT2ForCausalLM, ids: Tensor, mask: Tensor, cach
     new = torch.tensor(random_rows([24] * len(ids), seed=7, meta_rate=0.3))
     mask = torch.cat([mask, torch.ones_like(new)], dim=1)
     wanted = model(torch.cat([ids, new], dim=1), attention_mask=mask, use_cache=False).logits[:, -24:]
-    assert_close(in_steps(model, new, mask, (1, 3, 22), cache)[0], wanted, 1e-11)
+    assert_close(in_steps(model, new, mask, (1, 3, 22), cache)[0], wanted, ROUNDED_DOUBLE)
 
 
 def held(cache: DynamicCache) -> list[int]:

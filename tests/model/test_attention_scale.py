@@ -10,7 +10,7 @@ from metatokens import MetaGPT2ForCausalLM
 from metatokens.analysis.observation import observe
 from tests.model.dense_oracle import DenseOracle
 from tests.model.tiny_models import pad, random_rows, tiny_model
-from tests.numbers import ROUNDED
+from tests.numbers import ROUNDED, ROUNDED_DOUBLE
 
 
 def test_the_logits_that_an_analysis_reads_are_scaled() -> None:
@@ -42,4 +42,4 @@ def test_keys_are_counted_in_a_mask_of_four_dimensions(kind: torch.dtype) -> Non
     model = tiny_model(attention_scale="log_length")
     expected = model(ids, attention_mask=padding).logits
     found = model(ids, attention_mask=mask, position_ids=positions).logits
-    assert (found - expected)[padding.bool()].abs().max() < 1e-10
+    assert (found - expected)[padding.bool()].abs().max() < ROUNDED_DOUBLE

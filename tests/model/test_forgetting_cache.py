@@ -16,6 +16,7 @@ from tests.model.in_pieces import assert_continues, assert_full_layers_alone_hol
 from tests.model.test_attention_oracle import assert_close
 from tests.model.text_window import MIXED, PROMPTS, ROWS, SINKS, SMALL, WINDOW, WINDOWS, rule_of, seen
 from tests.model.tiny_models import FAMILY, META, SECOND, VARIANTS, Fields, pad, random_rows, shared_model, tiny_model
+from tests.numbers import ROUNDED_DOUBLE
 
 
 @pytest.mark.quick(fields=FAMILY)
@@ -145,7 +146,7 @@ def test_positions_that_jump_make_a_query_forget(second_attention: str) -> None:
         for place in (slice(0, 25), *(slice(one, one + 1) for one in range(25, 44)))
     ]
     for logits in (model(ids, position_ids=positions[None]).logits, torch.cat(pieces, dim=1)):
-        assert_close(logits[0], wanted, 1e-11)
+        assert_close(logits[0], wanted, ROUNDED_DOUBLE)
     assert cache.has_dropped
 
 
@@ -188,7 +189,7 @@ def test_a_cache_of_transformers_is_converted(second_attention: str) -> None:
     ids, mask = pad(ROWS)
     logits, cache = in_steps(model, ids, mask, (20, 40), DynamicCache())
     wanted = model(ids, attention_mask=mask, use_cache=False).logits
-    assert_close(logits[mask.bool()], wanted[mask.bool()], 1e-11)
+    assert_close(logits[mask.bool()], wanted[mask.bool()], ROUNDED_DOUBLE)
     assert max(held(cache)) < 44
 
 
@@ -224,7 +225,9 @@ def test_a_step_with_a_small_cache_of_a_fixed_size_compiles() -> None:
         model(ids[:, :12], past_key_values=cache)
         step = torch.compile(model, backend="eager", fullgraph=True)
         for place in range(12, 44):
-            assert_close(step(ids[:, place : place + 1], past_key_values=cache).logits[:, 0], wanted[:, place], 1e-11)
+            assert_close(
+                step(ids[:, place : place + 1], past_key_values=cache).logits[:, 0], wanted[:, place], ROUNDED_DOUBLE
+            )
 
 
 IDS = torch.tensor(ROWS[:1])

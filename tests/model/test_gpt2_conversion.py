@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from metatokens import MetaGPT2ForCausalLM
 from metatokens.errors import UserError
 from tests.model.tiny_models import pad, random_rows, randomize
-from tests.numbers import ROUNDED
+from tests.numbers import ROUNDED, ROUNDED_DOUBLE
 
 
 def random_gpt2(**options: Any) -> GPT2LMHeadModel:
@@ -19,7 +19,7 @@ def random_gpt2(**options: Any) -> GPT2LMHeadModel:
     return model
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, ROUNDED), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, ROUNDED), (torch.float64, ROUNDED_DOUBLE)])
 @pytest.mark.parametrize("second_attention", ["none", "meta", "causal"])
 def test_converted_model_gives_the_same_logits_and_tokens(
     second_attention: str, dtype: torch.dtype, tolerance: float

@@ -10,9 +10,10 @@ from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
 from metatokens.errors import UserError
 from tests.model.in_pieces import assert_continues, in_steps
 from tests.model.tiny_models import FAMILY, META, SECOND, VARIANTS, Fields, pad, random_rows, shared_model
+from tests.numbers import ROUNDED_DOUBLE
 
 ROWS = [*random_rows((13, 9, 6)), random_rows((11,), seed=3, meta_rate=0.0)[0]]
-TOLERANCE = 1e-11
+TOLERANCE = ROUNDED_DOUBLE
 
 
 def filled(model: MetaGPT2ForCausalLM, rows: list[list[int]]) -> tuple[Tensor, Tensor, MetaTokenCache]:

@@ -26,7 +26,7 @@ from tests.model.tiny_models import (
     tiny_config,
     tiny_model,
 )
-from tests.numbers import ROUNDED
+from tests.numbers import ROUNDED, ROUNDED_DOUBLE
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_padding_is_not_counted_against_the_learned_table() -> None:
         assert ids.shape[1] == 20
         padded = model(ids, attention_mask=mask).logits
         for row, logits, real in zip(rows, padded, mask.bool(), strict=True):
-            assert (logits[real] - model(torch.tensor([row])).logits[0]).abs().max() < 1e-11
+            assert (logits[real] - model(torch.tensor([row])).logits[0]).abs().max() < ROUNDED_DOUBLE
         out = model.generate(ids[1:], attention_mask=mask[1:], max_new_tokens=5, do_sample=False, pad_token_id=0)
         alone = model.generate(torch.tensor([rows[1]]), max_new_tokens=5, do_sample=False)
         if side == "left":
@@ -106,7 +106,7 @@ def test_a_cache_of_transformers_gets_a_second_store(second_attention: str, with
     model(ids[:, :7], past_key_values=cache)
     last = model(ids[:, 7:], past_key_values=cache).logits  # the same object again
     assert cache.get_seq_length() == 12
-    assert (last - model(ids).logits[:, 7:]).abs().max() < 1e-11
+    assert (last - model(ids).logits[:, 7:]).abs().max() < ROUNDED_DOUBLE
 
 
 def test_a_cache_without_a_second_store_is_refused() -> None:

@@ -6,6 +6,7 @@ from torch import nn
 
 from metatokens.model.attention import FEW_ROWS, linear
 from tests.model.tiny_models import random_rows, tiny_model
+from tests.numbers import ROUNDED_DOUBLE
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -19,7 +20,7 @@ def test_it_is_linear(shape: tuple[int, ...], bias: bool) -> None:
         found = linear(layer, x)
     assert found.shape == expected.shape
     assert found.is_contiguous()
-    assert torch.allclose(found, expected, rtol=0, atol=1e-13)
+    assert torch.allclose(found, expected, rtol=0, atol=ROUNDED_DOUBLE)
     assert torch.equal(linear(layer, x), expected)  # with gradients it is the plain product
 
 

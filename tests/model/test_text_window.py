@@ -28,7 +28,7 @@ from tests.model.tiny_models import (
     shared_model,
     tiny_model,
 )
-from tests.numbers import ROUNDED, decoder_roundings, rounding_error
+from tests.numbers import ROUNDED, ROUNDED_DOUBLE, decoder_roundings, rounding_error
 
 
 @WINDOWS
@@ -54,7 +54,7 @@ def test_windows_of_other_sizes(fields: Fields) -> None:
     ids, mask = pad(ROWS)
     wanted = expected(model, ROWS)
     for logits in (model(ids, attention_mask=mask).logits, in_steps(model, ids, mask, range(3, 44, 4))[0]):
-        assert_close(logits[mask.bool()], wanted, 1e-11)
+        assert_close(logits[mask.bool()], wanted, ROUNDED_DOUBLE)
 
 
 def test_a_window_as_long_as_the_text_changes_nothing() -> None:
@@ -62,7 +62,7 @@ def test_a_window_as_long_as_the_text_changes_nothing() -> None:
     found, wanted = (
         model(ids, attention_mask=mask).logits[mask.bool()] for model in (shared_model(text_window=44), shared_model())
     )
-    assert_close(found, wanted, 1e-12)
+    assert_close(found, wanted, ROUNDED_DOUBLE)
 
 
 @WINDOWS
@@ -169,9 +169,9 @@ def test_full_layers_are_set_and_unset() -> None:
     plain = model(ids).logits
     set_text_window(model, 5, 2, FULL)
     assert (model.config.text_window, model.config.text_full_layers) == (5, FULL)
-    assert_close(model(ids).logits[0], expected(model, ROWS[:1]), 1e-11)
+    assert_close(model(ids).logits[0], expected(model, ROWS[:1]), ROUNDED_DOUBLE)
     set_text_window(model, 5, 2, range(3))
-    assert_close(model(ids).logits, plain, 1e-11)
+    assert_close(model(ids).logits, plain, ROUNDED_DOUBLE)
     with pytest.raises(UserError, match=r"the model cannot have this text window: .*'text_window' expected"):
         set_text_window(model, "3")  # type: ignore[arg-type]
     set_text_window(model, None)

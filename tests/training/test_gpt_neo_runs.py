@@ -24,7 +24,7 @@ from metatokens.records import About
 from metatokens.retrofit.classes import MetaModel
 from metatokens.training.positions import jumped_positions, position_jumps
 from metatokens.training.pretrain import new_gpt_neo, pretrain
-from tests.numbers import ROUNDED
+from tests.numbers import ROUNDED_PERPLEXITY
 from tests.training.conftest import curve, interrupt, result
 
 NEO = ("architecture=gpt_neo", "position_embedding=learned", "second_attention=none", "max_position_embeddings=72")
@@ -156,7 +156,7 @@ def test_perplexity_is_that_of_transformers_own(small_store: TokenStore, metatok
     for folder in ("neo", retrofitted(metatokens)):
         model = load_model(tmp_path / folder)
         result = perplexity(model, text, About(model="gpt-neo"), block_size=32, fraction=0.0, placement="none")
-        assert result.value == pytest.approx(expected, rel=ROUNDED)
+        assert result.value == pytest.approx(expected, rel=ROUNDED_PERPLEXITY)
 
 
 def test_masks_in_an_old_file_are_passed_over_and_other_tensors_are_not(

@@ -17,6 +17,7 @@ from metatokens.tasks.curriculum import TaskData
 from metatokens.training.finetune import finetune
 from metatokens.training.inside import inside_labels, inside_loss
 from metatokens.training.pretrain import new_gpt_neo
+from tests.numbers import ROUNDED
 from tests.training.conftest import Finetuning, Models, interrupt, result
 
 
@@ -70,7 +71,9 @@ def test_the_auxiliary_loss_is_that_of_a_linear_head_after_each_block_but_the_la
         model.inside_heads.double()
         heads = [(head.weight.detach().clone(), head.bias.detach().clone()) for head in model.inside_heads]
         both = model(input_ids=ids, labels=labels).loss
-        assert float(model.eval()(input_ids=ids, labels=labels).loss.detach()) == pytest.approx(float(plain.detach()))
+        assert float(model.eval()(input_ids=ids, labels=labels).loss.detach()) == pytest.approx(
+            float(plain.detach()), rel=ROUNDED
+        )
     states = model(input_ids=ids, output_hidden_states=True).hidden_states
     expected = 0.0
     for (weight, bias), hidden in zip(heads, states[1:3], strict=True):
@@ -84,7 +87,7 @@ def test_the_auxiliary_loss_is_that_of_a_linear_head_after_each_block_but_the_la
                     losses.append(-3 * np.log(p) if inside else -np.log(1 - p))
         expected += np.mean(losses)
     assert len(heads) == 2
-    assert float((both - plain).detach()) == pytest.approx(0.5 / 4 * expected, rel=1e-6)
+    assert float((both - plain).detach()) == pytest.approx(0.5 / 4 * expected, abs=ROUNDED * float(plain))
     assert not hasattr(model, "inside_heads")
     assert torch.equal(model.train()(input_ids=ids, labels=labels).loss, plain)
 
