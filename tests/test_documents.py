@@ -231,6 +231,7 @@ def figures() -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(ROOT / "docs/figures.py")))
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_result_lines(figures: SimpleNamespace) -> None:
     shown = {document: document.read_text(encoding="utf-8") for document in figures.DOCUMENTS}
     assert [document.name for document, text in shown.items() if figures.filled(text) != text] == []

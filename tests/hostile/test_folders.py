@@ -105,7 +105,7 @@ def test_a_run_is_replaced_in_its_own_folder_alone(tmp_path: Path) -> None:
 NAMES = ["../../escaped", "/escaped", "a/b", "..", "x\0y", "<x>", "", "-rf", "%s", "\u202e"]
 
 
-@pytest.mark.quick(name=["../../escaped", "a/b", "x\0y"])
+@pytest.mark.quick(name=["../../escaped", "a/b"])
 @pytest.mark.parametrize("name", NAMES)
 def test_names_in_records_are_no_paths(name: str, tmp_path: Path) -> None:
     inner = tmp_path / "inner"

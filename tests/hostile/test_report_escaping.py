@@ -93,7 +93,7 @@ CASES = {name: (payload, f"r {payload}") for name, payload in PAYLOADS.items()}
 CASES |= {f"grid-{name}": (PAYLOADS[name], "small") for name in ("closing", "markdown")}
 
 
-QUICK = {"quoted", "lines", "grid-closing"}
+QUICK = {"lines", "grid-closing"}
 
 
 @pytest.fixture(

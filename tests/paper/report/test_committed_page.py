@@ -25,6 +25,7 @@ CONDITIONS = {"landmarks": "landmark", "decoys": "decoy", "long prompts": "long_
 LENGTH_TABLES = {"list_recall": 7, "segment_counting": 8, "parity": 9, "copying": 10}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_the_committed_pages_are_what_the_committed_lines_give(tmp_path: Path) -> None:
     write_report([LINES, *SPEEDS], tmp_path)
