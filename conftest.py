@@ -187,6 +187,8 @@ def metatokens(
 
     def run(line: str, app: typer.Typer = cli.app) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["metatokens", *shlex.split(line)])
+        # Under `python -m pytest` the program's name would be that of a module in pytest.
+        monkeypatch.setattr(sys.modules["__main__"], "__package__", None, raising=False)
         capfd.readouterr()
         status = 0
         try:
