@@ -6,7 +6,7 @@
 # make test-highest  the same with the newest
 # make test-all  all cases of every test, those of benchmarks/ and examples/ too (docs/testing.md; a quarter of an hour)
 # make test-thorough  make test-all with more kills, faults and drawn cases (twenty-five minutes on two cores)
-# make coverage  make test with line coverage
+# make coverage  all cases of the package's tests, with line coverage
 # make lint      the linter and the type checker
 # make scale     what tokenizing two billion characters takes (docs/reliability.md); TOKENIZER=DIR where the Hugging Face
 #                Hub cannot be reached
@@ -61,7 +61,7 @@ test-thorough: $(VENV)/.installed-test
 	$(PYTEST) --thorough tests benchmarks/tests examples/tests
 
 coverage: $(VENV)/.installed-test
-	$(PYTEST) --cov --cov-report=term
+	$(PYTEST) --every-case --cov --cov-report=term
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
