@@ -153,7 +153,7 @@ print(made["next"][:] == [likeliest({"ids": row})["next"] for row in ids.tolist(
 
 def printed(program: str, *args: str, folder: Path) -> str:
     """What a program in a new Python process prints."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     command = [sys.executable, "-c", program, *args]
     return subprocess.run(
         command, cwd=folder, env=environment, check=True, text=True, stdout=subprocess.PIPE
@@ -173,7 +173,7 @@ def test_a_pickle_is_read_by_another_process(library: str, tmp_path: Path) -> No
     names = printed(AFTER_A_PICKLE, *firsts, folder=tmp_path)
     assert names == str([(type(model).__name__, "MetaConfig") for model in models])
     for ours, theirs in zip(following, torch.load(tmp_path / "logits.pt"), strict=True):
-        assert torch.equal(ours, theirs)
+        assert error(ours, theirs) < ROUNDED  # not bit for bit: some processors round by the place in memory
 
 
 @pytest.mark.slow
