@@ -236,8 +236,8 @@ class Runner:
             alone = LandmarksAlone(tuned, self.tokenizer()) if question_sees else None
             for condition, own in counts.items():
                 tests = self.tests(task, condition, {length: n for length, n in own.items() if length <= longest})
-                found = evaluate(tuned, tests, about.model_copy(update={"condition": condition}), alone=alone)
-                results += [self._with_answer(result, tuned, tests, alone) for result in found]
+                measured = evaluate(tuned, tests, about.model_copy(update={"condition": condition}), alone=alone)
+                results += [self._with_answer(result, tuned, tests, alone) for result in measured]
         return Outcome(results=results)
 
     def intervene(
