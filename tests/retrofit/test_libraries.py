@@ -424,6 +424,9 @@ def test_weights_that_accelerate_keeps_elsewhere(name: str, late: bool) -> None:
     options = {"max_new_tokens": 5, "meta_every": 2, "do_sample": False}
     got = model.generate(with_meta_tokens(), **options)
     assert torch.equal(got, retrofitted(name).generate(with_meta_tokens(), **options))
+    labels = with_meta_tokens()
+    loss = model(labels, labels=labels).loss
+    assert loss.item() == retrofitted(name)(labels, labels=labels).loss.item()  # meta-tokens among labels are ignored
 
 
 def test_a_device_map_with_weights_on_disk(tmp_path: Path) -> None:

@@ -380,5 +380,13 @@ def init_added_weights(model: nn.Module) -> None:
 
 def _give(module: Any, mixin: type) -> None:
     give(module, mixin)
-    if "_old_forward" in vars(module):  # accelerate keeps the class's forward on the object
+    run_new_forward(module)
+
+
+def run_new_forward(module: Any) -> None:
+    """Have a module whose class was changed run the new class's forward, also where accelerate moves its weights.
+
+    accelerate keeps the forward of the class that it met on the object.
+    """
+    if "_old_forward" in vars(module):
         module._old_forward = functools.partial(type(module).forward, module)

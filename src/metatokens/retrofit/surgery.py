@@ -13,7 +13,14 @@ from metatokens.decoder import decoder_of, own_blocks
 from metatokens.errors import UserError
 from metatokens.model.configuration import UNSAVED, check_layers
 from metatokens.model.wrappers import uncompiled
-from metatokens.retrofit.classes import MetaModel, classes_of, freeze_base, init_added_weights, install
+from metatokens.retrofit.classes import (
+    MetaModel,
+    classes_of,
+    freeze_base,
+    init_added_weights,
+    install,
+    run_new_forward,
+)
 from metatokens.retrofit.identity import settings_of, weight_checksums
 from metatokens.retrofit.settings import MetaSettings
 from metatokens.retrofit.sites import device_of, find_sites
@@ -173,6 +180,7 @@ def convert(
         _fill(model, rows)
     classes = classes_of(type(model), type(model.config))  # type: ignore[arg-type]  # a class is hashable
     model.__class__, model.config.__class__ = classes
+    run_new_forward(model)
     model.config.meta_attention = settings.model_dump()
     model.config.meta_token_id, model.config.unpadded_vocab_size = meta_token_id, used
     quantised: Any = getattr(model.config, "quantization_config", None)
