@@ -229,6 +229,7 @@ def test_other_layers_are_chosen_and_none() -> None:
     assert error(window[mask.bool()], plain[mask.bool()]) > 0.01
 
 
+@pytest.mark.quick(use_cache=[False])
 @pytest.mark.parametrize("use_cache", [False, None])
 def test_a_compiled_model_has_the_masks_of_each_pass(use_cache: bool | None) -> None:
     torch._dynamo.reset()

@@ -364,6 +364,7 @@ def test_attention_weights_are_those_of_the_tokens_or_refused(is_own: bool) -> N
     assert error(first.attentions[0], whole[0][:, :, :8, :8]) < ROUNDED_WEIGHT
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_step_refuses_a_cache_that_is_too_small() -> None:
     model = model_of("llama", None)
