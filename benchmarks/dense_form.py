@@ -27,6 +27,7 @@ from benchmarks.speed.contestants import Setting, Unit
 from benchmarks.speed.speed import device_name, race
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM, add_meta_attention, freeze_base
 from metatokens.model.positions import rotary_tables
+from metatokens.model.releases import cache_among
 from metatokens.model.rows import AllRows
 from metatokens.retrofit import context
 
@@ -80,14 +81,13 @@ class Switch:
         else:
             model.model.register_forward_pre_hook(self._replace, with_kwargs=True)
 
-    def _replace(self, decoder: Any, args: tuple, given: dict[str, Any]) -> None:
-        if self.is_dense and given.get("past_key_values") is None:
-            settings, ids = decoder.meta_settings, given["input_ids"]
+    def _replace(self, decoder: Any, args: tuple, inputs: dict[str, Any]) -> None:
+        if self.is_dense and cache_among(inputs) is None:
+            settings, ids = decoder.meta_settings, inputs["input_ids"]
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
             rotary = rotary_tables(positions, settings.head_size, settings.rope_theta)
-            context.thread.context = context.ForwardContext(
-                AllRows(ids == decoder.meta_config.meta_token_id), rotary, None
-            )
+            rows = AllRows(ids == decoder.meta_config.meta_token_id)
+            context.thread.running.context = context.ForwardContext(rows, rotary, None)
 
 
 def units(base: Any, model: Any, length: int, new_tokens: int, device: str) -> dict[str, Unit]:

@@ -111,10 +111,10 @@ def keep_separators(decoder: Any, ids: list[int]) -> None:
     def note(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         decoder.read_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
 
-    def forget_others(decoder: Any, is_meta: torch.Tensor, *given: Any) -> Any:
+    def forget_others(decoder: Any, is_meta: torch.Tensor, *inputs: Any, **options: Any) -> Any:
         if hasattr(decoder, "kept_ids"):
             is_meta = torch.isin(decoder.read_ids, decoder.read_ids.new_tensor(decoder.kept_ids))
-        return forget(decoder, is_meta, *given)
+        return forget(decoder, is_meta, *inputs, **options)
 
     decoder.kept_ids = ids
     decoder.register_forward_pre_hook(note, prepend=True, with_kwargs=True)

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from metatokens.analysis.observation import Observation
 from metatokens.analysis.sharpness import entropy
+from metatokens.looking.style import readable
 
 SIGNATURE = "metatokens look"  # is in every page, so that no other file is ever overwritten
 MAX_SIDE = 256  # cells of a map at most, across and down; in longer prompts each covers several tokens
@@ -132,12 +133,6 @@ def to_html(looks: Sequence[Look]) -> str:
         plotly=Markup(get_plotlyjs()),
         data=base64.b64encode(data).decode(),
     )
-
-
-def readable(token: str) -> str:
-    """A token in which line breaks and tabs, and spaces without other characters, are visible."""
-    visible = token.replace("\n", "⏎").replace("\t", "⇥")
-    return visible if token.strip() else visible.replace(" ", "␣")
 
 
 def _answers(look: Look) -> list[tuple[str, list[tuple[str, float]]]]:

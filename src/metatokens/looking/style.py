@@ -29,6 +29,12 @@ _LETTERS = 120.0  # in an inch, times the size in points
 Panel = Callable[[Axes], None]
 
 
+def readable(token: str) -> str:
+    """A token in which line breaks and tabs, and spaces without other characters, are visible."""
+    visible = token.replace("\n", "⏎").replace("\t", "⇥")
+    return visible if token.strip() else visible.replace(" ", "␣")
+
+
 @dataclass(frozen=True)
 class Style:
     """How a model's line looks. Colour-blind readers can tell the colours apart; dashes and markers differ too."""

@@ -57,18 +57,13 @@ class InputSpan:
         return cls(cached, cache_position, padding_mask, columns, is_static)
 
     def positions(self, chosen: Tensor | None) -> Tensor:
-        """The positions of the tokens, (batch or 1, length) int64.
+        """The positions of the tokens, (batch or 1, length) int64, or fractions if the caller gives them.
 
         Args:
-            chosen: those that the caller gives, of any type of whole numbers. None: real tokens are counted from 0.
-
-        Raises:
-            UserError: if the caller gives fractions.
+            chosen: those that the caller gives, of any type. None: real tokens are counted from 0.
         """
         if chosen is not None:
-            if chosen.is_floating_point():
-                raise UserError(f"position_ids are of the type {chosen.dtype}; give whole numbers.")
-            return chosen.long()
+            return chosen if chosen.is_floating_point() else chosen.long()
         if self.padding_mask is None:
             return self.cache_position[None]
         return position_ids_from_mask(self.padding_mask)[:, self.columns]

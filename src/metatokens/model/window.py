@@ -69,11 +69,16 @@ class TextRule:
                 step is spared a device sync.
 
         Raises:
-            UserError: if the mask has four dimensions or too few columns; if the cache is of another kind, too small,
-                or has entries that are unknown here; or if positions do not grow from one real token to the next.
+            UserError: if the mask has four dimensions, or positions are fractions; if the cache is of another kind, too
+                small, or has entries that are unknown here; or if positions do not grow from one real token to the
+                next.
         """
         if isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim == 4):
             raise UserError("a mask of four dimensions would replace the text_window; give one of two dimensions.")
+        if positions.is_floating_point():
+            raise UserError(
+                f"with a text_window, positions are whole numbers; these are of the type {positions.dtype}."
+            )
         is_kept, last = is_meta | (positions < config.text_sinks), torch.iinfo(torch.int64).max
         all_readers = [torch.where(is_kept, last, positions + config.text_window - 1)]
         if config.text_full_layers:

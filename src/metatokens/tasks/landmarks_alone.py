@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.tokenizer import encode_text
 from metatokens.errors import UserError
+from metatokens.tasks.content import OPENING
 from metatokens.tasks.example import Encoded
 
 ALONE = "landmarks_alone"  # the `intervention` in a result with these masks
-OPENING = "\nQ:"  # of the question of every task
 
 
 class LandmarksAlone:

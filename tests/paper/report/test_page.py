@@ -232,10 +232,10 @@ def test_the_html_is_the_markdown_in_a_frame(report: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tables.md", "figures/forest.png"])
-def test_what_is_no_report_is_kept(name: str, tmp_path: Path) -> None:
-    run, report = write(tmp_path / "run", results=[perplexity(80, 2)]), tmp_path / "report"
+def test_what_is_no_report_is_kept(name: str, lines: list[Path], tmp_path: Path) -> None:
+    report = tmp_path / "report"
     (report / name).parent.mkdir(parents=True)
     (report / name).write_text("mine")
     with undrawn(), pytest.raises(UserError, match=f"{name} belongs to no report"):
-        write_report([run], report)
+        write_report(lines, report)
     assert [path.read_text() for path in report.rglob("*.*")] == ["mine"]

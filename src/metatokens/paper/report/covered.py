@@ -6,12 +6,12 @@ from math import isfinite
 
 import pandas as pd
 
-from metatokens.looking.page import readable
+from metatokens.looking.style import readable
 from metatokens.paper.report.table import Cell, Fields, order
 from metatokens.paper.report.tables import ALONE, Tables
 from metatokens.paper.report.text import PERCENT, listed, name, number
 from metatokens.records import ExampleRecord
-from metatokens.tasks.landmarks_alone import OPENING
+from metatokens.tasks.content import OPENING
 
 MODELS = {
     "gpt2": "a plain GPT-2",
