@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache, PreTrainedModel, StaticCache
 
@@ -20,6 +22,9 @@ NAMES = (
     "cohere2", "deepseek_v3", "gemma3_text", "gpt2", "gpt_neo", "gpt_neox", "gptj", "granite", "llama", "mistral",
     "mixtral", "modernbert-decoder", "olmo2", "phi", "qwen3",
 )  # fmt: skip
+JOINED = ["biogpt", "gpt_oss", "opt"]
+if Version(transformers.__version__) < Version("5.24"):  # which keeps the sequences of this one apart
+    JOINED.append("falcon")
 WINDOWED = ("gpt2", "gpt_neox", "llama", "opt")  # `opt` takes the masks of a text window, and makes none for itself
 # Without a meta-token; beginning with one; of one token.
 SEQUENCES = [
@@ -161,7 +166,7 @@ def test_blocks_with_a_state_need_more_than_positions() -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["biogpt", "falcon", "gpt_oss", "opt"])
+@pytest.mark.parametrize("name", JOINED)
 def test_a_base_that_does_not_keep_them_apart_is_refused(name: str, attention: str) -> None:
     model = retrofitted(name)
     model.set_attn_implementation("eager" if name == "gpt_oss" else attention)

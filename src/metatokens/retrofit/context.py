@@ -73,12 +73,14 @@ class _State:
         block: the block with its input, context and cache; None if it has no meta-token.
     """
 
-    running: Pass | None = None
-    block: tuple[Any, Tensor, ForwardContext, Cache | None] | None = None
+    def __init__(self) -> None:
+        # Not as attributes of the class: a graph that sees an object's first attribute is compiled again.
+        self.running: Pass | None = None
+        self.block: tuple[Any, Tensor, ForwardContext, Cache | None] | None = None
 
 
 class _Thread(_State, threading.local):
-    """The state of one thread."""
+    """The state of one thread, which `threading.local` initialises in each."""
 
 
 thread, traced = _Thread(), _State()
