@@ -56,7 +56,11 @@ def sentences(by_task: Mapping[str, Sequence[Asked]]) -> list[str]:
     task, asked = next(iter(by_task.items()))
     models = [f"{row.model} ({MODELS[row.model]})" if row.model in MODELS else row.model for row in asked]
     runs = max(len(row.covered.runs) for row in asked)
-    rights = [f"{row.model} answers {PERCENT(row.covered.estimate()[0])} %" for row in asked]
+    rights = [
+        f"{row.model} answers {PERCENT(row.covered.estimate()[0])} % "
+        f"(with the text in sight {PERCENT(row.in_sight.estimate()[0])} %)"
+        for row in asked
+    ]
     counts = listed([number(n) for n in sorted({n for row in asked for n in row.covered.n})], "or")
     guessing = asked[0].covered.floors[1]
     chance = f"; guessing gives {PERCENT(guessing)} %" if isfinite(guessing) else ""
