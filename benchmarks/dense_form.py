@@ -28,7 +28,7 @@ from benchmarks.speed.speed import device_name, race
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM, add_meta_attention, freeze_base
 from metatokens.model.positions import rotary_tables
 from metatokens.model.releases import cache_among
-from metatokens.model.rows import AllRows
+from metatokens.model.rows import DenseRows
 from metatokens.retrofit import context
 
 EVERY = 8
@@ -86,7 +86,7 @@ class Switch:
             settings, ids = decoder.meta_settings, inputs["input_ids"]
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
             rotary = rotary_tables(positions, settings.head_size, settings.rope_theta)
-            rows = AllRows(ids == decoder.meta_config.meta_token_id)
+            rows = DenseRows(ids == decoder.meta_config.meta_token_id)
             context.thread.running.context = context.ForwardContext(rows, rotary, None)
 
 

@@ -20,7 +20,7 @@ from metatokens.model.cache import Entries, MetaTokenCache
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import Rotary
-from metatokens.model.rows import MetaRows
+from metatokens.model.rows import GatheredRows
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def dense_model(model: MetaGPT2ForCausalLM) -> MetaGPT2ForCausalLM:
     return model
 
 
-def dense_mask(x: Tensor, rows: MetaRows | None, cache: MetaTokenCache | None) -> tuple[Tensor, Tensor]:
+def dense_mask(x: Tensor, rows: GatheredRows | None, cache: MetaTokenCache | None) -> tuple[Tensor, Tensor]:
     """The places of the meta-tokens in x (batch, length, width), and the paper's matrices M + P, ready to be added.
 
     Returns:

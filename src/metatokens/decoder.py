@@ -102,7 +102,7 @@ def cache_kept(model: Any, texts: Iterable[Any], *, metas_alone: bool = False) -
     one_meta_token = torch.tensor([[config.meta_token_id]], device=model.device)
     cache = model.eval()(one_meta_token, use_cache=True)[CACHE]
     sizes = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
-    whole = sum(sizes[layer] for layer in cache.full) if full else 0
+    whole = sum(sizes[layer] for layer in cache.remembering) if full else 0
     second = sum(one.nbytes for layer in cache.layers for one in (getattr(layer, "second", None) or ())[:2])
     return {
         "text_window": window or None,

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
 from metatokens.model.positions import position_ids_from_mask
-from metatokens.model.rows import MetaRows, positions_of
+from metatokens.model.rows import GatheredRows, positions_of
 from tests.model.dense_oracle import DenseOracle
 from tests.model.tiny_models import (
     FAMILIES,
@@ -63,7 +63,7 @@ def test_meta_attention_is_the_masked_formula(
     x = torch.randn(*mask.shape, 32, dtype=torch.float64, generator=generator, requires_grad=True)
     weigh = torch.randn(*mask.shape, 32, dtype=torch.float64, generator=generator)
 
-    found = MetaRows.at(positions_of(is_meta))
+    found = GatheredRows.at(positions_of(is_meta))
     assert (found is None) == (not is_meta.any())
     actual = x
     if found is not None:

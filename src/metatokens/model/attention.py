@@ -27,10 +27,10 @@ from transformers import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
-from metatokens.model.cache import HIDDEN, Entries, MetaTokenCache, SecondStore
+from metatokens.model.cache import Entries, MetaTokenCache, SecondStore
 from metatokens.model.paged import TEXT_KEY, put_into_pages
 from metatokens.model.positions import Rotary
-from metatokens.model.rows import AllRows, MetaRows
+from metatokens.model.rows import TEXT_FEATURE, DenseRows, GatheredRows
 
 FEW_ROWS = 128
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]  # as transformers defines them
@@ -58,7 +58,7 @@ class AttentionKwargs(TypedDict):
 class MetaAttentionKwargs(AttentionKwargs):
     """The same for meta-attention, and the rows that it sees."""
 
-    rows: MetaRows | AllRows
+    rows: GatheredRows | DenseRows
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class MetaAttention(Attention):
         self,
         x: Tensor,
         *,
-        rows: MetaRows | AllRows,
+        rows: GatheredRows | DenseRows,
         cache: Cache | None,
         attend: AttentionFunction | None = None,
         mask: Tensor | None = None,
@@ -212,7 +212,7 @@ class MetaAttention(Attention):
 
         Args:
             x: the meta-tokens' rows, (batch, most, width); all rows in the dense form.
-            rows: where they are in the input. `AllRows` ask for the dense form, with the mask of causal attention.
+            rows: where they are in the input. `DenseRows` ask for the dense form, with the mask of causal attention.
             cache: holds earlier meta-tokens' keys and values, and takes the new ones.
             attend: the model's attention function. The gathered form uses it if it is transformers' eager one and there
                 is a `mask`, and otherwise sdpa.
@@ -228,7 +228,7 @@ class MetaAttention(Attention):
             heads, length, total), or None if the attention function returns none.
         """
         q, k, v = self.project(x, rotary, log_keys)
-        if isinstance(rows, AllRows):
+        if isinstance(rows, DenseRows):
             return self._dense(q, k, v, rows.valid, cache, attend or sdpa_attention_forward, mask, dict(engine))
         key_slots, places = rows.slots, None
         if cache is not None:
@@ -272,7 +272,7 @@ class MetaAttention(Attention):
             k, v, engine = put_into_pages(pages, k.masked_fill(is_text, TEXT_KEY), v, self.layer_idx, engine)
             is_text = (k == TEXT_KEY).all(dim=-1, keepdim=True)
             k = k.masked_fill(is_text, 0.0)
-        feature = torch.zeros_like(k[..., :1]).masked_fill(is_text, HIDDEN)
+        feature = torch.zeros_like(k[..., :1]).masked_fill(is_text, TEXT_FEATURE)
         rest = 7 - size % 8  # zeros: kernels take sizes that are multiples of 8
         q = pad(pad(q, (0, 1), value=1.0), (0, rest))
         k = pad(torch.cat([k, feature], dim=-1), (0, rest))

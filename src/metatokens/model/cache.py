@@ -22,16 +22,13 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.positions import counts_within
-from metatokens.model.rows import AllRows, MetaRows, shown
+from metatokens.model.rows import TEXT_FEATURE, DenseRows, GatheredRows, shown
 
 if TYPE_CHECKING:  # the mixins go in front of several kinds of caches, so that none of these can be their base
     from transformers import Cache as AnyCache
     from transformers.cache_utils import CacheLayerMixin as AnyCacheLayer
 else:
     AnyCache, AnyCacheLayer = object, ABC  # the root classes of transformers' caches; Python requires the same here
-
-
-HIDDEN = -1e4  # the feature that hides text in the dense form; half precision holds it
 
 
 @functools.cache  # one class for all objects
@@ -125,7 +122,7 @@ class SecondStore(AnyCacheLayer):
         self.first_length = self._length()
         return self.second, places
 
-    def check_second(self, rows: MetaRows, *, is_masked: bool) -> None:
+    def check_second(self, rows: GatheredRows, *, is_masked: bool) -> None:
         """Refuse new meta-tokens that do not follow those in the store.
 
         Args:
@@ -201,13 +198,13 @@ class DenseStaticLayer(StaticLayer):
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Allocate the layer."""
         super().lazy_initialization(*args, **kwargs)
-        self.keys[..., self.feature] = HIDDEN
+        self.keys[..., self.feature] = TEXT_FEATURE
 
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
         if self.is_initialized:
-            self.keys[..., self.feature] = HIDDEN
+            self.keys[..., self.feature] = TEXT_FEATURE
 
 
 class MetaTokenCacheLayer(SecondStore, DynamicLayer):
@@ -295,7 +292,7 @@ class MetaTokenCache(InsertedTokens, DynamicCache):
 
 
 def meta_key_counts(
-    rows: MetaRows | AllRows, cache: Cache | None, mask: Tensor | None, config: MetaGPT2Config
+    rows: GatheredRows | DenseRows, cache: Cache | None, mask: Tensor | None, config: MetaGPT2Config
 ) -> Tensor:
     """How many meta-tokens, cached ones included, each of these sees, (batch, most).
 
@@ -305,7 +302,7 @@ def meta_key_counts(
         mask: as for `MetaAttention`.
         config: the model's.
     """
-    if isinstance(rows, AllRows):
+    if isinstance(rows, DenseRows):
         is_key = rows.valid
         if cache is not None:
             is_key = _with_stored(is_key, cache, cache.layers[config.num_hidden_layers])

@@ -7,9 +7,10 @@
 - Two controls: `second_attention="causal"` has the same parameters but attends over all positions; `"none"` is GPT-2.
 - Rotary positions, in all layers or in some; learned positions; or none (`positions.py`).
 - Meta-tokens are never predicted: they count for no loss and are never generated (`labels.py`, `generation.py`).
-- A key-value cache with a second store for the second attention (`cache.py`), which may forget text (`window.py`).
+- One place that decides who sees whom (`visibility.py`): padding, packed rows, masks, a text window, caches.
+- A key-value cache with a second store for the second attention (`cache.py`), which may forget text (`forgetting.py`).
 - The conventions of transformers: padding and masks, attention functions, static caches, `torch.compile`, gradient
-  checkpointing, layers on several devices (`inputs.py`).
+  checkpointing, layers on several devices.
 
 One block; x is the residual stream, (batch, length, width):
 
@@ -23,6 +24,7 @@ One block; x is the residual stream, (batch, length, width):
     x
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -31,11 +33,10 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, Cache, GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -49,18 +50,17 @@ from metatokens.model.attention import (
     linear,
     residual_linear,
 )
-from metatokens.model.cache import MetaTokenCache, add_second_stores, meta_key_counts
+from metatokens.model.cache import MetaTokenCache, add_second_stores
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.generation import MetaTokenGenerationMixin, register_architecture
 from metatokens.model.gpt2 import FromGPT2
-from metatokens.model.inputs import InputSpan, attention_function, meta_tokens
 from metatokens.model.labels import scored_labels, without_meta_tokens
 from metatokens.model.paged import engine_of
-from metatokens.model.positions import packed_sequences
+from metatokens.model.positions import Rotary, packed_sequences
 from metatokens.model.releases import CACHE, CACHE_NAMES, cache_among
-from metatokens.model.rows import AllRows, MetaRows, least_rows, positions_of
+from metatokens.model.rows import minimum_rows
+from metatokens.model.visibility import MetaAttentionForm, Visibility, meta_attention_form, meta_tokens
 from metatokens.model.vocabulary import MetaVocabulary, check_ids
-from metatokens.model.window import TextRule, check_remembering
 
 
 def layer_norm(config: MetaGPT2Config) -> nn.LayerNorm:
@@ -197,110 +197,62 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         """
         if input_ids is None and inputs_embeds is None:
             raise UserError("the model needs input_ids or inputs_embeds.")
-        engine, sequences = engine_of(kwargs), None
-        past_key_values = cache_among({"past_key_values": past_key_values, **kwargs})
-        if not engine:  # which packs requests into a row, and keeps them apart
-            sequences = packed_sequences(attention_mask, position_ids, past_key_values, kwargs.get("cu_seq_lens_q"))
-        past_key_values = self._prepare_cache(past_key_values, use_cache=use_cache if sequences is None else False)
+        cache = cache_among({"past_key_values": past_key_values, **kwargs})
+        engine = engine_of(kwargs)  # packs requests into a row, and keeps them apart
+        lengths = kwargs.get("cu_seq_lens_q")
+        sequences = None if engine else packed_sequences(attention_mask, position_ids, cache, lengths)
+        cache = self._prepare_cache(cache, use_cache=use_cache if sequences is None else False)
+
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        span = InputSpan.of(x, attention_mask, past_key_values)
-        attention_mask = attention_mask if span.padding_mask is None else span.padding_mask
-        are_given, position_ids = position_ids is not None, span.positions(position_ids)
-        rows, rule, has_rule = None, None, self.config.text_window is not None
-        if self.config.second_attention == "meta" or has_rule:
-            is_meta = meta_tokens(self.embed_tokens, self.config.meta_token_id, input_ids, x, meta_token_mask)
-        if self.config.second_attention == "meta":
-            is_dense = bool(engine) or span.is_static
-            is_dense |= meta_positions is None and past_key_values is None and torch.compiler.is_compiling()
-            rows = self._meta_rows(span, is_meta, meta_positions, position_ids, sequences, is_dense=is_dense)
-        if has_rule:
-            rule = TextRule.of(
-                self.config, position_ids, is_meta, attention_mask, past_key_values, sequences, are_given=are_given
-            )
-        else:
-            check_remembering(past_key_values)
+        sight = Visibility.of(
+            self.config,
+            self._meta_tokens(input_ids, x, meta_token_mask),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            sequences=sequences,
+            engine=engine,
+            form=self._meta_attention_form(cache, engine, meta_positions),
+            meta_places=meta_positions,
+            minimum_rows=minimum_rows(self),
+            needs_weights=kwargs.get("output_attentions", self.config.output_attentions),
+        )
+        x, rotary = self._with_positions(x, sight.positions)
+        by_block, meta = sight.of_blocks(self.config, x, rotary)
+        for layer, causal in zip(self.layers, by_block, strict=True):
+            x = layer(x, causal=causal, meta=meta, **{CACHE: cache})
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: cache})
 
-        rotary = None
+    def _with_positions(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Rotary | None]:
+        """The embeddings with what the positions add to them, and the rotary tables."""
         if self.learned_positions is not None:  # e_t = E(x_t) + p_t
-            span.check_positions(self.config, position_ids)
-            x = x + self.learned_positions(position_ids)
-        elif self.rotary_emb is not None:  # the angles t / theta^(2i/d), as cosines and sines
-            rotary = self.rotary_emb(x, position_ids)
+            return x + self.learned_positions(positions), None
+        if self.rotary_emb is not None:  # the angles t / theta^(2i/d), as cosines and sines
+            return x, self.rotary_emb(x, positions)
+        return x, None
 
-        needs_weights = kwargs.get("output_attentions", self.config.output_attentions)
-        if rule is not None and needs_weights and past_key_values is not None:
-            past_key_values.check_weights()
+    def _meta_tokens(self, input_ids: Tensor | None, x: Tensor, meta_token_mask: Tensor | None) -> Tensor:
+        """Where the meta-tokens are, (batch, length) bool; nowhere if nothing in the model depends on it."""
+        if self.config.second_attention != "meta" and self.config.text_window is None:
+            return x.new_zeros(x.shape[:2], dtype=torch.bool)
+        return meta_tokens(self.embed_tokens, self.config.meta_token_id, input_ids, x, meta_token_mask)
 
-        def inputs_by(rule: TextRule | None) -> AttentionKwargs:
-            attend, mask = attention_function(
-                self.config, x, attention_mask, past_key_values, sequences, rule, needs_weights=needs_weights
-            )
-            if (
-                engine and mask is not None
-            ):  # an engine wants no weights; "paged|eager" fills the pages itself before 5.24
-                attend = sdpa_attention_forward
-            log_keys = None
-            if self.config.attention_scale == "log_length":
-                counts = span.key_counts(attention_mask, sequences) if rule is None else rule.seen().sum(dim=-1)
-                log_keys = _log(counts, x.dtype)
-            return {"attend": attend, "mask": mask, "rotary": rotary, "log_keys": log_keys, "engine": engine}
-
-        causal = inputs_by(rule)
-        full = causal if rule is None or rule.full is None else inputs_by(rule.full)  # for blocks that see all text
-        meta: MetaAttentionKwargs | None = None
-        if isinstance(rows, AllRows):
-            meta = {**causal, "rows": rows}
-        elif rows is not None:
-            # A `rule` hides no meta-token, and a cache that drops text has other places than its mask.
-            is_masked = causal["attend"] is eager_attention_forward and (rule is None or needs_weights)
-            is_masked |= attention_mask is not None and attention_mask.ndim == 4
-            meta = {**causal, "rows": rows, "mask": causal["mask"] if is_masked else None}
-            if rotary is not None:
-                meta["rotary"] = (rows.gather(rotary[0]), rows.gather(rotary[1]))
-            if past_key_values is not None and not torch.compiler.is_compiling():
-                past_key_values.layers[0].check_second(rows, is_masked=is_masked)
-        if self.config.attention_scale == "log_length" and meta is not None:
-            seen = meta_key_counts(meta["rows"], past_key_values, meta["mask"], self.config)
-            meta["log_keys"] = _log(seen, x.dtype)
-        for number, layer in enumerate(self.layers):
-            own = full if number in (self.config.text_full_layers or ()) else causal
-            x = layer(x, causal=own, meta=meta, **{CACHE: past_key_values})
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: past_key_values})
+    def _meta_attention_form(
+        self, cache: Any, engine: Mapping[str, Any], meta_positions: Tensor | None
+    ) -> MetaAttentionForm | None:
+        if self.config.second_attention != "meta":
+            return None
+        return meta_attention_form(cache, engine, makes_cache=False, has_places=meta_positions is not None)
 
     def _prepare_cache(self, cache: Any, *, use_cache: bool | None) -> Any:
         """The cache to use: the given one, with second stores, or a new one where one is wanted."""
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and cache is None and not self.training:
             cache = MetaTokenCache(self.config)
-        has_own = self.config.second_attention != "none" or self.config.text_window is not None
-        if cache is not None and has_own:
+        needs_stores = self.config.second_attention != "none" or self.config.text_window is not None
+        if cache is not None and needs_stores:
             add_second_stores(cache, self.config)
         return cache
-
-    def _meta_rows(
-        self,
-        span: InputSpan,
-        is_meta: Tensor,
-        meta_positions: Tensor | None,
-        position_ids: Tensor,
-        sequences: Tensor | None,
-        *,
-        is_dense: bool,
-    ) -> MetaRows | AllRows | None:
-        """The rows that meta-attention sees: all in its dense form; otherwise those of meta-tokens, None if none is."""
-        if is_dense:
-            return AllRows(span.real(is_meta))
-        least = least_rows(self)
-        if meta_positions is None:
-            meta_positions = positions_of(span.real(is_meta), least=least)
-        elif (missing := least - meta_positions.shape[1]) > 0:
-            meta_positions = nn.functional.pad(meta_positions, (0, missing), value=-1)
-        return MetaRows.at(meta_positions, span.cached, position_ids, sequences)
-
-
-def _log(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The logarithm of counts (batch, length), at least 1, as (batch, length, 1)."""
-    return counts.clamp(min=1).to(torch.promote_types(dtype, torch.float32)).log().to(dtype)[..., None]
 
 
 @dataclass
@@ -399,29 +351,37 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
         if self.training and not (torch.compiler.is_compiling() or self.has_trained or input_ids is None):
             check_ids(input_ids, self.config.unpadded_vocab_size)
             self.has_trained = True
-        hidden, loss = outputs.last_hidden_state, None
         if labels is not None:
             labels, kwargs = without_meta_tokens(labels, self.config.meta_token_id, kwargs)
+        hidden = outputs.last_hidden_state
         if labels is not None and self.training and kwargs.get("shift_labels") is None:
-            scored, targets = scored_labels(labels, scored_positions)
-            logits = linear(self.lm_head, hidden[scored])
-            loss = self.loss_function(logits, None, self.config.vocab_size, **kwargs | {"shift_labels": targets})
+            logits, loss = self._scored_logits(hidden, labels, scored_positions, kwargs)
         else:
             last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = linear(self.lm_head, hidden[:, last])
+            logits, loss = linear(self.lm_head, hidden[:, last]), None
             if labels is not None:
                 loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        meta_attentions = outputs.get("meta_attentions")
-        if meta_attentions == ():  # meta-attention did not run, since there is no meta-token
-            meta_attentions = tuple(map(torch.zeros_like, outputs.attentions))
         return MetaGPT2Output(
             loss=loss,
             logits=logits,
             **{CACHE: outputs.get(CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            meta_attentions=meta_attentions,
+            meta_attentions=self._meta_attentions(outputs),
         )
+
+    def _scored_logits(
+        self, hidden: Tensor, labels: Tensor, scored_positions: Tensor | None, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """The logits that labels score, and the loss: the head is the widest product of a small model."""
+        scored, targets = scored_labels(labels, scored_positions)
+        logits = linear(self.lm_head, hidden[scored])
+        return logits, self.loss_function(logits, None, self.config.vocab_size, **kwargs | {"shift_labels": targets})
+
+    def _meta_attentions(self, outputs: BaseModelOutputWithPast) -> tuple[Tensor, ...] | None:
+        """The second module's weights, 0 where meta-attention did not run, since there is no meta-token."""
+        weights = outputs.get("meta_attentions")
+        return tuple(map(torch.zeros_like, outputs.attentions)) if weights == () else weights
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from metatokens.errors import UserError
 
+TEXT_FEATURE = -1e4  # the feature of a text's key that hides it in the dense form; half precision holds it
 BREAKS_GRAPH = (
     "a cache that grows holds meta-tokens alone, whose number no graph can know: give use_cache=False, or a cache of a "
     "fixed size."
@@ -26,12 +27,11 @@ def check_graph() -> None:
 
 
 @torch.compiler.disable(reason=BREAKS_GRAPH)  # data-dependent shape
-def positions_of(chosen: Tensor, *, least: int = 0, multiple: int = 1) -> Tensor:
+def positions_of(chosen: Tensor, *, multiple: int = 1) -> Tensor:
     """The positions that a mask marks, ascending, followed by -1 in rows that have fewer than the most.
 
     Args:
         chosen: (batch, length) bool.
-        least: return at least this many columns.
         multiple: round the number of columns up to a multiple of this, so that few shapes occur.
 
     Returns:
@@ -42,8 +42,7 @@ def positions_of(chosen: Tensor, *, least: int = 0, multiple: int = 1) -> Tensor
     """
     check_graph()
     counts = chosen.sum(dim=1)
-    most = max(int(counts.max()), least)
-    most = -(-most // multiple) * multiple
+    most = -(-int(counts.max()) // multiple) * multiple
     # A stable sort moves the marked positions to the front and keeps their order.
     index = chosen.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
     index = torch.nn.functional.pad(index, (0, most - index.shape[1]))
@@ -63,7 +62,7 @@ def shown(mask: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class MetaRows:
+class GatheredRows:
     """Where the meta-tokens of a batch are. Sequences with fewer than the most are padded.
 
     Attributes:
@@ -90,7 +89,9 @@ class MetaRows:
         cached: Tensor | int = 0,
         position_ids: Tensor | None = None,
         sequences: Tensor | None = None,
-    ) -> "MetaRows | None":
+        *,
+        minimum: int = 0,
+    ) -> "GatheredRows | None":
         """Rows at (batch, most) places of an input that follows `cached` tokens; None if there is no column.
 
         Args:
@@ -98,7 +99,11 @@ class MetaRows:
             cached: the number of tokens in the cache.
             position_ids: (batch or 1, length), the positions of the input; None means the slots.
             sequences: (batch or 1, length), as from `packed_sequences`.
+            minimum: pad to at least this many rows.
         """
+        missing = minimum - places.shape[1]
+        if missing > 0:
+            places = nn.functional.pad(places, (0, missing), value=-1)
         if places.shape[1] == 0:
             return None
         valid, index = places >= 0, places.clamp(min=0)
@@ -111,10 +116,10 @@ class MetaRows:
             sequences = sequences.masked_fill(~valid, torch.iinfo(torch.int64).max)
         return cls(index, valid, slots, positions.masked_fill(~valid, -1), sequences)
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "MetaRows":
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "GatheredRows":
         """The same rows on another device; accelerate calls this where layers are spread over several."""
         tensors = {one.name: x for one in fields(self) if (x := getattr(self, one.name)) is not None}
-        return MetaRows(**{name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
+        return GatheredRows(**{name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
 
     def gather(self, x: Tensor) -> Tensor:
         """These rows of x; shapes as in `gather_rows`."""
@@ -156,7 +161,7 @@ class MetaRows:
 
 
 @dataclass(frozen=True, slots=True)
-class AllRows:
+class DenseRows:
     """Every row of a batch, for the dense form of meta-attention, whose output counts at meta-tokens alone.
 
     Attributes:
@@ -165,9 +170,9 @@ class AllRows:
 
     valid: Tensor
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "AllRows":
-        """The same rows on another device, as in `MetaRows`."""
-        return AllRows(self.valid.to(device, non_blocking=non_blocking))
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "DenseRows":
+        """The same rows on another device, as in `GatheredRows`."""
+        return DenseRows(self.valid.to(device, non_blocking=non_blocking))
 
     def gather(self, x: Tensor) -> Tensor:
         """All rows of x, unchanged."""
@@ -187,8 +192,8 @@ class AllRows:
         return (torch.arange(total, device=device) <= slots[:, None])[None, None]
 
 
-def least_rows(module: nn.Module) -> int:
-    """The least number of meta-token rows: 1, if only of padding, where several processes train; otherwise 0.
+def minimum_rows(module: nn.Module) -> int:
+    """The smallest number of meta-token rows: 1, if only of padding, where several processes train; otherwise 0.
 
     Each process has to use every parameter, or the others would wait for its gradients.
     """

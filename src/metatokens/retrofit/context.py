@@ -14,7 +14,7 @@ from transformers import Cache
 
 from metatokens.model.attention import AttentionFunction
 from metatokens.model.positions import Rotary
-from metatokens.model.rows import AllRows, MetaRows, shown
+from metatokens.model.rows import DenseRows, GatheredRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class ForwardContext:
         engine: as in `AttentionKwargs`.
     """
 
-    rows: MetaRows | AllRows
+    rows: GatheredRows | DenseRows
     rotary: Rotary
     mask: Tensor | None
     attend: AttentionFunction | None = None
@@ -90,8 +90,3 @@ FULL_MASK = "mask_of_full_blocks"  # an attribute of the mask that all blocks ar
 def current() -> _State:
     """The state; in a graph of the whole pass, one that torch.compile can trace."""
     return traced if torch.compiler.is_compiling() and traced.running is not None else thread
-
-
-def seen_by_a_head(mask: Tensor) -> Tensor:
-    """Which positions any head sees by a mask of four dimensions, (batch, 1, length, total) bool."""
-    return shown(mask).any(dim=1, keepdim=True)

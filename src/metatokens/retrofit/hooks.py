@@ -12,14 +12,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from metatokens.errors import UserError
 from metatokens.model.cache import SecondStore, add_second_layers
-from metatokens.model.inputs import InputSpan, meta_tokens
 from metatokens.model.paged import engine_of
 from metatokens.model.positions import packed_sequences, rotary_tables
 from metatokens.model.releases import CACHE, with_cache_renamed
-from metatokens.model.rows import BREAKS_GRAPH, AllRows, MetaRows, check_graph, least_rows, positions_of
+from metatokens.model.rows import BREAKS_GRAPH, GatheredRows, check_graph, minimum_rows
+from metatokens.model.visibility import (
+    MetaAttentionForm,
+    Visibility,
+    mask_of_four_dimensions,
+    meta_attention_form,
+    meta_tokens,
+)
 from metatokens.model.vocabulary import check_ids
-from metatokens.model.window import TextRule, check_remembering
-from metatokens.retrofit.context import FULL_MASK, ForwardContext, current, seen_by_a_head
+from metatokens.retrofit.context import FULL_MASK, ForwardContext, current
 from metatokens.retrofit.layers import added_parameters, check_table
 
 
@@ -48,7 +53,7 @@ def mask_logits(head: Any, args: tuple, logits: Tensor) -> Tensor:
 
 
 def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of the decoder: find the meta-tokens of this pass, and hide forgotten text.
+    """Forward pre-hook of the decoder: decide what the tokens of this pass see, and hide forgotten text.
 
     Refuses what would be silently wrong: an adapter around the embeddings, a cache of packed sequences, and sequences
     beyond a learned table of positions.
@@ -56,50 +61,131 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if len(args) > 1:
         args, kwargs = (), bind_inputs(decoder, args, kwargs)
     kwargs = with_cache_renamed(kwargs)
-    is_meta = _meta_tokens(decoder, args, kwargs)
+    input_ids = kwargs.get("input_ids", args[0] if args else None)
+    is_meta = _meta_tokens(decoder, input_ids, kwargs)
     if is_meta is None:
         return None  # the base raises an error for it
-    past = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
-    is_traced, engine = torch.compiler.is_compiling(), engine_of(kwargs)
+    _check_depth(decoder)
+    if not (torch.compiler.is_compiling() or decoder.meta_has_trained):
+        _look_at_first_step(decoder, is_meta, input_ids)
+    cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
+    settings = decoder.meta_settings
+    if cache is not None and settings.layers:  # a cache of a fixed size gets further layers
+        add_second_layers(cache, decoder.meta_cache_layers, settings.head_size)
+    makes_cache = _makes_cache(decoder, kwargs)
+    form = meta_attention_form(cache, engine_of(kwargs), makes_cache=makes_cache, has_places=False)
+    see = _see if form == "dense" else _see_outside_graph
+    sight = see(decoder, is_meta, kwargs, cache, form)
+
+    running: Any = current().running
+    running.sequences = sight.sequences if _has_masks(decoder) else None
+    if sight.sequences is not None:  # next to a cache, even an empty one, transformers looks for no packed sequences
+        kwargs = kwargs | {"use_cache": False}
+    if sight.rows is not None and settings.layers:
+        running.context = _context(decoder, sight)
+    if sight.rule is None:
+        return args, kwargs
+    mask = sight.rule.mask(decoder.config, decoder.dtype)
+    if sight.rule.full is not None:
+        running.masks = mask, sight.rule.full.mask(decoder.config, decoder.dtype)
+        if not (form == "dense" and cache is None):
+            _join_masks(*running.masks)
+    kwargs = kwargs | {"attention_mask": mask, CACHE: sight.cache}
+    if kwargs.get("position_ids") is None:  # multimodal models have several axes of positions, which stay
+        kwargs["position_ids"] = sight.positions
+    return args, kwargs
+
+
+def _see(
+    decoder: Any, is_meta: Tensor, kwargs: dict[str, Any], cache: Cache | None, form: MetaAttentionForm
+) -> Visibility:
+    """What the tokens of this pass see, by the inputs that the decoder was given."""
+    engine = engine_of(kwargs)
+    position_ids = _positions_of_rows(is_meta, kwargs.get("position_ids"))
+    attention_mask = kwargs.get("attention_mask")
+    sequences = None
+    if not engine:
+        lengths = kwargs.get("cu_seq_lens_q")
+        sequences = packed_sequences(attention_mask, position_ids, cache, lengths, at_jumps=cache is None)
+    if form == "gathered" and sequences is not None:
+        _check_states(decoder, kwargs)
+    forgets = decoder.meta_config.text_window is not None
+    if forgets and cache is None and sequences is None and not decoder.training and _makes_cache(decoder, kwargs):
+        cache = DynamicCache(config=decoder.config)
+    sight = Visibility.of(
+        decoder.meta_config,
+        is_meta,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        cache=cache,
+        sequences=sequences,
+        engine=engine,
+        form=form,
+        counts_padding=True,  # as the blocks of most bases do, which count all tokens
+        minimum_rows=minimum_rows(decoder),
+        needs_weights=kwargs.get("output_attentions", decoder.config.output_attentions),
+    )
+    if decoder.meta_settings.layers:
+        _check_store(decoder, sight)
+    return sight
+
+
+@torch.compiler.disable(reason=BREAKS_GRAPH)  # the number of meta-tokens is data-dependent
+def _see_outside_graph(*inputs: Any) -> Visibility:
+    """The same for the gathered form."""
+    check_graph()
+    return _see(*inputs)
+
+
+def _context(decoder: Any, sight: Visibility) -> ForwardContext:
+    """What meta-attention needs in this pass."""
+    settings, rows = decoder.meta_settings, sight.rows
+    assert rows is not None
+    positions = rows.positions.clamp(min=0) if isinstance(rows, GatheredRows) else sight.meta_positions
+    rotary = rotary_tables(positions, settings.head_size, settings.rope_theta)
+    if not sight.engine:
+        return ForwardContext(rows, rotary, sight.meta_mask_of_retrofit(decoder.config))
+    mask, attend = sight.attention_mask, None
+    if isinstance(mask, dict):
+        mask = mask["full_attention"]
+    if mask is None:  # flash attention's kernels hide by lengths
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(decoder.config._attn_implementation, None)
+    return ForwardContext(rows, rotary, mask, attend, sight.engine)
+
+
+def _check_depth(decoder: Any) -> None:
+    """Refuse a model whose blocks are others than those that got meta-attention."""
     if getattr(decoder.config, "num_hidden_layers", None) != decoder.meta_depth:
         raise UserError(
             "this model's blocks are others than those that got meta-attention, as with PEFT's layer_replication: "
             "change the base's blocks before add_meta_attention."
         )
-    if not (is_traced or decoder.meta_has_trained) and decoder.training and torch.is_grad_enabled():
-        _look_at_first_step(decoder, is_meta, kwargs.get("input_ids", args[0] if args else None))
+
+
+def _check_states(decoder: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse packed sequences that blocks with a state would not keep apart."""
+    if _has_states(decoder) and not {"cu_seq_lens_q", "seq_idx"} <= kwargs.keys():
+        raise UserError(
+            "this base has blocks with a state, which keep packed sequences apart by cu_seq_lens_q and seq_idx alone: "
+            "give these too, or each sequence its own row."
+        )
+
+
+def _check_store(decoder: Any, sight: Visibility) -> None:
+    """Refuse meta-tokens that do not follow those in the cache."""
+    first = decoder.meta_settings.layers[0]
+    if sight.cache is None or first >= len(sight.cache.layers):
+        return
+    store = sight.cache.layers[first]
+    if isinstance(store, SecondStore) and isinstance(sight.rows, GatheredRows):
+        has_given_mask = mask_of_four_dimensions(decoder.config, sight.attention_mask, sight.cache) is not None
+        store.check_second(sight.rows, is_masked=has_given_mask)
+
+
+def _makes_cache(decoder: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the base makes a cache if it is given none."""
     use_cache = kwargs.get("use_cache")
-    makes_cache = getattr(decoder.config, "use_cache", True) if use_cache is None else use_cache
-    is_whole = is_traced and past is None and not makes_cache  # a cache that grows holds gathered meta-tokens
-    is_dense = bool(engine) or is_whole or (past is not None and _has_room(decoder, past))
-    span, chosen = InputSpan.of(is_meta, _padding_mask(kwargs), past), _row_positions(is_meta, kwargs)
-    is_meta, forgets = span.real(is_meta), decoder.meta_config.text_window is not None
-    positions = span.positions(chosen)
-    if getattr(decoder.config, "position_embedding", None) == "learned":
-        span.check_positions(decoder.config, positions)
-    # Where neither the caller nor a window chooses positions, the base does, and meta-attention counts all tokens.
-    meta_positions = positions if forgets or chosen is not None else None
-    running: Any = current().running
-    if not is_dense:
-        sequences, running.context = _gathered(decoder, is_meta, span, meta_positions, past, kwargs)
-    else:
-        sequences = None if engine else _packed(is_meta, past, kwargs)
-    running.sequences = sequences if _has_masks(decoder) else None
-    if sequences is not None:  # next to a cache, even an empty one, transformers does not look for several sequences
-        kwargs = kwargs | {"use_cache": False}
-    rule = None
-    if not forgets:
-        check_remembering(past)
-    else:
-        rule, changed = _forgetting(decoder, is_meta, positions, past, kwargs, sequences, are_given=chosen is not None)
-        kwargs = kwargs | changed
-        if rule.full is not None:
-            running.masks = kwargs["attention_mask"], rule.full.mask(decoder.config, decoder.dtype)
-            if not is_whole:
-                _join_masks(*running.masks)
-    if is_dense:
-        running.context = _all_rows(decoder, is_meta, span, meta_positions, past, rule, sequences, kwargs, engine)
-    return args, kwargs
+    return getattr(decoder.config, "use_cache", True) if use_cache is None else use_cache
 
 
 def bind_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -107,77 +193,30 @@ def bind_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[s
     return dict(**signature(model.forward).bind_partial(*args).arguments, **kwargs)
 
 
-def _meta_tokens(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+def _meta_tokens(decoder: Any, input_ids: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
     """Where the meta-tokens are, (batch, length) bool; None without any input.
 
     A `meta_token_mask` among the named inputs, which is taken out of them, decides; without one, `input_ids` do, or
     `inputs_embeds` that equal the meta-token's.
     """
-    ids, embeddings = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
-    given, table = kwargs.pop("meta_token_mask", None), decoder.get_input_embeddings()
+    embeddings, meta_token_mask = kwargs.get("inputs_embeds"), kwargs.pop("meta_token_mask", None)
+    table = decoder.get_input_embeddings()
     check_table(table)
-    if given is None and ids is None and embeddings is None:
+    if meta_token_mask is None and input_ids is None and embeddings is None:
         return None
-    return meta_tokens(table, table.meta_token_id, ids, embeddings, given)
+    return meta_tokens(table, table.meta_token_id, input_ids, embeddings, meta_token_mask)
 
 
-def _has_room(decoder: Any, cache: Cache) -> bool:
-    """Whether a cache is of a fixed size, and now has further layers for meta-attention."""
-    settings = decoder.meta_settings
-    return bool(settings.layers) and add_second_layers(cache, decoder.meta_cache_layers, settings.head_size)
-
-
-def _all_rows(
-    decoder: Any,
-    is_meta: Tensor,
-    span: InputSpan,
-    positions: Tensor | None,
-    past: Cache | None,
-    rule: TextRule | None,
-    sequences: Tensor | None,
-    given: Mapping[str, Any],
-    engine: Any,
-) -> ForwardContext:
-    """The pass in the dense form. It reads no value of a tensor, so that it can be part of a graph."""
-    settings, length, rows = decoder.meta_settings, is_meta.shape[1], AllRows(is_meta)
-    mask = given.get("attention_mask") if engine else _full_mask(decoder, given.get("attention_mask"), past)
-    if engine:
-        mask = mask["full_attention"] if isinstance(mask, dict) else mask
-    elif rule is not None:
-        mask = rule.seen()[:, None]
-    elif mask is not None and mask.ndim == 4:
-        mask = seen_by_a_head(mask)
-    elif past is not None:
-        mask = rows.mask(span.cached, past.layers[-1].max_cache_len)
-    elif sequences is not None:
-        mask = rows.mask(0, length) & (sequences[:, None, :, None] == sequences[:, None, None, :])
-    else:
-        mask = None  # one of two dimensions hides padding, which is no meta-token
-    slots = span.cache_position[None]
-    rotary = rotary_tables(slots if positions is None else positions, settings.head_size, settings.rope_theta)
-    attend = None
-    if engine and mask is None:  # flash attention's kernels hide by lengths
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(decoder.config._attn_implementation, None)
-    return ForwardContext(rows, rotary, mask, attend, engine)
-
-
-def _row_positions(is_meta: Tensor, given: Mapping[str, Any]) -> Tensor | None:
+def _positions_of_rows(is_meta: Tensor, position_ids: Any) -> Tensor | None:
     """The positions that a pass was given, (batch or 1, length); None for the three axes of multimodal models.
 
     A model with four axes has the positions of a row in the first.
     """
-    positions = given.get("position_ids")
-    if isinstance(positions, Tensor) and positions.ndim == 3 and len(positions) == 4:
-        positions = positions[0]
-    is_one_axis = isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == is_meta.shape[1]
-    return positions if is_one_axis else None
-
-
-def _packed(is_meta: Tensor, past: Cache | None, given: Mapping[str, Any]) -> Tensor | None:
-    """The `packed_sequences` of a pass."""
-    positions = _row_positions(is_meta, given)
-    mask, lengths = given.get("attention_mask"), given.get("cu_seq_lens_q")
-    return packed_sequences(mask, positions, past, lengths, at_jumps=past is None)
+    if not isinstance(position_ids, Tensor):
+        return None
+    if position_ids.ndim == 3 and len(position_ids) == 4:
+        position_ids = position_ids[0]
+    return position_ids if position_ids.ndim == 2 and position_ids.shape[1] == is_meta.shape[1] else None
 
 
 def _has_masks(decoder: Any) -> bool:
@@ -191,117 +230,35 @@ def _has_states(decoder: Any) -> bool:
 
 
 @torch.compiler.disable
-def _look_at_first_step(decoder: Any, is_meta: Tensor, ids: Tensor | None) -> None:
+def _look_at_first_step(decoder: Any, is_meta: Tensor, input_ids: Tensor | None) -> None:
     """Warn, in the first training step, if nothing that was added is trained, or the batch has no meta-token.
 
     Refuses ids of unused rows.
     """
-    if ids is not None:
-        check_ids(ids, decoder.meta_config.unpadded_vocab_size)
-    decoder.meta_has_trained, own = True, added_parameters(decoder)
-    is_added = {name in own for name, one in decoder.named_parameters() if one.requires_grad}
-    if is_added == {False}:
+    if not decoder.training or not torch.is_grad_enabled():
+        return
+    if input_ids is not None:
+        check_ids(input_ids, decoder.meta_config.unpadded_vocab_size)
+    decoder.meta_has_trained = True
+    trained = {name for name, parameter in decoder.named_parameters() if parameter.requires_grad}
+    trained_of_added = trained & added_parameters(decoder).keys()
+    if trained and not trained_of_added:
         warnings.warn(
             "nothing of what add_meta_attention added is trained. For PEFT, put into LoraConfig: exclude_modules="
             '".*meta_attention.*", modules_to_save=["meta_attention", "meta_token"].',
             stacklevel=2,
         )
-    elif is_added and decoder.meta_settings.layers and not bool(is_meta.any()):
+    elif trained and decoder.meta_settings.layers and not bool(is_meta.any()):
         warnings.warn(
             "no meta-token is in this batch, so meta-attention learns nothing from it. MetaTokenCollator inserts them.",
             stacklevel=2,
         )
 
 
-@torch.compiler.disable(reason=BREAKS_GRAPH)  # the number of meta-tokens is data-dependent
-def _gathered(
-    decoder: Any,
-    is_meta: Tensor,
-    span: InputSpan,
-    positions: Tensor | None,
-    past: Cache | None,
-    given: Mapping[str, Any],
-) -> tuple[Tensor | None, ForwardContext | None]:
-    """The `packed_sequences`, and the pass in the gathered form; None if there are no meta-tokens."""
-    check_graph()
-    sequences, least = _packed(is_meta, past, given), least_rows(decoder)
-    if _has_states(decoder) and sequences is not None and not {"cu_seq_lens_q", "seq_idx"} <= given.keys():
-        raise UserError(
-            "this base has blocks with a state, which keep packed sequences apart by cu_seq_lens_q and seq_idx alone: "
-            "give these too, or each sequence its own row."
-        )
-    if not (least or bool(is_meta.any())):  # only text
-        return sequences, None
-    mask, seen = _full_mask(decoder, given.get("attention_mask"), past), None
-    if mask is not None and mask.ndim == 4:
-        seen = seen_by_a_head(mask)
-    settings = decoder.meta_settings
-    rows = MetaRows.at(positions_of(is_meta, least=least), int(span.cached), positions, sequences)
-    if rows is None:
-        return sequences, None
-    if past is not None and settings.layers and settings.layers[0] < len(past.layers):
-        store = past.layers[settings.layers[0]]
-        if isinstance(store, SecondStore):
-            store.check_second(rows, is_masked=seen is not None)
-    rotary = rotary_tables(rows.positions.clamp(min=0), settings.head_size, settings.rope_theta)
-    return sequences, ForwardContext(rows, rotary, seen)
-
-
-def _forgetting(
-    decoder: Any,
-    is_meta: Tensor,
-    positions: Tensor,
-    past: Cache | None,
-    given: Mapping[str, Any],
-    sequences: Tensor | None,
-    *,
-    are_given: bool,
-) -> tuple[TextRule, dict[str, Any]]:
-    """The rule by which this pass forgets text, and the inputs that follow from it: a mask, positions, and a cache."""
-    padding, chosen, use_cache = (given.get(name) for name in ("attention_mask", "position_ids", "use_cache"))
-    if past is None and not decoder.training and (decoder.config.use_cache if use_cache is None else use_cache):
-        past = DynamicCache(config=decoder.config)
-    rule = TextRule.of(decoder.meta_config, positions, is_meta, padding, past, sequences, are_given=are_given)
-    if past is not None and given.get("output_attentions", decoder.config.output_attentions):
-        past.check_weights()
-    mask = rule.mask(decoder.config, decoder.dtype)
-    # Multimodal models have several axes of positions, which stay.
-    chosen = positions if chosen is None else chosen
-    return rule, {"attention_mask": mask, "position_ids": chosen, CACHE: past}
-
-
 @torch.compiler.disable  # it could not trace the attribute
 def _join_masks(shared: Any, full: Any) -> None:
     """Have the mask that all blocks are given lead to that of the blocks that see all text, after the pass too."""
     setattr(shared, FULL_MASK, full)
-
-
-def _padding_mask(given: Mapping[str, Any]) -> Tensor | None:
-    """The mask of two dimensions among the inputs of a pass; None if there is none, or one of four dimensions."""
-    mask = given.get("attention_mask")
-    mask = mask.get("full_attention") if isinstance(mask, dict) else mask
-    return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-
-
-def _full_mask(decoder: Any, mask: Any, past: Cache | None) -> Tensor | None:
-    """The mask without a sliding window, of two or four dimensions, among the masks given; None if there is none.
-
-    In a model with a sliding window, a single mask of four dimensions may contain the window, and is refused. With a
-    cache of a fixed size, `generate()` makes such a mask. No sequences are packed then, so it can be ignored.
-    """
-    is_by_kind = isinstance(mask, dict)
-    if is_by_kind:
-        mask = mask.get("full_attention")
-    if not isinstance(mask, Tensor):
-        return None
-    if not is_by_kind and mask.ndim == 4 and getattr(decoder.config.get_text_config(), "sliding_window", None):
-        if past is None or not past.is_compileable:
-            raise UserError(
-                "in a model with a sliding window, a mask of four dimensions does not define which meta-tokens see one "
-                'another; give a dictionary with one for "full_attention", or each sequence its own row.'
-            )
-        return None
-    return mask
 
 
 def note_tokens_read(decoder: nn.Module, args: tuple, output: Any) -> None:

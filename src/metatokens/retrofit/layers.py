@@ -16,8 +16,9 @@ from transformers import initialization as init
 from metatokens.errors import UserError
 from metatokens.model.attention import MetaAttention
 from metatokens.model.cache import SecondStore, give
-from metatokens.model.rows import MetaRows
-from metatokens.retrofit.context import FULL_MASK, ForwardContext, Pass, current, seen_by_a_head, thread, traced
+from metatokens.model.rows import GatheredRows
+from metatokens.model.visibility import seen_by_a_head
+from metatokens.retrofit.context import FULL_MASK, ForwardContext, Pass, current, thread, traced
 from metatokens.retrofit.settings import MetaSettings
 
 _OUTSIDE = (
@@ -86,7 +87,7 @@ class MetaModule(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext, cache: Cache | None) -> Tensor:
         """Meta-attention's output for x, the residual stream at `context.rows`; both are (batch, most, width)."""
-        if cache is not None and isinstance(context.rows, MetaRows):
+        if cache is not None and isinstance(context.rows, GatheredRows):
             give(cache.layers[self.attention.block], SecondStore)
         if not torch.is_autocast_enabled(x.device.type):  # the base may be in another precision
             x = x.to(self.norm.weight.dtype)

@@ -112,6 +112,11 @@ def apply_text_window(
         config.text_window, config.text_sinks, config.text_full_layers = window, sinks, full
 
 
+def _tolerance(model: PreTrainedModel) -> float:
+    """How far two ways to compute one thing may be apart, as a share; bases in float64 compute a part in float32."""
+    return max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
+
+
 @torch.no_grad()
 def _check(model: PreTrainedModel) -> None:
     """Refuse a base that does not forget by masks, or whose attention depends on the places of cached keys.
@@ -134,7 +139,7 @@ def _check(model: PreTrainedModel) -> None:
             mask = torch.ones_like(ids)
             mask[1, :5] = 0
             ids[:, 10] = config.meta_token_id
-            other, cache, tolerance = ids.clone(), None, torch.finfo(model.dtype).eps ** 0.5
+            other, cache, tolerance = ids.clone(), None, _tolerance(model)
             other[:, 8] += 1
             whole = decoder(other, attention_mask=mask, use_cache=False)[0]
             for start, end in pairwise([0, *range(20, 25)]):
@@ -164,7 +169,7 @@ def _check_full(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
                 config.meta_attention = before | {"text_full_layers": None} | own
                 outputs.append(decoder(ids, use_cache=False)[0])
             plain, full = outputs
-            if (full - plain).norm() > torch.finfo(model.dtype).eps ** 0.5 * plain.norm():
+            if (full - plain).norm() > _tolerance(model) * plain.norm():
                 raise ValueError("its blocks have masks of their own")
     finally:
         config.meta_attention = before

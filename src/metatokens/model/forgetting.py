@@ -1,0 +1,169 @@
+"""Text that is forgotten: a query sees every meta-token, the first tokens and the last ones, and nothing else.
+
+A query sees itself and earlier keys: a key that is a meta-token, a key whose position is below `text_sinks`, and a key
+that is fewer than `text_window` positions back. So a key is seen from its own position to that of its last reader.
+These two positions are all that a mask needs, and all that a cache has to keep about each entry. In the blocks
+`text_full_layers` every later query sees a key, and the cache drops nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+
+from metatokens.errors import UserError
+from metatokens.model.forgetting_cache import KeyNotes, as_forgetting_cache, last_position_noted
+
+FOREVER = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True, slots=True)
+class ForgettingRule:
+    """Which keys the queries of one forward pass see.
+
+    Attributes:
+        positions: (batch or 1, length) int64, those of the queries. The positions of a packed sequence are higher than
+            those of the sequence before it.
+        keys: the keys, cached ones first: where they are, and until where they are seen.
+        full: the rule of the blocks that see all text; None if there are none.
+    """
+
+    positions: Tensor
+    keys: KeyNotes
+    full: "ForgettingRule | None" = None
+
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        positions: Tensor,
+        is_meta: Tensor,
+        attention_mask: Any,
+        cache: Any,
+        sequences: Tensor | None,
+        *,
+        are_chosen: bool,
+    ) -> "ForgettingRule":
+        """The rule for new tokens. A cache, if given, notes them, and forgets text from now on.
+
+        Args:
+            config: the model's, with `text_window`, `text_sinks` and `text_full_layers`.
+            positions: (batch or 1, length) int64.
+            is_meta: (batch, length) bool.
+            attention_mask: (batch, read + length or more), 1 at real tokens, with a column for each token that was
+                read before, forgotten ones included; or None.
+            cache: the cache of the tokens before, or None.
+            sequences: (batch or 1, length) int64, as from `packed_sequences`; then there is no cache.
+            are_chosen: whether the caller chose the positions. Those that count real tokens grow anyway, so a training
+                step is spared a device sync.
+
+        Raises:
+            UserError: if the mask has four dimensions, or positions are fractions; if the cache is of another kind, too
+                small, or has entries that are unknown here; or if positions do not grow from one real token to the
+                next.
+        """
+        if isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim == 4):
+            raise UserError("a mask of four dimensions would replace the text_window; give one of two dimensions.")
+        if positions.is_floating_point():
+            raise UserError(
+                f"with a text_window, positions are whole numbers; these are of the type {positions.dtype}."
+            )
+        is_remembered = is_meta | (positions < config.text_sinks)
+        last_readers = torch.where(is_remembered, FOREVER, positions + config.text_window - 1)
+        is_real = _real_tokens(is_meta, attention_mask, cache)
+        if (are_chosen or cache is not None) and sequences is None and not torch.compiler.is_compiling():
+            _check_order(positions, is_real, cache)
+        notes = [_notes(positions, last_readers, is_real, sequences)]
+        if config.text_full_layers:
+            notes.append(_notes(positions, torch.full_like(last_readers, FOREVER), is_real, sequences))
+        if sequences is not None:
+            positions = _one_after_another(positions, positions, sequences)
+        if cache is not None:
+            cache = as_forgetting_cache(cache, config)
+            cache.make_room(notes[0], config.text_window)
+            notes = cache.take_note(notes)
+        rule, *full_rules = (cls(positions, keys) for keys in notes)
+        return replace(rule, full=full_rules[0]) if full_rules else rule
+
+    def mask_function(self) -> Callable[[Any, Any, Any, Any], Tensor]:
+        """The rule as a mask function of transformers, whose indices count from 0, and broadcast."""
+        key_positions, last_readers = (tensor.contiguous() for tensor in self.keys)  # as flex attention needs them
+        positions = self.positions.expand(len(key_positions), -1)
+
+        def is_seen(batch: Any, head: Any, query: Any, key: Any) -> Tensor:
+            position = positions[batch, query]
+            return (key_positions[batch, key] <= position) & (position <= last_readers[batch, key])
+
+        return is_seen
+
+    def mask(self, config: Any, dtype: torch.dtype) -> Any:
+        """The mask for the configured attention function, a block mask for flex attention.
+
+        `create_causal_mask` would run the rule under `vmap`, which takes longer than a decoding step.
+        """
+        make = ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation, flash_attention_mask)
+        if make is flash_attention_mask:
+            raise UserError("a text_window needs attention that takes masks: 'sdpa', 'flex_attention' or 'eager'.")
+        batch, keys = self.keys.positions.shape
+        return make(
+            batch_size=batch,
+            q_length=self.positions.shape[1],
+            kv_length=keys,
+            device=self.positions.device,
+            dtype=dtype,
+            mask_function=self.mask_function(),
+            allow_is_causal_skip=False,
+        )
+
+    def seen(self) -> Tensor:
+        """Which keys each query sees, (batch, length, keys) bool."""
+        batch, keys = self.keys.positions.shape
+        sizes = (batch, self.positions.shape[1], keys)
+        batch_index, query_index, key_index = (torch.arange(size, device=self.positions.device) for size in sizes)
+        return self.mask_function()(batch_index[:, None, None], None, query_index[:, None], key_index)
+
+
+def _real_tokens(is_meta: Tensor, attention_mask: Tensor | None, cache: Any) -> Tensor:
+    """Which new tokens are no padding, (batch, length) bool.
+
+    The mask is longer than what was read, with a cache of a fixed size.
+    """
+    if attention_mask is None:
+        return torch.ones_like(is_meta)
+    already_read = 0 if cache is None else cache.get_seq_length()
+    columns = torch.arange(is_meta.shape[1], device=is_meta.device) + already_read
+    return attention_mask[:, columns] != 0
+
+
+def _notes(positions: Tensor, last_readers: Tensor, is_real: Tensor, sequences: Tensor | None) -> KeyNotes:
+    """What is noted about new keys, (batch, length) each."""
+    last_readers = last_readers.masked_fill(~is_real, -1)
+    if sequences is None:
+        return KeyNotes(positions.expand_as(last_readers), last_readers)
+    shifted = _one_after_another(positions, positions, sequences)
+    return KeyNotes(shifted.expand_as(last_readers), _one_after_another(last_readers, positions, sequences))
+
+
+def _one_after_another(values: Tensor, positions: Tensor, sequences: Tensor) -> Tensor:
+    """Positions, or last readers, as if each packed sequence came after the one before."""
+    size = positions.max() + 1
+    return torch.minimum(values, size - 1) + sequences * size
+
+
+def _check_order(positions: Tensor, is_real: Tensor, cache: Any) -> None:
+    """Refuse positions, (batch or 1, length), that are not above those of all real tokens before them.
+
+    By its position a key is before a query or after it. A mask that hides tokens that the cache noted as real lowers
+    the positions after them.
+    """
+    before = last_position_noted(cache, len(is_real)).to(positions)
+    real_positions = positions.expand_as(is_real).masked_fill(~is_real, -1)
+    reached = torch.cat([before, real_positions], dim=1).cummax(dim=1).values
+    if (is_real & (positions <= reached[:, :-1])).any():
+        raise UserError(
+            "with a text_window, positions have to grow from each real token to the next. Give position_ids that do, "
+            "sequences packed into a row without an attention_mask, and a cache the mask that it was filled with."
+        )

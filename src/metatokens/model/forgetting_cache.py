@@ -1,0 +1,265 @@
+"""Caches that forget text: entries that no later query sees are dropped, or give their places to new ones."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import QuantizedCache
+from transformers.cache_utils import DynamicLayer, StaticLayer
+
+from metatokens.errors import UserError
+from metatokens.model.cache import AnyCache, AnyCacheLayer, give
+from metatokens.model.rows import gather_rows, positions_of
+
+_OTHER_CACHE = (
+    "this cache was filled with another text_window, text_sinks or text_full_layers than the model has now; begin a "
+    "new one."
+)
+
+
+class KeyNotes(NamedTuple):
+    """What a rule has to know about keys.
+
+    Attributes:
+        positions: (batch, keys) int64, the position of each key.
+        last_readers: (batch, keys) int64, the last position that sees each key; -1 at padding, which none sees.
+    """
+
+    positions: Tensor
+    last_readers: Tensor
+
+
+class ForgettingLayer(AnyCacheLayer):
+    """Mixin for a layer of a cache that grows: entries can be dropped, and still count as tokens that were read."""
+
+    keys: Tensor
+    values: Tensor
+    forgotten = 0  # the number of tokens read, less that of entries held
+
+    def get_seq_length(self) -> int:
+        """The number of tokens read."""
+        return super().get_seq_length() + self.forgotten
+
+    def keep(self, index: Tensor) -> None:
+        """Keep the entries at `index`, (batch, kept), any entry where it is -1."""
+        index = index.to(self.keys.device).clamp(min=0)
+        self.forgotten += self.keys.shape[-2] - index.shape[1]
+        self.keys, self.values = gather_rows(self.keys, index), gather_rows(self.values, index)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.forgotten = 0
+
+
+class ForgettingStaticLayer(AnyCacheLayer):
+    """Mixin for a layer of a fixed size: new entries take the places of those that no later query sees.
+
+    Attributes:
+        places: (batch, new) int64, of the entries of this forward pass.
+    """
+
+    forgotten = 0
+    keys: Tensor
+    values: Tensor
+    places: Tensor
+    is_initialized: bool
+    cumulative_length: Tensor
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the new entries, (batch, heads, new, head size), and return all."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.cumulative_length.add_(key_states.shape[-2])
+        places = self.places.to(self.keys.device)[:, None, :, None]
+        for store, new in ((self.keys, key_states), (self.values, value_states)):
+            store.scatter_(2, places.expand_as(new), new)
+        return self.keys, self.values
+
+
+class ForgettingCache(AnyCache):
+    """Mixin for a cache whose layers hold what later queries can see, and little else.
+
+    Entries that no later query sees are dropped when some have piled up, so that a step seldom copies the cache. A
+    layer holds at most max(16, text_window // 4) such entries, and those that the last forward pass added.
+
+    Attributes:
+        number_of_layers: that of the layers with keys and values. The layers after them hold `KeyNotes` about the
+            entries, as keys and values of one feature each, (batch, 1, held, 1): first about those of layers that
+            forget, then about those of layers that hold everything, if there are any. Being layers, they follow
+            whatever is done with a cache: rows are reordered, repeated and selected.
+        remembering: the indices of the layers that hold everything, the notes on them included.
+        rule: the `text_window`, `text_sinks` and `text_full_layers` of the model that fills it.
+        left: how many entries were left when some were dropped the last time.
+        keeps_all: whether it drops nothing, as for a model that drafts, whose last tokens are taken back.
+    """
+
+    layers: list[Any]
+    is_compileable: bool  # whether the layers have a fixed size
+    number_of_layers: int
+    remembering: Sequence[int]
+    rule: tuple[int, int, tuple[int, ...]]
+    left = 0
+    keeps_all = False
+
+    @property
+    def notes(self) -> Any:
+        """The layer with the notes about the entries of layers that forget."""
+        return self.layers[self.number_of_layers]
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether any entries were dropped."""
+        return any(layer.forgotten for layer in self.layers)
+
+    def check_weights(self) -> None:
+        """Refuse to give attention weights whose columns are not the tokens in order."""
+        if self.has_dropped or self.is_compileable:
+            raise UserError("this cache drops text, and attention weights with it; use no cache.")
+
+    @property
+    def held(self) -> int:
+        """The number of entries of each layer that forgets."""
+        return int(self.get_seq_length()) - self.notes.forgotten
+
+    def make_room(self, new: KeyNotes, window: int) -> None:
+        """Drop entries that no query sees from now on, or choose the places of those that new ones replace.
+
+        Args:
+            new: about the new keys, in layers that forget. Positions of a later pass are at least the smallest here.
+            window: the model's `text_window`.
+
+        Raises:
+            UserError: if the cache lost entries, has some that it did not note, or has a fixed size and is too small.
+        """
+        first_position = new.positions.amin(dim=1, keepdim=True)
+        if self.is_compileable:
+            self._choose_places(new, first_position)
+        elif self.notes.get_seq_length() != self.get_seq_length():
+            raise UserError(
+                "this cache lost entries, or has some that a text_window cannot place: those of learned prompts, or of "
+                "a pass in training mode."
+            )
+        elif not self.keeps_all and self.held >= max(self.left, window) + max(16, window // 4):
+            self._drop(positions_of(self.notes.values[:, 0, :, 0] >= first_position))
+
+    def take_note(self, new: Sequence[KeyNotes]) -> list[KeyNotes]:
+        """Note new keys, and return the notes about all.
+
+        Args:
+            new: (batch, length), in the layers that forget, and in those that hold everything if there are any.
+
+        Returns:
+            The same about the entries that are held and the new ones, (batch, held + length).
+        """
+        all_notes = []
+        for layer, (positions, last_readers) in zip(self.layers[self.number_of_layers :], new, strict=True):
+            keys, values = layer.update(positions[:, None, :, None], last_readers[:, None, :, None])
+            all_notes.append(KeyNotes(keys[:, 0, :, 0], values[:, 0, :, 0]))
+        return all_notes
+
+    def _drop(self, index: Tensor) -> None:
+        """Drop all entries but those at `index`, (batch, left), in each layer that forgets."""
+        for number, layer in enumerate(self.layers):
+            if number not in self.remembering:
+                layer.keep(index)
+        self.notes.values = self.notes.values.masked_fill((index < 0)[:, None, :, None], -1)
+        self.left = index.shape[1]
+
+    def _choose_places(self, new: KeyNotes, first_position: Tensor) -> None:
+        """Choose the places of new entries in layers of a fixed size: free ones, and those of unseen entries."""
+        notes, number = self.notes, new.positions.shape[1]
+        if not notes.is_initialized:
+            notes.lazy_initialization(*(tensor[:, None, :, None] for tensor in new))
+            notes.values.fill_(-1)
+        last_readers = notes.values[:, 0, :, 0]
+        places = last_readers.argsort(dim=1, stable=True)[:, :number]
+        is_seen = last_readers.gather(1, places) >= first_position
+        too_small = (
+            f"a cache of {last_readers.shape[1]} tokens is too small for the text_window, the meta-tokens and "
+            f"{number} new tokens; give a larger one, or a smaller prefill_chunk_size."
+        )
+        if torch.compiler.is_compiling():  # a graph cannot raise anything else
+            torch._assert_async(~is_seen.any(), too_small)
+        elif places.shape[1] < number or is_seen.any():
+            raise UserError(too_small)
+        for layer in self.layers:
+            layer.places = places
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens; at least those of the last forward pass can be removed.
+
+        Raises:
+            UserError: if more tokens are to be removed than were read since text was last dropped, or the cache has a
+                fixed size.
+        """
+        if self.is_compileable:
+            raise UserError("a cache of a fixed size that forgets text cannot be cropped.")
+        if self.has_dropped and -tokens_to_remove > self.held - self.left:
+            raise UserError(
+                f"text was dropped from this cache; only its last {self.held - self.left} tokens can be removed."
+            )
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.left = 0
+        if self.is_compileable:
+            self.notes.values.fill_(-1)
+
+
+def last_position_noted(cache: Any, rows: int) -> Tensor:
+    """The highest position of a real token that a cache noted, (rows, 1) int64; -1 where there is none."""
+    if not isinstance(cache, ForgettingCache) or not cache.notes.is_initialized:
+        return torch.full((rows, 1), -1)
+    is_padding = cache.notes.values < 0
+    return cache.notes.keys.masked_fill(is_padding, -1).amax(dim=2)[:, 0]
+
+
+def as_forgetting_cache(cache: Any, config: Any) -> ForgettingCache:
+    """The cache of a model with this configuration, which forgets text from now on.
+
+    Raises:
+        UserError: if the cache is of another kind, was filled with another window, or has a fixed size while some
+            blocks see all text.
+    """
+    full_blocks = tuple(config.text_full_layers or ())
+    rule = config.text_window, config.text_sinks, full_blocks
+    if isinstance(cache, ForgettingCache):
+        if cache.rule != rule:
+            raise UserError(_OTHER_CACHE)
+        return cache
+    blocks = config.get_text_config().num_hidden_layers
+    cache.layers += [DynamicLayer() for _ in range(blocks - len(cache.layers))]
+    has_fixed_size = isinstance(cache.layers[0], StaticLayer)
+    _check_kind(cache, StaticLayer if has_fixed_size else DynamicLayer)
+    if has_fixed_size and full_blocks:
+        raise UserError("text_full_layers need a cache that grows: in one of a fixed size all layers are as large.")
+    give(cache, ForgettingCache)
+    cache.rule = rule
+    cache.number_of_layers = len(cache.layers)
+    # A second attention's layers come after those of all blocks.
+    cache.remembering = [number for number in range(cache.number_of_layers) if number % blocks in full_blocks]
+    size = [cache.layers[0].max_cache_len] if has_fixed_size else []
+    cache.layers.append(type(cache.layers[0])(*size))
+    if full_blocks:
+        cache.remembering.append(len(cache.layers))
+        cache.layers.append(type(cache.layers[0])(*size))
+    for layer in cache.layers:
+        give(layer, ForgettingStaticLayer if has_fixed_size else ForgettingLayer)
+    return cache
+
+
+def _check_kind(cache: Any, kind: Any) -> None:
+    """Refuse a cache whose layers are not all of a kind that can forget."""
+    is_other = isinstance(cache, QuantizedCache) or cache.offloading
+    if is_other or not all(isinstance(layer, kind) and not layer.is_sliding for layer in cache.layers):
+        raise UserError("a text_window needs a DynamicCache or a StaticCache, neither quantized nor offloaded.")
+
+
+def check_remembering(cache: Any) -> None:
+    """Refuse a cache that forgets text, for a model that has no text window now."""
+    if isinstance(cache, ForgettingCache):
+        raise UserError(_OTHER_CACHE)
