@@ -230,19 +230,25 @@ class MetaAttention(Attention):
         q, k, v = self.project(x, rotary, log_keys)
         if isinstance(rows, DenseRows):
             return self._dense(q, k, v, rows.valid, cache, attend or sdpa_attention_forward, mask, dict(engine))
-        key_slots, places = rows.slots, None
+        return self._gathered(q, k, v, rows, cache, attend, mask)
+
+    def _gathered(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: GatheredRows,
+        cache: Cache | None,
+        attend: AttentionFunction | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend among the meta-tokens' rows, which are few."""
+        key_slots, new_index = rows.slots, None
         if cache is not None:
             layer: SecondStore = cache.layers[self.block]
-            (k, v, key_slots, _), places = layer.update_second(Entries(k, v, rows.slots, rows.positions))
-        seen = None  # causal among these rows: padding comes last, so that no real row sees it
-        if mask is not None:
-            seen = rows.mask(mask, key_slots)
-        elif rows.sequences is not None:
-            seen = (rows.sequences[:, None, :, None] == rows.sequences[:, None, None, :]).tril()
-        elif places is not None and key_slots.shape != rows.slots.shape:  # the cache holds earlier meta-tokens
-            is_before = torch.arange(k.shape[2], device=k.device) <= places[:, None]  # entries are in order
-            seen = (key_slots[:, None, :] >= 0) & is_before
-            seen = (seen | ~rows.valid[:, :, None])[:, None]  # a padded query that sees nothing would give NaN
+            entries, new_index = layer.update_second(Entries(k, v, rows.slots, rows.positions))
+            k, v, key_slots = entries.keys, entries.values, entries.slots
+        seen = _seen_entries(rows, key_slots, new_index, mask)
         if mask is not None and attend is eager_attention_forward:
             out, weights = attend(self, q, k, v, seen, scaling=self.scaling)
             assert weights is not None
@@ -285,3 +291,28 @@ class MetaAttention(Attention):
         if weights is not None:
             weights = weights * is_meta
         return linear(self.out_proj, out[..., :size].flatten(2)), weights
+
+
+def _seen_entries(
+    rows: GatheredRows, key_slots: Tensor, new_index: Tensor | None, mask: Tensor | None
+) -> Tensor | None:
+    """Which entries each gathered row sees, (batch, heads or 1, most, entries), as a mask for the scores.
+
+    None: those before it among these rows. Padding comes last, so that no real row sees it.
+
+    Args:
+        rows: the queries.
+        key_slots: (batch, entries) int64, the keys' places in the whole sequence, -1 at padding.
+        new_index: (most,) int64, the indices of these rows among the entries; None without a cache.
+        mask: as for `MetaAttention`.
+    """
+    if mask is not None:
+        return rows.mask(mask, key_slots)
+    if rows.sequences is not None:
+        return (rows.sequences[:, None, :, None] == rows.sequences[:, None, None, :]).tril()
+    if new_index is None or key_slots.shape == rows.slots.shape:
+        return None
+    # The cache holds earlier meta-tokens, and its entries are in order.
+    is_before = torch.arange(key_slots.shape[1], device=key_slots.device) <= new_index[:, None]
+    seen = (key_slots[:, None, :] >= 0) & is_before
+    return (seen | ~rows.valid[:, :, None])[:, None]  # a padded query that sees nothing would give NaN

@@ -9,7 +9,6 @@ In a cache of a fixed size, meta-attention has further layers, which hold every 
 text (`MetaAttention`, the dense form). A second causal attention has further layers in every cache.
 """
 
-import functools
 from abc import ABC
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,47 +28,6 @@ if TYPE_CHECKING:  # the mixins go in front of several kinds of caches, so that 
     from transformers.cache_utils import CacheLayerMixin as AnyCacheLayer
 else:
     AnyCache, AnyCacheLayer = object, ABC  # the root classes of transformers' caches; Python requires the same here
-
-
-@functools.cache  # one class for all objects
-def with_mixin(mixin: Any, base: Any) -> Any:
-    """`base` with a mixin in front, under the base's name, by which transformers looks up most of its settings."""
-
-    def reduced(self: Any, protocol: int) -> Any:
-        plain = super(made, self).__reduce_ex__(max(protocol, 2))
-        if type(self) is not made:  # a subclass has a name of its own
-            return plain
-        _, (_, *args), *rest = plain
-        return _new, (_origin(made), *args), *rest
-
-    named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    # By its name, pickle would find the base.
-    named |= {"made_by": (with_mixin, mixin, base), "__reduce_ex__": reduced}
-    made = type(base)(base.__name__, (mixin, base), named)
-    return made
-
-
-def _origin(kind: Any) -> Any:
-    """The function that made a class with a mixin, and its arguments; any other class as it is."""
-    made_by = vars(kind).get("made_by") if isinstance(kind, type) else None
-    return kind if made_by is None else (made_by[0], *map(_origin, made_by[1:]))
-
-
-def _class_from(origin: Any) -> Any:
-    return origin[0](*map(_class_from, origin[1:])) if isinstance(origin, tuple) else origin
-
-
-def _new(origin: Any, *args: Any) -> Any:
-    """An object without attributes, for pickle, of the class that `_origin` describes."""
-    kind = _class_from(origin)
-    return kind.__new__(kind, *args)
-
-
-@torch.compiler.disable  # it would trace `with_mixin` without its cache, and so make a class for each graph
-def give(thing: object, mixin: type) -> None:
-    """Put a mixin in front of the class of one object, in place, unless it is there."""
-    if not isinstance(thing, mixin):
-        thing.__class__ = with_mixin(mixin, type(thing))  # type: ignore[arg-type]  # a class is hashable
 
 
 class Entries(NamedTuple):
@@ -115,12 +73,12 @@ class SecondStore(AnyCacheLayer):
         self.has_lost_entries |= self.first_length not in (None, self._length())
 
     def update_second(self, new: Entries) -> tuple[Entries, Tensor]:
-        """Append the second module's new entries; return all entries, and the places (new,) of the new ones."""
+        """Append the second module's new entries; return all entries, and the indices (new,) of the new ones."""
         earlier = 0 if self.second is None else self.second.keys.shape[2]
-        places = torch.arange(new.keys.shape[2], device=new.keys.device) + earlier
+        new_index = torch.arange(new.keys.shape[2], device=new.keys.device) + earlier
         self.second = new if self.second is None else self.second.followed_by(new)
         self.first_length = self._length()
-        return self.second, places
+        return self.second, new_index
 
     def check_second(self, rows: GatheredRows, *, is_masked: bool) -> None:
         """Refuse new meta-tokens that do not follow those in the store.
@@ -160,10 +118,14 @@ class SecondStore(AnyCacheLayer):
         self.tokens_read += tokens_to_remove
         if self.second is not None and tokens_to_remove:
             gone = self.second.slots >= (self.tokens_read if self.first_length is None else self.first_length)
-            kept = ~(gone | (self.second.slots < 0)).all(dim=0)
+            is_left = ~(gone | (self.second.slots < 0)).all(dim=0)
             keys, values, slots, positions = self.second
-            slots, positions = slots.masked_fill(gone, -1), positions.masked_fill(gone, -1)
-            self.second = Entries(keys[:, :, kept], values[:, :, kept], slots[:, kept], positions[:, kept])
+            self.second = Entries(
+                keys[:, :, is_left],
+                values[:, :, is_left],
+                slots.masked_fill(gone, -1)[:, is_left],
+                positions.masked_fill(gone, -1)[:, is_left],
+            )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row `beam_idx[i]` (beam search)."""
@@ -268,8 +230,9 @@ class InsertedTokens(AnyCache):
             if getattr(layer, "second", None) is not None and not layer.has_lost_entries:
                 keys, values, slots, positions = layer.second
                 is_hidden = mask.to(slots.device).gather(1, slots.clamp(min=0)) == 0
-                hidden = (one.masked_fill(is_hidden, -1) for one in (slots, positions))
-                layer.second = Entries(keys, values, *hidden)
+                layer.second = Entries(
+                    keys, values, slots.masked_fill(is_hidden, -1), positions.masked_fill(is_hidden, -1)
+                )
 
     def reset(self) -> None:
         """Forget everything."""
@@ -325,7 +288,7 @@ def _with_stored(valid: Tensor, cache: Cache, layer: Any) -> Tensor:
     if layer.is_initialized:
         stored = layer.keys[:, 0, :, layer.feature] == 0
     slots = (torch.arange(valid.shape[1], device=valid.device) + cache.get_seq_length()).expand_as(valid)
-    return stored.scatter(1, getattr(layer, "places", slots), valid)
+    return stored.scatter(1, getattr(layer, "new_index", slots), valid)
 
 
 def size_of(cache: Cache) -> int | None:

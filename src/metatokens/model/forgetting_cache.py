@@ -9,7 +9,8 @@ from transformers import QuantizedCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from metatokens.errors import UserError
-from metatokens.model.cache import AnyCache, AnyCacheLayer, give
+from metatokens.model.cache import AnyCache, AnyCacheLayer
+from metatokens.model.mixins import add_mixin
 from metatokens.model.rows import gather_rows, positions_of
 
 _OTHER_CACHE = (
@@ -57,13 +58,13 @@ class ForgettingStaticLayer(AnyCacheLayer):
     """Mixin for a layer of a fixed size: new entries take the places of those that no later query sees.
 
     Attributes:
-        places: (batch, new) int64, of the entries of this forward pass.
+        new_index: (batch, new) int64, where the entries of this forward pass are written.
     """
 
     forgotten = 0
     keys: Tensor
     values: Tensor
-    places: Tensor
+    new_index: Tensor
     is_initialized: bool
     cumulative_length: Tensor
 
@@ -72,9 +73,9 @@ class ForgettingStaticLayer(AnyCacheLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.cumulative_length.add_(key_states.shape[-2])
-        places = self.places.to(self.keys.device)[:, None, :, None]
-        for store, new in ((self.keys, key_states), (self.values, value_states)):
-            store.scatter_(2, places.expand_as(new), new)
+        index = self.new_index.to(self.keys.device)[:, None, :, None]
+        self.keys.scatter_(2, index.expand_as(key_states), key_states)
+        self.values.scatter_(2, index.expand_as(value_states), value_states)
         return self.keys, self.values
 
 
@@ -124,7 +125,7 @@ class ForgettingCache(AnyCache):
         return int(self.get_seq_length()) - self.notes.forgotten
 
     def make_room(self, new: KeyNotes, window: int) -> None:
-        """Drop entries that no query sees from now on, or choose the places of those that new ones replace.
+        """Drop entries that no query sees from now on, or choose those that new ones replace.
 
         Args:
             new: about the new keys, in layers that forget. Positions of a later pass are at least the smallest here.
@@ -135,7 +136,7 @@ class ForgettingCache(AnyCache):
         """
         first_position = new.positions.amin(dim=1, keepdim=True)
         if self.is_compileable:
-            self._choose_places(new, first_position)
+            self._choose_replaced(new, first_position)
         elif self.notes.get_seq_length() != self.get_seq_length():
             raise UserError(
                 "this cache lost entries, or has some that a text_window cannot place: those of learned prompts, or of "
@@ -167,25 +168,25 @@ class ForgettingCache(AnyCache):
         self.notes.values = self.notes.values.masked_fill((index < 0)[:, None, :, None], -1)
         self.left = index.shape[1]
 
-    def _choose_places(self, new: KeyNotes, first_position: Tensor) -> None:
-        """Choose the places of new entries in layers of a fixed size: free ones, and those of unseen entries."""
+    def _choose_replaced(self, new: KeyNotes, first_position: Tensor) -> None:
+        """Choose where new entries go in layers of a fixed size: to free places, and to those of unseen entries."""
         notes, number = self.notes, new.positions.shape[1]
         if not notes.is_initialized:
             notes.lazy_initialization(*(tensor[:, None, :, None] for tensor in new))
             notes.values.fill_(-1)
         last_readers = notes.values[:, 0, :, 0]
-        places = last_readers.argsort(dim=1, stable=True)[:, :number]
-        is_seen = last_readers.gather(1, places) >= first_position
+        index = last_readers.argsort(dim=1, stable=True)[:, :number]
+        is_seen = last_readers.gather(1, index) >= first_position
         too_small = (
             f"a cache of {last_readers.shape[1]} tokens is too small for the text_window, the meta-tokens and "
             f"{number} new tokens; give a larger one, or a smaller prefill_chunk_size."
         )
         if torch.compiler.is_compiling():  # a graph cannot raise anything else
             torch._assert_async(~is_seen.any(), too_small)
-        elif places.shape[1] < number or is_seen.any():
+        elif index.shape[1] < number or is_seen.any():
             raise UserError(too_small)
         for layer in self.layers:
-            layer.places = places
+            layer.new_index = index
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; at least those of the last forward pass can be removed.
@@ -237,7 +238,7 @@ def as_forgetting_cache(cache: Any, config: Any) -> ForgettingCache:
     _check_kind(cache, StaticLayer if has_fixed_size else DynamicLayer)
     if has_fixed_size and full_blocks:
         raise UserError("text_full_layers need a cache that grows: in one of a fixed size all layers are as large.")
-    give(cache, ForgettingCache)
+    add_mixin(cache, ForgettingCache)
     cache.rule = rule
     cache.number_of_layers = len(cache.layers)
     # A second attention's layers come after those of all blocks.
@@ -248,7 +249,7 @@ def as_forgetting_cache(cache: Any, config: Any) -> ForgettingCache:
         cache.remembering.append(len(cache.layers))
         cache.layers.append(type(cache.layers[0])(*size))
     for layer in cache.layers:
-        give(layer, ForgettingStaticLayer if has_fixed_size else ForgettingLayer)
+        add_mixin(layer, ForgettingStaticLayer if has_fixed_size else ForgettingLayer)
     return cache
 
 

@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
 from metatokens.errors import UserError
-from metatokens.model.cache import give
+from metatokens.model.mixins import add_mixin
 from metatokens.model.releases import pages_among
 
 if TYPE_CHECKING:  # each mixin goes in front of one of these
@@ -98,7 +98,7 @@ class MetaManager(AnyManager):
             processor = super()._create_batch_processor()
         finally:
             self.model = model
-        give(processor.scheduler, MetaScheduler)
+        add_mixin(processor.scheduler, MetaScheduler)
         processor.scheduler.meta_token_id, processor.scheduler.meta_every = model.config.meta_token_id, self.meta_every
         return processor
 
@@ -111,7 +111,7 @@ class MetaScheduler(AnyScheduler):
 
     def add_waiting_request(self, state: Any) -> None:
         """Take a request."""
-        give(state, MetaRequest)
+        add_mixin(state, MetaRequest)
         state.meta_token_id, state.meta_every = self.meta_token_id, self.meta_every
         super().add_waiting_request(state)
 

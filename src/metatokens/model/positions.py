@@ -70,8 +70,8 @@ def packed_sequences(
 
 def counts_within(sequences: Tensor) -> Tensor:
     """How many tokens of its own sequence each token sees, itself included; both (batch, length), numbers ascending."""
-    places = torch.arange(sequences.shape[-1], device=sequences.device)
-    return places + 1 - torch.searchsorted(sequences, sequences)
+    index = torch.arange(sequences.shape[-1], device=sequences.device)
+    return index + 1 - torch.searchsorted(sequences, sequences)
 
 
 def reaches(config: PreTrainedConfig, length: int) -> bool:

@@ -42,17 +42,17 @@ def positions_of(chosen: Tensor, *, multiple: int = 1) -> Tensor:
     """
     check_graph()
     counts = chosen.sum(dim=1)
-    most = -(-int(counts.max()) // multiple) * multiple
+    columns = -(-int(counts.max()) // multiple) * multiple
     # A stable sort moves the marked positions to the front and keeps their order.
-    index = chosen.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
-    index = torch.nn.functional.pad(index, (0, most - index.shape[1]))
-    return index.masked_fill(torch.arange(most, device=chosen.device) >= counts[:, None], -1)
+    index = chosen.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :columns]
+    index = nn.functional.pad(index, (0, columns - index.shape[1]))
+    return index.masked_fill(torch.arange(columns, device=chosen.device) >= counts[:, None], -1)
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """The rows of x, (batch or 1, ..., length, features), at `index`, (batch, most) -> (batch, ..., most, features)."""
-    batch, most = index.shape
-    index = index.view(batch, *[1] * (x.ndim - 3), most, 1).expand(-1, *x.shape[1:-2], -1, x.shape[-1])
+    batch, rows = index.shape
+    index = index.view(batch, *[1] * (x.ndim - 3), rows, 1).expand(-1, *x.shape[1:-2], -1, x.shape[-1])
     return x.expand(batch, *x.shape[1:]).gather(-2, index)
 
 
@@ -85,7 +85,7 @@ class GatheredRows:
     @classmethod
     def at(
         cls,
-        places: Tensor,
+        index: Tensor,
         cached: Tensor | int = 0,
         position_ids: Tensor | None = None,
         sequences: Tensor | None = None,
@@ -95,31 +95,33 @@ class GatheredRows:
         """Rows at (batch, most) places of an input that follows `cached` tokens; None if there is no column.
 
         Args:
-            places: (batch, most), ascending, -1 where a sequence has fewer.
+            index: (batch, most) int64, ascending, -1 where a sequence has fewer, as from `positions_of`.
             cached: the number of tokens in the cache.
             position_ids: (batch or 1, length), the positions of the input; None means the slots.
             sequences: (batch or 1, length), as from `packed_sequences`.
             minimum: pad to at least this many rows.
         """
-        missing = minimum - places.shape[1]
+        missing = minimum - index.shape[1]
         if missing > 0:
-            places = nn.functional.pad(places, (0, missing), value=-1)
-        if places.shape[1] == 0:
+            index = nn.functional.pad(index, (0, missing), value=-1)
+        if index.shape[1] == 0:
             return None
-        valid, index = places >= 0, places.clamp(min=0)
-        slots = (places + cached).masked_fill(~valid, -1)
+        valid = index >= 0
+        slots = (index + cached).masked_fill(~valid, -1)
+        index = index.clamp(min=0)
         if position_ids is None:
             return cls(index, valid, slots, slots)
-        positions = position_ids.expand(len(places), -1).gather(1, index)
+        positions = position_ids.expand(len(index), -1).gather(1, index)
         if sequences is not None:
-            sequences = sequences.expand(len(places), -1).gather(1, index)
+            sequences = sequences.expand(len(index), -1).gather(1, index)
             sequences = sequences.masked_fill(~valid, torch.iinfo(torch.int64).max)
         return cls(index, valid, slots, positions.masked_fill(~valid, -1), sequences)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "GatheredRows":
         """The same rows on another device; accelerate calls this where layers are spread over several."""
-        tensors = {one.name: x for one in fields(self) if (x := getattr(self, one.name)) is not None}
-        return GatheredRows(**{name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
+        tensors = (getattr(self, field.name) for field in fields(self))
+        moved = (None if tensor is None else tensor.to(device, non_blocking=non_blocking) for tensor in tensors)
+        return GatheredRows(*moved)  # type: ignore[arg-type]  # None is moved to None
 
     def gather(self, x: Tensor) -> Tensor:
         """These rows of x; shapes as in `gather_rows`."""

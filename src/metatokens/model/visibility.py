@@ -225,8 +225,8 @@ class Visibility:
         if form == "dense":
             rows = DenseRows(is_meta)
         elif form == "gathered":
-            places = positions_of(is_meta) if meta_places is None else meta_places
-            rows = GatheredRows.at(places, tokens.cached, meta_positions, sequences, minimum=minimum_rows)
+            index = positions_of(is_meta) if meta_places is None else meta_places
+            rows = GatheredRows.at(index, tokens.cached, meta_positions, sequences, minimum=minimum_rows)
         rule = None
         if forgets:
             are_chosen = position_ids is not None
@@ -349,15 +349,15 @@ class Visibility:
         Raises:
             UserError: as `mask_of_four_dimensions`.
         """
-        given = mask_of_four_dimensions(config, self.attention_mask, self.cache)
+        mask = mask_of_four_dimensions(config, self.attention_mask, self.cache)
         if isinstance(self.rows, GatheredRows):
-            return None if given is None else seen_by_a_head(given)
+            return None if mask is None else seen_by_a_head(mask)
         assert self.rows is not None
         length = self.rows.valid.shape[1]
         if self.rule is not None:
             return self.rule.seen()[:, None]
-        if given is not None:
-            return seen_by_a_head(given)
+        if mask is not None:
+            return seen_by_a_head(mask)
         if self.cache is not None:
             return self.rows.mask(self.tokens.cached, self.cache.layers[-1].max_cache_len)
         if self.sequences is not None:

@@ -12,7 +12,6 @@ import functools
 import json
 from collections.abc import Sequence
 from inspect import signature
-from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from metatokens.decoder import decoder_of, own_blocks, position_embedding_of
 from metatokens.errors import UserError
-from metatokens.model.cache import give, with_mixin
 from metatokens.model.configuration import TEXT_SINKS, write_remote_code
 from metatokens.model.generation import MetaTokenGenerationMixin, register_architecture
 from metatokens.model.labels import without_meta_tokens
+from metatokens.model.mixins import add_mixin, class_with
 from metatokens.model.positions import packed_sequences
 from metatokens.model.releases import with_cache_renamed
 from metatokens.model.vocabulary import MetaVocabulary
@@ -84,12 +83,18 @@ class MetaConfig(PreTrainedConfig):
 
     def to_json_string(self, *args: Any, **kwargs: Any) -> str:
         """The base's JSON, under this package's model type."""
-        given = json.loads(super().to_json_string(*args, **kwargs))
-        if (base := Path(given["meta_attention"]["base"])).is_absolute():
-            given["meta_attention"]["base"] = f"../{base.name}"  # does not show where it was on this machine
-        own = {"model_type": MODEL_TYPE, "base_model_type": type(self).model_type}
-        own["architectures"] = [PREFIX + one.removeprefix(PREFIX) for one in given.get("architectures") or ()]
-        return json.dumps(given | own | {"auto_map": _AUTO_MAP}, indent=2, sort_keys=True) + "\n"
+        fields = json.loads(super().to_json_string(*args, **kwargs))
+        base = Path(fields["meta_attention"]["base"])
+        if base.is_absolute():
+            fields["meta_attention"]["base"] = f"../{base.name}"  # does not show where it was on this machine
+        architectures = fields.get("architectures") or ()
+        fields |= {
+            "model_type": MODEL_TYPE,
+            "base_model_type": type(self).model_type,
+            "architectures": [PREFIX + name.removeprefix(PREFIX) for name in architectures],
+            "auto_map": _AUTO_MAP,
+        }
+        return json.dumps(fields, indent=2, sort_keys=True) + "\n"
 
     def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
         """Save as transformers does, and write the file that `auto_map` names next to `config.json`."""
@@ -109,21 +114,23 @@ class MetaTokensConfig(PreTrainedConfig):
         Raises:
             UserError: if it names no language model of transformers, or the folder holds a delta.
         """
-        given = {key: value for key, value in config_dict.items() if key not in ("model_type", "auto_map")}
-        if not given:
+        fields = {key: value for key, value in config_dict.items() if key not in ("model_type", "auto_map")}
+        if not fields:
             raise UserError(
                 "this folder holds what was added to a base, and not the base: metatokens.load_meta puts it into one."
             )
-        base = given.pop("base_model_type", None)
-        name = next(iter(given.get("architectures") or ()), "").removeprefix(PREFIX)
+        base = fields.pop("base_model_type", None)
+        architectures = fields.get("architectures") or [""]
+        name = architectures[0].removeprefix(PREFIX)
         model = getattr(transformers, name, None)
         if base not in CONFIG_MAPPING or not (isinstance(model, type) and issubclass(model, PreTrainedModel)):
             raise UserError(
-                f"a retrofitted {base} with architectures {given.get('architectures')} is none that metatokens "
+                f"a retrofitted {base} with architectures {fields.get('architectures')} is none that metatokens "
                 "supports."
             )
         # TRL reads `auto_map` if transformers does not have the architecture.
-        return classes_of(model, CONFIG_MAPPING[base])[1].from_dict(given | {"auto_map": _AUTO_MAP}, **kwargs)
+        _, meta_config = classes_of(model, CONFIG_MAPPING[base])
+        return meta_config.from_dict(fields | {"auto_map": _AUTO_MAP}, **kwargs)
 
 
 class MetaBody(MetaVocabulary):
@@ -152,7 +159,8 @@ class MetaBody(MetaVocabulary):
         """Load as transformers does, but refuse a checkpoint in which weights of what was added are not found."""
         base: Any = super()
         model, report = base.from_pretrained(*args, output_loading_info=True, **kwargs)
-        if lacking := sorted(added_parameters(model).keys() & set(report["missing_keys"])):
+        lacking = sorted(added_parameters(model).keys() & set(report["missing_keys"]))
+        if lacking:
             raise UserError(
                 f"the weights lack what was added to the {cls.__name__}, such as {lacking[0]}. If transformers gives "
                 "weights of this type other names, save what was added by save_meta, and load it by load_meta."
@@ -248,20 +256,23 @@ def _config_of(config: Any) -> Any:
 
     Auto classes find classes by the configuration's name. Without a registration they would load the base.
     """
-    meta_config = with_mixin(MetaConfig, config)
+    meta_config = class_with(MetaConfig, config)
     meta_config.made_by = (_config_of, config)
-    for name, auto in vars(modeling_auto).items():
-        if name.startswith("AutoModel") and (found := auto._model_mapping.get(config, None)) is not None:
-            model = found[0] if isinstance(found, tuple) else found
-            # Some take only the text part of a configuration, and some run an encoder too.
-            is_wrong = model.config_class is config.sub_configs.get("text_config") or config.is_encoder_decoder
-            auto.register(meta_config, NoClass if is_wrong else _class_of(model, meta_config), exist_ok=True)
+    auto_classes = [auto for name, auto in vars(modeling_auto).items() if name.startswith("AutoModel")]
+    for auto in auto_classes:
+        models = auto._model_mapping.get(config, None)
+        if models is None:
+            continue
+        model = models[0] if isinstance(models, tuple) else models
+        # Some take only the text part of a configuration, and some run an encoder too.
+        is_wrong = model.config_class is config.sub_configs.get("text_config") or config.is_encoder_decoder
+        auto.register(meta_config, NoClass if is_wrong else _class_of(model, meta_config), exist_ok=True)
     return meta_config
 
 
 @functools.cache
 def _class_of(model: Any, meta_config: Any) -> Any:
-    meta_model = with_mixin(MetaModel if model.can_generate() else MetaBody, model)
+    meta_model = class_with(MetaModel if model.can_generate() else MetaBody, model)
     meta_model.config_class, meta_model.made_by = meta_config, (_class_of, model, meta_config)
     if model.can_generate():
 
@@ -287,14 +298,16 @@ def freeze_base(model: nn.Module, *, trained: bool = False) -> None:
     Raises:
         UserError: if nothing was added to the model.
     """
-    if not (own := added_parameters(model)):
+    added = added_parameters(model)
+    if not added:
         raise UserError(f"this {type(model).__name__} is no retrofitted model: call add_meta_attention first.")
     for parameter in model.parameters():
         parameter.requires_grad_(trained and parameter.is_floating_point())
-    has_new_head = isinstance(model, PreTrainedModel) and not model.can_generate() and model.base_model is not model
-    heads = [part for part in model.children() if part is not model.base_model] if has_new_head else []
-    for parameter in chain(own.values(), nn.ModuleList(heads).parameters()):
+    for parameter in added.values():
         parameter.requires_grad_(True)
+    if isinstance(model, PreTrainedModel) and not model.can_generate() and model.base_model is not model:
+        new_heads = [part for part in model.children() if part is not model.base_model]
+        nn.ModuleList(new_heads).requires_grad_(True)
 
 
 def install(model: Any) -> None:
@@ -319,14 +332,14 @@ def install(model: Any) -> None:
     decoder.meta_cache_layers = len(blocks) + len(settings.layers)  # of a cache of a fixed size
     decoder.register_forward_pre_hook(begin_pass, with_kwargs=True)
     decoder.register_forward_hook(note_tokens_read)
-    _give(decoder, MetaDecoder)
+    _add_mixin(decoder, MetaDecoder)
     # Half precision would round small training steps away. PEFT's adapters are in float32 for the same reason.
     dtype = torch.promote_types(table.weight.dtype, torch.float32)
-    _give(table, MetaEmbeddingTable)
+    _add_mixin(table, MetaEmbeddingTable)
     table.meta_token, table.meta_token_id = MetaTokenEmbedding(table.weight.shape[1]).to(dtype), config.meta_token_id
     for further, (index, site) in enumerate(zip(settings.layers, settings.sites, strict=True)):
         block = blocks[index]
-        _give(block, MetaBlock)
+        _add_mixin(block, MetaBlock)
         block.meta_attention = MetaModule(settings, index, len(blocks) + further).to(dtype)
         block.meta_site_has_residual = settings.site_has_residual
         block.get_submodule(site).register_forward_hook(add_at_site)
@@ -378,8 +391,8 @@ def init_added_weights(model: nn.Module) -> None:
             module.reset_parameters()
 
 
-def _give(module: Any, mixin: type) -> None:
-    give(module, mixin)
+def _add_mixin(module: Any, mixin: type) -> None:
+    add_mixin(module, mixin)
     run_new_forward(module)
 
 

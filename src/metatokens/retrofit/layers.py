@@ -15,12 +15,14 @@ from transformers import initialization as init
 
 from metatokens.errors import UserError
 from metatokens.model.attention import MetaAttention
-from metatokens.model.cache import SecondStore, give
+from metatokens.model.cache import SecondStore
+from metatokens.model.mixins import add_mixin
 from metatokens.model.rows import GatheredRows
 from metatokens.model.visibility import seen_by_a_head
 from metatokens.retrofit.context import FULL_MASK, ForwardContext, Pass, current, thread, traced
 from metatokens.retrofit.settings import MetaSettings
 
+ADDED = {"meta_attention", "meta_token"}  # the names of the modules that are added
 _OUTSIDE = (
     "a block of a retrofitted model ran outside a pass of its model, as a wrapper for activation checkpointing runs it "
     "again; use model.gradient_checkpointing_enable() in its place."
@@ -88,12 +90,21 @@ class MetaModule(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext, cache: Cache | None) -> Tensor:
         """Meta-attention's output for x, the residual stream at `context.rows`; both are (batch, most, width)."""
         if cache is not None and isinstance(context.rows, GatheredRows):
-            give(cache.layers[self.attention.block], SecondStore)
+            add_mixin(cache.layers[self.attention.block], SecondStore)
         if not torch.is_autocast_enabled(x.device.type):  # the base may be in another precision
             x = x.to(self.norm.weight.dtype)
-        rotary = context.rotary[0].to(x.dtype), context.rotary[1].to(x.dtype)
-        given = {"rows": context.rows, "mask": context.mask, "attend": context.attend, "engine": context.engine}
-        return self.attention(self.norm(x), rotary=rotary, cache=cache, **given)[0]
+        cos, sin = context.rotary
+        rotary = cos.to(x.dtype), sin.to(x.dtype)
+        output, _ = self.attention(
+            self.norm(x),
+            rows=context.rows,
+            cache=cache,
+            attend=context.attend,
+            mask=context.mask,
+            rotary=rotary,
+            engine=context.engine,
+        )
+        return output
 
 
 class MetaDecoder(nn.Module):
@@ -186,29 +197,33 @@ def set_full_layers(blocks: Iterable[nn.Module], full: Collection[int]) -> None:
     """Have the blocks `full`, and no others, see all text in a decoder that forgets text."""
     for number, block in enumerate(blocks):
         if number in full:
-            give(block, FullBlock)
+            add_mixin(block, FullBlock)
         if isinstance(block, FullBlock):
             block.sees_all_text = number in full
 
 
-def _are_joined(sequences: Tensor, given: tuple) -> Tensor:
+def _are_joined(sequences: Tensor, inputs: tuple) -> Tensor:
     """Whether packed sequences see one another by the mask that a block is given; some bases make such masks."""
-    begins, size = sequences.diff()[:, None] > 0, (sequences.shape[1],) * 2
-    for mask in given:
-        # Whether a token sees the one before it, (batch or 1, heads or 1, length - 1).
-        if isinstance(mask, BlockMask):
-            rows, places = (torch.arange(size, device=sequences.device) for size in begins.shape[::2])
-            zero = torch.zeros_like(rows[:1])
-            sees = mask.mask_mod(rows[:, None], zero, places + 1, places)[:, None]
-        elif isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2:] == size:
-            sees = seen_by_a_head(mask).diagonal(-1, 2, 3)
-        else:
-            continue
-        return (sees & begins.to(sees.device)).any()
+    begins = sequences.diff()[:, None] > 0
+    for mask in inputs:
+        sees_previous = _sees_previous(mask, sequences)
+        if sees_previous is not None:
+            return (sees_previous & begins.to(sees_previous.device)).any()
     return begins.any()
+
+
+def _sees_previous(mask: Any, sequences: Tensor) -> Tensor | None:
+    """Whether each token but the first sees the one before it, (batch or 1, heads or 1, length - 1); None: no mask."""
+    rows, length = sequences.shape
+    if isinstance(mask, BlockMask):
+        row = torch.arange(rows, device=sequences.device)[:, None]
+        key = torch.arange(length - 1, device=sequences.device)
+        return mask.mask_mod(row, torch.zeros_like(key[:1]), key + 1, key)[:, None]
+    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2:] == (length, length):
+        return seen_by_a_head(mask).diagonal(-1, 2, 3)
+    return None
 
 
 def added_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that were added to a base, by name."""
-    own = {"meta_attention", "meta_token"}
-    return {name: one for name, one in model.named_parameters() if own & set(name.split("."))}
+    return {name: parameter for name, parameter in model.named_parameters() if ADDED & set(name.split("."))}

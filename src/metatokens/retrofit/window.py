@@ -61,7 +61,7 @@ def set_text_window(
 def text_window_of(config: Any) -> dict[str, Any]:
     """The arguments of `set_text_window` that a model was given; none if it cannot have a window."""
     names = {"window": "text_window", "sinks": "text_sinks", "full_layers": "text_full_layers"}
-    return {name: getattr(config, own) for name, own in names.items() if hasattr(config, own)}
+    return {name: getattr(config, field) for name, field in names.items() if hasattr(config, field)}
 
 
 @contextmanager
@@ -93,9 +93,9 @@ def apply_text_window(
     if not isinstance(full_layers, Iterable | None):
         raise UserError(f"full_layers is {full_layers!r}; give the numbers of the blocks, such as [0, 5].")
     full = None if window is None else list(full_layers or ()) or None
-    own = {"text_window": window, "text_sinks": sinks, "text_full_layers": full}
+    fields = {"text_window": window, "text_sinks": sinks, "text_full_layers": full}
     if isinstance(config, MetaConfig):
-        settings = MetaSettings.checked(**config.meta_attention | own)
+        settings = MetaSettings.checked(**config.meta_attention | fields)
         _, blocks = decoder_of(model)
         settings.check_blocks(own_blocks(config))
         if window is not None:
@@ -106,7 +106,7 @@ def apply_text_window(
         config.meta_attention = settings.model_dump()
     else:
         try:
-            type(config).from_dict(config.to_dict() | own)  # refuses what does not fit
+            type(config).from_dict(config.to_dict() | fields)  # refuses what does not fit
         except StrictDataclassError as error:
             raise UserError(f"the model cannot have this text window: {one_line(error)}.") from error
         config.text_window, config.text_sinks, config.text_full_layers = window, sinks, full
@@ -131,22 +131,24 @@ def _check(model: PreTrainedModel) -> None:
             f"a {type(model).__name__} cannot have a text_window: some of its blocks have a sliding window of their "
             "own, or a state instead of a cache."
         )
-    before, own = config.meta_attention, {"text_window": 1, "text_sinks": 1, "text_full_layers": None}
-    config.meta_attention = before | own
+    before = config.meta_attention
+    config.meta_attention = before | {"text_window": 1, "text_sinks": 1, "text_full_layers": None}
     try:
         with probe_ids(model, _READS, 24) as ids:
             ids = torch.cat([ids, pad(ids[:, :19], (5, 0))])  # the second row is padded
             mask = torch.ones_like(ids)
             mask[1, :5] = 0
             ids[:, 10] = config.meta_token_id
-            other, cache, tolerance = ids.clone(), None, _tolerance(model)
+            cache, tolerance = None, _tolerance(model)
+            other = ids.clone()
             other[:, 8] += 1
             whole = decoder(other, attention_mask=mask, use_cache=False)[0]
             for start, end in pairwise([0, *range(20, 25)]):
-                given = {"attention_mask": mask[:, :end], CACHE: cache, "use_cache": True}
-                out = decoder(ids[:, start:end], **given)
-                cache, expected = out[CACHE], whole[:, max(start, 12) : end]
-                if (out[0][:, -expected.shape[1] :] - expected).norm() > tolerance * expected.norm():
+                out = decoder(ids[:, start:end], attention_mask=mask[:, :end], use_cache=True, **{CACHE: cache})
+                cache = out[CACHE]
+                expected = whole[:, max(start, 12) : end]
+                got = out[0][:, -expected.shape[1] :]
+                if (got - expected).norm() > tolerance * expected.norm():
                     raise ValueError("text that is forgotten changes what it predicts")
     finally:
         config.meta_attention = before
@@ -165,8 +167,10 @@ def _check_full(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
     try:
         with probe_ids(model, _READS, 24) as ids:
             outputs = []
-            for own in ({"text_window": None}, {"text_window": 1, "text_sinks": 1, "text_full_layers": everywhere}):
-                config.meta_attention = before | {"text_full_layers": None} | own
+            no_window = {"text_window": None, "text_full_layers": None}
+            all_full = {"text_window": 1, "text_sinks": 1, "text_full_layers": everywhere}
+            for fields in (no_window, all_full):
+                config.meta_attention = before | fields
                 outputs.append(decoder(ids, use_cache=False)[0])
             plain, full = outputs
             if (full - plain).norm() > _tolerance(model) * plain.norm():

@@ -1,0 +1,73 @@
+"""Classes that are made when a program runs: a class of another library with one of our mixins in front.
+
+An ordinary subclass would be simpler, and is used where we make the object (`MetaTokenCacheLayer`, `DenseStaticLayer`).
+These objects are made by others, before we see them, and of a class that we do not know in advance:
+
+- **A decoder, its blocks and its table of embeddings** belong to one of a hundred architectures of transformers. Their
+  calls have to change (a block runs meta-attention), and forward hooks do not suffice: gradient checkpointing calls a
+  block's `forward` again after the pass, when hooks know nothing of it.
+- **A model's class and its configuration's** are looked up by transformers, PEFT and TRL, by name. So a class with a
+  mixin has the name of its base.
+- **A layer of a cache** was made by the user or by `generate()`, and may have a sliding window or a recurrent state.
+- **An engine's manager, scheduler and requests** are made by transformers.
+
+So an object gets another class in place (`add_mixin`). What this costs is paid here once: each class is made once, it
+can be pickled although nobody can import it, and torch.compile does not trace how it is made.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+
+@functools.cache  # one class for all objects
+def class_with(mixin: Any, base: Any) -> Any:
+    """`base` with a mixin in front, under the base's name, by which transformers looks up most of its settings."""
+
+    def reduced(self: Any, protocol: int) -> Any:
+        plain = super(made, self).__reduce_ex__(max(protocol, 2))
+        if type(self) is not made:  # a subclass has a name of its own
+            return plain
+        _, (_, *args), *rest = plain
+        return _new, (recipe_of(made), *args), *rest
+
+    attributes = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "made_by": (class_with, mixin, base),
+        "__reduce_ex__": reduced,  # by its name, pickle would find the base
+    }
+    made = type(base)(base.__name__, (mixin, base), attributes)
+    return made
+
+
+@torch.compiler.disable  # it would trace `class_with` without its cache, and so make a class for each graph
+def add_mixin(target: object, mixin: type) -> None:
+    """Put a mixin in front of the class of one object, in place, unless it is there."""
+    if not isinstance(target, mixin):
+        target.__class__ = class_with(mixin, type(target))  # type: ignore[arg-type]  # a class is hashable
+
+
+def recipe_of(kind: Any) -> Any:
+    """The function that made a class with a mixin, and its arguments, for pickle; any other class as it is.
+
+    Such a class has both as its attribute `made_by`.
+    """
+    made_by = vars(kind).get("made_by") if isinstance(kind, type) else None
+    return kind if made_by is None else (made_by[0], *map(recipe_of, made_by[1:]))
+
+
+def _class_by(recipe: Any) -> Any:
+    """The class that `recipe_of` describes."""
+    if not isinstance(recipe, tuple):
+        return recipe
+    function, *arguments = recipe
+    return function(*map(_class_by, arguments))
+
+
+def _new(recipe: Any, *arguments: Any) -> Any:
+    """An object without attributes, for pickle, of the class that `recipe_of` describes."""
+    kind = _class_by(recipe)
+    return kind.__new__(kind, *arguments)
