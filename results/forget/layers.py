@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from metatokens.checkpoint import load_model
 from metatokens.data.tokenizer import load_tokenizer
-from metatokens.retrofit.window import set_text_window
+from metatokens.retrofit.text_window import set_text_window
 from results.forget.run import SINKS, read
 from results.forget.texts import Texts
 

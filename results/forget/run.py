@@ -37,7 +37,7 @@ from metatokens.files import write_whole
 from metatokens.recipe import TrainingSettings
 from metatokens.records import Result, pack_hits, stamped
 from metatokens.retrofit import hooks
-from metatokens.retrofit.window import apply_text_window
+from metatokens.retrofit.text_window import apply_text_window
 from metatokens.tasks import TASKS
 from metatokens.tasks.example import Encoded
 from metatokens.tasks.scoring import score

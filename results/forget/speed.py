@@ -17,7 +17,7 @@ import torch
 from metatokens.checkpoint import load_model
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.tokenizer import load_tokenizer
-from metatokens.retrofit.window import set_text_window
+from metatokens.retrofit.text_window import set_text_window
 from results.forget.run import RETRIEVE, SINKS, read
 from results.forget.texts import Texts
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from metatokens.model.configuration import MetaGPT2Config
     from metatokens.model.modeling import MetaGPT2ForCausalLM, MetaGPT2Model
     from metatokens.retrofit.classes import MetaTokensConfig, freeze_base
+    from metatokens.retrofit.injection import add_meta_attention
     from metatokens.retrofit.saving import load_meta, save_meta
-    from metatokens.retrofit.surgery import add_meta_attention
-    from metatokens.retrofit.window import set_text_window
+    from metatokens.retrofit.text_window import set_text_window
 
 _HOMES = {
     "Landmarks": "metatokens.data.landmarks",
@@ -37,7 +37,7 @@ _HOMES = {
     "MetaTokenCache": "metatokens.model.cache",
     "MetaTokenCollator": "metatokens.data.collating",
     "MetaTokensConfig": "metatokens.retrofit.classes",
-    "add_meta_attention": "metatokens.retrofit.surgery",
+    "add_meta_attention": "metatokens.retrofit.injection",
     "encode_prompt": "metatokens.data.prompts",
     "freeze_base": "metatokens.retrofit.classes",
     "insert_meta_tokens": "metatokens.data.insertion",
@@ -45,7 +45,7 @@ _HOMES = {
     "look": "metatokens.looking.look",
     "run_with_cache": "metatokens.analysis.activations",
     "save_meta": "metatokens.retrofit.saving",
-    "set_text_window": "metatokens.retrofit.window",
+    "set_text_window": "metatokens.retrofit.text_window",
 }
 
 __all__ = [

@@ -39,7 +39,7 @@ from metatokens.model.wrappers import takes_wrapped
 from metatokens.recipe import Device, Dtype
 from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
 from metatokens.retrofit.saving import DELTA, DELTA_WEIGHTS, base_of, load_meta, save_meta
-from metatokens.retrofit.window import apply_text_window, text_window_of
+from metatokens.retrofit.text_window import apply_text_window, text_window_of
 from metatokens.untrusted import MAX_CONFIG_BYTES, parameters_at_least, read_config
 
 EXAMPLE = Path(__file__).parent / "example"  # the bundled model, and make.sh, which made it

@@ -203,7 +203,7 @@ class CurriculumSettings(_Settings):
     learning_rate: Annotated[float, Field(gt=0)] | None = None  # default: as in `training`
     # For every task: copy random entries of the vocabulary. This teaches a model to find a bracket and a token.
     drill: bool = False
-    # For segment counting: the weight of an auxiliary loss (`metatokens.training.inside`).
+    # For segment counting: the weight of an auxiliary loss (`metatokens.training.bracket_loss`).
     inside_loss: Annotated[float, Field(gt=0)] | None = None
 
 

@@ -421,7 +421,7 @@ def test_noise_of_every_kind_and_analyses_of_every_seed() -> None:
         assert {f"{kind}-{one}{seed}-list_recall" for one in models for seed in ("", "-seed1", "-seed2")} <= set(plan)
 
 
-def test_inside_every_seed_of_small_is_looked() -> None:
+def test_bracket_loss_every_seed_of_small_is_looked() -> None:
     plan = {stage.name: stage for stage in planned("small")}
     looked = {"sharpness": ("twin", "meta"), "residual": ("twin", "meta"), "rate-distortion": ("gpt2", "twin", "meta")}
     for kind, models in looked.items():

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from metatokens.training import muon
+from metatokens.training.bracket_loss import inside_loss
 from metatokens.training.finetune import finetune
-from metatokens.training.inside import inside_loss
 from metatokens.training.muon import MuonWithAdamW, block_matrices
 from metatokens.training.trainer import MetaTokenTrainer
 from tests.training.conftest import Finetuning, Models, TrainerOf

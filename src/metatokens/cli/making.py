@@ -307,7 +307,7 @@ def retrofit(
     It works for most decoders in transformers. Until you train the base, its logits for plain text do not change.
     """
     from metatokens.checkpoint import load_base_and_tokenizer, save_model
-    from metatokens.retrofit.surgery import add_meta_attention
+    from metatokens.retrofit.injection import add_meta_attention
 
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out} is not an empty folder; give another one.")

@@ -34,7 +34,7 @@ def load(
     """The model of a folder, with another text window if one is given, and its tokenizer."""
     from metatokens.checkpoint import load_model
     from metatokens.data.tokenizer import load_tokenizer
-    from metatokens.retrofit.window import set_text_window
+    from metatokens.retrofit.text_window import set_text_window
 
     loaded = load_model(model, device=device, dtype=dtype)
     if text_window is not None:

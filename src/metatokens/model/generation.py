@@ -27,7 +27,7 @@ from transformers.generation import GenerationMode
 from metatokens.errors import UserError
 from metatokens.model.cache import InsertedTokens, give, size_of
 from metatokens.model.configuration import MetaGPT2Config, never_generated
-from metatokens.model.paged import MetaManager, further_layers
+from metatokens.model.continuous_batching import MetaManager, further_layers
 from metatokens.model.positions import check_length, check_positions, position_ids_from_mask, steady_length
 from metatokens.model.releases import CACHE, PEFTS_CACHE, cache_among, check_learned_prompts, with_cache_renamed
 

@@ -36,7 +36,7 @@ from metatokens.paper.plan import PRETRAINED, Stage, examples_name
 from metatokens.paper.variants import Preset, TrainedModel, finetune_recipe, lengths_tested, pretrain_recipe
 from metatokens.recipe import FinetuneRecipe, Phase, PretrainRecipe
 from metatokens.records import LOOKS, About, CurvePoint, ExampleRecord, Measurement, Result, read_lines
-from metatokens.retrofit.surgery import add_meta_attention
+from metatokens.retrofit.injection import add_meta_attention
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import documents_for, task_texts
 from metatokens.tasks.example import Encoded

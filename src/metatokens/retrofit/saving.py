@@ -15,9 +15,9 @@ from metatokens.files import DAMAGED, found_from, name_from, read_json, write_wh
 from metatokens.model.wrappers import takes_wrapped, uncompiled
 from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
 from metatokens.retrofit.identity import difference, have_same_weights, settings_of, weight_checksums
+from metatokens.retrofit.injection import convert
 from metatokens.retrofit.layers import MetaModule, added_parameters
 from metatokens.retrofit.settings import MetaSettings, check_entries
-from metatokens.retrofit.surgery import convert
 
 DELTA = "meta_tokens.json"
 DELTA_WEIGHTS = "meta_tokens.safetensors"

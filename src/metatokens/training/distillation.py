@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.model.rows import positions_of
-from metatokens.retrofit.window import everything_in_sight
+from metatokens.retrofit.text_window import everything_in_sight
 
 
 @contextmanager

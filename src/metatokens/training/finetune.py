@@ -14,6 +14,7 @@ from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, Phase
 from metatokens.tasks.example import read_examples
 from metatokens.tasks.landmarks_alone import LandmarksAlone
+from metatokens.training.bracket_loss import check_inside
 from metatokens.training.examples import (
     ByLength,
     Collator,
@@ -23,7 +24,6 @@ from metatokens.training.examples import (
     train_examples,
     train_source,
 )
-from metatokens.training.inside import check_inside
 from metatokens.training.probe import Probe
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Figures, Progress, check_trackers, train, unwatched

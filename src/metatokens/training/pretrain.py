@@ -25,7 +25,7 @@ from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, ModelSettings, PretrainRecipe
-from metatokens.retrofit.surgery import add_meta_attention
+from metatokens.retrofit.injection import add_meta_attention
 from metatokens.training.probe import Probe, held_out_loss
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Progress, check_trackers, train, unwatched

@@ -39,10 +39,10 @@ from metatokens.recipe import TrainerSettings, TrainingSettings
 from metatokens.retrofit.classes import MetaModel, freeze_base
 from metatokens.retrofit.layers import added_parameters
 from metatokens.retrofit.saving import DELTA_WEIGHTS, save_meta
-from metatokens.retrofit.window import apply_text_window
+from metatokens.retrofit.text_window import apply_text_window
 from metatokens.training.batches import WithLogitsToKeep, WithPositions
+from metatokens.training.bracket_loss import inside_loss
 from metatokens.training.distillation import divergence
-from metatokens.training.inside import inside_loss
 from metatokens.training.lora import check_rank, with_lora
 from metatokens.training.muon import MuonWithAdamW, block_matrices
 from metatokens.training.positions import position_jumps

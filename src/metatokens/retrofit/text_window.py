@@ -18,9 +18,9 @@ from metatokens.model.configuration import UNSAVED, MetaGPT2Config
 from metatokens.model.releases import CACHE
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.retrofit.classes import MetaConfig
+from metatokens.retrofit.injection_points import probe_ids
 from metatokens.retrofit.layers import set_full_layers
 from metatokens.retrofit.settings import MetaSettings
-from metatokens.retrofit.sites import probe_ids
 
 _READS = "a {} cannot have a text_window: it must take masks of four dimensions, and a cache that drops entries"
 

@@ -14,8 +14,8 @@ from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.tasks.curriculum import TaskData
+from metatokens.training.bracket_loss import inside_labels, inside_loss
 from metatokens.training.finetune import finetune
-from metatokens.training.inside import inside_labels, inside_loss
 from metatokens.training.pretrain import new_gpt_neo
 from tests.numbers import ROUNDED
 from tests.training.conftest import Finetuning, Models, interrupt, result
@@ -31,7 +31,7 @@ def slow_labels(row: Sequence[int], meta: int) -> list[tuple[bool, bool]]:
     ]
 
 
-def test_inside_is_between_the_first_two_meta_tokens_of_the_prompt(small_store: TokenStore) -> None:
+def test_bracket_loss_is_between_the_first_two_meta_tokens_of_the_prompt(small_store: TokenStore) -> None:
     meta, draw = 9, np.random.default_rng(0)
     rows = [[draw.choice([5, 6, 7, meta], p=[0.3, 0.3, 0.2, 0.2]) for _ in range(20)] for _ in range(50)]
     rows.append([5] * 20)

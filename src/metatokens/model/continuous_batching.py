@@ -2,8 +2,7 @@
 
 The engine puts tokens of many requests into one row, and their keys and values into pages. The second attention module
 gets layers of its own in these pages, after those of the model, so that the engine shares prefixes, copies and offloads
-its entries like all others. These layers hold every token. Meta-attention must not see text, and the pages have no room
-for one more feature. So all features of a text's key are `TEXT_KEY`, which marks it as text.
+its entries like all others (`pages.py`).
 
 Generated text gets meta-tokens too. The engine reads an inserted meta-token and the token before it like the last piece
 of a prompt.
@@ -13,15 +12,12 @@ from abc import ABC
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
 from metatokens.errors import UserError
 from metatokens.model.mixins import add_mixin
-from metatokens.model.releases import pages_among
 
 if TYPE_CHECKING:  # each mixin goes in front of one of these
     from transformers.generation.continuous_batching import ContinuousBatchingManager as AnyManager
@@ -29,56 +25,6 @@ if TYPE_CHECKING:  # each mixin goes in front of one of these
     from transformers.generation.continuous_batching.scheduler import Scheduler as AnyScheduler
 else:
     AnyManager, AnyRequest, AnyScheduler = object, object, ABC  # the root class of each; Python requires the same here
-
-TEXT_KEY = 2.0**14  # which every precision holds exactly
-# The engine gives these to the model, which gives them to the attention functions.
-_ENGINE = (
-    "cache", "read_index", "write_index", "block_table", "is_causal",
-    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
-)  # fmt: skip
-
-
-def engine_of(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward pass that an engine gave for its attention functions; empty without an engine.
-
-    Raises:
-        UserError: in vLLM or SGLang, whose caches have no layers for the second attention module.
-    """
-    if "attention_instances" in given:
-        raise UserError("this model does not run in vLLM or SGLang; `transformers serve` serves it.")
-    return {name: given[name] for name in _ENGINE if name in given} if pages_among(given) is not None else {}
-
-
-def put_into_pages(
-    cache: Any, k: Tensor, v: Tensor, layer_idx: int, engine: dict[str, Any]
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Put keys and values into an engine's pages, and read all those of the requests in this pass.
-
-    Args:
-        cache: the engine's.
-        k, v: (1, heads, tokens, head size), of any sizes.
-        layer_idx: the module's layer in a cache of a fixed size. A layer of pages has room for the features of the
-            model's attention. Where the module has more features, it gets several layers.
-        engine: what else the engine passes on.
-
-    Returns:
-        The keys and values, (1, heads, keys, head size), and `engine` for the attention function.
-    """
-    first, (_, heads, tokens, size) = cache.config.first_further_layer, k.shape
-    allocator = cache.layer_to_allocator[first]
-    shape = (1, tokens, -1, allocator.num_key_value_heads, allocator.head_dim)
-    room = shape[3] * shape[4]
-    flat = (x.transpose(1, 2).reshape(1, tokens, heads * size).to(cache.dtype) for x in (k, v))
-    parts = [nn.functional.pad(x, (0, -x.shape[2] % room)).view(shape).permute(2, 0, 3, 1, 4) for x in flat]
-    stored, own = [], dict(engine)
-    for number, (key, value) in enumerate(zip(*parts, strict=True)):
-        own = dict(engine)  # which `update` changes
-        stored.append(cache.update(key, value, first + (layer_idx - first) * len(parts[0]) + number, own))
-    found = []
-    for x, of in zip((k, v), zip(*stored, strict=True), strict=True):
-        whole = torch.stack(of).permute(1, 3, 0, 2, 4).flatten(2)[:, :, : heads * size]
-        found.append(whole.unflatten(2, (heads, size)).transpose(1, 2).to(x.dtype))
-    return found[0], found[1], own
 
 
 class MetaManager(AnyManager):

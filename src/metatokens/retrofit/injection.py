@@ -22,8 +22,8 @@ from metatokens.retrofit.classes import (
     run_new_forward,
 )
 from metatokens.retrofit.identity import settings_of, weight_checksums
+from metatokens.retrofit.injection_points import device_of, find_sites
 from metatokens.retrofit.settings import MetaSettings
-from metatokens.retrofit.sites import device_of, find_sites
 
 
 def add_meta_attention(
