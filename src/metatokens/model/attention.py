@@ -116,6 +116,7 @@ class Attention(nn.Module):
     is_causal = True  # read by the attention functions of transformers, as is the next one
     num_key_value_groups = 1
     is_second = False
+    needs_all_rows = False  # whether, as a second attention, it computes more than the meta-tokens' rows
 
     def __init__(self, config: Sizes, layer_idx: int):
         super().__init__()

@@ -315,28 +315,33 @@ def add_second_layers(cache: Cache, layers: int, head_size: int | None) -> bool:
     return True
 
 
-def add_second_stores(cache: Cache, config: MetaGPT2Config) -> None:
+def add_second_stores(cache: Cache, config: MetaGPT2Config, *, holds_all_rows: bool = False) -> None:
     """Give a `DynamicCache` or `StaticCache` of transformers room for the second attention, in place.
 
     Entries that it already holds, as after PEFT's prefix tuning, stay causal attention's alone: the second module has
     no keys for them, and the slots of meta-tokens count them.
 
+    Args:
+        cache: the cache.
+        config: the model's.
+        holds_all_rows: whether the second attention has entries of all tokens in a cache that grows, as a second causal
+            attention has. These go into further layers.
+
     Raises:
         UserError: if the cache is of another kind.
     """
-    layers, second = config.num_hidden_layers, config.second_attention
-    total = layers if second == "none" else 2 * layers
-    if isinstance(cache, StaticCache) and add_second_layers(
-        cache, total, config.head_size if second == "meta" else None
-    ):
+    blocks, second = config.num_hidden_layers, config.second_attention
+    head_size = config.head_size if second == "meta" else None
+    if isinstance(cache, StaticCache) and add_second_layers(cache, blocks * (1 + (second != "none")), head_size):
         return
-    if isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers):
-        missing = (2 * layers if second == "causal" else layers) - len(cache.layers)
-        cache.layers = [*cache.layers, *(DynamicLayer() for _ in range(missing))]
+    layers = getattr(cache, "layers", [None])
+    if isinstance(cache, DynamicCache) and all(type(layer) in (DynamicLayer, MetaTokenCacheLayer) for layer in layers):
+        total = 2 * blocks if holds_all_rows or second == "causal" else blocks
+        cache.layers = [*layers, *(DynamicLayer() for _ in range(total - len(layers)))]
         cache.layer_class_to_replicate = None
         for layer in cache.layers:
             layer.__class__ = MetaTokenCacheLayer
-    if not all(isinstance(layer, MetaTokenCacheLayer) for layer in getattr(cache, "layers", [None])):
+    elif not all(isinstance(layer, MetaTokenCacheLayer) for layer in layers):
         raise UserError(
             f"past_key_values is a {type(cache).__name__}; give a MetaTokenCache, a DynamicCache or a StaticCache."
         )

@@ -242,7 +242,16 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
     ) -> MetaAttentionForm | None:
         if self.config.second_attention != "meta":
             return None
+        if self._second_needs_all_rows:
+            return "dense"
         return meta_attention_form(cache, engine, makes_cache=False, has_places=meta_positions is not None)
+
+    @property
+    def _second_needs_all_rows(self) -> bool:
+        """Whether the second attention is one of `examples/second_attention.py`'s kind."""
+        return any(
+            layer.second_attention is not None and layer.second_attention.needs_all_rows for layer in self.layers
+        )
 
     def _prepare_cache(self, cache: Any, *, use_cache: bool | None) -> Any:
         """The cache to use: the given one, with second stores, or a new one where one is wanted."""
@@ -251,7 +260,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             cache = MetaTokenCache(self.config)
         needs_stores = self.config.second_attention != "none" or self.config.text_window is not None
         if cache is not None and needs_stores:
-            add_second_stores(cache, self.config)
+            add_second_stores(cache, self.config, holds_all_rows=self._second_needs_all_rows)
         return cache
 
 
