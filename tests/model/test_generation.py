@@ -239,12 +239,6 @@ WHOLE = "give generate\\(\\) the whole sequence as input_ids"
             {"meta_token_mask": PROMPT == 2, "prefill_chunk_size": 2, "cache_implementation": "static"},
             "or a meta_token_mask: leave one of the two out",
         ),
-        ({}, {"meta_every": 2, "past_key_values": ((PROMPT,),)}, "is a tuple; meta_every needs a cache"),
-        (
-            {},
-            {"meta_every": 2, "past_key_values": StaticCache(tiny_model().config, max_cache_len=PROMPT.shape[1] + 5)},
-            "tokens has no room for .*, inserted meta-tokens included",
-        ),
         ({}, {"cache_implementation": "offloaded"}, "cache_implementation 'offloaded' is not available"),
         (SHORT_TABLE, {"cache_implementation": "static"}, "6 learned positions"),
         (SHORT_TABLE, {"meta_every": 2}, "6 learned positions"),

@@ -28,7 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
 from metatokens.model.cache import Entries, MetaTokenCache, SecondStore
-from metatokens.model.pages import TEXT_KEY, put_into_pages
+from metatokens.model.paged_cache import TEXT_KEY, put_into_pages
 from metatokens.model.positions import Rotary
 from metatokens.model.rows import TEXT_FEATURE, DenseRows, GatheredRows
 

@@ -1,15 +1,12 @@
-"""Continuous batching, in `generate_batch` and `transformers serve`: an engine owns the batch and its paged cache.
+"""Continuous batching, in `generate_batch` and `transformers serve`: generated text gets meta-tokens there too.
 
-The engine puts tokens of many requests into one row, and their keys and values into pages. The second attention module
-gets layers of its own in these pages, after those of the model, so that the engine shares prefixes, copies and offloads
-its entries like all others (`pages.py`).
-
-Generated text gets meta-tokens too. The engine reads an inserted meta-token and the token before it like the last piece
-of a prompt.
+The engine reads an inserted meta-token and the token before it like the last piece of a prompt. Its cache is described
+in `paged_cache.py`.
 """
 
 from abc import ABC
 from copy import copy
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
@@ -39,13 +36,15 @@ class MetaManager(AnyManager):
 
     def _create_batch_processor(self) -> Any:
         model = self.model
-        self.model = _with_layers(model, further_layers(model))
+        self.model = _with_further_layers(model)
         try:
             processor = super()._create_batch_processor()
         finally:
             self.model = model
-        add_mixin(processor.scheduler, MetaScheduler)
-        processor.scheduler.meta_token_id, processor.scheduler.meta_every = model.config.meta_token_id, self.meta_every
+        scheduler = processor.scheduler
+        add_mixin(scheduler, MetaScheduler)
+        scheduler.meta_token_id = model.config.meta_token_id
+        scheduler.meta_every = self.meta_every
         return processor
 
 
@@ -58,7 +57,8 @@ class MetaScheduler(AnyScheduler):
     def add_waiting_request(self, state: Any) -> None:
         """Take a request."""
         add_mixin(state, MetaRequest)
-        state.meta_token_id, state.meta_every = self.meta_token_id, self.meta_every
+        state.meta_token_id = self.meta_token_id
+        state.meta_every = self.meta_every
         super().add_waiting_request(state)
 
 
@@ -75,20 +75,26 @@ class MetaRequest(AnyRequest):
     def update_and_check_completion(self, token_id: int, logprob: float | None) -> bool:
         """Take a generated token; return whether it is the last. A meta-token after it is read like a prompt's end."""
         is_complete = super().update_and_check_completion(token_id, logprob)
-        read = self.initial_tokens[self._true_initial_tokens :] if self._true_initial_tokens else []
-        if not is_complete and self.meta_every and len(self._text(read + self.generated_tokens)) % self.meta_every == 0:
+        if not is_complete and self._is_meta_token_due():
             self.generated_tokens.append(self.meta_token_id)
             self.remaining_prefill_tokens = [token_id, self.meta_token_id]
             self.status = RequestStatus.PREFILLING
         return is_complete
 
+    def _is_meta_token_due(self) -> bool:
+        if self.meta_every is None:
+            return False
+        prompt_length = self._true_initial_tokens  # 0 before the engine has taken a request again
+        generated_before = self.initial_tokens[prompt_length:] if prompt_length else []
+        return len(self._text(generated_before + self.generated_tokens)) % self.meta_every == 0
+
     def create_equivalent_initial_request(self) -> Any:
         """The request that goes on from here, after its cache was given to others."""
-        again = super().create_equivalent_initial_request()
-        if again.max_new_tokens is not None:  # transformers subtracted inserted tokens too
-            again.max_new_tokens = self.max_new_tokens - self.generated_len()
-            again.__post_init__()
-        return again
+        request = super().create_equivalent_initial_request()
+        if request.max_new_tokens is not None:  # transformers subtracted inserted tokens too
+            request.max_new_tokens = self.max_new_tokens - self.generated_len()
+            request.__post_init__()
+        return request
 
     def to_generation_output(self) -> Any:
         """The output, without inserted meta-tokens."""
@@ -106,7 +112,8 @@ def further_layers(model: PreTrainedModel) -> int:
     Raises:
         UserError: if the model does something that a paged cache does not support.
     """
-    config, text = model.config, model.config.get_text_config()
+    config = model.config
+    text_config = config.get_text_config()
     if getattr(config, "text_window", None) is not None or getattr(config, "attention_scale", "") == "log_length":
         raise UserError(
             "continuous batching does not go with a text_window, or with attention_scale 'log_length'; call generate()."
@@ -114,18 +121,22 @@ def further_layers(model: PreTrainedModel) -> int:
     if not model._supports_attention_backend:
         raise UserError(f"continuous batching is not for a {type(model).__name__}, whose attention reads no pages.")
     second = [module.config for module in model.modules() if getattr(module, "is_second", False)]
-    if second and getattr(text, "layer_types", None) is None and getattr(text, "sliding_window", None) is not None:
+    layer_types, window = (getattr(text_config, name, None) for name in ("layer_types", "sliding_window"))
+    if second and layer_types is None and window is not None:
         raise UserError("continuous batching needs a block without a sliding window; call generate() instead.")
-    room = find_num_key_value_heads(text) * find_head_dim(text)
-    return sum(-(-one.num_attention_heads * one.head_size // room) for one in second)
+    page_features = find_num_key_value_heads(text_config) * find_head_dim(text_config)
+    return sum(ceil(settings.num_attention_heads * settings.head_size / page_features) for settings in second)
 
 
-def _with_layers(model: PreTrainedModel, further: int) -> PreTrainedModel:
-    """The model with so many further layers in its configuration, for an engine that makes its cache by it."""
-    model, config = copy(model), copy(model.config.get_text_config())
+def _with_further_layers(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with the further layers in its configuration, for an engine that makes its cache by it."""
+    count = further_layers(model)
+    config = copy(model.config.get_text_config())
     config.first_further_layer = config.num_hidden_layers
-    config.num_hidden_layers += further
-    if (types := getattr(config, "layer_types", None)) is not None:
-        config.layer_types = [*types, *["full_attention"] * further]
+    config.num_hidden_layers += count
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        config.layer_types = [*layer_types, *["full_attention"] * count]
+    model = copy(model)
     model.config = config
     return model

@@ -25,13 +25,14 @@ def without_meta_tokens(
     if meta_token_id is None:
         return labels, kwargs
     is_meta = labels == meta_token_id
-    if kwargs.get("shift_labels") is not None:
-        following = kwargs["shift_labels"]
-        kwargs = kwargs | {"shift_labels": following.masked_fill(following == meta_token_id, -100)}
-    if kwargs.get("num_items_in_batch") is not None:
-        share = 1 - is_meta[:, 1:].sum() / (labels[:, 1:] != -100).sum().clamp(min=1)
-        share = share.clamp(min=1e-6)  # the loss of meta-tokens alone is 0, not 0 / 0
-        kwargs = kwargs | {"num_items_in_batch": kwargs["num_items_in_batch"] * share}
+    shift_labels, count = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
+    if shift_labels is not None:
+        kwargs = kwargs | {"shift_labels": shift_labels.masked_fill(shift_labels == meta_token_id, -100)}
+    if count is not None:
+        meta_tokens = is_meta[:, 1:].sum()
+        scored = (labels[:, 1:] != -100).sum().clamp(min=1)
+        share = (1 - meta_tokens / scored).clamp(min=1e-6)  # the loss of meta-tokens alone is 0, not 0 / 0
+        kwargs = kwargs | {"num_items_in_batch": count * share}
     return labels.masked_fill(is_meta, -100), kwargs
 
 

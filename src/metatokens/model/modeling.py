@@ -55,7 +55,7 @@ from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.generation import MetaTokenGenerationMixin, register_architecture
 from metatokens.model.gpt2 import FromGPT2
 from metatokens.model.labels import scored_labels, without_meta_tokens
-from metatokens.model.pages import engine_of
+from metatokens.model.paged_cache import engine_of
 from metatokens.model.positions import Rotary, packed_sequences
 from metatokens.model.releases import CACHE, CACHE_NAMES, cache_among
 from metatokens.model.rows import minimum_rows

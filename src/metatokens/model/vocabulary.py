@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from metatokens.errors import UserError
 from metatokens.model.configuration import UNSAVED
-from metatokens.model.generation import keep_meta_every
 
 
 @torch.compiler.disable
@@ -24,7 +24,8 @@ def check_ids(ids: Tensor, used: int) -> None:
     Raises:
         UserError: if there is an id of another row.
     """
-    if (largest := int(ids.max())) >= used:
+    largest = int(ids.max())
+    if largest >= used:
         raise UserError(
             f"the batch has the id {largest}, and the model uses {used} entries of its table: after adding tokens, "
             "call model.resize_token_embeddings(len(tokenizer))."
@@ -41,10 +42,11 @@ class MetaVocabulary:
 
         A Trainer's checkpoints, which are deleted later, give no name.
         """
-        model: Any = super()
-        keep_meta_every(getattr(self, "generation_config", None))
+        _keep_meta_every(getattr(self, "generation_config", None))
+        model = cast(Any, super())
         model.save_pretrained(save_directory, *args, **kwargs)
-        if self.config.name_or_path == self.saved_as and not Path(save_directory).name.startswith("checkpoint-"):
+        is_checkpoint = Path(save_directory).name.startswith("checkpoint-")
+        if self.config.name_or_path == self.saved_as and not is_checkpoint:
             self.saved_as = self.name_or_path = self.config.name_or_path = str(save_directory)
 
     def resize_token_embeddings(
@@ -58,14 +60,21 @@ class MetaVocabulary:
         Raises:
             UserError: if the rows would leave out the meta-token, as with the size of a tokenizer that lacks it.
         """
-        meta, multiple = self.config.meta_token_id, pad_to_multiple_of or 1
-        if meta is not None and new_num_tokens is not None and math.ceil(new_num_tokens / multiple) * multiple <= meta:
+        multiple = pad_to_multiple_of or 1
+        up_to_meta_token = 0 if self.config.meta_token_id is None else self.config.meta_token_id + 1
+        if new_num_tokens is not None and math.ceil(new_num_tokens / multiple) * multiple < up_to_meta_token:
             raise UserError(
-                f"{new_num_tokens} rows leave out the meta-token, whose id is {meta}: keep the present "
-                f"{self.config.get_text_config().vocab_size} rows, or ask for more."
+                f"{new_num_tokens} rows leave out the meta-token, whose id is {self.config.meta_token_id}: keep the "
+                f"present {self.config.get_text_config().vocab_size} rows, or ask for more."
             )
         model = cast(Any, super())
         table: nn.Embedding = model.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         if new_num_tokens is not None:
-            self.config.unpadded_vocab_size = max(new_num_tokens, 1 + (-1 if meta is None else meta))
+            self.config.unpadded_vocab_size = max(new_num_tokens, up_to_meta_token)
         return table
+
+
+def _keep_meta_every(generation_config: GenerationConfig | None) -> None:
+    """Have transformers load `meta_every` again; it drops custom settings derived from a model's configuration."""
+    if getattr(generation_config, "meta_every", None) is not None:
+        generation_config._from_model_config = False

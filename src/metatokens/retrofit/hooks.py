@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from metatokens.errors import UserError
 from metatokens.model.cache import SecondStore, add_second_layers
-from metatokens.model.pages import engine_of
+from metatokens.model.paged_cache import engine_of
 from metatokens.model.positions import packed_sequences, rotary_tables
 from metatokens.model.releases import CACHE, with_cache_renamed
 from metatokens.model.rows import BREAKS_GRAPH, GatheredRows, check_graph, minimum_rows
