@@ -61,23 +61,20 @@ class Content:
     def segments(self, condition: Condition) -> tuple[str, ...]:
         """The prompt's text segments, with a meta-token at each join; the last meta-token ends the prompt."""
         pieces = self.pieces
-        question: str | None = self.question
-        if condition in LINES:
+        question = self.landmark_question
+        if condition == "none":
+            gaps: tuple[int, ...] = ()
+        elif condition in LINES:
             every = LINES[condition]
-            gaps = self.landmarks[every - 1 :: every]
-            if len(self.landmarks) % every:  # the last lines are fewer
-                gaps += self.landmarks[-1:]
-            question = self.landmark_question
-        elif condition == "none":
-            gaps = ()
-            question = self.landmark_question
+            gaps = (*self.landmarks[every - 1 : -1 : every], self.landmarks[-1])
         elif condition == "decoy":
             gaps = self.decoyed
-            pieces = [*pieces, *(self.repeated if self.decoy_repeated is None else self.decoy_repeated)]
+            pieces = [*pieces, *(self.decoy_repeated or self.repeated)]
             question = self.decoy_question or self.question
         else:
             gaps = self.markers
             pieces = [*pieces, *self.repeated]
+            question = self.question
         segments = ["".join(pieces[start:end]) for start, end in pairwise((0, *gaps, len(pieces)))]
         segments[-1] += f"\n{question}"
         return (*segments, "")

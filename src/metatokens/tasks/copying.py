@@ -9,14 +9,16 @@ a word. The answer is exactly the bracketed text; the paper adds a full stop.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from metatokens.errors import UserError
 from metatokens.recipe import Split
 from metatokens.tasks.content import Content
+from metatokens.tasks.shortcuts import MARK, ParsedPrompt, Rule, Table
 
 QUESTION = "Q: Copy the bracketed text."
 DECOY_QUESTION = "Q: Copy the first bracketed text."
@@ -36,6 +38,28 @@ _BEFORE = 2  # pieces that the question quotes
 _SHORTEST = 3 * 3  # pieces: the smallest m n of any phase
 
 
+class _Document(NamedTuple):
+    """A text, and the character offset at which each of its pieces ends."""
+
+    text: str
+    ends: np.ndarray
+
+
+class _Excerpt(NamedTuple):
+    """Pieces of a text in a row: the offsets at which they start, and at which the last one ends."""
+
+    text: str
+    offsets: list[int]
+
+    def between(self, start: int, end: int) -> str:
+        """The text from the start of a piece to that of another."""
+        return self.text[self.offsets[start] : self.offsets[end]]
+
+    def words(self, start: int, end: int) -> str:
+        """The same with single spaces, as a question quotes it."""
+        return " ".join(self.between(start, end).split())
+
+
 class Excerpts:
     """Excerpts of documents for the task to ask about.
 
@@ -48,22 +72,19 @@ class Excerpts:
         UserError: if fewer than three different documents have at least nine words and punctuation marks.
     """
 
-    def __init__(self, documents: Sequence[str]):
-        documents = list(dict.fromkeys(documents))
-        ends = [np.array([piece.end() for piece in _PIECE.finditer(text)], dtype=np.int32) for text in documents]
-        longest_first = sorted(range(len(documents)), key=lambda i: -len(ends[i]))
-        self._texts = [documents[i] for i in longest_first]
-        self._ends = [ends[i] for i in longest_first]  # where each piece ends, as character offsets
-        lengths = np.array([len(ends_of_text) for ends_of_text in self._ends], dtype=np.int64)  # in pieces
+    def __init__(self, documents: Iterable[str]):
+        distinct = map(_document, dict.fromkeys(documents))
+        self._documents = sorted(distinct, key=lambda document: -len(document.ends))
+        lengths = np.array([len(document.ends) for document in self._documents], dtype=np.int64)  # in pieces
         self._negative_lengths = -lengths  # ascending, as searchsorted wants it
         self._total_lengths = np.cumsum(lengths)
         self.longest = int(lengths.max(initial=0))
         """The length of the longest possible excerpt, in pieces."""
-        long_enough = int((lengths >= _SHORTEST).sum())
+        long_enough = self._count_of_length(_SHORTEST)
         if long_enough < len(_SPLITS):
             raise UserError(
                 f"copying needs {len(_SPLITS)} documents of at least {_SHORTEST} words and punctuation marks, to "
-                f"train, validate and test on; {long_enough} of the {len(documents)} given are that long."
+                f"train, validate and test on; {long_enough} of the {len(lengths)} given are that long."
             )
 
     def draw(self, generator: np.random.Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
@@ -74,48 +95,72 @@ class Excerpts:
         Returns:
             None if the document is in another split.
         """
-        document, text, offsets = self._draw_excerpt(generator, m * n)
-        start = int(generator.integers(m * n - asked + 1))
+        size = m * n
+        number, excerpt = self._draw_excerpt(generator, size)
+        start = int(generator.integers(size - asked + 1))
         end = start + asked
-        following = m * n - end
+        following = size - end
         pairs = min(int(generator.integers(1, 4)), following // 2)
         decoys = (generator.permutation(following)[: 2 * pairs] + end + 1).tolist()
         # Only after the last draw: the next attempt's numbers depend on it.
-        if _SPLITS.get(document % 10, _SPLITS[0]) != split:
+        if _SPLITS.get(number % 10, "train") != split:
             return None
-        landmarks = range(n, m * n + 1, n)
+        landmarks = range(n, size + 1, n)
         gaps = sorted({0, start, end, *decoys, *landmarks})
-        quoted = " ".join(text[offsets[max(0, start - _BEFORE)] : offsets[start]].split())
-        whole = " ".join(text[offsets[0] : offsets[-1]].split())
+        quoted = excerpt.words(max(0, start - _BEFORE), start)
         landmark_question = None
         if start == 0:
             landmark_question = FIRST_QUESTION.format(n=asked)
-        elif whole.count(quoted) == 1:
+        elif excerpt.words(0, size).count(quoted) == 1:
             landmark_question = LANDMARK_QUESTION.format(n=asked, before=quoted)
         decoyed = sorted([start, end, *decoys]) if decoys else []
         return Content(
-            pieces=[text[offsets[gap] : offsets[next_gap]] for gap, next_gap in pairwise(gaps)],
+            pieces=[excerpt.between(gap, next_gap) for gap, next_gap in pairwise(gaps)],
             markers=(gaps.index(start), gaps.index(end)),
             decoyed=tuple(map(gaps.index, decoyed)),
             landmarks=tuple(map(gaps.index, landmarks)),
             question=QUESTION,
             decoy_question=DECOY_QUESTION,
             landmark_question=landmark_question,
-            answer=text[offsets[start] : offsets[end]],
+            answer=excerpt.between(start, end),
         )
 
-    def _draw_excerpt(self, generator: np.random.Generator, length: int) -> tuple[int, str, list[int]]:
+    def _count_of_length(self, length: int) -> int:
+        """The number of documents of at least so many pieces."""
+        return int(np.searchsorted(self._negative_lengths, -length, side="right"))
+
+    def _draw_excerpt(self, generator: np.random.Generator, length: int) -> tuple[int, _Excerpt]:
         """Draw a document in proportion to its length, and `length` pieces of it in a row, without space before them.
 
         Returns:
-            The document's number, its text, and the offsets at which the pieces start and the last one ends.
+            The document's number, and the excerpt.
         """
-        long_enough = int(np.searchsorted(self._negative_lengths, -length, side="right"))
+        long_enough = self._count_of_length(length)
         drawn = generator.integers(self._total_lengths[long_enough - 1])
-        document = int(np.searchsorted(self._total_lengths, drawn, side="right"))
-        text, ends = self._texts[document], self._ends[document]
+        number = int(np.searchsorted(self._total_lengths, drawn, side="right"))
+        text, ends = self._documents[number]
         first = int(generator.integers(len(ends) - length + 1))
         start = int(ends[first - 1]) if first else 0
         while text[start].isspace():
             start += 1
-        return document, text, [start, *ends[first : first + length].tolist()]
+        return number, _Excerpt(text, [start, *ends[first : first + length].tolist()])
+
+
+def _document(text: str) -> _Document:
+    ends = [piece.end() for piece in _PIECE.finditer(text)]
+    return _Document(text, np.array(ends, dtype=np.int32))
+
+
+# --- shortcuts
+
+TABLES: dict[str, Table] = {}
+
+
+def rules(condition: str) -> dict[str, Rule]:
+    """In condition `landmark`, whose markers do not bracket the answer, the text between them; elsewhere none."""
+    return {"the text between the first two markers": _between_marks} if condition == "landmark" else {}
+
+
+def _between_marks(prompt: ParsedPrompt) -> str | None:
+    _, *parts = prompt.text.split(MARK, 2)
+    return parts[0].strip() if len(parts) == 2 else None

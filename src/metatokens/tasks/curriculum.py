@@ -9,8 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from importlib import import_module
-from itertools import islice
+from itertools import chain, islice
 from typing import cast, get_args
 
 import numpy as np
@@ -20,7 +19,7 @@ from metatokens.data.corpus import read_corpus
 from metatokens.data.tokenizer import text_vocab_size
 from metatokens.errors import UserError
 from metatokens.recipe import Condition, Facts, Split
-from metatokens.tasks import TASKS, copying
+from metatokens.tasks import TASKS, copying, module_of
 from metatokens.tasks.content import Content, stable_hash
 from metatokens.tasks.encoding import SegmentEncoder
 from metatokens.tasks.example import Example, encode_example
@@ -32,8 +31,6 @@ COPIED_DOCUMENTS = 500  # at most
 # One content in ten is for testing, and one in a hundred may have the length: then all attempts fail with probability
 # (1 - 1/1000)^10000 = e^-10.
 ATTEMPTS = 10_000
-
-_TASKS = {task: import_module(f"metatokens.tasks.{task}") for task in TASKS}
 
 
 class TaskData:
@@ -47,8 +44,8 @@ class TaskData:
         documents: for copying, the texts that excerpts are taken from.
 
     Raises:
-        UserError: if the task or the condition is unknown, the condition is not for the task, the seed is negative, the
-            tokenizer has no meta-token, or copying gets fewer than three documents of at least nine words.
+        UserError: if there is no such task or condition, the condition is not for the task, the tokenizer has no
+            meta-token, or copying gets fewer than three documents of at least nine words.
     """
 
     def __init__(
@@ -60,21 +57,19 @@ class TaskData:
         seed: int = 0,
         documents: Sequence[str] = (),
     ):
-        if task not in TASKS:
-            raise UserError(f"unknown task {task!r}; the tasks are {', '.join(TASKS)}.")
-        if condition not in CONDITIONS:
-            raise UserError(f"unknown condition {condition!r}; the conditions are {', '.join(CONDITIONS)}.")
+        if task not in TASKS or condition not in CONDITIONS:
+            raise UserError(
+                f"no task {task!r} in condition {condition!r}; the tasks are {', '.join(TASKS)}, and the conditions "
+                f"{', '.join(CONDITIONS)}."
+            )
         self._is_facts = condition in get_args(Facts)
         if self._is_facts and task != "list_recall":
             raise UserError(f"condition {condition} is for list_recall, whose lists are the facts, not for {task}.")
-        if seed < 0:
-            raise UserError(f"the seed is {seed}; it must be 0 or more.")
         self.encoder = SegmentEncoder(tokenizer)
+        self._tokenizer = tokenizer
         self._task = task
         self._condition = cast(Condition, condition)
         self._seed = seed
-        self._vocabulary_size = text_vocab_size(tokenizer)
-        self._special = [*tokenizer.all_special_ids, self.encoder.meta_token_id]
         self._draw: Callable[[np.random.Generator, int, int, int, Split], Content | None]
         self._longest_context = math.inf
         if task == "copying":
@@ -82,7 +77,7 @@ class TaskData:
             self._draw = excerpts.draw
             self._longest_context = excerpts.longest
         else:
-            self._draw = _TASKS[task].draw
+            self._draw = module_of(task).draw
 
     def train(self, index: int, train_length: int, sizes: Sizes | None = None) -> Example:
         """Draw the index-th training example, with a prompt of at most `train_length` tokens.
@@ -118,12 +113,10 @@ class TaskData:
         """Draw the index-th example of a phase and split, of any length.
 
         Raises:
-            UserError: if the phase or the split is unknown, or no such prompt was found.
+            UserError: if there is no such phase, or no such prompt was found.
         """
         if phase not in PHASES:
             raise UserError(f"unknown phase {phase}; the phases are 1 to {max(PHASES)}.")
-        if split not in get_args(Split):
-            raise UserError(f"unknown split {split!r}; the splits are {', '.join(get_args(Split))}.")
         generator = self.generator(index, f"phase {phase} {split}")
         return self._find(generator, index, phase, self._sizes(phase), split)
 
@@ -134,7 +127,8 @@ class TaskData:
     @cached_property
     def text_entries(self) -> np.ndarray:
         """The ids of the vocabulary that a text may have."""
-        return np.setdiff1d(np.arange(self._vocabulary_size), self._special)
+        control = [*self._tokenizer.all_special_ids, self.encoder.meta_token_id]
+        return np.setdiff1d(np.arange(text_vocab_size(self._tokenizer)), control)
 
     def _sizes(self, phase: int, length: int = 0) -> Sizes:
         if self._is_facts:
@@ -177,12 +171,9 @@ class TaskData:
             )
             if above < example.n_tokens <= up_to:
                 return example
-        size = f"phase {phase}" if phase else str(sizes)
-        length = f" and {above + 1:,} to {up_to:,} tokens" if up_to < math.inf else ""
-        documents = f", documents of {self._longest_context:,} words" if self._task == "copying" else ""
         raise UserError(
-            f"no {self._task} prompt of {size}{length} was found in {ATTEMPTS:,} attempts "
-            f"(vocabulary of {self._vocabulary_size:,} entries{documents}); try another length or tokenizer."
+            f"no {self._task} prompt of {above + 1:,} to {up_to:,} tokens was found in {ATTEMPTS:,} attempts ({sizes}); "
+            "try another length or tokenizer, or longer documents."
         )
 
 
@@ -195,13 +186,12 @@ def documents_for(task: str, corpus: str) -> list[str]:
 
 def task_texts() -> list[str]:
     """Texts with every item, category and question, for a tokenizer to be trained on in addition to a corpus."""
-    return [
-        *(f"{category}: {' '.join(items)}" for category, items in INVENTORY.items()),
-        f"Bits: {' '.join(map(str, range(26)))}",  # the places of phases 1 to 3
-        *(question for task in _TASKS.values() for question in task.QUESTIONS),
-    ]
+    lists = [f"{category}: {' '.join(items)}" for category, items in INVENTORY.items()]
+    bits = f"Bits: {' '.join(map(str, range(26)))}"  # the places of phases 1 to 3
+    questions = chain.from_iterable(module_of(task).QUESTIONS for task in TASKS)
+    return [*lists, bits, *questions]
 
 
 def chance(task: str) -> float | None:
     """Exact match of a blind guess among the answers that a question allows; None where their number varies."""
-    return _TASKS[task].CHANCE
+    return module_of(task).CHANCE

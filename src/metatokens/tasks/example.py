@@ -4,7 +4,6 @@ A prompt is a sequence of text segments with one meta-token at each join. Its te
 offsets of these markers are stored with the text, so that a literal `_PAUSE_` stays text.
 """
 
-import codecs
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from metatokens.errors import UserError, broken_rule
+from metatokens.errors import UserError
 from metatokens.recipe import Condition, Split
-from metatokens.records import MARKER, ExampleRecord, split_at
+from metatokens.records import MARKER, ExampleRecord, read_lines, split_at
 from metatokens.tasks.encoding import SegmentEncoder
 
 _ORIGIN = {"task", "phase", "seed", "index", "split", "condition"}  # fields for where an example comes from
@@ -88,48 +86,34 @@ def read_examples(
         landmarks: a rule that puts further meta-tokens into the `input_ids` of the prompts, see `Landmarks`.
 
     Raises:
-        UserError: if the file cannot be read, has no record, or has a bad line (the message names it); or if the rule
+        UserError: if the file cannot be read, has no record, or has a bad one (the message names it); or if the rule
             does not fit the tokenizer, or puts in nothing.
     """
-    try:
-        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
-    except OSError as error:
-        raise UserError(f"cannot read the records in {path}: {error.strerror}.") from error
     encoder = SegmentEncoder(tokenizer, landmarks)
-    required = ("prompt", "completion") if needs_completion else ("prompt",)
-    examples: list[Example] = []
-    is_warned = False
-    for number, line in enumerate(lines, start=1):
-        if not line.decode(errors="replace").strip():
-            continue
-        try:
-            record = ExampleRecord.model_validate_json(line)
-            for name in required:
-                if not getattr(record, name):
-                    raise ValueError(f"{name} is missing or empty")
-            segments = split_at(record.prompt, record.markers)
-            origin = record.model_dump(include=_ORIGIN)
-            examples.append(encode_example(encoder, segments, record.completion, **origin))
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: {_first_reason(error)}.") from error
-        if MARKER in record.prompt and "markers" not in record.model_fields_set and not is_warned:
-            is_warned = True
-            print(
-                f"{path}, line {number}: the prompt has {MARKER!r} and no markers, so it is read as text; list the "
-                "offsets of meta-tokens in markers, or give markers: [].",
-                file=sys.stderr,
-            )
-    if not examples:
+    records = read_lines(path, ExampleRecord)
+    if not records:
         raise UserError(f"{path} holds no record; each line is a JSON object with a prompt and a completion.")
+    for number, record in enumerate(records, start=1):
+        if not record.prompt or (needs_completion and not record.completion):
+            raise UserError(f"{path}: the prompt or the completion of record {number} is missing or empty.")
+    unmarked = [number for number, record in enumerate(records, start=1) if _shows_a_marker_without_naming_it(record)]
+    if unmarked:
+        print(
+            f"{path}, record {unmarked[0]}: the prompt has {MARKER!r} and no markers, so it is read as text; list the "
+            "offsets of meta-tokens in markers, or give markers: [].",
+            file=sys.stderr,
+        )
+    examples = [_encode_record(encoder, record) for record in records]
     if landmarks is not None and not any(encoder.meta_token_id in example.input_ids for example in examples):
         raise UserError(f"the rule {landmarks} inserts no meta-token into any prompt of {path}.")
     return examples
 
 
-def _first_reason(error: ValueError) -> str:
-    if not isinstance(error, ValidationError):
-        return str(error).rstrip(".")
-    first = error.errors()[0]
-    if first["type"] == "extra_forbidden":
-        return f"unknown field {first['loc'][0]!r}; the fields of a record are {', '.join(ExampleRecord.model_fields)}"
-    return ": ".join([*map(str, first["loc"]), broken_rule(first)])
+def _shows_a_marker_without_naming_it(record: ExampleRecord) -> bool:
+    return MARKER in record.prompt and "markers" not in record.model_fields_set
+
+
+def _encode_record(encoder: SegmentEncoder, record: ExampleRecord) -> Example:
+    segments = split_at(record.prompt, record.markers)
+    origin = record.model_dump(include=_ORIGIN)
+    return encode_example(encoder, segments, record.completion, **origin)

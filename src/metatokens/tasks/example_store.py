@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,12 +21,12 @@ class ExampleStore(Sequence[Encoded]):
         try:
             batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
             batch.validate(full=True)
-            if batch.schema != _SCHEMA or any(column.null_count for column in batch.columns):
+            if batch.schema != _SCHEMA:
                 raise pa.ArrowInvalid(f"its columns are {batch.schema}")
-            ids = batch["input_ids"]
-            self._ids = ids.values.to_numpy()
-            self._offsets = ids.offsets.to_numpy()
-            self._answer_starts = batch["answer_start"].to_numpy()
+            input_ids, answer_starts = batch.columns
+            self._ids = input_ids.values.to_numpy()
+            self._offsets = input_ids.offsets.to_numpy()
+            self._answer_starts = answer_starts.to_numpy()
             lengths = np.diff(self._offsets)
             if ((self._answer_starts < 0) | (self._answer_starts > lengths)).any():
                 raise pa.ArrowInvalid("an answer starts outside its example")
@@ -36,41 +36,27 @@ class ExampleStore(Sequence[Encoded]):
     @classmethod
     def write(cls, path: Path, examples: Iterable[Encoded]) -> "ExampleStore":
         """Write the examples to `path`, where the file appears only when it is complete, and open them."""
-        ids: list[np.ndarray] = []
-        answer_starts: list[int] = []
+        rows: list[dict[str, Any]] = []
         for example in examples:
-            ids.append(np.asarray(example.input_ids, dtype=np.int32))
-            answer_starts.append(example.answer_start)
-        offsets = np.cumsum([0, *map(len, ids)], dtype=np.int32)
-        batch = pa.record_batch(
-            {
-                "input_ids": pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(ids))),
-                "answer_start": pa.array(answer_starts, pa.int32()),
-            }
-        )
+            ids = np.asarray(example.input_ids, dtype=np.int32)
+            rows.append({"input_ids": ids, "answer_start": example.answer_start})
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # other processes may write the same file
         try:
-            with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
-                writer.write_batch(batch)
+            with pa.ipc.new_file(str(partial), _SCHEMA) as writer:
+                writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=_SCHEMA))
             os.replace(partial, path)
-        except OSError:
+        finally:
             partial.unlink(missing_ok=True)
-            raise
         return cls(path)
 
     def __len__(self) -> int:
         return len(self._answer_starts)
 
-    @overload
-    def __getitem__(self, index: int) -> Encoded: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Encoded]: ...
-
-    def __getitem__(self, index: int | slice) -> Encoded | list[Encoded]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
-        ids = self._ids[self._offsets[index] : self._offsets[index + 1]]
-        return Encoded(input_ids=ids, answer_start=int(self._answer_starts[index]))
+    def __getitem__(self, index: Any) -> Any:
+        """The example of an index, or those of a slice."""
+        rows = range(len(self))[index]
+        if isinstance(rows, range):
+            return [self[row] for row in rows]
+        ids = self._ids[self._offsets[rows] : self._offsets[rows + 1]]
+        return Encoded(input_ids=ids, answer_start=int(self._answer_starts[rows]))

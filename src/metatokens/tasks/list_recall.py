@@ -11,6 +11,9 @@ The paper's recipe asks for the item after the meta-token, but its example (appe
 before it. This module follows the example: the question gives a place, and the meta-token follows the item there.
 """
 
+import re
+from collections import Counter
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -18,6 +21,7 @@ import numpy as np
 from metatokens.recipe import Split
 from metatokens.tasks.content import Content, split_of
 from metatokens.tasks.inventory import INVENTORY, draw_lists, gap_before, line_ends, list_pieces
+from metatokens.tasks.shortcuts import MARK, ParsedPrompt, Rule, Table, words_of
 
 QUESTION = "Q: What is item {place} of {category}?"
 QUESTIONS = [QUESTION.format(place=item, category=category) for item, category in enumerate(INVENTORY, start=1)]
@@ -66,3 +70,44 @@ def _repeated(names: list[str], lists: list[list[str]], lines: list[int]) -> lis
     for line in lines:
         pieces += [f"\n{names[line]}:", *lists[line]]
     return pieces
+
+
+# --- shortcuts
+
+TABLES: dict[str, Table] = {}
+
+
+def rules(condition: str) -> dict[str, Rule]:
+    """Answers by rules that do not find the list and the place that the question names."""
+    named: dict[str, Rule] = {
+        "the word before the last marker": partial(_word_before_mark, 1),
+        "the word before the last marker but one": partial(_word_before_mark, 2),
+        "the word of that number in the last line": partial(_word_of_line, -1),
+        "the word of that number in the first line": partial(_word_of_line, 0),
+    }
+    if not condition.startswith("facts_"):  # whose lists have one item, so that this would do the task
+        named["the commonest word of the list asked for"] = _commonest_of_list
+    return named
+
+
+def _word_before_mark(from_end: int, prompt: ParsedPrompt) -> str | None:
+    before, *after = prompt.text.rsplit(MARK, from_end)
+    words = words_of(before)
+    return words[-1] if words and len(after) == from_end else None
+
+
+def _word_of_line(line: int, prompt: ParsedPrompt) -> str:
+    number, _ = _asked(prompt)
+    return prompt.lines[line][int(number)]  # no list is shorter than the target list
+
+
+def _commonest_of_list(prompt: ParsedPrompt) -> str:
+    _, category = _asked(prompt)
+    [(item, _)] = Counter(prompt.line_of(category)).most_common(1)
+    return item
+
+
+def _asked(prompt: ParsedPrompt) -> tuple[str, str]:
+    """The number of the item that is asked for, from 1, and the category."""
+    [asked] = re.findall(r"What is item (\d+) of (\w+)", prompt.question)
+    return asked

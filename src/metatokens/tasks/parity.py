@@ -5,10 +5,14 @@ prompt    Bits: 0 _PAUSE_ 1 0 0
 answer    0
 """
 
+import re
+from collections.abc import Sequence
+
 import numpy as np
 
 from metatokens.recipe import Split
 from metatokens.tasks.content import Content, split_of
+from metatokens.tasks.shortcuts import MARK, ParsedPrompt, Rule, Table
 
 QUESTION = "Q: What is the XOR of all bits before this pause?"
 LANDMARK_QUESTION = "Q: What is the XOR of the first {marked} bits?"
@@ -44,3 +48,38 @@ def draw(generator: np.random.Generator, m: int, n: int, asked: int, split: Spli
         landmark_question=LANDMARK_QUESTION.format(marked=marked),
         answer=f" {sum(bits[:marked]) % 2}",
     )
+
+
+# --- shortcuts
+
+
+def rules(condition: str) -> dict[str, Rule]:
+    """Answers that leave out bits, or take too many."""
+    named: dict[str, Rule] = {
+        "the last bit that is asked about": lambda prompt: _marked_bits(prompt)[-1],
+        "the opposite of the last bit that is asked about": lambda prompt: _xor([_marked_bits(prompt)[-1], "1"]),
+        "the XOR of all bits": lambda prompt: _xor(_bits(prompt)),
+    }
+    if condition == "landmark":  # elsewhere this would do the task
+        named["the XOR of the bits before the first marker"] = lambda prompt: _xor(_bits_before_first_mark(prompt))
+    return named
+
+
+def _bits(prompt: ParsedPrompt) -> list[str]:
+    return prompt.lines[0][1:]
+
+
+def _bits_before_first_mark(prompt: ParsedPrompt) -> list[str]:
+    return prompt.text.partition(MARK)[0].split()[1:]
+
+
+def _marked_bits(prompt: ParsedPrompt) -> tuple[str, ...]:
+    count = re.search(r"the first (\d+) bits", prompt.question)
+    return tuple(_bits(prompt)[: int(count[1])] if count else _bits_before_first_mark(prompt))
+
+
+def _xor(bits: Sequence[str]) -> int:
+    return bits.count("1") % 2
+
+
+TABLES: dict[str, Table] = {"a table of the bits that are asked about": _marked_bits}

@@ -17,10 +17,6 @@ class Sizes:
     """The range of how much the question is about: items of the target list, at most so many bits before the
     marker (parity), or words between the markers (copying); default: n."""
 
-    def __str__(self) -> str:
-        lengths = [_range_text(ends) for ends in self.lengths]
-        return f"{_range_text(self.lists)} lists of {' or '.join(lengths)} items"
-
     def draw(self, generator: np.random.Generator) -> tuple[int, int, int]:
         """Draw m, n, and how much of n the question is about."""
         n_range = self.lengths[generator.integers(len(self.lengths))]
@@ -31,11 +27,7 @@ class Sizes:
 
 
 def _draw_from(generator: np.random.Generator, ends: tuple[int, int]) -> int:
-    return int(generator.integers(ends[0], ends[1] + 1))
-
-
-def _range_text(ends: tuple[int, int]) -> str:
-    return " to ".join(map(str, dict.fromkeys(ends)))
+    return int(generator.integers(*ends, endpoint=True))
 
 
 PHASES = {
@@ -49,18 +41,18 @@ FACTS = Sizes((8, 16), ((1, 1),))  # of the conditions `facts_K`, whatever the p
 # In parity the marked bits decide the split: with 10 at most, as in the paper, few sequences would be left to test.
 _PARITY_PHASES = PHASES | {1: Sizes((3, 8), ((3, 16),))}
 
-_PHASE_OF_LENGTH = {128: 1, 256: 2, 512: 3, 1024: 4, 2048: 5}
-_LONGEST = max(_PHASE_OF_LENGTH)
+_LENGTHS = (128, 256, 512, 1024, 2048)  # of prompts, in tokens, in phases 1 to 5
 
 
 def phase_of_length(length: int) -> int:
     """The hardest phase at a prompt length in tokens: that of the next listed length, 5 beyond 2,048."""
-    return next((phase for listed, phase in _PHASE_OF_LENGTH.items() if length <= listed), max(PHASES))
+    shorter = sum(listed < length for listed in _LENGTHS)
+    return min(shorter + 1, max(PHASES))
 
 
 def sizes_of(task: str, phase: int, length: int = 0) -> Sizes:
     """A phase's sizes in a task; for a prompt length of T >= 4,096 tokens, lists are floor(T / 2,048) times as long."""
     phases = _PARITY_PHASES if task == "parity" else PHASES
+    times = max(1, length // max(_LENGTHS))
     sizes = phases[phase]
-    times = max(1, length // _LONGEST)
     return replace(sizes, lengths=tuple((low * times, high * times) for low, high in sizes.lengths))

@@ -46,12 +46,12 @@ def score(
         UserError: if a sequence is longer than the model's learned positions.
     """
     model.eval()
-    exact = [False] * len(examples)
-    tokens = [0] * len(examples)
     lengths = [len(example.input_ids) for example in examples]
     if batch is None:
         tokens_a_batch = 16_384 if model.device.type == "cuda" else 4_096
         batch = max(1, tokens_a_batch // max(lengths))
+    exact = [False] * len(examples)
+    tokens = [0] * len(examples)
     for rows in by_length(lengths, batch):
         hits_of_rows = _hits(model, [examples[row] for row in rows], alone)
         for row, hits in zip(rows, hits_of_rows, strict=True):
@@ -63,18 +63,18 @@ def score(
 @torch.inference_mode()
 def _hits(model: PreTrainedModel, examples: Sequence[Encoded], alone: LandmarksAlone | None) -> Sequence[torch.Tensor]:
     """For each example, a bool for each token of its answer."""
+    # Padding is on the right, where causal attention never looks, so no mask is needed for it.
     ids = pad_sequence([torch.tensor(example.input_ids) for example in examples], batch_first=True).long()
-    starts = torch.tensor([example.answer_start for example in examples])
-    ends = torch.tensor([len(example.input_ids) for example in examples])
-    position = torch.arange(ids.shape[1])
-    is_answer = (starts[:, None] <= position) & (position < ends[:, None])
+    is_answer = torch.zeros_like(ids, dtype=torch.bool)
+    for row, example in enumerate(examples):
+        is_answer[row, example.answer_start : len(example.input_ids)] = True
+    answer_lengths = is_answer.sum(dim=1).tolist()
     mask = None if alone is None else alone.mask(ids[:, :-1], examples).to(model.device)
     ids = ids.to(model.device)
     is_answer = is_answer.to(model.device)
-    # Padding is on the right, where causal attention never looks, so no mask is needed for it.
     likeliest: list[torch.Tensor] = []
     for logits in logits_at(model, ids[:, :-1], is_answer[:, 1:], mask=mask):
         logits[:, never_generated(model.config)] = -math.inf
         likeliest.append(logits.argmax(-1))
     hits = torch.cat(likeliest) == ids[is_answer]
-    return hits.cpu().split((ends - starts).tolist())
+    return hits.cpu().split(answer_lengths)

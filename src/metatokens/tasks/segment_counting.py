@@ -9,13 +9,16 @@
 The paper's example (appendix "Example Prompts") brackets a whole list; here the segment is always shorter.
 """
 
+import re
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from metatokens.recipe import Split
 from metatokens.tasks.content import Content, split_of
 from metatokens.tasks.inventory import INVENTORY, draw_lists, gap_before, line_ends, list_pieces
+from metatokens.tasks.shortcuts import MARK, ParsedPrompt, Rule, Table
 
 QUESTION = "Q: How many times does {item} appear between the pauses around {category}?"
 LANDMARK_QUESTION = "Q: How many times does {item} appear in items {first} to {last} of {category}?"
@@ -83,3 +86,68 @@ def _draw_segment(generator: np.random.Generator, n: int) -> tuple[int, int]:
     length = int(generator.integers(1, max(n, 2)))
     start = int(generator.integers(n - length + 1))
     return start, start + length
+
+
+# --- shortcuts
+
+
+class _AskedList(NamedTuple):
+    """The item that a prompt asks about, and its list."""
+
+    item: str
+    before: list[str]  # items before the segment
+    segment: list[str]
+    after: list[str]
+
+    @property
+    def whole_count(self) -> int:
+        """How often the item is in the whole list."""
+        return (self.before + self.segment + self.after).count(self.item)
+
+
+def _asked_list(prompt: ParsedPrompt) -> _AskedList:
+    [(item, category)] = re.findall(r"How many times does (\w+) appear .* (\w+)\?", prompt.question)
+    numbers = re.search(r"in items (\d+) to (\d+) of", prompt.question)
+    if numbers:
+        start, end = int(numbers[1]) - 1, int(numbers[2])
+        items = prompt.line_of(category)
+        return _AskedList(item, items[:start], items[start:end], items[end:])
+    line = next(line for line in prompt.text.split("\n") if line.startswith(f"{category}:"))
+    before, segment, after = line.removeprefix(f"{category}:").split(MARK)
+    return _AskedList(item, before.split(), segment.split(), after.split())
+
+
+def rules(condition: str) -> dict[str, Rule]:
+    """Answers that count in another part of the list."""
+    return {
+        "1 if the item is in the segment, else 0": _presence,
+        "the count in the list up to the segment's end": _count_up_to_end,
+        "the count in the list from the segment's start on": _count_from_start,
+        "the count in the whole list": lambda prompt: _asked_list(prompt).whole_count,
+        "the count in the whole list, less one": lambda prompt: _asked_list(prompt).whole_count - 1,
+    }
+
+
+def _presence(prompt: ParsedPrompt) -> int:
+    asked = _asked_list(prompt)
+    return int(asked.item in asked.segment)
+
+
+def _count_up_to_end(prompt: ParsedPrompt) -> int:
+    asked = _asked_list(prompt)
+    return (asked.before + asked.segment).count(asked.item)
+
+
+def _count_from_start(prompt: ParsedPrompt) -> int:
+    asked = _asked_list(prompt)
+    return (asked.segment + asked.after).count(asked.item)
+
+
+def _whole_count_and_segment_length(prompt: ParsedPrompt) -> tuple[int, int]:
+    asked = _asked_list(prompt)
+    return asked.whole_count, len(asked.segment)
+
+
+TABLES: dict[str, Table] = {
+    "a table of the whole list's count and the segment's length": _whole_count_and_segment_length
+}
