@@ -1,21 +1,24 @@
 """The parts of an experiment: models that differ in one respect, their recipes, and the tests that they get."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from itertools import chain
+from dataclasses import field, fields
 from typing import Any, ClassVar
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
 
 from metatokens.data.insertion import meta_token_count
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
 from metatokens.records import About
 from metatokens.tasks import TASKS
 
-UNMEASURED = "training.eval_steps=0"  # no held-out loss in pretraining: perplexity is measured at its end
+Counts = dict[int, int]
+"""Numbers of test prompts, by length in tokens."""
+CountsByCondition = dict[str, Counts]
 
 COMPARED = ("gpt2", "pause", "twin", "meta")  # each differs in one thing from the one before it
 # The paper's model, the baselines and the controls by name, with the differences in pretraining and architecture.
-MODELS: Mapping[str, dict[str, str]] = {
+MODELS = {
     "gpt2": {
         "second_attention": "none",
         "placement": "none",
@@ -43,8 +46,11 @@ MODELS: Mapping[str, dict[str, str]] = {
     },
 }
 
+_STRICT = ConfigDict(extra="forbid")
+_UNMEASURED = "training.eval_steps=0"  # no held-out loss in pretraining: perplexity is measured at its end
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class TrainedModel:
     """A model to pretrain and fine-tune: one of MODELS with the preset's recipes and the changes given here."""
 
@@ -62,31 +68,34 @@ class TrainedModel:
     extension: float | None = None  # the factor by which YaRN lengthens the context before fine-tuning
     tasks: tuple[str, ...] = TASKS
     tested: tuple[int, ...] | None = None  # train lengths whose models are tested; default: all
-    longer_tests: Mapping[int, int] = field(default_factory=dict, hash=False)  # more test prompts, by length
-    # All its test prompts, by condition and length, in place of the preset's.
-    tests: Mapping[str, Mapping[int, int]] | None = field(default=None, hash=False)
+    longer_tests: Counts = field(default_factory=dict, hash=False)  # in addition to the preset's
+    tests: CountsByCondition | None = field(default=None, hash=False)  # in place of the preset's
     priority: int = 1  # lower priorities run first; within one, list recall runs before the other tasks
 
     @property
     def name(self) -> str:
         """The model, with its position embedding unless that is rope, its seed unless 0, and its variant."""
         position = "" if self.position_embedding == "rope" else self.position_embedding
-        return "-".join(filter(None, [self.model, position, f"seed{self.seed}" if self.seed else "", self.variant]))
+        seed = f"seed{self.seed}" if self.seed else ""
+        return "-".join(filter(None, [self.model, position, seed, self.variant]))
 
     @property
     def description(self) -> str:
         """A phrase that describes it in a report."""
         if self.published is not None:
             return f"{self.published}, as published"
-        what = MODELS[self.model]["description"]
-        longer = () if self.extension is None else (f"its context lengthened {self.extension:g} times with YaRN",)
-        changed = (*self.pretrain_overrides, *longer)
-        return f"{what}; but {', '.join(changed)}" if changed else what
+        changes = [*self.pretrain_overrides]
+        if self.extension is not None:
+            changes.append(f"its context lengthened {self.extension:g} times with YaRN")
+        plain = MODELS[self.model]["description"]
+        return f"{plain}; but {', '.join(changes)}" if changes else plain
 
     @property
     def start(self) -> str:
         """The name of the model whose pretrained or extended weights fine-tuning starts from."""
-        return self.name if self.pretrained_as is None or self.extension is not None else self.pretrained_as
+        if self.pretrained_as is None or self.extension is not None:
+            return self.name
+        return self.pretrained_as
 
     @property
     def made_by(self) -> str:
@@ -95,15 +104,18 @@ class TrainedModel:
             return "fetch"
         return "pretrain" if self.extension is None else "extend"
 
-    def about(self, preset: str, **more: Any) -> About:
+    def about(self, preset: str, **fields: Any) -> About:
         """The fields of its records, with further ones."""
-        recipe = f"{preset}/{self.variant}" if self.variant else preset
         return About(
-            model=self.model, position_embedding=self.position_embedding, seed=self.seed, recipe=recipe, **more
+            model=self.model,
+            position_embedding=self.position_embedding,
+            seed=self.seed,
+            recipe=f"{preset}/{self.variant}" if self.variant else preset,
+            **fields,
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Inspection:
     """A measurement of fine-tuned models in addition to their accuracy."""
 
@@ -120,16 +132,16 @@ class Inspection:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shared}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class FurtherTest(Inspection):
     """Accuracy in further conditions, for the models of some train lengths."""
 
     method = "evaluate"
-    counts: Mapping[str, Mapping[int, int]]  # test prompts by condition and length
+    counts: CountsByCondition
     train_lengths: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class LandmarksTest(FurtherTest):
     """Accuracy if the question sees the meta-tokens of its document alone."""
 
@@ -139,18 +151,18 @@ class LandmarksTest(FurtherTest):
     question_sees: str = "landmarks"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Ablation(Inspection):
     """Accuracy when the model's input is changed at inference."""
 
     method = "intervene"
     kind: str = "ablation"
     interventions: tuple[str, ...]
-    counts: Mapping[int, int]  # test prompts by length
+    counts: Counts
     noise_seeds: int = 1  # each is used on another part of the prompts
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Analysis(Inspection):
     """One of the analyses of `metatokens analyze`."""
 
@@ -166,7 +178,7 @@ class Analysis(Inspection):
         return {"kind": self.kind, **super().options}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Preset:
     """An experiment: its models, recipes and tests.
 
@@ -177,63 +189,68 @@ class Preset:
     book: str | None = None  # a second corpus for perplexity, read whole
     tokenizer: str
     pretrain_recipe: str
-    finetune_recipes: Mapping[str, str]  # by task
+    finetune_recipes: dict[str, str]  # by task
     extend_recipe: str = ""
     pretrain_overrides: tuple[str, ...] = ()
     finetune_overrides: tuple[str, ...] = ()
-    test_counts: Mapping[int, int]  # test prompts by length
-    longest_tests: Mapping[str, int] = field(default_factory=dict)  # the longest bin of tasks with no longer prompts
+    test_counts: Counts
+    longest_tests: dict[str, int] = field(default_factory=dict)  # the longest bin of tasks with no longer prompts
     test_ratio: int | None = None  # the longest bin tested, in train lengths; None: the longest of all
-    models: tuple[TrainedModel, ...] = tuple(TrainedModel(model=model) for model in COMPARED)
-    extra_conditions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # for models with rope, by task
+    models: tuple[TrainedModel, ...]
+    extra_conditions: dict[str, tuple[str, ...]] = field(default_factory=dict)  # for models with rope, by task
     extra_condition_limit: int = 1024  # the longest bin tested in an extra condition
-    probe_steps: Mapping[str, int] = field(default_factory=dict)  # steps between two points of a learning curve
+    probe_steps: dict[str, int] = field(default_factory=dict)  # steps between two points of a learning curve
     inspections: tuple[FurtherTest | Ablation | Analysis, ...] = ()
     looked_into: tuple[str, ...] = ()  # models that a page shows side by side on an example of each task
 
     @property
     def tasks(self) -> tuple[str, ...]:
         """The tasks that at least one model is fine-tuned for."""
-        return tuple(dict.fromkeys(task for one in self.models for task in one.tasks))
+        return tuple(dict.fromkeys(task for model in self.models for task in model.tasks))
 
 
 def pretrain_recipe(sizes: Preset, model: TrainedModel) -> PretrainRecipe:
     """A model's pretraining recipe; its blocks hold the same text as every other model's."""
-    own = MODELS[model.model]
+    kind = MODELS[model.model]
     overrides = [
-        UNMEASURED,
+        _UNMEASURED,
         *sizes.pretrain_overrides,
         "data.tokens=tokens",
-        f"model.second_attention={own['second_attention']}",
+        f"model.second_attention={kind['second_attention']}",
         f"model.position_embedding={model.position_embedding}",
         f"training.seed={model.seed}",
         *model.pretrain_overrides,
     ]
     recipe = load_recipe(PretrainRecipe, sizes.pretrain_recipe, overrides)
-    if own["placement"] == "uniform":
+    if kind["placement"] == "uniform":
         return recipe
     text = recipe.data.block_size - meta_token_count(recipe.data.block_size, recipe.data.fraction)
-    data = recipe.data.model_copy(update={"placement": "none", "block_size": text})
-    return recipe.model_copy(update={"data": data})
+    return with_data(recipe, placement="none", block_size=text)
 
 
 def extend_recipe(sizes: Preset, model: TrainedModel, pretrained: PretrainRecipe) -> PretrainRecipe:
     """The recipe for pretraining a model further on longer blocks."""
     assert model.extension is not None
-    recipe = load_recipe(PretrainRecipe, sizes.extend_recipe, [UNMEASURED, f"training.seed={model.seed}"])
-    longer = round(model.extension * pretrained.data.block_size)
-    data = pretrained.data.model_copy(update={"block_size": longer})
-    return recipe.model_copy(update={"data": data, "model": pretrained.model})
+    recipe = load_recipe(PretrainRecipe, sizes.extend_recipe, [_UNMEASURED, f"training.seed={model.seed}"])
+    longer = with_data(pretrained, block_size=round(model.extension * pretrained.data.block_size))
+    return recipe.model_copy(update={"data": longer.data, "model": longer.model})
+
+
+def with_data(recipe: PretrainRecipe, **changes: Any) -> PretrainRecipe:
+    """The recipe with some settings of its data changed."""
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)})
 
 
 def finetune_recipe(sizes: Preset, model: TrainedModel, task: str) -> FinetuneRecipe:
     """A model's fine-tuning recipe for a task."""
+    name = model.finetune_recipe or sizes.finetune_recipes[task]
     overrides = [*sizes.finetune_overrides, *model.finetune_overrides, f"training.seed={model.seed}"]
-    recipe = load_recipe(FinetuneRecipe, model.finetune_recipe or sizes.finetune_recipes[task], overrides)
-    training = recipe.training
-    rates = {"learning_rate": training.learning_rate, "muon_learning_rate": training.muon_learning_rate}
-    scaled = training.model_copy(update={key: model.rate * rate for key, rate in rates.items()})
-    return recipe.model_copy(update={"training": scaled})
+    recipe = load_recipe(FinetuneRecipe, name, overrides)
+    rates = {
+        "learning_rate": model.rate * recipe.training.learning_rate,
+        "muon_learning_rate": model.rate * recipe.training.muon_learning_rate,
+    }
+    return recipe.model_copy(update={"training": recipe.training.model_copy(update=rates)})
 
 
 def lengths_tested(sizes: Preset, model: TrainedModel, task: str) -> tuple[int, ...]:
@@ -241,25 +258,32 @@ def lengths_tested(sizes: Preset, model: TrainedModel, task: str) -> tuple[int, 
     return model.tested or finetune_recipe(sizes, model, task).task.train_lengths
 
 
-def counts_of(sizes: Preset, model: TrainedModel, task: str) -> dict[str, dict[int, int]]:
+def counts_of(sizes: Preset, model: TrainedModel, task: str) -> CountsByCondition:
     """The number of a model's test prompts on a task, by condition and length."""
     if model.tests is not None:
-        return {condition: {**own} for condition, own in model.tests.items()}
-    is_rope = model.position_embedding == "rope"
-    longest = sizes.longest_tests.get(task, math.inf)
-    plain = {length: n for length, n in {**sizes.test_counts, **model.longer_tests}.items() if length <= longest}
-    short = {length: n for length, n in sizes.test_counts.items() if length <= sizes.extra_condition_limit}
-    extra = sizes.extra_conditions.get(task, ()) if is_rope else ()
-    own = finetune_recipe(sizes, model, task).task.condition  # tested at every length
-    return {"paper": plain} | dict.fromkeys(extra, short) | {own: plain}
+        return model.tests
+    at_every_length = up_to(sizes.longest_tests.get(task, math.inf), sizes.test_counts | model.longer_tests)
+    counts = {"paper": at_every_length}
+    if model.position_embedding == "rope":
+        for condition in sizes.extra_conditions.get(task, ()):
+            counts[condition] = up_to(sizes.extra_condition_limit, sizes.test_counts)
+    train_condition = finetune_recipe(sizes, model, task).task.condition
+    return counts | {train_condition: at_every_length}
 
 
-def drawn_counts(sizes: Preset, task: str) -> dict[str, dict[int, int]]:
+def up_to(longest: float, counts: Counts) -> Counts:
+    """The numbers of prompts that are no longer than that."""
+    return {length: n for length, n in counts.items() if length <= longest}
+
+
+def drawn_counts(sizes: Preset, task: str) -> CountsByCondition:
     """The number of test prompts to draw for a task, by condition and length."""
-    found: dict[str, dict[int, int]] = {}
-    asked: list[Mapping[str, Mapping[int, int]]]
-    asked = [counts_of(sizes, model, task) for model in sizes.models if task in model.tasks]
-    asked += [one.counts for one in sizes.inspections if isinstance(one, FurtherTest) and task in one.tasks]
-    for condition, own in chain.from_iterable(counts.items() for counts in asked):
-        found.setdefault(condition, {}).update(own)
-    return found
+    tests = [counts_of(sizes, model, task) for model in sizes.models if task in model.tasks]
+    for inspection in sizes.inspections:
+        if isinstance(inspection, FurtherTest) and task in inspection.tasks:
+            tests.append(inspection.counts)
+    drawn: CountsByCondition = {}
+    for counts_by_condition in tests:
+        for condition, counts in counts_by_condition.items():
+            drawn.setdefault(condition, {}).update(counts)
+    return drawn
