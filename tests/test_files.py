@@ -2,19 +2,19 @@
 
 from pathlib import Path
 
-from metatokens.files import found_from, name_from
+from metatokens.files import resolve_base, relative_base_name
 
 
 def test_a_base_is_found_from_folders_that_have_nothing_in_common_with_its_own(tmp_path: Path) -> None:
     far = Path("/one/two")  # neither is there
-    assert name_from(far, "/nowhere/base") == "../../nowhere/base"
-    assert name_from(far, "someone/base") == "someone/base"
+    assert relative_base_name(far, "/nowhere/base") == "../../nowhere/base"
+    assert relative_base_name(far, "someone/base") == "someone/base"
     for folder in ("base", "elsewhere/deep", "written/run"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "base")
     (tmp_path / "out").symlink_to(tmp_path / "elsewhere/deep")  # behind which `..` is elsewhere
-    assert name_from(tmp_path / "written", str(tmp_path / "link")) == "../link"
-    name = name_from(tmp_path / "out", str(tmp_path / "link"))
-    found = found_from(tmp_path / "out", name)
+    assert relative_base_name(tmp_path / "written", str(tmp_path / "link")) == "../link"
+    name = relative_base_name(tmp_path / "out", str(tmp_path / "link"))
+    found = resolve_base(tmp_path / "out", name)
     assert (name, found) == ("../../link", str(tmp_path / "link"))
-    assert name_from(tmp_path / "written/run", found) == "../../link"
+    assert relative_base_name(tmp_path / "written/run", found) == "../../link"

@@ -25,9 +25,9 @@ from metatokens.files import (
     LOCK,
     PARTIAL,
     file_sha256,
-    found_from,
+    resolve_base,
     library_writes,
-    name_from,
+    relative_base_name,
     read_json,
     sha256_of,
     write_whole,
@@ -111,16 +111,16 @@ def save_model(
         else:
             model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
-    name_base(model, folder)
+    make_adapter_portable(model, folder)
     write_manifest(folder)
 
 
-def name_base(model: Any, folder: Path) -> None:
+def make_adapter_portable(model: Any, folder: Path) -> None:
     """Rewrite the adapter that PEFT saved in `folder`, if it did, to name its base relative to the folder."""
     if (folder / ADAPTER).is_file():
         given = json.loads((folder / ADAPTER).read_bytes())
         base = getattr(model, "read_from", "") or given["base_model_name_or_path"]
-        given["base_model_name_or_path"] = name_from(folder, base)
+        given["base_model_name_or_path"] = relative_base_name(folder, base)
         write_whole(folder / ADAPTER, json.dumps(given, indent=1).encode())
         if own := text_window_of(model.config):  # which PEFT does not save
             write_whole(folder / TEXT_WINDOW, json.dumps(own).encode())
@@ -206,8 +206,8 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def _base_folder(folder: Path, name: str) -> Path:
-    """The folder of the base that a delta or an adapter in `folder` names, by a path (`name_from`) or on the Hub."""
-    base = Path(found_from(folder, name))
+    """The folder of the base that a delta or an adapter in `folder` names, by a path (`relative_base_name`) or on the Hub."""
+    base = Path(resolve_base(folder, name))
     if not base.exists() and (name.startswith("../") or base.is_absolute()):
         raise UserError(f"the base of {folder} is not at {folder / name}: put it there (a link will do).")
     return base if base.exists() else fetch_model(Path(f"hf:{base.as_posix()}"))
@@ -217,7 +217,7 @@ def _adapted_folder(folder: Path) -> Path:
     """The folder of the base of an adapter in `folder`."""
     try:
         name = read_json(folder / ADAPTER, MAX_CONFIG_BYTES)["base_model_name_or_path"]
-        found_from(folder, name)  # whether it can be a name at all
+        resolve_base(folder, name)  # whether it can be a name at all
     except DAMAGED as error:
         raise UserError(f"{folder / ADAPTER} does not name the base of the adapter.") from error
     base = _base_folder(folder, name)
@@ -353,7 +353,7 @@ def _with_adapter(folder: Path, device: str | None, dtype: str | None) -> Any:
 
         adapted: Any = PeftModel.from_pretrained(model, folder, is_trainable=True)
         own = adapted.peft_config["default"]
-        adapted.read_from = found_from(folder, str(own.base_model_name_or_path))
+        adapted.read_from = resolve_base(folder, str(own.base_model_name_or_path))
         own.base_model_name_or_path = model.name_or_path  # where PEFT looks for a configuration
     except (ImportError, SafetensorError, RuntimeError, *DAMAGED) as error:
         raise UserError(f"the adapter in {folder} cannot be read: {one_line(error)}.") from error

@@ -75,7 +75,7 @@ def _head(model: Any, decoder: Any, output: Any, states: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def cache_kept(model: Any, texts: Iterable[Any], *, metas_alone: bool = False) -> dict[str, Any]:
+def measure_cache_share(model: Any, texts: Iterable[Any], *, metas_alone: bool = False) -> dict[str, Any]:
     """Measure how much of texts a cache of keys and values keeps: fields of a `Result`.
 
     There are none without a text window, unless `metas_alone`.
@@ -111,8 +111,8 @@ def cache_kept(model: Any, texts: Iterable[Any], *, metas_alone: bool = False) -
     }
 
 
-def kept_line(kept: Mapping[str, Any]) -> str:
-    """A line that shows what `cache_kept` found."""
+def cache_share_line(kept: Mapping[str, Any]) -> str:
+    """A line that shows what `measure_cache_share` found."""
     share, size = kept["kv_kept"], kept["kv_bytes"]
     return (
         f"text_window {kept['text_window']}: a cache keeps {100 * share:.1f} % of the keys and values, {size:,} bytes "

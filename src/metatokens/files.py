@@ -1,7 +1,7 @@
 """Files that survive a crash: locks on folders, files that appear whole or not at all, checksums, relative paths.
 
 A disk may be full, and a process may be killed while it writes. `write_whole` and `append_lines` raise OSError where
-they cannot; `exclusive` and `replace_own` raise UserError.
+they cannot; `exclusive` and `replace_same_kind` raise UserError.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
 PNG = b"\x89PNG"  # the signature of such files
 
 
-def replace_own(path: Path, content: bytes, signature: bytes) -> None:
+def replace_same_kind(path: Path, content: bytes, signature: bytes) -> None:
     """Write a file, but never over one of another kind, which somebody else wrote.
 
     Args:
@@ -128,7 +128,7 @@ def _end_last_line(path: Path) -> None:
         file.write(b"\n")
 
 
-def name_from(folder: Path, base: str) -> str:
+def relative_base_name(folder: Path, base: str) -> str:
     """How a file in `folder` names a base: the relative path of a folder or file, or the name on the Hub unchanged.
 
     So a published file does not show an absolute path of the machine that wrote it. A base that is a symbolic link
@@ -140,8 +140,8 @@ def name_from(folder: Path, base: str) -> str:
     return Path(os.path.relpath(_resolved(path), folder.resolve())).as_posix()
 
 
-def found_from(folder: Path, name: str) -> str:
-    """The path that `name_from` gave the name for, if it exists; otherwise the name."""
+def resolve_base(folder: Path, name: str) -> str:
+    """The path that `relative_base_name` gave the name for, if it exists; otherwise the name."""
     return str(_resolved(folder / name)) if name and (folder / name).exists() else name
 
 

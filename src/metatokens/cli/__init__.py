@@ -14,12 +14,12 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
-from metatokens.cli.looking import generate, look, sample
-from metatokens.cli.making import extend, finetune, plot, pretrain, report, reproduce, retrofit, tokenize
-from metatokens.cli.measuring import analyze, evaluate, perplexity
+from metatokens.cli.look_commands import generate, look, sample
+from metatokens.cli.measure_commands import analyze, evaluate, perplexity
 from metatokens.cli.output import say
+from metatokens.cli.report_commands import plot, report, reproduce
+from metatokens.cli.train_commands import extend, finetune, pretrain, retrofit, tokenize
 from metatokens.errors import UserError
 from metatokens.machine import keep_freed_memory, process_count
 
@@ -35,27 +35,10 @@ INTERRUPTED = 130  # typer's exit status after Ctrl-C
 UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of click in typer, which exports neither
 
 
-class _Plain:
-    """Flags whose help shows no `<bool>`."""
-
-    def get_params(self, context: typer.Context) -> list[Any]:
-        params: list[Any] = super().get_params(context)  # type: ignore[misc]  # of the class behind it
-        for flag in params:
-            if getattr(flag, "is_flag", False):
-                flag.metavar = ""
-        return params
-
-
-class _Verb(_Plain, TyperCommand): ...  # type: ignore[misc]  # two signatures of get_params
-
-
-class _Verbs(_Plain, TyperGroup): ...  # type: ignore[misc]  # the same
-
-
-app = typer.Typer(cls=_Verbs, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 for panel, verbs in PANELS.items():
     for verb in verbs:
-        app.command(cls=_Verb, rich_help_panel=panel, short_help=(verb.__doc__ or "").partition("\n")[0])(verb)
+        app.command(rich_help_panel=panel, short_help=(verb.__doc__ or "").partition("\n")[0])(verb)
 
 
 def _print_version(wanted: bool) -> None:
@@ -66,9 +49,12 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a mistake.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", metavar="", help="Show the traceback of a mistake.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", metavar="", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Language models with learned meta-tokens: train, evaluate, report."""
@@ -82,7 +68,6 @@ def main(command: typer.Typer = app) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        _check_arguments()
         status = command(standalone_mode=False)  # a mistake then comes here, and typer draws no box around it
     except (UserError, UsageError) as error:
         if "--debug" in sys.argv:
@@ -106,15 +91,6 @@ def _write_utf_8() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(encoding=stream.encoding if stream.isatty() else "utf-8", errors="backslashreplace")
-
-
-def _check_arguments() -> None:
-    """Refuse what no result could name, before anything is measured."""
-    for argument in sys.argv[1:]:
-        try:
-            argument.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"the argument {argument!a} is not UTF-8.") from error
 
 
 def _sentence(error: Exception) -> str:

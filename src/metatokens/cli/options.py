@@ -7,15 +7,14 @@ import typer
 
 from metatokens import recipe
 from metatokens.errors import UserError
-from metatokens.tasks import TASKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CORPUS = "builtin, a file or glob (.txt, .jsonl, .gz, .parquet), or hf:NAME:CONFIG"
+BUILTIN = "builtin"
+CORPUS = f"{BUILTIN}, a file or glob (.txt, .jsonl, .gz, .parquet), or hf:NAME:CONFIG"
 TOKENIZER = "gpt2, a folder, or train:N to train one of N tokens on the corpus"
 RECORDS = "JSON lines of prompt, markers and completion"
-CHANGES = "no_pos, no_embed, neither or noise:S, then perhaps :meta, :raw or :meta:raw"
 SEVERAL = "LENGTH,..."  # of an option that takes several
 
 
@@ -29,7 +28,7 @@ def fetched(context: typer.Context, model: Path | None) -> Path | None:
 
 
 def load(
-    model: Path, device: str | None, dtype: str | None, text_window: int | None = None
+    model: Path, device: str | None, dtype: str | None = None, text_window: int | None = None
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """The model of a folder, with another text window if one is given, and its tokenizer."""
     from metatokens.checkpoint import load_model
@@ -53,26 +52,18 @@ def _choice(option: str, choices: Any, meaning: str) -> Any:
     return typer.Option(option, metavar="NAME", help=f"{meaning}: {_listed(choices)}.", autocompletion=lambda: names)
 
 
-def _recipe(help: str, *, of_finetuning: bool) -> Any:
-    endings = ("_finetune", "_facts", "_landmarks", *(f"_{task}" for task in TASKS))
-
-    def names() -> list[str]:
-        return [name for name in recipe.recipe_names() if name.endswith(endings) == of_finetuning]
-
-    return typer.Option("--recipe", metavar="FILE|NAME", help=help, autocompletion=names)
+def _recipe(meaning: str) -> Any:
+    """An option that takes the file of a recipe, or the name of a bundled one."""
+    return typer.Option("--recipe", metavar="FILE|NAME", help=meaning, autocompletion=recipe.recipe_names)
 
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")]
 ResultFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Append the JSON lines to this file.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines instead of a table.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the contents of the output folder.")]
+AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON lines instead of a table.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace the contents of the output folder.")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting of the recipe; repeatable."),
-]
-Lora = Annotated[
-    str | None,
-    typer.Option("--lora", metavar="rank=N", help="Train LoRA adapters of this rank, not the base (PEFT)."),
 ]
 Model = Annotated[
     Path,
@@ -111,7 +102,7 @@ Dtype = Annotated[
     recipe.Dtype | None, _choice("--dtype", recipe.Dtype, "Number type of the weights (by default as saved)")
 ]
 BatchSize = Annotated[
-    int | None, typer.Option("--batch-size", metavar="N", min=1, help="Sequences per batch, limited by memory.")
+    int, typer.Option("--batch-size", metavar="N", min=1, help="Sequences per batch, limited by memory.")
 ]
 Name = Annotated[
     str | None, typer.Option(metavar="NAME", help="Name of the model in the results; by default its folder.")
@@ -123,44 +114,48 @@ Condition = Annotated[
     recipe.Condition,
     _choice("--condition", recipe.Condition, "How the prompts are marked with meta-tokens"),
 ]
+ConditionOrData = Annotated[
+    recipe.Condition | None,
+    _choice("--condition", recipe.Condition, "How the prompts of --task are marked (by default paper)"),
+]
 Split = Annotated[recipe.Split, _choice("--split", recipe.Split, "The split of the examples")]
 Placement = Annotated[recipe.Placement, _choice("--placement", recipe.Placement, "Where meta-tokens go in a block")]
 Kind = Annotated[
     recipe.AnalysisName, typer.Argument(metavar="KIND", help=f"What to measure: {_listed(recipe.AnalysisName)}.")
-]
-TaskCorpus = Annotated[
-    str, typer.Option("--corpus", metavar="CORPUS", help=f"Text that the task copying copies from: {CORPUS}.")
 ]
 Preset = Annotated[str, _choice("--preset", recipe.PresetName, "Size of the experiments")]
 Executor = Annotated[
     recipe.Executor,
     _choice("--executor", recipe.Executor, "Where stages run (local: the jobs of slurm, on this machine)"),
 ]
-PretrainRecipe = Annotated[
-    str, _recipe("Pretraining settings: a YAML file, or the name of a bundled recipe.", of_finetuning=False)
-]
+PretrainRecipe = Annotated[str, _recipe("Pretraining settings: a YAML file, or the name of a bundled recipe.")]
 FinetuneRecipe = Annotated[
     str | None,
     _recipe(
         "Fine-tuning settings: a YAML file, or the name of a bundled recipe; by default demo_finetune, or "
-        "pretrained_finetune for weights of 100 MB or more.",
-        of_finetuning=True,
+        "pretrained_finetune for weights of 100 MB or more."
     ),
 ]
 
 
+def check_task_or_data(task: str | None, data: Path | None) -> None:
+    """Refuse a command line with both --task and --data, or neither."""
+    if (task is None) == (data is None):
+        raise UserError("give either --task or --data.")
+
+
 def parse_lengths(text: str) -> list[int]:
     """Read lengths in tokens, separated by commas."""
-    return _parse("lengths", text, 1, "positive numbers separated by commas, such as 128,256")
+    return _parse("lengths", text, smallest=1, form="positive numbers separated by commas, such as 128,256")
 
 
 def parse_layers(text: str | None) -> list[int] | None:
     """Read the numbers of layers, from 0, separated by commas; None means all."""
-    return None if text is None else _parse("layers", text, 0, "numbers separated by commas")
+    return None if text is None else _parse("layers", text, smallest=0, form="numbers separated by commas")
 
 
-def _parse(name: str, text: str, least: int, such: str) -> list[int]:
+def _parse(name: str, text: str, *, smallest: int, form: str) -> list[int]:
     numbers = [int(part) if part.strip().isdecimal() else -1 for part in text.split(",")]
-    if min(numbers) < least:
-        raise UserError(f"{name} {text!r} must be {such}.")
+    if min(numbers) < smallest:
+        raise UserError(f"{name} {text!r} must be {form}.")
     return numbers

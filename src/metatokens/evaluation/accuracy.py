@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from metatokens.decoder import cache_kept
+from metatokens.decoder import measure_cache_share
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.model.positions import reaches
 from metatokens.model.wrappers import takes_wrapped
@@ -76,7 +76,7 @@ def evaluate(
         exact, tokens = score(model, examples, batch=batch, alone=alone)
         ends = [example.answer_start if alone is None else alone.start(example) for example in examples]
         texts = (example.input_ids[:end] for example, end in zip(examples, ends, strict=True))
-        kept = cache_kept(model, texts, metas_alone=alone is not None)
+        kept = measure_cache_share(model, texts, metas_alone=alone is not None)
         answer_tokens = sum(len(example.input_ids) - example.answer_start for example in examples)
         measured = ((sum(exact), len(exact), guessed), (sum(tokens), answer_tokens, None))
         for metric, (successes, n, guessing) in zip(METRICS, measured, strict=True):

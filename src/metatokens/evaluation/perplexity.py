@@ -21,7 +21,7 @@ from metatokens.data.insertion import IGNORED_LABEL, insert_meta_tokens, labels_
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import encode_documents
-from metatokens.decoder import cache_kept, logits_at
+from metatokens.decoder import measure_cache_share, logits_at
 from metatokens.errors import UserError
 from metatokens.evaluation.intervals import normal_interval
 from metatokens.model.positions import check_length
@@ -135,7 +135,7 @@ def perplexity(
     position = model.config.position_embedding
     where = {"position_embedding": position, "condition": condition, "length": block_size}
     return Result(
-        **cache_kept(model, (block_of(row)[0] for row in range(count))),
+        **measure_cache_share(model, (block_of(row)[0] for row in range(count))),
         **about.present_fields(**where, metric="perplexity"),
         text=source,
         value=math.exp(mean),

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from metatokens.decoder import decoder_of, own_blocks
 from metatokens.errors import UserError, one_line
-from metatokens.files import DAMAGED, found_from, name_from, read_json, write_whole
+from metatokens.files import DAMAGED, resolve_base, relative_base_name, read_json, write_whole
 from metatokens.model.wrappers import takes_wrapped, uncompiled
 from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
 from metatokens.retrofit.identity import difference, have_same_weights, settings_of, weight_checksums
@@ -62,7 +62,7 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
             "tokens were added to this model after the meta-token, and their embeddings are no part of meta-attention. "
             "Save the whole model, by save_pretrained."
         )
-    settings.base = name_from(folder, settings.base)
+    settings.base = relative_base_name(folder, settings.base)
     own = {name: getattr(model.config, name) for name in ("meta_token_id", "unpadded_vocab_size")}
     own["meta_attention"] = settings.model_dump()
     try:
@@ -159,7 +159,7 @@ def _read(folder: Path) -> tuple[MetaSettings, int, int]:
     try:
         given = read_json(path, MAX_BYTES)
         settings = MetaSettings.checked(**given["meta_attention"])
-        settings.base = found_from(folder, settings.base)
+        settings.base = resolve_base(folder, settings.base)
         meta_token_id, used = given["meta_token_id"], given["unpadded_vocab_size"]
         check_entries(meta_token_id, used, rows=used)  # the table may still grow
     except DAMAGED as error:

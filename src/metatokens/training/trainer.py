@@ -28,8 +28,8 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import SCALER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
-from metatokens.checkpoint import load_model, name_base, save_model, verify_manifest, write_manifest
-from metatokens.decoder import cache_kept, kept_line
+from metatokens.checkpoint import load_model, make_adapter_portable, save_model, verify_manifest, write_manifest
+from metatokens.decoder import measure_cache_share, cache_share_line
 from metatokens.errors import UserError, one_line
 from metatokens.files import DAMAGED, library_writes
 from metatokens.machine import is_first_process, process_count
@@ -121,7 +121,7 @@ class MetaTokenTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if not self.saves_delta:
             super()._save(output_dir, state_dict)
-            name_base(self.model, Path(output_dir or self.args.output_dir))
+            make_adapter_portable(self.model, Path(output_dir or self.args.output_dir))
         elif self.args.should_save and output_dir is not None:
             if self.model.base_is_elsewhere:
                 save_meta(self.model, output_dir)
@@ -286,9 +286,9 @@ def train(
     if settings.text_window is not None:
         apply_text_window(model, settings.text_window, settings.text_sinks, settings.text_full_layers)
     items = (dataset[index] for index in range(min(len(dataset), 16)))
-    kept = cache_kept(model, (one["input_ids"] if isinstance(one, dict) else one.input_ids for one in items))
+    kept = measure_cache_share(model, (one["input_ids"] if isinstance(one, dict) else one.input_ids for one in items))
     if kept and is_first_process():
-        print(kept_line(kept), file=sys.stderr)
+        print(cache_share_line(kept), file=sys.stderr)
     model, tuned = _made_trainable(model, settings)
     is_frozen = settings.lora_rank or (isinstance(model, MetaModel) and not settings.train_base)
     if settings.teacher and (model.config.meta_token_id is None or not is_frozen):
