@@ -9,21 +9,10 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import AliasChoices, BaseModel, Field, TypeAdapter, ValidationError
 
 from metatokens.errors import UserError
-from metatokens.looking.style import (
-    FURTHER,
-    PAGE,
-    STYLES,
-    Panel,
-    Style,
-    by_step,
-    line,
-    small_multiples,
-)
-
-_CURVE, _STATE = "curve.jsonl", "trainer_state.json"
+from metatokens.looking.style import FURTHER, PAGE, STYLES, Panel, Style, by_step, line, small_multiples
 
 
 class Point(BaseModel):
@@ -32,8 +21,7 @@ class Point(BaseModel):
     step: int
     loss: float | None = None
     eval_loss: float | None = None
-    exact_match: float | None = None
-    eval_exact_match: float | None = None
+    exact_match: float | None = Field(None, validation_alias=AliasChoices("exact_match", "eval_exact_match"))
 
 
 Curves = Mapping[str, Sequence[Point]]
@@ -49,52 +37,56 @@ def read_curves(runs: Sequence[Path]) -> Curves:
     """
     curves: dict[str, Sequence[Point]] = {}
     for run in runs:
-        found = {str(folder): file for folder in (run, *_phases(run)) if (file := _curve_file(folder)) is not None}
-        if not found:
+        files = {folder: _curve_file(folder) for folder in (run, *_phases(run))}
+        of_run = {str(folder): _read(file) for folder, file in files.items() if file is not None}
+        if not of_run:
             raise UserError(
                 f"there is no curve in {run}; give the folder of a run of pretrain, extend or finetune that has saved "
                 "at least one checkpoint."
             )
-        curves |= {name: _read(file) for name, file in found.items()}
+        curves |= of_run
     return curves
+
+
+def _phases(run: Path) -> list[Path]:
+    """The folders of a run's phases, in the order of training: 64 before 128."""
+    folders = [path for path in run.glob("*") if path.is_dir() and path.name != "checkpoints"]
+    return sorted(folders, key=lambda path: (len(path.name), path.name))
+
+
+def _curve_file(folder: Path) -> Path | None:
+    finished = folder / "curve.jsonl"
+    if finished.is_file():
+        return finished
+    states = folder.glob("checkpoints/checkpoint-[0-9]*/trainer_state.json")
+    return max(states, key=lambda state: int(state.parent.name.removeprefix("checkpoint-")), default=None)
+
+
+def _read(file: Path) -> list[Point]:
+    try:
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".json":
+            entries = json.loads(text)["log_history"]
+        else:
+            entries = [json.loads(entry) for entry in text.splitlines()]
+        return TypeAdapter(list[Point]).validate_python(entries)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, ValidationError) as error:
+        raise UserError(f"{file} is not the curve of a run.") from error
 
 
 def draw_curves(curves: Curves) -> Figure:
     """Loss, held-out loss (with markers) and, if a curve has it, exact match, by training step."""
     styles = dict(zip(curves, cycle([*reversed(STYLES.values()), *FURTHER])))
     panels: dict[str, Panel] = {"Loss": partial(_draw_losses, curves, styles)}
-    if any(_values(points, "exact_match", "eval_exact_match") for points in curves.values()):
+    if any(_values(points, "exact_match") for points in curves.values()):
         panels["Exact match"] = partial(_draw_exact_match, curves, styles)
     return small_multiples(panels, [label for name in curves for label in (name, f"{name}, held out")], PAGE)
 
 
-def _phases(run: Path) -> list[Path]:
-    if not run.is_dir():
-        return []
-    folders = [path for path in run.iterdir() if path.is_dir() and path.name != "checkpoints"]
-    return sorted(folders, key=lambda path: (len(path.name), path.name))  # 64 before 128
-
-
-def _curve_file(folder: Path) -> Path | None:
-    if (folder / _CURVE).is_file():
-        return folder / _CURVE
-    steps = {file: file.parent.name.removeprefix("checkpoint-") for file in folder.glob(f"checkpoints/*/{_STATE}")}
-    return max((file for file in steps if steps[file].isdecimal()), key=lambda file: int(steps[file]), default=None)
-
-
-def _read(file: Path) -> list[Point]:
-    try:
-        text = file.read_text(encoding="utf-8")
-        entries = json.loads(text)["log_history"] if file.name == _STATE else map(json.loads, text.splitlines())
-        return TypeAdapter(list[Point]).validate_python(list(entries))
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, ValidationError) as error:
-        raise UserError(f"{file} is not the curve of a run.") from error
-
-
-def _values(points: Sequence[Point], *names: str) -> dict[int, float]:
-    """A figure by step, under any of its names."""
-    found = ((point.step, getattr(point, name)) for point in points for name in names)
-    return dict(sorted((step, value) for step, value in found if value is not None))
+def _values(points: Sequence[Point], figure: str) -> dict[int, float]:
+    """A figure by step."""
+    value_of_step = {point.step: getattr(point, figure) for point in points if getattr(point, figure) is not None}
+    return dict(sorted(value_of_step.items()))
 
 
 def _draw_losses(curves: Curves, styles: Mapping[str, Style], axes: Axes) -> None:
@@ -110,7 +102,8 @@ def _draw_losses(curves: Curves, styles: Mapping[str, Style], axes: Axes) -> Non
 
 def _draw_exact_match(curves: Curves, styles: Mapping[str, Style], axes: Axes) -> None:
     for name, points in curves.items():
-        if exact := _values(points, "exact_match", "eval_exact_match"):
+        exact = _values(points, "exact_match")
+        if exact:
             axes.plot(list(exact), [100 * value for value in exact.values()], **_marked(styles[name], exact))
     by_step(axes, "exactly right, %")
     axes.set(ylim=(-4, 104), yticks=range(0, 101, 25))

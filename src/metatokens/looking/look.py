@@ -1,10 +1,9 @@
 """Run a model on one prompt, and record what it attends to, what each layer predicts, and what it answers."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -57,27 +56,23 @@ def look(
             are left out for a model without a meta-token.
         landmarks: a rule for further meta-tokens (`encode_prompt`).
         name: of the model; by default its class.
-        seed: for the places of decoys.
+        seed: of the choice where decoys stand.
         layers: the blocks whose attention is kept, from 0; None: all.
 
     Raises:
         UserError: if there is no such block, the prompt has no text or is longer than 4,096 tokens or the model's
             positions, the tokenizer has no meta-token, or the model's attention cannot be read.
     """
-    meta = meta_token_id(tokenizer)
     ids = prompt_ids(model, tokenizer, text, markers, landmarks=landmarks)
-    is_meta = ids == meta
-    observation, zeroed = _of_layers(observe(model, ids), layers), None
-    followed = {WITHOUT: ids[~is_meta]}
+    is_meta = ids == meta_token_id(tokenizer)
+    observation = _of_layers(observe(model, ids), layers)
+    zeroed = None
     if is_meta.any():
         with intervene(model, NoEmbedding()):
             zeroed = _of_layers(observe(model, ids), layers)
-        decoys = min(int(is_meta.sum()), _room(model) - len(ids))
-        followed = {WITH: ids, WITHOUT: ids[~is_meta], DECOYS: with_decoys(ids, is_meta, meta, decoys, seed)}
-    answers = {title: likeliest(model, _next(model, prompt)) for title, prompt in followed.items()}
-    if is_meta.any():
-        with suppress(UserError):  # the prompt has no question, or the model's attention takes no mask
-            answers[COVERED] = likeliest(model, _next(model, ids, cover(model, tokenizer, ids)))
+        answers = _answers(model, tokenizer, ids, is_meta, seed)
+    else:
+        answers = {WITHOUT: likeliest(model, _next_logits(model, ids))}
     return Look(
         name=name or type(model).__name__,
         tokens=[tokenizer.decode([token]) for token in ids.tolist()],
@@ -91,15 +86,34 @@ def look(
     )
 
 
-def _of_layers(seen: Observation, layers: Sequence[int] | None) -> Observation:
+def _answers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Tensor, is_meta: Tensor, seed: int
+) -> dict[str, Likeliest]:
+    """The next tokens after a prompt with meta-tokens, and after its variants."""
+    decoys = min(int(is_meta.sum()), _longest_prompt(model) - len(ids))
+    prompts = {
+        WITH: ids,
+        WITHOUT: ids[~is_meta],
+        DECOYS: with_decoys(ids, is_meta, meta_token_id(tokenizer), decoys, seed),
+    }
+    answers = {title: likeliest(model, _next_logits(model, prompt)) for title, prompt in prompts.items()}
+    with suppress(UserError):  # the prompt has no question, or the model's attention takes no mask
+        answers[COVERED] = likeliest(model, _next_logits(model, ids, cover(model, tokenizer, ids)))
+    return answers
+
+
+def _of_layers(observation: Observation, layers: Sequence[int] | None) -> Observation:
     """An observation with the attention of only some blocks."""
-    count = len(seen.states) - 1
     if layers is None:
-        return seen
-    if unknown := set(layers) - set(range(count)):
+        return observation
+    count = len(observation.states) - 1
+    unknown = set(layers) - set(range(count))
+    if unknown:
         raise UserError(f"there is no block {min(unknown)}; the model has the blocks 0 to {count - 1}.")
-    kept = {key: inputs for key, inputs in seen.attention.items() if key[1] in layers}
-    return replace(seen, attention=kept)
+    chosen = {
+        (module, layer): inputs for (module, layer), inputs in observation.attention.items() if layer in layers
+    }
+    return replace(observation, attention=chosen)
 
 
 def prompt_ids(
@@ -116,9 +130,9 @@ def prompt_ids(
     if not is_text.any():
         raise UserError("the prompt has no text.")
     ids = ids if _meta_token(model) is not None else ids[is_text]
-    room = min(limit, _room(model))
-    if len(ids) > room:
-        raise UserError(f"the prompt has {len(ids):,} tokens; at most {room:,} can be shown.")
+    longest = min(limit, _longest_prompt(model))
+    if len(ids) > longest:
+        raise UserError(f"the prompt has {len(ids):,} tokens; at most {longest:,} can be shown.")
     return ids
 
 
@@ -136,26 +150,29 @@ def cover(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Tenso
 
 
 def with_decoys(ids: Tensor, is_meta: Tensor, meta_token_id: int, count: int, seed: int) -> Tensor:
-    """A prompt with `count` extra meta-tokens, or fewer if it has not enough places, (length + count,) int64.
+    """A prompt with `count` extra meta-tokens, or fewer if it lacks room for them, (length + count,) int64.
 
-    A place is before a text token that is not the first token and has no meta-token before it.
+    They come before text tokens that are not the first token and have no meta-token before them.
     """
-    places = [i for i in range(1, len(ids)) if not is_meta[i] and not is_meta[i - 1]]
-    drawn = set(random.Random(seed).sample(places, min(len(places), count)))
-    rows = [[meta_token_id, token] if i in drawn else [token] for i, token in enumerate(ids.tolist())]
-    return torch.tensor(list(chain.from_iterable(rows)))
+    candidates = [index for index in range(1, len(ids)) if not is_meta[index] and not is_meta[index - 1]]
+    chosen = random.Random(seed).sample(candidates, min(len(candidates), count))
+    with_more = ids.tolist()
+    for index in sorted(chosen, reverse=True):
+        with_more.insert(index, meta_token_id)
+    return torch.tensor(with_more)
 
 
 def likeliest(model: PreTrainedModel, logits: Tensor) -> Likeliest:
     """The five likeliest tokens by logits (..., vocabulary), without the meta-token."""
     logits = logits.double()
-    if (meta := _meta_token(model)) is not None:
+    meta = _meta_token(model)
+    if meta is not None:
         logits = logits.index_fill(-1, torch.tensor([meta], device=logits.device), -torch.inf)
     probabilities, ids = logits.softmax(dim=-1).topk(ANSWERS)
     return Likeliest(ids.cpu(), probabilities.cpu())
 
 
-def _room(model: PreTrainedModel) -> int:
+def _longest_prompt(model: PreTrainedModel) -> int:
     """The most tokens that a prompt may have."""
     has_table = position_embedding_of(model) == "learned"
     return min(MAX_TOKENS, learned_positions(model.config)) if has_table else MAX_TOKENS
@@ -165,7 +182,7 @@ def _meta_token(model: PreTrainedModel) -> int | None:
     return getattr(model.config, "meta_token_id", None)
 
 
-def _next(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+def _next_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """The logits of the token after a prompt, (vocabulary,); under a mask (1, 1, length, length), if there is one."""
     return model(ids[None].to(model.device), attention_mask=mask, use_cache=False).logits[0, -1]
 
@@ -177,15 +194,25 @@ def _lens(model: PreTrainedModel, ids: Tensor, states: Sequence[Tensor]) -> Like
     architecture's own.
     """
     _, blocks = decoder_of(model)
-    returned: list[Any] = []
-    with blocks[-1].register_forward_hook(lambda block, args, output: returned.append(output)):
-        _next(model, ids)
-    rows = []
+    outputs: list[Any] = []
+    with blocks[-1].register_forward_hook(lambda block, args, output: outputs.append(output)):
+        _next_logits(model, ids)
+    (last_output,) = outputs
+    by_state = []
     for state in states:
         batch = state[None].to(model.dtype)
-        output = (batch, *returned[0][1:]) if isinstance(returned[0], tuple) else batch
+        returned = (batch, *last_output[1:]) if isinstance(last_output, tuple) else batch
         with ExitStack() as patches:
             for block in blocks:
-                patches.enter_context(patch.object(block, "forward", lambda *args, output=output, **kwargs: output))
-            rows.append(likeliest(model, model(ids[None].to(model.device), use_cache=False).logits[0]))
-    return Likeliest(torch.stack([row.ids for row in rows]), torch.stack([row.probabilities for row in rows]))
+                patches.enter_context(patch.object(block, "forward", _returning(returned)))
+            logits = model(ids[None].to(model.device), use_cache=False).logits[0]
+        by_state.append(likeliest(model, logits))
+    return Likeliest(
+        ids=torch.stack([tokens.ids for tokens in by_state]),
+        probabilities=torch.stack([tokens.probabilities for tokens in by_state]),
+    )
+
+
+def _returning(output: Any) -> Callable[..., Any]:
+    """A forward function that returns the same, whatever it is given."""
+    return lambda *args, **kwargs: output

@@ -1,6 +1,7 @@
 // The page of `metatokens look`: three choices (layer, head, position), from which Plotly draws everything.
 const chosen = {layer: 0, head: 0, position: 0};  // head 0 is the mean of all
-const OPTIONS = {responsive: true, displayModeBar: false};
+// The only button of a figure, shown while the mouse is over it, saves it for a paper.
+const OPTIONS = {responsive: true, displaylogo: false, modeBarButtons: [["toImage"]], toImageButtonOptions: {format: "svg", filename: "look"}};
 // Colours follow the square root, so that small weights show.
 const COLOURS = {
   colorscale: SCALE, zmin: 0, zmax: 1,

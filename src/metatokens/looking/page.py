@@ -4,12 +4,14 @@ import base64
 import gzip
 import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -74,10 +76,10 @@ class Look:
     @property
     def modules(self) -> dict[str, list[int]]:
         """For each kind of attention, `attention` and `second_attention`, the layers that have it."""
-        found: dict[str, list[int]] = {}
+        layers_of: defaultdict[str, list[int]] = defaultdict(list)
         for module, layer in sorted(self.observation.attention):
-            found.setdefault(module, []).append(layer)
-        return found
+            layers_of[module].append(layer)
+        return dict(layers_of)
 
     def positions(self, module: str, layer: int) -> Tensor:
         """The positions of an attention module's rows, (rows,) int64: those of all tokens, or of the meta-tokens."""
@@ -90,8 +92,10 @@ class Look:
     def forgotten(self, module: str, layer: int) -> Tensor | None:
         """Which keys before a query it does not see, (queries, keys) bool; None if it sees all."""
         mask = self.observation.attention[module, layer].mask
-        hidden = None if mask is None else (mask == -torch.inf).tril()
-        return hidden if hidden is not None and hidden.any() else None
+        if mask is None:
+            return None
+        hidden = (mask == -torch.inf).tril()
+        return hidden if hidden.any() else None
 
     def entropy(self, module: str, layer: int, *, zeroed: bool = False) -> Tensor:
         """The entropy (nats) of each row of attention weights, (heads, rows).
@@ -137,10 +141,11 @@ def to_html(looks: Sequence[Look]) -> str:
 
 def _answers(look: Look) -> list[tuple[str, list[tuple[str, float]]]]:
     """The likeliest next tokens after each prompt, with their probabilities."""
-    return [
-        (title, list(zip(_texts(look, likeliest.ids), likeliest.probabilities.tolist(), strict=True)))
-        for title, likeliest in look.answers.items()
-    ]
+    columns = []
+    for title, likeliest in look.answers.items():
+        tokens = zip(_texts(look, likeliest.ids), likeliest.probabilities.tolist(), strict=True)
+        columns.append((title, list(tokens)))
+    return columns
 
 
 def _texts(look: Look, ids: Tensor) -> list[str]:
@@ -149,25 +154,25 @@ def _texts(look: Look, ids: Tensor) -> list[str]:
 
 def _model(look: Look) -> dict[str, Any]:
     """A model's data for the page's script."""
-    modules = look.modules
     maps = sum(len(inputs.queries) + 1 for inputs in look.observation.attention.values())
     side = min(MAX_SIDE, max(16, math.isqrt(MAX_CELLS // maps)))
+    modules = []
+    for module, layers in look.modules.items():
+        of_layer = {layer: _module(look, module, layer, side) for layer in layers}
+        modules.append({"title": _title_of(look, module), "layers": of_layer})
     return {
         "name": look.name,
         "tokens": [readable(token) for token in look.tokens],
         "isMeta": look.is_meta.tolist(),
-        "modules": [
-            {
-                "title": title_of(look, module),
-                "layers": {layer: _module(look, module, layer, side) for layer in layers},
-            }
-            for module, layers in modules.items()
-        ],
-        "lens": _lens(look, look.lens),
+        "modules": modules,
+        "lens": {
+            "tokens": [[_texts(look, ids) for ids in row] for row in look.lens.ids],
+            "probabilities": _rounded(look.lens.probabilities),
+        },
     }
 
 
-def title_of(look: Look, module: str) -> str:
+def _title_of(look: Look, module: str) -> str:
     """The title of an attention module; its rows decide between meta-attention and a second attention."""
     if module == "attention":
         return "Causal attention"
@@ -177,24 +182,30 @@ def title_of(look: Look, module: str) -> str:
 
 def _module(look: Look, module: str, layer: int, side: int) -> dict[str, Any]:
     """A layer's attention: maps and row entropies, of the mean over heads and of each head."""
-    weights = look.attention(module, layer).float()
-    weights = torch.cat([weights.mean(dim=0, keepdim=True), weights])
+    weights = _after_their_mean(look.attention(module, layer).float())
     step = math.ceil(weights.shape[-1] / side)
-    entropies = {"kept": look.entropy(module, layer)}
-    if look.zeroed is not None:
-        entropies["zeroed"] = look.entropy(module, layer, zeroed=True)
     forgotten = look.forgotten(module, layer)
+    # The mean of the heads' entropies, which is not the entropy of their mean weights.
+    entropies = {"kept": _rounded(_after_their_mean(look.entropy(module, layer)))}
+    if look.zeroed is not None:
+        entropies["zeroed"] = _rounded(_after_their_mean(look.entropy(module, layer, zeroed=True)))
     return {
         "positions": look.positions(module, layer).tolist(),
         "forgotten": None if forgotten is None else _bytes(coarse(forgotten[None].float(), step) / step),
         "step": step,
-        "maps": [_bytes(one) for one in coarse(weights, step)],
-        # The mean of the heads' entropies, which is not the entropy of their mean weights.
-        "entropy": {
-            name: [[round(x, 4) for x in row] for row in torch.cat([of.mean(dim=0, keepdim=True), of]).tolist()]
-            for name, of in entropies.items()
-        },
+        "maps": [_bytes(weights_of_head) for weights_of_head in coarse(weights, step)],
+        "entropy": entropies,
     }
+
+
+def _after_their_mean(heads: Tensor) -> Tensor:
+    """The mean over heads, and then each head, (heads + 1, ...)."""
+    return torch.cat([heads.mean(dim=0, keepdim=True), heads])
+
+
+def _rounded(values: Tensor) -> list[Any]:
+    """Nested lists of numbers with four digits after the point, which is all that the page shows."""
+    return np.round(values.double().cpu().numpy(), 4).tolist()
 
 
 def coarse(weights: Tensor, step: int) -> Tensor:
@@ -214,10 +225,3 @@ def coarse(weights: Tensor, step: int) -> Tensor:
 def _bytes(weights: Tensor) -> str:
     """A map as bytes, 255 times the square root of each weight, so that small weights are not all 0."""
     return base64.b64encode((weights.clamp(0, 1).sqrt() * 255).round().to(torch.uint8).numpy().tobytes()).decode()
-
-
-def _lens(look: Look, lens: Likeliest) -> dict[str, Any]:
-    return {
-        "tokens": [[_texts(look, ids) for ids in row] for row in lens.ids],
-        "probabilities": [[[round(p, 4) for p in ps] for ps in row] for row in lens.probabilities.tolist()],
-    }

@@ -6,7 +6,8 @@ phone the panels form one column, so that letters keep their size.
 
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from textwrap import fill
@@ -63,15 +64,14 @@ _FILLS = ("full", "none", "left", "bottom")  # the variants of one model, such a
 def palette(labels: Iterable[str]) -> dict[str, Style]:
     """A style for each label; the four models of the project always look the same."""
     further = cycle(FURTHER)
-    of_model = dict(STYLES)
-    variants: dict[str, int] = {}
+    style_of_model = dict(STYLES)
+    fills_of_model: defaultdict[str, Iterator[str]] = defaultdict(lambda: cycle(_FILLS))
     styles = {}
     for label in dict.fromkeys(labels):
-        model = label.split(SEPARATOR)[0]
-        if model not in of_model:
-            of_model[model] = next(further)
-        variant = variants[model] = variants.get(model, -1) + 1
-        styles[label] = replace(of_model[model], fill=_FILLS[variant % len(_FILLS)])
+        model, _, _ = label.partition(SEPARATOR)
+        if model not in style_of_model:
+            style_of_model[model] = next(further)
+        styles[label] = replace(style_of_model[model], fill=next(fills_of_model[model]))
     return styles
 
 
@@ -83,62 +83,83 @@ def png(figure: Figure) -> bytes:
     return packed.getvalue()
 
 
-def small_multiples(panels: Mapping[str, Panel], order: Iterable[str], width: float, across: int = 2) -> Figure:
-    """A figure of panels, by title, with `across` panels in a row; on a phone one."""
+def small_multiples(panels: Mapping[str, Panel], order: Collection[str], width: float, across: int = 2) -> Figure:
+    """A figure of panels, by title, with `across` of them in a row, and on a phone one.
+
+    One legend stands above them all, with its labels in that order.
+    """
     if not panels:
         return Figure()
-    across = min(across, len(panels)) if width > PHONE else 1
-    titled = list(panels.items())
-    return rows_of_panels([titled[first : first + across] for first in range(0, len(titled), across)], order, width)
+    columns = min(across, len(panels)) if width > PHONE else 1
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure((width, rows * _PANEL_HEIGHT + _LEGEND_HEIGHT), layout="constrained", facecolor="white")
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    title_size = SIZE + (1.5 if columns < 3 else 0)
+    title_letters = int((width / columns - 0.3) * _LETTERS / title_size)
+    handle_of: dict[str, Any] = {}
+    for axes, (title, draw) in zip(grid, panels.items(), strict=False):
+        folded = fill(_on_a_line(title), title_letters)
+        axes.set_title(folded, loc="left", parse_math=False, fontsize=title_size, fontweight="bold", color=INK)
+        _draw_panel(axes, draw)
+        handles, labels = axes.get_legend_handles_labels()
+        handle_of |= dict(zip(labels, handles, strict=True))
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    _label_axes_once(grid[: len(panels)], columns)
+    ordered = sorted(handle_of, key=lambda label: [*order, label].index(label))
+    legend_height = _add_legend(figure, {label: handle_of[label] for label in ordered}, width)
+    figure.set_figheight(rows * _PANEL_HEIGHT + legend_height)
+    return figure
 
 
-def rows_of_panels(rows: Sequence[Sequence[tuple[str, Panel]]], order: Iterable[str], width: float) -> Figure:
-    """A figure of rows of panels, each with its title, and one legend for all, whose labels are in that order."""
-    down, across = len(rows), max(map(len, rows))
-    figure = Figure((width, down * _PANEL_HEIGHT + _LEGEND_HEIGHT), layout="constrained", facecolor="white")
-    grid = figure.subplots(down, across, squeeze=False)
-    size = SIZE + (1.5 if across < 3 else 0)
-    drawn: dict[str, Any] = {}
-    for row, line_of_axes in zip(rows, grid, strict=True):
-        for axes in line_of_axes[len(row) :]:
-            axes.set_visible(False)
-        for axes, (title, draw) in zip(line_of_axes, row, strict=False):
-            title = fill(_on_a_line(title), int((width / across - 0.3) * _LETTERS / size))
-            axes.set_title(title, loc="left", parse_math=False, fontsize=size, fontweight="bold", color=INK)
-            axes.grid(axis="y", color=RULE, linewidth=0.7)
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right", "left"]].set_visible(False)
-            axes.spines["bottom"].set_color(GREY)
-            draw(axes)
-            axes.tick_params(which="both", length=0, labelsize=SIZE, labelcolor=INK)
-            handles, labels = axes.get_legend_handles_labels()
-            drawn |= dict(zip(labels, handles, strict=True))
-    for y, row in enumerate(rows):  # equal labels of axes appear once, below a column and left of a row
-        for x in reversed(range(len(row))):
-            below = grid[y + 1, x].get_xlabel() if y + 1 < down and x < len(rows[y + 1]) else None
-            left = grid[y, x - 1].get_ylabel() if x else None
-            across_text, up_text = grid[y, x].get_xlabel(), grid[y, x].get_ylabel()
-            grid[y, x].set_xlabel("" if across_text == below else across_text, fontsize=SIZE, color=INK)
-            grid[y, x].set_ylabel("" if up_text == left else up_text, fontsize=SIZE, color=INK)
-    labels = sorted(drawn, key=lambda label: [*order, label].index(label))
-    names = list(map(_on_a_line, labels))
-    ncols = _legend_columns(names, width)
-    figure.set_figheight(down * _PANEL_HEIGHT + max(_LEGEND_HEIGHT, 0.2 * math.ceil(len(labels) / ncols) + 0.1))
+def _draw_panel(axes: Axes, draw: Panel) -> None:
+    axes.grid(axis="y", color=RULE, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
+    draw(axes)
+    axes.tick_params(which="both", length=0, labelsize=SIZE, labelcolor=INK)
+
+
+def _label_axes_once(grid: Sequence[Axes], columns: int) -> None:
+    """Leave equal labels out of all panels but the lowest of a column, and the first of a row."""
+    x_labels = [axes.get_xlabel() for axes in grid]
+    y_labels = [axes.get_ylabel() for axes in grid]
+    for index, axes in enumerate(grid):
+        label_below = x_labels[index + columns] if index + columns < len(grid) else None
+        label_to_the_left = y_labels[index - 1] if index % columns else None
+        x_label = "" if x_labels[index] == label_below else x_labels[index]
+        y_label = "" if y_labels[index] == label_to_the_left else y_labels[index]
+        axes.set_xlabel(x_label, fontsize=SIZE, color=INK)
+        axes.set_ylabel(y_label, fontsize=SIZE, color=INK)
+
+
+def _add_legend(figure: Figure, handle_of: Mapping[str, Any], width: float) -> float:
+    """Put a legend above the panels; returns its height in inches."""
+    names = [_on_a_line(label) for label in handle_of]
+    columns = _legend_columns(names, width)
     legend = figure.legend(
-        [drawn[label] for label in labels], names, loc="outside upper left", frameon=False,
-        fontsize=SIZE, ncols=ncols, handlelength=3.2, labelcolor=INK, columnspacing=1.6,
-    )  # fmt: skip
+        list(handle_of.values()),
+        names,
+        loc="outside upper left",
+        frameon=False,
+        fontsize=SIZE,
+        ncols=columns,
+        handlelength=3.2,
+        labelcolor=INK,
+        columnspacing=1.6,
+    )
     for text in legend.get_texts():
         text.set_parse_math(False)
-    return figure
+    return max(_LEGEND_HEIGHT, 0.2 * math.ceil(len(names) / columns) + 0.1)
 
 
 def _legend_columns(names: Sequence[str], width: float) -> int:
     """How many columns of a legend fit into a width, in inches; they are filled one after the other."""
-    for ncols in range(6, 1, -1):
-        longest = [max(map(len, column), default=0) for column in np.array_split(names, ncols)]
-        if sum(0.68 + length * SIZE / _LETTERS for length in longest) <= width:
-            return ncols
+    for columns in range(6, 1, -1):
+        longest_names = [max(map(len, column), default=0) for column in np.array_split(names, columns)]
+        if 0.68 * columns + sum(longest_names) * SIZE / _LETTERS <= width:
+            return columns
     return 1
 
 
