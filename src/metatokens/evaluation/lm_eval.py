@@ -5,11 +5,10 @@
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from inspect import signature
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -39,7 +38,6 @@ _SUPPORTED = {
     *("max_batch_size", "add_bos_token", "prefix_token_id", "think_end_token", "enable_thinking", "chat_template_args"),
     "trust_remote_code",  # a permission, which is not needed: no code in a folder is run
 }
-_DEFAULTS = {name: parameter.default for name, parameter in signature(HFLM.__init__).parameters.items()}
 
 
 @register_model("metatokens")
@@ -55,7 +53,7 @@ class MetaTokensLM(HFLM):
             them, as context and never as targets; in generation they are counted from the end of the context.
         marker: the text that marks a meta-token in contexts, together with a space before it, such as `_PAUSE_`
             in the tasks of `examples/lm_eval`.
-        device: `cpu` or `cuda`; default: a GPU if there is one, and the CPU if not.
+        device: `cpu` or `cuda`; default: a GPU if there is one, and the CPU if not. A loaded model stays where it is.
         dtype: of the base's weights, `float32` or `bfloat16`; default: as saved.
         kwargs: of `HFLM`. Those for its other ways to load a model or a tokenizer are refused. With `add_bos_token`, a
             context begins with the tokenizer's `bos_token`, or never does; by default the tokenizer decides. A text
@@ -77,19 +75,18 @@ class MetaTokensLM(HFLM):
     ):
         if meta_every is not None and marker is not None:
             raise UserError("give meta_every or marker: meta-tokens are put after every so many tokens, or at markers.")
-        if marker == "":
-            raise UserError("the marker is empty; give the text that marks a meta-token, such as _PAUSE_.")
         if meta_every is not None:
             landmark_rule(f"every:{meta_every}", "the rule that meta_every gives")
-        _check_options(kwargs)
-        self.meta_every, self.marker = meta_every, marker
         self._dtype = None if dtype in ("auto", None) else str(dtype).removeprefix("torch.")
         check_placing(None, self._dtype)
-        if not isinstance(pretrained, str):
-            _check_model(pretrained, kwargs.get("tokenizer"), device, self._dtype)
+        is_loaded = not isinstance(pretrained, str)
+        if is_loaded and (self._dtype or device or kwargs.get("tokenizer") is None):
+            raise UserError("pretrained is a loaded model: give its tokenizer too, and leave device and dtype out.")
+        _check_options(kwargs)
+        self.meta_every, self.marker = meta_every, marker
         self._is_chat = False
         self._max_length: int | None  # set by `HFLM`
-        super().__init__(pretrained, device=_usable(device), **kwargs)
+        super().__init__(pretrained, device=_present_device(device), **kwargs)
         self._beginning = self._beginning_of_texts()
         if meta_every is not None and self.config.meta_token_id is None:
             raise UserError(f"{pretrained} has no meta_token_id, so no meta-tokens can be inserted.")
@@ -107,26 +104,16 @@ class MetaTokensLM(HFLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of whole texts, in windows of the length that the model was trained for."""
-        with self._trained_length(), self._for_now("_beginning", []):  # the harness puts its own prefix there
+        with self._trained_length(), patch.object(self, "_beginning", []):  # the harness puts its own prefix there
             return super().loglikelihood_rolling(requests, disable_tqdm)
 
     def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
         with self._trained_length():  # without requests, the harness tries batches of this length
             return super()._detect_batch_size(*args, **kwargs)
 
-    def _trained_length(self) -> AbstractContextManager[None]:
+    def _trained_length(self) -> AbstractContextManager[Any]:
         """Have a maximum length, by default that of the texts that the model was trained on."""
-        return self._for_now("_max_length", self._max_length or self._text_in(super().max_length))
-
-    @contextmanager
-    def _for_now(self, name: str, value: Any) -> Iterator[None]:
-        """Give an attribute another value in a context."""
-        before = getattr(self, name)
-        setattr(self, name, value)
-        try:
-            yield
-        finally:
-            setattr(self, name, before)
+        return patch.object(self, "_max_length", self._max_length or self._text_in(super().max_length))
 
     def _get_config(self, pretrained: str, **kwargs: Any) -> None:
         self._model = load_model(fetch_model(Path(pretrained)), dtype=self._dtype)
@@ -141,14 +128,15 @@ class MetaTokensLM(HFLM):
 
     def _beginning_of_texts(self) -> list[int]:
         """The ids that come before a text, by `add_bos_token`."""
-        usual, bos = beginning_of(self.tokenizer), self.tokenizer.bos_token_id
+        usual = beginning_of(self.tokenizer)
+        bos = self.tokenizer.bos_token_id
         if self.add_bos_token is None:
             return usual
-        if self.add_bos_token and bos is None:
+        if not self.add_bos_token:
+            return []
+        if bos is None:
             raise UserError("add_bos_token is set, and the tokenizer has no bos_token.")
-        if self.add_bos_token:
-            return usual if bos in usual else [bos, *usual]
-        return []
+        return usual if bos in usual else [bos, *usual]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], *args: Any, **kwargs: Any) -> str:
         """Apply the template as the harness does; from then on, special tokens of the template are recognised."""
@@ -164,16 +152,15 @@ class MetaTokensLM(HFLM):
         chat template writes them itself; with `add_bos_token=True` they come first if it does not.
         """
         usual = beginning_of(self.tokenizer)
-        choices = {None: self._beginning, True: usual, False: []}
-        beginning = choices[add_special_tokens]
+        beginning = {None: self._beginning, True: usual, False: []}[add_special_tokens]
         if self._is_chat:
             ids = encode_chat(self.tokenizer, string, self.marker)
-            is_begun = not self.add_bos_token or ids[: len(beginning)] == beginning
-            beginning = [] if is_begun else beginning
+            if not self.add_bos_token or ids[: len(beginning)] == beginning:
+                beginning = []
         else:
             ids = encode_prompt(self.tokenizer, string, () if self.marker is None else self.marker)[len(usual) :]
-        ids = [*beginning, *ids]
-        return ids[-left_truncate_len:] if left_truncate_len else ids
+        whole = [*beginning, *ids]
+        return whole[-left_truncate_len:] if left_truncate_len else whole
 
     def tok_batch_encode(
         self,
@@ -194,10 +181,10 @@ class MetaTokensLM(HFLM):
         if self.meta_every is None:
             return super()._model_call(inps)
         text = torch.arange(inps.shape[1] + 1, device=inps.device)
-        places = text + text // self.meta_every  # of the text tokens, and of the next one
-        whole = inps.new_full((len(inps), int(places[-1])), self.config.meta_token_id)
-        whole[:, places[:-1]] = inps
-        return super()._model_call(whole)[:, places[1:] - 1]
+        positions = text + text // self.meta_every  # of the text tokens, and of the next one
+        whole = inps.new_full((len(inps), int(positions[-1])), self.config.meta_token_id)
+        whole[:, positions[:-1]] = inps
+        return super()._model_call(whole)[:, positions[1:] - 1]
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
         if self.meta_every is not None:
@@ -206,37 +193,22 @@ class MetaTokensLM(HFLM):
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Refuse options that `MetaTokensLM` cannot follow, unless they have the value that changes nothing."""
-    for name, value in options.items():
-        is_usual = name in _DEFAULTS and value in (None, _DEFAULTS[name])
-        if not (name in _SUPPORTED or is_usual or (name, value) == ("backend", "causal")):
-            further = ", ".join(sorted(_SUPPORTED))
-            raise UserError(
-                f"--model metatokens does not take {name}={value!r}: it loads a model as metatokens does. It takes "
-                f"pretrained, meta_every, marker, device and dtype, and of the harness's own options {further}."
-            )
-    if not isinstance(options.get("add_bos_token"), bool | None):
-        raise UserError(f"add_bos_token is {options['add_bos_token']!r}; give True or False, or leave it out.")
+    """Refuse options of `HFLM` that `MetaTokensLM` cannot follow."""
+    unknown = options.keys() - _SUPPORTED
+    if unknown:
+        name = min(unknown)
+        raise UserError(
+            f"--model metatokens does not take {name}={options[name]!r}: it loads a model as metatokens does. It takes "
+            "pretrained, meta_every, marker, device and dtype, and of the harness's own options "
+            f"{', '.join(sorted(_SUPPORTED))}."
+        )
 
 
-def _usable(device: str | None) -> str:
+def _present_device(device: str | None) -> str:
     """The device to load to. Without a GPU, `cuda` is the CPU: the harness's command asks for `cuda:0` by itself."""
-    if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return str(torch.device(device))
-    except RuntimeError as error:
-        raise UserError(f"there is no device {device!r}; give cpu or cuda.") from error
-
-
-def _check_model(model: Any, tokenizer: Any, device: str | None, dtype: str | None) -> None:
-    """Refuse options that would need a model from `load_model` to be changed, or read from its folder again."""
-    if tokenizer is None:
-        raise UserError("pretrained is a model: give its tokenizer too.")
-    if dtype is not None and getattr(torch, dtype) != model.dtype:
-        raise UserError(f"the model's weights are in {model.dtype}: load it with dtype={dtype!r}.")
-    if device is not None and torch.device(_usable(device)).type != model.device.type:
-        raise UserError(f"the model is on the device {model.device}: load it with device={device!r}.")
+    if not torch.cuda.is_available():
+        return "cpu" if device is None or device.startswith("cuda") else device
+    return device or "cuda"
 
 
 def _main() -> None:
