@@ -116,22 +116,25 @@ def save_model(
 
 
 def make_adapter_portable(model: Any, folder: Path) -> None:
-    """Rewrite the adapter that PEFT saved in `folder`, if it did, to name its base relative to the folder."""
-    if (folder / ADAPTER).is_file():
-        given = json.loads((folder / ADAPTER).read_bytes())
-        base = getattr(model, "read_from", "") or given["base_model_name_or_path"]
-        given["base_model_name_or_path"] = relative_base_name(folder, base)
-        write_whole(folder / ADAPTER, json.dumps(given, indent=1).encode())
-        if own := text_window_of(model.config):  # which PEFT does not save
-            write_whole(folder / TEXT_WINDOW, json.dumps(own).encode())
-        (folder / "README.md").unlink(missing_ok=True)  # PEFT's form to fill in, with the base's absolute path
+    """Complete an adapter that PEFT saved in `folder`, if it did: its base by a relative path, and its text window."""
+    if not (folder / ADAPTER).is_file():
+        return
+    settings = json.loads((folder / ADAPTER).read_bytes())
+    base = getattr(model, "read_from", "") or settings["base_model_name_or_path"]
+    settings["base_model_name_or_path"] = relative_base_name(folder, base)
+    write_whole(folder / ADAPTER, json.dumps(settings, indent=1).encode())
+    text_window = text_window_of(model.config)
+    if text_window:
+        write_whole(folder / TEXT_WINDOW, json.dumps(text_window).encode())
+    (folder / "README.md").unlink(missing_ok=True)  # PEFT's form to fill in, with the base's absolute path
 
 
 def weights_sha256(folder: Path) -> str:
     """Checksum of a model's weights, its base's included. Equal models have equal ones, wherever they are."""
     files = _existing_weights(folder)
     sums = [file_sha256(file) for file in files]
-    return sums[0] if files == [folder / WEIGHTS] else sha256_of("".join(sums).encode())
+    is_one_file = files == [folder / WEIGHTS]
+    return sums[0] if is_one_file else sha256_of("".join(sums).encode())
 
 
 def weights_size(folder: Path) -> int:
@@ -148,15 +151,17 @@ def _existing_weights(folder: Path) -> list[Path]:
 
 def _weight_files(folder: Path) -> list[Path]:
     """The files that hold a model's weights, its base's included; WEIGHTS even where there is no such file."""
-    if not (folder / WEIGHTS).exists():
-        if (folder / DELTA_WEIGHTS).exists():
-            return [folder / DELTA_WEIGHTS, *_weight_files(_base_folder(folder, base_of(folder)))]
-        if (folder / ADAPTER_WEIGHTS).exists():
-            return [folder / ADAPTER_WEIGHTS, *_weight_files(_adapted_folder(folder))]
-        if (file := gguf_file(folder)) is not None:
-            return [file]
-        if (folder / SHARDS).exists():
-            return _shards(folder)
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    if (folder / DELTA_WEIGHTS).exists():
+        return [folder / DELTA_WEIGHTS, *_weight_files(_base_folder(folder, base_of(folder)))]
+    if (folder / ADAPTER_WEIGHTS).exists():
+        return [folder / ADAPTER_WEIGHTS, *_weight_files(_adapted_folder(folder))]
+    gguf = gguf_file(folder)
+    if gguf is not None:
+        return [gguf]
+    if (folder / SHARDS).exists():
+        return _shards(folder)
     return [folder / WEIGHTS]
 
 
@@ -206,7 +211,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def _base_folder(folder: Path, name: str) -> Path:
-    """The folder of the base that a delta or an adapter in `folder` names, by a path (`relative_base_name`) or on the Hub."""
+    """The folder of the base that a delta or an adapter in `folder` names, by a relative path or on the Hub."""
     base = Path(resolve_base(folder, name))
     if not base.exists() and (name.startswith("../") or base.is_absolute()):
         raise UserError(f"the base of {folder} is not at {folder / name}: put it there (a link will do).")
@@ -227,10 +232,9 @@ def _adapted_folder(folder: Path) -> Path:
 
 
 def _models_below(folder: Path) -> str:
-    """The nearest models below a folder that holds none, such as those of a run's phases, as the end of a sentence."""
-    levels = (sorted(folder.glob(f"{'*/' * depth}config.json")) for depth in (1, 2, 3))
-    nearest = next(filter(None, levels), [])[:3]
-    return f"; there are models in {', '.join(str(path.parent) for path in nearest)}" if nearest else ""
+    """The models right below a folder that holds none, such as those of a run's phases, as the end of a sentence."""
+    models = [str(path.parent) for path in sorted(folder.glob("*/config.json"))]
+    return f"; there are models in {', '.join(models[:3])}" if models else ""
 
 
 def load_model(
@@ -269,19 +273,20 @@ def load_model(
         model = _with_delta(folder, dtype)
     else:
         model = _load(folder, _KINDS, dtype)
-        if isinstance(model, GPT2LMHeadModel) and not isinstance(model, MetaModel):
-            model = MetaGPT2ForCausalLM.from_gpt2(model, second_attention or "none")
-        elif not isinstance(model, MetaModel | MetaGPT2ForCausalLM):
-            model.config.meta_token_id, model.config.position_embedding = None, position_embedding_of(model)
+    if isinstance(model, GPT2LMHeadModel) and not isinstance(model, MetaModel):
+        model = MetaGPT2ForCausalLM.from_gpt2(model, second_attention or "none")
+    elif not isinstance(model, MetaModel | MetaGPT2ForCausalLM):
+        model.config.meta_token_id = None
+        model.config.position_embedding = position_embedding_of(model)
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     return model.to(f"cuda:{local_rank() % gpus}") if gpus else model  # a process may see its own GPU alone
 
 
 def check_placing(device: str | None, dtype: str | None) -> None:
     """Refuse a device or a type of numbers that `load_model` does not take, or a GPU where there is none."""
-    for given, choices in ((device, get_args(Device)), (dtype, get_args(Dtype))):
-        if given is not None and given not in choices:
-            raise UserError(f"unknown {given!r}; choose {' or '.join(choices)}.")
+    for name, choices in ((device, get_args(Device)), (dtype, get_args(Dtype))):
+        if name is not None and name not in choices:
+            raise UserError(f"unknown {name!r}; choose {' or '.join(choices)}.")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("there is no GPU that PyTorch can use; leave --device out, or give cpu.")
 
@@ -292,7 +297,8 @@ def load_base(folder: Path, dtype: str | None = None) -> PreTrainedModel:
     Raises:
         UserError: if it is missing, cannot be read, or is no decoder that this package supports.
     """
-    if (file := gguf_file(folder)) is None:
+    file = gguf_file(folder)
+    if file is None:
         return _load(folder, _DECODERS, dtype, is_base=True)
     # Dequantised. Releases of transformers without GgufConfig always do that.
     plain = getattr(transformers, "GgufConfig", lambda dequantize: None)(dequantize=True)
@@ -311,20 +317,22 @@ def load_base(folder: Path, dtype: str | None = None) -> PreTrainedModel:
     return model
 
 
-def load_base_and_tokenizer(model: Path, dtype: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_base_and_tokenizer(model: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a base for `add_meta_attention` and its tokenizer from a folder, a GGUF file, or `hf:NAME`.
 
     Raises:
         UserError: as `fetch_model` and `load_base`, and if the tokenizer cannot be loaded.
     """
-    check_placing(None, dtype)
     folder = fetch_model(model)
     if not folder.exists():
         raise UserError(f"there is no folder {folder}; a model of the Hub is hf:NAME.")
-    file, complaint = gguf_file(folder), f"the folder {folder} holds no tokenizer that can be loaded."
-    settings = {} if file is None else {"gguf_file": file.name}
-    tokenizer = load_plain_tokenizer(str(folder if file is None else file.parent), complaint, **settings)
-    base = load_base(folder, dtype)
+    complaint = f"the folder {folder} holds no tokenizer that can be loaded."
+    file = gguf_file(folder)
+    if file is None:
+        tokenizer = load_plain_tokenizer(str(folder), complaint)
+    else:
+        tokenizer = load_plain_tokenizer(str(file.parent), complaint, gguf_file=file.name)
+    base = load_base(folder)
     # A name that holds wherever the added weights are saved, and on other machines.
     base.config.name_or_path = str(folder.absolute()) if folder == model else model.as_posix().removeprefix("hf:")
     return base, tokenizer
@@ -352,9 +360,9 @@ def _with_adapter(folder: Path, device: str | None, dtype: str | None) -> Any:
         from peft import PeftModel
 
         adapted: Any = PeftModel.from_pretrained(model, folder, is_trainable=True)
-        own = adapted.peft_config["default"]
-        adapted.read_from = resolve_base(folder, str(own.base_model_name_or_path))
-        own.base_model_name_or_path = model.name_or_path  # where PEFT looks for a configuration
+        settings = adapted.peft_config["default"]
+        adapted.read_from = resolve_base(folder, str(settings.base_model_name_or_path))
+        settings.base_model_name_or_path = model.name_or_path  # where PEFT looks for a configuration
     except (ImportError, SafetensorError, RuntimeError, *DAMAGED) as error:
         raise UserError(f"the adapter in {folder} cannot be read: {one_line(error)}.") from error
     return adapted
@@ -370,7 +378,8 @@ def _load(folder: Path, kinds: Set[str], dtype: str | None, *, is_base: bool = F
     config, files = read_config(folder, kinds), _weight_files(folder)
     loader = AutoModelForCausalLM if is_base else _CLASSES.get(type(config), AutoModelForCausalLM)
     try:
-        size, parameters = sum(file.stat().st_size for file in files), parameters_at_least(config)
+        size = sum(file.stat().st_size for file in files)
+        parameters = parameters_at_least(config)
         if parameters > size:
             raise ValueError(f"config.json asks for {parameters:,} parameters, and the weights have {size:,} bytes")
         model, report = loader.from_pretrained(
@@ -383,7 +392,8 @@ def _load(folder: Path, kinds: Set[str], dtype: str | None, *, is_base: bool = F
         )
     except (SafetensorError, RuntimeError, *DAMAGED) as error:
         raise UserError(f"the weights in {folder} cannot be read: {one_line(error)}.") from error
-    unfit = {*report["missing_keys"], *(name for name in report["unexpected_keys"] if not _OLD_MASK.search(name))}
+    unexpected = {name for name in report["unexpected_keys"] if not _OLD_MASK.search(name)}
+    unfit = unexpected | set(report["missing_keys"])
     if unfit:
         raise UserError(f"the weights in {folder} do not fit its configuration: see {min(unfit)}.")
     return model

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -44,9 +45,11 @@ def own_blocks(config: Any) -> int:
 
 def position_embedding_of(model: PreTrainedModel) -> str:
     """The kind of a decoder's positions: `learned` (a table, which limits the length), `rope` or `none`."""
-    tables = (name for name, one in decoder_of(model)[0].named_children() if isinstance(one, nn.Embedding))
-    if any(re.search("pos|wpe", name) for name in tables):  # other tables are of tokens, in some models one per layer
-        return "learned"
+    decoder, _ = decoder_of(model)
+    for name, module in decoder.named_children():
+        # Other tables are of tokens, in some models one per layer.
+        if isinstance(module, nn.Embedding) and re.search("pos|wpe", name):
+            return "learned"
     has_angles = getattr(model.config.get_text_config(), "rope_parameters", None) or hasattr(model.config, "rotary_dim")
     return "rope" if has_angles else "none"
 
@@ -63,7 +66,8 @@ def logits_at(model: Any, input_ids: Tensor, chosen: Tensor, *, mask: Tensor | N
     model = getattr(model, "get_base_model", lambda: model)()  # unwraps PEFT's wrapper; the adapters stay
     decoder, _ = decoder_of(model)
     output = decoder(input_ids, attention_mask=mask, use_cache=False)
-    for piece in output[0][chosen].split(max(1, PIECE // model.config.get_text_config().vocab_size)):
+    rows_per_piece = max(1, PIECE // model.config.get_text_config().vocab_size)
+    for piece in output[0][chosen].split(rows_per_piece):
         yield _head(model, decoder, output, piece)
 
 
@@ -85,38 +89,51 @@ def measure_cache_share(model: Any, texts: Iterable[Any], *, metas_alone: bool =
         texts: token ids, (length,) each.
         metas_alone: the cache keeps the meta-tokens alone, whatever the text window.
     """
-    config, lengths, held, metas = model.config, [], [], 0
-    window, sinks = (0, 0) if metas_alone else (getattr(config, "text_window", None), getattr(config, "text_sinks", 0))
+    config = model.config
+    window = 0 if metas_alone else getattr(config, "text_window", None)
     if window is None:
         return {}
-    full = [] if metas_alone else config.text_full_layers or []
-    share = len(full) / config.get_text_config().num_hidden_layers
+    sinks = 0 if metas_alone else config.text_sinks
+    full_layers = [] if metas_alone else config.text_full_layers or []
+    lengths, held, metas = [], [], []
     for text in texts:
-        ids = text.cpu() if isinstance(text, Tensor) else torch.tensor(list(text))  # stored ids are read-only arrays
-        place = torch.arange(len(text))
+        ids = np.asarray(text)
+        position = np.arange(len(ids))
         is_meta = ids == config.meta_token_id
-        is_kept = is_meta | (place < sinks) | (place >= len(text) - window)
-        metas += int(is_meta.sum())
-        lengths.append(len(text))
-        held.append(int(is_kept.sum()))
-    one_meta_token = torch.tensor([[config.meta_token_id]], device=model.device)
-    cache = model.eval()(one_meta_token, use_cache=True)[CACHE]
-    sizes = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
-    whole = sum(sizes[layer] for layer in cache.remembering) if full else 0
-    second = sum(one.nbytes for layer in cache.layers for one in (getattr(layer, "second", None) or ())[:2])
+        is_held = is_meta | (position < sinks) | (position >= len(ids) - window)
+        lengths.append(len(ids))
+        held.append(int(is_held.sum()))
+        metas.append(int(is_meta.sum()))
+    full_share = len(full_layers) / config.get_text_config().num_hidden_layers
+    held_share = sum(held) / sum(lengths)
+    per_token, per_token_of_full, per_meta = _cache_bytes(model, has_full=bool(full_layers))
+    size = (per_token - per_token_of_full) * sum(held) + per_token_of_full * sum(lengths) + per_meta * sum(metas)
     return {
         "text_window": window or None,
-        "kv_kept": round(share + (1 - share) * sum(held) / sum(lengths), 4),
-        "kv_bytes": round(((sum(sizes) - whole) * sum(held) + whole * sum(lengths) + second * metas) / len(held)),
+        "kv_kept": round(full_share + (1 - full_share) * held_share, 4),
+        "kv_bytes": round(size / len(lengths)),
     }
 
 
-def cache_share_line(kept: Mapping[str, Any]) -> str:
-    """A line that shows what `measure_cache_share` found."""
-    share, size = kept["kv_kept"], kept["kv_bytes"]
+def _cache_bytes(model: Any, *, has_full: bool) -> tuple[int, int, int]:
+    """What a cache takes for a token in all layers, in those that see everything, and for a meta-token in addition."""
+    one_meta_token = torch.tensor([[model.config.meta_token_id]], device=model.device)
+    cache = model.eval()(one_meta_token, use_cache=True)[CACHE]
+    per_layer = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
+    of_full = sum(per_layer[layer] for layer in cache.remembering) if has_full else 0
+    of_metas = 0
+    for layer in cache.layers:
+        keys_and_values = (getattr(layer, "second", None) or ())[:2]
+        of_metas += sum(tensor.nbytes for tensor in keys_and_values)
+    return sum(per_layer), of_full, of_metas
+
+
+def cache_share_line(measured: Mapping[str, Any]) -> str:
+    """A line that shows what `measure_cache_share` returned."""
+    share, size = measured["kv_kept"], measured["kv_bytes"]
     return (
-        f"text_window {kept['text_window']}: a cache keeps {100 * share:.1f} % of the keys and values, {size:,} bytes "
-        "for each text (the bytes include meta-attention's)"
+        f"text_window {measured['text_window']}: a cache keeps {100 * share:.1f} % of the keys and values, {size:,} "
+        "bytes for each text (the bytes include meta-attention's)"
     )
 
 
@@ -148,7 +165,7 @@ def continue_prompts(
 ) -> Iterator[Continuation]:
     """Continue prompts of any lengths, given as token ids.
 
-        [one.text for one in continue_prompts(model, tokenizer, [encode_prompt(tokenizer, "The cat")])]
+        [new.text for new in continue_prompts(model, tokenizer, [encode_prompt(tokenizer, "The cat")])]
 
     Args:
         model: any model that `load_model` gives.
@@ -178,10 +195,18 @@ def continue_prompts(
         )
         length = ids.shape[1]
         for row, sequence in zip(rows, output.sequences.tolist(), strict=True):
-            stops = (place for place, token in enumerate(sequence[length:], length + 1) if token in ends)
-            del sequence[next(stops, len(sequence)) :]  # padding
-            text = tokenizer.decode(sequence[length:], skip_special_tokens=True)
-            for place in reversed(getattr(output[CACHE], "inserted", [])):
-                if place < len(sequence):
-                    sequence.insert(place, model.config.meta_token_id)
-            yield Continuation(text, tokenizer.decode(sequence[length - len(row) :]))
+            new_ids = _up_to_end(sequence[length:], ends)
+            with_metas = sequence[:length] + new_ids
+            for position in reversed(getattr(output[CACHE], "inserted", [])):
+                if position < length + len(new_ids):
+                    with_metas.insert(position, model.config.meta_token_id)
+            text = tokenizer.decode(new_ids, skip_special_tokens=True)
+            yield Continuation(text, tokenizer.decode(with_metas[length - len(row) :]))
+
+
+def _up_to_end(ids: list[int], ends: Sequence[int | None]) -> list[int]:
+    """Generated ids without the padding after their end of text."""
+    for index, token in enumerate(ids, start=1):
+        if token in ends:
+            return ids[:index]
+    return ids

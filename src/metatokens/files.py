@@ -75,10 +75,10 @@ def replace_same_kind(path: Path, content: bytes, signature: bytes) -> None:
         raise UserError(f"cannot write to {path}: {error.strerror}.") from error
 
 
-def read_json(path: Path, most: int) -> Any:
-    """The content of a JSON file of at most `most` bytes; raises one of DAMAGED if it is larger or not JSON."""
-    if path.stat().st_size > most:
-        raise ValueError(f"it has more than {most:,} bytes")
+def read_json(path: Path, max_bytes: int) -> Any:
+    """The content of a JSON file of at most `max_bytes`; raises one of DAMAGED if it is larger or not JSON."""
+    if path.stat().st_size > max_bytes:
+        raise ValueError(f"it has more than {max_bytes:,} bytes")
     return json.loads(path.read_bytes())
 
 

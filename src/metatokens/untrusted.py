@@ -42,14 +42,15 @@ def read_config(folder: Path, kinds: Set[str]) -> PreTrainedConfig:
     """
     path = folder / "config.json"
     try:
-        given = read_json(path, MAX_CONFIG_BYTES)
-        kind = given.get("model_type")
+        settings = read_json(path, MAX_CONFIG_BYTES)
+        kind = settings.get("model_type")
         if kind not in kinds:
             if kind == MODEL_TYPE:
                 raise ValueError(f"the model in {folder} has meta-tokens already")
             raise ValueError(f"{folder} holds a {kind} model, which is no decoder that metatokens supports")
-        base = given.get("base_model_type") if kind == MODEL_TYPE else kind
-        config = _of_known_fields(given, _CLASSES.get(base) or CONFIG_MAPPING[base], kind == MODEL_TYPE)
+        base = settings.get("base_model_type") if kind == MODEL_TYPE else kind
+        declared = _CLASSES.get(base) or CONFIG_MAPPING[base]
+        config = _of_known_fields(settings, declared, is_retrofitted=kind == MODEL_TYPE)
         if config.get_text_config() is not config:  # its parts are configurations, whose fields nothing here bounds
             raise ValueError(f"{folder} holds a {base} model, which takes more than text: load it by transformers")
         check_memory(config, has_masks=base == "gpt_neo")
@@ -58,14 +59,19 @@ def read_config(folder: Path, kinds: Set[str]) -> PreTrainedConfig:
     return config
 
 
-def _of_known_fields(given: dict[str, Any], declared: type[PreTrainedConfig], is_retrofitted: bool) -> PreTrainedConfig:
+def _of_known_fields(
+    settings: dict[str, Any], declared: type[PreTrainedConfig], *, is_retrofitted: bool
+) -> PreTrainedConfig:
     """A configuration of the class `declared`, or a retrofitted model's with such a base."""
     # A GPT-Neo's configuration writes its layers out, item by item.
-    if sum(len(kinds) * abs(count) for kinds, count in given.get("attention_types") or ()) > MAX_LAYERS:
+    layers = sum(len(kinds) * abs(count) for kinds, count in settings.get("attention_types") or ())
+    if layers > MAX_LAYERS:
         raise ValueError(f"attention_types has more than {MAX_LAYERS:,} layers")
     known = {field.name for field in fields(declared)} - {field.name for field in fields(PreTrainedConfig)}
-    known |= _FURTHER_FIELDS | (_RETROFITTED if is_retrofitted else set())
-    named = {declared.attribute_map.get(key, key): value for key, value in given.items()}
+    known |= _FURTHER_FIELDS
+    if is_retrofitted:
+        known |= _RETROFITTED
+    named = {declared.attribute_map.get(key, key): value for key, value in settings.items()}
     maker = MetaTokensConfig if is_retrofitted else declared
     return maker.from_dict({key: named[key] for key in named.keys() & known})
 

@@ -41,13 +41,17 @@ def draw_test_examples(
     return [source.test(index, length) for index in range(n)]
 
 
+def longest_input(length: int | None, examples: Sequence[Encoded]) -> int:
+    """The tokens that a model reads in the longest example of a bin; the answer's last token is never read."""
+    return max(length or 0, *(len(example.input_ids) - 1 for example in examples))
+
+
 @takes_wrapped
 def evaluate(
     model: PreTrainedModel,
     tests: Mapping[int, Sequence[Encoded]] | Mapping[None, Sequence[Encoded]],
-    about: About,
+    subject: About,
     *,
-    batch: int | None = None,
     alone: LandmarksAlone | None = None,
 ) -> list[Result]:
     """Two results a length: `exact_match`, where n counts examples, and `token_accuracy`, where n counts answer tokens.
@@ -56,37 +60,46 @@ def evaluate(
         model: the model.
         tests: the examples of each bin of prompt length (tokens), as `draw_test_examples` draws them; under None,
             records of any length.
-        about: the fields that all results share. Without a task, results have no chance level.
-        batch: examples per forward pass; by default as many as `score` takes.
+        subject: the fields that all results share. Without a task, results have no chance level.
         alone: makes the masks, if the questions see the meta-tokens of their documents alone. The results then have the
             intervention `landmarks_alone`.
 
     Returns:
         The results; a length beyond the model's learned positions has no value, and n = 0.
     """
-    changed = {} if alone is None else {"intervention": ALONE}
-    shared = about.present_fields(position_embedding=model.config.position_embedding, **changed)
-    guessed = None if about.task is None else chance(about.task)
+    shared = subject.present_fields(position_embedding=model.config.position_embedding)
+    if alone is not None:
+        shared["intervention"] = ALONE
     results = []
     for length, examples in tests.items():
-        longest = max(len(example.input_ids) - 1 for example in examples)  # the answer's last token is never read
-        if not reaches(model.config, max(length or 0, longest)):
+        if not reaches(model.config, longest_input(length, examples)):
             results += [Result(**shared, length=length, metric=metric, n=0) for metric in METRICS]
             continue
-        exact, tokens = score(model, examples, batch=batch, alone=alone)
-        ends = [example.answer_start if alone is None else alone.start(example) for example in examples]
-        texts = (example.input_ids[:end] for example, end in zip(examples, ends, strict=True))
-        kept = measure_cache_share(model, texts, metas_alone=alone is not None)
+        exact, right_tokens = score(model, examples, alone=alone)
         answer_tokens = sum(len(example.input_ids) - example.answer_start for example in examples)
-        measured = ((sum(exact), len(exact), guessed), (sum(tokens), answer_tokens, None))
-        for metric, (successes, n, guessing) in zip(METRICS, measured, strict=True):
-            hits = pack_hits(exact) if metric == "exact_match" else None
-            results.append(
-                Result(
-                    **shared, **_share(successes, n), **kept, length=length, metric=metric, chance=guessing, hits=hits
-                )
+        of_length = {**shared, "length": length, **_cache_share(model, examples, alone)}
+        results.append(
+            Result(
+                **of_length,
+                **_share(sum(exact), len(exact)),
+                metric="exact_match",
+                chance=None if subject.task is None else chance(subject.task),
+                hits=pack_hits(exact),
             )
+        )
+        results.append(Result(**of_length, **_share(sum(right_tokens), answer_tokens), metric="token_accuracy"))
     return results
+
+
+def _cache_share(
+    model: PreTrainedModel, examples: Sequence[Encoded], alone: LandmarksAlone | None
+) -> dict[str, Any]:
+    """How much a cache keeps of the prompts or, with `alone`, of their documents."""
+    if alone is None:
+        prompts = [example.input_ids[: example.answer_start] for example in examples]
+        return measure_cache_share(model, prompts)
+    documents = [example.input_ids[: alone.start(example)] for example in examples]
+    return measure_cache_share(model, documents, metas_alone=True)
 
 
 def _share(successes: int, n: int) -> dict[str, Any]:
@@ -112,15 +125,18 @@ def shortcut_rates(
     """
     source = TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)
     train = [source.train(index, min(tests)) for index in range(SHORTCUT_PROMPTS)]
-    shared: dict[str, Any] = {
-        "task": task,
-        "condition": condition,
-        "seed": TEST_SEED,
-        "recipe": recipe,
-        "metric": "shortcut",
-    }
-    return [
-        Result(**shared, **_share(sum(right), len(asked)), model=name, length=length)
-        for length, asked in tests.items()
-        for name, right in answers(task, condition, train, asked).items()
-    ]
+    results = []
+    for length, examples in tests.items():
+        for name, is_right in answers(task, condition, train, examples).items():
+            result = Result(
+                model=name,
+                task=task,
+                condition=condition,
+                length=length,
+                seed=TEST_SEED,
+                recipe=recipe,
+                metric="shortcut",
+                **_share(sum(is_right), len(examples)),
+            )
+            results.append(result)
+    return results

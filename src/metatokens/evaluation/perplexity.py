@@ -21,7 +21,7 @@ from metatokens.data.insertion import IGNORED_LABEL, insert_meta_tokens, labels_
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import encode_documents
-from metatokens.decoder import measure_cache_share, logits_at
+from metatokens.decoder import logits_at, measure_cache_share
 from metatokens.errors import UserError
 from metatokens.evaluation.intervals import normal_interval
 from metatokens.model.positions import check_length
@@ -29,41 +29,45 @@ from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import About, Result
 
 
+BlockOf = Callable[[int], tuple[np.ndarray, np.ndarray]]  # row -> ids and labels of a block, each (positions,) int64
+
+
 @torch.inference_mode()
-def block_losses(
-    model: PreTrainedModel, block_of: Callable[[int], tuple[np.ndarray, np.ndarray]], count: int, batch: int
-) -> np.ndarray:
+def block_losses(model: PreTrainedModel, block_of: BlockOf, count: int, batch: int) -> np.ndarray:
     """The summed negative log-likelihood (nats) of each block's text tokens except the first, (blocks,) float64.
 
     Args:
         model: any model; it is put into evaluation mode.
-        block_of: the ids of the block of a number, with its meta-tokens, and their labels; each (positions,) int64.
+        block_of: gives the block of a number, with its meta-tokens.
         count: blocks.
         batch: blocks per forward pass.
     """
     model.eval()
     losses: list[float] = []
     for start in range(0, count, batch):
-        pairs = map(block_of, range(start, min(start + batch, count)))
-        ids, labels = (
-            pad_sequence([*map(torch.from_numpy, part)], batch_first=True, padding_value=filled).to(model.device)
-            for part, filled in zip(zip(*pairs, strict=True), (0, IGNORED_LABEL), strict=True)
-        )
-        scored = labels[:, 1:] != IGNORED_LABEL
-        targets, done = labels[:, 1:][scored], 0
-        loss = torch.empty(len(targets), dtype=torch.float64, device=model.device)
-        for logits in logits_at(model, ids, pad(scored, (0, 1))):
-            now = slice(done, done := done + len(logits))
-            loss[now] = cross_entropy(logits.double(), targets[now], reduction="none")
-        losses += [part.sum().item() for part in loss.split(scored.sum(dim=1).tolist())]
+        blocks = [block_of(row) for row in range(start, min(start + batch, count))]
+        ids = _padded([ids for ids, _ in blocks], 0).to(model.device)
+        labels = _padded([labels for _, labels in blocks], IGNORED_LABEL).to(model.device)
+        is_scored = labels[:, 1:] != IGNORED_LABEL
+        remaining = labels[:, 1:][is_scored]
+        token_losses = []
+        for logits in logits_at(model, ids, pad(is_scored, (0, 1))):
+            targets, remaining = remaining[: len(logits)], remaining[len(logits) :]
+            token_losses.append(cross_entropy(logits.double(), targets, reduction="none"))
+        of_blocks = torch.cat(token_losses).split(is_scored.sum(dim=1).tolist())
+        losses += [of_block.sum().item() for of_block in of_blocks]
     return np.array(losses)
+
+
+def _padded(rows: list[np.ndarray], padding: int) -> torch.Tensor:
+    return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=padding)
 
 
 @takes_wrapped
 def perplexity(
     model: PreTrainedModel,
     text: np.ndarray,
-    about: About,
+    subject: About,
     *,
     block_size: int,
     fraction: float,
@@ -77,7 +81,7 @@ def perplexity(
     Args:
         model: the model.
         text: token ids of the held-out text, (tokens,).
-        about: the model, for the result.
+        subject: the model, for the result.
         block_size: n. A block has n - floor(k n) text tokens, with or without meta-tokens. Text after the last whole
             block is ignored.
         fraction: k.
@@ -95,48 +99,28 @@ def perplexity(
     meta_token_id: Any = model.config.meta_token_id
     if condition != "none" and meta_token_id is None:
         raise UserError(
-            f"{about.model} has no meta_token_id, so no meta-tokens can be inserted: set the placement to none."
+            f"{subject.model} has no meta_token_id, so no meta-tokens can be inserted: set the placement to none."
         )
-    text_per_block = block_size - meta_token_count(block_size, fraction)
-    if text_per_block < 2:
-        raise UserError(f"a block of {block_size} with a fraction {fraction} of meta-tokens has nothing to predict.")
-    count = len(text) // text_per_block
-    if count < 2:
-        raise UserError(f"the text has {len(text)} tokens; perplexity needs two blocks of {text_per_block} at least.")
-    blocks = np.asarray(text[: count * text_per_block]).reshape(count, text_per_block)
-    behind, longest = None, block_size
-    if landmarks is not None:
-        behind = landmarks(blocks.reshape(-1)).reshape(blocks.shape)
-        longest = text_per_block + int(behind.sum(axis=1).max())
+    blocks = _text_blocks(text, block_size - meta_token_count(block_size, fraction))
+    count, text_per_block = blocks.shape
+    if landmarks is None:
+        block_of, longest = _with_placement(blocks, meta_token_id, block_size, fraction, placement)
+    else:
+        block_of, longest = _with_landmarks(blocks, meta_token_id, landmarks)
     if longest == text_per_block and condition != "none" and (fraction or landmarks is not None):
         raise UserError(f"{condition} inserts no meta-token into blocks of {block_size} tokens of this text.")
     check_length(model.config, longest)
-
-    def block_of(row: int) -> tuple[np.ndarray, np.ndarray]:
-        block = blocks[row].astype(np.int64)
-        if behind is not None:
-            ids = np.insert(block, np.flatnonzero(behind[row]) + 1, meta_token_id)
-            return ids, labels_of(ids, meta_token_id)
-        if placement == "none":  # also of a model without a meta-token
-            return block, block
-        return insert_meta_tokens(
-            block,
-            meta_token_id=meta_token_id,
-            block_size=block_size,
-            fraction=fraction,
-            placement=placement,
-            generator=np.random.default_rng(row),
-        )
-
-    a_token = block_losses(model, block_of, count, batch)
-    a_token /= text_per_block - 1
-    mean = a_token.mean()
-    low, high = normal_interval(mean, a_token.std(ddof=1) / math.sqrt(count))
-    position = model.config.position_embedding
-    where = {"position_embedding": position, "condition": condition, "length": block_size}
+    loss_per_token = block_losses(model, block_of, count, batch) / (text_per_block - 1)
+    mean = loss_per_token.mean()
+    low, high = normal_interval(mean, loss_per_token.std(ddof=1) / math.sqrt(count))
     return Result(
         **measure_cache_share(model, (block_of(row)[0] for row in range(count))),
-        **about.present_fields(**where, metric="perplexity"),
+        **subject.present_fields(
+            position_embedding=model.config.position_embedding,
+            condition=condition,
+            length=block_size,
+            metric="perplexity",
+        ),
         text=source,
         value=math.exp(mean),
         n=count * (text_per_block - 1),
@@ -146,13 +130,55 @@ def perplexity(
     )
 
 
-def held_out_text(source: str, tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> np.ndarray:
+def _text_blocks(text: np.ndarray, size: int) -> np.ndarray:
+    """The whole blocks of a text, (blocks, size) int64."""
+    count = len(text) // size
+    if count < 2 or size < 2:
+        raise UserError(
+            f"the text has {len(text)} tokens; perplexity needs two blocks of {size} at least, and something to "
+            "predict in each."
+        )
+    return np.asarray(text[: count * size], dtype=np.int64).reshape(count, size)
+
+
+def _with_placement(
+    blocks: np.ndarray, meta_token_id: int, block_size: int, fraction: float, placement: str
+) -> tuple[BlockOf, int]:
+    """The blocks with meta-tokens by a placement, drawn anew for each, and the length of the longest."""
+    if placement == "none":  # also for a model without a meta-token
+        return lambda row: (blocks[row], blocks[row]), blocks.shape[1]
+
+    def block_of(row: int) -> tuple[np.ndarray, np.ndarray]:
+        return insert_meta_tokens(
+            blocks[row],
+            meta_token_id=meta_token_id,
+            block_size=block_size,
+            fraction=fraction,
+            placement=placement,
+            generator=np.random.default_rng(row),
+        )
+
+    return block_of, block_size
+
+
+def _with_landmarks(blocks: np.ndarray, meta_token_id: int, landmarks: Landmarks) -> tuple[BlockOf, int]:
+    """The blocks with a meta-token behind each landmark, and the length of the longest."""
+    is_landmark = landmarks(blocks.reshape(-1)).reshape(blocks.shape)
+
+    def block_of(row: int) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.insert(blocks[row], np.flatnonzero(is_landmark[row]) + 1, meta_token_id)
+        return ids, labels_of(ids, meta_token_id)
+
+    return block_of, blocks.shape[1] + int(is_landmark.sum(axis=1).max())
+
+
+def held_out_text(source: str, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> np.ndarray:
     """Read the text that perplexity is measured on, as token ids, (tokens,) int64.
 
     Args:
         source: the folder of a token store, whose held-out split is read; or a corpus spec, read whole.
         tokenizer: the model's.
-        most: tokens to read at most.
+        limit: tokens to read at most.
 
     Raises:
         UserError: if the text cannot be read or is empty, or the store has another tokenizer.
@@ -161,13 +187,13 @@ def held_out_text(source: str, tokenizer: PreTrainedTokenizerBase, most: int | N
         store = TokenStore.open(Path(source))
         if store.tokenizer.get_vocab() != tokenizer.get_vocab():
             raise UserError(f"the token store {source} was made with another tokenizer than the model's.")
-        return store.tokens("held_out")[:most]
+        return store.tokens("held_out")[:limit]
     documents, count = [], 0
     for text in read_corpus(source):
         documents.append(np.array(encode_documents(tokenizer, [text])[0]))
         count += len(documents[-1])
-        if most is not None and count >= most:
+        if limit is not None and count >= limit:
             break
     if not documents:
         raise UserError(f"the corpus {source} holds no text.")
-    return np.concatenate(documents)[:most]
+    return np.concatenate(documents)[:limit]

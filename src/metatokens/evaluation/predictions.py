@@ -13,7 +13,6 @@ from metatokens.model.positions import reaches
 from metatokens.records import Record
 from metatokens.tasks.example import Encoded, Example
 from metatokens.tasks.landmarks_alone import LandmarksAlone
-from metatokens.tasks.scoring import by_length
 
 FURTHER = 8  # tokens that a generated answer may have more than the right one
 TOKENS_A_BATCH = 4_096  # padded
@@ -34,31 +33,34 @@ def predict(
 ) -> Iterator[Prediction]:
     """The model's greedy answers, in the order of the examples.
 
-    The answers that are not `exact`, as `score` found, are generated, up to their end of text or `FURTHER` tokens more
-    than the right answer has.
+    The answers that are not `exact`, as `score` found, are generated up to their end of text. They may have `FURTHER`
+    tokens more than the right answer, if the model has positions for as many, and otherwise none.
     """
-    answers = {place: example.completion for place, example in enumerate(examples)}
-    wrong: dict[int, list[int]] = defaultdict(list)  # places by size of the answer
-    for place, example in enumerate(examples):
-        if not exact[place]:
-            wrong[len(example.input_ids) - example.answer_start].append(place)
     # Answers of one size share a batch: if the longest prompt has positions left for its answer, all have.
-    for size, places in wrong.items():
-        lengths = [examples[place].answer_start for place in places]
-        for rows in by_length(lengths, max(1, TOKENS_A_BATCH // (max(lengths) + size + FURTHER))):
-            prompts = [examples[places[row]].input_ids[: lengths[row]] for row in rows]
-            longest = max(map(len, prompts)) + size - 1
-            further = next(more for more in range(FURTHER, -1, -1) if reaches(model.config, longest + more))
-            how = {"max_new_tokens": size + further, "eos_token_id": tokenizer.eos_token_id}
-            continued = continue_prompts(model, tokenizer, prompts, batch_size=len(prompts), **how)
-            answers |= {places[row]: one.text for row, one in zip(rows, continued, strict=True)}
-    for place, example in enumerate(examples):
+    wrong_by_size: defaultdict[int, list[int]] = defaultdict(list)
+    for index, example in enumerate(examples):
+        if not exact[index]:
+            wrong_by_size[len(example.input_ids) - example.answer_start].append(index)
+    answers: dict[int, str] = {}
+    for size, indices in wrong_by_size.items():
+        prompts = [examples[index].input_ids[: examples[index].answer_start] for index in indices]
+        longest = max(map(len, prompts)) + size + FURTHER
+        continuations = continue_prompts(
+            model,
+            tokenizer,
+            prompts,
+            batch_size=max(1, TOKENS_A_BATCH // longest),
+            max_new_tokens=size + FURTHER if reaches(model.config, longest - 1) else size,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        answers |= zip(indices, (continuation.text for continuation in continuations), strict=True)
+    for index, example in enumerate(examples):
         yield Prediction(
             prompt=example.prompt,
             markers=list(example.markers),
             completion=example.completion,
-            prediction=answers[place],
-            exact=exact[place],
+            prediction=example.completion if exact[index] else answers[index],
+            exact=exact[index],
         )
 
 
