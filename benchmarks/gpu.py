@@ -17,7 +17,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from metatokens.records import Timing, read_lines
+from metatokens.paper.records import Timing
+from metatokens.records import read_lines
 
 TESTS = Path(__file__).parents[1] / "tests/device"
 # Operations a second of dense bfloat16 products, as the makers give them (without sparsity).

@@ -7,9 +7,11 @@ import pytest
 
 import metatokens
 from metatokens import recipe, records
+from metatokens.cli import options
 from metatokens.data.insertion import PLACEMENTS
 from metatokens.errors import UserError
 from metatokens.model import configuration
+from metatokens.paper import choices
 from metatokens.paper.presets import PRESETS
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
 from metatokens.tasks import TASKS
@@ -188,9 +190,9 @@ def test_a_folder_does_not_hide_a_bundled_recipe(tmp_path: Path, monkeypatch: py
 
 def test_the_choices_are_those_of_the_code() -> None:
     assert set(get_args(recipe.Placement)) == PLACEMENTS.keys()
-    assert set(get_args(recipe.PresetName)) == PRESETS.keys()
+    assert set(get_args(choices.PresetName)) == PRESETS.keys()
     assert get_args(recipe.PositionEmbedding) == get_args(configuration.PositionEmbedding)
     assert get_args(recipe.SecondAttention) == get_args(configuration.SecondAttention)
-    assert {name.replace("-", "_") for name in get_args(recipe.AnalysisName)} == set(get_args(records.Analysis))
+    assert {name.replace("-", "_") for name in get_args(options.AnalysisName)} == set(get_args(records.Analysis))
     condition = FinetuneRecipe.model_fields["task"].annotation.model_fields["condition"].annotation
     assert {*get_args(condition), "long_prompt"} == set(get_args(recipe.Condition))

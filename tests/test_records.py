@@ -14,18 +14,8 @@ import transformers
 
 from metatokens.errors import UserError
 from metatokens.files import append_lines
-from metatokens.records import (
-    CurvePoint,
-    Measurement,
-    Record,
-    Result,
-    RunInfo,
-    pack_hits,
-    read_lines,
-    read_record,
-    stamped,
-    unpack_hits,
-)
+from metatokens.paper.records import CurvePoint, RunInfo
+from metatokens.records import Measurement, Record, Result, pack_hits, read_lines, read_record, stamped, unpack_hits
 
 EXACT = Result(
     model="meta\u2028é",  # contains a line separator that is not a line feed

@@ -18,7 +18,7 @@ from metatokens.cli.output import check_results_file, progress_bar, write_record
 from metatokens.errors import UserError
 from metatokens.machine import available_cores
 from metatokens.recipe import Device, Dtype
-from metatokens.records import Benchmark
+from metatokens.paper.records import Benchmark
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from metatokens.errors import UserError
-from metatokens.records import Timing
+from metatokens.paper.records import Timing
 
 _COLOURS = ("#4d4d4d", "#d55e00", "#0072b2", "#00875f", "#a3478a")
 

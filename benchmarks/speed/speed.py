@@ -24,7 +24,7 @@ import torch
 from benchmarks.speed.contestants import HEATS, Entry, Setting, Unit, make_unit, products_unit
 from metatokens.errors import UserError
 from metatokens.machine import keep_freed_memory, worker_context
-from metatokens.records import Benchmark, Timing
+from metatokens.paper.records import Benchmark, Timing
 from metatokens.training.trainer import Progress, unwatched
 
 PRODUCTS = "products"  # the contestant that computes only matrix products

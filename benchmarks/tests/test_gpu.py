@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.speed.__main__ import app
-from metatokens.records import Timing, read_lines
+from metatokens.paper.records import Timing
+from metatokens.records import read_lines
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from benchmarks.speed.figures import draw, table
 from benchmarks.speed.speed import device_name, peak_memory, race, run, run_lengths
 from metatokens.errors import UserError
 from metatokens.model.cache import MetaTokenCacheLayer
-from metatokens.records import Timing
+from metatokens.paper.records import Timing
 
 TINY = Setting(shape="tiny", length=32, batch=2, new_tokens=21, rounds=2, warmup=1, threads=1)
 OURS = [

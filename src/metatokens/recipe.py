@@ -26,9 +26,6 @@ Facts = Literal["facts_1", "facts_2", "facts_4", "facts_8"]  # list recall: a me
 Condition = Literal["paper", "landmark", "none", "decoy", "long_prompt", Facts]  # which meta-tokens a prompt has
 Split = Literal["train", "validation", "test"]  # of a task's examples
 Placement = Literal["uniform", "periodic", "none"]  # the functions of `data.insertion.PLACEMENTS`
-AnalysisName = Literal["sharpness", "residual", "rate-distortion"]
-PresetName = Literal["smoke", "demo", "small", "gpu", "paper"]
-Executor = Literal["processes", "slurm", "local"]
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 MARKER = " _PAUSE_"  # means a meta-token in the prompt of a task or a record
 SEPARATOR = ", "  # between the names of a model and of its variant
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # of a measurement
-LOOKS = "looks"  # a run's folder of pages of attention, one for each task
-PACKED = ".gz"  # the suffix of a compressed file
 _GZIP = b"\x1f\x8b"  # the first bytes of a compressed file, and of no text
 
 Metric = Literal["exact_match", "token_accuracy", "perplexity", "shortcut"]
@@ -50,7 +48,6 @@ AnalysisMetric = Literal[
 ]
 KeyClass = Literal["itself", "earlier_meta", "before_meta", "after_meta", "first", "near", "other"]
 AnalysisSplit = Literal["fit", "train", "held_out"]  # of an analysis's prompts; `fit` is the few that are fitted
-Benchmark = Literal["train", "answers", "prefill", "decode", "length", "compile"]
 
 
 def split_at(prompt: str, offsets: Sequence[int]) -> list[str]:
@@ -174,66 +171,6 @@ class Measurement(Subject, Measured):
     quantiles: Annotated[tuple[float, ...], Field(min_length=len(QUANTILES), max_length=len(QUANTILES))] | None = None
 
 
-class CurvePoint(Record):
-    """A training's loss, or accuracy on its task, after one of its steps."""
-
-    model: str
-    position_embedding: str | None = None
-    task: str | None = None  # null in pretraining
-    train_length: int | None = None  # tokens
-    recipe: str | None = None
-    seed: int
-    step: int
-    text_tokens: int | None = None  # read so far
-    loss: float | None = None  # nats per target token
-    exact_match: float | None = None  # on the same `n` test prompts at each step
-    n: int | None = None
-
-    @model_validator(mode="after")
-    def _has_a_figure(self) -> "CurvePoint":
-        if self.loss is None and (self.exact_match is None or self.text_tokens is None):
-            raise ValueError("a point of a curve has a loss, or an exact_match after so many text_tokens")
-        return self
-
-
-class Timing(Measured):
-    """The time of a unit of work for one contestant, and its ratio to another's time in the same rounds.
-
-    Low and high are the quartiles of the rounds.
-    """
-
-    benchmark: Benchmark
-    model: str
-    against: str
-    shape: str
-    parameters: int
-    length: int  # positions
-    batch: int
-    text_tokens: int  # per unit of work
-    n: Annotated[int, Field(ge=1)]  # rounds
-    repeats: int  # units of work per round
-    first: float | None = None  # seconds of the first unit of work, including compilation
-    rounds: list[float]  # mean seconds per unit of work in each round
-    seconds: float  # their median
-    low: float
-    high: float
-    ratio: float  # the median of the rounds' ratios
-    ratio_low: float
-    ratio_high: float
-    limit: float  # the ratio of the operations that the two functions need
-    ratio_per_text_token: float
-    limit_per_text_token: float
-    over_products: float  # seconds, relative to those of the matrix products that the contestant needs
-    flops: int | None = None  # operations that the function needs; null in decoding
-    counted_flops: int | None = None  # as PyTorch counts them, with the masked half of causal attention
-    reads: int | None = None  # bytes that decoding must read
-    memory: int | None = None  # peak bytes in use during a unit of work, less those in use before it
-    dtype: str
-    threads: int
-    device: str
-    compiled: bool
-
-
 class ExampleRecord(Record):
     """One example as a line: `metatokens sample` prints it, and users write their own."""
 
@@ -276,54 +213,6 @@ class ExampleRecord(Record):
         return ", ".join(form.format(value) for form, value in facts.items() if value is not None)
 
 
-class Stage(Record):
-    """A stage of a run, and the time that it took."""
-
-    name: str
-    kind: str | None = None  # such as pretrain, finetune, evaluate, raw-noise, rate-distortion
-    model: str | None = None  # this and what follows as in `About`
-    position_embedding: str | None = None
-    seed: int | None = None
-    recipe: str | None = None
-    task: str | None = None
-    condition: str | None = None
-    train_length: int | None = None  # null for stages that go through several
-    seconds: float  # by the clock
-    cpu_seconds: float | None = None
-
-    @property
-    def cost(self) -> float:
-        """Seconds of one core, or seconds by the clock where those are unknown."""
-        return self.seconds if self.cpu_seconds is None else self.cpu_seconds
-
-
-class ModelInfo(Record):
-    """One of a run's models."""
-
-    parameters: int | None = None
-    weights_sha256: str | None = None
-    description: str = ""
-
-
-class RunInfo(Record):
-    """A run's `run.json`: commands, settings, machine and stages. Every field may be absent."""
-
-    command: str | None = None
-    preset: str | None = None
-    recipes: dict[str, dict[str, Any]] = {}
-    corpus: dict[str, Any] = {}
-    models: dict[str, ModelInfo] = {}
-    python: str | None = None
-    platform: str | None = None
-    cores: int | None = None
-    workers: int | None = None
-    versions: dict[str, str] = {}
-    created: str | None = None
-    finished: str | None = None
-    wall_seconds: float | None = None
-    stages: list[Stage] = []
-
-
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
@@ -359,12 +248,6 @@ def unpack_hits(packed: str, n: int) -> "np.ndarray":
     return np.unpackbits(np.frombuffer(base64.b64decode(packed), dtype=np.uint8), count=n).astype(bool)
 
 
-def lines_file(folder: Path, name: str) -> Path:
-    """The file of lines in a run's folder: `NAME.jsonl` if it exists, otherwise `NAME.jsonl.gz`."""
-    plain = folder / f"{name}.jsonl"
-    return plain if plain.exists() else plain.with_name(plain.name + PACKED)
-
-
 def read_lines(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:
     """The records of a file, which may be compressed (gzip). Errors name the file and the line."""
     # Only a line feed ends a record: str.splitlines would also split at other separators inside a text.
@@ -392,11 +275,11 @@ def read_text(path: Path) -> str:
         raise UserError(f"cannot read {path}: {error}.") from error
 
 
-def _validate(kind: type[AnyRecord], text: str, place: str) -> AnyRecord:
+def _validate(kind: type[AnyRecord], text: str, source: str) -> AnyRecord:
     """Parse a record from JSON text: in strict mode, a tuple accepts a list only there."""
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        where = " ".join(".".join(map(str, first["loc"])).split())
-        raise UserError(f"{place}: {where + ': ' if where else ''}{broken_rule(first)}.") from error
+        field = " ".join(".".join(map(str, first["loc"])).split())
+        raise UserError(f"{source}: {field + ': ' if field else ''}{broken_rule(first)}.") from error

@@ -4,7 +4,7 @@ import gzip
 import json
 from pathlib import Path
 
-from metatokens.records import lines_file
+from metatokens.paper.records import lines_file
 
 
 def records(out: Path) -> dict[str, str]:

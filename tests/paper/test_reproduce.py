@@ -24,7 +24,8 @@ from metatokens.paper.plan import Stage, stages
 from metatokens.paper.run_log import RunLog
 from metatokens.paper.runner import Outcome, Runner
 from metatokens.paper.variants import LandmarksTest, Preset, TrainedModel
-from metatokens.records import ExampleRecord, Result, RunInfo, lines_file, read_lines, read_record, unpack_hits
+from metatokens.paper.records import RunInfo, lines_file
+from metatokens.records import ExampleRecord, Result, read_lines, read_record, unpack_hits
 from metatokens.tasks.curriculum import TASKS
 from metatokens.tasks.example_store import ExampleStore
 from tests.paper import tiny_preset

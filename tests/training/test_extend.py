@@ -64,7 +64,7 @@ def test_the_result_is_a_model_of_the_longer_context_and_can_read_beyond_it(
     assert model.config.rope_parameters["rope_type"] == "yarn"
     assert model.config.rope_parameters["original_max_position_embeddings"] == LENGTH
     text = held_out_text(str(small_store.path), small_store.tokenizer)
-    measure = partial(perplexity, model, text, fraction=0.1, placement="uniform", about=About(model="extended"))
+    measure = partial(perplexity, model, text, fraction=0.1, placement="uniform", subject=About(model="extended"))
     assert all(1 < measure(block_size=length).value < 1000 for length in (128, 256))
 
 

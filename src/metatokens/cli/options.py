@@ -1,16 +1,18 @@
 """Options that several commands share, so that each reads the same everywhere."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
 from metatokens import recipe
 from metatokens.errors import UserError
+from metatokens.paper import choices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+AnalysisName = Literal["sharpness", "residual", "rate-distortion"]
 BUILTIN = "builtin"
 CORPUS = f"{BUILTIN}, a file or glob (.txt, .jsonl, .gz, .parquet), or hf:NAME:CONFIG"
 TOKENIZER = "gpt2, a folder, or train:N to train one of N tokens on the corpus"
@@ -41,15 +43,16 @@ def load(
     return loaded, load_tokenizer(str(model))
 
 
-def _listed(choices: Any) -> str:
-    *others, last = get_args(choices)
+def _listed(names: Any) -> str:
+    *others, last = get_args(names)
     return f"{', '.join(others)} or {last}"
 
 
-def _choice(option: str, choices: Any, meaning: str) -> Any:
+def _choice(option: str, names: Any, meaning: str) -> Any:
     """An option that takes one of a `Literal`'s names, which its help lists."""
-    names = list(get_args(choices))
-    return typer.Option(option, metavar="NAME", help=f"{meaning}: {_listed(choices)}.", autocompletion=lambda: names)
+    return typer.Option(
+        option, metavar="NAME", help=f"{meaning}: {_listed(names)}.", autocompletion=lambda: list(get_args(names))
+    )
 
 
 def _recipe(meaning: str) -> Any:
@@ -121,12 +124,12 @@ ConditionOrData = Annotated[
 Split = Annotated[recipe.Split, _choice("--split", recipe.Split, "The split of the examples")]
 Placement = Annotated[recipe.Placement, _choice("--placement", recipe.Placement, "Where meta-tokens go in a block")]
 Kind = Annotated[
-    recipe.AnalysisName, typer.Argument(metavar="KIND", help=f"What to measure: {_listed(recipe.AnalysisName)}.")
+    AnalysisName, typer.Argument(metavar="KIND", help=f"What to measure: {_listed(AnalysisName)}.")
 ]
-Preset = Annotated[str, _choice("--preset", recipe.PresetName, "Size of the experiments")]
+Preset = Annotated[str, _choice("--preset", choices.PresetName, "Size of the experiments")]
 Executor = Annotated[
-    recipe.Executor,
-    _choice("--executor", recipe.Executor, "Where stages run (local: the jobs of slurm, on this machine)"),
+    choices.Executor,
+    _choice("--executor", choices.Executor, "Where stages run (local: the jobs of slurm, on this machine)"),
 ]
 PretrainRecipe = Annotated[str, _recipe("Pretraining settings: a YAML file, or the name of a bundled recipe.")]
 FinetuneRecipe = Annotated[

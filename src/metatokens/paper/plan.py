@@ -59,7 +59,7 @@ class Stage:
         }
 
     def fields(self, preset: str) -> dict[str, Any]:
-        """Its kind and subject, as fields of a `records.Stage`."""
+        """Its kind and subject, as fields of a `StageRecord`."""
         found = {"kind": self.kind, "train_length": self.options.get("train_length")}
         for key, one in self.subject.items():
             if isinstance(one, TrainedModel):

@@ -21,7 +21,8 @@ from metatokens.errors import UserError
 from metatokens.machine import available_cores, end_with_parent, keep_freed_memory, worker_context
 from metatokens.paper.plan import Stage
 from metatokens.paper.runner import Outcome, Runner
-from metatokens.recipe import Executor, parse_yaml
+from metatokens.paper.choices import Executor
+from metatokens.recipe import parse_yaml
 from metatokens.training.trainer import Progress, unwatched
 
 TRIES = 3  # of a job that the cluster ends

@@ -18,8 +18,9 @@ from metatokens.paper.presets import preset
 from metatokens.paper.run_log import RunLog
 from metatokens.paper.runner import WEIGHTS, Runner
 from metatokens.paper.variants import Preset
-from metatokens.recipe import Executor
-from metatokens.records import ModelInfo, RunInfo, library_versions, now
+from metatokens.paper.choices import Executor
+from metatokens.paper.records import ModelInfo, RunInfo
+from metatokens.records import library_versions, now
 from metatokens.training.run_folder import open_run
 
 

@@ -6,20 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from metatokens.errors import UserError
-from metatokens.records import (
-    LOOKS,
-    AnyRecord,
-    CurvePoint,
-    ExampleRecord,
-    Measurement,
-    Result,
-    RunInfo,
-    Timing,
-    lines_file,
-    read_lines,
-    read_record,
-    read_text,
-)
+from metatokens.paper.records import LOOKS, CurvePoint, RunInfo, Timing, lines_file
+from metatokens.records import AnyRecord, ExampleRecord, Measurement, Result, read_lines, read_record, read_text
 
 
 @dataclass

@@ -35,7 +35,8 @@ from metatokens.model.interventions import Intervention, intervene
 from metatokens.paper.plan import PRETRAINED, Stage, examples_name
 from metatokens.paper.variants import Preset, TrainedModel, finetune_recipe, lengths_tested, pretrain_recipe
 from metatokens.recipe import FinetuneRecipe, Phase, PretrainRecipe
-from metatokens.records import LOOKS, About, CurvePoint, ExampleRecord, Measurement, Result, read_lines
+from metatokens.paper.records import LOOKS, CurvePoint
+from metatokens.records import About, ExampleRecord, Measurement, Result, read_lines
 from metatokens.retrofit.injection import add_meta_attention
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import documents_for, task_texts

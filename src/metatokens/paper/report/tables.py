@@ -26,7 +26,7 @@ from metatokens.paper.report.table import (
     tabulate,
 )
 from metatokens.paper.report.text import NOT_RUN, PERCENT, TOKENS_RIGHT, Form, duration, name, number
-from metatokens.records import Timing
+from metatokens.paper.records import Timing
 
 LENGTH_TABLES = {"list_recall": 7, "segment_counting": 8, "parity": 9, "copying": 10}
 ABLATION_TABLES = {"list_recall": (11, 15), "segment_counting": (12,), "parity": (13,), "copying": (14, 16)}

@@ -1,0 +1,6 @@
+"""Names that the commands offer, here without loading torch."""
+
+from typing import Literal
+
+PresetName = Literal["smoke", "demo", "small", "gpu", "paper"]
+Executor = Literal["processes", "slurm", "local"]

@@ -1,0 +1,129 @@
+"""The records that the reproduction and the benchmarks alone write: curves, a run's `run.json`, and timings.
+
+Importing this module loads neither torch nor transformers.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from metatokens.records import Measured, Record
+
+LOOKS = "looks"  # a run's folder of pages of attention, one for each task
+PACKED = ".gz"  # the suffix of a compressed file
+Benchmark = Literal["train", "answers", "prefill", "decode", "length", "compile"]
+
+
+def lines_file(folder: Path, name: str) -> Path:
+    """The file of lines in a run's folder: `NAME.jsonl` if it exists, otherwise `NAME.jsonl.gz`."""
+    plain = folder / f"{name}.jsonl"
+    return plain if plain.exists() else plain.with_name(plain.name + PACKED)
+
+
+class CurvePoint(Record):
+    """A training's loss, or accuracy on its task, after one of its steps."""
+
+    model: str
+    position_embedding: str | None = None
+    task: str | None = None  # null in pretraining
+    train_length: int | None = None  # tokens
+    recipe: str | None = None
+    seed: int
+    step: int
+    text_tokens: int | None = None  # read so far
+    loss: float | None = None  # nats per target token
+    exact_match: float | None = None  # on the same `n` test prompts at each step
+    n: int | None = None
+
+    @model_validator(mode="after")
+    def _has_a_figure(self) -> "CurvePoint":
+        if self.loss is None and (self.exact_match is None or self.text_tokens is None):
+            raise ValueError("a point of a curve has a loss, or an exact_match after so many text_tokens")
+        return self
+
+
+class StageRecord(Record):
+    """A stage of a run, and the time that it took."""
+
+    name: str
+    kind: str | None = None  # such as pretrain, finetune, evaluate, raw-noise, rate-distortion
+    model: str | None = None  # this and what follows as in `metatokens.records.About`
+    position_embedding: str | None = None
+    seed: int | None = None
+    recipe: str | None = None
+    task: str | None = None
+    condition: str | None = None
+    train_length: int | None = None  # null for stages that go through several
+    seconds: float  # by the clock
+    cpu_seconds: float | None = None
+
+    @property
+    def cost(self) -> float:
+        """Seconds of one core, or seconds by the clock where those are unknown."""
+        return self.seconds if self.cpu_seconds is None else self.cpu_seconds
+
+
+class ModelInfo(Record):
+    """One of a run's models."""
+
+    parameters: int | None = None
+    weights_sha256: str | None = None
+    description: str = ""
+
+
+class RunInfo(Record):
+    """A run's `run.json`: commands, settings, machine and stages. Every field may be absent."""
+
+    command: str | None = None
+    preset: str | None = None
+    recipes: dict[str, dict[str, Any]] = {}
+    corpus: dict[str, Any] = {}
+    models: dict[str, ModelInfo] = {}
+    python: str | None = None
+    platform: str | None = None
+    cores: int | None = None
+    workers: int | None = None
+    versions: dict[str, str] = {}
+    created: str | None = None
+    finished: str | None = None
+    wall_seconds: float | None = None
+    stages: list[StageRecord] = []
+
+
+class Timing(Measured):
+    """The time of a unit of work for one contestant, and its ratio to another's time in the same rounds.
+
+    Low and high are the quartiles of the rounds.
+    """
+
+    benchmark: Benchmark
+    model: str
+    against: str
+    shape: str
+    parameters: int
+    length: int  # positions
+    batch: int
+    text_tokens: int  # per unit of work
+    n: Annotated[int, Field(ge=1)]  # rounds
+    repeats: int  # units of work per round
+    first: float | None = None  # seconds of the first unit of work, including compilation
+    rounds: list[float]  # mean seconds per unit of work in each round
+    seconds: float  # their median
+    low: float
+    high: float
+    ratio: float  # the median of the rounds' ratios
+    ratio_low: float
+    ratio_high: float
+    limit: float  # the ratio of the operations that the two functions need
+    ratio_per_text_token: float
+    limit_per_text_token: float
+    over_products: float  # seconds, relative to those of the matrix products that the contestant needs
+    flops: int | None = None  # operations that the function needs; null in decoding
+    counted_flops: int | None = None  # as PyTorch counts them, with the masked half of causal attention
+    reads: int | None = None  # bytes that decoding must read
+    memory: int | None = None  # peak bytes in use during a unit of work, less those in use before it
+    dtype: str
+    threads: int
+    device: str
+    compiled: bool
