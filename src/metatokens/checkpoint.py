@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-import transformers
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
@@ -157,9 +156,6 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / DELTA_WEIGHTS, *_weight_files(_base_folder(folder, base_of(folder)))]
     if (folder / ADAPTER_WEIGHTS).exists():
         return [folder / ADAPTER_WEIGHTS, *_weight_files(_adapted_folder(folder))]
-    gguf = gguf_file(folder)
-    if gguf is not None:
-        return [gguf]
     if (folder / SHARDS).exists():
         return _shards(folder)
     return [folder / WEIGHTS]
@@ -198,16 +194,6 @@ def fetch_model(spec: Path) -> Path:
         return Path(snapshot_download(name, allow_patterns=texts + weights, ignore_patterns="checkpoint*/*"))
     except (OSError, ValueError) as error:
         raise UserError(f"the Hugging Face Hub gave no model {name!r}: {one_line(error)}.") from error
-
-
-def gguf_file(path: Path) -> Path | None:
-    """The GGUF file that a path names, or that a folder without a `config.json` holds."""
-    if path.suffix == ".gguf" and path.is_file():
-        return path
-    files = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
-    if len(files) > 1:
-        raise UserError(f"{path} holds {len(files)} GGUF files, such as {files[0].name}; name one of them.")
-    return next(iter(files), None)
 
 
 def _base_folder(folder: Path, name: str) -> Path:
@@ -292,33 +278,16 @@ def check_placing(device: str | None, dtype: str | None) -> None:
 
 
 def load_base(folder: Path, dtype: str | None = None) -> PreTrainedModel:
-    """Load a causal language model of transformers for `add_meta_attention`, from a folder or a GGUF file.
+    """Load a causal language model of transformers for `add_meta_attention`.
 
     Raises:
         UserError: if it is missing, cannot be read, or is no decoder that this package supports.
     """
-    file = gguf_file(folder)
-    if file is None:
-        return _load(folder, _DECODERS, dtype, is_base=True)
-    # Dequantised. Releases of transformers without GgufConfig always do that.
-    plain = getattr(transformers, "GgufConfig", lambda dequantize: None)(dequantize=True)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, quantization_config=plain, local_files_only=True, dtype=dtype or "auto"
-        )
-    except ImportError as error:
-        raise UserError("a model in GGUF form needs the package gguf: pip install gguf.") from error
-    except Exception as error:  # gguf and transformers raise many types for a damaged file
-        raise UserError(f"{file} cannot be read: {one_line(error)}.") from error
-    if model.config.model_type not in _DECODERS:
-        raise UserError(
-            f"{file} holds a {model.config.model_type} model, which is no decoder that metatokens supports."
-        )
-    return model
+    return _load(folder, _DECODERS, dtype, is_base=True)
 
 
 def load_base_and_tokenizer(model: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a base for `add_meta_attention` and its tokenizer from a folder, a GGUF file, or `hf:NAME`.
+    """Load a base for `add_meta_attention` and its tokenizer from a folder or `hf:NAME`.
 
     Raises:
         UserError: as `fetch_model` and `load_base`, and if the tokenizer cannot be loaded.
@@ -326,12 +295,7 @@ def load_base_and_tokenizer(model: Path) -> tuple[PreTrainedModel, PreTrainedTok
     folder = fetch_model(model)
     if not folder.exists():
         raise UserError(f"there is no folder {folder}; a model of the Hub is hf:NAME.")
-    complaint = f"the folder {folder} holds no tokenizer that can be loaded."
-    file = gguf_file(folder)
-    if file is None:
-        tokenizer = load_plain_tokenizer(str(folder), complaint)
-    else:
-        tokenizer = load_plain_tokenizer(str(file.parent), complaint, gguf_file=file.name)
+    tokenizer = load_plain_tokenizer(str(folder), f"the folder {folder} holds no tokenizer that can be loaded.")
     base = load_base(folder)
     # A name that holds wherever the added weights are saved, and on other machines.
     base.config.name_or_path = str(folder.absolute()) if folder == model else model.as_posix().removeprefix("hf:")
@@ -371,8 +335,6 @@ def _with_adapter(folder: Path, device: str | None, dtype: str | None) -> Any:
 def _load(folder: Path, kinds: Set[str], dtype: str | None, *, is_base: bool = False) -> Any:
     """A whole model of one of these model types; `is_base`: of transformers' class, and not this package's."""
     if not (folder / "config.json").is_file():
-        if gguf_file(folder) is not None:
-            raise UserError(f"{folder} is in GGUF form, which `metatokens retrofit` alone takes; it writes a folder.")
         raise UserError(f"there is no model in {folder}: it has no config.json{_models_below(folder)}.")
     _verify_if_present(folder)
     config, files = read_config(folder, kinds), _weight_files(folder)

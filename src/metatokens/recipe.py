@@ -6,7 +6,7 @@ Bundled recipes are named without a path: `demo`, `demo_finetune`, `paper`, ...
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.resources import files
@@ -38,12 +38,12 @@ _APART = 2**32  # between the indices of two phases' examples; no phase has as m
 _PACKAGED = files("metatokens") / "recipes"
 
 
-def landmark_rule(given: str, name: str = "the rule for landmarks", others: Sequence[str] = ()) -> str:
-    """Return `given` if it is a rule for landmarks or one of the others; refuse it, by that name, if it is not."""
-    if given in others or re.fullmatch("line|paragraph|sentence|every:[1-9][0-9]{0,5}", str(given)):
-        return given
+def landmark_rule(rule: str, name: str = "the rule for landmarks", others: Sequence[str] = ()) -> str:
+    """Return `rule` if it is a rule for landmarks or one of the others; refuse it, by that name, if it is not."""
+    if rule in others or re.fullmatch("line|paragraph|sentence|every:[1-9][0-9]{0,5}", str(rule)):
+        return rule
     names = ", ".join((*others, "line", "paragraph", "sentence"))
-    raise UserError(f"{name} is {given!r}: give {names} or every:N, such as every:10.")
+    raise UserError(f"{name} is {rule!r}: give {names} or every:N, such as every:10.")
 
 
 _placement = partial(landmark_rule, name="data.placement", others=get_args(Placement))
@@ -166,8 +166,9 @@ class TrainingSettings(TrainerSettings):
         By default a run has about ten, or fewer: between two of them, training reads about twice as many items as are
         measured, or more. It has at least one, at the end.
         """
-        often = max(1, self.max_steps // 10, 2 * held_out // self.batch)
-        return min(often, self.max_steps) if self.eval_steps is None else self.eval_steps
+        if self.eval_steps is not None:
+            return self.eval_steps
+        return min(self.max_steps, max(1, self.max_steps // 10, 2 * held_out // self.batch))
 
     @property
     def batch(self) -> int:
@@ -235,9 +236,8 @@ class FinetuneRecipe(_Settings):
     training: TrainingSettings
 
     @model_validator(mode="after")
-    def _fit_each_other(self) -> "FinetuneRecipe":
-        task, steps, lengths = self.task, self.task.train_steps, self.task.train_lengths
-        inside = any(stage.inside_loss for stage in task.stages)
+    def _steps_fit_the_lengths(self) -> "FinetuneRecipe":
+        steps, lengths = self.task.train_steps, self.task.train_lengths
         if steps is not None and len(steps) != len(lengths):
             raise ValueError(f"{len(steps)} task.train_steps for {len(lengths)} task.train_lengths")
         decay, total = self.training.decay_steps, sum(self.train_steps)
@@ -246,38 +246,49 @@ class FinetuneRecipe(_Settings):
                 f"training.decay_steps is {decay}, less than the {total} steps of all train lengths: the learning rate "
                 "would rise again after it"
             )
-        if task.condition != "paper" and (inside or any(stage.drill for stage in task.stages)):
+        return self
+
+    @model_validator(mode="after")
+    def _losses_fit_the_task(self) -> "FinetuneRecipe":
+        task, training = self.task, self.training
+        has_drill = any(stage.drill for stage in task.stages)
+        has_inside_loss = any(stage.inside_loss for stage in task.stages)
+        if task.condition != "paper" and (has_drill or has_inside_loss):
             raise ValueError(
                 "a stage's drill or inside_loss is for task.condition paper, whose markers bracket the answer, and "
                 f"task.condition is {task.condition}"
             )
         if task.question_sees and task.condition == "none":
             raise ValueError("task.question_sees landmarks leaves nothing to see in task.condition none")
-        if self.training.teacher and (task.question_sees or inside):
+        if training.teacher and (task.question_sees or has_inside_loss):
             raise ValueError("training.teacher goes neither with task.question_sees nor with a stage's inside_loss")
-        for setting in ("fsdp", "torch_compile"):
-            if inside and getattr(self.training, setting):
-                raise ValueError(
-                    f"a stage's inside_loss reads the states after each block, which training.{setting} hides"
-                )
+        if has_inside_loss and (training.fsdp or training.torch_compile):
+            hiding = "fsdp" if training.fsdp else "torch_compile"
+            raise ValueError(
+                f"a stage's inside_loss reads the states after each block, which training.{hiding} hides"
+            )
         return self
 
     def phases(self) -> list["Phase"]:
         """The phases of training on a task, in order: those of `task.stages`, then one for each train length."""
-        lengths, found = self.task.train_lengths, []
-        for number, own in enumerate(self.task.stages, start=1):
-            shared = own.model_fields_set & TrainingSettings.model_fields.keys()
-            update = own.model_dump(include=shared, exclude_none=True)
+        return [*self._stage_phases(), *self._length_phases()]
+
+    def _stage_phases(self) -> Iterator["Phase"]:
+        first_length = self.task.train_lengths[0]
+        for number, stage in enumerate(self.task.stages, start=1):
+            shared = stage.model_fields_set & TrainingSettings.model_fields.keys()
+            update = stage.model_dump(include=shared, exclude_none=True)
             settings = self.training.model_copy(update=update | {"decay_steps": _NEVER, "position_jumps": None})
-            found.append(Phase(f"stage-{number}", settings, lengths[0], curriculum=own, first_example=number * _APART))
+            yield Phase(f"stage-{number}", settings, first_length, curriculum=stage, first_example=number * _APART)
+
+    def _length_phases(self) -> Iterator["Phase"]:
         # One learning rate schedule spans all train lengths: a second warm-up would damage what the first one taught.
-        steps, done = self.train_steps, 0
-        horizon = self.training.decay_steps or sum(steps)
-        for length, count in zip(lengths, steps, strict=True):
-            settings = self.training.model_copy(update={"max_steps": count, "decay_steps": horizon})
-            found.append(Phase(str(length), settings, length, schedule_start=done))
-            done += count
-        return found
+        horizon = self.training.decay_steps or sum(self.train_steps)
+        start = 0
+        for length, steps in zip(self.task.train_lengths, self.train_steps, strict=True):
+            settings = self.training.model_copy(update={"max_steps": steps, "decay_steps": horizon})
+            yield Phase(str(length), settings, length, schedule_start=start)
+            start += steps
 
     @property
     def train_steps(self) -> tuple[int, ...]:
@@ -328,23 +339,27 @@ def load_recipe(kind: type[Recipe], source: str, overrides: Sequence[str] = ()) 
     """
     settings = _read_yaml(source)
     for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals or not all(key.split(".")):
-            raise UserError(f"--set {override!r} is not of the form section.key=value.")
-        *sections, last = key.split(".")
-        target = settings
-        for section in sections:
-            target = target.setdefault(section, {})
-            if not isinstance(target, dict):
-                raise UserError(f"--set {override!r}: {section} is not a section.")
-        try:
-            target[last] = parse_yaml(value)
-        except yaml.YAMLError as error:
-            raise UserError(f"--set {override!r}: the value is not valid YAML.") from error
+        _apply(override, settings)
     try:
         return kind.model_validate(settings)
     except ValidationError as error:
         raise UserError(f"recipe {source}: {explain(kind, error)}") from error
+
+
+def _apply(override: str, settings: dict[str, Any]) -> None:
+    """Change one of the nested settings by `section.key=value`."""
+    key, equals, value = override.partition("=")
+    if not equals or not all(key.split(".")):
+        raise UserError(f"--set {override!r} is not of the form section.key=value.")
+    *sections, name = key.split(".")
+    for section in sections:
+        settings = settings.setdefault(section, {})
+        if not isinstance(settings, dict):
+            raise UserError(f"--set {override!r}: {section} is not a section.")
+    try:
+        settings[name] = parse_yaml(value)
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {override!r}: the value is not valid YAML.") from error
 
 
 def recipe_names() -> list[str]:

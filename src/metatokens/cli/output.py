@@ -23,8 +23,11 @@ def say(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def write_lines(lines: Iterable[str], out: Path | None) -> None:
-    """Print lines to standard output, or append them to a file."""
+def write_records(records: "Iterable[Record]", out: Path | None) -> None:
+    """Print records as JSON lines, or append them to a file; measured figures get versions and time."""
+    from metatokens.records import stamped
+
+    lines = (record.line() for record in stamped(records))
     if out is None:
         for line in lines:
             print(line)
@@ -33,13 +36,6 @@ def write_lines(lines: Iterable[str], out: Path | None) -> None:
         append_lines(out, lines)
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}.") from error
-
-
-def write_records(records: "Iterable[Record]", out: Path | None) -> None:
-    """Write records as JSON lines; measured figures get versions and time."""
-    from metatokens.records import stamped
-
-    write_lines((record.line() for record in stamped(records)), out)
 
 
 def write_figures(figures: "Sequence[Measured]", out: Path | None, *, as_json: bool) -> None:
@@ -77,22 +73,29 @@ def print_figures(rows: Sequence[Mapping[str, Any]]) -> None:
     A line above it holds the fields that all rows share.
     """
     shared = {name: value for name, value in rows[0].items() if all(row.get(name) == value for row in rows)}
-    intervals = [f"{_number(row, 'low')} to {_number(row, 'high')}" if "low" in row else "" for row in rows]
     numbers = {
         "value": [_number(row, "value") or "-" for row in rows],
-        "95 % interval": intervals,
+        "95 % interval": [_interval(row) for row in rows],
         "n": [f"{row['n']:,}" for row in rows],
         "chance": [_number(row, "chance") for row in rows],
     }
-    measured = [", ".join((row["metric"].replace("_", " "), *_described(row, without=shared))) for row in rows]
+    measured = []
+    for row in rows:
+        metric = row["metric"].replace("_", " ")
+        measured.append(", ".join([metric, *_described(row, without=shared)]))
     print_table({"measured": measured, **numbers}, above=", ".join(_described(shared)), numbers=numbers)
+
+
+def _interval(row: Mapping[str, Any]) -> str:
+    return f"{_number(row, 'low')} to {_number(row, 'high')}" if "low" in row else ""
 
 
 def _described(row: Mapping[str, Any], without: Collection[str] = ()) -> Iterator[str]:
     """One text for each field that describes a row."""
     for name, value in row.items():
         if name not in _FIGURE and name not in without:
-            yield f"{name.replace('_', ' ')} {('no', 'yes')[value] if isinstance(value, bool) else value}"
+            shown = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+            yield f"{name.replace('_', ' ')} {shown}"
 
 
 def _number(row: Mapping[str, Any], name: str) -> str:
@@ -141,13 +144,12 @@ _SHOWN = {  # a run's figures, in this order
 
 def _shown(done: int, figures: "Figures") -> str:
     """The figures as text; those of earlier steps name their step."""
-    by_step: dict[int, list[str]] = {}
+    texts = []
     for name, text in _SHOWN.items():
         if name in figures:
             value, step = figures[name]
-            by_step.setdefault(step, []).append(text.format(value))
-    parts = {step: ", ".join(texts) for step, texts in sorted(by_step.items(), reverse=True)}
-    return "; ".join(text if step == done else f"step {step:,}: {text}" for step, text in parts.items())
+            texts.append(text.format(value) if step == done else f"{text.format(value)} (step {step:,})")
+    return ", ".join(texts)
 
 
 @contextmanager
@@ -173,8 +175,7 @@ def progress_bar(verb: str) -> "Iterator[Progress]":
 
         def get_renderables(self) -> Iterable[RenderableType]:
             yield self.make_tasks_table(self.tasks)
-            if self.figures:
-                yield Text(self.figures)
+            yield Text(self.figures)
 
     console, printed = Console(stderr=True), -math.inf
 

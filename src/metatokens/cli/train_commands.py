@@ -226,9 +226,7 @@ def _say_finished(out: Path, further: str) -> None:
 
 
 def retrofit(
-    model: Annotated[
-        Path, typer.Option(metavar="DIR|hf:NAME", help="The base: a folder, a GGUF file, or hf:NAME from the Hub.")
-    ],
+    model: Annotated[Path, typer.Option(metavar="DIR|hf:NAME", help="The base: a folder, or hf:NAME from the Hub.")],
     out: options.Out,
     heads: Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="Heads of meta-attention per block.")] = 8,
     head_size: Annotated[int, typer.Option(metavar="N", min=2, max=1024, help="Width of a head, an even number.")] = 64,
