@@ -264,9 +264,7 @@ class FinetuneRecipe(_Settings):
             raise ValueError("training.teacher goes neither with task.question_sees nor with a stage's inside_loss")
         if has_inside_loss and (training.fsdp or training.torch_compile):
             hiding = "fsdp" if training.fsdp else "torch_compile"
-            raise ValueError(
-                f"a stage's inside_loss reads the states after each block, which training.{hiding} hides"
-            )
+            raise ValueError(f"a stage's inside_loss reads the states after each block, which training.{hiding} hides")
         return self
 
     def phases(self) -> list["Phase"]:

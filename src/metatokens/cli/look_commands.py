@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from metatokens.decoder import Continuation
     from metatokens.tasks.example import Example
 
+
 def sample(
     task: options.Task,
     phase: Annotated[int, typer.Option(metavar="PHASE", help="Difficulty, from 1 (easiest) to 5.")] = 1,
@@ -45,9 +46,7 @@ def sample(
 
 
 Prompt = Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text to continue, unless a file is given.")]
-Marker = Annotated[
-    str | None, typer.Option(metavar="TEXT", help="What marks a meta-token in PROMPT, such as _PAUSE_.")
-]
+Marker = Annotated[str | None, typer.Option(metavar="TEXT", help="What marks a meta-token in PROMPT, such as _PAUSE_.")]
 Chat = Annotated[
     bool,
     typer.Option(
@@ -69,9 +68,7 @@ Temperature = Annotated[
     typer.Option(metavar="T", min=0.0, max=1e6, help="Sampling temperature; 0 always picks the likeliest token."),
 ]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, max=2**63 - 1, help="Random seed.")]
-TextAsJson = Annotated[
-    bool, typer.Option("--json", metavar="", help="Print JSON lines instead of text or a table.")
-]
+TextAsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON lines instead of text or a table.")]
 
 
 def generate(

@@ -123,9 +123,7 @@ ConditionOrData = Annotated[
 ]
 Split = Annotated[recipe.Split, _choice("--split", recipe.Split, "The split of the examples")]
 Placement = Annotated[recipe.Placement, _choice("--placement", recipe.Placement, "Where meta-tokens go in a block")]
-Kind = Annotated[
-    AnalysisName, typer.Argument(metavar="KIND", help=f"What to measure: {_listed(AnalysisName)}.")
-]
+Kind = Annotated[AnalysisName, typer.Argument(metavar="KIND", help=f"What to measure: {_listed(AnalysisName)}.")]
 Preset = Annotated[str, _choice("--preset", choices.PresetName, "Size of the experiments")]
 Executor = Annotated[
     choices.Executor,

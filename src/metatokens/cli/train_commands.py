@@ -234,7 +234,9 @@ def retrofit(
         str | None,
         typer.Option(metavar="N,...", help="Blocks with meta-attention, from 0, or none; by default all."),
     ] = None,
-    delta: Annotated[bool, typer.Option("--delta", metavar="", help="Write only the added weights, not the base.")] = False,
+    delta: Annotated[
+        bool, typer.Option("--delta", metavar="", help="Write only the added weights, not the base.")
+    ] = False,
 ) -> None:
     """Give a pretrained model meta-tokens and meta-attention.
 

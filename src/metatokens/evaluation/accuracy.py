@@ -91,9 +91,7 @@ def evaluate(
     return results
 
 
-def _cache_share(
-    model: PreTrainedModel, examples: Sequence[Encoded], alone: LandmarksAlone | None
-) -> dict[str, Any]:
+def _cache_share(model: PreTrainedModel, examples: Sequence[Encoded], alone: LandmarksAlone | None) -> dict[str, Any]:
     """How much a cache keeps of the prompts or, with `alone`, of their documents."""
     if alone is None:
         prompts = [example.input_ids[: example.answer_start] for example in examples]

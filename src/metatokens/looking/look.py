@@ -110,9 +110,7 @@ def _of_layers(observation: Observation, layers: Sequence[int] | None) -> Observ
     unknown = set(layers) - set(range(count))
     if unknown:
         raise UserError(f"there is no block {min(unknown)}; the model has the blocks 0 to {count - 1}.")
-    chosen = {
-        (module, layer): inputs for (module, layer), inputs in observation.attention.items() if layer in layers
-    }
+    chosen = {(module, layer): inputs for (module, layer), inputs in observation.attention.items() if layer in layers}
     return replace(observation, attention=chosen)
 
 

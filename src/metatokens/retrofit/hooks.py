@@ -69,31 +69,46 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not (torch.compiler.is_compiling() or decoder.meta_has_trained):
         _look_at_first_step(decoder, is_meta, input_ids)
     cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
-    settings = decoder.meta_settings
-    if cache is not None and settings.layers:  # a cache of a fixed size gets further layers
-        add_second_layers(cache, decoder.meta_cache_layers, settings.head_size)
-    makes_cache = _makes_cache(decoder, kwargs)
-    form = meta_attention_form(cache, engine_of(kwargs), makes_cache=makes_cache, has_places=False)
+    form = _form(decoder, kwargs, cache)
     see = _see if form == "dense" else _see_outside_graph
     sight = see(decoder, is_meta, kwargs, cache, form)
-
+    masks = _masks_of_blocks(decoder, sight)
     running: Any = current().running
     running.sequences = sight.sequences if _has_masks(decoder) else None
-    if sight.sequences is not None:  # next to a cache, even an empty one, transformers looks for no packed sequences
-        kwargs = kwargs | {"use_cache": False}
-    if sight.rows is not None and settings.layers:
-        running.context = _context(decoder, sight)
+    running.context = _context(decoder, sight)
+    running.masks = None if len(masks) < 2 else masks
+    if running.masks is not None and not (form == "dense" and cache is None):
+        _join_masks(*masks)
+    return args, kwargs | _inputs_of_base(sight, masks, kwargs)
+
+
+def _form(decoder: Any, kwargs: dict[str, Any], cache: Cache | None) -> MetaAttentionForm:
+    """The form of meta-attention in this pass; a cache of a fixed size gets further layers for it."""
+    settings = decoder.meta_settings
+    if cache is not None and settings.layers:
+        add_second_layers(cache, decoder.meta_cache_layers, settings.head_size)
+    makes_cache = _makes_cache(decoder, kwargs)
+    return meta_attention_form(cache, engine_of(kwargs), makes_cache=makes_cache, has_places=False)
+
+
+def _masks_of_blocks(decoder: Any, sight: Visibility) -> tuple[Any, ...]:
+    """The mask of blocks that forget text, then that of blocks that see all of it, if there are any; none without."""
     if sight.rule is None:
-        return args, kwargs
-    mask = sight.rule.mask(decoder.config, decoder.dtype)
-    if sight.rule.full is not None:
-        running.masks = mask, sight.rule.full.mask(decoder.config, decoder.dtype)
-        if not (form == "dense" and cache is None):
-            _join_masks(*running.masks)
-    kwargs = kwargs | {"attention_mask": mask, CACHE: sight.cache}
-    if kwargs.get("position_ids") is None:  # multimodal models have several axes of positions, which stay
-        kwargs["position_ids"] = sight.positions
-    return args, kwargs
+        return ()
+    rules = (sight.rule, sight.rule.full)
+    return tuple(rule.mask(decoder.config, decoder.dtype) for rule in rules if rule is not None)
+
+
+def _inputs_of_base(sight: Visibility, masks: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What the base is given in place of its inputs."""
+    inputs: dict[str, Any] = {}
+    if sight.sequences is not None:  # next to a cache, even an empty one, transformers looks for no packed sequences
+        inputs["use_cache"] = False
+    if masks:
+        inputs |= {"attention_mask": masks[0], CACHE: sight.cache}
+        if kwargs.get("position_ids") is None:  # multimodal models have several axes of positions, which stay
+            inputs["position_ids"] = sight.positions
+    return inputs
 
 
 def _see(
@@ -137,10 +152,11 @@ def _see_outside_graph(*inputs: Any) -> Visibility:
     return _see(*inputs)
 
 
-def _context(decoder: Any, sight: Visibility) -> ForwardContext:
-    """What meta-attention needs in this pass."""
+def _context(decoder: Any, sight: Visibility) -> ForwardContext | None:
+    """What meta-attention needs in this pass; None if there are no meta-tokens, or no meta-attention."""
     settings, rows = decoder.meta_settings, sight.rows
-    assert rows is not None
+    if rows is None or not settings.layers:
+        return None
     positions = rows.positions.clamp(min=0) if isinstance(rows, GatheredRows) else sight.meta_positions
     rotary = rotary_tables(positions, settings.head_size, settings.rope_theta)
     if not sight.engine:

@@ -65,7 +65,7 @@ def text_window_of(config: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def everything_in_sight(model: Any) -> Iterator[None]:
+def without_text_window(model: Any) -> Iterator[None]:
     """Have a model see all text, whatever its window is."""
     config = model.config
     name = "meta_attention" if isinstance(config, MetaConfig) else "text_window"

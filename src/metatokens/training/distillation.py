@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.model.rows import positions_of
-from metatokens.retrofit.text_window import everything_in_sight
+from metatokens.retrofit.text_window import without_text_window
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def _base(model: Any) -> Iterator[None]:
     is_training, adapters_off = model.training, getattr(model, "disable_adapter", nullcontext)
     model.eval()
     try:
-        with everything_in_sight(model), adapters_off():
+        with without_text_window(model), adapters_off():
             yield
     finally:
         model.train(is_training)
