@@ -1,15 +1,15 @@
 """A second attention of your own: meta-tokens that see one another, and also the text right before them.
 
-    model = NearTextModel(MetaGPT2Config(vocab_size=64, meta_token_id=63))
+    model = NearTextModel(NearTextConfig(vocab_size=64, meta_token_id=63))
 
-It trains, generates, and is saved like every model of the family, with any cache, and with a text window.
+It trains and generates like every model of the family, with any cache of transformers and with a text window.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM
 from metatokens.model.attention import MetaAttention
@@ -23,31 +23,40 @@ class NearTextAttention(MetaAttention):
 
     needs_all_rows = True  # text has keys and values here, so the model does not gather the meta-tokens' rows
 
-    def forward(
-        self, x: Tensor, *, rows: DenseRows, cache: Any, mask: Tensor | None, rotary: Any, **_: Any
+    def forward(  # type: ignore[override]
+        self, x: Tensor, *, rows: DenseRows, cache: Any, mask: Any, rotary: Any, log_keys: Any, engine: Any, attend: Any
     ) -> tuple[Tensor, None]:
         """The output for x, both (batch, length, width); the model adds it at meta-tokens alone."""
-        q, k, v = self.project(x, rotary)
+        q, k, v = self.project(x, rotary, log_keys)
         is_meta = rows.valid[:, None, :, None].to(k)
-        k, v = torch.cat([k, is_meta], dim=-1), pad(v, (0, 1))  # a further feature tells a cache which keys are text
+        k, v = torch.cat([k, is_meta], dim=-1), pad(v, (0, 1))  # a cache holds which keys are meta-tokens, too
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        k, is_meta_key, v = k[..., :-1], k[..., -1:] == 1, v[..., :-1]
+        k, is_meta_key, v = k[..., :-1], k[..., -1] == 1, v[..., :-1]
         queries, keys = q.shape[2], k.shape[2]
         seen = torch.ones(queries, keys, dtype=torch.bool, device=x.device).tril(keys - queries)
         if mask is not None:
             seen = shown(mask)[..., -keys:]
-        is_near = seen.flip(-1).cumsum(-1).flip(-1) <= NEAR  # of the keys that M shows
-        allowed = seen & (is_near | is_meta_key.transpose(-1, -2))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=self.scaling)
+        seen_from_key_on = seen.flip(-1).cumsum(-1).flip(-1)  # how many keys M shows from a key to the query
+        allowed = seen & ((seen_from_key_on <= NEAR) | is_meta_key[:, :, None, :])
+        out = scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=self.scaling)
         return self.out_proj(out.transpose(1, 2).flatten(2)), None
+
+
+class NearTextConfig(MetaGPT2Config):
+    """Has a type of its own, so that no other class loads the weights."""
+
+    model_type = "near_text_gpt2"
 
 
 class NearTextModel(MetaGPT2ForCausalLM):
     """GPT-2 with this attention in each block."""
 
-    def __init__(self, config: MetaGPT2Config):
+    config_class = NearTextConfig
+
+    def __init__(self, config: NearTextConfig):
         super().__init__(config)
         for number, block in enumerate(self.model.layers):
             block.second_attention = NearTextAttention(config, number, config.num_hidden_layers + number)
+            block.second_attention.is_rotated = block.attention.is_rotated
         self.post_init()

@@ -2,11 +2,13 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from examples.second_attention import NEAR, NearTextModel
+from examples.second_attention import NEAR, NearTextConfig, NearTextModel
 from metatokens import set_text_window
 from tests.model.test_visibility import AT_ONCE, IN_PIECES, IS_META, LENGTH, SINKS, WINDOW, Pass, seen
 from tests.model.tiny_models import META, random_rows, randomize, tiny_config
@@ -14,10 +16,15 @@ from tests.model.tiny_models import META, random_rows, randomize, tiny_config
 PASSES = AT_ONCE | IN_PIECES
 
 
+def config(**fields: Any) -> NearTextConfig:
+    """A small configuration."""
+    return NearTextConfig.from_dict(tiny_config(**fields).to_dict() | {"model_type": "near_text_gpt2"})
+
+
 @pytest.fixture(scope="module")
 def model() -> NearTextModel:
     """A random model of one block, in which causal attention adds nothing."""
-    model = NearTextModel(tiny_config(num_hidden_layers=1, bias=False)).double().eval()
+    model = NearTextModel(config(num_hidden_layers=1, bias=False)).double().eval()
     randomize(model)
     torch.nn.init.zeros_(model.model.layers[0].attention.out_proj.weight)
     return model
@@ -46,7 +53,7 @@ def test_whom_a_meta_token_sees(model: NearTextModel, name: str, window: int | N
 
 
 def test_it_trains_generates_and_is_saved(tmp_path: Path) -> None:
-    model = NearTextModel(tiny_config())
+    model = NearTextModel(config())
     ids = torch.tensor(random_rows([20, 20]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -63,6 +70,8 @@ def test_it_trains_generates_and_is_saved(tmp_path: Path) -> None:
     options = {"max_new_tokens": 10, "do_sample": False, "meta_every": 3}
     generated = model.generate(ids[:1], **options)
     assert torch.equal(again.generate(ids[:1], **options), generated)
+    with pytest.raises(ValueError, match="near_text_gpt2"):  # no other class takes the weights for its own
+        AutoModelForCausalLM.from_pretrained(tmp_path)
     without_cache = copy.deepcopy(model).generate(ids[:1], use_cache=False, **options)
     assert torch.equal(generated, without_cache)
     assert (ids[0] == META).any()

@@ -24,10 +24,10 @@ from metatokens.files import (
     LOCK,
     PARTIAL,
     file_sha256,
-    resolve_base,
     library_writes,
-    relative_base_name,
     read_json,
+    relative_base_name,
+    resolve_base,
     sha256_of,
     write_whole,
 )

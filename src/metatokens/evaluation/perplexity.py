@@ -28,7 +28,6 @@ from metatokens.model.positions import check_length
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import About, Result
 
-
 BlockOf = Callable[[int], tuple[np.ndarray, np.ndarray]]  # row -> ids and labels of a block, each (positions,) int64
 
 

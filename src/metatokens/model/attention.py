@@ -182,7 +182,7 @@ class CausalAttention(Attention):
         if store is not None:
             k, v = store.update(k, v, self.layer_idx, kwargs=engine)
         if cache is not None and isinstance(mask, Tensor):  # not the block mask of flex attention
-            mask = mask[..., -k.shape[2] :]  # the second module has no keys for a learned prefix
+            mask = mask[..., -k.shape[2] :]  # PEFT's learned prefixes are keys of the first module alone
         out, weights = attend(self, q, k, v, mask, scaling=self.scaling, dropout=0.0, **engine)
         return linear(self.out_proj, out.flatten(2)), weights
 
@@ -194,8 +194,10 @@ class MetaAttention(Attention):
     is_second = True
 
     def __init__(self, config: Sizes, block: int, layer_idx: int):
-        super().__init__(config, layer_idx)  # its layer in a cache of a fixed size, or of pages
-        self.block = block  # its layer in a cache that grows
+        # A cache of a fixed size, or of pages, has a further layer for this module. In a cache that grows, its entries
+        # are a second store of the block's own layer.
+        super().__init__(config, layer_idx)
+        self.block = block
 
     def forward(
         self,
@@ -217,8 +219,9 @@ class MetaAttention(Attention):
             cache: holds earlier meta-tokens' keys and values, and takes the new ones.
             attend: the model's attention function. The gathered form uses it if it is transformers' eager one and there
                 is a `mask`, and otherwise sdpa.
-            mask: a mask over all positions, (batch, heads or 1, length, total). The gathered form needs it if the model
-                was given one of four dimensions, or is to return eager weights. None: the rows' order decides.
+            mask: a mask over all positions, (batch, heads or 1, length, total). None: the rows' order decides. The
+                gathered form is given one in two cases: the model was given a mask of four dimensions, or the eager
+                function has to return weights.
             rotary: rotary tables for the positions of these rows, or None.
             log_keys: (batch, most, 1), the logarithm of the number of meta-tokens that each row sees; for scalable
                 softmax.
@@ -271,7 +274,8 @@ class MetaAttention(Attention):
         """Attend over all positions, where one more feature of each head hides text from meta-tokens.
 
         The feature is 1 in each query. In a key it is 0 at a meta-token, and at text a number so far below zero that
-        text gets a weight of exactly 0, since a meta-token sees itself at least.
+        text gets a weight of exactly 0, since a meta-token sees itself at least. An engine's pages have no room for it:
+        there, a key whose features are all `TEXT_KEY` is text, and gets the feature when it is read.
         """
         is_meta, size = is_meta[:, None, :, None], q.shape[-1]
         is_text = ~is_meta

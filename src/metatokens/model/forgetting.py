@@ -1,9 +1,11 @@
-"""Text that is forgotten: a query sees every meta-token, the first tokens and the last ones, and nothing else.
+"""Text that is forgotten: in most blocks a query sees the meta-tokens, the first tokens, the last ones, and no others.
 
 A query sees itself and earlier keys: a key that is a meta-token, a key whose position is below `text_sinks`, and a key
-that is fewer than `text_window` positions back. So a key is seen from its own position to that of its last reader.
-These two positions are all that a mask needs, and all that a cache has to keep about each entry. In the blocks
-`text_full_layers` every later query sees a key, and the cache drops nothing.
+that is fewer than `text_window` positions back. In the blocks `text_full_layers`, counted from 0, it sees all earlier
+keys, and the cache drops nothing.
+
+So a key is seen from its own position to that of its last reader. These two positions are all that a mask needs, and
+all that a cache has to keep about each entry (`KeyNotes`).
 """
 
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 
 from metatokens.errors import UserError
-from metatokens.model.forgetting_cache import KeyNotes, as_forgetting_cache, last_position_noted
+from metatokens.model.forgetting_cache import KeyNotes, last_position_noted, make_forgetting
 
 FOREVER = torch.iinfo(torch.int64).max
 
@@ -82,7 +84,7 @@ class ForgettingRule:
         if sequences is not None:
             positions = _one_after_another(positions, positions, sequences)
         if cache is not None:
-            cache = as_forgetting_cache(cache, config)
+            make_forgetting(cache, config)
             cache.make_room(notes[0], config.text_window)
             notes = cache.take_note(notes)
         rule, *full_rules = (cls(positions, keys) for keys in notes)
@@ -148,7 +150,10 @@ def _notes(positions: Tensor, last_readers: Tensor, is_real: Tensor, sequences: 
 
 
 def _one_after_another(values: Tensor, positions: Tensor, sequences: Tensor) -> Tensor:
-    """Positions, or last readers, as if each packed sequence came after the one before."""
+    """Positions, or last readers, as if each packed sequence came after the one before.
+
+    No token of a sequence is read after the sequence's end.
+    """
     size = positions.max() + 1
     return torch.minimum(values, size - 1) + sequences * size
 
@@ -156,8 +161,8 @@ def _one_after_another(values: Tensor, positions: Tensor, sequences: Tensor) -> 
 def _check_order(positions: Tensor, is_real: Tensor, cache: Any) -> None:
     """Refuse positions, (batch or 1, length), that are not above those of all real tokens before them.
 
-    By its position a key is before a query or after it. A mask that hides tokens that the cache noted as real lowers
-    the positions after them.
+    The rule takes a key with a lower position for an earlier key. Positions that count the real tokens of a mask do not
+    grow if the mask hides a token that the cache noted as real.
     """
     before = last_position_noted(cache, len(is_real)).to(positions)
     real_positions = positions.expand_as(is_real).masked_fill(~is_real, -1)

@@ -85,23 +85,25 @@ class ForgettingCache(AnyCache):
     Entries that no later query sees are dropped when some have piled up, so that a step seldom copies the cache. A
     layer holds at most max(16, text_window // 4) such entries, and those that the last forward pass added.
 
+    The cache has to keep `KeyNotes` about its entries while its rows are reordered, repeated and selected. So the notes
+    are further layers, after those with keys and values: the positions are their keys and the last readers their
+    values, (batch, 1, held, 1) each. The first such layer is about the layers that forget. A second one is about the
+    layers that hold everything, if there are any.
+
     Attributes:
-        number_of_layers: that of the layers with keys and values. The layers after them hold `KeyNotes` about the
-            entries, as keys and values of one feature each, (batch, 1, held, 1): first about those of layers that
-            forget, then about those of layers that hold everything, if there are any. Being layers, they follow
-            whatever is done with a cache: rows are reordered, repeated and selected.
-        remembering: the indices of the layers that hold everything, the notes on them included.
+        number_of_layers: that of the layers with keys and values.
+        full_layers: the indices of the layers that hold everything, the notes on them included.
         rule: the `text_window`, `text_sinks` and `text_full_layers` of the model that fills it.
-        left: how many entries were left when some were dropped the last time.
+        held_after_drop: how many entries were held after some were dropped the last time.
         keeps_all: whether it drops nothing, as for a model that drafts, whose last tokens are taken back.
     """
 
     layers: list[Any]
     is_compileable: bool  # whether the layers have a fixed size
     number_of_layers: int
-    remembering: Sequence[int]
+    full_layers: Sequence[int]
     rule: tuple[int, int, tuple[int, ...]]
-    left = 0
+    held_after_drop = 0
     keeps_all = False
 
     @property
@@ -127,8 +129,11 @@ class ForgettingCache(AnyCache):
     def make_room(self, new: KeyNotes, window: int) -> None:
         """Drop entries that no query sees from now on, or choose those that new ones replace.
 
+        No query of this pass or of a later one has a position below the first new key's. So an entry is dropped if its
+        last reader is before that.
+
         Args:
-            new: about the new keys, in layers that forget. Positions of a later pass are at least the smallest here.
+            new: about the new keys, in layers that forget.
             window: the model's `text_window`.
 
         Raises:
@@ -142,7 +147,7 @@ class ForgettingCache(AnyCache):
                 "this cache lost entries, or has some that a text_window cannot place: those of learned prompts, or of "
                 "a pass in training mode."
             )
-        elif not self.keeps_all and self.held >= max(self.left, window) + max(16, window // 4):
+        elif not self.keeps_all and self.held - max(self.held_after_drop, window) >= max(16, window // 4):
             self._drop(positions_of(self.notes.values[:, 0, :, 0] >= first_position))
 
     def take_note(self, new: Sequence[KeyNotes]) -> list[KeyNotes]:
@@ -163,10 +168,10 @@ class ForgettingCache(AnyCache):
     def _drop(self, index: Tensor) -> None:
         """Drop all entries but those at `index`, (batch, left), in each layer that forgets."""
         for number, layer in enumerate(self.layers):
-            if number not in self.remembering:
+            if number not in self.full_layers:
                 layer.keep(index)
         self.notes.values = self.notes.values.masked_fill((index < 0)[:, None, :, None], -1)
-        self.left = index.shape[1]
+        self.held_after_drop = index.shape[1]
 
     def _choose_replaced(self, new: KeyNotes, first_position: Tensor) -> None:
         """Choose where new entries go in layers of a fixed size: to free places, and to those of unseen entries."""
@@ -197,16 +202,15 @@ class ForgettingCache(AnyCache):
         """
         if self.is_compileable:
             raise UserError("a cache of a fixed size that forgets text cannot be cropped.")
-        if self.has_dropped and -tokens_to_remove > self.held - self.left:
-            raise UserError(
-                f"text was dropped from this cache; only its last {self.held - self.left} tokens can be removed."
-            )
+        removable = self.held - self.held_after_drop
+        if self.has_dropped and -tokens_to_remove > removable:
+            raise UserError(f"text was dropped from this cache; only its last {removable} tokens can be removed.")
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self.left = 0
+        self.held_after_drop = 0
         if self.is_compileable:
             self.notes.values.fill_(-1)
 
@@ -219,8 +223,8 @@ def last_position_noted(cache: Any, rows: int) -> Tensor:
     return cache.notes.keys.masked_fill(is_padding, -1).amax(dim=2)[:, 0]
 
 
-def as_forgetting_cache(cache: Any, config: Any) -> ForgettingCache:
-    """The cache of a model with this configuration, which forgets text from now on.
+def make_forgetting(cache: Any, config: Any) -> None:
+    """Have the cache of a model with this configuration forget text from now on, in place.
 
     Raises:
         UserError: if the cache is of another kind, was filled with another window, or has a fixed size while some
@@ -231,7 +235,7 @@ def as_forgetting_cache(cache: Any, config: Any) -> ForgettingCache:
     if isinstance(cache, ForgettingCache):
         if cache.rule != rule:
             raise UserError(_OTHER_CACHE)
-        return cache
+        return
     blocks = config.get_text_config().num_hidden_layers
     cache.layers += [DynamicLayer() for _ in range(blocks - len(cache.layers))]
     has_fixed_size = isinstance(cache.layers[0], StaticLayer)
@@ -242,15 +246,14 @@ def as_forgetting_cache(cache: Any, config: Any) -> ForgettingCache:
     cache.rule = rule
     cache.number_of_layers = len(cache.layers)
     # A second attention's layers come after those of all blocks.
-    cache.remembering = [number for number in range(cache.number_of_layers) if number % blocks in full_blocks]
+    cache.full_layers = [number for number in range(cache.number_of_layers) if number % blocks in full_blocks]
     size = [cache.layers[0].max_cache_len] if has_fixed_size else []
     cache.layers.append(type(cache.layers[0])(*size))
     if full_blocks:
-        cache.remembering.append(len(cache.layers))
+        cache.full_layers.append(len(cache.layers))
         cache.layers.append(type(cache.layers[0])(*size))
     for layer in cache.layers:
         add_mixin(layer, ForgettingStaticLayer if has_fixed_size else ForgettingLayer)
-    return cache
 
 
 def _check_kind(cache: Any, kind: Any) -> None:
@@ -260,7 +263,7 @@ def _check_kind(cache: Any, kind: Any) -> None:
         raise UserError("a text_window needs a DynamicCache or a StaticCache, neither quantized nor offloaded.")
 
 
-def check_remembering(cache: Any) -> None:
+def refuse_forgetting_cache(cache: Any) -> None:
     """Refuse a cache that forgets text, for a model that has no text window now."""
     if isinstance(cache, ForgettingCache):
         raise UserError(_OTHER_CACHE)

@@ -1,7 +1,7 @@
 """Classes that are made when a program runs: a class of another library with one of our mixins in front.
 
-An ordinary subclass would be simpler, and is used where we make the object (`MetaTokenCacheLayer`, `DenseStaticLayer`).
-These objects are made by others, before we see them, and of a class that we do not know in advance:
+An ordinary subclass would be simpler, and is used where the base is one known class (`MetaTokenCacheLayer`,
+`DenseStaticLayer`). These objects are made by others, and of a class that we do not know in advance:
 
 - **A decoder, its blocks and its table of embeddings** belong to one of a hundred architectures of transformers. Their
   calls have to change (a block runs meta-attention), and forward hooks do not suffice: gradient checkpointing calls a
@@ -29,8 +29,8 @@ def class_with(mixin: Any, base: Any) -> Any:
         plain = super(made, self).__reduce_ex__(max(protocol, 2))
         if type(self) is not made:  # a subclass has a name of its own
             return plain
-        _, (_, *args), *rest = plain
-        return _new, (recipe_of(made), *args), *rest
+        _, (_, *arguments), *state = plain  # copyreg.__newobj__, the class with arguments of __new__, and the state
+        return _new, (origin_of(made), *arguments), *state
 
     attributes = {
         "__module__": base.__module__,
@@ -50,24 +50,24 @@ def add_mixin(target: object, mixin: type) -> None:
         target.__class__ = class_with(mixin, type(target))  # type: ignore[arg-type]  # a class is hashable
 
 
-def recipe_of(kind: Any) -> Any:
+def origin_of(kind: Any) -> Any:
     """The function that made a class with a mixin, and its arguments, for pickle; any other class as it is.
 
     Such a class has both as its attribute `made_by`.
     """
     made_by = vars(kind).get("made_by") if isinstance(kind, type) else None
-    return kind if made_by is None else (made_by[0], *map(recipe_of, made_by[1:]))
+    return kind if made_by is None else (made_by[0], *map(origin_of, made_by[1:]))
 
 
-def _class_by(recipe: Any) -> Any:
-    """The class that `recipe_of` describes."""
-    if not isinstance(recipe, tuple):
-        return recipe
-    function, *arguments = recipe
+def _class_by(origin: Any) -> Any:
+    """The class that `origin_of` describes."""
+    if not isinstance(origin, tuple):
+        return origin
+    function, *arguments = origin
     return function(*map(_class_by, arguments))
 
 
-def _new(recipe: Any, *arguments: Any) -> Any:
-    """An object without attributes, for pickle, of the class that `recipe_of` describes."""
-    kind = _class_by(recipe)
+def _new(origin: Any, *arguments: Any) -> Any:
+    """An object without attributes, for pickle, of the class that `origin_of` describes."""
+    kind = _class_by(origin)
     return kind.__new__(kind, *arguments)

@@ -248,7 +248,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
 
     @property
     def _second_needs_all_rows(self) -> bool:
-        """Whether the second attention is one of `examples/second_attention.py`'s kind."""
+        """Whether the second attention computes the rows of text too, as a further kind of it may."""
         return any(
             layer.second_attention is not None and layer.second_attention.needs_all_rows for layer in self.layers
         )
@@ -334,9 +334,8 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
                 output flags of transformers.
 
         Returns:
-            Logits (batch, positions, vocabulary). In training mode with labels that are shifted here, only those that a
-            label scores, as (labels, vocabulary), since the head is the widest product of a small model; with
-            `scored_positions`, the logits at those positions, (batch, most, vocabulary).
+            Logits (batch, positions, vocabulary). In training mode with labels that are shifted here, only the logits
+            that a label scores: (labels, vocabulary), or (batch, most, vocabulary) with `scored_positions`.
 
         Raises:
             UserError: if the sequence is longer than a learned table of positions; if several are packed into a row
@@ -388,7 +387,7 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
         return logits, self.loss_function(logits, None, self.config.vocab_size, **kwargs | {"shift_labels": targets})
 
     def _meta_attentions(self, outputs: BaseModelOutputWithPast) -> tuple[Tensor, ...] | None:
-        """The second module's weights, 0 where meta-attention did not run, since there is no meta-token."""
+        """The second module's weights; all are 0 if no module returned any, since there was no meta-token."""
         weights = outputs.get("meta_attentions")
         return tuple(map(torch.zeros_like, outputs.attentions)) if weights == () else weights
 

@@ -184,7 +184,7 @@ class DenseRows:
         """Add `rows`, both (batch, length, features), at the meta-tokens' places."""
         return x + rows.to(x.dtype).masked_fill(~self.valid[:, :, None], 0.0)
 
-    def mask(self, cached: Tensor | int, total: int) -> Tensor:
+    def causal_mask(self, cached: Tensor | int, total: int) -> Tensor:
         """Which of `total` keys each row sees, if the rows follow `cached` tokens: (1, 1, length, total) bool.
 
         It ignores padding: padding is no meta-token, so meta-attention hides it like text.

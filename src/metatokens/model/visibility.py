@@ -16,7 +16,8 @@ base makes its own, unless it forgets text.
 |                      | in full blocks everything                         |                          |
 | of an engine         | what the engine's pages hold of their own request | the engine               |
 
-Meta-attention sees the meta-tokens among these (P). Its rows are gathered or dense (`rows.py`).
+Of these, meta-attention sees the meta-tokens alone: that is the paper's P, which `attention.py` computes. Padding is no
+meta-token (`NewTokens.without_padding`).
 """
 
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ from metatokens.errors import UserError
 from metatokens.model.attention import AttentionKwargs, MetaAttentionKwargs
 from metatokens.model.cache import meta_key_counts, size_of
 from metatokens.model.forgetting import ForgettingRule
-from metatokens.model.forgetting_cache import check_remembering
+from metatokens.model.forgetting_cache import refuse_forgetting_cache
 from metatokens.model.positions import Rotary, check_positions, counts_within, position_ids_from_mask
 from metatokens.model.rows import DenseRows, GatheredRows, positions_of, shown
 
@@ -69,7 +70,10 @@ def meta_tokens(
 def meta_attention_form(
     cache: Cache | None, engine: Mapping[str, Any], *, makes_cache: bool, has_places: bool
 ) -> MetaAttentionForm:
-    """The form of meta-attention: dense where its rows cannot be gathered, since nobody may read a tensor's values.
+    """The form of meta-attention: dense where its rows cannot be gathered.
+
+    Their number depends on values of a tensor. An engine, a cache of a fixed size, and a graph without a cache all need
+    shapes that do not.
 
     Args:
         cache: holds the tokens before, or None.
@@ -154,7 +158,7 @@ class Visibility:
     Attributes:
         tokens: where they are among all tokens.
         positions: (batch or 1, length) int64, or fractions if the caller gave them.
-        meta_positions: the same for meta-attention, which may count padding.
+        rotary_positions: the same for the rotary angles of meta-attention, which may count padding.
         sequences: (batch or 1, length) int64, as from `packed_sequences`; None where a row is one sequence.
         attention_mask: as the model was given it, without columns for tokens to come.
         cache: holds the tokens before; None without one.
@@ -166,7 +170,7 @@ class Visibility:
 
     tokens: NewTokens
     positions: Tensor
-    meta_positions: Tensor
+    rotary_positions: Tensor
     sequences: Tensor | None
     attention_mask: Any
     cache: Any
@@ -188,7 +192,7 @@ class Visibility:
         engine: Mapping[str, Any],
         form: MetaAttentionForm | None,
         meta_places: Tensor | None = None,
-        counts_padding: bool = False,
+        rotates_by_place: bool = False,
         minimum_rows: int = 0,
         needs_weights: bool = False,
     ) -> "Visibility":
@@ -205,7 +209,8 @@ class Visibility:
             engine: as from `engine_of`.
             form: of meta-attention; None if the model has none.
             meta_places: (batch, most) int64, the places of meta-tokens, as from `positions_of`; they spare a sync.
-            counts_padding: whether meta-attention counts padding where the caller gave no positions.
+            rotates_by_place: whether the rotary angles of meta-attention count padding too, unless the caller gave
+                positions or text is forgotten.
             minimum_rows: the number of gathered rows is at least this.
             needs_weights: whether attention weights are to be returned.
 
@@ -219,14 +224,14 @@ class Visibility:
             check_positions(config, int(tokens.cached) + is_meta.shape[1], positions)
         is_meta = tokens.without_padding(is_meta)
         forgets = config.text_window is not None
-        counts_places = counts_padding and position_ids is None and not forgets
-        meta_positions = tokens.cache_position[None] if counts_places else positions
+        counts_places = rotates_by_place and position_ids is None and not forgets
+        rotary_positions = tokens.cache_position[None] if counts_places else positions
         rows: GatheredRows | DenseRows | None = None
         if form == "dense":
             rows = DenseRows(is_meta)
         elif form == "gathered":
             index = positions_of(is_meta) if meta_places is None else meta_places
-            rows = GatheredRows.at(index, tokens.cached, meta_positions, sequences, minimum=minimum_rows)
+            rows = GatheredRows.at(index, tokens.cached, rotary_positions, sequences, minimum=minimum_rows)
         rule = None
         if forgets:
             are_chosen = position_ids is not None
@@ -236,10 +241,10 @@ class Visibility:
             if needs_weights and cache is not None:
                 cache.check_weights()
         else:
-            check_remembering(cache)
+            refuse_forgetting_cache(cache)
         mask = attention_mask if tokens.padding_mask is None else tokens.padding_mask
         return cls(
-            tokens, positions, meta_positions, sequences, mask, cache, engine, rows, rule, needs_weights=needs_weights
+            tokens, positions, rotary_positions, sequences, mask, cache, engine, rows, rule, needs_weights=needs_weights
         )
 
     def of_blocks(
@@ -330,9 +335,11 @@ class Visibility:
         return meta
 
     def _reads_mask_in_gathered_form(self, causal: AttentionKwargs) -> bool:
-        """Whether the mask says more than the order of the meta-tokens, or weights are spread over its columns.
+        """Whether the gathered form needs the mask; otherwise the order of the meta-tokens says what they see.
 
-        A `rule` hides no meta-token, and a cache that drops text has other columns than the mask.
+        A mask of four dimensions may hide meta-tokens. The eager function returns weights, which are spread over the
+        mask's columns. With a text window they are spread only if they are asked for: the window hides no meta-token,
+        and the mask's columns are then the entries that the cache holds.
         """
         if self.attention_mask is not None and self.attention_mask.ndim == 4:
             return True
@@ -359,10 +366,10 @@ class Visibility:
         if mask is not None:
             return seen_by_a_head(mask)
         if self.cache is not None:
-            return self.rows.mask(self.tokens.cached, self.cache.layers[-1].max_cache_len)
+            return self.rows.causal_mask(self.tokens.cached, self.cache.layers[-1].max_cache_len)
         if self.sequences is not None:
             is_same = self.sequences[:, None, :, None] == self.sequences[:, None, None, :]
-            return self.rows.mask(0, length) & is_same
+            return self.rows.causal_mask(0, length) & is_same
         return None
 
 

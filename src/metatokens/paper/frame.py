@@ -15,9 +15,9 @@ import pandas as pd
 
 from metatokens.errors import UserError
 from metatokens.evaluation.intervals import wilson_interval
-from metatokens.paper.run_files import RunLines, read_runs
 from metatokens.paper.choices import PresetName
 from metatokens.paper.records import CurvePoint, Timing
+from metatokens.paper.run_files import RunLines, read_runs
 from metatokens.records import SEPARATOR, AnalysisMetric, Measurement, Metric, Record, Result, pack_hits, unpack_hits
 
 PRESETS = get_args(PresetName)

@@ -19,9 +19,9 @@ import yaml
 
 from metatokens.errors import UserError
 from metatokens.machine import available_cores, end_with_parent, keep_freed_memory, worker_context
+from metatokens.paper.choices import Executor
 from metatokens.paper.plan import Stage
 from metatokens.paper.runner import Outcome, Runner
-from metatokens.paper.choices import Executor
 from metatokens.recipe import parse_yaml
 from metatokens.training.trainer import Progress, unwatched
 

@@ -11,15 +11,15 @@ from typing import Any
 
 from metatokens.files import write_whole
 from metatokens.machine import available_cores
+from metatokens.paper.choices import Executor
 from metatokens.paper.display import Display
 from metatokens.paper.plan import Stage, select, stages
 from metatokens.paper.pools import Pool, open_pool
 from metatokens.paper.presets import preset
+from metatokens.paper.records import ModelInfo, RunInfo
 from metatokens.paper.run_log import RunLog
 from metatokens.paper.runner import WEIGHTS, Runner
 from metatokens.paper.variants import Preset
-from metatokens.paper.choices import Executor
-from metatokens.paper.records import ModelInfo, RunInfo
 from metatokens.records import library_versions, now
 from metatokens.training.run_folder import open_run
 

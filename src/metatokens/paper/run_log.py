@@ -21,8 +21,8 @@ from metatokens.errors import UserError
 from metatokens.files import append_lines, write_whole
 from metatokens.paper.plan import Stage
 from metatokens.paper.pools import Done
-from metatokens.paper.runner import WEIGHTS
 from metatokens.paper.records import PACKED
+from metatokens.paper.runner import WEIGHTS
 from metatokens.records import library_versions, now, read_text
 from metatokens.training.run_folder import differences
 

@@ -33,9 +33,9 @@ from metatokens.looking.look import look
 from metatokens.looking.page import to_html
 from metatokens.model.interventions import Intervention, intervene
 from metatokens.paper.plan import PRETRAINED, Stage, examples_name
+from metatokens.paper.records import LOOKS, CurvePoint
 from metatokens.paper.variants import Preset, TrainedModel, finetune_recipe, lengths_tested, pretrain_recipe
 from metatokens.recipe import FinetuneRecipe, Phase, PretrainRecipe
-from metatokens.paper.records import LOOKS, CurvePoint
 from metatokens.records import About, ExampleRecord, Measurement, Result, read_lines
 from metatokens.retrofit.injection import add_meta_attention
 from metatokens.tasks import TASKS

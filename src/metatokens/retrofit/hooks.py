@@ -30,9 +30,10 @@ from metatokens.retrofit.layers import added_parameters, check_table
 
 def add_at_site(site: nn.Module, args: Any, output: Any) -> Any:
     """Forward hook of a site: add meta-attention to the output, which joins the residual stream."""
-    if (running := current().block) is None:
+    running_block = current().block
+    if running_block is None:
         return output
-    block, x, context, cache = running
+    block, x, context, cache = running_block
     y = output[0] if isinstance(output, tuple) else output
     context = context.to(y.device)
     state = context.rows.gather(y)
@@ -77,7 +78,8 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     running.sequences = sight.sequences if _has_masks(decoder) else None
     running.context = _context(decoder, sight)
     running.masks = None if len(masks) < 2 else masks
-    if running.masks is not None and not (form == "dense" and cache is None):
+    is_whole_graph = form == "dense" and cache is None
+    if running.masks is not None and not is_whole_graph:
         _join_masks(*masks)
     return args, kwargs | _inputs_of_base(sight, masks, kwargs)
 
@@ -102,7 +104,8 @@ def _masks_of_blocks(decoder: Any, sight: Visibility) -> tuple[Any, ...]:
 def _inputs_of_base(sight: Visibility, masks: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """What the base is given in place of its inputs."""
     inputs: dict[str, Any] = {}
-    if sight.sequences is not None:  # next to a cache, even an empty one, transformers looks for no packed sequences
+    if sight.sequences is not None:
+        # The base would make a cache, and transformers does not keep packed sequences apart where there is one.
         inputs["use_cache"] = False
     if masks:
         inputs |= {"attention_mask": masks[0], CACHE: sight.cache}
@@ -136,7 +139,7 @@ def _see(
         sequences=sequences,
         engine=engine,
         form=form,
-        counts_padding=True,  # as the blocks of most bases do, which count all tokens
+        rotates_by_place=True,  # as most bases count all tokens
         minimum_rows=minimum_rows(decoder),
         needs_weights=kwargs.get("output_attentions", decoder.config.output_attentions),
     )
@@ -157,7 +160,7 @@ def _context(decoder: Any, sight: Visibility) -> ForwardContext | None:
     settings, rows = decoder.meta_settings, sight.rows
     if rows is None or not settings.layers:
         return None
-    positions = rows.positions.clamp(min=0) if isinstance(rows, GatheredRows) else sight.meta_positions
+    positions = rows.positions.clamp(min=0) if isinstance(rows, GatheredRows) else sight.rotary_positions
     rotary = rotary_tables(positions, settings.head_size, settings.rope_theta)
     if not sight.engine:
         return ForwardContext(rows, rotary, sight.meta_mask_of_retrofit(decoder.config))

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from metatokens.decoder import decoder_of, own_blocks
 from metatokens.errors import UserError, one_line
-from metatokens.files import DAMAGED, resolve_base, relative_base_name, read_json, write_whole
+from metatokens.files import DAMAGED, read_json, relative_base_name, resolve_base, write_whole
 from metatokens.model.wrappers import takes_wrapped, uncompiled
 from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
 from metatokens.retrofit.identity import difference, have_same_weights, settings_of, weight_checksums

@@ -29,7 +29,7 @@ from transformers.trainer import SCALER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from metatokens.checkpoint import load_model, make_adapter_portable, save_model, verify_manifest, write_manifest
-from metatokens.decoder import measure_cache_share, cache_share_line
+from metatokens.decoder import cache_share_line, measure_cache_share
 from metatokens.errors import UserError, one_line
 from metatokens.files import DAMAGED, library_writes
 from metatokens.machine import is_first_process, process_count

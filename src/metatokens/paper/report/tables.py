@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from metatokens.paper.frame import RATES, SPEEDS, Inputs, learned_from, learning_curves
+from metatokens.paper.records import Timing
 from metatokens.paper.report.paper import first_token_ratio, paper_table
 from metatokens.paper.report.table import (
     POSITIONS,
@@ -26,7 +27,6 @@ from metatokens.paper.report.table import (
     tabulate,
 )
 from metatokens.paper.report.text import NOT_RUN, PERCENT, TOKENS_RIGHT, Form, duration, name, number
-from metatokens.paper.records import Timing
 
 LENGTH_TABLES = {"list_recall": 7, "segment_counting": 8, "parity": 9, "copying": 10}
 ABLATION_TABLES = {"list_recall": (11, 15), "segment_counting": (12,), "parity": (13,), "copying": (14, 16)}
