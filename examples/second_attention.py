@@ -23,18 +23,16 @@ class NearTextAttention(MetaAttention):
 
     needs_all_rows = True  # text has keys and values here, so the model does not gather the meta-tokens' rows
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor, *, rows: DenseRows, cache: Any, mask: Any, rotary: Any, log_keys: Any, engine: Any, attend: Any
-    ) -> tuple[Tensor, None]:
-        """The output for x, both (batch, length, width); the model adds it at meta-tokens alone."""
-        q, k, v = self.project(x, rotary, log_keys)
+    def forward(self, x: Tensor, *, rows: DenseRows, cache: Any, mask: Any, rotary: Any, **others: Any) -> Any:
+        """The output for x, both (batch, length, width), which the model adds at meta-tokens; and no weights."""
+        q, k, v = self.project(x, rotary, others["log_keys"])
         is_meta = rows.valid[:, None, :, None].to(k)
         k, v = torch.cat([k, is_meta], dim=-1), pad(v, (0, 1))  # a cache holds which keys are meta-tokens, too
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         k, is_meta_key, v = k[..., :-1], k[..., -1] == 1, v[..., :-1]
-        queries, keys = q.shape[2], k.shape[2]
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=x.device).tril(keys - queries)
+        cached, keys = k.shape[2] - q.shape[2], k.shape[2]
+        seen = torch.ones(x.shape[1], keys, dtype=torch.bool, device=x.device).tril(cached)
         if mask is not None:
             seen = shown(mask)[..., -keys:]
         seen_from_key_on = seen.flip(-1).cumsum(-1).flip(-1)  # how many keys M shows from a key to the query

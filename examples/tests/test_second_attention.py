@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.second_attention import NEAR, NearTextConfig, NearTextModel
 from metatokens import set_text_window
+from metatokens.errors import UserError
 from tests.model.test_visibility import AT_ONCE, IN_PIECES, IS_META, LENGTH, SINKS, WINDOW, Pass, seen
 from tests.model.tiny_models import META, random_rows, randomize, tiny_config
 
@@ -75,3 +76,9 @@ def test_it_trains_generates_and_is_saved(tmp_path: Path) -> None:
     without_cache = copy.deepcopy(model).generate(ids[:1], use_cache=False, **options)
     assert torch.equal(generated, without_cache)
     assert (ids[0] == META).any()
+
+
+def test_continuous_batching_is_refused() -> None:
+    model = NearTextModel(config(eos_token_id=0)).eval()
+    with pytest.raises(UserError, match="no second attention of this kind"):
+        model.generate_batch([[1, 2, 3]], max_new_tokens=2)
