@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from metatokens.files import resolve_base, relative_base_name
+from metatokens.files import relative_base_name, resolve_base
 
 
 def test_a_base_is_found_from_folders_that_have_nothing_in_common_with_its_own(tmp_path: Path) -> None:

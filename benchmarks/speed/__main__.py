@@ -17,8 +17,8 @@ from metatokens.cli.options import CORPUS, SEVERAL, TOKENIZER, AsJson, ResultFil
 from metatokens.cli.output import check_results_file, progress_bar, write_records
 from metatokens.errors import UserError
 from metatokens.machine import available_cores
-from metatokens.recipe import Device, Dtype
 from metatokens.paper.records import Benchmark
+from metatokens.recipe import Device, Dtype
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -17,8 +17,8 @@ from metatokens.errors import UserError
 from metatokens.model.attention import FEW_ROWS, linear
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
-from metatokens.recipe import Device, Dtype
 from metatokens.paper.records import Benchmark
+from metatokens.recipe import Device, Dtype
 from metatokens.training.batches import with_positions
 
 FRACTION = 0.1  # share of meta-tokens in a sequence (the paper's k)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from metatokens.looking.figure import draw
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -18,7 +19,6 @@ from metatokens.analysis.observation import observe
 from metatokens.checkpoint import load_model
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.errors import UserError
-from metatokens.looking.figure import draw
 from metatokens.looking.look import COVERED, DECOYS, WITH, WITHOUT, cover, likeliest, with_decoys
 from metatokens.looking.page import Look, coarse, to_html
 from tests.analysis.recording_oracle import RecordingOracle

@@ -14,7 +14,6 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    StaticCache,
 )
 
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM, MetaTokenCache

@@ -21,10 +21,10 @@ from metatokens.paper import pools, presets, run
 from metatokens.paper import run_log as run_log_module
 from metatokens.paper.frame import load
 from metatokens.paper.plan import Stage, stages
+from metatokens.paper.records import RunInfo, lines_file
 from metatokens.paper.run_log import RunLog
 from metatokens.paper.runner import Outcome, Runner
 from metatokens.paper.variants import LandmarksTest, Preset, TrainedModel
-from metatokens.paper.records import RunInfo, lines_file
 from metatokens.records import ExampleRecord, Result, read_lines, read_record, unpack_hits
 from metatokens.tasks.curriculum import TASKS
 from metatokens.tasks.example_store import ExampleStore

@@ -14,7 +14,7 @@ from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.tasks.curriculum import TaskData
-from metatokens.training.bracket_loss import inside_labels, inside_loss
+from metatokens.training.bracket_loss import bracket_labels, bracket_loss
 from metatokens.training.finetune import finetune
 from metatokens.training.pretrain import new_gpt_neo
 from tests.numbers import ROUNDED
@@ -38,12 +38,12 @@ def test_bracket_loss_is_between_the_first_two_meta_tokens_of_the_prompt(small_s
     source = TaskData("segment_counting", tokenizer=small_store.tokenizer)
     for cases, marker in ((rows, meta), ([source.train(i, 128).input_ids for i in range(20)], 768)):
         for row in cases:
-            asked, inside = inside_labels(torch.tensor([row]), marker)
+            asked, inside = bracket_labels(torch.tensor([row]), marker)
             assert [*zip(asked[0].tolist(), inside[0].tolist(), strict=True)] == [
                 (a, a and b) for a, b in slow_labels(row, marker)
             ]
     counted = source.train(0, 128)
-    _, inside = inside_labels(torch.tensor([counted.input_ids]), 768)
+    _, inside = bracket_labels(torch.tensor([counted.input_ids]), 768)
     words = small_store.tokenizer.decode(torch.tensor(counted.input_ids)[inside[0]]).split()
     asked_item = re.search(r"does (\w+) appear", counted.prompt)
     assert asked_item is not None
@@ -67,9 +67,9 @@ def test_the_auxiliary_loss_is_that_of_a_linear_head_after_each_block_but_the_la
     model.train()
     plain = model(input_ids=ids, labels=labels).loss
     torch.manual_seed(1)
-    with inside_loss(model, 0.5, 4):
-        model.inside_heads.double()
-        heads = [(head.weight.detach().clone(), head.bias.detach().clone()) for head in model.inside_heads]
+    with bracket_loss(model, 0.5, 4):
+        model.bracket_heads.double()
+        heads = [(head.weight.detach().clone(), head.bias.detach().clone()) for head in model.bracket_heads]
         both = model(input_ids=ids, labels=labels).loss
         assert float(model.eval()(input_ids=ids, labels=labels).loss.detach()) == pytest.approx(
             float(plain.detach()), rel=ROUNDED
@@ -88,7 +88,7 @@ def test_the_auxiliary_loss_is_that_of_a_linear_head_after_each_block_but_the_la
         expected += np.mean(losses)
     assert len(heads) == 2
     assert float((both - plain).detach()) == pytest.approx(0.5 / 4 * expected, abs=ROUNDED * float(plain.detach()))
-    assert not hasattr(model, "inside_heads")
+    assert not hasattr(model, "bracket_heads")
     assert torch.equal(model.train()(input_ids=ids, labels=labels).loss, plain)
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from metatokens.training import muon
-from metatokens.training.bracket_loss import inside_loss
+from metatokens.training.bracket_loss import bracket_loss
 from metatokens.training.finetune import finetune
 from metatokens.training.muon import MuonWithAdamW, block_matrices
 from metatokens.training.trainer import MetaTokenTrainer
@@ -96,8 +96,8 @@ def test_the_blocks_of_any_decoder_are_found(kind: str) -> None:
     model.tower = torch.nn.Sequential(torch.nn.Linear(4, 4))  # such as for images
     assert {names[one] for one in block_matrices(model)} == expected
     model.config.meta_token_id = 47
-    with inside_loss(model, 1.0, 1):
-        assert {*block_matrices(model)} - names.keys() == {head.weight for head in model.inside_heads}
+    with bracket_loss(model, 1.0, 1):
+        assert {*block_matrices(model)} - names.keys() == {head.weight for head in model.bracket_heads}
     del model.tower
     frozen = names.keys() - set(block_matrices(model))
     for one in model.parameters():

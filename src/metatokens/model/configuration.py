@@ -6,8 +6,7 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+from transformers.modeling_rope_utils import RopeParameters
 
 from metatokens.errors import UserError
 from metatokens.model.choices import AttentionScale, PositionEmbedding, SecondAttention
@@ -62,7 +61,8 @@ class MetaGPT2Config(PreTrainedConfig):
         rope_parameters: rotary settings as in transformers (`rope_type`, `rope_theta`, YaRN's fields, ...).
 
     Raises:
-        UserError: if the value of a field is not allowed, or fields contradict each other.
+        StrictDataclassError: if the value of a field is not allowed, or fields contradict each other; of
+            `huggingface_hub`, as transformers' configurations raise it.
     """
 
     model_type = "meta_gpt2"
@@ -95,55 +95,56 @@ class MetaGPT2Config(PreTrainedConfig):
     tie_word_embeddings: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fill in what follows from other fields and refuse contradictions."""
+        """Fill in what follows from other fields."""
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
-        if self.position_embedding == "rope" and self.rope_parameters is None:
-            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
-        sizes = (self.vocab_size, self.hidden_size, self.num_hidden_layers, self.num_attention_heads)
-        if min(*sizes, self.intermediate_size, self.max_position_embeddings) < 1:
-            raise UserError("sizes in a model configuration must be positive.")
-        if self.hidden_size % self.num_attention_heads:
-            raise UserError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}."
-            )
-        if self.position_embedding == "rope" and (self.hidden_size // self.num_attention_heads) % 2:
-            raise UserError("rotary positions need an even head size (hidden_size / num_attention_heads).")
-        if self.rope_layers is not None and self.position_embedding != "rope":
-            raise UserError(
-                f"rope_layers is for position_embedding 'rope'; this model has {self.position_embedding!r}."
-            )
-        if self.rope_layers == []:
-            raise UserError("rope_layers is []; without positions, position_embedding is 'none'.")
-        for name in ("rope_layers", "text_full_layers"):
-            check_layers(name, getattr(self, name) or [], self.num_hidden_layers)
-        if not self.initializer_range >= 0:
-            raise UserError(f"initializer_range is {self.initializer_range}; a standard deviation is at least 0.")
-        if self.second_attention == "meta" and self.meta_token_id is None:
-            raise UserError("second_attention 'meta' needs a meta_token_id.")
-        if self.text_window is not None and (self.text_window < 1 or self.text_sinks < 0):
-            raise UserError(
-                f"text_window is {self.text_window} and text_sinks {self.text_sinks}; they must be at least 1 and 0."
-            )
-        if self.text_full_layers is not None and self.text_window is None:
-            raise UserError("text_full_layers needs a text_window: without one all layers see all text.")
-        if self.text_window is not None and self.meta_token_id is None:
-            raise UserError("text_window needs a meta_token_id: meta-tokens are what stays of the text.")
-        if self.activation not in ACT2FN:
-            raise UserError(f"activation {self.activation!r} is unknown; allowed are {', '.join(ACT2FN)}.")
-        rope_types = ("default", *ROPE_INIT_FUNCTIONS)
-        if (rope_type := (self.rope_parameters or {}).get("rope_type", "default")) not in rope_types:
-            raise UserError(f"rope_type {rope_type!r} is unknown; allowed are {', '.join(rope_types)}.")
-        if self.meta_token_id is not None and not 0 <= self.meta_token_id < self.vocab_size:
-            raise UserError(f"meta_token_id {self.meta_token_id} is outside the vocabulary of {self.vocab_size}.")
         if self.unpadded_vocab_size is None:
             self.unpadded_vocab_size = self.vocab_size
-        if not (self.meta_token_id or 0) < self.unpadded_vocab_size <= self.vocab_size:
-            raise UserError(
-                f"unpadded_vocab_size is {self.unpadded_vocab_size}; it must be above the meta_token_id "
-                f"{self.meta_token_id} and at most the vocab_size {self.vocab_size}."
-            )
+        if self.position_embedding == "rope" and self.rope_parameters is None:
+            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         super().__post_init__(**{"auto_map": dict(_AUTO_MAP)} | kwargs)
+
+    def validate_heads(self) -> None:
+        """Refuse heads that do not share the width evenly."""
+        if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
+            )
+        if self.position_embedding == "rope" and self.head_size % 2:
+            raise ValueError("rotary positions need an even head size (hidden_size / num_attention_heads)")
+
+    def validate_layers(self) -> None:
+        """Refuse lists of layers that the model does not have, or that need another choice."""
+        check_layers("rope_layers", self.rope_layers or [], self.num_hidden_layers)
+        check_layers("text_full_layers", self.text_full_layers or [], self.num_hidden_layers)
+        if self.rope_layers is not None and self.position_embedding != "rope":
+            raise ValueError(
+                f"rope_layers is for position_embedding 'rope'; this model has {self.position_embedding!r}"
+            )
+        if self.text_full_layers is not None and self.text_window is None:
+            raise ValueError("text_full_layers needs a text_window: without one all layers see all text")
+
+    def validate_text_window(self) -> None:
+        """Refuse a window without a query's own position, and one without meta-tokens."""
+        if self.text_window is None:
+            return
+        if self.text_window < 1 or self.text_sinks < 0:
+            raise ValueError(
+                f"text_window is {self.text_window} and text_sinks {self.text_sinks}; they must be at least 1 and 0"
+            )
+        if self.meta_token_id is None:
+            raise ValueError("text_window needs a meta_token_id: meta-tokens are what stays of the text")
+
+    def validate_vocabulary(self) -> None:
+        """Refuse a meta-token, or entries in use, that the table has no row for."""
+        if self.second_attention == "meta" and self.meta_token_id is None:
+            raise ValueError("second_attention 'meta' needs a meta_token_id")
+        meta_token_id = 0 if self.meta_token_id is None else self.meta_token_id
+        if not 0 <= meta_token_id < self.unpadded_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"meta_token_id is {self.meta_token_id}, unpadded_vocab_size {self.unpadded_vocab_size} and vocab_size "
+                f"{self.vocab_size}: the first must be below the second, and that at most the third"
+            )
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
@@ -168,8 +169,9 @@ class MetaGPT2Config(PreTrainedConfig):
 
 def check_layers(name: str, layers: Any, count: int) -> None:
     """Refuse layers that are not ascending indices of some of a model's `count` blocks."""
-    is_list = isinstance(layers, range | list | tuple) and all(type(one) is int and 0 <= one < count for one in layers)
-    if not is_list or sorted({*layers}) != list(layers):
+    is_sequence = isinstance(layers, range | list | tuple)
+    are_indices = is_sequence and all(type(layer) is int and 0 <= layer < count for layer in layers)
+    if not are_indices or sorted({*layers}) != list(layers):
         raise UserError(f"{name} is {layers}; give a list of some of 0 to {count - 1}, ascending.")
 
 
@@ -184,5 +186,6 @@ def write_remote_code(folder: str | PathLike, auto_map: dict[str, str]) -> None:
 def never_generated(config: PreTrainedConfig) -> list[int]:
     """The ids that no text has: the meta-token's, and those of rows that pad the vocabulary."""
     rows = config.get_text_config().vocab_size
-    meta, used = config.meta_token_id, getattr(config, "unpadded_vocab_size", None) or rows
-    return [*([] if meta is None else [meta]), *range(used, rows)]
+    in_use = getattr(config, "unpadded_vocab_size", None) or rows
+    padding = range(in_use, rows)
+    return [*padding] if config.meta_token_id is None else [config.meta_token_id, *padding]

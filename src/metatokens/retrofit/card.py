@@ -18,22 +18,24 @@ def model_card(
 ) -> ModelCard:
     """A card that describes a retrofitted model, its training and its results, for the repository `name`."""
     settings = MetaSettings(**model.config.meta_attention)
-    is_folder = settings.base.startswith("../") or (Path(settings.base).is_dir() and settings.base != "")
-    licence = licence or (_licence_of(settings.base) if settings.base else None)
-    measured = [one for one in results if one.value is not None]
+    base = settings.base
+    is_folder = base.startswith("../") or (base != "" and Path(base).is_dir())
+    if licence is None and base:
+        licence = _licence_of(base)
+    measured = [result for result in results if result.value is not None]
     data = ModelCardData(
-        base_model=None if is_folder else settings.base or None,
+        base_model=None if is_folder or not base else base,
         library_name="transformers",
         license=licence,
         tags=["meta-tokens", "metatokens"],
         model_name=name,
-        eval_results=[_entry(one) for one in measured] or None,
+        eval_results=[_entry(result) for result in measured] or None,
     )
     return ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
         name=name,
-        base=(Path(settings.base).name if is_folder else settings.base) or f"A {type(model).__name__}",
+        base=(Path(base).name if is_folder else base) or f"A {type(model).__name__}",
         settings=settings,
         trained=trained,
         results=measured,
@@ -50,12 +52,12 @@ def _licence_of(base: str) -> str | None:
         return None
 
 
-def _entry(one: Result) -> EvalResult:
-    task = one.task or "text"
+def _entry(result: Result) -> EvalResult:
+    task = result.task or "text"
     return EvalResult(
         task_type="text-generation",
         dataset_type=task,
-        dataset_name=f"{task}, {one.condition or 'own records'}, {one.length or 'any'} tokens",
-        metric_type=one.metric,
-        metric_value=one.value,
+        dataset_name=f"{task}, {result.condition or 'own records'}, {result.length or 'any'} tokens",
+        metric_type=result.metric,
+        metric_value=result.value,
     )

@@ -337,11 +337,11 @@ def install(model: Any) -> None:
     dtype = torch.promote_types(table.weight.dtype, torch.float32)
     _add_mixin(table, MetaEmbeddingTable)
     table.meta_token, table.meta_token_id = MetaTokenEmbedding(table.weight.shape[1]).to(dtype), config.meta_token_id
-    for further, (index, site) in enumerate(zip(settings.layers, settings.sites, strict=True)):
+    for further, (index, site) in enumerate(zip(settings.layers, settings.injection_points, strict=True)):
         block = blocks[index]
         _add_mixin(block, MetaBlock)
         block.meta_attention = MetaModule(settings, index, len(blocks) + further).to(dtype)
-        block.meta_site_has_residual = settings.site_has_residual
+        block.meta_site_has_residual = settings.point_has_residual
         block.get_submodule(site).register_forward_hook(add_at_site)
 
 

@@ -3,11 +3,12 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from metatokens.files import sha256_of
@@ -27,15 +28,15 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
     that a later release of transformers adds counts only if its value is not the default.
     """
     declared = {field.name for field in fields(type(config))} - {field.name for field in fields(PreTrainedConfig)}
-    given, defaults = vars(config), vars(type(config)())  # getattr raises for some settings that vary by layer
-    own: dict[str, Any] = {}
+    values, defaults = vars(config), vars(type(config)())  # getattr raises for some settings that vary by layer
+    settings: dict[str, Any] = {}
     for name in sorted(declared):
-        value, default = given.get(name), defaults.get(name)
+        value, default = values.get(name), defaults.get(name)
         if isinstance(value, PreTrainedConfig):
-            own[name] = settings_of(value)
+            settings[name] = settings_of(value)
         elif not _PASSING.fullmatch(name) and _as_json(value) != _as_json(default):
-            own[name] = _as_json(value)
-    return own
+            settings[name] = _as_json(value)
+    return settings
 
 
 def _as_json(value: Any) -> Any:
@@ -44,15 +45,14 @@ def _as_json(value: Any) -> Any:
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str:
     """The settings in which two bases differ, to be part of a sentence; empty if there are none."""
-    found = []
+    parts = []
     for name in sorted(before.keys() | now.keys()):
-        old, new = before.get(name), now.get(name)
+        old, new = before.get(name, "the default"), now.get(name, "the default")
         if isinstance(old, dict) and isinstance(new, dict):
-            found.append(difference(old, new, f"{prefix}{name}."))
+            parts.append(difference(old, new, f"{prefix}{name}."))
         elif old != new:
-            old, new = (given.get(name, "the default") for given in (before, now))
-            found.append(f"{prefix}{name} was {old!r}"[:120] + f" and is {new!r}"[:120])
-    return ", ".join(filter(None, found))
+            parts.append(f"{prefix}{name} was {old!r}"[:120] + f" and is {new!r}"[:120])
+    return ", ".join(filter(None, parts))
 
 
 @torch.no_grad()
@@ -66,26 +66,40 @@ def weight_checksums(model: PreTrainedModel, rows: int | None = None) -> Checksu
         model: the base, or a retrofitted model; what was added to it does not count.
         rows: how many rows of the embeddings and the head count, since these may have grown; None: all.
     """
-    added = {id(one) for one in added_parameters(model).values()}
-    weights = [one for one in model.parameters() if id(one) not in added]
-    if any(one.is_meta or not one.is_floating_point() for one in weights):
+    added = {id(parameter) for parameter in added_parameters(model).values()}
+    weights = [parameter for parameter in model.parameters() if id(parameter) not in added]
+    if any(weight.is_meta or not weight.is_floating_point() for weight in weights):
         return None
-    ends = [one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None]
-    tables = {id(one) for end in ends for one in end.parameters()}
+    tables = [*model.get_input_embeddings().parameters()]
+    if model.get_output_embeddings() is not None:
+        tables += model.get_output_embeddings().parameters()
+    table_ids = {id(table) for table in tables}
     sample = []
-    for one in weights:
-        if id(one) in tables:
-            part = one[:rows].reshape(len(one[:rows]), -1)[:, 0]
-        else:
-            part = one.reshape(-1)
-            part = part[:: max(1, len(part) // _VALUES)]
+    for weight in weights:
+        part = _first_column(weight[:rows]) if id(weight) in table_ids else _spread_values(weight)
         sample.append(part.float().cpu())
     values = torch.cat(sample)
-    sums = {name: sha256_of(values.to(kind).view(torch.uint8).numpy().tobytes()) for name, kind in _PRECISIONS.items()}
-    half = sorted({str(one.dtype).removeprefix("torch.") for one in weights} & {"bfloat16", "float16"})
-    return Checksums.model_validate(
-        sums | {"dtype": half[0] if half else "float32", "size": f"{float(values.abs().mean()):.6g}"}
-    )
+    sums = {name: _sha256(values.to(precision)) for name, precision in _PRECISIONS.items()}
+    size = f"{float(values.abs().mean()):.6g}"
+    return Checksums.model_validate(sums | {"dtype": _coarsest_type(weights), "size": size})
+
+
+def _first_column(table: Tensor) -> Tensor:
+    return table.reshape(len(table), -1)[:, 0]
+
+
+def _spread_values(weight: Tensor) -> Tensor:
+    values = weight.reshape(-1)
+    return values[:: max(1, len(values) // _VALUES)]
+
+
+def _sha256(values: Tensor) -> str:
+    return sha256_of(values.view(torch.uint8).numpy().tobytes())
+
+
+def _coarsest_type(weights: Iterable[Tensor]) -> str:
+    types = {weight.dtype for weight in weights}
+    return next((name for name in ("bfloat16", "float16") if _PRECISIONS[name] in types), "float32")
 
 
 def have_same_weights(before: Checksums | None, now: Checksums | None) -> bool:
@@ -96,8 +110,8 @@ def have_same_weights(before: Checksums | None, now: Checksums | None) -> bool:
     """
     if before is None or now is None:
         return True
-    half = sorted({before.dtype, now.dtype} - {"float32"})
-    if len(half) == 2:
+    types = {before.dtype, now.dtype}
+    if types == {"bfloat16", "float16"}:
         return math.isclose(before.size, now.size, rel_tol=0.01)
-    coarser = half[0] if half else "float32"
+    coarser = next((name for name in ("bfloat16", "float16") if name in types), "float32")
     return bool(getattr(before, coarser) == getattr(now, coarser))

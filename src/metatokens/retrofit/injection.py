@@ -22,7 +22,7 @@ from metatokens.retrofit.classes import (
     run_new_forward,
 )
 from metatokens.retrofit.identity import settings_of, weight_checksums
-from metatokens.retrofit.injection_points import device_of, find_sites
+from metatokens.retrofit.injection_points import device_of, find_injection_points
 from metatokens.retrofit.settings import MetaSettings
 
 
@@ -68,35 +68,36 @@ def add_meta_attention(
         UserError: if the model has meta-tokens already, is an encoder-decoder, or has no attention to add to; if a
             number is out of range; if neither a tokenizer nor a row is given, or the tokenizer does not fit the model.
     """
-    wrapper = model
-    model = uncompiled(model)
-    _check_base(model)
-    count = own_blocks(model.config)
+    base = uncompiled(model)
+    _check_base(base)
+    if tokenizer is None:
+        _check_row(base, meta_token_id)
+    else:
+        _check_tokenizer(base, tokenizer)
+    count = own_blocks(base.config)
     layers = range(count) if layers is None else layers
     check_layers("layers", layers, count)
-    sites, site_has_residual = find_sites(model, layers)
-    width = model.get_input_embeddings().weight.shape[1]
+    points, point_has_residual = find_injection_points(base, layers)
+    rows, width = base.get_input_embeddings().weight.shape
     settings = MetaSettings.checked(
-        hidden_size=getattr(model.config.get_text_config(), "hidden_size", width),  # OPT-350m's table is narrower
+        hidden_size=getattr(base.config.get_text_config(), "hidden_size", width),  # OPT-350m's table is narrower
         num_attention_heads=heads,
         head_size=head_size,
         layers=layers,
-        sites=sites,
-        site_has_residual=site_has_residual,
-        base=model.config.name_or_path,
-        base_settings=settings_of(model.config),
-        base_weights=weight_checksums(model),
+        injection_points=points,
+        point_has_residual=point_has_residual,
+        base=base.config.name_or_path,
+        base_settings=settings_of(base.config),
+        base_weights=weight_checksums(base),
     )
-    rows = used = model.get_input_embeddings().weight.shape[0]
-    _check_vocabulary(model, tokenizer, meta_token_id)
-    if tokenizer is not None:
+    if tokenizer is None:
+        assert meta_token_id is not None  # as checked
+        convert(base, settings, meta_token_id, rows, freeze=freeze)
+    else:
         meta_token_id = _add_to_tokenizer(tokenizer)
-        used = max(rows, len(tokenizer))
-    assert meta_token_id is not None  # as checked
-    convert(
-        model, settings, meta_token_id, used, freeze=freeze, start=[] if tokenizer is None else _separators(tokenizer)
-    )
-    return wrapper
+        in_use = max(rows, len(tokenizer))
+        convert(base, settings, meta_token_id, in_use, freeze=freeze, start=_separators(tokenizer))
+    return model
 
 
 def _check_base(model: Any) -> None:
@@ -109,37 +110,44 @@ def _check_base(model: Any) -> None:
         raise UserError(f"meta-attention cannot be added to a {name}, an encoder-decoder; give a decoder.")
 
 
-def _check_vocabulary(model: PreTrainedModel, tokenizer: Any, meta_token_id: Any) -> None:
-    """Refuse a tokenizer or a row that does not fit the model's table of embeddings and its head."""
-    rows, head = (one.weight.shape[0] for one in (model.get_input_embeddings(), model.get_output_embeddings()))
-    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
-        raise UserError(f"the tokenizer is a {type(tokenizer).__name__}; give one of transformers.")
-    if head < rows and (tokenizer is not None or meta_token_id is None or meta_token_id >= head):
-        raise UserError(
-            f"the output head of this {type(model).__name__} has {head} rows and its table of embeddings {rows}: give, "
-            "without a tokenizer, as meta_token_id one of the head's rows that no text uses."
-        )
-    if tokenizer is None:
-        if meta_token_id is None:
-            raise UserError(
-                "give the model's tokenizer, or as meta_token_id a row of its embeddings that no text uses."
-            )
-        if type(meta_token_id) is not int or not 0 <= meta_token_id < rows:
-            raise UserError(f"meta_token_id {meta_token_id} is outside the {rows} rows of the table of embeddings.")
-        return
-    given = getattr(tokenizer, "meta_token", None)
-    others = {token: number for token, number in tokenizer.get_vocab().items() if token != (given or META_TOKEN)}
-    if further := [token for token, number in others.items() if number >= rows]:
-        first = min(further, key=others.__getitem__)
+def _check_row(model: PreTrainedModel, meta_token_id: Any) -> None:
+    """Refuse a row for the meta-token that the model's table of embeddings or its head does not have."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if meta_token_id is None:
+        raise UserError("give the model's tokenizer, or as meta_token_id a row of its embeddings that no text uses.")
+    if type(meta_token_id) is not int or not 0 <= meta_token_id < rows:
+        raise UserError(f"meta_token_id {meta_token_id} is outside the {rows} rows of the table of embeddings.")
+    _check_head(model, meta_token_id)
+
+
+def _check_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer with entries that the model does not have, or whose next entry would share another's id."""
+    rows, vocabulary = model.get_input_embeddings().weight.shape[0], tokenizer.get_vocab()
+    _check_head(model, rows - 1)
+    meta_token = getattr(tokenizer, "meta_token", None)
+    texts = vocabulary.keys() - {meta_token or META_TOKEN}
+    without_row = [token for token in texts if vocabulary[token] >= rows]
+    if without_row:
+        first = min(without_row, key=vocabulary.__getitem__)
         raise UserError(
             f"the tokenizer has entries for which the model has no row, such as {first!r}: resize the model's "
             "embeddings for them, and save it, before it gets meta-tokens."
         )
-    highest = max(tokenizer.get_vocab().values())
-    if shares_its_id(tokenizer) or (given is None and highest >= len(tokenizer)):
+    highest = max(vocabulary.values())
+    if shares_its_id(tokenizer) or (meta_token is None and highest >= len(tokenizer)):
         raise UserError(
             f"the tokenizer's vocabulary has gaps: {len(tokenizer)} entries with ids up to {highest}. A token that is "
             "added to it would share the id of another; number its entries from 0 without gaps first."
+        )
+
+
+def _check_head(model: PreTrainedModel, row: int) -> None:
+    """Refuse a row that the model's output head does not have."""
+    head_rows = model.get_output_embeddings().weight.shape[0]
+    if row >= head_rows:
+        raise UserError(
+            f"the output head of this {type(model).__name__} has {head_rows} rows, fewer than its table of embeddings: "
+            "give, without a tokenizer, as meta_token_id one of the head's rows that no text uses."
         )
 
 
@@ -154,47 +162,45 @@ def _add_to_tokenizer(tokenizer: PreTrainedTokenizerBase) -> int:
 def _separators(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of a space, a newline and a comma, where the vocabulary (byte-level or SentencePiece) has them."""
     vocabulary = tokenizer.get_vocab()
-    spellings = (("Ġ", "▁", " "), ("Ċ", "<0x0A>", "\n"), (",",))
-    found = (next((vocabulary[one] for one in names if one in vocabulary), None) for names in spellings)
-    return [one for one in found if one is not None]
+    ids = []
+    for spellings in (("Ġ", "▁", " "), ("Ċ", "<0x0A>", "\n"), (",",)):
+        known = [vocabulary[token] for token in spellings if token in vocabulary]
+        ids += known[:1]
+    return ids
 
 
 def convert(
     model: PreTrainedModel,
     settings: MetaSettings,
     meta_token_id: int,
-    used: int,
+    in_use: int,
     *,
     freeze: bool = True,
     start: Sequence[int] = (),
 ) -> None:
     """Change a base, in place, as the settings describe: its vocabulary, its classes, its modules.
 
-    A table of fewer than `used` rows grows. The meta-token starts at the mean embedding of the ids in `start`; if
+    A table of fewer than `in_use` rows grows. The meta-token starts at the mean embedding of the ids in `start`; if
     there are none, of the table's first 32,768 rows.
     """
-    _own_configuration(model)
+    _unshare_configuration(model)
     rows = model.get_input_embeddings().weight.shape[0]
-    if used > rows:
-        model.resize_token_embeddings(used, pad_to_multiple_of=64, mean_resizing=False)
-        _fill(model, rows)
-    classes = classes_of(type(model), type(model.config))  # type: ignore[arg-type]  # a class is hashable
-    model.__class__, model.config.__class__ = classes
+    if in_use > rows:
+        model.resize_token_embeddings(in_use, pad_to_multiple_of=64, mean_resizing=False)
+        _fill_new_rows(model, rows)
+    model.__class__, model.config.__class__ = classes_of(type(model), type(model.config))  # type: ignore[arg-type]
     run_new_forward(model)
     model.config.meta_attention = settings.model_dump()
-    model.config.meta_token_id, model.config.unpadded_vocab_size = meta_token_id, used
-    quantised: Any = getattr(model.config, "quantization_config", None)
-    if hasattr(quantised, "llm_int8_skip_modules"):
-        skipped = quantised.llm_int8_skip_modules or get_keys_to_not_convert(model)
-        quantised.llm_int8_skip_modules = [*skipped, r".*\.meta_attention"]
+    model.config.meta_token_id, model.config.unpadded_vocab_size = meta_token_id, in_use
+    _keep_unquantised(model)
     install(model)
     freeze_base(model, trained=not freeze)
-    _start(model, start)
+    _init_added(model, start)
     # PEFT and TRL load a model again by its name. By the base's name they would load the base.
     model.name_or_path = model.config.name_or_path = UNSAVED
 
 
-def _own_configuration(model: PreTrainedModel) -> None:
+def _unshare_configuration(model: PreTrainedModel) -> None:
     """Give a model its own copy of its configuration, which other models may share."""
     copies: dict[int, Any] = {}
     deepcopy(model.config, copies)
@@ -204,8 +210,16 @@ def _own_configuration(model: PreTrainedModel) -> None:
                 setattr(module, name, copies[id(value)])
 
 
+def _keep_unquantised(model: PreTrainedModel) -> None:
+    """Have a quantised model, when it is loaded, leave the added modules as they are."""
+    settings: Any = getattr(model.config, "quantization_config", None)
+    if hasattr(settings, "llm_int8_skip_modules"):
+        skipped = settings.llm_int8_skip_modules or get_keys_to_not_convert(model)
+        settings.llm_int8_skip_modules = [*skipped, r".*\.meta_attention"]
+
+
 @torch.no_grad()
-def _fill(model: PreTrainedModel, rows: int) -> None:
+def _fill_new_rows(model: PreTrainedModel, rows: int) -> None:
     """Set the new rows of the table of embeddings and of the head to the mean of the first `rows`.
 
     The model masks their logits. Losses that use the head's weights directly, as TRL's do, count them, and are too
@@ -218,7 +232,7 @@ def _fill(model: PreTrainedModel, rows: int) -> None:
 
 
 @torch.no_grad()
-def _start(model: PreTrainedModel, ids: Sequence[int]) -> None:
+def _init_added(model: PreTrainedModel, start: Sequence[int]) -> None:
     """Initialise what was added, on the devices of the modules next to it.
 
     Without ids to start from, the meta-token starts at the mean of the table's first 32,768 rows. Zero would disturb a
@@ -227,8 +241,10 @@ def _start(model: PreTrainedModel, ids: Sequence[int]) -> None:
     table, (_, blocks) = model.get_input_embeddings(), decoder_of(model)
     device = device_of(table)
     table.meta_token.to(device)
-    for index in model.config.meta_attention["layers"]:
-        blocks[index].meta_attention.to(device_of(blocks[index]))
+    for layer in model.config.meta_attention["layers"]:
+        blocks[layer].meta_attention.to(device_of(blocks[layer]))
     init_added_weights(model)
-    chosen = torch.tensor(ids or range(min(table.weight.shape[0], 32_768)), device=device)
-    table.meta_token.weight.copy_(table(chosen[chosen != model.config.meta_token_id]).float().mean(dim=0))
+    first_rows = range(min(table.weight.shape[0], 32_768))
+    ids = torch.tensor(start or first_rows, device=device)
+    embeddings = table(ids[ids != model.config.meta_token_id])
+    table.meta_token.weight.copy_(embeddings.float().mean(dim=0))

@@ -1,6 +1,7 @@
 """A delta: what was added to a base, saved without the base's weights."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -46,11 +47,35 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
         raise UserError(f"this {type(model).__name__} is no retrofitted model: nothing was added that could be saved.")
     settings = MetaSettings(**model.config.meta_attention)
     weights = {name: parameter.detach().contiguous() for name, parameter in added_parameters(model).items()}
+    _check_added(model, settings, weights)
+    _check_base_of(model, settings)
+    settings.base = relative_base_name(folder, settings.base)
+    delta = {
+        "meta_token_id": model.config.meta_token_id,
+        "unpadded_vocab_size": model.config.unpadded_vocab_size,
+        "meta_attention": settings.model_dump(),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(weights, folder / DELTA_WEIGHTS, metadata={"format": "pt"})
+        write_whole(folder / DELTA, json.dumps(delta, indent=1).encode())
+        if not (folder / "config.json").exists():  # lets the Auto classes explain what this folder is
+            write_whole(folder / "config.json", json.dumps({"model_type": MODEL_TYPE}).encode())
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder} cannot be written to: {error}.") from error
+
+
+def _check_added(model: PreTrainedModel, settings: MetaSettings, weights: dict[str, torch.Tensor]) -> None:
+    """Refuse added weights that are not whole or not exact."""
     if not all(weight.is_floating_point() for weight in weights.values()):
         raise UserError("what was added to this model is quantised, which is lossy: save it before quantising.")
-    shapes = {name: weight.shape for name, weight in weights.items()}
-    if _shapes(model, settings) != shapes or any(isinstance(weight, DTensor) for weight in weights.values()):
+    is_sharded = any(isinstance(weight, DTensor) for weight in weights.values())
+    if is_sharded or _shapes(weights) != _expected_shapes(model, settings):
         raise UserError("the weights of this model are in parts, on several devices or processes: gather them first.")
+
+
+def _check_base_of(model: PreTrainedModel, settings: MetaSettings) -> None:
+    """Refuse a retrofitted model whose base is no longer the one that was retrofitted."""
     rows = _base_rows(model, settings)
     if not have_same_weights(settings.base_weights, weight_checksums(model, rows)):
         raise UserError(
@@ -62,25 +87,16 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
             "tokens were added to this model after the meta-token, and their embeddings are no part of meta-attention. "
             "Save the whole model, by save_pretrained."
         )
-    settings.base = relative_base_name(folder, settings.base)
-    own = {name: getattr(model.config, name) for name in ("meta_token_id", "unpadded_vocab_size")}
-    own["meta_attention"] = settings.model_dump()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(weights, folder / DELTA_WEIGHTS, metadata={"format": "pt"})
-        write_whole(folder / DELTA, json.dumps(own, indent=1).encode())
-        if not (folder / "config.json").exists():  # lets the Auto classes explain what this folder is
-            write_whole(folder / "config.json", json.dumps({"model_type": MODEL_TYPE}).encode())
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder} cannot be written to: {error}.") from error
 
 
 def _base_rows(model: PreTrainedModel, settings: MetaSettings) -> int:
     """The rows of the base's table, before anything was added."""
-    text = model.config.get_text_config()
-    beyond = model.get_input_embeddings().weight.shape[0] - text.vocab_size  # mllama has rows for images
-    own = settings.base_settings if text is model.config else settings.base_settings.get("text_config", {})
-    return own.get("vocab_size", type(text)().vocab_size) + beyond
+    config = model.config.get_text_config()
+    image_rows = model.get_input_embeddings().weight.shape[0] - config.vocab_size  # of mllama
+    base_settings = settings.base_settings
+    if config is not model.config:
+        base_settings = base_settings.get("text_config", {})
+    return base_settings.get("vocab_size", type(config)().vocab_size) + image_rows
 
 
 def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
@@ -98,70 +114,80 @@ def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
         UserError: if the base is another one, is wrapped by more than torch.compile, or has meta-tokens already; if a
             file is missing or damaged. The base is then unchanged.
     """
-    wrapper = base
-    base = uncompiled(base)
+    model = uncompiled(base)
     folder = Path(folder)
-    settings, meta_token_id, used = _read(folder)
-    if isinstance(base, MetaModel) or not isinstance(base, PreTrainedModel):
+    settings, meta_token_id, in_use = _read(folder)
+    if isinstance(model, MetaModel) or not isinstance(model, PreTrainedModel):
         raise UserError(
-            f"this {type(base).__name__} is no model of transformers without meta-tokens: give the plain base."
+            f"this {type(model).__name__} is no model of transformers without meta-tokens: give the plain base."
         )
-    differing = difference(settings.base_settings, settings_of(base.config))
-    if not differing and not have_same_weights(settings.base_weights, weight_checksums(base)):
-        differing = "the configuration is the same, but the weights have other checksums"
-    if differing:
-        named = f", {settings.base}" if settings.base else ""
-        raise UserError(f"{folder} was trained with another base{named}: {differing}.")
+    _check_identity(model, settings, folder)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if not rows <= in_use <= 2 * rows:  # more for the meta-token, and for tokens that came with it
+        raise UserError(f"{folder} has {in_use} entries in use, which does not fit the {rows} rows of the base.")
     try:
         weights = load_file(folder / DELTA_WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder / DELTA_WEIGHTS} cannot be read: {error}.") from error
-    rows = base.get_input_embeddings().weight.shape[0]
-    if not rows <= used <= 2 * rows:  # more for the meta-token, and for tokens that came with it
-        raise UserError(f"{folder} has {used} entries in use, which does not fit the {rows} rows of the base.")
-    fits = _shapes(base, settings) == {name: one.shape for name, one in weights.items()}
-    if not (fits and all(one.is_floating_point() for one in weights.values())):
+    is_exact = all(weight.is_floating_point() for weight in weights.values())
+    if not is_exact or _shapes(weights) != _expected_shapes(model, settings):
         raise UserError(f"the weights in {folder} do not fit its {DELTA}, or that does not fit the base.")
-    convert(base, settings, meta_token_id, used)
+    convert(model, settings, meta_token_id, in_use)
     with torch.no_grad():
-        for name, parameter in added_parameters(base).items():
+        for name, parameter in added_parameters(model).items():
             parameter.copy_(weights[name])
-    return wrapper
+    return base
 
 
-def _shapes(base: PreTrainedModel, settings: MetaSettings) -> dict[str, torch.Size] | None:
-    """The shapes of the weights that the settings describe, by name; None if the base has no such sites."""
+def _check_identity(base: PreTrainedModel, settings: MetaSettings, folder: Path) -> None:
+    """Refuse a base that is not the one that a delta in `folder` was trained with."""
+    differing = difference(settings.base_settings, settings_of(base.config))
+    if not differing and not have_same_weights(settings.base_weights, weight_checksums(base)):
+        differing = "the configuration is the same, but the weights have other checksums"
+    if differing:
+        name = f", {settings.base}" if settings.base else ""
+        raise UserError(f"{folder} was trained with another base{name}: {differing}.")
+
+
+def _shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: weight.shape for name, weight in weights.items()}
+
+
+def _expected_shapes(base: PreTrainedModel, settings: MetaSettings) -> dict[str, torch.Size] | None:
+    """The shapes of the added weights, by name; None if the base lacks a submodule that the settings name."""
     names = {module: name for name, module in base.named_modules()}
     _, blocks = decoder_of(base)
     settings.check_blocks(own_blocks(base.config))
-    places = [f"{names[blocks[index]]}.{site}" for index, site in zip(settings.layers, settings.sites, strict=True)]
-    if not {*places} <= {*names.values()}:
-        return None
     table = base.get_input_embeddings()
     shapes = {f"{names[table]}.meta_token.weight": torch.Size([table.weight.shape[1]])}
-    with torch.device("meta"):
-        for index in settings.layers:
-            for name, one in MetaModule(settings, index, index).named_parameters():
-                shapes[f"{names[blocks[index]]}.meta_attention.{name}"] = one.shape
+    for layer, point in zip(settings.layers, settings.injection_points, strict=True):
+        block = names[blocks[layer]]
+        if f"{block}.{point}" not in names.values():
+            return None
+        with torch.device("meta"):
+            module = MetaModule(settings, layer, layer)
+        for name, parameter in module.named_parameters():
+            shapes[f"{block}.meta_attention.{name}"] = parameter.shape
     return shapes
 
 
 def base_of(folder: Path) -> str:
     """The base of a delta: a folder, or a name on the Hub."""
-    if not (base := _read(folder)[0].base):
+    settings, _, _ = _read(folder)
+    if not settings.base:
         raise UserError(f"the base of {folder} was never saved; load_meta takes one that has its configuration.")
-    return base
+    return settings.base
 
 
 def _read(folder: Path) -> tuple[MetaSettings, int, int]:
     """The settings of a delta, its meta-token's id, and the number of vocabulary entries in use."""
     path = folder / DELTA
     try:
-        given = read_json(path, MAX_BYTES)
-        settings = MetaSettings.checked(**given["meta_attention"])
+        delta = read_json(path, MAX_BYTES)
+        settings = MetaSettings.checked(**delta["meta_attention"])
         settings.base = resolve_base(folder, settings.base)
-        meta_token_id, used = given["meta_token_id"], given["unpadded_vocab_size"]
-        check_entries(meta_token_id, used, rows=used)  # the table may still grow
+        meta_token_id, in_use = delta["meta_token_id"], delta["unpadded_vocab_size"]
+        check_entries(meta_token_id, in_use, rows=in_use)  # the table may still grow
     except DAMAGED as error:
         raise UserError(f"{path} is missing or damaged: {one_line(error)}.") from error
-    return settings, meta_token_id, used
+    return settings, meta_token_id, in_use

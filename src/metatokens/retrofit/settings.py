@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from metatokens.errors import UserError
 from metatokens.model.configuration import TEXT_SINKS, check_layers
@@ -28,20 +28,24 @@ class Checksums(BaseModel):
 
 
 class MetaSettings(BaseModel):
-    """Sizes and places of meta-attention, kept as `meta_attention` in the base's configuration.
+    """Sizes and positions of meta-attention in a base, saved as `meta_attention` in the base's configuration.
 
     Attributes:
         hidden_size: width of the base's residual stream.
         num_attention_heads: heads of each module.
         head_size: width of one head.
         layers: indices of the blocks that have a module.
-        sites: for each of these blocks, the submodule to whose output meta-attention is added.
-        site_has_residual: whether that output already contains the residual stream, as in BLOOM.
+        injection_points: for each of these blocks, the submodule to whose output meta-attention is added. On disk it
+            is called `sites`.
+        point_has_residual: whether that output already contains the residual stream, as in BLOOM. On disk it is called
+            `site_has_residual`.
         base: the base's name.
         base_settings: the settings of the base's configuration (`settings_of`).
         base_weights: checksums of the base (`weight_checksums`); None if its weights could not be read.
         text_window, text_sinks, text_full_layers: what a query sees of the text, as in `MetaGPT2Config`.
     """
+
+    model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
 
     # Read by `Attention`. The paper's code base has no biases.
     bias: ClassVar = False
@@ -53,8 +57,8 @@ class MetaSettings(BaseModel):
     num_attention_heads: Size
     head_size: Annotated[Size, Field(multiple_of=2)]
     layers: list[int]
-    sites: list[Annotated[str, Field(min_length=1)]]
-    site_has_residual: bool
+    injection_points: Annotated[list[Annotated[str, Field(min_length=1)]], Field(alias="sites")]
+    point_has_residual: Annotated[bool, Field(alias="site_has_residual")]
     base: str
     base_settings: dict[str, Any]
     base_weights: Checksums | None
@@ -63,10 +67,10 @@ class MetaSettings(BaseModel):
     text_full_layers: list[int] | None = None
 
     @classmethod
-    def checked(cls, **given: Any) -> "MetaSettings":
+    def checked(cls, **fields: Any) -> "MetaSettings":
         """Settings from a configuration or a call, which may be wrong."""
         try:
-            return cls(**given)
+            return cls(**fields)
         except ValidationError as error:
             raise UserError(f"in the settings of meta-attention, {explain(cls, error)}") from error
 
@@ -74,8 +78,10 @@ class MetaSettings(BaseModel):
         """Refuse settings that do not fit a model with `count` blocks that have keys and values of their own."""
         check_layers("layers", self.layers, count)
         check_layers("text_full_layers", self.text_full_layers or [], count)
-        if len(self.sites) != len(self.layers):
-            raise UserError(f"{len(self.layers)} blocks have {len(self.sites)} sites; each needs one.")
+        if len(self.injection_points) != len(self.layers):
+            raise UserError(
+                f"{len(self.layers)} blocks have {len(self.injection_points)} sites for meta-attention; each needs one."
+            )
 
 
 def check_entries(meta_token_id: Any, used: Any, rows: int) -> None:

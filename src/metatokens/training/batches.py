@@ -36,12 +36,12 @@ def with_positions(batch: Batch, meta_token_id: int | None, *, multiple: int = M
         multiple: round the numbers of positions up to a multiple of this.
     """
     labels = batch["labels"][:, 1:]
-    counts = labels != IGNORED_LABEL
-    found = {}
+    is_scored = labels != IGNORED_LABEL
     if meta_token_id is not None:
-        counts = counts & (labels != meta_token_id)
-        found["meta_positions"] = positions_of(batch["input_ids"] == meta_token_id, multiple=multiple)
-    return batch | found | {"scored_positions": positions_of(counts, multiple=multiple)}
+        is_scored = is_scored & (labels != meta_token_id)
+        is_meta = batch["input_ids"] == meta_token_id
+        batch = batch | {"meta_positions": positions_of(is_meta, multiple=multiple)}
+    return batch | {"scored_positions": positions_of(is_scored, multiple=multiple)}
 
 
 class WithLogitsToKeep:

@@ -35,15 +35,19 @@ def divergence(model: Any, tuned: Any, batch: Mapping[str, Tensor]) -> tuple[Ten
         tuned: the same model, with no wrapper around it except PEFT's.
         batch: `input_ids` and `labels`, (batch, length), and perhaps an `attention_mask`.
     """
-    given = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
-    ids = given["input_ids"]
-    is_text = (ids != tuned.config.meta_token_id) & given.get("attention_mask", torch.ones_like(ids)).bool()
-    place = is_text.cumsum(dim=1) - 1  # in the text alone
-    rows, columns = ((batch["labels"] != IGNORED_LABEL) & is_text & (place > 0)).nonzero(as_tuple=True)
-    found = model(**given, use_cache=False).logits[rows, columns - 1].float().log_softmax(dim=-1)
-    index = positions_of(is_text)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+    ids = inputs["input_ids"]
+    is_text = ids != tuned.config.meta_token_id
+    if "attention_mask" in inputs:
+        is_text &= inputs["attention_mask"].bool()
+    text_position = is_text.cumsum(dim=1) - 1
+    is_scored = (batch["labels"] != IGNORED_LABEL) & is_text & (text_position > 0)
+    rows, columns = is_scored.nonzero(as_tuple=True)
+    logits = model(**inputs, use_cache=False).logits[rows, columns - 1]
+    predicted = logits.float().log_softmax(dim=-1)
     with torch.no_grad(), _base(tuned):
-        text = {"input_ids": ids.gather(1, index.clamp(min=0)), "attention_mask": (index >= 0).long()}
-        logits = tuned(**text, use_cache=False).logits[rows, place[rows, columns] - 1]
-        wanted = logits.float().log_softmax(dim=-1)
-    return torch.nn.functional.kl_div(found, wanted, reduction="sum", log_target=True), len(rows)
+        text_columns = positions_of(is_text)
+        text = ids.gather(1, text_columns.clamp(min=0))
+        base_logits = tuned(input_ids=text, attention_mask=(text_columns >= 0).long(), use_cache=False).logits
+        wanted = base_logits[rows, text_position[rows, columns] - 1].float().log_softmax(dim=-1)
+    return torch.nn.functional.kl_div(predicted, wanted, reduction="sum", log_target=True), len(rows)

@@ -40,10 +40,10 @@ class Epochs:
         return self.length
 
     def __getitem__(self, index: int) -> Encoded:
-        epoch, place = divmod(index, len(self.examples))
+        epoch, number = divmod(index, len(self.examples))
         if self.seed is not None:
-            place = shuffled(place, len(self.examples), f"{self.seed} {epoch}")
-        return self.examples[place]
+            number = shuffled(number, len(self.examples), f"{self.seed} {epoch}")
+        return self.examples[number]
 
 
 class ByLength:
@@ -57,22 +57,25 @@ class ByLength:
 
     def __init__(self, examples: Examples, *, batch: int, seed: int):
         self.examples, self.batch, self.seed = examples, batch, seed
-        self._open: tuple[int, list[Encoded]] = (-1, [])  # the number and the examples of the window being read
+        self.window_size = self.WINDOW * batch
+        self._window = -1  # the number of the window that is being read
+        self._in_window: list[Encoded] = []
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def __getitem__(self, index: int) -> Encoded:
-        window, place = divmod(index, self.WINDOW * self.batch)
-        if self._open[0] != window:
-            self._open = (window, self._read(window))
-        return self._open[1][place]
+        window, number = divmod(index, self.window_size)
+        if self._window != window:
+            self._window, self._in_window = window, self._read(window)
+        return self._in_window[number]
 
     def _read(self, window: int) -> list[Encoded]:
-        size = self.WINDOW * self.batch
-        numbers = range(window * size, min((window + 1) * size, len(self.examples)))
-        by_length = sorted((self.examples[number] for number in numbers), key=lambda one: len(one.input_ids))
-        batches = [by_length[start : start + self.batch] for start in range(0, len(by_length), self.batch)]
+        start = window * self.window_size
+        end = min(start + self.window_size, len(self.examples))
+        examples = [self.examples[number] for number in range(start, end)]
+        examples.sort(key=lambda example: len(example.input_ids))
+        batches = [examples[first : first + self.batch] for first in range(0, len(examples), self.batch)]
         order = np.random.default_rng((self.seed, window)).permutation(len(batches))
         return [example for number in order for example in batches[number]]
 
@@ -99,8 +102,9 @@ class Collator:
             labels[row, first : len(ids)] = ids[first:]
         labels[labels == self.meta_token_id] = IGNORED_LABEL
         batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
-        mask = {} if self.alone is None else {"attention_mask": self.alone.mask(batch["input_ids"], examples)}
-        return batch | mask
+        if self.alone is not None:
+            batch["attention_mask"] = self.alone.mask(batch["input_ids"], examples)
+        return batch
 
 
 def train_source(
@@ -120,10 +124,10 @@ def train_examples(recipe: FinetuneRecipe, source: TaskData, phase: Phase, folde
     if path.exists():
         return ExampleStore(path)
     count = min(recipe.task.examples, phase.examples)
-    return ExampleStore.write(path, map(drawn(source, phase), range(count)))
+    return ExampleStore.write(path, map(drawing(source, phase), range(count)))
 
 
-def drawn(source: TaskData, phase: Phase) -> Callable[[int], Encoded]:
+def drawing(source: TaskData, phase: Phase) -> Callable[[int], Encoded]:
     """The function that draws a phase's example of an index."""
     if phase.curriculum is None:
         return partial(source.train, train_length=phase.train_length)

@@ -14,13 +14,13 @@ from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, Phase
 from metatokens.tasks.example import read_examples
 from metatokens.tasks.landmarks_alone import LandmarksAlone
-from metatokens.training.bracket_loss import check_inside
+from metatokens.training.bracket_loss import check_blocks
 from metatokens.training.examples import (
     ByLength,
     Collator,
     Epochs,
     Examples,
-    drawn,
+    drawing,
     train_examples,
     train_source,
 )
@@ -84,7 +84,7 @@ def finetune(
     for phase in source.phases:
         check_length(model.config, phase.train_length)
         if phase.inside_loss:
-            check_inside(model)
+            check_blocks(model)
     run = {
         "verb": "finetune",
         "recipe": recipe.model_dump(mode="json", exclude=WITHOUT_EFFECT),
@@ -92,35 +92,52 @@ def finetune(
         "model_sha256": weights_sha256(model_folder),
         **source.identity,
     }
-    alone = LandmarksAlone(model, tokenizer) if recipe.task.question_sees else None
-    pad, meta = tokenizer.eos_token_id, model.config.meta_token_id
-    collator = Collator(pad_token_id=pad, meta_token_id=meta, loss_on=recipe.task.loss_on, alone=alone)
-    before, trained, total = 0, False, sum(phase.settings.max_steps for phase in source.phases)
+    collator = Collator(
+        pad_token_id=tokenizer.eos_token_id,
+        meta_token_id=model.config.meta_token_id,
+        loss_on=recipe.task.loss_on,
+        alone=LandmarksAlone(model, tokenizer) if recipe.task.question_sees else None,
+    )
     with open_run(out, run, overwrite=overwrite, inputs=[model_folder, data, *inputs]):
-        for phase in source.phases:
-            folder, own, report = out / phase.name, phase.settings, partial(_report_phase, progress, before, total)
-            before += own.max_steps
-            if (folder / MANIFEST).exists():
-                model = load_model(folder)
-                continue
+        return _train_phases(source, model, tokenizer, out, collator, progress, probe)
+
+
+def _train_phases(
+    source: "_RecordSource | _TaskSource",
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    collator: Collator,
+    progress: Progress,
+    probe: Probing | None,
+) -> bool:
+    """Train the phases that no earlier run has finished; return whether there was one."""
+    is_trained, steps_before = False, 0
+    total = sum(phase.settings.max_steps for phase in source.phases)
+    for phase in source.phases:
+        folder, settings = out / phase.name, phase.settings
+        if (folder / MANIFEST).exists():
+            model = load_model(folder)
+        else:
             folder.mkdir(exist_ok=True)
-            set_seed(own.seed)
+            set_seed(settings.seed)
             train(
                 model,
-                ByLength(source.open(phase), batch=own.batch, seed=own.seed),
+                ByLength(source.open(phase), batch=settings.batch, seed=settings.seed),
                 tokenizer,
-                own,
+                settings,
                 folder,
                 collator=collator,
-                progress=report,
+                progress=partial(_report_phase, progress, steps_before, total),
                 probe=probe(model, phase) if probe else None,
                 inside_weight=phase.inside_loss,
                 schedule_start=phase.schedule_start,
             )
-            trained = True
-            if own.keep_adapter:  # PEFT has wrapped the layers of the model in memory
+            is_trained = True
+            if settings.keep_adapter:  # PEFT has wrapped the layers of the model in memory
                 model = load_model(folder)
-    return trained
+        steps_before += settings.max_steps
+    return is_trained
 
 
 class _RecordSource:
@@ -159,7 +176,7 @@ class _TaskSource:
         self.data, self.phases = train_source(recipe, task, tokenizer, documents), recipe.phases()
         self.identity = {"task": task, "documents_sha256": sha256_of("\0".join(documents).encode())}
         for phase in self.phases:
-            drawn(self.data, phase)(0)  # fails before any training if there is no such prompt
+            drawing(self.data, phase)(0)  # fails before any training if there is no such prompt
 
     def open(self, phase: Phase) -> Examples:
         """The examples of a phase."""

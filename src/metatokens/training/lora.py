@@ -8,9 +8,11 @@ from metatokens.retrofit.classes import MetaModel
 
 def check_rank(model: Any, rank: int) -> None:
     """Refuse to train a model's adapters further if their rank is not the recipe's."""
-    ranks = {one.r for one in model.peft_config.values()}
-    if ranks != {rank}:
-        raise UserError(f"the model has adapters of rank {min(ranks)}; `--lora rank={min(ranks)}` trains them further.")
+    for adapter in model.peft_config.values():
+        if adapter.r != rank:
+            raise UserError(
+                f"the model has adapters of rank {adapter.r}; `--lora rank={adapter.r}` trains them further."
+            )
 
 
 def with_lora(model: Any, rank: int) -> Any:
@@ -27,9 +29,9 @@ def with_lora(model: Any, rank: int) -> Any:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise UserError("training.lora_rank needs PEFT: pip install 'metatokens[lora]'.") from error
-    own: dict[str, Any] = {}
+    settings = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     if isinstance(model, MetaModel):
-        own = {"exclude_modules": ".*meta_attention.*", "modules_to_save": ["meta_token"]}
-        own["modules_to_save"] += ["meta_attention"] if model.config.meta_attention["layers"] else []
-    settings = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear", **own)
+        has_modules = bool(model.config.meta_attention["layers"])
+        settings.exclude_modules = ".*meta_attention.*"
+        settings.modules_to_save = ["meta_token", "meta_attention"] if has_modules else ["meta_token"]
     return get_peft_model(model, settings)

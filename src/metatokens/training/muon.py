@@ -6,7 +6,7 @@ Those of small matrices take longer to start than to compute, so matrices of one
 
 import math
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,14 @@ STACKED = 2**22  # entries of the matrices that are stacked, at most: 16 MB; a l
 
 
 def block_matrices(model: Any) -> list[nn.Parameter]:
-    """The trainable matrices inside a language model's blocks, and those of the heads of `inside_loss`.
+    """The trainable matrices inside a language model's blocks, and those of the heads of `bracket_loss`.
 
     Embeddings, the output projection, and what a model has for images are not among them.
     """
-    heads = getattr(model, "inside_heads", nn.ModuleList())
-    inside = [*decoder_of(model)[1].parameters(), *heads.parameters()]
-    return [one for one in inside if one.ndim == 2 and one.requires_grad]
+    _, blocks = decoder_of(model)
+    heads = getattr(model, "bracket_heads", nn.ModuleList())
+    parameters = [*blocks.parameters(), *heads.parameters()]
+    return [parameter for parameter in parameters if parameter.ndim == 2 and parameter.requires_grad]
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -38,9 +39,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, matrices: list[nn.Parameter], adamw: torch.optim.Optimizer, learning_rate: float):
-        taken = {id(one) for one in matrices}
+        ids = {id(matrix) for matrix in matrices}
         for group in adamw.param_groups:
-            group["params"] = [one for one in group["params"] if id(one) not in taken]
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in ids]
         self._adamw = adamw
         muon = {"params": matrices, "lr": learning_rate, "momentum": 0.95}
         # The schedule divides its absolute `min_lr` by this default, AdamW's rate.
@@ -54,18 +55,20 @@ class MuonWithAdamW(torch.optim.Optimizer):
         # Loading a state replaces this optimizer's groups and state, so AdamW gets them again.
         self._adamw.param_groups, self._adamw.state = self.param_groups[:-1], self.state
         self._adamw.step()
-        muon = self.param_groups[-1]
-        for matrices in _stacks([matrix for matrix in muon["params"] if matrix.grad is not None]):
-            gradients = [matrix.grad for matrix in matrices if matrix.grad is not None]
-            momenta = [self._momentum(matrix) for matrix in matrices]
-            for momentum, gradient in zip(momenta, gradients, strict=True):
-                momentum.lerp_(gradient, 1 - muon["momentum"])
-            nesterov = torch.stack(gradients).lerp(torch.stack(momenta), muon["momentum"])
+        self._step_by_muon(**self.param_groups[-1])
+        return loss
+
+    def _step_by_muon(self, params: list[nn.Parameter], lr: float, momentum: float, **_: Any) -> None:
+        for matrices in _stacks([matrix for matrix in params if matrix.grad is not None]):
+            gradients = torch.stack([cast(Tensor, matrix.grad) for matrix in matrices])
+            buffers = [self._momentum(matrix) for matrix in matrices]
+            for buffer, gradient in zip(buffers, gradients, strict=True):
+                buffer.lerp_(gradient, 1 - momentum)
+            nesterov = gradients.lerp(torch.stack(buffers), momentum)
             rows, columns = matrices[0].shape
-            rate = muon["lr"] * math.sqrt(max(1, rows / columns))
+            rate = lr * math.sqrt(max(1, rows / columns))
             for matrix, update in zip(matrices, orthogonalized(nesterov), strict=True):
                 matrix.add_(update, alpha=-rate)
-        return loss
 
     def _momentum(self, matrix: nn.Parameter) -> Tensor:
         """A matrix's momentum, which a checkpoint holds for each matrix by itself."""

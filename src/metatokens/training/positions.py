@@ -51,7 +51,7 @@ def position_jumps(model: MetaGPT2ForCausalLM, limit: int | None) -> Iterator[No
 def jumped_positions(batch: int, length: int, limit: int) -> Tensor:
     """Positions 0, 1, 2, ..., (batch, length) int64; each row has one jump with probability 1/2.
 
-    The place of the jump is uniform. So is its size, from 0 to the largest that keeps the last position below `limit`.
+    The index of the jump is uniform. So is its size, from 0 to the largest that keeps the last position below `limit`.
 
     Raises:
         UserError: if a row is longer than `limit`.
@@ -61,8 +61,8 @@ def jumped_positions(batch: int, length: int, limit: int) -> Tensor:
             f"a training sequence has {length} tokens, and training.position_jumps offers {limit} positions; "
             "it must be at least as large as the longest sequence."
         )
-    places = torch.arange(length).expand(batch, length)
+    indices = torch.arange(length).expand(batch, length)
     start = torch.randint(length, (batch, 1))
     size = torch.randint(limit - length + 1, (batch, 1))
     size[torch.rand(batch, 1) >= _JUMPING] = 0
-    return places + size * (places >= start)
+    return indices + size * (indices >= start)

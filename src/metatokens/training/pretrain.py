@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     GPTNeoConfig,
     GPTNeoForCausalLM,
@@ -19,7 +20,7 @@ from metatokens.checkpoint import load_model, weights_sha256
 from metatokens.data.blocks import BlockDataset
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import meta_token_id, padded_vocab_size, text_vocab_size
-from metatokens.errors import UserError
+from metatokens.errors import UserError, one_line
 from metatokens.machine import is_first_process
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
@@ -59,17 +60,18 @@ def pretrain(
     """
     store = open_store(recipe)
     set_seed(recipe.training.seed)
-    if init is None:
-        config = _config(recipe, store.tokenizer)
-        is_gpt_neo = recipe.model.architecture == "gpt_neo"
-        check_memory(config, has_masks=is_gpt_neo)
-        model: Any = new_gpt_neo(config, store.tokenizer) if is_gpt_neo else MetaGPT2ForCausalLM(config)
-        if is_gpt_neo:  # the base is untrained too
-            training = recipe.training.model_copy(update={"train_base": True})
-            recipe = recipe.model_copy(update={"training": training})
-    else:
+    model: Any
+    if init is not None:
         model = load_model(init, recipe.model.second_attention)
         recipe = recipe.model_copy(update={"model": model_settings(model.config)})
+    elif recipe.model.architecture == "gpt_neo":
+        model = new_gpt_neo(_config(recipe, store.tokenizer), store.tokenizer)
+        training = recipe.training.model_copy(update={"train_base": True})  # the base is untrained too
+        recipe = recipe.model_copy(update={"training": training})
+    else:
+        config = _config(recipe, store.tokenizer)
+        check_memory(config)
+        model = MetaGPT2ForCausalLM(config)
     run = {"verb": "pretrain", "init_sha256": None if init is None else weights_sha256(init)}
     return train_on_blocks(model, recipe, store, out, run=run, init=init, overwrite=overwrite, progress=progress)
 
@@ -136,13 +138,14 @@ def new_gpt_neo(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase) -> A
 
     Raises:
         UserError: if the configuration has what GPT-Neo lacks: rotary positions, a second attention, or scaled
-            attention.
+            attention; if this machine cannot hold the model.
     """
     if (config.position_embedding, config.second_attention, config.attention_scale) != ("learned", "none", "constant"):
         raise UserError(
             "a gpt_neo has learned positions, no second attention and constant scales: set "
             "model.position_embedding=learned, model.second_attention=none and model.attention_scale=constant."
         )
+    check_memory(config, has_masks=True)
     pairs, rest = divmod(config.num_hidden_layers, 2)
     base = GPTNeoConfig(
         vocab_size=text_vocab_size(tokenizer),
@@ -164,10 +167,10 @@ def new_gpt_neo(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase) -> A
 
 def model_settings(config: MetaGPT2Config | GPTNeoConfig) -> ModelSettings:
     """The section `model` of a recipe that would make such a model."""
-    own = {name: getattr(config, name) for name in ModelSettings.model_fields if hasattr(config, name)}
+    fields = {name: getattr(config, name) for name in ModelSettings.model_fields if hasattr(config, name)}
     if isinstance(config, GPTNeoConfig):
-        own |= {"architecture": "gpt_neo", "second_attention": "none"}
-    return ModelSettings.model_construct(**own)
+        fields |= {"architecture": "gpt_neo", "second_attention": "none"}
+    return ModelSettings.model_construct(**fields)
 
 
 def _blocks(recipe: PretrainRecipe, store: TokenStore) -> BlockDataset:
@@ -190,11 +193,9 @@ def _probe(recipe: PretrainRecipe, store: TokenStore) -> Probe | None:
         if is_first_process():
             print(f"No held-out loss is measured: {error}", file=sys.stderr)
         return None
-    count, size = min(HELD_OUT_BLOCKS, len(blocks)), settings.per_device_train_batch_size
-    batches = [
-        default_data_collator([blocks[index] for index in range(start, min(start + size, count))])
-        for start in range(0, count, size)
-    ]
+    first_blocks = [blocks[index] for index in range(min(HELD_OUT_BLOCKS, len(blocks)))]
+    count, size = len(first_blocks), settings.per_device_train_batch_size
+    batches = [default_data_collator(first_blocks[start : start + size]) for start in range(0, count, size)]
     return Probe(settings.measured_every(count), partial(held_out_loss, batches=batches))
 
 
@@ -204,16 +205,19 @@ def _placed(recipe: PretrainRecipe) -> dict[str, Any]:
 
 
 def _config(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> MetaGPT2Config:
-    eos = tokenizer.eos_token_id
-    return MetaGPT2Config(
-        **recipe.model.model_dump(exclude={"architecture"}),
-        vocab_size=padded_vocab_size(tokenizer),
-        meta_token_id=meta_token_id(tokenizer),
-        unpadded_vocab_size=max(text_vocab_size(tokenizer), meta_token_id(tokenizer) + 1),
-        bos_token_id=eos,
-        eos_token_id=eos,
-        pad_token_id=eos,
-    )
+    meta, eos = meta_token_id(tokenizer), tokenizer.eos_token_id
+    try:
+        return MetaGPT2Config(
+            **recipe.model.model_dump(exclude={"architecture"}),
+            vocab_size=padded_vocab_size(tokenizer),
+            meta_token_id=meta,
+            unpadded_vocab_size=max(text_vocab_size(tokenizer), meta + 1),
+            bos_token_id=eos,
+            eos_token_id=eos,
+            pad_token_id=eos,
+        )
+    except StrictDataclassError as error:
+        raise UserError(f"the recipe asks for a model that cannot be: {one_line(error.__cause__ or error)}.") from error
 
 
 def _check_vocabulary(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase, recipe: PretrainRecipe) -> None:

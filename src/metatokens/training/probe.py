@@ -34,9 +34,10 @@ def held_out_loss(model: Any, batches: Iterable[Mapping[str, torch.Tensor]]) -> 
     """The mean loss (nats) over the scored tokens of some batches, each with `input_ids` and `labels`."""
     total, scored = 0.0, 0
     for batch in batches:
-        ids, labels = (batch[name].to(model.device) for name in ("input_ids", "labels"))
+        ids, labels = batch["input_ids"].to(model.device), batch["labels"].to(model.device)
         count = int((labels[:, 1:] != IGNORED_LABEL).sum())
-        total += float(model(ids, labels=labels, use_cache=False).loss) * count
+        loss = model(ids, labels=labels, use_cache=False).loss
+        total += float(loss) * count
         scored += count
     return {"eval_loss": total / scored}
 
@@ -49,15 +50,15 @@ def exact_match(model: PreTrainedModel, examples: Sequence[Encoded], alone: Land
 
 def held_out_probe(records: Sequence[Encoded], pad_token_id: int, model: PreTrainedModel, phase: Phase) -> Probe | None:
     """A probe of the loss (mean over answer tokens) and the exact match on held-out records; None: never measured."""
-    check_length(model.config, max(len(record.input_ids) for record in records))
+    by_length = sorted(records, key=lambda record: len(record.input_ids))
+    check_length(model.config, len(by_length[-1].input_ids))
+    collator = Collator(pad_token_id=pad_token_id, meta_token_id=model.config.meta_token_id, loss_on="answer")
     size = phase.settings.per_device_train_batch_size
-    ordered = sorted(records, key=lambda record: len(record.input_ids))
 
     def measure(model: PreTrainedModel) -> dict[str, float]:
-        collator = Collator(pad_token_id=pad_token_id, meta_token_id=model.config.meta_token_id, loss_on="answer")
-        batches = (collator(ordered[start : start + size]) for start in range(0, len(ordered), size))
+        batches = (collator(by_length[start : start + size]) for start in range(0, len(by_length), size))
         loss = held_out_loss(model, batches)  # first, since FSDP gathers the weights only in a call of the model itself
-        return loss | {"eval_exact_match": exact_match(model, ordered)}
+        return loss | {"eval_exact_match": exact_match(model, by_length)}
 
     every = phase.settings.measured_every(len(records))
     return Probe(every, measure) if every else None

@@ -39,12 +39,8 @@ def open_run(
         UserError: if the folder holds something else, a run with other settings, or a lock, or cannot be used; or if
             `overwrite` would remove an input.
     """
-    if overwrite and (own := [path for path in filter(None, inputs) if path.resolve().is_relative_to(out.resolve())]):
-        raise UserError(f"--overwrite would remove {own[0]}, which this run reads; give another folder than {out}.")
-    if overwrite and process_count() > 1:
-        raise UserError(
-            f"several processes cannot replace a run together: remove {out} if it is there, and leave --overwrite out."
-        )
+    if overwrite:
+        _check_overwriting(out, inputs)
     settings = json.loads(json.dumps(settings, default=str))
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -60,6 +56,16 @@ def open_run(
             yield (out / MANIFEST).exists()
         except OSError as error:
             raise UserError(f"the run in {out} stopped: {error}; the same command resumes it.") from error
+
+
+def _check_overwriting(out: Path, inputs: Iterable[Path | None]) -> None:
+    for path in filter(None, inputs):
+        if path.resolve().is_relative_to(out.resolve()):
+            raise UserError(f"--overwrite would remove {path}, which this run reads; give another folder than {out}.")
+    if process_count() > 1:
+        raise UserError(
+            f"several processes cannot replace a run together: remove {out} if it is there, and leave --overwrite out."
+        )
 
 
 def _check(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
@@ -120,14 +126,19 @@ def training_of(folder: Path) -> dict[str, Any]:
     Returns:
         `seed`; if the model was fine-tuned on a task, also `train_length` (tokens) and `train_condition`.
     """
-    for place in (folder.parent, folder):  # fine-tuning writes each phase to a folder inside the run's
+    for run_folder in (folder.parent, folder):  # fine-tuning writes each phase to a folder inside the run's
         try:
-            run = json.loads((place / SETTINGS).read_text(encoding="utf-8"))
-            about = {"seed": run["recipe"]["training"]["seed"]}
-            if "task" in run:  # rather than on a user's own records
-                length = int(folder.name) if folder.name.isdecimal() else None
-                about |= {"train_condition": run["recipe"]["task"]["condition"], "train_length": length}
+            run = json.loads((run_folder / SETTINGS).read_text(encoding="utf-8"))
+            return _training_in(run, folder.name)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
-        return about
     return {}
+
+
+def _training_in(run: dict[str, Any], phase: str) -> dict[str, Any]:
+    recipe = run["recipe"]
+    fields = {"seed": recipe["training"]["seed"]}
+    if "task" in run:  # rather than on a user's own records
+        fields["train_condition"] = recipe["task"]["condition"]
+        fields["train_length"] = int(phase) if phase.isdecimal() else None
+    return fields

@@ -25,7 +25,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.integrations import get_available_reporting_integrations
-from transformers.trainer import SCALER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from metatokens.checkpoint import load_model, make_adapter_portable, save_model, verify_manifest, write_manifest
@@ -41,7 +41,7 @@ from metatokens.retrofit.layers import added_parameters
 from metatokens.retrofit.saving import DELTA_WEIGHTS, save_meta
 from metatokens.retrofit.text_window import apply_text_window
 from metatokens.training.batches import WithLogitsToKeep, WithPositions
-from metatokens.training.bracket_loss import inside_loss
+from metatokens.training.bracket_loss import bracket_loss
 from metatokens.training.distillation import divergence
 from metatokens.training.lora import check_rank, with_lora
 from metatokens.training.muon import MuonWithAdamW, block_matrices
@@ -51,7 +51,7 @@ from metatokens.training.probe import Probe
 # FSDP2, in the layers that the model names; the weights of a checkpoint are saved whole.
 FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
 
-KEPT = 2  # checkpoints of a run
+CHECKPOINTS = 2  # of a run; older ones are removed
 
 Figures = Mapping[str, tuple[float, int]]  # the latest value of each of FIGURES and tokens_per_second, and its step
 FIGURES = ("loss", "learning_rate", "eval_loss", "eval_exact_match")
@@ -73,8 +73,7 @@ class MetaTokenTrainer(Trainer):
     def __init__(self, *args: Any, settings: TrainingSettings, schedule_start: int, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.settings, self.schedule_start = settings, schedule_start
-        self.tokens_read, self.seconds_paused = 0, 0.0
-        self._operations_per_token: int | None = None
+        self.tokens_read = 0
 
     @property
     def saves_delta(self) -> bool:
@@ -82,61 +81,59 @@ class MetaTokenTrainer(Trainer):
         return isinstance(self.model, MetaModel) and not (self.settings.train_base or self.settings.fsdp)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """The operations of a step, which the Trainer reports; it counts the parameters anew at every step."""
-        if self._operations_per_token is None:
-            self._operations_per_token = super().floating_point_ops(inputs) // inputs["input_ids"].numel()
-        return self._operations_per_token * int(inputs["input_ids"].numel())
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time within the context from the tokens per second."""
-        start = time.monotonic()
-        yield
-        self.seconds_paused += time.monotonic() - start
+        """0: the Trainer would count the parameters anew at every step, for a figure that no file shows."""
+        return 0
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """AdamW; or, if the settings ask for it and there is a matrix to train, Muon together with AdamW."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
-        if self.settings.optimizer == "muon" and (matrices := block_matrices(self.model)):
+        matrices = block_matrices(self.model) if self.settings.optimizer == "muon" else []
+        if matrices:
             optimizer = MuonWithAdamW(matrices, optimizer, self.settings.muon_learning_rate)
         self.optimizer = optimizer
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule, over `decay_steps` if the settings have them, from `schedule_start` on."""
+        start = self.schedule_start
         schedule = super().create_scheduler(self.settings.decay_steps or num_training_steps, optimizer)
-        rates = [
-            rate * factor(self.schedule_start)
-            for rate, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-        ]
-        schedule.load_state_dict(schedule.state_dict() | {"last_epoch": self.schedule_start, "_last_lr": rates})
+        factors = [factor(start) for factor in schedule.lr_lambdas]
+        rates = [rate * factor for rate, factor in zip(schedule.base_lrs, factors, strict=True)]
+        schedule.load_state_dict(schedule.state_dict() | {"last_epoch": start, "_last_lr": rates})
         for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         return schedule
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with library_writes(Path(self.args.output_dir).parent), self.paused():
+        with library_writes(Path(self.args.output_dir).parent):
             super()._save_checkpoint(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
         if not self.saves_delta:
             super()._save(output_dir, state_dict)
-            make_adapter_portable(self.model, Path(output_dir or self.args.output_dir))
-        elif self.args.should_save and output_dir is not None:
-            if self.model.base_is_elsewhere:
-                save_meta(self.model, output_dir)
-            else:  # the base's weights may have changed since meta-attention was added
-                Path(output_dir).mkdir(parents=True, exist_ok=True)
-                weights = {name: one.detach().contiguous() for name, one in added_parameters(self.model).items()}
-                save_file(weights, Path(output_dir) / DELTA_WEIGHTS, metadata={"format": "pt"})
-            self.processing_class.save_pretrained(output_dir)
+            make_adapter_portable(self.model, folder)
+        elif self.args.should_save:
+            self._save_delta(folder)
+            self.processing_class.save_pretrained(folder)
+
+    def _save_delta(self, folder: Path) -> None:
+        if self.model.base_is_elsewhere:
+            save_meta(self.model, folder)
+            return
+        # Without the checks of `save_meta`: the base's weights may have changed since meta-attention was added.
+        folder.mkdir(parents=True, exist_ok=True)
+        parameters = added_parameters(self.model).items()
+        weights = {name: parameter.detach().contiguous() for name, parameter in parameters}
+        save_file(weights, folder / DELTA_WEIGHTS, metadata={"format": "pt"})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        delta = Path(resume_from_checkpoint) / DELTA_WEIGHTS
         with _reading(resume_from_checkpoint):
-            if not (Path(resume_from_checkpoint) / DELTA_WEIGHTS).exists():
+            if not delta.exists():
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
                 return
-            weights = load_file(Path(resume_from_checkpoint) / DELTA_WEIGHTS)
+            weights = load_file(delta)
             with torch.no_grad():
                 for name, parameter in added_parameters(self.model).items():
                     parameter.copy_(weights[name])
@@ -150,11 +147,6 @@ class MetaTokenTrainer(Trainer):
             super()._load_rng_state(checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        has_file = checkpoint is not None and (Path(checkpoint) / SCALER_NAME).exists()
-        if has_file and getattr(self.accelerator, "scaler", None) is None:
-            raise UserError(
-                f"the checkpoint {checkpoint} cannot be loaded: this training has no use for {SCALER_NAME}."
-            )
         with _reading(checkpoint):
             super()._load_scaler(checkpoint)
 
@@ -176,17 +168,19 @@ class MetaTokenTrainer(Trainer):
         if self.settings.teacher is None:
             return super().compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
         total, count = divergence(model, self.model, inputs)
-        return total / count if num_items_in_batch is None else total * process_count() / num_items_in_batch
+        if num_items_in_batch is None:
+            return total / count
+        return total * process_count() / num_items_in_batch  # gradients are averaged over the processes
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         # The last chance before the update: a non-finite gradient would ruin the weights.
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if not math.isfinite(norm):
-            step, size = self.state.global_step, self.settings.batch
+            step, batch = self.state.global_step, self.settings.batch
             raise UserError(
                 f"training stopped before step {step + 1}: the loss is {float(self._loss):g} and the gradient's norm "
-                f"{float(norm):g}, at learning rate {self._get_learning_rate():g}, on the items {step * size} to "
-                f"{(step + 1) * size - 1} of the training data; the last checkpoint is kept, and a lower "
+                f"{float(norm):g}, at learning rate {self._get_learning_rate():g}, on the items {step * batch} to "
+                f"{(step + 1) * batch - 1} of the training data; the last checkpoint is kept, and a lower "
                 "training.learning_rate or a longer warm-up is the usual remedy."
             )
         return norm
@@ -212,16 +206,15 @@ class RunCallback(TrainerCallback):
         if state.is_world_process_zero:
             write_manifest(Path(args.output_dir) / f"checkpoint-{state.global_step}")
             # By step. The Trainer sorts by modification time, and clocks may go backwards.
-            rotate_checkpoints(args.output_dir, KEPT)
+            rotate_checkpoints(args.output_dir, CHECKPOINTS)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Measure if a measurement is due. Report progress, unless this step is logged: then `on_log` reports it."""
         if self.probe is not None and state.global_step % self.probe.every == 0:
-            model, is_due = kwargs["model"].eval(), control.should_log
-            with self.trainer.paused():
-                self.trainer.log(self.probe.measure(model))  # to trackers too
+            model, is_logged = kwargs["model"].eval(), control.should_log
+            self.trainer.log(self.probe.measure(model))  # to trackers too
             model.train()
-            control.should_log = is_due  # that call has reset it, and the loss is still to be logged
+            control.should_log = is_logged  # that call has reset it, and the loss is still to be logged
         if not control.should_log:
             self._report(state)
 
@@ -231,11 +224,14 @@ class RunCallback(TrainerCallback):
         """Keep the figures; with a loss, measure the speed since the last one and report progress."""
         self._keep(logs, state.global_step)
         if "loss" in logs:
-            (before, tokens), self.last_log = self.last_log, (time.monotonic(), self.trainer.tokens_read)
-            seconds = self.last_log[0] - before - self.trainer.seconds_paused
-            self.trainer.seconds_paused = 0.0
-            self.figures["tokens_per_second"] = (self.last_log[1] - tokens) / max(seconds, 1e-9), state.global_step
+            self.figures["tokens_per_second"] = self._speed_since_last_log(), state.global_step
             self._report(state)
+
+    def _speed_since_last_log(self) -> float:
+        time_before, tokens_before = self.last_log
+        self.last_log = time.monotonic(), self.trainer.tokens_read
+        seconds = self.last_log[0] - time_before
+        return (self.trainer.tokens_read - tokens_before) / max(seconds, 1e-9)
 
     def _keep(self, logs: Mapping[str, float], step: int) -> None:
         self.figures |= {name: (logs[name], step) for name in FIGURES if name in logs}
@@ -274,7 +270,7 @@ def train(
         collator: makes a batch of items.
         progress: called after a step, at most once a second, and after the last step.
         probe: what to measure during the training, and how often; None measures nothing.
-        inside_weight: the weight of the auxiliary loss `inside_loss`. Its heads are not saved, so such a training
+        inside_weight: the weight of the auxiliary loss `bracket_loss`. Its heads are not saved, so such a training
             writes no checkpoints and starts again if it is interrupted.
         schedule_start: the step of the learning rate's schedule at which the training begins.
 
@@ -285,17 +281,9 @@ def train(
     """
     if settings.text_window is not None:
         apply_text_window(model, settings.text_window, settings.text_sinks, settings.text_full_layers)
-    items = (dataset[index] for index in range(min(len(dataset), 16)))
-    kept = measure_cache_share(model, (one["input_ids"] if isinstance(one, dict) else one.input_ids for one in items))
-    if kept and is_first_process():
-        print(cache_share_line(kept), file=sys.stderr)
+    _print_share_in_cache(model, dataset)
     model, tuned = _made_trainable(model, settings)
-    is_frozen = settings.lora_rank or (isinstance(model, MetaModel) and not settings.train_base)
-    if settings.teacher and (model.config.meta_token_id is None or not is_frozen):
-        raise UserError(
-            "training.teacher needs a model with meta-tokens whose base stays as it is: train with --lora, or a "
-            "retrofitted model without training.train_base."
-        )
+    _check_teacher(model, settings)
     checkpoints = out / "checkpoints"
     checkpoint = last_good_checkpoint(checkpoints)
     if settings.fsdp and checkpoint is not None and (checkpoint / DELTA_WEIGHTS).exists():
@@ -311,21 +299,46 @@ def train(
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(RunCallback(trainer, progress, probe))
-    done = 0 if checkpoint is None else _state_of(checkpoint).global_step
-    if checkpoint is not None and done == settings.max_steps:
+    state = None if checkpoint is None else _state_of(checkpoint)
+    if checkpoint is not None and state is not None and state.global_step == settings.max_steps:
         # The run was interrupted after its last checkpoint. The Trainer would train one step more.
         trainer.restore(checkpoint)
-        trainer.state = _state_of(checkpoint)
+        trainer.state = state
     else:
-        count = settings.batch // settings.per_device_train_batch_size
-        with position_jumps(model, settings.position_jumps), inside_loss(model, inside_weight, count):
+        micro_batches = settings.batch // settings.per_device_train_batch_size
+        with position_jumps(model, settings.position_jumps), bracket_loss(model, inside_weight, micro_batches):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if settings.fsdp else None  # from all processes
-    if settings.lora_rank and not settings.keep_adapter:  # in all processes, which may train the model further
-        tuned = tuned.merge_and_unload()
+    _save_run(trainer, tuned, out)
+
+
+def _print_share_in_cache(model: PreTrainedModel, dataset: Any) -> None:
+    """Print what a cache holds of the first training items, if the model has a text window."""
+    if getattr(model.config, "text_window", None) is None or not is_first_process():
+        return
+    items = [dataset[index] for index in range(min(len(dataset), 16))]
+    texts = [item["input_ids"] if isinstance(item, dict) else item.input_ids for item in items]
+    print(cache_share_line(measure_cache_share(model, texts)), file=sys.stderr)
+
+
+def _check_teacher(model: Any, settings: TrainingSettings) -> None:
+    """Refuse a base as a teacher if the training would change it."""
+    is_frozen = settings.lora_rank or (isinstance(model, MetaModel) and not settings.train_base)
+    if settings.teacher and (model.config.meta_token_id is None or not is_frozen):
+        raise UserError(
+            "training.teacher needs a model with meta-tokens whose base stays as it is: train with --lora, or a "
+            "retrofitted model without training.train_base."
+        )
+
+
+def _save_run(trainer: MetaTokenTrainer, model: Any, out: Path) -> None:
+    """Write the model and the curve to `out`; called in all processes, which may train the model further."""
+    settings = trainer.settings
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if settings.fsdp else None
+    if settings.lora_rank and not settings.keep_adapter:
+        model = model.merge_and_unload()
     if trainer.is_world_process_zero():
         _write_curve(trainer.state.log_history, out / "curve.jsonl")
-        save_model(tuned, tokenizer, out, weights)
+        save_model(model, trainer.processing_class, out, weights)
     trainer.accelerator.wait_for_everyone()  # the others may load what the first one saves
 
 
@@ -362,16 +375,17 @@ def _made_trainable(model: Any, settings: TrainingSettings) -> tuple[Any, Any]:
         raise UserError("training.keep_adapter needs a base that is on the disk as it is now: save the model first.")
     tuned = model
     if hasattr(model, "get_base_model"):  # the adapters of an earlier training, which are trained further
+        check_rank(tuned, settings.lora_rank)
         model = model.get_base_model()
         model.base_is_elsewhere = False
-        check_rank(tuned, settings.lora_rank)
     else:
         if isinstance(model, MetaModel):
             freeze_base(model, trained=settings.train_base)
             model.base_is_elsewhere &= not (settings.train_base or settings.lora_rank)
         if settings.lora_rank:
             tuned = with_lora(model, settings.lora_rank)
-    if any(one.requires_grad and one.dtype in (torch.bfloat16, torch.float16) for one in tuned.parameters()):
+    trained_types = {parameter.dtype for parameter in tuned.parameters() if parameter.requires_grad}
+    if trained_types & {torch.bfloat16, torch.float16}:
         tuned.float()  # half precision rounds small steps away
     return model, tuned
 
@@ -417,26 +431,27 @@ def _write_curve(log_history: Iterable[Mapping[str, float]], path: Path) -> None
     with path.open("w", encoding="utf-8") as file:
         for entry in log_history:
             if "train_runtime" not in entry:  # the summary of the whole run
-                point = {"step": entry["step"]} | {key: entry[key] for key in sorted(entry.keys() - {"epoch"})}
-                file.write(json.dumps(point) + "\n")
+                names = ["step", *sorted(entry.keys() - {"step", "epoch"})]
+                file.write(json.dumps({name: entry[name] for name in names}) + "\n")
 
 
 def check_trackers(settings: TrainingSettings) -> None:
     """Refuse a tracker in `report_to` that is unknown or not installed."""
+    if settings.report_to in ("none", "all"):
+        return
     installed = get_available_reporting_integrations()
-    unknown = sorted(set(settings.report_to.split(",")) - {*installed})
-    if unknown and settings.report_to not in ("none", "all"):
-        raise UserError(
-            f"training.report_to names the tracker {unknown[0]!r}, which is not installed; give none, all, or some of: "
-            f"{', '.join(installed) or '(none is installed)'}."
-        )
+    for tracker in settings.report_to.split(","):
+        if tracker not in installed:
+            raise UserError(
+                f"training.report_to names the tracker {tracker!r}, which is not installed; give none, all, or some "
+                f"of: {', '.join(installed) or '(none is installed)'}."
+            )
 
 
 def last_good_checkpoint(folder: Path) -> Path | None:
     """The newest complete and unaltered checkpoint in `folder`. Newer ones, which are damaged, are removed."""
-    steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
-    found = [path for path, step in steps.items() if step.isdecimal()]
-    for path in sorted(found, key=lambda path: int(steps[path]), reverse=True):
+    complete = [path for path in folder.glob("checkpoint-*") if _step_of(path).isdecimal()]
+    for path in sorted(complete, key=lambda path: int(_step_of(path)), reverse=True):
         try:
             verify_manifest(path)
         except UserError as error:
@@ -446,3 +461,7 @@ def last_good_checkpoint(folder: Path) -> Path | None:
         else:
             return path
     return None
+
+
+def _step_of(checkpoint: Path) -> str:
+    return checkpoint.name.removeprefix("checkpoint-")
