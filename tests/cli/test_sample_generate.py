@@ -154,7 +154,7 @@ def test_a_chat_of_several_messages_comes_from_a_file(
     status, output, _ = metatokens(f"{line} --messages chat.json --json")
     assert (status, json.loads(output)["messages"]) == (0, chat)
     for content, sentence in (
-        ("{", "cannot be read as JSON"),
+        ("{", "must hold a list of messages"),
         ("[]", "must hold a list of messages"),
         ('[{"role": "user"}]', "must hold a list of messages"),
         ('[{"role": "robot", "content": "x"}]', "the chat template does not take these messages: no robots."),

@@ -5,10 +5,9 @@ choose by name, and this package's meta-attention modules. So any decoder that u
 BLOOM, Falcon, GPT-J, GPT-Neo and MPT are among the few that compute attention themselves.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -97,29 +96,24 @@ class Observation:
         states: the residual stream before the first block and after each, (length, width) float64.
         attention: by module, `attention` or `second_attention`, and number of the block.
         logits: (length, vocabulary); the meta-token's own mean nothing.
-        outputs: of the requested submodules, by name, without the batch dimension.
     """
 
     states: list[Tensor]
     attention: dict[tuple[str, int], AttentionInputs]
     logits: Tensor
-    outputs: dict[str, Tensor]
 
 
 @torch.no_grad()
-def observe(
-    model: PreTrainedModel, ids: Tensor, modules: Iterable[str] = (), mask: Tensor | None = None
-) -> Observation:
+def observe(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None) -> Observation:
     """Run a model on one prompt, and record the pass.
 
     Args:
         model: any decoder, with or without meta-tokens; it is put into evaluation mode, and not changed otherwise.
         ids: (length,) int64.
-        modules: names of submodules, as in `model.named_modules()`, whose outputs are kept.
         mask: (1, 1, length, length), True where a query sees a key; by default attention is causal.
 
     Returns:
-        The states around each block, the inputs of each attention, the logits, and the outputs of `modules`.
+        The states around each block, the inputs of each attention, and the logits.
 
     Raises:
         UserError: if the attention of the model cannot be read.
@@ -127,8 +121,9 @@ def observe(
     model.eval()
     _, blocks = decoder_of(model)
     recorder = _Recorder(model, len(ids))
-    smallest = torch.finfo(model.dtype).min
-    added = None if mask is None else (~mask).to(model.device, model.dtype) * smallest  # as `eager_mask` makes masks
+    added = None  # to the logits, as `eager_mask` makes masks
+    if mask is not None:
+        added = (~mask).to(model.device, model.dtype) * torch.finfo(model.dtype).min
     with ExitStack() as hooks:
         hooks.enter_context(_attending(model, recorder.attend))
         for block in blocks:
@@ -137,13 +132,10 @@ def observe(
         for module in model.modules():
             if isinstance(module, MetaAttention):
                 hooks.enter_context(module.register_forward_pre_hook(recorder.note_meta_attention, with_kwargs=True))
-        for name in modules:
-            note = partial(recorder.note_output, name)
-            hooks.enter_context(model.get_submodule(name).register_forward_hook(note))
         logits = model(ids[None].to(model.device), attention_mask=added, use_cache=False).logits[0]
-    if all(name != "attention" for name, _ in recorder.attention):
+    if "attention" not in {module for module, _ in recorder.attention}:
         raise _unreadable(model)
-    return Observation(recorder.states, recorder.attention, logits, recorder.outputs)
+    return Observation(recorder.states, recorder.attention, logits)
 
 
 class _Recorder:
@@ -152,7 +144,6 @@ class _Recorder:
     def __init__(self, model: PreTrainedModel, length: int):
         self.states: list[Tensor] = []
         self.attention: dict[tuple[str, int], AttentionInputs] = {}
-        self.outputs: dict[str, Tensor] = {}
         self._model_class = type(model).__name__
         self._positions = torch.arange(length)
 
@@ -161,12 +152,8 @@ class _Recorder:
         self.states.append(hidden_states[0].double())
 
     def note_last_state(self, block: nn.Module, args: tuple, output: Any) -> None:
-        self.states.append(_first(output)[0].double())
-
-    def note_output(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
-        first = _first(output)
-        if isinstance(first, Tensor):
-            self.outputs[name] = first.squeeze(0)
+        hidden_states = output[0] if isinstance(output, tuple | ModelOutput) else output
+        self.states.append(hidden_states[0].double())
 
     def note_meta_attention(self, module: MetaAttention, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
         projected = module.project(args[0], kwargs["rotary"], log_keys=kwargs.get("log_keys"))
@@ -224,10 +211,6 @@ def _attending(model: PreTrainedModel, attend: Any) -> Iterator[None]:
     finally:  # a registered function would keep the model and the record in memory
         model.set_attn_implementation(before)
         del ALL_ATTENTION_FUNCTIONS[_FUNCTION]
-
-
-def _first(output: Any) -> Any:
-    return output[0] if isinstance(output, tuple | ModelOutput) else output
 
 
 def _unreadable(model: PreTrainedModel) -> UserError:

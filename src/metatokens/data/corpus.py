@@ -5,7 +5,6 @@ Documents without text are skipped.
 """
 
 import ast
-import functools
 import glob
 import gzip
 import json
@@ -13,8 +12,10 @@ import os
 import sysconfig
 import warnings
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -24,6 +25,9 @@ from metatokens.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
+
+BUILTIN = "builtin"
+HUB = "hf:"
 
 SKIPPED_PACKAGES = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 MIN_DOCSTRINGS = 200  # characters; a module with less documentation makes no document
@@ -63,44 +67,43 @@ def read_corpus(spec: str) -> Iterator[str]:
         UserError: at once, if the spec names no file, or a file of an unknown kind; while reading, if a source cannot
             be read or a document is not as described above. The message names the file and the line.
     """
-    return read_part(spec, Part(tuple(map(str, _files(spec)))))
+    files = _files(spec)
+    return read_part(spec, Part(files))
 
 
 def corpus_parts(spec: str) -> list[Part]:
     """Divide a corpus into parts for parallel reading; one after another, they are the corpus.
 
-    A part is one shard of a dataset (C4 has 1,024), or successive files, up to the one with which they have 64 MiB.
-    `builtin` is one part. The parts depend only on the corpus.
+    A part is one shard of a dataset (C4 has 1,024), or successive files that begin within the same 64 MiB of the
+    corpus. `builtin` is one part. The parts depend only on the corpus.
     """
-    if spec.startswith("hf:"):
+    if spec == BUILTIN:
+        return [Part()]
+    if spec.startswith(HUB):
         with _reading(spec):
             count = _open_dataset(spec).num_shards
         return [Part(number=number, of=count) for number in range(count)]
-    parts: list[Part] = []
-    files: list[str] = []
-    size = 0
-    for path in _files(spec):
-        files.append(str(path))
-        size += path.stat().st_size
-        if size >= PART_BYTES:
-            parts.append(Part(tuple(files)))
-            files, size = [], 0
-    return [*parts, Part(tuple(files))] if files or not parts else parts
+    files_by_start: dict[int, list[str]] = defaultdict(list)
+    start = 0
+    for file in _files(spec):
+        files_by_start[start // PART_BYTES].append(file)
+        start += Path(file).stat().st_size
+    return [Part(tuple(files)) for files in files_by_start.values()]
 
 
 def read_part(spec: str, part: Part) -> Iterator[str]:
     """The documents of one part of a corpus, in order."""
-    if spec == "builtin":
+    if spec == BUILTIN:
         return iter(_builtin())
-    if spec.startswith("hf:"):
+    if spec.startswith(HUB):
         documents = _dataset(spec, part)
     else:
-        files = [(path, _reader(path)) for path in map(Path, part.files)]
-        documents = (document for path, read in files for document in read(path))
+        readers = [partial(_reader(file), Path(file)) for file in part.files]
+        documents = chain.from_iterable(read() for read in readers)
     return (document for document in documents if document and not document.isspace())
 
 
-@functools.cache  # parsing the standard library takes seconds, and a run reads its corpus more than once
+@cache  # parsing the standard library takes seconds, and a run reads its corpus more than once
 def _builtin() -> tuple[str, ...]:
     modules = map(_docstrings, _sources(Path(sysconfig.get_path("stdlib"))))
     return (*topics.values(), *(text for text in modules if len(text) >= MIN_DOCSTRINGS))
@@ -122,26 +125,27 @@ def _docstrings(path: Path) -> str:
     return "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
 
 
-def _files(spec: str) -> list[Path]:
-    if spec == "builtin" or spec.startswith("hf:"):
-        return []
+def _files(spec: str) -> tuple[str, ...]:
+    """The files of a corpus; none if it has another source."""
+    if spec == BUILTIN or spec.startswith(HUB):
+        return ()
     with _reading(spec):  # ~user may not exist
         path = Path(spec).expanduser()
     if path.is_dir():
         raise UserError(f"the corpus {spec} is a folder: name a file in it, or several: {path / '*.jsonl'}.")
     if path.exists():
-        return [path]
-    found = [match for match in map(Path, sorted(glob.glob(str(path), recursive=True))) if match.is_file()]
-    if not found:
+        return (str(path),)
+    files = tuple(match for match in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(match))
+    if not files:
         raise UserError(f"no file matches the corpus {spec}: give builtin, a file, a glob or hf:NAME:CONFIG.")
-    return found
+    return files
 
 
-def _reader(path: Path) -> Callable[[Path], Iterator[str]]:
+def _reader(file: str) -> Callable[[Path], Iterator[str]]:
     for suffix, reader in READERS.items():
-        if path.name.lower().endswith(suffix):
+        if file.lower().endswith(suffix):
             return reader
-    raise UserError(f"{path} is not a corpus file: the name must end in one of {', '.join(READERS)}.")
+    raise UserError(f"{file} is not a corpus file: the name must end in one of {', '.join(READERS)}.")
 
 
 def _text_file(path: Path) -> Iterator[str]:
@@ -169,15 +173,9 @@ def _json_lines(path: Path) -> Iterator[str]:
 
 def _lines(path: Path) -> Iterator[str]:
     r"""The lines of a UTF-8 file, with their line ends: `\n`, `\r\n`, or `\r` as in old files of Macs."""
-    with _reading(path), gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-        lines = chain.from_iterable(piece.splitlines(keepends=True) for piece in file)  # bytes have no other line ends
-        for number, line in enumerate(lines, start=1):
-            try:
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{path}, line {number} is not UTF-8: {error.reason}, byte {error.start + 1} of the line."
-                ) from error
+    open_text = gzip.open if path.suffix.lower() == ".gz" else open
+    with _reading(path), open_text(path, "rt", encoding="utf-8-sig", newline="") as file:
+        yield from file
 
 
 def _parquet(path: Path) -> Iterator[str]:
@@ -200,28 +198,26 @@ READERS: dict[str, Callable[[Path], Iterator[str]]] = {
 
 
 def _dataset(spec: str, part: Part) -> Iterator[str]:
-    where = spec if part.of == 1 else f"{spec}, shard {part.number + 1} of {part.of}"
-    with _reading(where):
+    source = f"{spec}, shard {part.number + 1} of {part.of}"
+    with _reading(source):
         rows = _open_dataset(spec).shard(num_shards=part.of, index=part.number)
         for number, row in enumerate(rows, start=1):
-            yield _text(row, f"{where}, row {number}")
+            yield _text(row, f"{source}, row {number}")
 
 
 def _open_dataset(spec: str) -> "IterableDataset":
     from datasets import load_dataset
 
-    name, _, config = spec.removeprefix("hf:").partition(":")
-    if not name:
-        raise UserError(f"the corpus {spec} names no dataset: give hf:NAME or hf:NAME:CONFIG.")
+    name, _, config = spec.removeprefix(HUB).partition(":")
     return load_dataset(name, config or None, split="train", streaming=True)
 
 
-def _text(record: Any, where: str) -> str:
+def _text(record: Any, source: str) -> str:
     try:
         text: str = record["text"]
         text.encode()  # fails for half a surrogate pair, which JSON can contain
     except (LookupError, TypeError, AttributeError, UnicodeEncodeError) as error:
-        raise UserError(f'{where} has no text in its field "text".') from error
+        raise UserError(f'{source} has no text in its field "text".') from error
     return text
 
 

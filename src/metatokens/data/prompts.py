@@ -3,18 +3,18 @@
 Only a marker that the caller names is one; other text that looks like a marker stays text.
 """
 
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from jinja2 import TemplateError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.tokenizer import beginning_of, control_texts, encode_text, encode_with_control, meta_token_id
-from metatokens.errors import UserError
+from metatokens.errors import UserError, one_line
 from metatokens.records import split_at
 
 _BREAK = "\ufdd0"  # within the texts of control tokens in messages; Unicode keeps it for programs' own use
@@ -52,18 +52,20 @@ def encode_prompt(
 
 
 def join_segments(
-    segments: Sequence[str], encode: Callable[[str, bool], Iterable[int]], *between: int
-) -> Iterator[int]:
-    """The ids of segments of one text, with the ids `between` at each join.
+    segments: Sequence[str], encode: Callable[[str, bool], Iterable[int]], meta_token_id: int
+) -> list[int]:
+    """The ids of segments of one text, with a meta-token at each join.
 
     `encode` gets a segment, and whether it continues the text.
     """
+    ids: list[int] = []
     continues = False
     for number, segment in enumerate(segments):
         if number:
-            yield from between
-        yield from encode(segment, continues)
+            ids.append(meta_token_id)
+        ids += encode(segment, continues)
         continues = continues or bool(segment)
+    return ids
 
 
 def encode_chat(
@@ -75,19 +77,20 @@ def encode_chat(
     control token in messages that went through `without_control`. The other arguments are those of `encode_prompt`.
     """
     control = _control(tokenizer)
-    in_messages = re.compile(f"({'|'.join(re.escape(_broken(text)) for text in control)})")
+    in_messages = re.compile(f"({'|'.join(re.escape(_broken(name)) for name in control)})")
 
-    def encode(segment: str, continues: bool) -> Iterator[int]:
-        def encode_part(part: str, is_later: bool) -> list[int]:
-            continues_text = continues or is_later
+    def encode(segment: str, continues: bool) -> list[int]:
+        ids: list[int] = []
+        for part in in_messages.split(segment):
             if in_messages.fullmatch(part):
-                return encode_text(tokenizer, [part.replace(_BREAK, "")], continues=continues_text)[0]
-            return encode_with_control(tokenizer, part, continues=continues_text)
-
-        return join_segments(in_messages.split(segment), encode_part)
+                ids += encode_text(tokenizer, [part.replace(_BREAK, "")], continues=continues)[0]
+            else:
+                ids += encode_with_control(tokenizer, part, continues=continues)
+            continues = continues or bool(part)
+        return ids
 
     segments = [text] if marker is None else _split(text, marker, _without(control, marker))
-    ids = list(join_segments(segments, encode, meta_token_id(tokenizer)))
+    ids = join_segments(segments, encode, meta_token_id(tokenizer))
     return ids if landmarks is None else Landmarks(tokenizer, landmarks).insert_into(ids)
 
 
@@ -97,11 +100,11 @@ def without_control(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[
     A noncharacter is put into each text of a control token; `encode_chat` takes it out.
     """
     control = _control(tokenizer)
-
-    def changed(value: Any) -> Any:
-        return _without(control, value) if isinstance(value, str) else value
-
-    return [{key: changed(value) for key, value in message.items()} for message in messages]
+    safe_messages: list[dict[str, Any]] = []
+    for message in messages:
+        texts = {key: _without(control, value) for key, value in message.items() if isinstance(value, str)}
+        safe_messages.append(message | texts)
+    return safe_messages
 
 
 def _control(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -117,6 +120,16 @@ def _broken(control: str) -> str:
     return f"{control[0]}{_BREAK}{control[1:]}"
 
 
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    role: str
+    content: str
+
+
+_CHAT = TypeAdapter(Annotated[list[_Message], Field(min_length=1)])
+
+
 def read_messages(file: Path) -> list[dict[str, str]]:
     """Read a chat, a JSON list of messages with `role` and `content`.
 
@@ -124,17 +137,10 @@ def read_messages(file: Path) -> list[dict[str, str]]:
         UserError: if the file cannot be read, or holds something else.
     """
     try:
-        messages = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read as JSON: {' '.join(str(error).split())}.") from error
-    if not (isinstance(messages, list) and messages) or not all(
-        isinstance(one, dict)
-        and one.keys() == {"role", "content"}
-        and all(isinstance(part, str) for part in one.values())
-        for one in messages
-    ):
-        raise UserError(f'{file} must hold a list of messages, such as [{{"role": "user", "content": "Hello"}}].')
-    return messages
+        return [message.model_dump() for message in _CHAT.validate_json(file.read_bytes())]
+    except (OSError, ValidationError) as error:
+        form = '[{"role": "user", "content": "Hello"}]'
+        raise UserError(f"{file} must hold a list of messages, such as {form}: {one_line(error)}.") from error
 
 
 def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
@@ -147,11 +153,9 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, s
     """
     if tokenizer.chat_template is None:
         raise UserError("the model's tokenizer has no chat template.")
+    safe_messages = without_control(tokenizer, messages)
     try:
-        written = tokenizer.apply_chat_template(
-            without_control(tokenizer, messages), tokenize=False, add_generation_prompt=True
-        )
-        return str(written)
+        return str(tokenizer.apply_chat_template(safe_messages, tokenize=False, add_generation_prompt=True))
     except TemplateError as error:
         raise UserError(f"the chat template does not take these messages: {error}.") from error
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 
 Count = Annotated[int, Field(ge=0, lt=2**48)]
+Ids = npt.NDArray[np.unsignedinteger]
 
 
 class StoreRecord(BaseModel):
@@ -66,6 +67,11 @@ class Shard(StoreRecord):
     def name(self) -> str:
         """The file's name."""
         return f"{self.part:05}-{self.number:05}.arrow"
+
+    @property
+    def length(self) -> int:
+        """How many ids it holds."""
+        return self.tokens + self.documents
 
 
 class SplitCounts(StoreRecord):
@@ -123,7 +129,7 @@ class Manifest(StoreRecord):
         except ValidationError as error:
             raise UserError(f"{path} is not the manifest of a token store.") from error
         if sha256_of(text.replace(manifest.sha256.encode(), b"")) != manifest.sha256:
-            raise UserError(_damaged(path))
+            raise _damaged(path)
         return manifest
 
 
@@ -143,16 +149,14 @@ class TokenStore:
         """
         return cls(path, Manifest.read(path))
 
-    def __reduce__(self) -> tuple[object, tuple[Path]]:
-        return TokenStore.open, (self.path,)
-
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer that the ids come from."""
         folder = self.path / TOKENIZER
         for name, checksum in self.manifest.tokenizer.items():
-            if Path(name).name != name or not _has_sha256(folder / name, checksum):  # no file outside the folder
-                raise UserError(_damaged(folder / name))
+            is_inside = Path(name).name == name
+            if not is_inside or not _has_sha256(folder / name, checksum):
+                raise _damaged(folder / name)
         return load_tokenizer(str(folder))
 
     def tokens(self, split: StoreSplit) -> "TokenSequence":
@@ -167,11 +171,10 @@ class TokenSequence:
     """
 
     def __init__(self, store: TokenStore, split: StoreSplit) -> None:
-        self._store = store
-        self._split = split
+        self._folder = store.path / split
         self._shards = store.manifest.splits[split].shards
-        self._starts = [0, *accumulate(shard.tokens + shard.documents for shard in self._shards)]
-        self._opened: dict[int, npt.NDArray[np.unsignedinteger]] = {}
+        self._starts = [0, *accumulate(shard.length for shard in self._shards)]
+        self._opened: dict[int, Ids] = {}
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -179,35 +182,38 @@ class TokenSequence:
     def __getitem__(self, window: slice) -> npt.NDArray[np.int64]:
         """The ids of a window with a positive step."""
         start, stop, step = window.indices(len(self))
-        pieces: list[npt.NDArray[np.unsignedinteger]] = []
-        index = bisect_right(self._starts, start) - 1
+        pieces: list[Ids] = [np.empty(0, np.uint16)]
+        number = bisect_right(self._starts, start) - 1
         while start < stop:
-            offset, end = self._starts[index], min(stop, self._starts[index + 1])
-            pieces.append(self._ids(index)[start - offset : end - offset])
-            start, index = end, index + 1
-        ids = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint16), *pieces])
-        return ids[::step].astype(np.int64)
+            shard_start, shard_end = self._starts[number : number + 2]
+            pieces.append(self._ids(number)[start - shard_start : stop - shard_start])
+            start = shard_end
+            number += 1
+        return np.concatenate(pieces)[::step].astype(np.int64)
 
-    def __reduce__(self) -> tuple[type["TokenSequence"], tuple[TokenStore, StoreSplit]]:
-        return TokenSequence, (self._store, self._split)
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_opened": {}}
 
-    def _ids(self, index: int) -> npt.NDArray[np.unsignedinteger]:
-        if index not in self._opened:
-            self._opened[index] = self._open(self._shards[index])
-        return self._opened[index]
+    def _ids(self, number: int) -> Ids:
+        if number not in self._opened:
+            self._opened[number] = _open(self._folder, self._shards[number])
+        return self._opened[number]
 
-    def _open(self, shard: Shard) -> npt.NDArray[np.unsignedinteger]:
-        path = self._store.path / self._split / shard.name
-        try:
-            with pa.memory_map(str(path)) as file:
-                content = file.read_buffer()  # stays mapped when the file is closed, so no file stays open
-            if sha256_of(memoryview(content)) == shard.sha256:
-                ids = pa.ipc.open_file(content).get_batch(0).column(0).to_numpy()
-                if len(ids) == shard.tokens + shard.documents:
-                    return ids
-        except (OSError, pa.ArrowInvalid) as error:
-            raise UserError(_damaged(path)) from error
-        raise UserError(_damaged(path))
+
+def _open(folder: Path, shard: Shard) -> Ids:
+    """Map a shard into memory, and check it."""
+    path = folder / shard.name
+    try:
+        with pa.memory_map(str(path)) as file:
+            content = file.read_buffer()  # stays mapped when the file is closed, so no file stays open
+        if sha256_of(memoryview(content)) != shard.sha256:
+            raise _damaged(path)
+        ids = pa.ipc.open_file(content).get_batch(0).column(0).to_numpy()
+    except (OSError, pa.ArrowInvalid) as error:
+        raise _damaged(path) from error
+    if len(ids) != shard.length:
+        raise _damaged(path)
+    return ids
 
 
 def _has_sha256(path: Path, checksum: str) -> bool:
@@ -217,5 +223,6 @@ def _has_sha256(path: Path, checksum: str) -> bool:
         return False
 
 
-def _damaged(path: Path) -> str:
-    return f"{path} is missing, cut short or altered: write the store again, with --overwrite."
+def _damaged(path: Path) -> UserError:
+    """The refusal of a file that differs from the manifest."""
+    return UserError(f"{path} is missing, cut short or altered: write the store again, with --overwrite.")

@@ -9,7 +9,6 @@ not have one before, the id is the first one after the vocabulary.
 import json
 import math
 import os
-import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +24,6 @@ from metatokens.errors import UserError
 END_OF_TEXT = "<|endoftext|>"
 META_TOKEN = "<|meta|>"  # shows the meta-token in a decoded text
 MIN_ENTRIES, MAX_ENTRIES = 300, 65_536  # of a trained vocabulary; 257 are the bytes and the end-of-text token
-LONG_TEXT = 400_000  # characters; a longer text is encoded in pieces
-SPACE_BETWEEN = re.compile(r"(?<=\S) (?=\S)")
 UNLIMITED = int(1e30)  # no maximum length for transformers, which then does not warn about long texts
 
 # The library's threads do not survive a fork, so forked data-loading workers use none. If the variable is unset, the
@@ -53,7 +50,6 @@ def load_tokenizer(
 
     Raises:
         UserError: if the spec names no usable tokenizer, or the corpus has too little text for N entries.
-        ValueError: if `train:N` is given without a corpus.
     """
     if Path(spec).is_dir():
         tokenizer = _pretrained(spec, f"the folder {spec} holds no tokenizer that can be loaded.")
@@ -95,12 +91,10 @@ def encode_text(
     Raises:
         UserError: if a text has a lone surrogate, which UTF-8 cannot encode.
     """
-    changed = _text_backend(tokenizer, len(tokenizer), continues)
-    backend = _prepared(changed or tokenizer.backend_tokenizer, recognises_control=False)
+    backend = _copy_of_backend(tokenizer, len(tokenizer), continues, in_chat=False)
     with _refusing_surrogates():
-        if not _splits_at_spaces(backend) or all(len(text) <= LONG_TEXT for text in texts):
-            return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-        return [list(_ids_of_long(backend, text)) for text in texts]
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
 
 
 def encode_with_control(tokenizer: PreTrainedTokenizerBase, text: str, *, continues: bool) -> list[int]:
@@ -108,9 +102,9 @@ def encode_with_control(tokenizer: PreTrainedTokenizerBase, text: str, *, contin
 
     The tokenizer must have a meta-token. `continues` and errors are as in `encode_text`.
     """
-    backend = _chat_backend(tokenizer, len(tokenizer), tokenizer.meta_token, continues)
+    backend = _copy_of_backend(tokenizer, len(tokenizer), continues, in_chat=True)
     with _refusing_surrogates():
-        return _prepared(backend, recognises_control=True).encode(text, add_special_tokens=False).ids
+        return backend.encode(text, add_special_tokens=False).ids
 
 
 def control_texts(backend: Tokenizer) -> dict[int, str]:
@@ -128,27 +122,23 @@ def _refusing_surrogates() -> Iterator[None]:
         raise UserError(message) from error
 
 
-def _prepared(backend: Tokenizer, *, recognises_control: bool) -> Tokenizer:
-    # An earlier call of the tokenizer leaves its settings in the backend.
-    backend.encode_special_tokens = not recognises_control
-    backend.no_truncation()
-    backend.no_padding()
+@lru_cache(maxsize=8)
+def _copy_of_backend(tokenizer: PreTrainedTokenizerBase, size: int, continues: bool, in_chat: bool) -> Tokenizer:
+    """The backend of a tokenizer with `size` entries, changed so that text stays text.
+
+    In the text of a chat the control tokens are recognised, except for the meta-token. An earlier call of the tokenizer
+    may have left truncation and padding in the original.
+    """
+    settings = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+    if continues:
+        settings |= {part: _without_prefix(settings[part]) for part in ("normalizer", "pre_tokenizer")}
+    backend = Tokenizer.from_str(json.dumps(settings))
+    backend.encode_special_tokens = True  # as text
+    hidden = [tokenizer.meta_token] if in_chat else _control_in_vocabulary(backend)
+    if hidden:
+        backend = Tokenizer.from_str(json.dumps(_hiding(settings, hidden)))
+    backend.encode_special_tokens = not in_chat
     return backend
-
-
-@lru_cache(maxsize=4)
-def _text_backend(tokenizer: PreTrainedTokenizerBase, size: int, continues: bool) -> Tokenizer | None:
-    """The backend of a tokenizer with `size` entries for text; None if its own one will do."""
-    continuing = _continuing(tokenizer, size) if continues else None
-    backend = continuing or tokenizer.backend_tokenizer
-    reached = _control_in_vocabulary(backend)
-    return _hiding(backend, reached) if reached else continuing
-
-
-@lru_cache(maxsize=4)
-def _chat_backend(tokenizer: PreTrainedTokenizerBase, size: int, meta_token: str, continues: bool) -> Tokenizer:
-    continuing = _continuing(tokenizer, size) if continues else None
-    return _hiding(continuing or tokenizer.backend_tokenizer, [meta_token])
 
 
 def _control_in_vocabulary(backend: Tokenizer) -> list[str]:
@@ -156,16 +146,16 @@ def _control_in_vocabulary(backend: Tokenizer) -> list[str]:
 
     The unknown token is none: it stands for text.
     """
-    backend = _prepared(backend, recognises_control=False)
     unknown = getattr(backend.model, "unk_token", None)
-    texts = {number: text for number, text in control_texts(backend).items() if text != unknown}
-    encodings = backend.encode_batch_fast(list(texts.values()), add_special_tokens=False)
-    return [text for (number, text), encoding in zip(texts.items(), encodings, strict=True) if number in encoding.ids]
+    reached: list[str] = []
+    for number, text in control_texts(backend).items():
+        if text != unknown and number in backend.encode(text, add_special_tokens=False).ids:
+            reached.append(text)
+    return reached
 
 
-def _hiding(backend: Tokenizer, tokens: Iterable[str]) -> Tokenizer:
-    """A copy of a backend in which no text becomes one of the tokens. All ids are the same."""
-    settings = json.loads(backend.to_str())
+def _hiding(settings: dict[str, Any], tokens: Iterable[str]) -> dict[str, Any]:
+    """Change the settings of a backend so that no text becomes one of the tokens. All ids are the same."""
     names = {token: token + secrets.token_hex() for token in tokens}  # which no text can guess
     for added in settings["added_tokens"]:
         added["content"] = names.get(added["content"], added["content"])
@@ -176,17 +166,7 @@ def _hiding(backend: Tokenizer, tokens: Iterable[str]) -> Tokenizer:
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
     if "merges" in model:
         model["merges"] = [pair for pair in model["merges"] if names.keys().isdisjoint([*pair, "".join(pair)])]
-    return Tokenizer.from_str(json.dumps(settings))
-
-
-@lru_cache(maxsize=4)
-def _continuing(tokenizer: PreTrainedTokenizerBase, size: int) -> Tokenizer | None:
-    """The backend of a tokenizer with `size` entries without what puts a space before a text; None if nothing does."""
-    settings = json.loads(tokenizer.backend_tokenizer.to_str())
-    changed = {part: _without_prefix(settings[part]) for part in ("normalizer", "pre_tokenizer")}
-    if changed.items() <= settings.items():
-        return None
-    return Tokenizer.from_str(json.dumps(settings | changed))
+    return settings
 
 
 def _without_prefix(part: Any) -> Any:
@@ -215,22 +195,6 @@ def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -
     """The ids of each text, with those that the tokenizer puts before it and the end-of-text id."""
     beginning, end = beginning_of(tokenizer), tokenizer.eos_token_id
     return [[*beginning, *ids, end] for ids in encode_text(tokenizer, texts)]
-
-
-def _splits_at_spaces(backend: Tokenizer) -> bool:
-    """Whether a space between two words always starts a new piece, as in GPT-2's vocabulary."""
-    cut = backend.pre_tokenizer
-    return isinstance(cut, pre_tokenizers.ByteLevel) and cut.use_regex and backend.normalizer is None
-
-
-def _ids_of_long(backend: Tokenizer, text: str) -> Iterator[int]:
-    # The library needs about 130 bytes of memory per character, so a long text is encoded in pieces.
-    start = 0
-    while start < len(text):
-        cut = SPACE_BETWEEN.search(text, start + LONG_TEXT)
-        end = cut.start() if cut else len(text)
-        yield from backend.encode_batch_fast([text[start:end]], add_special_tokens=False)[0].ids
-        start = end
 
 
 def meta_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -299,8 +263,6 @@ def _train(spec: str, corpus: Iterable[str] | None, extra_texts: Iterable[str]) 
     digits = spec.removeprefix("train:")
     if not (digits.isdecimal() and MIN_ENTRIES <= int(digits) <= MAX_ENTRIES):
         raise UserError(f"the tokenizer {spec!r} must be train:N with N from {MIN_ENTRIES} to {MAX_ENTRIES}.")
-    if corpus is None:
-        raise ValueError(f"the tokenizer {spec} needs a corpus to learn from.")
     entries = int(digits)
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

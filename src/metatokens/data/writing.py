@@ -13,12 +13,10 @@ neither the number of processes nor an interruption changes a byte of the store.
 """
 
 import importlib.metadata
-import os
 import platform
 import shutil
-from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from multiprocessing.connection import Connection
@@ -26,7 +24,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
@@ -36,6 +33,7 @@ from metatokens.data.store import (
     MANIFEST,
     SPLITS,
     TOKENIZER,
+    Ids,
     Manifest,
     Shard,
     SplitCounts,
@@ -49,12 +47,13 @@ from metatokens.errors import UserError
 from metatokens.files import LOCK, exclusive, file_sha256, library_writes, sha256_of, write_whole
 from metatokens.machine import available_cores, end_with_parent, worker_context
 
+STAGING = ".partial"  # the subfolder of an unfinished store
 PLAN = "plan.json"
 HELD_OUT = 0.05  # the share of documents that is held out by default
 # Both splits of a shard together: 15 MB of GPT-2's ids, which a reader checks in about 20 ms. C4 has about 22,000 such
 # shards; a process can map all of them at once (Linux allows 65,530 mappings).
 SHARD_CHARACTERS = 2**25
-BATCH_CHARACTERS = 400_000  # encoded at a time: enough for every core, and few enough for the next batch to overlap
+BATCH_CHARACTERS = 400_000  # encoded at a time: enough for every core
 
 
 class Plan(StoreRecord):
@@ -111,16 +110,13 @@ def write_token_store(
         extra_texts: see `load_tokenizer`.
         overwrite: replace the store in the folder, if there is one.
         workers: the number of processes; each encodes one part of the corpus at a time (see `corpus_parts`);
-            by default the number of cores. This process encodes a corpus of a single part itself, in several threads
-            unless `workers` is 1.
+            by default the number of cores. This process encodes a corpus of a single part itself, in several threads.
 
     Raises:
         UserError: if the corpus or the tokenizer cannot be loaded, or the corpus has no text; if the folder cannot be
             written, or another process is writing it; or if it holds a store with other settings, finished or not, and
             `overwrite` is not set.
     """
-    if not 0 < held_out < 1:
-        raise UserError(f"the held-out share is {held_out}, but must lie between 0 and 1.")
     texts = list(extra_texts) if tokenizer_spec.startswith("train:") else []
     settings = StoreSettings(
         corpus=corpus_spec,
@@ -133,12 +129,13 @@ def write_token_store(
         store = TokenStore.open(out)
         _check_same(settings, store.manifest.settings, f"{out} holds a token store")
         return store
-    is_store = (out / MANIFEST).exists() or _staging(out).exists()
     has_files = out.is_dir() and any(path.name != LOCK for path in out.iterdir())
-    if has_files and not is_store and not overwrite:
+    if has_files and not (out / STAGING).exists() and not overwrite:
         raise UserError(f"{out} is not empty and holds no token store: choose another folder, or --overwrite.")
     try:
-        _write_store(out, settings, texts, overwrite=overwrite, workers=workers or available_cores())
+        out.mkdir(parents=True, exist_ok=True)
+        with exclusive(out):
+            _write_store(out, settings, texts, overwrite=overwrite, workers=workers or available_cores())
     except OSError as error:
         raise UserError(f"the token store {out} cannot be written: {error}.") from error
     except BrokenProcessPool as error:
@@ -149,64 +146,24 @@ def write_token_store(
     return TokenStore.open(out)
 
 
-def _staging(out: Path) -> Path:
-    return out / ".partial"
-
-
-def _write_store(
-    out: Path, settings: StoreSettings, extra_texts: Sequence[str], *, overwrite: bool, workers: int
-) -> None:
-    """Write the store of a folder, or what is missing of it, while no other process writes it."""
-    staging = _staging(out)
-    is_new = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
-    with exclusive(out):
-        begun_with = _settings_of(staging)
-        if begun_with is not None and not overwrite:
-            _check_same(settings, begun_with, f"{out} holds an unfinished token store")
-        try:
-            if begun_with != settings:
-                tokenizer = _begin(staging, settings, extra_texts)
-                _finish(staging, tokenizer, workers)
-            elif not (staging / MANIFEST).exists():
-                tokenizer = load_tokenizer(str(staging / TOKENIZER))
-                _finish(staging, tokenizer, workers)
-        except BaseException:
-            if not any(staging.glob("done/*")):  # nothing that the next try could use
-                shutil.rmtree(out if is_new else staging, ignore_errors=True)
-            raise
-        _move_into_place(staging, out)
-
-
 def _check_same(settings: StoreSettings, made_with: StoreSettings, store: str) -> None:
     if made_with != settings:
         raise UserError(f"{store} made with other settings ({made_with}): choose another folder, or --overwrite.")
 
 
-def _begin(staging: Path, settings: StoreSettings, extra_texts: Sequence[str]) -> PreTrainedTokenizerBase:
-    """Make `staging` a store without shards: the tokenizer and the plan."""
-    shutil.rmtree(staging, ignore_errors=True)
-    for name in (*SPLITS, "done"):
-        (staging / name).mkdir(parents=True)
-    first = _first_documents(settings.corpus)
-    parts = tuple(corpus_parts(settings.corpus))
-    tokenizer = load_tokenizer(settings.tokenizer, corpus=read_corpus(settings.corpus), extra_texts=extra_texts)
-    with library_writes(staging):
-        tokenizer.save_pretrained(staging / TOKENIZER)
-    plan = Plan(settings=settings, parts=parts, shard_characters=SHARD_CHARACTERS, first=first)
-    write_whole(staging / PLAN, plan.model_dump_json().encode())
-    return tokenizer
-
-
-def _first_documents(corpus: str) -> tuple[str, ...]:
-    first: dict[str, None] = {}
-    for text in read_corpus(corpus):
-        first[sha256_of(text.encode())] = None
-        if len(first) == len(SPLITS):
-            break
-    if not first:
-        raise UserError(f"the corpus {corpus} holds no text.")
-    return tuple(first)
+def _write_store(
+    out: Path, settings: StoreSettings, extra_texts: Sequence[str], *, overwrite: bool, workers: int
+) -> None:
+    """Write the store of a folder, or what is missing of it."""
+    staging = out / STAGING
+    begun_with = _settings_of(staging)
+    if begun_with is not None and not overwrite:
+        _check_same(settings, begun_with, f"{out} holds an unfinished token store")
+    if begun_with != settings:
+        _begin(staging, settings, extra_texts)
+    if not (staging / MANIFEST).exists():
+        _finish(staging, workers)
+    _move_into_place(staging, out)
 
 
 def _settings_of(staging: Path) -> StoreSettings | None:
@@ -214,19 +171,49 @@ def _settings_of(staging: Path) -> StoreSettings | None:
     try:
         if (staging / MANIFEST).exists():  # it was being moved into place
             return Manifest.read(staging).settings
-        if (staging / SPLITS[0]).exists():  # the first to be moved
+        if any(staging.glob(f"{SPLITS[0]}/*")):  # the first to be moved
             return Plan.model_validate_json((staging / PLAN).read_bytes()).settings
     except (FileNotFoundError, ValidationError, UserError):
         pass
     return None
 
 
-def _finish(staging: Path, tokenizer: PreTrainedTokenizerBase, workers: int) -> None:
+def _begin(staging: Path, settings: StoreSettings, extra_texts: Sequence[str]) -> None:
+    """Make `staging` a store without shards: the tokenizer and the plan."""
+    plan = Plan(
+        settings=settings,
+        parts=tuple(corpus_parts(settings.corpus)),
+        shard_characters=SHARD_CHARACTERS,
+        first=_first_documents(settings.corpus),
+    )
+    tokenizer = load_tokenizer(settings.tokenizer, corpus=read_corpus(settings.corpus), extra_texts=extra_texts)
+    shutil.rmtree(staging, ignore_errors=True)
+    for name in (*SPLITS, "done"):
+        (staging / name).mkdir(parents=True)
+    with library_writes(staging):
+        tokenizer.save_pretrained(staging / TOKENIZER)
+    write_whole(staging / PLAN, plan.model_dump_json().encode())
+
+
+def _first_documents(corpus: str) -> tuple[str, ...]:
+    """The checksums of the first two distinct documents, or of the only one."""
+    checksums: dict[str, None] = {}
+    for text in read_corpus(corpus):
+        checksums[sha256_of(text.encode())] = None
+        if len(checksums) == len(SPLITS):
+            break
+    if not checksums:
+        raise UserError(f"the corpus {corpus} holds no text.")
+    return tuple(checksums)
+
+
+def _finish(staging: Path, workers: int) -> None:
     """Write the missing shards of the store in `staging`, and its manifest."""
     plan = Plan.model_validate_json((staging / PLAN).read_bytes())
+    tokenizer = load_tokenizer(str(staging / TOKENIZER))
     _write_parts(Work(staging, plan, tokenizer), workers)
     finished = [FinishedShard.model_validate_json(path.read_bytes()).shards for path in staging.glob("done/*.json")]
-    finished.sort(key=lambda shards: (shards["train"].part, shards["train"].number))
+    finished.sort(key=lambda shards: shards["train"].name)
     manifest = Manifest(
         settings=plan.settings,
         vocab_size=text_vocab_size(tokenizer),
@@ -245,8 +232,8 @@ def _move_into_place(staging: Path, out: Path) -> None:
     for name in (*SPLITS, TOKENIZER):
         if (staging / name).exists():
             shutil.rmtree(out / name, ignore_errors=True)
-            os.replace(staging / name, out / name)
-    os.replace(staging / MANIFEST, out / MANIFEST)
+            (staging / name).replace(out / name)
+    (staging / MANIFEST).replace(out / MANIFEST)
     shutil.rmtree(staging)
 
 
@@ -258,36 +245,25 @@ def _write_parts(work: Work, workers: int) -> None:
     missing = [part for part in range(len(work.plan.parts)) if not _part_mark(work, part).exists()]
     processes = min(workers, len(missing))
     if processes <= 1:
-        _write_parts_here(work, missing, in_threads=workers > 1)
+        for part in missing:
+            _write_part(work, part)
         return
     context = worker_context(__name__)
     watched, held = context.Pipe(duplex=False)
     with (
-        ProcessPoolExecutor(processes, context, _start_worker, (work, workers // processes, watched)) as pool,
+        ProcessPoolExecutor(processes, context, _start_worker, (work, watched)) as pool,
         held,  # closed first, however this ends: workers stop at once
     ):
         for future in as_completed([pool.submit(_write_part_in_worker, part) for part in missing]):
             future.result()
 
 
-def _write_parts_here(work: Work, parts: Iterable[int], *, in_threads: bool) -> None:
-    before = os.environ["TOKENIZERS_PARALLELISM"]
-    if not in_threads:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        for part in parts:
-            _write_part(work, part)
-    finally:
-        os.environ["TOKENIZERS_PARALLELISM"] = before
-
-
 _work: Work  # of a worker process
 
 
-def _start_worker(work: Work, threads: int, watched: Connection) -> None:
+def _start_worker(work: Work, watched: Connection) -> None:
     global _work
     _work = work
-    os.environ |= {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": str(threads > 1).lower()}
     end_with_parent(watched)
 
 
@@ -297,15 +273,15 @@ def _write_part_in_worker(part: int) -> None:
 
 def _write_part(work: Work, part: int) -> None:
     """Write the missing shards of a part."""
-    shard = 0
+    number = 0
     written_documents = 0
-    while _shard_record(work, part, shard).exists():
-        finished = FinishedShard.model_validate_json(_shard_record(work, part, shard).read_bytes())
-        written_documents += sum(counts.documents for counts in finished.shards.values())
-        shard += 1
+    while _shard_record(work, part, number).exists():
+        finished = FinishedShard.model_validate_json(_shard_record(work, part, number).read_bytes())
+        written_documents += sum(shard.documents for shard in finished.shards.values())
+        number += 1
     documents = islice(read_part(work.plan.settings.corpus, work.plan.parts[part]), written_documents, None)
-    while _write_shard(work, documents, part, shard):
-        shard += 1
+    while _write_shard(work, documents, part, number):
+        number += 1
     _part_mark(work, part).touch()
 
 
@@ -313,8 +289,8 @@ def _part_mark(work: Work, part: int) -> Path:
     return work.folder / "done" / f"{part:05}"
 
 
-def _shard_record(work: Work, part: int, shard: int) -> Path:
-    return work.folder / "done" / f"{part:05}-{shard:05}.json"
+def _shard_record(work: Work, part: int, number: int) -> Path:
+    return work.folder / "done" / f"{part:05}-{number:05}.json"
 
 
 # --- a shard
@@ -322,33 +298,42 @@ def _shard_record(work: Work, part: int, shard: int) -> Path:
 
 def _write_shard(work: Work, documents: Iterator[str], part: int, number: int) -> bool:
     """Write the next shard of a part, of both splits; return whether any document was left."""
+    encoded: dict[StoreSplit, list[Ids]] = {split: [] for split in SPLITS}
+    characters = dict.fromkeys(SPLITS, 0)
     dtype = np.uint16 if text_vocab_size(work.tokenizer) <= 2**16 else np.uint32
-    counts: dict[StoreSplit, Counter[str]] = {split: Counter(documents=0, characters=0, tokens=0) for split in SPLITS}
-    ids: dict[StoreSplit, list[npt.NDArray[np.unsignedinteger]]] = {split: [np.empty(0, dtype)] for split in SPLITS}
-    batches = _batches(documents, work.plan.shard_characters)
-    for texts, encoded in _encoded(batches, work.tokenizer):
-        for text, text_ids in zip(texts, encoded, strict=True):
+    of_shard = _take(documents, work.plan.shard_characters)
+    for texts in iter(lambda: list(_take(of_shard, BATCH_CHARACTERS)), []):
+        for text, ids in zip(texts, encode_documents(work.tokenizer, texts), strict=True):
             split = _split_of(text, work.plan)
-            ids[split].append(np.array(text_ids, dtype))
-            counts[split].update(documents=1, characters=len(text), tokens=len(text_ids) - 1)  # without end of text
-    if not any(counts[split]["documents"] for split in SPLITS):
-        return False
+            encoded[split].append(np.array(ids, dtype))
+            characters[split] += len(text)
     shards: dict[StoreSplit, Shard] = {}
-    for split in SPLITS:
-        content = _arrow_file(np.concatenate(ids[split]))
-        shards[split] = Shard(part=part, number=number, sha256=sha256_of(content), **counts[split])
-        if shards[split].documents:
+    for split, ids_of_documents in encoded.items():
+        ids = np.concatenate([np.empty(0, dtype), *ids_of_documents])
+        content = _arrow_file(ids)
+        shards[split] = Shard(
+            part=part,
+            number=number,
+            documents=len(ids_of_documents),
+            characters=characters[split],
+            tokens=len(ids) - len(ids_of_documents),
+            sha256=sha256_of(content),
+        )
+        if ids_of_documents:
             write_whole(work.folder / split / shards[split].name, content)
+    if not any(encoded.values()):
+        return False
     write_whole(_shard_record(work, part, number), FinishedShard(shards=shards).model_dump_json().encode())
     return True
 
 
-def _arrow_file(ids: npt.NDArray[np.unsignedinteger]) -> memoryview:
-    batch = pa.record_batch({"ids": ids})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    return memoryview(sink.getvalue())
+def _take(documents: Iterator[str], characters: int) -> Iterator[str]:
+    """The next documents, up to the one with which they have so many characters."""
+    for document in documents:
+        yield document
+        characters -= len(document)
+        if characters <= 0:
+            return
 
 
 def _split_of(text: str, plan: Plan) -> StoreSplit:
@@ -358,35 +343,9 @@ def _split_of(text: str, plan: Plan) -> StoreSplit:
     return "held_out" if int(digest[:16], 16) < plan.settings.held_out * 2**64 else "train"
 
 
-def _encoded(
-    batches: Iterable[list[str]], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[list[str], list[list[int]]]]:
-    """Batches of texts with their ids. A thread encodes the next batch, outside Python, while one is in use."""
-    with ThreadPoolExecutor(1) as thread:
-        ahead: deque[tuple[list[str], Future[list[list[int]]]]] = deque()
-        for batch in batches:
-            ahead.append((batch, thread.submit(encode_documents, tokenizer, batch)))
-            if len(ahead) == 2:
-                texts, ids = ahead.popleft()
-                yield texts, ids.result()
-        for texts, ids in ahead:
-            yield texts, ids.result()
-
-
-def _batches(documents: Iterable[str], limit: int) -> Iterator[list[str]]:
-    """Batches of documents, up to the document with which all of them have `limit` characters."""
-    batch: list[str] = []
-    characters = characters_before = 0  # of the batch, and of those before it
-    for document in documents:
-        batch.append(document)
-        characters += len(document)
-        is_last = characters_before + characters >= limit
-        if characters >= BATCH_CHARACTERS or is_last:
-            yield batch
-            if is_last:
-                return
-            characters_before += characters
-            batch = []
-            characters = 0
-    if batch:
-        yield batch
+def _arrow_file(ids: Ids) -> memoryview:
+    batch = pa.record_batch({"ids": ids})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return memoryview(sink.getvalue())
