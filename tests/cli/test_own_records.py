@@ -98,4 +98,4 @@ def test_a_record_with_a_marker_in_its_text_and_no_markers_is_named_once(
         _, _, error = metatokens(f"{line} {name}.jsonl")
         lines = [one for one in error.splitlines() if "no markers" in one]
         assert len(lines) == (name == "told")
-        assert all(one.startswith("told.jsonl, line 4: the prompt has ' _PAUSE_' and no markers") for one in lines)
+        assert all(one.startswith("told.jsonl, record 4: the prompt has ' _PAUSE_' and no markers") for one in lines)

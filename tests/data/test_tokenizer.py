@@ -9,10 +9,9 @@ from pydoc_data.topics import topics
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from metatokens.data import tokenizer as tokenizer_module
 from metatokens.data.tokenizer import encode_text, load_tokenizer, meta_token_id, padded_vocab_size, text_vocab_size
 from metatokens.errors import UserError
 from tests.data.small_corpora import save_word_level
@@ -117,33 +116,6 @@ def test_settings_of_an_earlier_call_do_not_leak_into_encoding(trained):
     assert encode_text(trained, [text]) == [expected]
 
 
-PIECES = ["word", " ", "  ", "\n", " \n", "!", "don't", "'s", "é", "\u00a0", "\u2028", "\x1c", "12 3", "中文 ", "_"]
-
-
-@given(st.lists(st.sampled_from(PIECES), max_size=60).map("".join), st.integers(1, 20))
-def test_a_long_text_is_encoded_in_pieces_to_the_same_ids(trained, text, long):
-    whole = encode_text(trained, [text, "short"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer_module, "LONG_TEXT", long)
-        assert encode_text(trained, [text, "short"]) == whole
-
-
-@pytest.mark.parametrize(
-    "cut",
-    [pre_tokenizers.Split(" now", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)],
-    ids=["at-a-word", "nowhere"],
-)
-def test_a_tokenizer_that_may_join_words_encodes_them_together(saved, tmp_path, cut):
-    backend = Tokenizer.from_file(str(saved / "tokenizer.json"))
-    backend.pre_tokenizer = cut
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>").save_pretrained(tmp_path / "joining")
-    joining = load_tokenizer(str(tmp_path / "joining"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer_module, "_ids_of_long", None)
-        patch.setattr(tokenizer_module, "LONG_TEXT", 2)
-        assert encode_text(joining, ["here and now"])
-
-
 def test_a_long_text_brings_no_warning(trained, tmp_path):
     limited = PreTrainedTokenizerFast(
         tokenizer_object=trained.backend_tokenizer, eos_token="<|endoftext|>", model_max_length=16
@@ -196,11 +168,6 @@ def test_a_forked_worker_can_encode_and_says_nothing(saved):
 def test_a_spec_that_names_no_tokenizer_is_refused(spec, sentence):
     with pytest.raises(UserError, match=sentence):
         load_tokenizer(spec, corpus=["a few words of text"])
-
-
-def test_training_without_a_corpus_is_the_callers_mistake():
-    with pytest.raises(ValueError, match="needs a corpus"):
-        load_tokenizer("train:400")
 
 
 def test_an_unreachable_hub_suggests_a_folder(tmp_path, monkeypatch):

@@ -107,8 +107,8 @@ GZIPPED = gzip.compress(random.Random(0).randbytes(3_000).hex().encode() + b"\n"
     ("name", "content", "said"),
     [
         ("surrogate.jsonl", b'{"text": "\\ud800"}', "line 1 has no text"),
-        ("surrogate.txt", b"\xed\xa0\x80", "line 1 is not UTF-8"),
-        ("utf16.txt", "the cat".encode("utf-16"), "line 1 is not UTF-8"),
+        ("surrogate.txt", b"\xed\xa0\x80", "cannot be read: .utf-8. codec"),
+        ("utf16.txt", "the cat".encode("utf-16"), "cannot be read: .utf-8. codec"),
         ("cut.txt.gz", GZIPPED[: len(GZIPPED) // 2], "cannot be read"),
         ("cut.jsonl.gz", GZIPPED[:5], "cannot be read"),
         ("no-checksum.txt.gz", GZIPPED[:-8], "cannot be read"),

@@ -184,20 +184,16 @@ def test_chance_is_known_for_every_task():
 
 
 def test_what_cannot_be_had_is_refused(tokenizer, documents):
-    with pytest.raises(UserError, match=r"unknown task 'recall'; the tasks are list_recall, .*copying"):
+    with pytest.raises(UserError, match="no task 'recall' in condition 'paper'; the tasks are list_recall, .*copying"):
         TaskData("recall", tokenizer=tokenizer)
-    with pytest.raises(UserError, match="unknown condition 'x'; the conditions are paper, landmark, none, decoy"):
+    with pytest.raises(UserError, match="no task 'parity' in condition 'x'; .*the conditions paper, landmark, none"):
         TaskData("parity", tokenizer=tokenizer, condition="x")
-    with pytest.raises(UserError, match="seed is -1"):
-        TaskData("parity", tokenizer=tokenizer, seed=-1)
     data = TaskData("parity", tokenizer=tokenizer)
-    with pytest.raises(UserError, match="split 'dev'; the splits are train, validation, test"):
-        data.sample(0, 1, "dev")
-    with pytest.raises(UserError, match=r"no parity prompt of phase 1 and 5 to 8 tokens .*vocabulary of 1,400"):
+    with pytest.raises(UserError, match=r"no parity prompt of 5 to 8 tokens was found in 10,000 attempts"):
         data.test(0, 8)
     with pytest.raises(UserError, match=r"3 documents of at least 9 words .*; 0 of the 2 given are that long"):
         TaskData("copying", tokenizer=tokenizer, documents=["too short to be used", "a b"])
-    with pytest.raises(UserError, match=r"no copying prompt of phase 4 was found .*documents of \d+ words"):
+    with pytest.raises(UserError, match=r"no copying prompt of 1 to inf tokens was found .*or longer documents"):
         TaskData("copying", tokenizer=tokenizer, documents=[documents[4] + str(i) for i in range(3)]).sample(
             0, 4, "train"
         )

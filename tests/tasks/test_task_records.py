@@ -64,13 +64,6 @@ def test_ids_in_a_record_are_computed_afresh(tokenizer, tmp_path):
 GOOD = {"prompt": "a", "completion": "b"}
 
 
-def test_a_byte_order_mark_is_no_part_of_a_record(tokenizer, tmp_path):
-    path = write_lines(tmp_path, GOOD)
-    plain = read_examples(path, tokenizer)
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert read_examples(path, tokenizer) == plain
-
-
 def test_a_line_of_any_white_space_holds_no_record(tokenizer, tmp_path):
     line = '{"prompt": "one", "completion": " two"}\n'
     (tmp_path / "a.jsonl").write_text(f"\u00a0\n{line}\u3000 \n", encoding="utf-8")
@@ -82,12 +75,12 @@ def test_a_line_of_any_white_space_holds_no_record(tokenizer, tmp_path):
     [
         ("{\n", "Invalid JSON"),
         ("[]\n", "object"),
-        ({"prompt": "a"}, "completion is missing or empty"),
-        ({**GOOD, "completion": ""}, "completion is missing or empty"),
+        ({"prompt": "a"}, "completion of record 2 is missing or empty"),
+        ({**GOOD, "completion": ""}, "completion of record 2 is missing or empty"),
         ({**GOOD, "prompt": 3}, "prompt: .*string"),
         ({**GOOD, "phase": "1"}, "phase: .*integer"),
         ({**GOOD, "condition": "bars"}, "condition: .*paper"),
-        ({**GOOD, "answer": "b"}, "unknown field 'answer'; the fields of a record are task, .*completion"),
+        ({**GOOD, "answer": "b"}, "answer: Extra inputs are not permitted"),
         ({**GOOD, "markers": [0]}, "offset 0"),
         ({**GOOD, "prompt": "a _PAUSE_", "markers": [1, 1]}, "offset 1"),
         ({**GOOD, "prompt": " _PAUSE_", "markers": [-8]}, "offset -8"),
@@ -96,5 +89,5 @@ def test_a_line_of_any_white_space_holds_no_record(tokenizer, tmp_path):
 )
 def test_a_bad_record_is_named_by_its_line(line, reason, tokenizer, tmp_path):
     path = write_lines(tmp_path, GOOD, line)
-    with pytest.raises(UserError, match=rf"records\.jsonl, line 2: .*{reason}"):
+    with pytest.raises(UserError, match=rf"records\.jsonl(, line 2)?: .*{reason}"):
         read_examples(path, tokenizer)

@@ -4,9 +4,8 @@ import hashlib
 import math
 
 import numpy as np
-import numpy.typing as npt
 
-from metatokens.data.insertion import PLACEMENTS, insert_meta_tokens, labels_of, meta_token_count
+from metatokens.data.insertion import PLACEMENTS, Ids, insert_meta_tokens, labels_of, meta_token_count
 from metatokens.data.landmarks import AFTER, BEFORE, Landmarks
 from metatokens.data.store import StoreSplit, TokenSequence, TokenStore
 from metatokens.errors import UserError
@@ -48,27 +47,22 @@ class BlockDataset:
             UserError: if the split is shorter than a block or has no landmark, the fraction is too small for one
                 meta-token a block, or a setting is out of its range.
         """
-        if block_size < 2:
-            raise UserError(f"the block size is {block_size}, but must be 2 or more.")
-        self._tokens: TokenSequence | _TextWithLandmarks = store.tokens(split)
+        text = store.tokens(split)
+        source = f"the {split} split of {store.path}"
+        self._window_size = block_size
+        self._tokens: TokenSequence | _TextWithLandmarks = text
         if placement in PLACEMENTS:
             count = meta_token_count(block_size, fraction, placement)
             if fraction and placement != "none" and not count:
                 raise UserError(f"a block of {block_size} with a fraction {fraction} of meta-tokens has none of them.")
-            positions = f"{block_size} ({block_size - count} of text, {count} meta-tokens)"
+            self._window_size -= count
         else:
-            count = 0
-            positions = f"{block_size}, landmarks included"
-            self._tokens = _TextWithLandmarks(self._tokens, Landmarks(store.tokenizer, placement))
-            if len(self._tokens) == len(store.tokens(split)):
-                raise UserError(f"the rule {placement} inserts no meta-token into the {split} split of {store.path}.")
-        self._window_size = block_size - count
+            self._tokens = _TextWithLandmarks(text, Landmarks(store.tokenizer, placement))
+            if len(self._tokens) == len(text):
+                raise UserError(f"the rule {placement} inserts no meta-token into {source}.")
         self._windows = len(self._tokens) // self._window_size
         if not self._windows:
-            raise UserError(
-                f"the {split} split of {store.path} has {len(self._tokens)} tokens, too few for one block of "
-                f"{positions}."
-            )
+            raise UserError(f"{source} has {len(self._tokens)} tokens, and a block takes {self._window_size}.")
         self.epochs = epochs
         self._seed = seed
         self._meta_token_id = store.manifest.meta_token_id
@@ -79,15 +73,15 @@ class BlockDataset:
     def __len__(self) -> int:
         return self.epochs * self._windows
 
-    def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64]]:
+    def __getitem__(self, index: int) -> dict[str, Ids]:
         epoch, index_in_epoch = divmod(range(len(self))[index], self._windows)
         window = shuffled(index_in_epoch, self._windows, f"{self._seed} {epoch}")
         start = window * self._window_size
-        text = self._tokens[start : start + self._window_size]
-        if isinstance(self._tokens, _TextWithLandmarks):
-            return {"input_ids": text, "labels": labels_of(text, self._meta_token_id)}
+        input_ids = self._tokens[start : start + self._window_size]
+        if self._placement not in PLACEMENTS:
+            return {"input_ids": input_ids, "labels": labels_of(input_ids, self._meta_token_id)}
         input_ids, labels = insert_meta_tokens(
-            text,
+            input_ids,
             meta_token_id=self._meta_token_id,
             block_size=self._block_size,
             fraction=self._fraction,
@@ -107,19 +101,21 @@ class _TextWithLandmarks:
         self._text = text
         self._landmarks = landmarks
         self._size = max(STRETCH, math.ceil(len(text) / STRETCHES))
-        sizes = [len(self._stretch(number)) for number in range(math.ceil(len(text) / self._size))]
+        sizes = [len(self._stretch(start)) for start in range(0, len(text), self._size)]
         self._starts = np.cumsum([0, *sizes])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getitem__(self, window: slice) -> npt.NDArray[np.int64]:
-        first, last = np.searchsorted(self._starts, (window.start, window.stop - 1), side="right").tolist()
-        ids = np.concatenate([self._stretch(number) for number in range(first - 1, last)])
-        return ids[window.start - self._starts[first - 1] :][: window.stop - window.start]
+    def __getitem__(self, window: slice) -> Ids:
+        ends = (window.start, window.stop - 1)
+        first, last = np.searchsorted(self._starts, ends, side="right").tolist()
+        ids = np.concatenate([self._stretch(number * self._size) for number in range(first - 1, last)])
+        offset = self._starts[first - 1]
+        return ids[window.start - offset : window.stop - offset]
 
-    def _stretch(self, number: int) -> npt.NDArray[np.int64]:
-        start = number * self._size
+    def _stretch(self, start: int) -> Ids:
+        """The stretch that begins with token `start` of the text, with its landmarks."""
         around_start = max(0, start - BEFORE)  # the rule reads tokens on both sides of a landmark
         around = self._text[around_start : start + self._size + AFTER]
         stretch = around[start - around_start :][: self._size]

@@ -18,28 +18,31 @@ from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import Generator
 
 from metatokens.errors import UserError
+
+Ids = npt.NDArray[np.int64]
 
 MAX_FRACTION = 0.5
 IGNORED_LABEL = -100  # which the cross-entropies of torch and transformers leave out
 
 
-def _uniform(block_size: int, count: int, generator: np.random.Generator) -> list[int]:
+def _uniform(block_size: int, count: int, generator: Generator) -> list[int]:
     """Draw positions without replacement, each set of them equally likely (the paper)."""
     return generator.choice(block_size, size=count, replace=False).tolist()
 
 
-def _periodic(block_size: int, count: int, generator: np.random.Generator) -> list[int]:
+def _periodic(block_size: int, count: int, generator: Generator) -> list[int]:
     """Take the last position of each of `count` equal stretches of the block."""
     return [stretch * block_size // count - 1 for stretch in range(1, count + 1)]
 
 
-def _none(block_size: int, count: int, generator: np.random.Generator) -> list[int]:
+def _none(block_size: int, count: int, generator: Generator) -> list[int]:
     return []
 
 
-PLACEMENTS: dict[str, Callable[[int, int, np.random.Generator], list[int]]] = {
+PLACEMENTS: dict[str, Callable[[int, int, Generator], list[int]]] = {
     "uniform": _uniform,
     "periodic": _periodic,
     "none": _none,
@@ -74,8 +77,8 @@ def insert_meta_tokens(
     block_size: int,
     fraction: float = 0.1,
     placement: str = "uniform",
-    generator: np.random.Generator,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    generator: Generator,
+) -> tuple[Ids, Ids]:
     """Spread M meta-tokens over a block of n positions that is otherwise text (paper, section 3).
 
     Args:
@@ -111,7 +114,7 @@ def insert_meta_tokens(
     return block, labels_of(block, meta_token_id)
 
 
-def labels_of(block: npt.NDArray[np.int64], meta_token_id: int) -> npt.NDArray[np.int64]:
+def labels_of(block: Ids, meta_token_id: int) -> Ids:
     """The labels of a block, (positions,): its ids, but -100 at each meta-token and at the first text token."""
     is_meta = block == meta_token_id
     labels = np.where(is_meta, IGNORED_LABEL, block)

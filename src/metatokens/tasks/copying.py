@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from metatokens.errors import UserError
 from metatokens.recipe import Split
@@ -87,7 +88,7 @@ class Excerpts:
                 f"train, validate and test on; {long_enough} of the {len(lengths)} given are that long."
             )
 
-    def draw(self, generator: np.random.Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
+    def draw(self, generator: Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
         """Draw an excerpt of m n pieces, at most `longest`, and bracket `asked` of them, at any distance from its end.
 
         Decoys are one to three bracketed parts further on; there are none if fewer than two pieces follow.
@@ -129,7 +130,7 @@ class Excerpts:
         """The number of documents of at least so many pieces."""
         return int(np.searchsorted(self._negative_lengths, -length, side="right"))
 
-    def _draw_excerpt(self, generator: np.random.Generator, length: int) -> tuple[int, _Excerpt]:
+    def _draw_excerpt(self, generator: Generator, length: int) -> tuple[int, _Excerpt]:
         """Draw a document in proportion to its length, and `length` pieces of it in a row, without space before them.
 
         Returns:

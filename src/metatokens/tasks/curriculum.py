@@ -13,6 +13,7 @@ from itertools import chain, islice
 from typing import cast, get_args
 
 import numpy as np
+from numpy.random import Generator
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.corpus import read_corpus
@@ -70,7 +71,7 @@ class TaskData:
         self._task = task
         self._condition = cast(Condition, condition)
         self._seed = seed
-        self._draw: Callable[[np.random.Generator, int, int, int, Split], Content | None]
+        self._draw: Callable[[Generator, int, int, int, Split], Content | None]
         self._longest_context = math.inf
         if task == "copying":
             excerpts = copying.Excerpts(documents)
@@ -120,7 +121,7 @@ class TaskData:
         generator = self.generator(index, f"phase {phase} {split}")
         return self._find(generator, index, phase, self._sizes(phase), split)
 
-    def generator(self, index: int, purpose: str) -> np.random.Generator:
+    def generator(self, index: int, purpose: str) -> Generator:
         """The source of randomness of an example; the same in all conditions, so that they show the same content."""
         return np.random.default_rng([self._seed, index, stable_hash(f"{self._task} {purpose}")])
 
@@ -141,7 +142,7 @@ class TaskData:
 
     def _find(
         self,
-        generator: np.random.Generator,
+        generator: Generator,
         index: int,
         phase: int | None,
         sizes: Sizes,

@@ -4,6 +4,7 @@ Every task needs a model to find a bracket, or a token that occurred before. A d
 """
 
 import numpy as np
+from numpy.random import Generator
 
 from metatokens.errors import UserError
 from metatokens.tasks.copying import QUESTION
@@ -40,7 +41,7 @@ def draw_drill(data: TaskData, index: int, train_length: int, sizes: Sizes) -> E
     raise UserError(f"no drill of {sizes} has at most {train_length} tokens; try another length.")
 
 
-def _draw_text(generator: np.random.Generator, entries: np.ndarray, length: int) -> np.ndarray:
+def _draw_text(generator: Generator, entries: np.ndarray, length: int) -> np.ndarray:
     """Draw `length` entries of a vocabulary.
 
     In three of ten drills no entry is repeated, if the vocabulary is large enough. The others draw from a set of about

@@ -4,9 +4,11 @@ Eight categories and some of their items are the paper's. The others are common 
 GPT-2 vocabulary. An item belongs to one category only.
 """
 
-from itertools import accumulate
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate, chain
 
-import numpy as np
+from numpy.random import Generator
 
 INVENTORY: dict[str, tuple[str, ...]] = {
     category: tuple(items.split())
@@ -33,39 +35,67 @@ INVENTORY: dict[str, tuple[str, ...]] = {
         "Shapes": "circle square triangle cube sphere cone oval star rectangle cylinder",
     }.items()
 }
-
 _NAMES = tuple(INVENTORY)
-_WORDS = tuple(tuple(f" {item}" for item in items) for items in INVENTORY.values())
 
 
-def draw_lists(generator: np.random.Generator, m: int, n: int, asked: int) -> tuple[list[str], list[list[str]], int]:
-    """Draw m distinct categories and, for each, n of its ten items with replacement; for the target, only `asked`.
+@dataclass
+class Lists:
+    """Lists of items, and the number of the target list, which the question is about."""
 
-    Returns:
-        The m category names; the m lists of items, each item with a space before it; and the target's number.
-    """
-    categories = generator.permutation(len(_NAMES))[:m].tolist()
+    names: list[str]
+    items: list[list[str]]
+    """The items of each list, each with a space before it."""
+    target: int
+
+    @property
+    def category(self) -> str:
+        """The name of the target list."""
+        return self.names[self.target]
+
+    @property
+    def key(self) -> str:
+        """All names, then all items."""
+        return " ".join([*self.names, *chain.from_iterable(self.items)])
+
+    def others(self, generator: Generator) -> list[int]:
+        """The numbers of all lists except for the target list, in random order."""
+        order = generator.permutation(len(self.names)).tolist()
+        order.remove(self.target)
+        return order
+
+    def repeating(self, numbers: Iterable[int]) -> "Lists":
+        """These lists, and some of them once more."""
+        repeated = list(numbers)
+        names = [self.names[number] for number in repeated]
+        items = [self.items[number] for number in repeated]
+        return Lists(self.names + names, self.items + items, self.target)
+
+    def pieces(self, first: int = 0) -> list[str]:
+        """The lists from number `first` on as text pieces, one line each: its heading, then its items."""
+        pieces: list[str] = []
+        for number in range(first, len(self.names)):
+            heading = f"{self.names[number]}:"
+            pieces += [f"\n{heading}" if number else heading, *self.items[number]]
+        return pieces
+
+    def gap_before(self, number: int, item: int) -> int:
+        """The gap before an item of a list, both counted from 0, in the pieces of all lists."""
+        line_starts = (0, *self.line_ends())
+        return line_starts[number] + 1 + item
+
+    def line_ends(self) -> tuple[int, ...]:
+        """The gaps after each line."""
+        return tuple(accumulate(1 + len(items) for items in self.items))
+
+
+def draw_lists(generator: Generator, m: int, n: int, asked: int) -> Lists:
+    """Draw m distinct categories and, for each, n of its ten items with replacement; for the target, only `asked`."""
+    categories = generator.permutation(len(INVENTORY))[:m].tolist()
     choices = generator.integers(10, size=(m, n)).tolist()
-    lists = [[_WORDS[category][i] for i in row] for category, row in zip(categories, choices, strict=True)]
+    names = [_NAMES[category] for category in categories]
+    items: list[list[str]] = []
+    for name, row in zip(names, choices, strict=True):
+        items.append([f" {INVENTORY[name][choice]}" for choice in row])
     target = int(generator.integers(m))
-    lists[target] = lists[target][:asked]
-    return [_NAMES[category] for category in categories], lists, target
-
-
-def list_pieces(names: list[str], lists: list[list[str]]) -> list[str]:
-    """The lists as text pieces, one line each: its heading, then its items."""
-    pieces: list[str] = []
-    for name, items in zip(names, lists, strict=True):
-        pieces.append(f"\n{name}:" if pieces else f"{name}:")
-        pieces += items
-    return pieces
-
-
-def gap_before(lists: list[list[str]], line: int, item: int) -> int:
-    """The gap before an item of a line of `list_pieces`, both counted from 0."""
-    return sum(1 + len(row) for row in lists[:line]) + 1 + item
-
-
-def line_ends(lists: list[list[str]]) -> tuple[int, ...]:
-    """The gaps after each line of `list_pieces`."""
-    return tuple(accumulate(1 + len(row) for row in lists))
+    items[target] = items[target][:asked]
+    return Lists(names, items, target)

@@ -14,13 +14,12 @@ before it. This module follows the example: the question gives a place, and the 
 import re
 from collections import Counter
 from functools import partial
-from itertools import chain
 
-import numpy as np
+from numpy.random import Generator
 
 from metatokens.recipe import Split
 from metatokens.tasks.content import Content, split_of
-from metatokens.tasks.inventory import INVENTORY, draw_lists, gap_before, line_ends, list_pieces
+from metatokens.tasks.inventory import INVENTORY, draw_lists
 from metatokens.tasks.shortcuts import MARK, ParsedPrompt, Rule, Table, words_of
 
 QUESTION = "Q: What is item {place} of {category}?"
@@ -28,7 +27,7 @@ QUESTIONS = [QUESTION.format(place=item, category=category) for item, category i
 CHANCE = 0.1  # a category has ten items
 
 
-def draw(generator: np.random.Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
+def draw(generator: Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
     """Draw m lists of n items (the target list has `asked`), and repeat the target list with a meta-token in it.
 
     In condition `decoy` another list is repeated too, before or after the target list. Some lists of other categories
@@ -38,38 +37,30 @@ def draw(generator: np.random.Generator, m: int, n: int, asked: int, split: Spli
     Returns:
         None if the content is in another split.
     """
-    names, lists, target = draw_lists(generator, m, n, asked)
+    lists = draw_lists(generator, m, n, asked)
     asked_item = int(generator.integers(asked))
-    others = [line for line in generator.permutation(m).tolist() if line != target]
-    repeated = generator.permutation([target, *others[:1]]).tolist()
-    shown = [*lists, *(lists[line] for line in repeated)]  # among decoys
-    decoyed_lines = [*others[: generator.integers(1, m + 1)], *range(m, len(shown))]
-    decoyed = {gap_before(shown, m + repeated.index(target), asked_item + 1)}
-    for line in decoyed_lines:
-        item = int(generator.integers(len(shown[line])))
-        decoyed.add(gap_before(shown, line, item + 1))
-    items = chain.from_iterable(lists)
-    if split_of(" ".join([*names, *items, str(target), str(asked_item)])) != split:
+    others = lists.others(generator)
+    repeated = generator.permutation([lists.target, *others[:1]]).tolist()
+    shown = lists.repeating(repeated)  # among decoys
+    decoyed = {shown.gap_before(m + repeated.index(lists.target), asked_item + 1)}
+    for line in [*others[: generator.integers(1, m + 1)], *range(m, len(shown.items))]:
+        item = int(generator.integers(len(shown.items[line])))
+        decoyed.add(shown.gap_before(line, item + 1))
+    if split_of(f"{lists.key} {lists.target} {asked_item}") != split:
         return None
-    question = QUESTION.format(place=asked_item + 1, category=names[target])
+    question = QUESTION.format(place=asked_item + 1, category=lists.category)
+    with_target = lists.repeating([lists.target])
     return Content(
-        pieces=list_pieces(names, lists),
-        repeated=_repeated(names, lists, [target]),
-        markers=(gap_before(lists, m, asked_item + 1),),
+        pieces=lists.pieces(),
+        repeated=with_target.pieces(m),
+        markers=(with_target.gap_before(m, asked_item + 1),),
         decoyed=tuple(sorted(decoyed)),
-        decoy_repeated=_repeated(names, lists, repeated),
-        landmarks=line_ends(lists),
+        decoy_repeated=shown.pieces(m),
+        landmarks=lists.line_ends(),
         question=question,
         landmark_question=question,
-        answer=lists[target][asked_item],
+        answer=lists.items[lists.target][asked_item],
     )
-
-
-def _repeated(names: list[str], lists: list[list[str]], lines: list[int]) -> list[str]:
-    pieces: list[str] = []
-    for line in lines:
-        pieces += [f"\n{names[line]}:", *lists[line]]
-    return pieces
 
 
 # --- shortcuts

@@ -8,7 +8,7 @@ answer    0
 import re
 from collections.abc import Sequence
 
-import numpy as np
+from numpy.random import Generator
 
 from metatokens.recipe import Split
 from metatokens.tasks.content import Content, split_of
@@ -21,7 +21,7 @@ CHANCE = 0.5
 _FEWEST = 6  # bits; all shorter sequences are for training, since there are so few of them
 
 
-def draw(generator: np.random.Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
+def draw(generator: Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
     """Draw m n bits, with the meta-token after the first 1 to `asked` of them.
 
     The paper draws the marked length "phase-dependently" and refers to the list tasks' schedule, so m lists of n items

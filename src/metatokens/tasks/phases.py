@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-import numpy as np
+from numpy.random import Generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Sizes:
     """The range of how much the question is about: items of the target list, at most so many bits before the
     marker (parity), or words between the markers (copying); default: n."""
 
-    def draw(self, generator: np.random.Generator) -> tuple[int, int, int]:
+    def draw(self, generator: Generator) -> tuple[int, int, int]:
         """Draw m, n, and how much of n the question is about."""
         n_range = self.lengths[generator.integers(len(self.lengths))]
         m = _draw_from(generator, self.lists)
@@ -26,7 +26,7 @@ class Sizes:
         return m, n, asked
 
 
-def _draw_from(generator: np.random.Generator, ends: tuple[int, int]) -> int:
+def _draw_from(generator: Generator, ends: tuple[int, int]) -> int:
     return int(generator.integers(*ends, endpoint=True))
 
 

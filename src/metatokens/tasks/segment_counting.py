@@ -10,14 +10,14 @@ The paper's example (appendix "Example Prompts") brackets a whole list; here the
 """
 
 import re
-from itertools import chain
+from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
+from numpy.random import Generator
 
 from metatokens.recipe import Split
 from metatokens.tasks.content import Content, split_of
-from metatokens.tasks.inventory import INVENTORY, draw_lists, gap_before, line_ends, list_pieces
+from metatokens.tasks.inventory import INVENTORY, draw_lists
 from metatokens.tasks.shortcuts import MARK, ParsedPrompt, Rule, Table
 
 QUESTION = "Q: How many times does {item} appear between the pauses around {category}?"
@@ -31,7 +31,7 @@ CHANCE = None  # the number of possible counts varies
 _MOST = 5  # occurrences in the segment, and outside it
 
 
-def draw(generator: np.random.Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
+def draw(generator: Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
     """Draw m lists of n items, one of them of `asked`, a segment of that one, and an item of its category.
 
     The count in the segment is uniform, and so is that in the rest of the list, which is at least 1. So the most common
@@ -41,23 +41,22 @@ def draw(generator: np.random.Generator, m: int, n: int, asked: int, split: Spli
     Returns:
         None if the content is in another split.
     """
-    names, lists, target = draw_lists(generator, m, n, asked)
-    start, end = _draw_segment(generator, asked)
-    item, count, lists[target] = _draw_target_list(generator, names[target], asked, range(start, end))
-    others = [line for line in generator.permutation(m).tolist() if line != target]
+    lists = draw_lists(generator, m, n, asked)
+    segment = _draw_segment(generator, asked)
+    item, count, lists.items[lists.target] = _draw_target_list(generator, lists.category, asked, segment)
     decoys: list[int] = []
-    for line in others[: generator.integers(1, m + 1)]:
-        decoys += [gap_before(lists, line, end_of_decoy) for end_of_decoy in _draw_segment(generator, n)]
-    asked_for = {"item": item.strip(), "category": names[target], "first": start + 1, "last": end}
-    items = chain.from_iterable(lists)
-    if split_of(" ".join([*names, *items, *map(str, asked_for.values())])) != split:
+    for line in lists.others(generator)[: generator.integers(1, m + 1)]:
+        decoy = _draw_segment(generator, n)
+        decoys += [lists.gap_before(line, decoy.start), lists.gap_before(line, decoy.stop)]
+    asked_for = {"item": item.strip(), "category": lists.category, "first": segment.start + 1, "last": segment.stop}
+    if split_of(" ".join([lists.key, *map(str, asked_for.values())])) != split:
         return None
-    markers = (gap_before(lists, target, start), gap_before(lists, target, end))
+    markers = (lists.gap_before(lists.target, segment.start), lists.gap_before(lists.target, segment.stop))
     return Content(
-        pieces=list_pieces(names, lists),
+        pieces=lists.pieces(),
         markers=markers,
         decoyed=tuple(sorted([*markers, *decoys])) if decoys else (),
-        landmarks=line_ends(lists),
+        landmarks=lists.line_ends(),
         question=QUESTION.format(**asked_for),
         landmark_question=LANDMARK_QUESTION.format(**asked_for),
         answer=f" {count}",
@@ -65,7 +64,7 @@ def draw(generator: np.random.Generator, m: int, n: int, asked: int, split: Spli
 
 
 def _draw_target_list(
-    generator: np.random.Generator, category: str, length: int, segment: range
+    generator: Generator, category: str, length: int, segment: range
 ) -> tuple[str, int, list[str]]:
     """The item that is asked for, its count in the segment, and the list, in which it also occurs elsewhere."""
     rest = [*range(segment.start), *range(segment.stop, length)]
@@ -81,73 +80,68 @@ def _draw_target_list(
     return item, in_segment, items
 
 
-def _draw_segment(generator: np.random.Generator, n: int) -> tuple[int, int]:
-    """A segment shorter than the list, as (first item, one past the last)."""
+def _draw_segment(generator: Generator, n: int) -> range:
+    """The numbers of the items of a segment shorter than a list of n."""
     length = int(generator.integers(1, max(n, 2)))
     start = int(generator.integers(n - length + 1))
-    return start, start + length
+    return range(start, start + length)
 
 
 # --- shortcuts
 
 
-class _AskedList(NamedTuple):
-    """The item that a prompt asks about, and its list."""
+class _Counts(NamedTuple):
+    """How often the item that a prompt asks about is in the parts of its list."""
 
-    item: str
-    before: list[str]  # items before the segment
-    segment: list[str]
-    after: list[str]
+    before_segment: int
+    in_segment: int
+    after_segment: int
+    segment_length: int  # items
 
     @property
-    def whole_count(self) -> int:
-        """How often the item is in the whole list."""
-        return (self.before + self.segment + self.after).count(self.item)
+    def in_list(self) -> int:
+        """How often it is in the whole list."""
+        return self.before_segment + self.in_segment + self.after_segment
 
 
-def _asked_list(prompt: ParsedPrompt) -> _AskedList:
+def _counts(prompt: ParsedPrompt) -> _Counts:
     [(item, category)] = re.findall(r"How many times does (\w+) appear .* (\w+)\?", prompt.question)
     numbers = re.search(r"in items (\d+) to (\d+) of", prompt.question)
     if numbers:
         start, end = int(numbers[1]) - 1, int(numbers[2])
         items = prompt.line_of(category)
-        return _AskedList(item, items[:start], items[start:end], items[end:])
-    line = next(line for line in prompt.text.split("\n") if line.startswith(f"{category}:"))
-    before, segment, after = line.removeprefix(f"{category}:").split(MARK)
-    return _AskedList(item, before.split(), segment.split(), after.split())
+        parts = [items[:start], items[start:end], items[end:]]
+    else:
+        line = next(line for line in prompt.text.split("\n") if line.startswith(f"{category}:"))
+        parts = [part.split() for part in line.split(MARK)]
+    before, segment, after = parts
+    return _Counts(before.count(item), segment.count(item), after.count(item), len(segment))
+
+
+def _by_counts(compute: Callable[[_Counts], int]) -> Rule:
+    return lambda prompt: compute(_counts(prompt))
 
 
 def rules(condition: str) -> dict[str, Rule]:
     """Answers that count in another part of the list."""
     return {
-        "1 if the item is in the segment, else 0": _presence,
-        "the count in the list up to the segment's end": _count_up_to_end,
-        "the count in the list from the segment's start on": _count_from_start,
-        "the count in the whole list": lambda prompt: _asked_list(prompt).whole_count,
-        "the count in the whole list, less one": lambda prompt: _asked_list(prompt).whole_count - 1,
+        "1 if the item is in the segment, else 0": _by_counts(lambda counts: min(counts.in_segment, 1)),
+        "the count in the list up to the segment's end": _by_counts(
+            lambda counts: counts.before_segment + counts.in_segment
+        ),
+        "the count in the list from the segment's start on": _by_counts(
+            lambda counts: counts.in_segment + counts.after_segment
+        ),
+        "the count in the whole list": _by_counts(lambda counts: counts.in_list),
+        "the count in the whole list, less one": _by_counts(lambda counts: counts.in_list - 1),
     }
 
 
-def _presence(prompt: ParsedPrompt) -> int:
-    asked = _asked_list(prompt)
-    return int(asked.item in asked.segment)
-
-
-def _count_up_to_end(prompt: ParsedPrompt) -> int:
-    asked = _asked_list(prompt)
-    return (asked.before + asked.segment).count(asked.item)
-
-
-def _count_from_start(prompt: ParsedPrompt) -> int:
-    asked = _asked_list(prompt)
-    return (asked.segment + asked.after).count(asked.item)
-
-
-def _whole_count_and_segment_length(prompt: ParsedPrompt) -> tuple[int, int]:
-    asked = _asked_list(prompt)
-    return asked.whole_count, len(asked.segment)
+def _count_in_list_and_segment_length(prompt: ParsedPrompt) -> tuple[int, int]:
+    counts = _counts(prompt)
+    return counts.in_list, counts.segment_length
 
 
 TABLES: dict[str, Table] = {
-    "a table of the whole list's count and the segment's length": _whole_count_and_segment_length
+    "a table of the whole list's count and the segment's length": _count_in_list_and_segment_length
 }
