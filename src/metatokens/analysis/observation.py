@@ -25,7 +25,7 @@ from metatokens.tasks.example import Example
 _FUNCTION = "metatokens_observed"  # the attention function's name during an observation
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PromptIds:
     """A prompt's ids, without the answer, and its meta-tokens."""
 
@@ -53,7 +53,7 @@ class PromptIds:
         return next((i for i in range(position - 1, -1, -1) if not self.is_meta[i]), None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttentionInputs:
     """Queries, keys and values of one attention module, each (heads, rows, head size) float64.
 
@@ -88,7 +88,7 @@ class AttentionInputs:
         return self.logits().softmax(dim=-1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Observation:
     """The record of one forward pass.
 

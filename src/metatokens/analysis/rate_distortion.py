@@ -18,7 +18,6 @@ training examples. y is the answer's first token, one of those that occur.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -45,7 +44,7 @@ DRAWS = 4  # of z for each example when a code is scored
 TOKENS_A_BATCH = 16_384  # padded
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """Settings of a bottleneck's training with Adam."""
 
@@ -188,11 +187,8 @@ def rate_distortion(
     first_ids = torch.tensor([example.input_ids[example.answer_start] for example in examples])
     _, answers = first_ids.unique(return_inverse=True)  # numbers of those that occur
     n_train = len(examples) - held_out
-    rows_of: dict[AnalysisSplit, slice] = {
-        "fit": slice(PAPER_EXAMPLES),
-        "train": slice(n_train),
-        "held_out": slice(n_train, None),
-    }
+    paper_rows: dict[AnalysisSplit, slice] = {"fit": slice(PAPER_EXAMPLES)}
+    other_rows: dict[AnalysisSplit, slice] = {"train": slice(n_train), "held_out": slice(n_train, None)}
     common = shared.present_fields(
         analysis="rate_distortion",
         position_embedding=model.config.position_embedding,
@@ -200,49 +196,32 @@ def rate_distortion(
         marker="final",
     )
     measured: list[Measurement] = []
-    for split, rows in rows_of.items():
-        nats = float(entropy(answers[rows].bincount()))
-        n = len(answers[rows])
+    for split, rows in (paper_rows | other_rows).items():
+        frequencies = answers[rows].bincount()
+        nats = float(entropy(frequencies))
+        n = int(frequencies.sum())
         measured.append(Measurement(**common, metric="answer_entropy", split=split, value=nats, n=n))
-    trainings = [
-        _Training("fit", PAPER_SCHEDULE, scored=("fit",)),
-        _Training("train", SCHEDULE, scored=("train", "held_out")),
-    ]
-    for training, (subject, states) in product(trainings, states_by_subject.items()):
-        for point in _points(training, states, answers, rows_of, fits):
-            point["subject"] = subject
-            measured.append(Measurement(**common, **point))
+    for schedule, scored in ((PAPER_SCHEDULE, paper_rows), (SCHEDULE, other_rows)):
+        for subject, states in states_by_subject.items():
+            for point in _points(schedule, states, answers, scored, fits):
+                measured.append(Measurement(**common, **point, subject=subject))
     return measured
 
 
-@dataclass(frozen=True, slots=True)
-class _Training:
-    """Which examples codes are trained on, how, and which they are scored on."""
-
-    split: AnalysisSplit
-    schedule: Schedule
-    scored: tuple[AnalysisSplit, ...]
-
-
 def _points(
-    training: _Training, states: Tensor, answers: Tensor, rows_of: Mapping[AnalysisSplit, slice], fits: int
+    schedule: Schedule, states: Tensor, answers: Tensor, scored: Mapping[AnalysisSplit, slice], fits: int
 ) -> Iterator[dict[str, Any]]:
-    """Train a code for each beta and seed, and score it: the fields of each measurement."""
-    train_rows = rows_of[training.split]
+    """Train codes on the first of the scored parts, for each beta and seed: the fields of each measurement."""
+    train_rows = next(iter(scored.values()))
     # Each feature has mean 0 and variance 1 over the training examples.
     spread, mean = torch.std_mean(states[train_rows], dim=0)
     scaled = (states - mean) / spread.clamp(min=1e-6)
-    fit_to = partial(
-        fit,
-        scaled[train_rows],
-        answers[train_rows],
-        classes=int(answers.max()) + 1,
-        schedule=training.schedule,
-    )
+    classes = int(answers.max()) + 1
     for beta, seed in product(BETAS, range(fits)):
-        bottleneck = fit_to(beta=beta, seed=seed)
-        for split in training.scored:
-            rows = rows_of[split]
+        bottleneck = fit(
+            scaled[train_rows], answers[train_rows], classes=classes, beta=beta, schedule=schedule, seed=seed
+        )
+        for split, rows in scored.items():
             for metric, values in score(bottleneck, scaled[rows], answers[rows], seed=seed).items():
                 of_examples = list(values[:, None].numpy())
                 yield {"metric": metric, "split": split, "beta": beta, "fit_seed": seed, **summary(of_examples)}

@@ -44,18 +44,17 @@ def summary(examples: Sequence[np.ndarray]) -> dict[str, Any]:
     values = np.concatenate(examples)
     if len(values) == 0:
         return {"value": None, "n": 0}
+    is_share = values.dtype == bool
     mean = float(values.mean(dtype=np.float64))
-    fields: dict[str, Any] = {"value": mean, "n": len(values)}
     counted = [part for part in examples if len(part)]
-    if values.dtype != bool:
+    fields: dict[str, Any] = {"value": mean, "n": len(values)}
+    if not is_share:
         fields["quantiles"] = tuple(np.quantile(values, QUANTILES).tolist())
-        if len(counted) > 1:
-            fields["low"], fields["high"] = normal_interval(mean, _error_of_ratio(counted, mean))
-    elif mean in (0.0, 1.0):
+    if is_share and mean in (0.0, 1.0):
         fields["low"], fields["high"] = wilson_interval(round(mean * len(counted)), len(counted))
     elif len(counted) > 1:
         low, high = normal_interval(mean, _error_of_ratio(counted, mean))
-        fields["low"], fields["high"] = max(0.0, low), min(1.0, high)
+        fields["low"], fields["high"] = (max(0.0, low), min(1.0, high)) if is_share else (low, high)
     return fields
 
 

@@ -92,7 +92,7 @@ def sharpness(model: PreTrainedModel, examples: Sequence[Example], shared: About
     return samples.measurements(analysis="sharpness", **fields)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _AttentionChanges:
     """What the embeddings change in the rows of one module that see a meta-token, for each head."""
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from itertools import pairwise, product
+from itertools import pairwise
 from numbers import Real
 from typing import Any
 
@@ -65,31 +65,27 @@ class MetaTokenCollator:
         `attention_mask` is 0, stays as it is: it gets no meta-token, and rules ignore it.
         """
         batch: Any = self.collator([self._with_meta_tokens(example) for example in examples])
-        if not isinstance(batch, MutableMapping):
-            return batch
-        for prefix, (name, ignored) in product(("", "KL_"), _COUNTED.items()):
-            ids, counted = batch.get(f"{prefix}input_ids"), batch.get(prefix + name)
-            if not isinstance(counted, Tensor) or not isinstance(ids, Tensor) or counted.shape != ids.shape:
+        if isinstance(batch, MutableMapping):
+            for prefix in ("", "KL_"):  # the second of KTO
+                self._count_text_alone(batch, prefix)
+        return batch
+
+    def _count_text_alone(self, batch: MutableMapping[str, Any], prefix: str) -> None:
+        """Take meta-tokens out of what losses count, in the fields that begin with a prefix."""
+        ids = batch.get(f"{prefix}input_ids")
+        if not isinstance(ids, Tensor):
+            return
+        for name, ignored in _COUNTED.items():
+            counted = batch.get(prefix + name)
+            if not isinstance(counted, Tensor) or counted.shape != ids.shape:
                 continue
             text_alone = counted.masked_fill(ids == self.meta_token_id, ignored)
             if name == "completion_mask" and _REFERENCES & batch.keys() and not counted.equal(text_alone):
-                warnings.warn(_BEFORE, stacklevel=2)
+                warnings.warn(_BEFORE, stacklevel=3)
             batch[prefix + name] = text_alone
-        return batch
-
-    def _with_meta_tokens_in_each(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The same for a row of several sequences: each for itself."""
-        ends = np.cumsum(row["seq_lengths"]).tolist()
-        token_fields = [name for name, x in row.items() if np.size(x) == ends[-1] and name != "seq_lengths"]
-        filled: dict[str, Any] = dict(row) | {name: [] for name in token_fields} | {"seq_lengths": []}
-        for start, end in pairwise([0, *ends]):
-            sequence = self._with_meta_tokens({name: row[name][start:end] for name in token_fields})
-            filled["seq_lengths"].append(len(sequence["input_ids"]))
-            for name in token_fields:
-                filled[name] += list(sequence[name])
-        return filled
 
     def _with_meta_tokens(self, example: Mapping[str, Any]) -> dict[str, Any]:
+        """An example with landmarks in all fields that have a number for each token."""
         if self.landmarks is None:
             return dict(example)
         if "position_ids" in example:
@@ -101,22 +97,32 @@ class MetaTokenCollator:
                 f"an example has no input_ids, but {', '.join(example)}: put landmarks into such rows before they are "
                 "batched, by Landmarks(tokenizer, rule).insert_into(ids)."
             )
-        length = len(example["input_ids"])
-        mask = example.get("attention_mask")
-        is_padding = np.zeros(length, dtype=bool) if mask is None else np.asarray(mask) == 0
+        ids = np.asarray(example["input_ids"])
+        is_padding = np.asarray(example.get("attention_mask", np.ones_like(ids))) == 0
         text = np.flatnonzero(~is_padding)
-        has_landmark = self.landmarks(np.asarray(example["input_ids"])[text])
-        gaps = text[has_landmark] + 1
-        excess = 0 if self.max_length is None else max(0, length + len(gaps) - self.max_length)
+        gaps = text[self.landmarks(ids[text])] + 1
         # Padding is dropped first, then the end.
+        excess = 0 if self.max_length is None else max(0, len(ids) + len(gaps) - self.max_length)
         dropped = np.flatnonzero(np.insert(is_padding, gaps, False))[:excess]
         value_of_landmark = {"input_ids": self.meta_token_id, "labels": IGNORED_LABEL, "attention_mask": 1}
         filled = dict(example)
         for name, field in example.items():
             values = field.tolist() if hasattr(field, "tolist") else field
-            if _is_of_tokens(values, length):
+            if _is_of_tokens(values, len(ids)):
                 longer = np.insert(values, gaps, value_of_landmark.get(name, 0))
                 filled[name] = np.delete(longer, dropped)[: self.max_length].tolist()
+        return filled
+
+    def _with_meta_tokens_in_each(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """A row of several sequences, with landmarks in each of them."""
+        ends = np.cumsum(row["seq_lengths"]).tolist()
+        token_fields = [name for name in row if name != "seq_lengths" and np.size(row[name]) == ends[-1]]
+        filled: dict[str, Any] = dict(row) | {name: [] for name in [*token_fields, "seq_lengths"]}
+        for start, end in pairwise([0, *ends]):
+            sequence = self._with_meta_tokens({name: row[name][start:end] for name in token_fields})
+            filled["seq_lengths"].append(len(sequence["input_ids"]))
+            for name in token_fields:
+                filled[name] += sequence[name]
         return filled
 
 

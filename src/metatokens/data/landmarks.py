@@ -74,21 +74,22 @@ class Landmarks:
         rule: `line`, `paragraph`, `sentence` or `every:N`.
 
     Raises:
-        UserError: if the rule is unknown, or the tokenizer has no meta-token, is not a fast one, or drops the white
-            space that the rule needs.
+        UserError: if the rule is unknown, or the tokenizer has no meta-token, or drops the white space that the rule
+            needs.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, rule: str):
-        self.rule, self.meta_token_id = landmark_rule(rule), meta_token_id(tokenizer)
+        self.rule = landmark_rule(rule)
+        self.meta_token_id = meta_token_id(tokenizer)
         self._every = int(rule.partition(":")[2] or 0)
         if self._every:
             return
         self._pieces = np.append(_pieces(tokenizer, len(tokenizer)), _CONTROL)  # the last for rows that have no token
         self._sizes = np.array([len(piece) for piece in self._pieces])
         self._is_control = np.array([piece == _CONTROL for piece in self._pieces])  # numpy would drop trailing NULs
-        needed, name = (b" ", "spaces") if rule == "sentence" else (b"\n", "line feeds")
-        if not any(needed in piece for piece in self._pieces):
-            raise UserError(f"landmarks by {rule} need {name}, which the tokenizer drops; every:N needs none.")
+        white = b" " if rule == "sentence" else b"\n"
+        if not any(white in piece for piece in self._pieces):
+            raise UserError(f"landmarks by {rule} need white space that the tokenizer drops; every:N needs none.")
 
     def __call__(self, ids: npt.ArrayLike, start: int = 0) -> npt.NDArray[np.bool_]:
         """Find the tokens after which a meta-token goes.
@@ -112,14 +113,15 @@ class Landmarks:
         return np.insert(np.array(ids, np.int64), np.flatnonzero(self(ids)) + 1, self.meta_token_id).tolist()
 
     def _behind(self, text: npt.NDArray[np.int64], start: int) -> npt.NDArray[np.bool_]:
+        """The same for a text without meta-tokens."""
         if self._every:
             return np.arange(start + 1, start + len(text) + 1) % self._every == 0
         text = np.minimum(text, len(self._pieces) - 1)
-        pieces = self._pieces[text]
-        written = _OTHER_WHITE.sub(_as_blank, b"".join(pieces))
-        places = [match.end() - 1 for match in _ENDS[self.rule].finditer(written)]
+        written = _OTHER_WHITE.sub(_as_blank, b"".join(self._pieces[text]))
+        last_bytes = [match.end() - 1 for match in _ENDS[self.rule].finditer(written)]
+        ends_of_tokens = np.cumsum(self._sizes[text])
         behind = np.zeros(len(text), dtype=bool)
-        behind[np.searchsorted(np.cumsum(self._sizes[text]), places, side="right")] = True
+        behind[np.searchsorted(ends_of_tokens, last_bytes, side="right")] = True
         behind[:-1] &= ~self._is_control[text[1:]]
         return behind
 
@@ -131,20 +133,23 @@ def _as_blank(white: re.Match[bytes]) -> bytes:
 @lru_cache(maxsize=4)
 def _pieces(tokenizer: PreTrainedTokenizerBase, size: int) -> npt.NDArray[np.object_]:
     """The bytes of text of each of a tokenizer's `size` entries; `_CONTROL` for control tokens."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise UserError(f"the rule needs a fast tokenizer, and the {type(tokenizer).__name__} is none.")
+    backend = tokenizer.backend_tokenizer
     added = backend.get_added_tokens_decoder()
     is_of_bytes = backend.decoder is not None and b'"ByteLevel"' in backend.decoder.__getstate__()
-
-    def piece(number: int) -> bytes:
+    pieces: list[bytes] = []
+    for number in range(size):
         if number in added:
-            return _CONTROL if added[number].special else added[number].content.encode()
-        token = backend.id_to_token(number) or ""
-        if is_of_bytes:
-            return token.translate(_BYTES).encode("latin-1", "ignore")
-        if re.fullmatch("<0x[0-9A-F]{2}>", token):
-            return bytes.fromhex(token[3:5])
-        return token.replace("▁", " ").encode()
+            piece = b"" if added[number].special else added[number].content.encode()
+        else:
+            piece = _bytes_of(backend.id_to_token(number) or "", is_of_bytes)
+        pieces.append(piece or _CONTROL)
+    return np.array(pieces, dtype=object)
 
-    return np.array([piece(number) or _CONTROL for number in range(size)], dtype=object)
+
+def _bytes_of(token: str, is_of_bytes: bool) -> bytes:
+    """The text of an entry of a byte-level vocabulary, or of another."""
+    if is_of_bytes:
+        return token.translate(_BYTES).encode("latin-1", "ignore")
+    if re.fullmatch("<0x[0-9A-F]{2}>", token):
+        return bytes.fromhex(token[3:5])
+    return token.replace("▁", " ").encode()

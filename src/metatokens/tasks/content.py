@@ -25,7 +25,7 @@ def split_of(key: str) -> Split:
     return splits.get(stable_hash(key) % 10, "train")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Content:
     """The text of a prompt and its possible meta-tokens; a condition selects from them.
 

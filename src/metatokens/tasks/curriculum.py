@@ -67,7 +67,6 @@ class TaskData:
         if self._is_facts and task != "list_recall":
             raise UserError(f"condition {condition} is for list_recall, whose lists are the facts, not for {task}.")
         self.encoder = SegmentEncoder(tokenizer)
-        self._tokenizer = tokenizer
         self._task = task
         self._condition = cast(Condition, condition)
         self._seed = seed
@@ -128,8 +127,8 @@ class TaskData:
     @cached_property
     def text_entries(self) -> np.ndarray:
         """The ids of the vocabulary that a text may have."""
-        control = [*self._tokenizer.all_special_ids, self.encoder.meta_token_id]
-        return np.setdiff1d(np.arange(text_vocab_size(self._tokenizer)), control)
+        control = [*self.encoder.tokenizer.all_special_ids, self.encoder.meta_token_id]
+        return np.setdiff1d(np.arange(text_vocab_size(self.encoder.tokenizer)), control)
 
     def _sizes(self, phase: int, length: int = 0) -> Sizes:
         if self._is_facts:

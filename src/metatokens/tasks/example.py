@@ -22,7 +22,7 @@ from metatokens.tasks.encoding import SegmentEncoder
 _ORIGIN = {"task", "phase", "seed", "index", "split", "condition"}  # fields for where an example comes from
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Encoded:
     """The part of an example that training and evaluation read."""
 
@@ -32,7 +32,7 @@ class Encoded:
     """The index of the completion's first id."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Example(Encoded):
     """One prompt with its completion, as text and as token ids."""
 
