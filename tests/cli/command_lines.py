@@ -5,13 +5,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-SMALL = " ".join(
-    f"--set {setting}"
-    for setting in (
-        "data.tokens=tokens", "data.block_size=32", "model.hidden_size=16", "model.num_hidden_layers=1",
-        "model.num_attention_heads=2", "training.max_steps=2", "training.save_steps=2", "training.logging_steps=1",
-    )
-)  # fmt: skip
+SETTINGS = [
+    "data.tokens=tokens",
+    "data.block_size=32",
+    "model.hidden_size=16",
+    "model.num_hidden_layers=1",
+    "model.num_attention_heads=2",
+    "training.max_steps=2",
+    "training.save_steps=2",
+    "training.logging_steps=1",
+]
+SMALL = "--set " + " --set ".join(SETTINGS)
 PRETRAIN = f"pretrain --recipe demo {SMALL}"
 FINETUNE = "finetune --set training.max_steps=2 --set training.save_steps=2 --set training.logging_steps=1"
 
@@ -25,3 +29,8 @@ Contents = Callable[[Path], dict[str, bytes]]
 def write_records(file: str, records: Iterable[Any]) -> None:
     """Write records as JSON lines."""
     Path(file).write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def read_lines(lines: str) -> list[dict[str, Any]]:
+    """Lines of JSON, such as a command prints."""
+    return [json.loads(line) for line in lines.splitlines()]

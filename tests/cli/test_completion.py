@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe, recipe_names
 from tests.test_imports import HEAVY
 
 PATH = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
@@ -47,18 +46,8 @@ def test_bash_completes_verbs_options_and_names() -> None:
     assert completed("evaluate", "--ta") == ["--task"]
     assert completed("evaluate", "--model", "hf:nobody/nothing", "--task", "p") == ["parity"]  # which is not fetched
     assert completed("reproduce", "--preset", "sm") == ["smoke", "small"]
+    assert completed("pretrain", "--recipe", "paper_e") == ["paper_extend"]
     assert completed("analyze", "r") == ["residual", "rate-distortion"]
-
-
-@needs_bash
-def test_bash_completes_recipes_of_the_verbs_kind() -> None:
-    offered = {verb: set(completed(verb, "--recipe", "")) for verb in ("pretrain", "extend", "finetune")}
-    assert offered["pretrain"] == offered["extend"]
-    assert offered["pretrain"] | offered["finetune"] == set(recipe_names())
-    for name in offered["pretrain"]:
-        load_recipe(PretrainRecipe, name)
-    for name in offered["finetune"]:
-        load_recipe(FinetuneRecipe, name)
 
 
 @needs_bash

@@ -89,12 +89,14 @@ def evaluate(
     check_meta_token(loaded.config, tokenizer, model)
     tests: dict[Any, list[Example]]
     if data is not None:
-        tests = {None: read_examples(data, tokenizer, landmarks=landmarks)}
+        records = read_examples(data, tokenizer, landmarks=landmarks)
+        check_length(loaded.config, longest_input(None, records))
+        tests = {None: records}
     else:
         condition = condition or "paper"
-        tests = _test_sets(task, lengths, condition, n, tokenizer)
-    for length, examples in tests.items():
-        check_length(loaded.config, longest_input(length, examples))
+        bins = options.parse_lengths(lengths or DEFAULT_LENGTHS)
+        check_length(loaded.config, max(bins))
+        tests = _test_sets(task, bins, condition, n or DEFAULT_PROMPTS, tokenizer)
     subject = About(
         model=name or str(model),
         task=task,
@@ -126,18 +128,16 @@ def _fields_of(change: "Intervention | None") -> dict[str, Any]:
 
 
 def _test_sets(
-    task: Any, lengths: str | None, condition: str, n: int | None, tokenizer: "PreTrainedTokenizerBase"
+    task: Any, bins: Sequence[int], condition: str, n: int, tokenizer: "PreTrainedTokenizerBase"
 ) -> "dict[int, list[Example]]":
-    """The test prompts of a task, by length."""
+    """The test prompts of a task, by the upper end of their length."""
     from metatokens.evaluation.accuracy import draw_test_examples
     from metatokens.tasks.curriculum import documents_for
 
     documents = documents_for(task, options.BUILTIN)
     return {
-        length: draw_test_examples(
-            task, length, n or DEFAULT_PROMPTS, tokenizer, condition=condition, documents=documents
-        )
-        for length in options.parse_lengths(lengths or DEFAULT_LENGTHS)
+        length: draw_test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
+        for length in bins
     }
 
 

@@ -63,9 +63,7 @@ def draw(generator: Generator, m: int, n: int, asked: int, split: Split) -> Cont
     )
 
 
-def _draw_target_list(
-    generator: Generator, category: str, length: int, segment: range
-) -> tuple[str, int, list[str]]:
+def _draw_target_list(generator: Generator, category: str, length: int, segment: range) -> tuple[str, int, list[str]]:
     """The item that is asked for, its count in the segment, and the list, in which it also occurs elsewhere."""
     rest = [*range(segment.start), *range(segment.stop, length)]
     others = [f" {item}" for item in INVENTORY[category]]
