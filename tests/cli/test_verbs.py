@@ -2,121 +2,133 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from metatokens.data.store import TokenStore
-from metatokens.records import Result, read_lines
-from tests.cli.command_lines import FINETUNE, PRETRAIN, SMALL, Contents, Models, Run
+from tests.cli.command_lines import FINETUNE, PRETRAIN, SMALL, Contents, Models, Run, Succeed, read_lines
+
+TOKENIZE = "tokenize --corpus text.txt --tokenizer train:768 --held-out 0.2 --out tokens"
+TUNE = f"{FINETUNE} --model base --task parity --set training.seed=3 --out tuned"
 
 
-def test_from_text_to_figures_verb_by_verb(workplace: Path, metatokens: Run) -> None:
-    status, output, error = metatokens("tokenize --corpus text.txt --tokenizer train:768 --held-out 0.2 --out tokens")
-    counts = json.loads((workplace / "tokens" / "manifest.json").read_text())["splits"]
-    sizes = [f"{split}: {c['tokens']:,} tokens in {c['documents']:,} documents" for split, c in counts.items()]
-    assert (status, output, error.splitlines()) == (0, "", sizes)
+def json_of(file: str) -> Any:
+    return json.loads(Path(file).read_text())
 
-    status, output, error = metatokens(f"{PRETRAIN} --set training.seed=5 --out base")
-    assert (status, output, error.splitlines()[-1]) == (0, "", "model: base")
-    status, output, error = metatokens(
-        f"{FINETUNE} --model base --task parity --train-lengths 64,128 --set training.seed=3 --out tuned"
-    )
-    assert (status, output, error.splitlines()[-1]) == (0, "", "models: tuned/128, tuned/64")
 
-    evaluation = "evaluate --model tuned/64 --task parity --lengths 64,128 -n 3"
-    status, output, error = metatokens(f"{evaluation} --json")
-    assert (status, error) == (0, "")
-    (workplace / "printed.jsonl").write_text(output)
-    printed = read_lines(workplace / "printed.jsonl", Result)
-    assert [(r.length, r.metric) for r in printed] == [
-        (length, metric) for length in (64, 128) for metric in ("exact_match", "token_accuracy")
+def test_from_text_to_figures_verb_by_verb(workplace: Path, run: Succeed) -> None:
+    _, told = run(TOKENIZE)
+    splits = json_of("tokens/manifest.json")["splits"]
+    train, held_out = splits["train"], splits["held_out"]
+    assert told.splitlines() == [
+        f"train: {train['tokens']:,} tokens in {train['documents']:,} documents",
+        f"held_out: {held_out['tokens']:,} tokens in {held_out['documents']:,} documents",
     ]
-    assert {(r.model, r.train_length, r.train_condition, r.seed) for r in printed} == {("tuned/64", 64, "paper", 3)}
+
+    _, told = run(f"{PRETRAIN} --set training.seed=5 --out base")
+    assert told.splitlines()[-1] == "model: base"
+    _, told = run(f"{TUNE} --train-lengths 64,128")
+    assert told.splitlines()[-1] == "models: tuned/128, tuned/64"
+
+    evaluate = "evaluate --model tuned/64 --task parity --lengths 64,128 -n 3"
+    output, _ = run(f"{evaluate} --json")
+    printed = read_lines(output)
+    assert [(line["length"], line["metric"]) for line in printed] == [
+        (64, "exact_match"),
+        (64, "token_accuracy"),
+        (128, "exact_match"),
+        (128, "token_accuracy"),
+    ]
+    fields = ("model", "train_length", "train_condition", "seed")
+    assert {tuple(line[field] for field in fields) for line in printed} == {("tuned/64", 64, "paper", 3)}
 
     measure = "perplexity --model base --block-size 32"
-    for line in (
-        evaluation,
+    measurements = (
+        evaluate,
         f"{measure} --corpus tokens --placement uniform",
         f"{measure} --corpus text.txt",
         f"{measure} --corpus text.txt --max-tokens 60",
-    ):
-        status, output, error = metatokens(f"{line} --name meta --out figures.jsonl")  # appended
-        assert (status, output.startswith("model meta, "), error) == (0, True, "")
-    figures = read_lines(workplace / "figures.jsonl", Result)
-    assert [r.value for r in figures[:4]] == [r.value for r in printed]
-    assert [(r.metric, r.condition) for r in figures[4:]] == [
-        ("perplexity", "uniform"), ("perplexity", "none"), ("perplexity", "none")
-    ]  # fmt: skip
-    assert {r.seed for r in figures[4:]} == {5}
-    assert figures[4].n < figures[5].n  # the held-out split, and the whole
-    assert figures[6].n == 2 * 28  # two blocks of 29 text tokens
+    )
+    for line in measurements:
+        output, _ = run(f"{line} --name meta --out figures.jsonl")
+        assert output.startswith("model meta, ")
+    *accuracies, held_out, whole, two_blocks = read_lines(Path("figures.jsonl").read_text())
+    assert [line["value"] for line in accuracies] == [line["value"] for line in printed]
+    assert (held_out["condition"], whole["condition"]) == ("uniform", "none")
+    assert held_out["seed"] == 5
+    assert held_out["n"] < whole["n"]
+    assert two_blocks["n"] == 2 * 28  # of 29 text tokens
 
-    status, output, error = metatokens("report figures.jsonl --out report")
-    assert (status, output, error.splitlines()[-1]) == (0, "", "report: report/index.html")
+    _, told = run("report figures.jsonl --out report")
+    assert told.splitlines()[-1] == "report: report/index.html"
 
 
-def test_a_corpus_of_one_document_holds_nothing_out_and_says_so(workplace: Path, metatokens: Run) -> None:
+@pytest.mark.parametrize(("repeats", "is_warned"), [(1, True), (20, False)])
+def test_a_corpus_of_one_document_holds_nothing_out_and_says_so(
+    repeats: int, is_warned: bool, workplace: Path, run: Succeed
+) -> None:
     text = Path("text.txt").read_text(encoding="utf-8")[:4_000]
-    Path("old.txt").write_bytes(text.replace("\n", "\r").encode() * 20)  # lines as in old files of Macs
-    Path("short.txt").write_text(text)
-    for name, says_so in (("old", False), ("short", True)):
-        status, _, error = metatokens(f"tokenize --corpus {name}.txt --tokenizer train:300 --out {name}")
-        assert (status, "Nothing is held out, since the corpus has only one document" in error) == (0, says_so)
+    Path("old.txt").write_bytes(text.replace("\n", "\r").encode() * repeats)  # lines as in old files of Macs
+    _, error = run("tokenize --corpus old.txt --tokenizer train:300 --out old")
+    assert ("Nothing is held out, since the corpus has only one document" in error) == is_warned
 
 
 def test_finished_work_is_not_repeated(
-    workplace: Path, contents: Contents, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+    workplace: Path, contents: Contents, run: Succeed, metatokens: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = [
-        "tokenize --corpus text.txt --tokenizer train:768 --out tokens",
-        f"{PRETRAIN} --out base",
-        f"{FINETUNE} --model base --task parity --train-lengths 64 --out tuned",
-    ]
-    first = [metatokens(line) for line in lines]
+    tune = f"{TUNE} --train-lengths 64"
+    tokenized = run(TOKENIZE)
+    run(f"{PRETRAIN} --out base")
+    run(tune)
     before = contents(workplace)
     monkeypatch.setattr("metatokens.training.trainer.MetaTokenTrainer.train", None)
     monkeypatch.setattr("metatokens.data.writing._begin", None)
-    again = [metatokens(line) for line in lines]
-    assert again[0] == first[0]
-    finished = "the run in {} is finished; to train its model further, start a new run with `{}`."
-    assert [error.splitlines() for *_, error in again[1:]] == [
-        [finished.format("base", "pretrain --init base"), "model: base"],
-        [finished.format("tuned", "finetune --model tuned/64"), "models: tuned/64"],
-    ]
-    assert {status for status, *_ in again} == {0}
+
+    assert run(TOKENIZE) == tokenized
+    _, pretrained = run(f"{PRETRAIN} --out base")
+    _, tuned = run(tune)
+
+    advice = "is finished; to train its model further, start a new run with"
+    assert pretrained.splitlines() == [f"the run in base {advice} `pretrain --init base`.", "model: base"]
+    assert tuned.splitlines() == [f"the run in tuned {advice} `finetune --model tuned/64`.", "models: tuned/64"]
     assert contents(workplace) == before
     longer = PRETRAIN.replace("training.max_steps=2", "training.max_steps=3")
-    advice = "was 2 and is now 3); give a new folder, and start from this model (pretrain --init, finetune --model), or"
-    assert advice in metatokens(f"{longer} --out base")[2]
+    _, _, error = metatokens(f"{longer} --out base")
+    assert "was 2 and is now 3); give a new folder, and start from this model (pretrain --init" in error
 
 
 def test_pretraining_starts_from_a_model_of_the_hub(
-    workplace: Path, small_model: Models, small_store: TokenStore, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+    workplace: Path, small_model: Models, small_store: TokenStore, run: Succeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = {"someone/small": small_model()}
-    monkeypatch.setattr("metatokens.checkpoint.snapshot_download", lambda name, **_: str(models[name]))
+    model = small_model()
+    monkeypatch.setattr("metatokens.checkpoint.snapshot_download", lambda name, **_: {"someone/small": model}[name])
     line = f"{PRETRAIN} --set data.tokens={small_store.path} --init"
-    assert metatokens(f"{line} hf:someone/small --out fetched")[0] == 0
-    assert metatokens(f"{line} {models['someone/small']} --out local")[0] == 0
-    fetched, local = (Path(out, "model.safetensors").read_bytes() for out in ("fetched", "local"))
-    assert fetched == local
+
+    run(f"{line} hf:someone/small --out fetched")
+    run(f"{line} {model} --out local")
+
+    assert Path("fetched/model.safetensors").read_bytes() == Path("local/model.safetensors").read_bytes()
 
 
-def test_a_model_is_measured_with_interventions_and_extended(
-    workplace: Path, small_model: Models, small_store: TokenStore, metatokens: Run
-) -> None:
+def test_a_model_is_measured_with_interventions(small_model: Models, run: Succeed) -> None:
+    evaluate = f"evaluate --model {small_model()} --task parity --lengths 64 -n 4 --json"
+    outputs = [run(evaluate), run(f"{evaluate} --intervention noise:0"), run(f"{evaluate} --intervention no_pos")]
+
+    plain, noiseless, without_positions = (read_lines(output)[0] for output, _ in outputs)
+
+    assert "intervention" not in plain
+    assert (noiseless["intervention"], noiseless["noise_seed"]) == ("noise:0", 0)
+    assert noiseless["value"] == plain["value"]
+    assert without_positions["intervention"] == "no_pos"
+
+
+def test_a_model_is_extended(workplace: Path, small_model: Models, small_store: TokenStore, run: Succeed) -> None:
     model = small_model(max_position_embeddings=32)
-    evaluation = f"evaluate --model {model} --task parity --lengths 64 -n 4 --name meta --json"
-    lines = {
-        given: [json.loads(line) for line in metatokens(f"{evaluation} {given}")[1].splitlines()]
-        for given in ("", "--intervention noise:0", "--intervention noise:50 --noise-seed 3")
-    }
-    plain, none, noisy = ([(line.get("intervention"), line["value"]) for line in found] for found in lines.values())
-    assert [name for name, _ in (*plain, *none, *noisy)] == [None, None, "noise:0", "noise:0", "noise:50", "noise:50"]
-    assert [value for _, value in plain] == [value for _, value in none]
-
     settings = SMALL.replace("data.tokens=tokens", f"data.tokens={small_store.path}")
-    status, _, error = metatokens(f"extend --model {model} --factor 2 --recipe demo {settings} --out longer")
-    assert (status, error.splitlines()[-1]) == (0, "model: longer")
-    rope = json.loads((workplace / "longer" / "config.json").read_text())["rope_parameters"]
+
+    _, told = run(f"extend --model {model} --factor 2 --recipe demo {settings} --out longer")
+
+    rope = json_of("longer/config.json")["rope_parameters"]
+    assert told.splitlines()[-1] == "model: longer"
     assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 2.0, 32)
