@@ -181,7 +181,9 @@ def test_a_base_in_half_precision_is_trained_by_small_steps(kind: str, base: Pat
         if not any(part in name for part in without_gradient):
             assert (after[name] != before[name].float()).float().mean() > 0.7, name
     if kind != "lora":
-        assert {name for name in after if not torch.equal(after[name].to(before[name].dtype), before[name])} <= in_float32
+        assert {
+            name for name in after if not torch.equal(after[name].to(before[name].dtype), before[name])
+        } <= in_float32
 
 
 def test_perplexity_is_the_bases(base: Path, run: Succeed) -> None:
@@ -300,9 +302,7 @@ def test_a_chat_gets_the_answer_of_its_template(chatting: PreTrainedTokenizerFas
     assert shown.startswith("<|endoftext|>user: the cat<|meta|> sat<|endoftext|>")
 
 
-def test_a_chat_template_is_the_same_after_fine_tuning(
-    chatting: PreTrainedTokenizerFast, run: Succeed
-) -> None:
+def test_a_chat_template_is_the_same_after_fine_tuning(chatting: PreTrainedTokenizerFast, run: Succeed) -> None:
     chat = [{"role": "user", "content": "the cat"}]
     expected = chatting.apply_chat_template(chat)["input_ids"]
     run(RETROFIT)

@@ -34,25 +34,27 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(Path("tuned/examples/other.jsonl"), [])
 
 
-def lines(axes: Axes) -> dict[str, list[tuple[float, float]]]:
-    return {str(line.get_label()): [(float(x), float(y)) for x, y in line.get_xydata()] for line in axes.lines}
+def lines(axes: Axes) -> dict[str, list[list[float]]]:
+    return {str(line.get_label()): line.get_xydata().tolist() for line in axes.lines}
 
 
 @pytest.mark.usefixtures("runs")
 def test_each_run_and_phase_has_its_losses_and_what_was_measured() -> None:
     figure = draw_curves(read_curves([Path("base"), Path("tuned")]))
+
     losses, exact = figure.axes
     drawn = lines(losses)
-    assert drawn == {
-        "base": [(1, 4), (2, 2), (4, 1)],
-        "tuned/64": [(1, 4), (2, 2), (4, 1)],
-        "tuned/64, held out": [(2, 2.5), (4, 1.5)],
-        "tuned/128": [(2, 2), (4, 1)],  # the newest checkpoint
-    }
-    assert [line.get_xydata().tolist() for line in exact.lines] == [[[4, 25]]]
     (legend,) = figure.legends
+    (measured,) = exact.lines
+    colours = {line.get_label(): line.get_color() for line in losses.lines}
+    assert drawn == {
+        "base": [[1, 4], [2, 2], [4, 1]],
+        "tuned/64": [[1, 4], [2, 2], [4, 1]],
+        "tuned/64, held out": [[2, 2.5], [4, 1.5]],
+        "tuned/128": [[2, 2], [4, 1]],  # the newest checkpoint
+    }
+    assert measured.get_xydata().tolist() == [[4, 25]]
     assert [text.get_text() for text in legend.get_texts()] == list(drawn)
-    colours = {label: line.get_color() for line in losses.lines for label in [line.get_label()]}
     assert colours["tuned/64"] == colours["tuned/64, held out"]
     assert len(set(colours.values())) == 3
 
@@ -60,11 +62,8 @@ def test_each_run_and_phase_has_its_losses_and_what_was_measured() -> None:
 @pytest.mark.usefixtures("runs")
 def test_the_verb_writes_one_picture_and_keeps_other_files(metatokens: Run) -> None:
     assert metatokens("plot base") == (0, "", "picture: curves.png\n")
+    assert metatokens("plot base tuned") == (0, "", "picture: curves.png\n")  # it is drawn again
     assert Path("curves.png").read_bytes().startswith(b"\x89PNG")
-    assert metatokens("plot base tuned --out two.png") == (0, "", "picture: two.png\n")
-    assert Path("two.png").read_bytes() != Path("curves.png").read_bytes()
-    assert len(draw_curves(read_curves([Path("base")])).axes) == 1
-    assert metatokens("plot base")[0] == 0  # it is drawn again
     Path("thesis.txt").write_text("years of work")
     message = "metatokens: thesis.txt is another kind of file, and is kept; give another name.\n"
     assert metatokens("plot base --out thesis.txt") == (2, "", message)
@@ -72,18 +71,18 @@ def test_the_verb_writes_one_picture_and_keeps_other_files(metatokens: Run) -> N
 
 
 @pytest.mark.usefixtures("runs")
-def test_what_is_no_run_is_said_in_one_sentence(metatokens: Run) -> None:
+@pytest.mark.parametrize("name", ["empty", "missing", "base/curve.jsonl"])
+def test_what_is_no_run_is_said_in_one_sentence(name: str, metatokens: Run) -> None:
     Path("empty").mkdir()
-    for name in ("empty", "missing", "base/curve.jsonl"):
-        status, _, error = metatokens(f"plot base {name}")
-        assert (status, error.count("\n")) == (2, 1)
-        assert f"there is no curve in {name}; give the folder of a run" in error
-    for content in ("{", "[]\n", '{"step": "x"}\n', '{"loss": 1}\n', "\udcff"):
-        Path("base/curve.jsonl").write_text(content, errors="surrogateescape")
-        with pytest.raises(UserError, match=r"base/curve\.jsonl is not the curve of a run\.$"):
-            read_curves([Path("base")])
-    assert metatokens("plot tuned --out missing/curves.png")[::2] == (
-        2,
-        "metatokens: cannot write to missing/curves.png: No such file or directory.\n",
-    )
+    status, _, error = metatokens(f"plot base {name}")
+    assert (status, error.count("\n")) == (2, 1)
+    assert f"there is no curve in {name}; give the folder of a run" in error
     assert not Path("curves.png").exists()
+
+
+@pytest.mark.usefixtures("runs")
+@pytest.mark.parametrize("content", ["{", "[]\n", '{"step": "x"}\n', '{"loss": 1}\n', "\udcff"])
+def test_a_damaged_curve_is_refused(content: str) -> None:
+    Path("base/curve.jsonl").write_text(content, errors="surrogateescape")
+    with pytest.raises(UserError, match=r"base/curve\.jsonl is not the curve of a run\.$"):
+        read_curves([Path("base")])
