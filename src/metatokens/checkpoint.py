@@ -255,10 +255,8 @@ def load_model(
     is_whole = (folder / WEIGHTS).is_file() or (folder / SHARDS).is_file()
     if not is_whole and (folder / ADAPTER).is_file():
         return _with_adapter(folder, device, dtype)
-    if not is_whole and (folder / DELTA).is_file():
-        model = _with_delta(folder, dtype)
-    else:
-        model = _load(folder, _KINDS, dtype)
+    is_delta = not is_whole and (folder / DELTA).is_file()
+    model = _with_delta(folder, dtype) if is_delta else _load(folder, _KINDS, dtype)
     if isinstance(model, GPT2LMHeadModel) and not isinstance(model, MetaModel):
         model = MetaGPT2ForCausalLM.from_gpt2(model, second_attention or "none")
     elif not isinstance(model, MetaModel | MetaGPT2ForCausalLM):

@@ -184,9 +184,9 @@ def test_chance_is_known_for_every_task():
 
 
 def test_what_cannot_be_had_is_refused(tokenizer, documents):
-    with pytest.raises(UserError, match="no task 'recall' in condition 'paper'; the tasks are list_recall, .*copying"):
+    with pytest.raises(UserError, match=r"no task 'recall' in condition 'paper'; the tasks are list_recall, .*copying"):
         TaskData("recall", tokenizer=tokenizer)
-    with pytest.raises(UserError, match="no task 'parity' in condition 'x'; .*the conditions paper, landmark, none"):
+    with pytest.raises(UserError, match=r"no task 'parity' in condition 'x'; .*the conditions paper, landmark, none"):
         TaskData("parity", tokenizer=tokenizer, condition="x")
     data = TaskData("parity", tokenizer=tokenizer)
     with pytest.raises(UserError, match=r"no parity prompt of 5 to 8 tokens was found in 10,000 attempts"):

@@ -77,18 +77,18 @@ class RunInfo(Record):
 
     command: str | None = None
     preset: str | None = None
-    recipes: dict[str, dict[str, Any]] = {}
-    corpus: dict[str, Any] = {}
-    models: dict[str, ModelInfo] = {}
+    recipes: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    corpus: dict[str, Any] = Field(default_factory=dict)
+    models: dict[str, ModelInfo] = Field(default_factory=dict)
     python: str | None = None
     platform: str | None = None
     cores: int | None = None
     workers: int | None = None
-    versions: dict[str, str] = {}
+    versions: dict[str, str] = Field(default_factory=dict)
     created: str | None = None
     finished: str | None = None
     wall_seconds: float | None = None
-    stages: list[StageRecord] = []
+    stages: list[StageRecord] = Field(default_factory=list)
 
 
 class Timing(Measured):
