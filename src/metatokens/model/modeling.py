@@ -249,9 +249,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
     @property
     def _second_needs_all_rows(self) -> bool:
         """Whether the second attention computes the rows of text too, as a further kind of it may."""
-        return any(
-            layer.second_attention is not None and layer.second_attention.needs_all_rows for layer in self.layers
-        )
+        blocks: Any = self.layers
+        return any(block.second_attention is not None and block.second_attention.needs_all_rows for block in blocks)
 
     def _prepare_cache(self, cache: Any, *, use_cache: bool | None) -> Any:
         """The cache to use: the given one, with second stores, or a new one where one is wanted."""
