@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from metatokens import add_meta_attention, encode_prompt, load_meta, save_meta
+from metatokens import encode_prompt, load_meta, save_meta
 from metatokens.checkpoint import load_model, weights_sha256, weights_size
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
@@ -132,13 +132,6 @@ def test_what_was_added_alone_goes_from_the_command_to_python(base: Path, run: S
     output, _ = run("generate --model again --landmarks every:1 --meta-every 2 --max-new-tokens 6 'the cat'")
 
     assert output == f"the cat{tokenizer.decode(continued, skip_special_tokens=True)}\n"
-
-
-def test_what_was_added_in_python_is_taken_by_the_commands(base: Path, run: Succeed) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    save_meta(add_meta_attention(AutoModelForCausalLM.from_pretrained(base), tokenizer), "from_python")
-    tokenizer.save_pretrained("from_python")
-    run(f"{GENERATE} from_python")
 
 
 def test_finetuning_computes_the_logits_that_it_is_scored_on_alone(
@@ -302,15 +295,6 @@ def test_a_chat_gets_the_answer_of_its_template(chatting: PreTrainedTokenizerFas
     assert shown.startswith("<|endoftext|>user: the cat<|meta|> sat<|endoftext|>")
 
 
-def test_a_chat_template_is_the_same_after_fine_tuning(chatting: PreTrainedTokenizerFast, run: Succeed) -> None:
-    chat = [{"role": "user", "content": "the cat"}]
-    expected = chatting.apply_chat_template(chat)["input_ids"]
-    run(RETROFIT)
-    run(f"{TUNE} --model model --out tuned")
-    for folder in ("model", "tuned/64"):
-        assert AutoTokenizer.from_pretrained(folder).apply_chat_template(chat)["input_ids"] == expected
-
-
 @pytest.mark.quick(layers=[""])
 @warnings_of_peft
 @pytest.mark.parametrize("layers", ["", " --layers none"])
@@ -427,18 +411,6 @@ def test_no_file_names_the_place_of_the_base(delta: str, base: Path, run: Succee
         refused(f"{GENERATE} model", "the base of model is not at model/../base: put it there (a link will do).")
         Path("base").symlink_to("moved/base")
         run(f"{GENERATE} model")
-
-
-def test_a_linked_base_is_found_by_the_runs_that_follow(base: Path, run: Succeed) -> None:
-    run(f"{RETROFIT} --delta")
-    Path("far/away").mkdir(parents=True)
-    base.rename("far/away/base")
-    base.symlink_to("far/away/base")
-
-    run(f"{TUNE} --model model --out runs/tuned")
-
-    assert json_of("runs/tuned/64/meta_tokens.json")["meta_attention"]["base"] == "../../../base"
-    run(f"{GENERATE} runs/tuned/64")
 
 
 def test_weights_of_a_pretrained_models_size_get_rates_that_fit(

@@ -19,10 +19,6 @@ from metatokens.tasks.example import read_examples
 from tests.cli.command_lines import Models, Refuse, Succeed, read_lines, write_records
 
 MARKED = "the cat _PAUSE_ sat _PAUSE_"
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
-    "{{ m.role }}: {{ m.content }}\n{% endfor %}"
-)
 Change = Callable[..., None]
 
 
@@ -169,25 +165,6 @@ def test_beams_are_not_streamed(model: Path, configure: Change, run: Succeed) ->
     output, _ = run(generate)
     as_json, _ = run(f"{generate} --json")
     assert output == f"the cat{json.loads(as_json)['continuation']}\n"
-
-
-def test_a_chat_of_several_messages_comes_from_a_file(model: Path, run: Succeed, refused: Refuse) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(model)
-    chat = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
-    Path("chat.json").write_text(json.dumps(chat))
-    generate = "generate --model model --max-new-tokens 4 --messages chat.json"
-
-    shown, _ = run(f"{generate} 'two dogs' --show-meta")
-    as_json, _ = run(f"{generate} --json")
-
-    assert shown.startswith("user: the cat\nassistant: sat\nuser: two dogs\n")
-    assert json.loads(as_json)["messages"] == chat
-    Path("chat.json").write_text('[{"role": "user"}]')
-    refused(generate, "must hold a list of messages")
-    Path("chat.json").write_text('[{"role": "robot", "content": "x"}]')
-    refused(generate, "the chat template does not take these messages: no robots.")
 
 
 def test_a_gpu_that_is_not_there_is_refused(

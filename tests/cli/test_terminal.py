@@ -144,14 +144,6 @@ def test_output_is_utf_8_whatever_the_encoding_of_standard_output(
     assert written.getvalue().decode().startswith("café→")
 
 
-def test_an_error_is_utf_8_too(metatokens: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(written, encoding="latin-1"))
-    status, _, _ = metatokens("report café --out report")
-    sys.stderr.flush()
-    assert (status, "café" in written.getvalue().decode()) == (2, True)
-
-
 def test_a_terminal_keeps_its_encoding_and_shows_what_it_has_no_character_for(
     metatokens: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,9 +52,6 @@ Chat = Annotated[
         "--chat", metavar="", help="Wrap PROMPT in the chat template as a user message; print only the answer."
     ),
 ]
-Messages = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="A chat, a JSON list of role and content; PROMPT continues it.")
-]
 ShowMeta = Annotated[
     bool, typer.Option("--show-meta", metavar="", help="Show meta-tokens in the output, such as <|meta|>.")
 ]
@@ -79,7 +75,6 @@ def generate(
     landmarks: options.Landmarks = None,
     text_window: options.TextWindow = None,
     chat: Chat = False,
-    messages: Messages = None,
     show_meta: ShowMeta = False,
     max_new_tokens: MaxNewTokens = 64,
     meta_every: MetaEvery = None,
@@ -90,15 +85,16 @@ def generate(
     batch_size: options.BatchSize = 1,
     as_json: TextAsJson = False,
 ) -> None:
-    """Continue a text, a chat, or the prompts of a file."""
+    """Continue a text, or the prompts of a file."""
     import torch
+    from transformers import TextStreamer
 
     from metatokens.data.tokenizer import check_meta_token
     from metatokens.decoder import continue_prompts
     from metatokens.tasks.example import read_examples
 
-    if (prompt is None and messages is None) == (data is None):
-        raise UserError("give either a prompt or --data; or a chat as --messages.")
+    if (prompt is None) == (data is None):
+        raise UserError("give either a prompt or --data.")
     if data is not None and (marker is not None or chat):
         raise UserError("--marker and --chat go with a prompt; the records of --data are continued as they are.")
     loaded, tokenizer = options.load(model, device, dtype, text_window)
@@ -122,43 +118,28 @@ def generate(
         _say_cache_share(loaded, prompts)
         _print_continued(records, continue_ids(prompts), show_meta=show_meta, as_json=as_json)
         return
-    read = _read_prompt(tokenizer, prompt, messages, marker, landmarks, is_chat=chat)
-    _check_markers(read.ids, loaded.config.meta_token_id, marker, landmarks)
-    _say_cache_share(loaded, [read.ids])
-    if as_json or show_meta or not _can_stream(loaded, len(read.ids), max_new_tokens, meta_every):
-        _print_whole(read, continue_ids, show_meta=show_meta, as_json=as_json)
+    text = str(prompt)
+    ids = _encoded(tokenizer, text, marker, landmarks, is_chat=chat)
+    _check_markers(ids, loaded.config.meta_token_id, marker, landmarks)
+    _say_cache_share(loaded, [ids])
+    shown = "" if chat else text  # an answer stands alone
+    if as_json or show_meta or not _can_stream(loaded, len(ids), max_new_tokens, meta_every):
+        (continuation,) = continue_ids([ids])
+        _print_text(text, shown, continuation, show_meta=show_meta, as_json=as_json)
     else:
-        _stream(read, tokenizer, continue_ids)
+        print(shown, end="", flush=True)
+        list(continue_ids([ids], streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)))
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    """A prompt of the command line."""
+def _encoded(
+    tokenizer: "PreTrainedTokenizerBase", text: str, marker: str | None, landmarks: str | None, *, is_chat: bool
+) -> list[int]:
+    from metatokens.data.prompts import chat_text, encode_chat, encode_prompt
 
-    ids: list[int]
-    shown: str  # before its continuation: the prompt, and nothing of a chat, whose answer stands alone
-    fields: dict[str, Any]  # of its line of JSON
-
-
-def _read_prompt(
-    tokenizer: "PreTrainedTokenizerBase",
-    prompt: str | None,
-    messages: Path | None,
-    marker: str | None,
-    landmarks: str | None,
-    *,
-    is_chat: bool,
-) -> _Prompt:
-    from metatokens.data.prompts import chat_text, encode_chat, encode_prompt, read_messages
-
-    if messages is None and not is_chat:
-        ids = encode_prompt(tokenizer, prompt or "", () if marker is None else marker, landmarks=landmarks)
-        return _Prompt(ids, prompt or "", {"prompt": prompt})
-    conversation = [] if messages is None else read_messages(messages)
-    if prompt is not None:
-        conversation.append({"role": "user", "content": prompt})
-    ids = encode_chat(tokenizer, chat_text(tokenizer, conversation), marker, landmarks=landmarks)
-    return _Prompt(ids, "", {"prompt": prompt} if messages is None else {"messages": conversation})
+    if is_chat:
+        chat = chat_text(tokenizer, [{"role": "user", "content": text}])
+        return encode_chat(tokenizer, chat, marker, landmarks=landmarks)
+    return encode_prompt(tokenizer, text, () if marker is None else marker, landmarks=landmarks)
 
 
 def _check_markers(ids: Sequence[int], meta_token_id: int | None, marker: str | None, landmarks: str | None) -> None:
@@ -185,23 +166,14 @@ def _can_stream(model: Any, prompt_length: int, max_new_tokens: int, meta_every:
     return not has_beams and reaches(model.config, prompt_length + max_new_tokens + inserted)
 
 
-def _stream(prompt: _Prompt, tokenizer: "PreTrainedTokenizerBase", continue_ids: Any) -> None:
-    """Print a prompt and its continuation word by word."""
-    from transformers import TextStreamer
-
-    print(prompt.shown, end="", flush=True)
-    list(continue_ids([prompt.ids], streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)))
-
-
-def _print_whole(prompt: _Prompt, continue_ids: Any, *, show_meta: bool, as_json: bool) -> None:
-    """Print a prompt and its continuation at once."""
-    (continuation,) = continue_ids([prompt.ids])
+def _print_text(text: str, shown: str, continuation: "Continuation", *, show_meta: bool, as_json: bool) -> None:
+    """Print a continued prompt, as text or as a line of JSON."""
     if as_json:
-        print(json.dumps(prompt.fields | _fields(continuation, show_meta), ensure_ascii=False))
+        print(json.dumps({"prompt": text, **_fields(continuation, show_meta)}, ensure_ascii=False))
     elif show_meta:
         print(continuation.with_meta)
     else:
-        print(f"{prompt.shown}{continuation.text}")
+        print(f"{shown}{continuation.text}")
 
 
 def _print_continued(
