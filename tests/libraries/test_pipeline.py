@@ -15,14 +15,15 @@ def test_a_batch_gives_what_each_prompt_gives_alone(folder: Path) -> None:
     generate = pipeline("text-generation", str(folder), tokenizer=tokenizer)
     options = {"max_new_tokens": 5, "do_sample": False}
     together = generate(PROMPTS, batch_size=3, **options)
-    assert together == [generate([prompt], **options)[0] for prompt in PROMPTS]
-    assert all(answer[0]["generated_text"].startswith(prompt) for answer, prompt in zip(together, PROMPTS, strict=True))
+    alone = [generate(prompt, **options) for prompt in PROMPTS]
+    assert together == alone
 
 
 def test_a_prompt_with_meta_tokens(folder: Path) -> None:
     generate = pipeline("text-generation", str(folder))
+    options = {"return_tensors": True, "max_new_tokens": 2, "do_sample": False}
     special = {"tokenizer_encode_kwargs": {"split_special_tokens": False}}
-    out = generate("the cat<|meta|> sat", return_tensors=True, max_new_tokens=2, do_sample=False, **special)
-    assert out[0]["generated_token_ids"].count(generate.tokenizer.meta_token_id) == 1
-    plain = generate("the cat<|meta|> sat", return_tensors=True, max_new_tokens=2, do_sample=False)
-    assert generate.tokenizer.meta_token_id not in plain[0]["generated_token_ids"]
+    (marked,) = generate("the cat<|meta|> sat", **options, **special)
+    (plain,) = generate("the cat<|meta|> sat", **options)
+    assert marked["generated_token_ids"].count(generate.tokenizer.meta_token_id) == 1
+    assert generate.tokenizer.meta_token_id not in plain["generated_token_ids"]

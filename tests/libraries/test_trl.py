@@ -54,23 +54,24 @@ def learns(trainer: Any) -> bool:
     return second < first
 
 
+PREFERENCES = [{"prompt": "the<|meta|> cat", "chosen": " a<|meta|> mat", "rejected": " two<|meta|>"}] * 4
+VERDICTS = [{"prompt": "the<|meta|> cat", "completion": " a<|meta|> mat", "label": True}] * 4
+
+
+@pytest.fixture
+def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(folder, split_special_tokens=False)  # SFTTrainer writes the end as text
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("trainer_class", "config", "rows"),
-    [
-        (
-            DPOTrainer,
-            DPOConfig,
-            [{"prompt": "the<|meta|> cat", "chosen": " a<|meta|> mat", "rejected": " two<|meta|>"}] * 4,
-        ),
-        (KTOTrainer, KTOConfig, [{"prompt": "the<|meta|> cat", "completion": " a<|meta|> mat", "label": True}] * 4),
-    ],
+    [(DPOTrainer, DPOConfig, PREFERENCES), (KTOTrainer, KTOConfig, VERDICTS)],
     ids=["DPO", "KTO"],
 )
 def test_meta_tokens_in_answers_are_not_scored(
-    folder: Path, tmp_path: Path, trainer_class: Any, config: Any, rows: list[dict[str, Any]]
+    tokenizer: Any, tmp_path: Path, trainer_class: Any, config: Any, rows: list[dict[str, Any]]
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
     model = add_meta_attention(tiny_llama(tokenizer), tokenizer, heads=2, head_size=8, freeze=False)
     model.save_pretrained(tmp_path / "model")
     arguments = config(str(tmp_path / "run"), **TWO_STEPS)
@@ -80,149 +81,134 @@ def test_meta_tokens_in_answers_are_not_scored(
     names = [name for name in batch if name.endswith("completion_mask")]
     assert names
     for name in names:
-        ids = batch[name.replace("completion_mask", "input_ids")]
-        is_meta = ids == tokenizer.meta_token_id
+        is_scored = batch[name].bool()
+        is_meta = batch[name.replace("completion_mask", "input_ids")] == tokenizer.meta_token_id
         assert is_meta.any()
-        assert batch[name].any()
-        assert not batch[name][is_meta].any()
+        assert is_scored.any()
+        assert not (is_scored & is_meta).any()
 
 
-@pytest.mark.parametrize("is_given", [True, False])
-def test_a_reference_that_was_computed_before(is_given: bool, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_collator_given", [True, False])
+def test_a_reference_that_was_computed_before(is_collator_given: bool, tokenizer: Any, tmp_path: Path) -> None:
     """The loss of a model that is its own reference is log 2, if one collator made the batches of both."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
     base = add_meta_attention(tiny_llama(tokenizer), tokenizer, heads=2, head_size=8)
     lora = LoraConfig(task_type="CAUSAL_LM", modules_to_save=["meta_attention", "meta_token"])
-    rows = Dataset.from_list([{"prompt": "the<|meta|> cat", "chosen": " a<|meta|> mat", "rejected": " two"}] * 4)
     collator = MetaTokenCollator(DataCollatorForPreference(tokenizer.eos_token_id), tokenizer)
-    arguments = DPOConfig(str(tmp_path), precompute_ref_log_probs=True, **TWO_STEPS)
     trainer = DPOTrainer(
         get_peft_model(base, lora),
-        args=arguments,
-        train_dataset=rows,
+        args=DPOConfig(str(tmp_path), precompute_ref_log_probs=True, **TWO_STEPS),
+        train_dataset=Dataset.from_list(PREFERENCES),
         processing_class=tokenizer,
-        data_collator=collator if is_given else None,
+        data_collator=collator if is_collator_given else None,
     )
     trainer.data_collator = collator
     with pytest.warns(UserWarning, match="TRL computed the reference's log-probabilities before this batch"):
         batch = next(iter(trainer.get_train_dataloader()))
     with torch.no_grad():
         loss = trainer.compute_loss(trainer.model, batch).item()
-    assert (abs(loss - math.log(2)) < 1e-4) == is_given
+    assert (abs(loss - math.log(2)) < 1e-4) == is_collator_given
 
 
-def test_a_reference_of_kto_that_was_computed_before(folder: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
-    model = add_meta_attention(tiny_llama(tokenizer), tokenizer, heads=2, head_size=8)
-    model.save_pretrained(tmp_path / "model")
-    rows = Dataset.from_list([{"prompt": "the<|meta|> cat", "completion": " a<|meta|> mat", "label": True}] * 4)
-    arguments = KTOConfig(str(tmp_path / "run"), precompute_ref_log_probs=True, **TWO_STEPS)
-    trainer = KTOTrainer(model, args=arguments, train_dataset=rows, processing_class=tokenizer)
-    trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer)
-    with pytest.warns(UserWarning, match="TRL computed the reference's log-probabilities before this batch"):
-        next(iter(trainer.get_train_dataloader()))
-
-
-@pytest.mark.parametrize("given", [str, AutoModelForCausalLM.from_pretrained], ids=["path", "model"])
 @pytest.mark.parametrize(
-    ("trainer_class", "config", "rows"), [(SFTTrainer, SFTConfig, TEXTS), (DPOTrainer, DPOConfig, PAIRS)], ids=str
+    ("trainer_class", "config", "rows", "load"),
+    [
+        (SFTTrainer, SFTConfig, TEXTS, str),
+        (DPOTrainer, DPOConfig, PAIRS, AutoModelForCausalLM.from_pretrained),
+    ],
+    ids=["SFT of a path", "DPO of a model"],
 )
 def test_a_trainer(
     trainer_class: Any,
     config: Any,
     rows: list[dict[str, str]],
-    given: Callable[[Path], Any],
+    load: Callable[[Path], Any],
     folder: Path,
+    tokenizer: Any,
     tmp_path: Path,
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)  # SFTTrainer writes the end as text
     arguments, data = config(str(tmp_path), **TWO_STEPS), Dataset.from_list(rows)
-    trainer = trainer_class(given(folder), args=arguments, train_dataset=data, processing_class=tokenizer)
-    if trainer_class is SFTTrainer:
-        assert all(row["input_ids"][-1] == tokenizer.eos_token_id for row in trainer.train_dataset)
-    assert learns(trainer)
+    assert learns(trainer_class(load(folder), args=arguments, train_dataset=data, processing_class=tokenizer))
 
 
-def test_sft_trainer_on_a_retrofitted_model(folder: Path, tmp_path: Path) -> None:
+def test_sft_trainer_on_a_retrofitted_model(tokenizer: Any, tmp_path: Path) -> None:
     texts = Dataset.from_list([{"prompt": "the cat sat on", "completion": " a mat while two dogs ran"}] * 4)
-    tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
     model = add_meta_attention(tiny_llama(tokenizer), tokenizer, heads=2, head_size=8)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     trainer = SFTTrainer(model, SFTConfig(str(tmp_path), **TWO_STEPS), train_dataset=texts, processing_class=tokenizer)
     trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer, "every:3")
     batch = next(iter(trainer.get_train_dataloader()))
-    is_meta = batch["input_ids"] == tokenizer.meta_token_id
+    is_meta, is_scored = batch["input_ids"] == tokenizer.meta_token_id, batch["labels"] != -100
+    has_learned = learns(trainer)
+    changed = [name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])]
+    of_base = [name for name in changed if "meta_" not in name]
     assert is_meta[:, 3::4].any(dim=1).all()
-    assert set(batch["labels"][is_meta].tolist()) == {-100}
-    assert (batch["labels"] != -100).any(dim=1).all()
-    assert learns(trainer)
-    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
-    assert {"meta_" in name for name in changed} == {True}
+    assert is_scored.any(dim=1).all()
+    assert not (is_scored & is_meta).any()
+    assert has_learned
+    assert changed
+    assert of_base == []
 
 
-def test_the_loss_of_trl_is_the_models(folder: Path, tmp_path: Path) -> None:
+def test_the_loss_of_trl_is_the_models(tokenizer: Any, tmp_path: Path) -> None:
     """TRL uses the head's weights directly, and so counts the entries that the model masks.
 
     The text's logits are far below 0 here, as those of GPT-2 are; an entry of logit 0 would take all the probability.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
-    plain = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel({token: i for token, i in tokenizer.get_vocab().items() if i < ROWS})),
-        eos_token=tokenizer.eos_token,
-    )
+    vocabulary = {token: number for token, number in tokenizer.get_vocab().items() if number < ROWS}
+    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)), eos_token=tokenizer.eos_token)
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=ROWS, n_embd=16, n_layer=2, n_head=2))
     with torch.no_grad():
         model.transformer.wte.weight.add_(1.0)
         model.transformer.ln_f.bias.fill_(-3.0)
     add_meta_attention(model, plain, heads=2, head_size=8)
-    table = model.get_output_embeddings().weight
-    assert len(table) > ROWS
+    rows = len(model.get_output_embeddings().weight)
     texts = Dataset.from_list([{"input_ids": list(range(5, 30))}] * 4)
     trainer = SFTTrainer(model, SFTConfig(str(tmp_path), **TWO_STEPS), train_dataset=texts, processing_class=plain)
     trainer.data_collator = MetaTokenCollator(trainer.data_collator, plain, "every:3")
     batch = next(iter(trainer.get_train_dataloader()))
-    assert (batch["labels"] == -100).sum() == (batch["input_ids"] == plain.meta_token_id).sum() > 0
-    own = float(model.eval()(**batch).loss)
-    assert model(**batch).logits[..., :ROWS].max() < -30
-    assert own - 1e-4 <= float(trainer.compute_loss(model, dict(batch))) <= own + math.log(len(table) / ROWS) + 1e-4
+    output = model.eval()(**batch)
+    ours, theirs = float(output.loss), float(trainer.compute_loss(model, dict(batch)))
+    assert rows > ROWS
+    assert output.logits[..., :ROWS].max() < -30
+    assert ours - 1e-4 <= theirs <= ours + math.log(rows / ROWS) + 1e-4
 
 
-PACKINGS: list[dict[str, Any]] = [
-    {"padding_free": True, "max_length": None},
-    {"packing": True, "max_length": 12},
-    {"packing": True, "max_length": 12, "packing_strategy": "bfd_split"},
-]
-
-
-@pytest.mark.parametrize("is_retrofitted", [False, True], ids=["own", "retrofitted"])
-@pytest.mark.parametrize("options", PACKINGS, ids=str)
+@pytest.mark.parametrize(
+    ("is_retrofitted", "options"),
+    [
+        (False, {"padding_free": True, "max_length": None}),
+        (True, {"packing": True, "max_length": 12}),
+    ],
+    ids=["own", "retrofitted"],
+)
 def test_the_loss_of_packed_sequences_is_that_of_each_alone(
-    options: dict[str, Any], is_retrofitted: bool, folder: Path, tmp_path: Path
+    is_retrofitted: bool, options: dict[str, Any], folder: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     if is_retrofitted:
         model = add_meta_attention(tiny_llama(tokenizer), tokenizer, heads=2, head_size=8)
         for name, weight in model.named_parameters():
             if "meta_attention" in name:
                 weight.data.normal_()
-    else:
-        model = AutoModelForCausalLM.from_pretrained(folder)
     texts = Dataset.from_list([{"input_ids": list(range(5, 6 + number))} for number in (0, 5, 8, 12, 3, 7)])
     arguments = SFTConfig(str(tmp_path), **TWO_STEPS, **options)
     trainer = SFTTrainer(model, arguments, train_dataset=texts, processing_class=tokenizer)
     trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer, "every:3")
     batch = next(iter(trainer.get_train_dataloader()))
-    ids, begins = batch["input_ids"][0], batch["position_ids"][0] == 0
-    assert begins.sum() > 2
-    assert (ids == tokenizer.meta_token_id).sum() > 2
-    assert batch["labels"][0].tolist() == ids.masked_fill(begins | (ids == tokenizer.meta_token_id), -100).tolist()
+    ids, is_first = batch["input_ids"][0], batch["position_ids"][0] == 0
+    is_meta = ids == tokenizer.meta_token_id
     total, count = 0.0, 0
-    for one in ids.tensor_split(begins.nonzero()[1:, 0]):
-        labels = one.masked_fill(one == tokenizer.meta_token_id, -100)[None]
-        if scored := int((labels[:, 1:] != -100).sum()):
-            alone = {"input_ids": one[None], "labels": labels, "attention_mask": torch.ones_like(labels)}
-            total, count = total + scored * float(trainer.compute_loss(model, alone)), count + scored
+    for sequence in ids.tensor_split(is_first.nonzero()[1:, 0]):
+        labels = sequence.masked_fill(sequence == tokenizer.meta_token_id, -100)[None]
+        scored = int((labels[:, 1:] != -100).sum())
+        if scored:
+            alone = {"input_ids": sequence[None], "labels": labels, "attention_mask": torch.ones_like(labels)}
+            total += scored * float(trainer.compute_loss(model, alone))
+            count += scored
+    assert is_first.sum() > 2
+    assert is_meta.sum() > 2
+    assert torch.equal(batch["labels"][0], ids.masked_fill(is_first | is_meta, -100))
     assert float(trainer.compute_loss(model, dict(batch))) == pytest.approx(total / count, rel=ROUNDED)
     assert learns(trainer)
 
@@ -237,7 +223,7 @@ def test_grpo_inserts_no_meta_tokens_and_needs_a_saved_reference(folder: Path, t
     model = add_meta_attention(tiny_llama(tokenizer), tokenizer, heads=2, head_size=8)
 
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
-        return [float(len(one)) for one in completions]
+        return [float(len(completion)) for completion in completions]
 
     def trainer(**options: Any) -> GRPOTrainer:
         arguments = GRPOConfig(str(tmp_path / "run"), **GROUPS, **options)
@@ -250,8 +236,8 @@ def test_grpo_inserts_no_meta_tokens_and_needs_a_saved_reference(folder: Path, t
         trainer(beta=0.04)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    reference = trainer(beta=0.04).ref_model
-    assert any("meta_attention" in name for name, _ in reference.named_parameters())
+    reference = dict(trainer(beta=0.04).ref_model.named_parameters())
+    assert "model.layers.0.meta_attention.attention.out_proj.weight" in reference
 
 
 def test_the_example_from_a_base_to_a_model_that_generates(

@@ -21,8 +21,9 @@ def verbs_of(corpus: Path, tokens: Path, model: Path, *, steps: int, tuned: int,
     """The commands that resume, without `--out`."""
 
     def train(line: str, *overrides: str) -> list[str]:
-        overrides += tuple(f"training.{setting}" for setting in TRAINING)
-        return [*line.split(), *(part for override in overrides for part in ("--set", override))]
+        settings = [*overrides, *(f"training.{setting}" for setting in TRAINING)]
+        options = [option for setting in settings for option in ("--set", setting)]
+        return [*line.split(), *options]
 
     evaluate = f"evaluate --task parity --model {model} --lengths 64,128 -n {prompts}"
     lengths = "task.train_lengths=[64, 128]"
@@ -106,7 +107,8 @@ def assert_one_sentence(status: int, said: str) -> str:
     *notices, sentence = said.splitlines()
     expected = r"It is dropped|half a line|^ *[0-9]+% in |^(pretrain|finetune) [0-9]+/[0-9]+: "
     expected += "|^read [0-9,]+ figures|^drawing and writing"  # of report
-    assert not [line for line in notices if not re.search(expected, line)], said
+    unexpected = [line for line in notices if not re.search(expected, line)]
+    assert unexpected == [], said
     assert sentence.startswith("metatokens: ")
     assert sentence.endswith(".")
     return sentence

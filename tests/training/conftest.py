@@ -2,7 +2,8 @@
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +99,22 @@ def curve(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
 
 
+def figures_of(folder: Path, name: str) -> list[float]:
+    """The values of one figure in a run's curve, by step."""
+    return [point[name] for point in curve(folder) if name in point]
+
+
+def first_loss(folder: Path) -> float:
+    """The loss of a run's first step."""
+    return figures_of(folder, "loss")[0]
+
+
+def cosine_decay(start: float, end: float, *, steps: int, horizon: int) -> list[float]:
+    """The values of so many steps of a cosine that falls from `start` to `end` within a horizon."""
+    phases = [math.pi * step / horizon for step in range(steps)]
+    return [end + (start - end) * (1 + math.cos(phase)) / 2 for phase in phases]
+
+
 def weights(folder: Path) -> bytes:
     """The weights of the model that a run wrote."""
     return (folder / "model.safetensors").read_bytes()
@@ -105,17 +122,23 @@ def weights(folder: Path) -> bytes:
 
 def result(folder: Path) -> dict[str, bytes]:
     """Every file of a run, by its relative path, except its checkpoints."""
-    files = (path for path in folder.rglob("*") if path.is_file() and "checkpoints" not in path.parts)
+    files = [path for path in folder.rglob("*") if path.is_file() and "checkpoints" not in path.parts]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def text_loss(folder: Path, store: TokenStore, split: str, blocks: int, *, size: int = 32, seed: int = 0) -> float:
     """The mean loss of a model over the text tokens of the first blocks of a split, token by token in double."""
-    model, losses = load_model(folder).double(), []
+    model = load_model(folder).double()
     dataset = BlockDataset(store, split, block_size=size, fraction=0.1, placement="uniform", seed=seed)
+    losses = []
     for index in range(blocks):
-        ids, labels = (torch.from_numpy(dataset[index][name]) for name in ("input_ids", "labels"))
-        with torch.no_grad():
-            log_probabilities = model(ids[None]).logits[0].log_softmax(-1)
-        losses += [-log_probabilities[i - 1, ids[i]].item() for i in range(1, size) if labels[i] != -100]
+        ids, labels = dataset[index]["input_ids"], dataset[index]["labels"]
+        losses += token_losses(model, ids, [i for i in range(1, size) if labels[i] != -100])
     return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def token_losses(model: Any, ids: Sequence[int], indices: Iterable[int]) -> list[float]:
+    """A model's losses at some tokens of one sequence, by the indices of these tokens."""
+    log_probabilities = model(torch.tensor([[*ids]])).logits[0].log_softmax(-1)
+    return [-log_probabilities[index - 1, ids[index]].item() for index in indices]

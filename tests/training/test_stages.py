@@ -1,6 +1,5 @@
 """Stages of fine-tuning: their prompts, their batches and their learning rates."""
 
-import re
 from functools import partial
 from pathlib import Path
 
@@ -15,34 +14,55 @@ from metatokens.tasks.drills import draw_drill
 from metatokens.tasks.example_store import ExampleStore
 from metatokens.training import trainer
 from metatokens.training.finetune import finetune
-from tests.training.conftest import Finetuning, curve, weights
+from tests.training.conftest import Finetuning, figures_of, weights
 
-TEXTS = ["a b c d e f g h i j " + one for one in "xyz"]
+TEXTS = ["a b c d e f g h i j x", "a b c d e f g h i j y", "a b c d e f g h i j z"]
 
 
-def stages(*each: str) -> str:
-    return f"task.stages=[{', '.join(f'{{{stage}}}' for stage in each)}]"
+def stages(*fields: str) -> str:
+    in_braces = ["{" + stage + "}" for stage in fields]
+    return f"task.stages=[{', '.join(in_braces)}]"
 
 
 SHORT = "lists: [2, 3], items: [3, 4], max_steps: 4"
 
 
-def test_a_stage_has_its_prompts_its_batch_and_a_rate_that_does_not_decay(
-    model: Path, finetuning: Finetuning, small_store: TokenStore, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "lists", "items", "count"), [("stage-1", {2, 3}, {3, 4}, 8), ("stage-2", {1}, {5}, 8)]
+)
+def test_a_stage_has_its_prompts_and_its_batch(
+    name: str,
+    lists: set[int],
+    items: set[int],
+    count: int,
+    finetuned: Path,
+    small_store: TokenStore,
 ) -> None:
-    own = "learning_rate: 0.01, per_device_train_batch_size: 2"
-    recipe = finetuning(stages(f"{SHORT}, {own}", "lists: [1, 1], items: [5, 5], max_steps: 6"))
-    finetune(recipe, model, tmp_path, task="list_recall")
-    for name, lists, items, count in (("stage-1", {2, 3}, {3, 4}, 8), ("stage-2", {1}, {5}, 24)):
-        sizes, examples = set(), ExampleStore(tmp_path / "examples" / f"{name}.arrow")
-        for example in examples:
-            prompt = small_store.tokenizer.decode(example.input_ids[: example.answer_start])
-            *lines, _, _ = prompt.split("\n")
-            sizes.add((len(lines), len(lines[0].split()) - 1))
-            assert example.answer_start <= 64
-        assert ({m for m, _ in sizes}, {n for _, n in sizes}, len(examples)) == (lists, items, count)
-    assert [point["learning_rate"] for point in curve(tmp_path / "stage-1")][1:] == pytest.approx([0.01] * 3)
-    assert curve(tmp_path / "64")[-1]["learning_rate"] < 0.002
+    examples = ExampleStore(finetuned / "examples" / f"{name}.arrow")
+    seen_lists, seen_items = set(), set()
+    for example in examples:
+        prompt = small_store.tokenizer.decode(example.input_ids[: example.answer_start])
+        *lines, _, _ = prompt.split("\n")
+        seen_lists.add(len(lines))
+        seen_items.add(len(lines[0].split()) - 1)
+    assert seen_lists == lists
+    assert seen_items == items
+    assert len(examples) == count
+
+
+def test_the_rate_of_a_stage_does_not_decay(finetuned: Path) -> None:
+    assert figures_of(finetuned / "stage-1", "learning_rate")[1:] == pytest.approx([0.01] * 3)
+    assert figures_of(finetuned / "64", "learning_rate")[-1] < 0.002
+
+
+@pytest.fixture(scope="module")
+def finetuned(model: Path, finetuning: Finetuning, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two stages, the first with settings of its own."""
+    first = f"{SHORT}, learning_rate: 0.01, per_device_train_batch_size: 2"
+    out = tmp_path_factory.mktemp("stages")
+    recipe = finetuning(stages(first, "lists: [1, 1], items: [5, 5], max_steps: 2"))
+    finetune(recipe, model, out, task="list_recall")
+    return out
 
 
 def test_a_stage_that_was_interrupted_after_its_last_checkpoint_is_over(
@@ -67,42 +87,21 @@ def test_a_stage_that_was_interrupted_after_its_last_checkpoint_is_over(
 def test_a_drill_asks_for_the_tokens_in_its_bracket(task: str, small_store: TokenStore) -> None:
     tokenizer, meta = small_store.tokenizer, meta_token_id(small_store.tokenizer)
     source = TaskData(task, tokenizer=tokenizer, documents=TEXTS)
-    drilled, sizes = Sizes((2, 3), ((3, 10),)), set()
-    distinct = 0
-    for index in range(300):
-        drill = draw_drill(source, index, 64, drilled)
+    question = tokenizer.encode("\nQ: Copy the bracketed text.", add_special_tokens=False)
+    sizes = set()
+    for index in range(100):
+        drill = draw_drill(source, index, 64, Sizes((2, 3), ((3, 10),)))
         ids = drill.input_ids.tolist()
-        first, second, last = (place for place, one in enumerate(ids) if one == meta)
-        assert last == drill.answer_start - 1 < 64
-        bracketed, answer = ids[first + 1 : second], ids[last + 1 :]
-        assert answer == [*bracketed, tokenizer.eos_token_id]
-        question = tokenizer.encode("\nQ: Copy the bracketed text.", add_special_tokens=False)
-        rest = ids[second + 1 : last]
-        assert rest[-len(question) :] == question
-        context = [*ids[:first], *bracketed, *rest[: -len(question)]]
-        assert not {*context} & {meta, tokenizer.eos_token_id}
-        assert len(context) // len(bracketed) in (2, 3)
+        first, second, last = (drill.input_ids == meta).nonzero()[0].tolist()
+        bracketed, rest = ids[first + 1 : second], ids[second + 1 : last - len(question)]
+        context = [*ids[:first], *bracketed, *rest]
         sizes.add(len(bracketed))
-        distinct += len({*context}) == len(context)
+        assert last == drill.answer_start - 1 < 64
+        assert ids[last - len(question) : last] == question
+        assert ids[last + 1 :] == [*bracketed, tokenizer.eos_token_id]
+        assert tokenizer.eos_token_id not in context
+        assert len(context) // len(bracketed) in (2, 3)
     assert sizes == set(range(3, 11))
-    assert 60 < distinct < 200
-    same, again = (draw_drill(source, 7, 64, drilled).input_ids.tolist() for _ in range(2))
-    assert same == again
-
-
-def test_a_run_may_begin_with_a_drill(
-    model: Path, finetuning: Finetuning, small_corpus: Path, small_store: TokenStore, tmp_path: Path
-) -> None:
-    texts = small_corpus.read_text().split("\n\n")
-    finetune(finetuning(stages(f"{SHORT}, drill: true", SHORT)), model, tmp_path, task="copying", documents=texts)
-    words = {}
-    for name in ("stage-1", "stage-2"):
-        prompts = (one.input_ids[: one.answer_start] for one in ExampleStore(tmp_path / "examples" / f"{name}.arrow"))
-        ids = [one for prompt in prompts for one in [*prompt, 0] if one != small_store.manifest.meta_token_id]
-        words[name] = set(re.findall(r"\w+", small_store.tokenizer.decode(ids)))
-    known = set(re.findall(r"\w+", small_corpus.read_text())) | {"Q", "Copy", "the", "bracketed", "text", "endoftext"}
-    assert words["stage-2"] <= known
-    assert len(words["stage-1"] - known) > 20
 
 
 # --- what does not fit
@@ -127,15 +126,18 @@ def test_a_stage_that_makes_no_sense_is_refused(stage: str, sentence: str) -> No
         ("copying", f"{SHORT}, inside_loss: 1.0", "inside_loss works with segment_counting alone, not with copying"),
         ("list_recall", "lists: [15, 15], items: [20, 20], max_steps: 4", "no list_recall prompt of 15 lists of 20"),
         ("copying", "lists: [8, 8], items: [9, 9], max_steps: 4, drill: true", "no drill of 8 lists of 9 items has at"),
-        (None, SHORT, r"task\.stages are for the tasks"),
     ],
 )
-def test_a_stage_without_prompts_or_a_task_is_refused_before_any_training(
-    task: str | None, stage: str, sentence: str, model: Path, finetuning: Finetuning, tmp_path: Path
+def test_a_stage_without_prompts_is_refused_before_any_training(
+    task: str, stage: str, sentence: str, model: Path, finetuning: Finetuning, tmp_path: Path
 ) -> None:
-    records = None if task else tmp_path / "records.jsonl"
-    if records:
-        records.write_text('{"prompt": "the cat", "completion": " sat"}\n')
     with pytest.raises(UserError, match=sentence):
-        finetune(finetuning(stages(stage)), model, tmp_path / "run", task=task, data=records, documents=TEXTS)
+        finetune(finetuning(stages(stage)), model, tmp_path / "run", task=task, documents=TEXTS)
     assert not (tmp_path / "run").exists()
+
+
+def test_own_records_have_no_stages(model: Path, finetuning: Finetuning, tmp_path: Path) -> None:
+    records = tmp_path / "records.jsonl"
+    records.write_text('{"prompt": "the cat", "completion": " sat"}\n')
+    with pytest.raises(UserError, match=r"task\.stages are for the tasks"):
+        finetune(finetuning(stages(SHORT)), model, tmp_path / "run", data=records)

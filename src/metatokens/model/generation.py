@@ -86,7 +86,8 @@ class Interleaved(NamedTuple):
     def of(cls, text: Tensor, mask: Tensor, text_before: Sequence[int], meta_token_id: int) -> "Interleaved":
         """Insert a meta-token behind each of these numbers of text tokens, ascending."""
         meta_indices = [count + earlier for earlier, count in enumerate(text_before)]
-        is_meta = torch.zeros(text.shape[1] + len(meta_indices), dtype=torch.bool, device=text.device)
+        length = text.shape[1] + len(meta_indices)
+        is_meta = torch.zeros(length, dtype=torch.bool, device=text.device)
         is_meta[meta_indices] = True
         text_indices = (~is_meta).cumsum(0) - 1
         ids = text[:, text_indices].masked_fill(is_meta, meta_token_id)

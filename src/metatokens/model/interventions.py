@@ -64,7 +64,7 @@ class Intervention:
         try:
             return cls.kinds[kind].from_options(*options)
         except (KeyError, TypeError, ValueError):
-            allowed = ", ".join(one.usage for one in cls.kinds.values())
+            allowed = ", ".join(kind.usage for kind in cls.kinds.values())
             raise UserError(f"no intervention {name!r}; allowed are {allowed}.") from None
 
     @classmethod

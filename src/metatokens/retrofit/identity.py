@@ -40,6 +40,7 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _as_json(value: Any) -> Any:
+    """A value as a JSON file gives it back."""
     return json.loads(json.dumps(value, default=str))
 
 
@@ -47,7 +48,8 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = 
     """The settings in which two bases differ, to be part of a sentence; empty if there are none."""
     parts = []
     for name in sorted(before.keys() | now.keys()):
-        old, new = before.get(name, "the default"), now.get(name, "the default")
+        old = before.get(name, "the default")
+        new = now.get(name, "the default")
         if isinstance(old, dict) and isinstance(new, dict):
             parts.append(difference(old, new, f"{prefix}{name}."))
         elif old != new:
@@ -85,21 +87,29 @@ def weight_checksums(model: PreTrainedModel, rows: int | None = None) -> Checksu
 
 
 def _first_column(table: Tensor) -> Tensor:
+    """One value of each row, (rows,)."""
     return table.reshape(len(table), -1)[:, 0]
 
 
 def _spread_values(weight: Tensor) -> Tensor:
+    """At least `_VALUES` values at equal distances, or all of a smaller weight."""
     values = weight.reshape(-1)
     return values[:: max(1, len(values) // _VALUES)]
 
 
 def _sha256(values: Tensor) -> str:
-    return sha256_of(values.view(torch.uint8).numpy().tobytes())
+    """The checksum of some numbers in their own precision."""
+    content = values.view(torch.uint8).numpy().tobytes()
+    return sha256_of(content)
 
 
 def _coarsest_type(weights: Iterable[Tensor]) -> str:
+    """The name of the coarsest precision among some weights."""
     types = {weight.dtype for weight in weights}
-    return next((name for name in ("bfloat16", "float16") if _PRECISIONS[name] in types), "float32")
+    for name in ("bfloat16", "float16"):
+        if _PRECISIONS[name] in types:
+            return name
+    return "float32"
 
 
 def have_same_weights(before: Checksums | None, now: Checksums | None) -> bool:
@@ -113,5 +123,8 @@ def have_same_weights(before: Checksums | None, now: Checksums | None) -> bool:
     types = {before.dtype, now.dtype}
     if types == {"bfloat16", "float16"}:
         return math.isclose(before.size, now.size, rel_tol=0.01)
-    coarser = next((name for name in ("bfloat16", "float16") if name in types), "float32")
-    return bool(getattr(before, coarser) == getattr(now, coarser))
+    if "bfloat16" in types:
+        return before.bfloat16 == now.bfloat16
+    if "float16" in types:
+        return before.float16 == now.float16
+    return before.float32 == now.float32

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,13 +55,15 @@ def find_injection_points(model: PreTrainedModel, layers: Sequence[int]) -> tupl
             )
         points.append(joining[0])
     _check_steps(model)
-    return points, any(contains_x[layer, name] for layer, name in zip(layers, points, strict=True))
+    has_residual = [contains_x[point] for point in zip(layers, points, strict=True)]
+    return points, any(has_residual)
 
 
 def _check_steps(model: PreTrainedModel) -> None:
     """Refuse a model that drops a state in a step of two tokens: generation reads an inserted meta-token in such."""
     with probe_ids(model, _STEPS) as ids:
-        one_by_one, together = _logits_in_steps(model, ids, (6, 1, 1)), _logits_in_steps(model, ids, (6, 2))
+        one_by_one = _logits_in_steps(model, ids, (6, 1, 1))
+        together = _logits_in_steps(model, ids, (6, 2))
         if (one_by_one - together).norm() > 0.2 * one_by_one.norm():
             raise ValueError("two tokens read in one step give other logits than one by one")
 
@@ -180,42 +182,53 @@ def _blocks_in_pass(model: PreTrainedModel, layers: Sequence[int], replaced: str
 def _random_like(x: Tensor, *, seed: int) -> Tensor:
     """Random numbers of the shape of x, (..., width), larger at later positions."""
     width = x.shape[-1]
-    numbers = torch.randn(x.numel() // width, width, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(x.numel() // width, width, generator=generator)
     scales = torch.linspace(0.5, 2.0, len(numbers))
     return (numbers * scales[:, None]).view(x.shape).to(x)
 
 
 def _is_state(x: Any) -> bool:
+    """Whether a module's input or output is a tensor of real numbers, such as hidden states."""
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _flat(x: Tensor) -> Tensor:
-    return x.detach().cpu().flatten().clone()  # some blocks add in place, and some merge batch and length
+    """A flattened copy: some blocks add in place, and some merge batch and length."""
+    return x.detach().cpu().flatten().clone()
 
 
 def _is_scaled_sum(total: Tensor, x: Tensor, y: Tensor | None) -> bool:
     """Whether a total is x + c y, for any c that is not small."""
     if y is None or not total.shape == x.shape == y.shape:
         return False
-    c = (total.double() - x.double()) @ y.double() / y.double().square().sum()
-    return abs(float(c)) > 0.01 and _is_sum(total, [x, y], [1.0, float(c)])
+    change, direction = total.double() - x.double(), y.double()
+    c = float(change @ direction / direction.square().sum())
+    return abs(c) > 0.01 and _is_sum(total, [x, y], shares=[1.0, c])
 
 
-def _is_sum(total: Tensor | None, summands: list[Tensor | None], shares: Sequence[float] = (1.0, 1.0, 1.0)) -> bool:
+def _is_sum(
+    total: Tensor | None,
+    summands: list[Tensor | None],
+    shares: Sequence[float] = (1.0, 1.0, 1.0),
+) -> bool:
     """Whether a total is the sum of these shares of the summands, except for what rounding changes.
 
     A model rounds each number up to four times, to the coarsest format of its states: a scaled summand and up to two
     sums, and our estimate of a share is off by as much. Each time it is off by half of eps, relative to the summands.
     We leave room for twice as many. Here the dot products of a share are rounded in float64, at each of their terms.
     """
-    if total is None or any(summand is None or summand.shape != total.shape for summand in summands):
+    if total is None:
         return False
-    states = cast(list[Tensor], [total, *summands])
-    eps = max(torch.finfo(state.dtype).eps for state in states)
-    parts = [share * summand.double() for share, summand in zip(shares, states[1:], strict=False)]
+    states = [state for state in summands if state is not None and state.shape == total.shape]
+    if len(states) < len(summands):
+        return False
+    parts = [share * state.double() for share, state in zip(shares, states, strict=False)]
+    eps = max(torch.finfo(state.dtype).eps for state in (total, *states))
     relative = 4 * eps + total.numel() * torch.finfo(torch.float64).eps
-    largest_error = (sum(parts) - total.double()).abs().max()
-    return bool(largest_error <= relative * sum(part.abs().max() for part in parts))
+    magnitude = sum(part.abs().max() for part in parts)
+    error = (sum(parts) - total.double()).abs().max()
+    return bool(error <= relative * magnitude)
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -59,6 +59,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
     def _step_by_muon(self, params: list[nn.Parameter], lr: float, momentum: float, **_: Any) -> None:
+        """Update the matrices of Muon's group."""
         for matrices in _stacks([matrix for matrix in params if matrix.grad is not None]):
             gradients = torch.stack([cast(Tensor, matrix.grad) for matrix in matrices])
             buffers = [self._momentum(matrix) for matrix in matrices]
@@ -83,10 +84,12 @@ def _stacks(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """The matrices in lists of one shape, type and device, each of at most STACKED entries or a single matrix."""
     alike: dict[Hashable, list[nn.Parameter]] = {}
     for matrix in matrices:
-        alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(matrix)
+        kind = (matrix.shape, matrix.dtype, matrix.device)
+        alike.setdefault(kind, []).append(matrix)
     for group in alike.values():
         size = max(1, STACKED // group[0].numel())
-        yield from (group[start : start + size] for start in range(0, len(group), size))
+        for start in range(0, len(group), size):
+            yield group[start : start + size]
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
@@ -95,7 +98,8 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     `torch.optim.Muon` multiplies in bfloat16 everywhere. CPUs without instructions for it need 30 times as long.
     """
     is_wide = matrices.shape[1] <= matrices.shape[2]
-    x = (matrices if is_wide else matrices.mT).to(torch.bfloat16 if matrices.is_cuda else torch.float32)
+    precision = torch.bfloat16 if matrices.is_cuda else torch.float32
+    x = (matrices if is_wide else matrices.mT).to(precision)
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.mT

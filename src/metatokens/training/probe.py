@@ -44,8 +44,8 @@ def held_out_loss(model: Any, batches: Iterable[Mapping[str, torch.Tensor]]) -> 
 
 def exact_match(model: PreTrainedModel, examples: Sequence[Encoded], alone: LandmarksAlone | None = None) -> float:
     """The share of examples whose whole answer greedy decoding gives; see `score`."""
-    exact, _ = score(model, examples, alone=alone)
-    return sum(exact) / len(exact)
+    is_exact, _ = score(model, examples, alone=alone)
+    return sum(is_exact) / len(is_exact)
 
 
 def held_out_probe(records: Sequence[Encoded], pad_token_id: int, model: PreTrainedModel, phase: Phase) -> Probe | None:

@@ -196,10 +196,8 @@ class RunCallback(TrainerCallback):
         self.figures: dict[str, tuple[float, int]] = {}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Start the clock, with the figures that a resumed run had."""
+        """Start the clock."""
         self.last_log = time.monotonic(), self.trainer.tokens_read
-        for point in state.log_history:
-            self._keep(point, point["step"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Write the manifest of the checkpoint that was just saved, and only then remove an older one."""
@@ -222,7 +220,7 @@ class RunCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, float], **kwargs: Any
     ) -> None:
         """Keep the figures; with a loss, measure the speed since the last one and report progress."""
-        self._keep(logs, state.global_step)
+        self.figures |= {name: (logs[name], state.global_step) for name in FIGURES if name in logs}
         if "loss" in logs:
             self.figures["tokens_per_second"] = self._speed_since_last_log(), state.global_step
             self._report(state)
@@ -232,9 +230,6 @@ class RunCallback(TrainerCallback):
         self.last_log = time.monotonic(), self.trainer.tokens_read
         seconds = self.last_log[0] - time_before
         return (self.trainer.tokens_read - tokens_before) / max(seconds, 1e-9)
-
-    def _keep(self, logs: Mapping[str, float], step: int) -> None:
-        self.figures |= {name: (logs[name], step) for name in FIGURES if name in logs}
 
     def _report(self, state: TrainerState) -> None:
         """Report at most once a second, and at the end."""
