@@ -67,8 +67,7 @@ def read_corpus(spec: str) -> Iterator[str]:
         UserError: at once, if the spec names no file, or a file of an unknown kind; while reading, if a source cannot
             be read or a document is not as described above. The message names the file and the line.
     """
-    files = _files(spec)
-    return read_part(spec, Part(files))
+    return read_part(spec, Part(tuple(_files(spec))))
 
 
 def corpus_parts(spec: str) -> list[Part]:
@@ -125,17 +124,13 @@ def _docstrings(path: Path) -> str:
     return "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
 
 
-def _files(spec: str) -> tuple[str, ...]:
+def _files(spec: str) -> list[str]:
     """The files of a corpus; none if it has another source."""
     if spec == BUILTIN or spec.startswith(HUB):
-        return ()
-    with _reading(spec):  # ~user may not exist
-        path = Path(spec).expanduser()
-    if path.is_dir():
-        raise UserError(f"the corpus {spec} is a folder: name a file in it, or several: {path / '*.jsonl'}.")
-    if path.exists():
-        return (str(path),)
-    files = tuple(match for match in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(match))
+        return []
+    path = os.path.expanduser(spec)
+    matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+    files = list(filter(os.path.isfile, matches))
     if not files:
         raise UserError(f"no file matches the corpus {spec}: give builtin, a file, a glob or hf:NAME:CONFIG.")
     return files

@@ -171,7 +171,7 @@ def _settings_of(staging: Path) -> StoreSettings | None:
     try:
         if (staging / MANIFEST).exists():  # it was being moved into place
             return Manifest.read(staging).settings
-        if any(staging.glob(f"{SPLITS[0]}/*")):  # the first to be moved
+        if (staging / SPLITS[0]).exists():  # the first to be moved
             return Plan.model_validate_json((staging / PLAN).read_bytes()).settings
     except (FileNotFoundError, ValidationError, UserError):
         pass
