@@ -91,20 +91,27 @@ def _unit_states(prompt: PromptIds, seen: Observation) -> list[Tensor]:
 
 
 def _similarities(samples: Samples, number: int, prompt: PromptIds, units: Sequence[Tensor]) -> None:
-    edges = torch.tensor(DISTANCES)
     for meta in prompt.metas:
         control = prompt.text_before(meta)
         if control is None:
             continue
         marker = "final" if meta == prompt.metas[-1] else "context"
         for subject, position in (("meta", meta), ("text", control)):
-            before = (~prompt.is_meta[:position]).nonzero()[:, 0]
-            bins = torch.bucketize(position - before, edges)
-            for layer, unit in enumerate(units):
-                cosines = unit[before] @ unit[position]
-                fields = {"metric": "similarity_centred", "marker": marker, "subject": subject, "layer": layer}
-                for index in bins.unique().tolist():
-                    samples.add(number, cosines[bins == index], **fields, distance=DISTANCES[index])
+            _similarities_before(samples, number, prompt, units, position, marker=marker, subject=subject)
+
+
+def _similarities_before(
+    samples: Samples, number: int, prompt: PromptIds, units: Sequence[Tensor], position: int, **fields: str
+) -> None:
+    """Add the similarities of the state at a position with those of the text tokens before it."""
+    before = (~prompt.is_meta[:position]).nonzero()[:, 0]
+    bins = torch.bucketize(position - before, torch.tensor(DISTANCES))
+    for layer, unit in enumerate(units):
+        cosines = unit[before] @ unit[position]
+        for index in bins.unique().tolist():
+            in_bin = cosines[bins == index]
+            distance = DISTANCES[index]
+            samples.add(number, in_bin, metric="similarity_centred", layer=layer, distance=distance, **fields)
 
 
 def _attention_of_final(samples: Samples, number: int, prompt: PromptIds, seen: Observation) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from functools import partial
 
 import numpy as np
 
@@ -65,10 +66,13 @@ class BlockDataset:
             raise UserError(f"{source} has {len(self._tokens)} tokens, and a block takes {self._window_size}.")
         self.epochs = epochs
         self._seed = seed
-        self._meta_token_id = store.manifest.meta_token_id
-        self._block_size = block_size
-        self._fraction = fraction
-        self._placement = placement
+        self._insert = partial(
+            insert_meta_tokens,
+            meta_token_id=store.manifest.meta_token_id,
+            block_size=block_size,
+            fraction=fraction,
+            placement=placement,
+        )
 
     def __len__(self) -> int:
         return self.epochs * self._windows
@@ -78,16 +82,11 @@ class BlockDataset:
         window = shuffled(index_in_epoch, self._windows, f"{self._seed} {epoch}")
         start = window * self._window_size
         input_ids = self._tokens[start : start + self._window_size]
-        if self._placement not in PLACEMENTS:
-            return {"input_ids": input_ids, "labels": labels_of(input_ids, self._meta_token_id)}
-        input_ids, labels = insert_meta_tokens(
-            input_ids,
-            meta_token_id=self._meta_token_id,
-            block_size=self._block_size,
-            fraction=self._fraction,
-            placement=self._placement,
-            generator=np.random.default_rng([self._seed, epoch, window]),
-        )
+        if isinstance(self._tokens, _TextWithLandmarks):
+            labels = labels_of(input_ids, self._tokens.landmarks.meta_token_id)
+        else:
+            generator = np.random.default_rng([self._seed, epoch, window])
+            input_ids, labels = self._insert(input_ids, generator=generator)
         return {"input_ids": input_ids, "labels": labels}
 
 
@@ -99,7 +98,7 @@ class _TextWithLandmarks:
 
     def __init__(self, text: TokenSequence, landmarks: Landmarks) -> None:
         self._text = text
-        self._landmarks = landmarks
+        self.landmarks = landmarks
         self._size = max(STRETCH, math.ceil(len(text) / STRETCHES))
         sizes = [len(self._stretch(start)) for start in range(0, len(text), self._size)]
         self._starts = np.cumsum([0, *sizes])
@@ -119,9 +118,9 @@ class _TextWithLandmarks:
         around_start = max(0, start - BEFORE)  # the rule reads tokens on both sides of a landmark
         around = self._text[around_start : start + self._size + AFTER]
         stretch = around[start - around_start :][: self._size]
-        gaps = np.flatnonzero(self._landmarks(around, around_start)) + 1 + around_start - start
+        gaps = np.flatnonzero(self.landmarks(around, around_start)) + 1 + around_start - start
         gaps = gaps[(gaps > 0) & (gaps <= len(stretch))]
-        return np.insert(stretch, gaps, self._landmarks.meta_token_id)
+        return np.insert(stretch, gaps, self.landmarks.meta_token_id)
 
 
 def shuffled(index: int, size: int, key: str) -> int:
