@@ -188,7 +188,10 @@ def rate_distortion(
     _, answers = first_ids.unique(return_inverse=True)  # numbers of those that occur
     n_train = len(examples) - held_out
     paper_rows: dict[AnalysisSplit, slice] = {"fit": slice(PAPER_EXAMPLES)}
-    other_rows: dict[AnalysisSplit, slice] = {"train": slice(n_train), "held_out": slice(n_train, None)}
+    other_rows: dict[AnalysisSplit, slice] = {
+        "train": slice(n_train),
+        "held_out": slice(n_train, None),
+    }
     common = shared.present_fields(
         analysis="rate_distortion",
         position_embedding=model.config.position_embedding,
@@ -209,7 +212,11 @@ def rate_distortion(
 
 
 def _points(
-    schedule: Schedule, states: Tensor, answers: Tensor, scored: Mapping[AnalysisSplit, slice], fits: int
+    schedule: Schedule,
+    states: Tensor,
+    answers: Tensor,
+    scored: Mapping[AnalysisSplit, slice],
+    fits: int,
 ) -> Iterator[dict[str, Any]]:
     """Train codes on the first of the scored parts, for each beta and seed: the fields of each measurement."""
     train_rows = next(iter(scored.values()))
@@ -219,9 +226,20 @@ def _points(
     classes = int(answers.max()) + 1
     for beta, seed in product(BETAS, range(fits)):
         bottleneck = fit(
-            scaled[train_rows], answers[train_rows], classes=classes, beta=beta, schedule=schedule, seed=seed
+            scaled[train_rows],
+            answers[train_rows],
+            classes=classes,
+            beta=beta,
+            schedule=schedule,
+            seed=seed,
         )
         for split, rows in scored.items():
             for metric, values in score(bottleneck, scaled[rows], answers[rows], seed=seed).items():
                 of_examples = list(values[:, None].numpy())
-                yield {"metric": metric, "split": split, "beta": beta, "fit_seed": seed, **summary(of_examples)}
+                yield {
+                    "metric": metric,
+                    "split": split,
+                    "beta": beta,
+                    "fit_seed": seed,
+                    **summary(of_examples),
+                }

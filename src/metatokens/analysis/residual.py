@@ -101,7 +101,12 @@ def _similarities(samples: Samples, number: int, prompt: PromptIds, units: Seque
 
 
 def _similarities_before(
-    samples: Samples, number: int, prompt: PromptIds, units: Sequence[Tensor], position: int, **fields: str
+    samples: Samples,
+    number: int,
+    prompt: PromptIds,
+    units: Sequence[Tensor],
+    position: int,
+    **fields: str,
 ) -> None:
     """Add the similarities of the state at a position with those of the text tokens before it."""
     before = (~prompt.is_meta[:position]).nonzero()[:, 0]
@@ -111,7 +116,14 @@ def _similarities_before(
         for index in bins.unique().tolist():
             in_bin = cosines[bins == index]
             distance = DISTANCES[index]
-            samples.add(number, in_bin, metric="similarity_centred", layer=layer, distance=distance, **fields)
+            samples.add(
+                number,
+                in_bin,
+                metric="similarity_centred",
+                layer=layer,
+                distance=distance,
+                **fields,
+            )
 
 
 def _attention_of_final(samples: Samples, number: int, prompt: PromptIds, seen: Observation) -> None:
@@ -128,7 +140,15 @@ def _attention_of_final(samples: Samples, number: int, prompt: PromptIds, seen: 
                 share = is_of_class.double().mean()
                 samples.add(number, share, metric="attention_weight_if_uniform", module=module, keys=keys)
             for head, weight in enumerate(weights[:, is_of_class].sum(dim=1)):
-                samples.add(number, weight, metric="attention_weight", module=module, layer=layer, head=head, keys=keys)
+                samples.add(
+                    number,
+                    weight,
+                    metric="attention_weight",
+                    module=module,
+                    layer=layer,
+                    head=head,
+                    keys=keys,
+                )
         modules.add(module)
 
 

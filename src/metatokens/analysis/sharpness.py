@@ -144,13 +144,23 @@ def _add_heads(samples: Samples, number: int, changes: _AttentionChanges, module
             for premise, boosted in product((True, False), repeat=2):
                 rows = (changes.premise[head] == premise) & (changes.boosted[head] == boosted)
                 fell = changes.entropy[head][rows] < 0
-                fields = {"metric": "entropy_fell", "premise": premise, "boosted": boosted, "module": module}
+                fields = {
+                    "metric": "entropy_fell",
+                    "premise": premise,
+                    "boosted": boosted,
+                    "module": module,
+                }
                 samples.add(number, fell, **fields, **which_heads)
 
 
 @torch.inference_mode()
 def _compare_outputs(
-    samples: Samples, number: int, prompt: PromptIds, meta_token_id: int, intact: Observation, zeroed: Observation
+    samples: Samples,
+    number: int,
+    prompt: PromptIds,
+    meta_token_id: int,
+    intact: Observation,
+    zeroed: Observation,
 ) -> None:
     after = intact.logits[prompt.metas].double()
     before = zeroed.logits[prompt.metas].double()

@@ -6,7 +6,13 @@ from functools import partial
 
 import numpy as np
 
-from metatokens.data.insertion import PLACEMENTS, Ids, insert_meta_tokens, labels_of, meta_token_count
+from metatokens.data.insertion import (
+    PLACEMENTS,
+    Ids,
+    insert_meta_tokens,
+    labels_of,
+    meta_token_count,
+)
 from metatokens.data.landmarks import AFTER, BEFORE, Landmarks
 from metatokens.data.store import StoreSplit, TokenSequence, TokenStore
 from metatokens.errors import UserError

@@ -15,7 +15,11 @@ from metatokens.data.landmarks import Landmarks
 from metatokens.data.tokenizer import meta_token_id
 from metatokens.errors import UserError
 
-_COUNTED = {"labels": IGNORED_LABEL, "completion_mask": 0}  # what losses read, and its value where nothing counts
+# What losses read, and its value where nothing counts.
+_COUNTED = {
+    "labels": IGNORED_LABEL,
+    "completion_mask": 0,
+}
 
 _REFERENCES = {"ref_chosen_logps", "ref_logps"}  # of DPO and KTO with precompute_ref_log_probs
 _BEFORE = (
@@ -104,7 +108,11 @@ class MetaTokenCollator:
         # Padding is dropped first, then the end.
         excess = 0 if self.max_length is None else max(0, len(ids) + len(gaps) - self.max_length)
         dropped = np.flatnonzero(np.insert(is_padding, gaps, False))[:excess]
-        value_of_landmark = {"input_ids": self.meta_token_id, "labels": IGNORED_LABEL, "attention_mask": 1}
+        value_of_landmark = {
+            "input_ids": self.meta_token_id,
+            "labels": IGNORED_LABEL,
+            "attention_mask": 1,
+        }
         filled = dict(example)
         for name, field in example.items():
             values = field.tolist() if hasattr(field, "tolist") else field

@@ -29,7 +29,15 @@ if TYPE_CHECKING:
 BUILTIN = "builtin"
 HUB = "hf:"
 
-SKIPPED_PACKAGES = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+SKIPPED_PACKAGES = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+}
 MIN_DOCSTRINGS = 200  # characters; a module with less documentation makes no document
 
 # A text file is cut at the first blank line after SOFT_CUT characters or, if there is none, at the first line end after

@@ -13,7 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.landmarks import Landmarks
-from metatokens.data.tokenizer import beginning_of, control_texts, encode_text, encode_with_control, meta_token_id
+from metatokens.data.tokenizer import (
+    beginning_of,
+    control_texts,
+    encode_text,
+    encode_with_control,
+    meta_token_id,
+)
 from metatokens.errors import UserError, one_line
 from metatokens.records import split_at
 
@@ -21,7 +27,11 @@ _BREAK = "\ufdd0"  # within the texts of control tokens in messages; Unicode kee
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, text: str, markers: str | Sequence[int] = (), *, landmarks: str | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    markers: str | Sequence[int] = (),
+    *,
+    landmarks: str | None = None,
 ) -> list[int]:
     """Encode a prompt, with a meta-token in place of each marker and at each landmark.
 
@@ -69,7 +79,11 @@ def join_segments(
 
 
 def encode_chat(
-    tokenizer: PreTrainedTokenizerBase, text: str, marker: str | None = None, *, landmarks: str | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    marker: str | None = None,
+    *,
+    landmarks: str | None = None,
 ) -> list[int]:
     """Encode the output of `tokenizer.apply_chat_template(..., tokenize=False)`.
 

@@ -23,7 +23,10 @@ from metatokens.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 META_TOKEN = "<|meta|>"  # shows the meta-token in a decoded text
-MIN_ENTRIES, MAX_ENTRIES = 300, 65_536  # of a trained vocabulary; 257 are the bytes and the end-of-text token
+MIN_ENTRIES, MAX_ENTRIES = (
+    300,
+    65_536,
+)  # of a trained vocabulary; 257 are the bytes and the end-of-text token
 UNLIMITED = int(1e30)  # no maximum length for transformers, which then does not warn about long texts
 
 # The library's threads do not survive a fork, so forked data-loading workers use none. If the variable is unset, the
@@ -129,7 +132,10 @@ def _copy_of_backend(tokenizer: PreTrainedTokenizerBase, size: int, continues: b
     In the text of a chat the control tokens are recognised, except for the meta-token. An earlier call of the tokenizer
     may have left truncation and padding in the original.
     """
-    settings = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+    settings = json.loads(tokenizer.backend_tokenizer.to_str()) | {
+        "truncation": None,
+        "padding": None,
+    }
     if continues:
         settings |= {part: _without_prefix(settings[part]) for part in ("normalizer", "pre_tokenizer")}
     backend = Tokenizer.from_str(json.dumps(settings))

@@ -42,7 +42,12 @@ from metatokens.data.store import (
     StoreSplit,
     TokenStore,
 )
-from metatokens.data.tokenizer import encode_documents, load_tokenizer, meta_token_id, text_vocab_size
+from metatokens.data.tokenizer import (
+    encode_documents,
+    load_tokenizer,
+    meta_token_id,
+    text_vocab_size,
+)
 from metatokens.errors import UserError
 from metatokens.files import LOCK, exclusive, file_sha256, library_writes, sha256_of, write_whole
 from metatokens.machine import available_cores, end_with_parent, worker_context

@@ -35,7 +35,16 @@ def draw_drill(data: TaskData, index: int, train_length: int, sizes: Sizes) -> E
         text = _draw_text(generator, data.text_entries, m * n)
         start = int(generator.integers(m * n - n + 1))
         before, bracketed, after = np.split(text, [start, start + n])
-        prompt = [*encoder.beginning, *before, marker, *bracketed, marker, *after, *question, marker]
+        prompt = [
+            *encoder.beginning,
+            *before,
+            marker,
+            *bracketed,
+            marker,
+            *after,
+            *question,
+            marker,
+        ]
         ids = np.array([*prompt, *bracketed, encoder.eos_token_id], dtype=np.int32)
         return Encoded(input_ids=ids, answer_start=len(prompt))
     raise UserError(f"no drill of {sizes} has at most {train_length} tokens; try another length.")

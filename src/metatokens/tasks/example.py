@@ -19,7 +19,14 @@ from metatokens.recipe import Condition, Split
 from metatokens.records import MARKER, ExampleRecord, read_lines, split_at
 from metatokens.tasks.encoding import SegmentEncoder
 
-_ORIGIN = {"task", "phase", "seed", "index", "split", "condition"}  # fields for where an example comes from
+_ORIGIN = {
+    "task",
+    "phase",
+    "seed",
+    "index",
+    "split",
+    "condition",
+}  # fields for where an example comes from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +79,11 @@ def encode_example(encoder: SegmentEncoder, segments: Sequence[str], completion:
 
 
 def read_examples(
-    path: Path, tokenizer: PreTrainedTokenizerBase, *, needs_completion: bool = True, landmarks: str | None = None
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    needs_completion: bool = True,
+    landmarks: str | None = None,
 ) -> list[Example]:
     """Read a JSON-lines file of records; each needs only `prompt` and `completion`.
 

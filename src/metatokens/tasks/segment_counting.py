@@ -48,10 +48,18 @@ def draw(generator: Generator, m: int, n: int, asked: int, split: Split) -> Cont
     for line in lists.others(generator)[: generator.integers(1, m + 1)]:
         decoy = _draw_segment(generator, n)
         decoys += [lists.gap_before(line, decoy.start), lists.gap_before(line, decoy.stop)]
-    asked_for = {"item": item.strip(), "category": lists.category, "first": segment.start + 1, "last": segment.stop}
+    asked_for = {
+        "item": item.strip(),
+        "category": lists.category,
+        "first": segment.start + 1,
+        "last": segment.stop,
+    }
     if split_of(" ".join([lists.key, *map(str, asked_for.values())])) != split:
         return None
-    markers = (lists.gap_before(lists.target, segment.start), lists.gap_before(lists.target, segment.stop))
+    markers = (
+        lists.gap_before(lists.target, segment.start),
+        lists.gap_before(lists.target, segment.stop),
+    )
     return Content(
         pieces=lists.pieces(),
         markers=markers,
