@@ -8,13 +8,14 @@ from itertools import pairwise
 from metatokens.recipe import Condition, Split
 
 OPENING = "\nQ:"  # of the question of every task
+# Lines per landmark, by condition.
 LINES = {
     "landmark": 1,
     "facts_1": 1,
     "facts_2": 2,
     "facts_4": 4,
     "facts_8": 8,
-}  # per landmark, by condition
+}
 
 
 def stable_hash(text: str) -> int:

@@ -34,11 +34,12 @@ QUESTIONS = [
 CHANCE = 0.0
 
 _PIECE = re.compile(r"\s*(?:\w+|[^\w\s]+)")  # a word or a run of punctuation, with the space before it
+# Of ten documents; the other seven are for training.
 _SPLITS: dict[int, Split] = {
     0: "train",
     1: "test",
     2: "validation",
-}  # of ten documents; the other seven are train
+}
 _BEFORE = 2  # pieces that the question quotes
 _SHORTEST = 3 * 3  # pieces: the smallest m n of any phase
 

@@ -19,6 +19,7 @@ from metatokens.recipe import Condition, Split
 from metatokens.records import MARKER, ExampleRecord, read_lines, split_at
 from metatokens.tasks.encoding import SegmentEncoder
 
+# The fields for where an example comes from.
 _ORIGIN = {
     "task",
     "phase",
@@ -26,7 +27,7 @@ _ORIGIN = {
     "index",
     "split",
     "condition",
-}  # fields for where an example comes from
+}
 
 
 @dataclass(frozen=True, kw_only=True)
