@@ -44,7 +44,7 @@ def _judge(tmp_path: Path, lines: Iterable[Line], analyses: Iterable[Line] = (),
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "analysis.jsonl").write_text("".join(json.dumps(line) + "\n" for line in analyses))
     over = {"task": ["parity"], "train_length": [128, 512], "length": [128, 256, 512]}
-    fields = {"text": "", "question": "", "section": "", "source": "", "a": "meta", "b": "gpt2", "over": over}
+    fields = {"text": "", "question": "", "only": "", "source": "", "a": "meta", "b": "gpt2", "over": over}
     return judge(load([tmp_path]), Claim.model_validate(fields | claim))
 
 
@@ -311,7 +311,7 @@ def test_what_the_preset_measures_through_landmarks_judges_the_claims_on_it(tmp_
         lines.append(about.present_fields(**figure, chance=0.5 if task == "parity" else 0.1))
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     inputs = load([tmp_path])
-    judged = [judge(inputs, claim) for claim in claims() if claim.section == "landmarks-alone"]
+    judged = [judge(inputs, claim) for claim in claims() if claim.only == "landmarks"]
     assert len(judged) == 12
     words = {one.claim.text: one.verdict for one in judged}
     assert [text for text, word in words.items() if word != "supported"] == [

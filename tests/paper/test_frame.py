@@ -10,7 +10,6 @@ import pytest
 
 from metatokens.errors import UserError
 from metatokens.paper.frame import Inputs, learned_from, learning_curves, load
-from metatokens.records import pack_hits
 
 Line = dict[str, Any]
 
@@ -75,23 +74,6 @@ def test_an_accuracy_has_what_a_constant_answer_and_the_best_shortcut_score(tmp_
     found = _load(tmp_path, [*lines, *shortcuts]).figures.query("metric == 'exact_match'")
     assert found["chance"].fillna(-1).tolist() == [0.5, 0.2, -1, -1]
     assert found["shortcut"].fillna(-1).tolist() == [-1, 0.4, 0.3, -1]
-
-
-def test_draws_of_noise_are_parts_of_the_prompts(tmp_path: Path) -> None:
-    """Draw i of 3 answers the prompts i, i + 3, ...; put together, the bits are in the order of the prompts."""
-    bits = [True, False, False, True, True, False, True, True, False, True]
-    lines = [
-        _line(intervention="noise:0.1", noise_seed=draw, value=sum(own) / len(own), n=len(own), hits=pack_hits(own))
-        for draw in (2, 0, 1)
-        for own in [bits[draw::3]]
-    ]
-    [row] = _load(tmp_path, lines).select(intervention="noise:0.1").to_dict("records")
-    assert (row["value"], row["n"], row["hits"]) == (0.6, 10, pack_hits(bits))
-    assert 0.31 < row["low"] < 0.32  # Wilson's interval of 6 of 10
-    without = [{**line, "hits": None} for line in lines]
-    assert _load(tmp_path, without).select(intervention="noise:0.1")["hits"].tolist() == [""]
-    of_evaluate = [{**line, "recipe": None} for line in lines]  # which draws noise for all prompts
-    assert len(_load(tmp_path, of_evaluate).select(intervention="noise:0.1")) == 3
 
 
 def _curve(accuracies: Iterable[float], **fields: Any) -> list[Line]:

@@ -58,7 +58,7 @@ def wide(corpus: str) -> Preset:
     )
     of = {"models": ("meta",), "tasks": ("parity",)}
     changes = ("no_pos", "noise:1")
-    ablation = Ablation(tables=("table13",), **of, interventions=changes, counts={64: 4}, noise_seeds=2)
+    ablation = Ablation(tables=("table13",), **of, interventions=changes, counts={64: 4})
     alone = LandmarksTest(**of, counts={"paper": {64: 4}}, train_lengths=(64,))
     through = TrainedModel(
         model="meta",

@@ -35,7 +35,7 @@ class Claim(BaseModel):
 
     text: str
     question: str
-    section: str
+    only: str
     source: str
     number: int | None = None
     primary: bool = False
@@ -205,17 +205,16 @@ def _strata(inputs: Inputs, claim: Claim, b: Side, over: Fields) -> Iterator[Mea
     for stratum_values in product(*(over[key] for key in stratum_keys)):
         fields = dict(zip(stratum_keys, stratum_values, strict=True))
         settings: list[Setting] = []
-        counted: list[pd.DataFrame] = []
+        counted = [scores[:0]]
         for setting_values, rows in select(scores, **fields).groupby(keys):
             means = rows.groupby("figure")["value"].mean()
             left_out = _why_left_out(claim, means.to_numpy(), rows["chance"].iloc[0])
             settings.append(Setting(dict(zip(keys, setting_values, strict=True)), tuple(means), left_out))
             if not left_out:
                 counted.append(rows)
-        if not settings:
-            continue
-        complete = _complete(pd.concat(counted) if counted else scores[:0], len(counted))
-        if not counted or complete["figure"].nunique() == len(claim.figures(b)):
+        complete = _complete(pd.concat(counted), len(counted) - 1)
+        is_whole = complete["figure"].nunique() == len(claim.figures(b))
+        if settings and (is_whole or len(counted) == 1):
             yield _stratum(claim, b, fields, tuple(settings), complete)
 
 
@@ -228,14 +227,14 @@ def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]
     """
     lists = {key: over[key] for key in keys}
     if claim.scaled:
-        for key in keys:
-            if key.endswith("length"):
-                lists[key] = [length // inputs.scale for length in over[key]]
+        for key in ("train_length", "length"):
+            lists[key] = [length // inputs.scale for length in over[key]]
     figures = claim.figures(b)
-    trainings = [_training(fields) for _, fields in figures]
-    selections = [{"metric": claim.metric, **lists, **fields} for _, fields in figures]
-    measured = [inputs.measured(**selection) for selection in selections]
-    settings = _settings_of(measured[0], keys, over.get("ratio"))
+    trainings = [tuple(fields.get(key) for key in _TRAINING) for _, fields in figures]
+    measured = [inputs.measured(**{"metric": claim.metric, **lists, **fields}) for _, fields in figures]
+    settings = measured[0][keys].drop_duplicates()
+    if "ratio" in over:
+        settings = settings[(settings["length"] / settings["train_length"]).isin(over["ratio"])]
     in_settings: list[pd.DataFrame] = []
     for figure, (sign, fields) in enumerate(figures):
         rows = measured[figure]
@@ -255,25 +254,11 @@ def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]
     return _on_common_prompts(scores[figures_of_setting == len(figures)])
 
 
-def _training(fields: Fields) -> tuple[Any, ...]:
-    return tuple(fields.get(key) for key in _TRAINING)
-
-
-def _settings_of(rows: pd.DataFrame, keys: list[str], ratios: Sequence[float] | None) -> pd.DataFrame:
-    """The settings that were measured, a row for each; where ratios are given, of those lengths per train length."""
-    settings = rows[keys].drop_duplicates()
-    if ratios is None:
-        return settings
-    return settings[(settings["length"] / settings["train_length"]).isin(ratios)]
-
-
 def _joined(settings: pd.DataFrame, rows: pd.DataFrame, fixed: set[str]) -> pd.DataFrame:
     """The figures in each setting, also of settings that differ in nothing but fields that the side itself fixes."""
     shared = [key for key in settings if key not in fixed]
     rows = rows.drop(columns=[key for key in settings if key in fixed])
-    if not shared:
-        return settings.merge(rows, how="cross")
-    return settings.merge(rows, on=shared)
+    return settings.merge(rows, on=shared) if shared else settings.merge(rows, how="cross")
 
 
 def _on_common_prompts(scores: pd.DataFrame) -> pd.DataFrame:
@@ -281,7 +266,7 @@ def _on_common_prompts(scores: pd.DataFrame) -> pd.DataFrame:
     if not scores["hits"].all():
         return scores.assign(hits="")
     fewest = scores.groupby("prompts")["n"].transform("min").astype(int)  # a test with fewer prompts has the first ones
-    hits = [unpack_hits(packed, n) for packed, n in zip(scores["hits"], fewest, strict=True)]
+    hits = list(map(unpack_hits, scores["hits"], fewest))
     return scores.assign(hits=hits, value=[float(of_run.mean()) for of_run in hits])
 
 
@@ -309,7 +294,7 @@ def _stratum(
     claim: Claim, b: Side, fields: Fields, settings: tuple[Setting, ...], scores: pd.DataFrame
 ) -> MeasuredStratum:
     """The stratum, of the scores in the settings that count."""
-    runs = (scores["share"] * scores["value"]).groupby([scores["training"], scores["seed"]]).sum()
+    runs = _sum_by(scores, "value", "training", "seed")
     samples = [sample.droplevel("training") for _, sample in runs.groupby("training")]
     constant = 0.0
     for sign, bound in ((1, claim.a), (-1, scores["chance"].mean() if b == "chance" else b)):
@@ -340,10 +325,16 @@ def _prompt_variance(scores: pd.DataFrame) -> float:
     variance = 0.0
     for _, rows in scores.groupby("prompts"):
         if len(rows["hits"].iloc[0]):
-            of_runs = (rows["share"] * rows["hits"]).groupby([rows["training"], rows["seed"]]).sum()
-            answers = [np.stack(of_side.to_list()) for _, of_side in of_runs.groupby("training")]
-            variance += rule.prompt_variance(answers)
+            answers = _sum_by(rows, "hits", "training", "seed")
+            variance += rule.prompt_variance(
+                [np.stack(of_side.to_list()) for _, of_side in answers.groupby("training")]
+            )
         else:
-            errors = (rows["share"] * rows["error"]).groupby([rows["figure"], rows["seed"]]).sum()
+            errors = _sum_by(rows, "error", "figure", "seed")
             variance += float((errors.groupby("figure").mean() ** 2).sum())
     return max(variance, 0.0)
+
+
+def _sum_by(scores: pd.DataFrame, column: str, *keys: str) -> pd.Series:
+    """The sums of the scores' shares of a column."""
+    return (scores["share"] * scores[column]).groupby([scores[key] for key in keys]).sum()

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Iterable, Mapping
-from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 LINE_EVERY = 20.0  # seconds between two printed lines where there is no terminal
+FEW_SECONDS = 5.0  # after which the work done tells how long the rest takes
 
 
 class Display:
@@ -17,23 +18,22 @@ class Display:
     """
 
     def __init__(self, costs: Mapping[str, float]):
-        self._costs, self._total = costs, sum(costs.values())
+        self._costs = costs
+        self._total = sum(costs.values())
         self._fractions = dict.fromkeys(costs, 0.0)
         self._skipped: set[str] = set()
-        self._start = self._last_line = time.monotonic()
+        self._began = self._last_line = time.monotonic()
         self._console = Console(stderr=True)
-        columns = BarColumn(), TextColumn("{task.description}")
+        columns = [BarColumn(), TextColumn("{task.description}")]
         self._bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
         self._task = self._bar.add_task("", total=self._total)
 
-    def __enter__(self) -> "Display":
-        if self._console.is_terminal:
-            self._bar.start()
+    def __enter__(self) -> Self:
+        self._bar.start()  # draws on a terminal alone
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._console.is_terminal:
-            self._bar.stop()
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
 
     def skip(self, name: str) -> None:
         """Count a stage as done by an earlier command."""
@@ -53,7 +53,8 @@ class Display:
     def refresh(self, running: Iterable[str]) -> None:
         """Show the progress of the running stages."""
         if self._console.is_terminal:
-            self._bar.update(self._task, completed=self._done(), description=self._line(running), refresh=True)
+            done = self._done(self._costs)
+            self._bar.update(self._task, completed=done, description=self._line(running), refresh=True)
         elif time.monotonic() - self._last_line > LINE_EVERY:
             self._last_line = time.monotonic()
             self._print(running)
@@ -61,21 +62,22 @@ class Display:
     def _print(self, names: Iterable[str]) -> None:
         self._console.print(self._line(names), soft_wrap=True, highlight=False)
 
-    def _done(self) -> float:
-        return sum(self._costs[name] * fraction for name, fraction in self._fractions.items())
+    def _done(self, names: Iterable[str]) -> float:
+        """The cost of what is done of some stages."""
+        return sum(self._costs[name] * self._fractions[name] for name in names)
 
     def _line(self, names: Iterable[str]) -> str:
-        done = self._done()
-        elapsed = time.monotonic() - self._start
-        done_now = sum(cost * self._fractions[name] for name, cost in self._costs.items() if name not in self._skipped)
-        if done_now and elapsed > 5:
-            rate = done_now / elapsed
-            left = f"{_minutes((self._total - done) / rate)} left"
-        else:
-            left = "estimating the time left"
+        elapsed = time.monotonic() - self._began
+        done = self._done(self._costs)
+        done_now = self._done(self._costs.keys() - self._skipped)
+        left = "estimating the time left"
+        if done_now and elapsed > FEW_SECONDS:
+            seconds_left = (self._total - done) / (done_now / elapsed)
+            left = f"{_minutes(seconds_left)} left"
         stages = ", ".join(f"{name} {self._fractions[name]:.0%}" for name in names)
         return f"{done / self._total:4.0%} in {_minutes(elapsed)}, {left}: {stages}"
 
 
 def _minutes(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02d}"

@@ -4,7 +4,7 @@ Columns are the fields of the records. Text that does not apply is empty, a numb
 that does not exist is a `KeyError`, so that a misspelt field never reads as "not run".
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan, sqrt
 from pathlib import Path
@@ -14,11 +14,18 @@ import numpy as np
 import pandas as pd
 
 from metatokens.errors import UserError
-from metatokens.evaluation.intervals import wilson_interval
 from metatokens.paper.choices import PresetName
 from metatokens.paper.records import CurvePoint, Timing
 from metatokens.paper.run_files import RunLines, read_runs
-from metatokens.records import SEPARATOR, AnalysisMetric, Measurement, Metric, Record, Result, pack_hits, unpack_hits
+from metatokens.records import SEPARATOR, AnalysisMetric, Measurement, Metric, Record, Result
+
+_RUN = ["task", "model", "position_embedding", "seed"]  # whose learning curve is one
+
+Fields = Mapping[str, Any]
+Run = tuple[str, str, str, int]
+"""The task, the model, its positions and its seed."""
+Curve = Sequence[tuple[float, float]]
+"""Points (rate, distortion), rates ascending, from rate 0 on."""
 
 PRESETS = get_args(PresetName)
 GRIDS = ("small", "gpu", "paper")  # the presets whose figures are set next to the paper's
@@ -38,16 +45,13 @@ _OBJECTS = ("premise", "boosted", "quantiles")
 # The other columns identify what was measured.
 _OUTCOMES = ("value", "low", "high", "n", "chance", "quantiles", "hits", "kv_kept", "kv_bytes")
 _ACCURACY = {"condition": "paper", "train_condition": "paper", "intervention": "", "variant": ""}
-_PLAIN: Mapping[str, Mapping[str, Any]] = {
+_PLAIN: Mapping[str, Fields] = {
     "exact_match": _ACCURACY,
     "token_accuracy": _ACCURACY,
     "perplexity": {"variant": "", "text": "held_out"},
     "log_perplexity": {"variant": ""},
     "log_steps_to_learn": {"variant": ""},
 }
-
-Curve = Sequence[tuple[float, float]]
-"""Points (rate, distortion), rates ascending, from rate 0 on."""
 
 
 @dataclass(frozen=True)
@@ -103,23 +107,27 @@ def load(paths: Sequence[Path]) -> Inputs:
         UserError: as `read_runs` does, or if there are lines of a grid and of other runs, which are not to be mixed.
     """
     read = read_runs(paths)
+    grid = _grid_of(read)
+    measured = _typed(pd.concat([_rows(read.results, Result), _rows(read.measurements, Measurement)]))
+    latest = measured.drop_duplicates([name for name in measured if name not in _OUTCOMES], keep="last")
+    figures = _named(latest)
+    figures.loc[(figures["metric"] == "perplexity") & (figures["text"] == ""), "text"] = "held_out"
+    figures = figures[(figures["variant"] == "") | (figures["analysis"] == "")]
+    figures = _with_chances(figures)
+    curves = _named(_typed(_rows(read.points, CurvePoint)))
+    derived = pd.DataFrame([*_steps_to_learn(curves), *_distortions(figures), *_slowdowns(read.timings)])
+    figures = _typed(pd.concat([figures, derived, _log_perplexities(figures)]))
+    return Inputs(figures, curves, grid, read, remeasured=len(measured) - len(latest))
+
+
+def _grid_of(read: RunLines) -> str | None:
     lines: list[Result | Measurement | CurvePoint] = [*read.results, *read.measurements, *read.points]
     recipes = {line.recipe or "" for line in lines}
     presets = {recipe.partition("/")[0] for recipe in recipes}
     grid = next((preset for preset in GRIDS if preset in presets), None)
     if grid and len(presets) > 1:
         raise UserError(f"there are lines of the preset {grid} and of other runs; report that preset alone.")
-    measured = _typed(pd.concat([_rows(read.results, Result), _rows(read.measurements, Measurement)]))
-    identity = [name for name in measured if name not in _OUTCOMES]
-    latest = measured.drop_duplicates(identity, keep="last")
-    figures = _named(latest)
-    curves = _named(_typed(_rows(read.points, CurvePoint)))
-    figures.loc[(figures["metric"] == "perplexity") & (figures["text"] == ""), "text"] = "held_out"
-    figures = figures[(figures["variant"] == "") | (figures["analysis"] == "")]
-    figures = _with_chances(_whole_noise(figures))
-    derived = [*_steps_to_learn(curves), *_distortions(figures), *_slowdowns(read.timings)]
-    figures = _typed(pd.concat([figures, pd.DataFrame(derived), _log_perplexities(figures)]))
-    return Inputs(figures, curves, grid, read, remeasured=len(measured) - len(latest))
+    return grid
 
 
 def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
@@ -146,16 +154,12 @@ def trained_to(frame: pd.DataFrame, train_length: Any) -> pd.DataFrame:
     return frame[lengths.isna() | (lengths == train_length)]
 
 
-def learning_curves(curves: pd.DataFrame) -> dict[tuple[str, str, str, int], pd.DataFrame]:
-    """The plain runs' curves at their first train length by task, model, positions and seed; steps ascending."""
+def learning_curves(curves: pd.DataFrame) -> dict[Run, pd.DataFrame]:
+    """The plain runs' curves at their first train length; steps ascending."""
     points = select(curves, variant="").dropna(subset=["exact_match"])
-    run = ["task", "model", "position_embedding", "seed"]
-    points = trained_to(points, points.groupby(run)["train_length"].transform("min"))
-    points = points.drop_duplicates([*run, "step"], keep="last").sort_values("step")
-    by_run: dict[tuple[str, str, str, int], pd.DataFrame] = {}
-    for (task, model, positions, seed), curve in points.groupby(run):
-        by_run[task, model, positions, int(seed)] = curve
-    return by_run
+    points = trained_to(points, points.groupby(_RUN)["train_length"].transform("min"))
+    points = points.drop_duplicates([*_RUN, "step"], keep="last").sort_values("step")
+    return {(*setting, int(seed)): curve for (*setting, seed), curve in points.groupby(_RUN)}
 
 
 def learned_from(points: pd.DataFrame) -> float:
@@ -174,15 +178,13 @@ def distortion_curves(figures: pd.DataFrame) -> dict[tuple[int, int], Curve]:
         figures: measured rates, distortions and answer entropies that differ in seed, fit and beta alone.
     """
     entropies = select(figures, metric="answer_entropy").groupby("seed")["value"].last()
-    fits = ["seed", "fit_seed", "beta"]
-    rates = select(figures, metric="rate").dropna(subset=["value"]).set_index(fits)["value"]
-    distortions = select(figures, metric="distortion").dropna(subset=["value"]).set_index(fits)["value"]
-    points = pd.DataFrame({"rate": rates, "distortion": distortions}).dropna().reset_index()
+    measured = select(figures, metric=["rate", "distortion"])
+    by_beta = measured.pivot(index=["seed", "fit_seed", "beta"], columns="metric", values="value")
+    points = by_beta.reindex(columns=["rate", "distortion"]).dropna()
     curves: dict[tuple[int, int], Curve] = {}
     for (seed, fit_seed), of_fit in points.groupby(["seed", "fit_seed"]):
         without_information = entropies.get(seed, of_fit["distortion"].max())
-        measured = zip(of_fit["rate"], of_fit["distortion"], strict=True)
-        curves[int(seed), int(fit_seed)] = sorted([(0.0, without_information), *measured])
+        curves[int(seed), int(fit_seed)] = sorted([(0.0, without_information), *of_fit.itertuples(index=False)])
     return curves
 
 
@@ -214,42 +216,11 @@ def _named(frame: pd.DataFrame) -> pd.DataFrame:
     names: list[str] = []
     for model, recipe, window in zip(frame["model"], frame["recipe"], frame["text_window"], strict=True):
         preset, _, variant = recipe.partition("/")
-        words = [model]
-        if not np.isnan(window):
-            words.append(f"window {window:.0f}")
-        if preset in PRESETS:
-            variants.append(variant)
-        else:
-            variants.append("")
-            words += [recipe] if recipe else []
-        names.append(SEPARATOR.join(words))
+        is_of_preset = preset in PRESETS
+        words = [model, "" if np.isnan(window) else f"window {window:.0f}", "" if is_of_preset else recipe]
+        variants.append(variant if is_of_preset else "")
+        names.append(SEPARATOR.join(filter(None, words)))
     return frame.assign(variant=variants, model=names)
-
-
-def _whole_noise(figures: pd.DataFrame) -> pd.DataFrame:
-    """The figures, those of several draws of noise as one: draw i of k answers the prompts i, i + k, i + 2k, ..."""
-    is_of_preset = figures["recipe"].str.split("/").str[0].isin(PRESETS)  # `evaluate --noise-seed` uses all prompts
-    is_draw = is_of_preset & figures["noise_seed"].notna() & (figures["n"] > 0) & figures["value"].between(0, 1)
-    if not is_draw.any():
-        return figures
-    test = ["metric", "model", "position_embedding", "task", "train_length", "length", *_ACCURACY, "seed"]
-    by_test = figures[is_draw].sort_values("noise_seed").groupby(test, dropna=False, sort=False)
-    whole = [_of_all_prompts(draws) for _, draws in by_test]
-    return pd.concat([figures[~is_draw], pd.DataFrame(whole, columns=figures.columns)])
-
-
-def _of_all_prompts(draws: pd.DataFrame) -> dict[str, Any]:
-    """The figure of all prompts from those of each draw's prompts."""
-    n = int(draws["n"].sum())
-    right = round((draws["value"] * draws["n"]).sum())
-    low, high = wilson_interval(right, n)
-    packed = ""
-    if draws["hits"].all():
-        hits = np.zeros(n, dtype=bool)
-        for draw, (hits_of_draw, n_of_draw) in enumerate(zip(draws["hits"], draws["n"], strict=True)):
-            hits[draw :: len(draws)] = unpack_hits(hits_of_draw, int(n_of_draw))
-        packed = pack_hits(hits.tolist())
-    return {**draws.iloc[0], "n": n, "value": right / n, "low": low, "high": high, "hits": packed}
 
 
 def _with_chances(figures: pd.DataFrame) -> pd.DataFrame:
@@ -273,46 +244,38 @@ def _largest(shortcuts: pd.DataFrame, figures: pd.DataFrame, prompts: list[str])
     return figures[prompts].merge(largest, on=prompts, how="left")["value"].to_numpy()
 
 
-def _steps_to_learn(curves: pd.DataFrame) -> Iterable[Mapping[str, Any]]:
+def _steps_to_learn(curves: pd.DataFrame) -> Iterator[Fields]:
     """`log_steps_to_learn`: log(min(steps until the task is learned, tau)), tau the steps that every run was trained.
 
     The runs are those of the task and the positions, so that none is censored before tau. `chance` is log(tau).
     """
     by_run = learning_curves(curves)
-    trained: dict[tuple[str, str], float] = {}
+    trained: dict[tuple[str, str], list[float]] = {}
     for (task, _, positions, _), points in by_run.items():
-        last_step = points["step"].iloc[-1]
-        trained[task, positions] = min(last_step, trained.get((task, positions), last_step))
-    for (task, model, positions, seed), points in by_run.items():
-        tau = trained[task, positions]
-        yield {
-            "metric": "log_steps_to_learn",
-            "task": task,
-            "model": model,
-            "position_embedding": positions,
-            "seed": seed,
-            "n": points["n"].max(),
-            "value": np.log(min(learned_from(points), tau)),
-            "chance": np.log(tau),
-        }
+        trained.setdefault((task, positions), []).append(points["step"].iloc[-1])
+    for run, points in by_run.items():
+        fields = dict(zip(_RUN, run, strict=True))
+        tau = min(trained[fields["task"], fields["position_embedding"]])
+        steps = min(learned_from(points), tau)
+        outcome = {"value": np.log(steps), "chance": np.log(tau), "n": points["n"].max()}
+        yield {"metric": "log_steps_to_learn", **fields, **outcome}
 
 
-def _distortions(figures: pd.DataFrame) -> Iterable[Mapping[str, Any]]:
+def _distortions(figures: pd.DataFrame) -> Iterator[Fields]:
     """`distortion_at_rate`, in nats: the mean of a run's fits."""
     of_run = ["model", "position_embedding", "intervention", "split", "seed"]
     for values, points in select(figures, analysis="rate_distortion").groupby(of_run):
         fields = dict(zip(of_run, values, strict=True))
         for subject in ("meta", "text"):
             curves = distortion_curves(select(points, subject=["", subject])).values()
-            distortions = [distortions_at(curve, RATES) for curve in curves]
-            if not distortions:
-                continue
-            for rate, mean in zip(RATES, np.mean(distortions, axis=0), strict=True):
-                at_rate = {"subject": subject, "rate": rate, "value": mean, "n": len(distortions)}
-                yield {"metric": "distortion_at_rate", **fields, **at_rate}
+            distortions = np.array([distortions_at(curve, RATES) for curve in curves])  # (fits, rates)
+            if len(curves):
+                for rate, mean in zip(RATES, distortions.mean(axis=0), strict=True):
+                    at_rate = {"subject": subject, "rate": rate, "value": mean, "n": len(curves)}
+                    yield {"metric": "distortion_at_rate", **fields, **at_rate}
 
 
-def _slowdowns(timings: Sequence[Timing]) -> Iterable[Mapping[str, Any]]:
+def _slowdowns(timings: Sequence[Timing]) -> Iterator[Fields]:
     """`slowdown`: the median of the rounds' ratios, with the 95 % interval of a median that the quartiles give.
 
     Prefill is timed per position: per text token, no model with k = 0.1 could keep the paper's bound of 1.02. A normal

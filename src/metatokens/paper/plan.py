@@ -6,8 +6,9 @@ stage only describes work: its method of `Runner` (runner.py) does it. Everythin
 options, which the run log compares when a run goes on.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from pydantic import BaseModel
@@ -16,6 +17,7 @@ from metatokens.errors import UserError
 from metatokens.paper.variants import (
     Ablation,
     Analysis,
+    Counts,
     FurtherTest,
     Preset,
     TrainedModel,
@@ -31,8 +33,7 @@ from metatokens.recipe import FinetuneRecipe, Phase, PretrainRecipe
 # The paper's tables by task, unless a model has its own.
 _TASK_TABLES = {"list_recall": "table7", "segment_counting": "table8", "parity": "table9", "copying": "table10"}
 
-# The folder that each kind of stage writes.
-PRETRAINED = {"pretrain": "pretrained", "fetch": "pretrained", "extend": "extended"}
+Fields = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,8 @@ class Stage:
     name: str
     kind: str  # the beginning of the name
     method: str
-    subject: dict[str, Any] = field(default_factory=dict)  # some of `model`, `task`, `condition`, `recipe`
-    options: dict[str, Any] = field(default_factory=dict)  # all else that its results depend on, except other stages
+    subject: Fields = field(default_factory=dict)  # some of `model`, `task`, `condition`, `recipe`
+    options: Fields = field(default_factory=dict)  # all else that its results depend on, except other stages
     after: tuple[str, ...] = ()  # the stages that it needs
     product: str | None = None  # the last file that it writes for later stages, in the run's folder
     tables: tuple[str, ...] = ()  # the tables that show its results
@@ -51,52 +52,50 @@ class Stage:
     cost: float = 1.0  # estimated seconds on one core, or on one GPU for models trained in bfloat16
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Fields:
         """The options as JSON values; recipes omit defaults, so finished stages stay valid when a setting is added."""
-        return {
-            name: one.model_dump(mode="json", exclude_defaults=True) if isinstance(one, BaseModel) else one
-            for name, one in self.options.items()
-        }
+        settings = {}
+        for name, option in self.options.items():
+            is_recipe = isinstance(option, BaseModel)
+            settings[name] = option.model_dump(mode="json", exclude_defaults=True) if is_recipe else option
+        return settings
 
-    def fields(self, preset: str) -> dict[str, Any]:
-        """Its kind and subject, as fields of a `StageRecord`."""
-        found = {"kind": self.kind, "train_length": self.options.get("train_length")}
-        for key, one in self.subject.items():
-            if isinstance(one, TrainedModel):
-                found |= one.about(preset).present_fields()
-            elif isinstance(one, FinetuneRecipe):
-                found |= {"seed": one.training.seed, "condition": one.task.condition}
+    @property
+    def answers(self) -> set[str]:
+        """The tables and the task whose results it gives."""
+        task = self.subject.get("task")
+        return {*self.tables, task} if task else {*self.tables}
+
+    def fields(self, preset: str) -> Fields:
+        """Its kind and subject, as fields of a `records.Stage`."""
+        fields = {"kind": self.kind, "train_length": self.options.get("train_length")}
+        for name, part in self.subject.items():
+            if isinstance(part, TrainedModel):
+                fields |= part.about(preset).present_fields()
+            elif isinstance(part, FinetuneRecipe):
+                fields |= {"seed": part.training.seed, "condition": part.task.condition}
             else:
-                found[key] = one
-        return found
+                fields[name] = part
+        return fields
 
 
 def stages(sizes: Preset) -> list[Stage]:
     """The stages of a preset, each after those that it needs."""
+    by_name = {model.name: model for model in sizes.models}
     plan = [
         _stage("tokenize", product="tokens/manifest.json", cost=10),
         _stage("describe_tasks", after=("tokenize",), priority=1),
     ]
-    plan += [stage for task in sizes.tasks for stage in _test_stages(sizes, task)]
-    # Models with the same seed and training condition share their training examples.
-    drawn: dict[str, Stage] = {}
-    for model in sizes.models:
-        for task in model.tasks:
-            stage = _example_stage(model, finetune_recipe(sizes, model, task), task)
-            drawn.setdefault(stage.name, stage)
-    plan += drawn.values()
+    for task in sizes.tasks:
+        plan += _test_stages(sizes, task)
+    plan += _example_stages(sizes)
     for model in sizes.models:
         plan += _model_stages(model, sizes)
-    by_name = {model.name: model for model in sizes.models}
     for inspection in sizes.inspections:
-        plan += [
-            _inspection_stage(inspection, by_name[name], task, sizes)
-            for name in inspection.models
-            for task in inspection.tasks
-        ]
+        for name, task in product(inspection.models, inspection.tasks):
+            plan.append(_inspection_stage(inspection, by_name[name], task, sizes))
     if sizes.looked_into:
-        shown = [by_name[name] for name in sizes.looked_into]
-        plan += [_look_stage(shown, task, sizes) for task in sizes.tasks]
+        plan += [_look_stage([by_name[name] for name in sizes.looked_into], task, sizes) for task in sizes.tasks]
     return plan
 
 
@@ -104,31 +103,34 @@ def select(plan: list[Stage], only: str | None) -> list[Stage]:
     """The stages whose results a table or a task shows, and the stages that they need; all for None."""
     if only is None:
         return plan
-    answered = {stage.name: {*stage.tables, *filter(None, [stage.subject.get("task")])} for stage in plan}
-    known = sorted({name for names in answered.values() for name in names})
     if only == "table3":
         raise UserError("no stage answers 'table3', which `python -m benchmarks.speed decode` measures.")
-    if only not in known:
-        raise UserError(f"no stage of this preset answers {only!r}; --only takes {', '.join(known) or 'nothing'}.")
-    needed: set[str] = set()
+    needed = {stage.name for stage in plan if only in stage.answers}
+    if not needed:
+        known = set[str]().union(*(stage.answers for stage in plan))
+        raise UserError(f"no stage of this preset answers {only!r}; --only takes {', '.join(sorted(known))}.")
     for stage in reversed(plan):  # each stage follows those that it needs
-        if only in answered[stage.name] or stage.name in needed:
-            needed |= {stage.name, *stage.after}
+        if stage.name in needed:
+            needed.update(stage.after)
     return [stage for stage in plan if stage.name in needed]
 
 
 def examples_name(recipe: FinetuneRecipe) -> str:
     """The name of a recipe's encoded training examples: recipes with the same name draw the same examples."""
-    sizes = (f"{_sizes(phase)}x{phase.examples}" for phase in recipe.phases())
-    return "-".join([recipe.task.condition, f"seed{recipe.training.seed}", *sizes])
+    phases = [f"{_sizes_of_prompts(phase)}x{phase.examples}" for phase in recipe.phases()]
+    return "-".join([recipe.task.condition, f"seed{recipe.training.seed}", *phases])
 
 
-def _sizes(phase: Phase) -> str:
-    own = phase.curriculum
-    return phase.name if own is None else "drill" * own.drill + "_".join(map(str, (*own.lists, *own.items)))
+def _sizes_of_prompts(phase: Phase) -> str:
+    curriculum = phase.curriculum
+    if curriculum is None:
+        return phase.name
+    sizes = "_".join(map(str, (*curriculum.lists, *curriculum.items)))
+    return f"drill{sizes}" if curriculum.drill else sizes
 
 
 def _test_stages(sizes: Preset, task: str) -> Iterator[Stage]:
+    first = min(model.priority for model in sizes.models if task in model.tasks)
     for condition, counts in drawn_counts(sizes, task).items():
         yield _stage(
             "draw_tests",
@@ -137,9 +139,19 @@ def _test_stages(sizes: Preset, task: str) -> Iterator[Stage]:
             options={"counts": counts},
             after=("tokenize",),
             product=f"examples/{task}/tests-{condition}",
-            priority=min(one.priority for one in sizes.models if task in one.tasks) + _wait(task),
+            priority=first + _wait(task),
             cost=10 + _seconds_to_draw(counts),
         )
+
+
+def _example_stages(sizes: Preset) -> Iterable[Stage]:
+    """The drawing of training examples, which models with the same seed and training condition share."""
+    drawn: dict[str, Stage] = {}
+    for model in sizes.models:
+        for task in model.tasks:
+            stage = _example_stage(model, finetune_recipe(sizes, model, task), task)
+            drawn.setdefault(stage.name, stage)
+    return drawn.values()
 
 
 def _example_stage(model: TrainedModel, recipe: FinetuneRecipe, task: str) -> Stage:
@@ -157,106 +169,118 @@ def _example_stage(model: TrainedModel, recipe: FinetuneRecipe, task: str) -> St
 
 
 def _model_stages(model: TrainedModel, sizes: Preset) -> Iterator[Stage]:
-    recipe = pretrain_recipe(sizes, model)
-    estimate = _Estimate(recipe, sizes.tokenizer)
-    if model.published is not None:
-        own = {"published": model.published}
-        product = f"models/{model.name}/{PRETRAINED['fetch']}/manifest.json"
-        yield _stage("fetch", model, options=own, after=("tokenize",), product=product, priority=model.priority)
-    elif model.extension is not None:
-        after, longer = f"pretrain-{model.pretrained_as}", extend_recipe(sizes, model, recipe)
-        yield _pretrain_stage(model, estimate, after, recipe=longer, factor=model.extension)
-    elif model.pretrained_as is None:
-        yield _pretrain_stage(model, estimate, "tokenize", recipe=recipe)
+    estimate = _Estimate(pretrain_recipe(sizes, model), sizes.tokenizer)
     start = f"{model.made_by}-{model.start}"
     if model.start == model.name:
-        tables = tuple(dict.fromkeys((*model.tables, "perplexity")))
+        tables = tuple(dict.fromkeys([*model.tables, "perplexity"]))
+        yield _weights_stage(model, sizes, estimate)
         yield _stage("perplexity", model, after=(start,), tables=tables, priority=model.priority, cost=40)
     for task in model.tasks:
-        yield from _task_stages(model, sizes, task, estimate, start)
+        yield _finetune_stage(model, sizes, task, estimate, start)
+        yield _evaluate_stage(model, sizes, task, estimate)
 
 
-def _pretrain_stage(
-    model: TrainedModel, estimate: "_Estimate", after: str, *, recipe: PretrainRecipe, **options: float
-) -> Stage:
+def _weights_stage(model: TrainedModel, sizes: Preset, estimate: "_Estimate") -> Stage:
+    """What makes a model's weights before fine-tuning."""
+    recipe = pretrain_recipe(sizes, model)
+    after = "tokenize"
+    options: Fields = {"recipe": recipe}
+    if model.published is not None:
+        options = {"published": model.published}
+    elif model.extension is not None:
+        after = f"pretrain-{model.pretrained_as}"
+        recipe = extend_recipe(sizes, model, recipe)
+        options = {"recipe": recipe, "factor": model.extension}
     tokens = recipe.training.max_steps * recipe.training.batch * recipe.data.block_size
     return _stage(
         model.made_by,
         model,
-        options={"recipe": recipe, **options},
+        options=options,
         after=(after,),
-        product=f"models/{model.name}/{PRETRAINED[model.made_by]}/manifest.json",
+        product=f"{model.weights}/manifest.json",
         priority=model.priority,
-        cost=10 + estimate.seconds_to_pretrain(tokens),
+        cost=1.0 if model.published else 10 + estimate.seconds_to_pretrain(tokens),
     )
 
 
-def _task_stages(model: TrainedModel, sizes: Preset, task: str, estimate: "_Estimate", start: str) -> Iterator[Stage]:
-    tables = model.tables or (_TASK_TABLES.get(task, task), "figure1")
+def _finetune_stage(model: TrainedModel, sizes: Preset, task: str, estimate: "_Estimate", start: str) -> Stage:
     recipe = finetune_recipe(sizes, model, task)
-    probe, counts = sizes.probe_steps.get(task), counts_of(sizes, model, task)
-    tokens = sum(one.examples * _mean(one.train_length) for one in recipe.phases())
-    yield _stage(
+    probe_steps = sizes.probe_steps.get(task)
+    tables = _tables(model, task)
+    tokens = sum(phase.examples * _mean(phase.train_length) for phase in recipe.phases())
+    tests = [f"draw_tests-{task}-{condition}" for condition in counts_of(sizes, model, task)]
+    return _stage(
         "finetune",
         model,
         task,
-        options={"recipe": recipe, "probe_steps": probe},
-        after=(
-            start,
-            f"draw_examples-{task}-{examples_name(recipe)}",
-            *(f"draw_tests-{task}-{condition}" for condition in counts),
-        ),
+        options={"recipe": recipe, "probe_steps": probe_steps},
+        after=(start, f"draw_examples-{task}-{examples_name(recipe)}", *tests),
         product=f"models/{model.name}/{task}/{recipe.task.train_lengths[-1]}/manifest.json",
-        tables=(*tables, "learning") if probe else tables,
+        tables=(*tables, "learning") if probe_steps else tables,
         priority=model.priority + _wait(task),
         cost=10 + estimate.seconds_to_finetune(tokens),
     )
-    lengths, sees = lengths_tested(sizes, model, task), recipe.task.question_sees
-    yield _stage(
+
+
+def _evaluate_stage(model: TrainedModel, sizes: Preset, task: str, estimate: "_Estimate") -> Stage:
+    counts, lengths = counts_of(sizes, model, task), lengths_tested(sizes, model, task)
+    options = {"counts": counts, "train_lengths": lengths, "ratio": sizes.test_ratio}
+    question_sees = finetune_recipe(sizes, model, task).task.question_sees
+    if question_sees:
+        options["question_sees"] = question_sees
+    tables = _tables(model, task)
+    return _stage(
         "evaluate",
         model,
         task,
-        options={"counts": counts, "train_lengths": lengths, "ratio": sizes.test_ratio}
-        | ({"question_sees": sees} if sees else {}),
+        options=options,
         after=(f"finetune-{model.name}-{task}",),
         tables=(*tables, "markers") if len(counts) > 1 else tables,
         priority=model.priority + _wait(task) - 0.25,  # before the next model is trained
-        cost=10 + len(lengths) * sum(estimate.seconds_to_test(own) for own in counts.values()),
+        cost=10 + len(lengths) * sum(map(estimate.seconds_to_test, counts.values())),
     )
 
 
-def _inspection_stage(one: FurtherTest | Ablation | Analysis, model: TrainedModel, task: str, sizes: Preset) -> Stage:
+def _tables(model: TrainedModel, task: str) -> tuple[str, ...]:
+    return model.tables or (_TASK_TABLES.get(task, task), "figure1")
+
+
+def _inspection_stage(
+    inspection: FurtherTest | Ablation | Analysis, model: TrainedModel, task: str, sizes: Preset
+) -> Stage:
     after = [f"finetune-{model.name}-{task}"]
     estimate = _Estimate(pretrain_recipe(sizes, model), sizes.tokenizer)
-    if isinstance(one, FurtherTest):
-        after += [f"draw_tests-{task}-{condition}" for condition in one.counts]
-        cost = 10 + len(one.train_lengths) * sum(map(estimate.seconds_to_test, one.counts.values()))
-    elif isinstance(one, Ablation):
-        passes = len(one.interventions) * len(lengths_tested(sizes, model, task))
-        cost = 10 + passes * estimate.seconds_to_test(one.counts)
-    else:  # measured on one core: rate-distortion trains many bottlenecks, the others take a few passes
-        cost = 100 * len(one.interventions) if one.kind == "rate-distortion" else 10
+    if isinstance(inspection, FurtherTest):
+        after += [f"draw_tests-{task}-{condition}" for condition in inspection.counts]
+        seconds = len(inspection.train_lengths) * sum(map(estimate.seconds_to_test, inspection.counts.values()))
+    elif isinstance(inspection, Ablation):
+        passes = len(inspection.interventions) * len(lengths_tested(sizes, model, task))
+        seconds = passes * estimate.seconds_to_test(inspection.counts)
+    elif inspection.kind == "rate-distortion":  # measured on one core: it trains many bottlenecks
+        seconds = 100 * len(inspection.interventions) - 10
+    else:  # a few passes
+        seconds = 0
     return _stage(
-        one.kind,
+        inspection.kind,
         model,
         task,
-        method=one.method,
-        options=one.options,
+        method=inspection.method,
+        options=inspection.options,
         after=tuple(after),
-        tables=one.tables,
+        tables=inspection.tables,
         priority=model.priority + _wait(task),
-        cost=cost,
+        cost=10 + seconds,
     )
 
 
-def _look_stage(models: Sequence[TrainedModel], task: str, sizes: Preset) -> Stage:
-    trained = {one.name: finetune_recipe(sizes, one, task).task.train_lengths[-1] for one in models}
+def _look_stage(models: list[TrainedModel], task: str, sizes: Preset) -> Stage:
+    trained = {model.name: finetune_recipe(sizes, model, task).task.train_lengths[-1] for model in models}
     return _stage(
         "look",
         task=task,
         options={"trained": trained},
         after=("describe_tasks", *(f"finetune-{name}-{task}" for name in trained)),
-        priority=max(one.priority for one in models) + _wait(task),
+        priority=max(model.priority for model in models) + _wait(task),
         cost=5,
     )
 
@@ -275,10 +299,11 @@ def _stage(
     method: str | None = None,
     **fields: Any,
 ) -> Stage:
-    given = {"model": model, "task": task, "condition": condition}
-    subject = {key: value for key, value in given.items() if value is not None}
-    name = "-".join([kind, *(one.name if isinstance(one, TrainedModel) else one for one in subject.values())])
-    return Stage(name=name, kind=kind, method=method or kind, subject=subject, **fields)
+    """A stage that is named by its kind and its subject."""
+    parts = {"model": model, "task": task, "condition": condition}
+    subject = {key: part for key, part in parts.items() if part is not None}
+    words = [part.name if isinstance(part, TrainedModel) else part for part in subject.values()]
+    return Stage(name="-".join([kind, *words]), kind=kind, method=method or kind, subject=subject, **fields)
 
 
 _DRAWN = 1.5e6  # tokens of examples drawn per second
@@ -301,7 +326,8 @@ class _Estimate:
     CORE, GPU = 5.2e10, 2e14
 
     def __init__(self, recipe: PretrainRecipe, tokenizer: str):
-        sizes, trained = recipe.model, tokenizer.removeprefix("train:")
+        sizes = recipe.model
+        trained = tokenizer.removeprefix("train:")
         vocabulary = int(trained) if trained.isdigit() else 50_304  # GPT-2's, padded
         attentions = 2 if sizes.second_attention == "causal" else 1  # meta-attention reads one position in ten
         self.blocks = sizes.num_hidden_layers * (8 + 4 * attentions) * sizes.hidden_size**2
@@ -315,10 +341,13 @@ class _Estimate:
     def seconds_to_finetune(self, tokens: int) -> float:
         return 6 * self.blocks * tokens / self.rate
 
-    def seconds_to_test(self, counts: Mapping[int, int]) -> float:
-        means = [(_mean(length), n) for length, n in counts.items()]
-        return 2 * sum(n * length * (self.blocks + self.attention * length) for length, n in means) / self.rate
+    def seconds_to_test(self, counts: Counts) -> float:
+        operations = 0
+        for length, n in counts.items():
+            tokens = _mean(length)
+            operations += n * tokens * (self.blocks + self.attention * tokens)
+        return 2 * operations / self.rate
 
 
-def _seconds_to_draw(counts: Mapping[int, int]) -> float:
+def _seconds_to_draw(counts: Counts) -> float:
     return sum(n * _mean(length) for length, n in counts.items()) / _DRAWN

@@ -11,7 +11,6 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import cycle, islice
 from pathlib import Path
 from shutil import rmtree
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -29,7 +28,7 @@ TRIES = 3  # of a job that the cluster ends
 POLL = 0.5  # seconds between two polls of the jobs
 
 
-class Done(NamedTuple):
+class TimedOutcome(NamedTuple):
     """A stage's outcome, and the time that it took."""
 
     outcome: Outcome
@@ -46,14 +45,14 @@ class Pool(ABC):
         return self
 
     @abstractmethod
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None: ...
+    def __exit__(self, kind: type | None, *error: object) -> None: ...
 
     @abstractmethod
     def submit(self, stage: Stage) -> None:
         """Start a stage."""
 
     @abstractmethod
-    def finished(self) -> Iterator[tuple[str, Done]]:
+    def finished(self) -> Iterator[tuple[str, TimedOutcome]]:
         """Wait for up to a second, then give the names and outcomes of stages that are done.
 
         Raises:
@@ -115,10 +114,10 @@ class ProcessPool(Pool):
         for gpu in islice(cycle(gpus() or [None]), size):
             self._gpus.put(gpu)
         self._pool = ProcessPoolExecutor(size, context, _start_worker, (self._reports, self._gpus))
-        self._running: dict[Future[Done], str] = {}
+        self._running: dict[Future[TimedOutcome], str] = {}
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if error is not None:  # do not wait for stages that take minutes
+    def __exit__(self, kind: type | None, *error: object) -> None:
+        if kind is not None:  # do not wait for stages that take minutes
             for process in multiprocessing.active_children():
                 process.terminate()
         self._pool.shutdown()
@@ -127,18 +126,18 @@ class ProcessPool(Pool):
         """Start a stage."""
         self._running[self._pool.submit(_work_and_report, self.runner, stage)] = stage.name
 
-    def finished(self) -> Iterator[tuple[str, Done]]:
+    def finished(self) -> Iterator[tuple[str, TimedOutcome]]:
         """Give the stages that are done, after a short wait."""
         done, _ = wait(self._running, timeout=1.0, return_when=FIRST_COMPLETED)
         for future in done:
             try:
-                found = future.result()
+                outcome = future.result()
             except BrokenProcessPool as error:
                 raise UserError(
                     f"a worker was killed while it did {', '.join(sorted(self._running.values()))} (usually for lack "
                     "of memory); the same command resumes, and --workers 1 needs less memory."
                 ) from error
-            yield self._running.pop(future), found
+            yield self._running.pop(future), outcome
 
     def progress(self) -> Iterator[tuple[str, float]]:
         """Give the latest reports of the workers."""
@@ -172,7 +171,7 @@ class JobPool(Pool):
         self._running: dict[str, tuple[Any, Stage, int]] = {}
         self._keeps_logs = False
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, kind: type | None, *error: object) -> None:
         for running, _, _ in self._running.values():
             running.cancel(check=False)
         if not self._keeps_logs:
@@ -182,7 +181,7 @@ class JobPool(Pool):
         """Start a stage."""
         self._running[stage.name] = (self._executor.submit(_work_as_job, self.runner, stage), stage, tries)
 
-    def finished(self) -> Iterator[tuple[str, Done]]:
+    def finished(self) -> Iterator[tuple[str, TimedOutcome]]:
         """Give the stages that are done, after a short wait."""
         time.sleep(POLL)
         for name, (running, stage, tries) in list(self._running.items()):
@@ -190,7 +189,7 @@ class JobPool(Pool):
                 continue
             del self._running[name]
             try:
-                found = running.result()
+                outcome = running.result()
             except self._lost as error:
                 if tries == TRIES:
                     self._keeps_logs = True
@@ -199,9 +198,9 @@ class JobPool(Pool):
                     ) from error
                 self.submit(stage, tries + 1)
             else:
-                if isinstance(found, Exception):
-                    raise found
-                yield name, found
+                if isinstance(outcome, Exception):
+                    raise outcome
+                yield name, outcome
 
 
 _reports: Any = None  # in a worker process: the queue for reports of progress
@@ -216,19 +215,19 @@ def _start_worker(reports: Any, left: Any) -> None:
     torch.set_num_threads(1)
 
 
-def _work_and_report(runner: Runner, stage: Stage) -> Done:
+def _work_and_report(runner: Runner, stage: Stage) -> TimedOutcome:
     return _work(runner, stage, lambda done, total, _: _reports.put((stage.name, done / total)))
 
 
-def _work_as_job(runner: Runner, stage: Stage) -> Done | UserError | OSError:
+def _work_as_job(runner: Runner, stage: Stage) -> TimedOutcome | UserError | OSError:
     try:
         return _work(runner, stage, unwatched)
     except (UserError, OSError) as error:  # returned, since another try would fail the same way
         return error
 
 
-def _work(runner: Runner, stage: Stage, progress: Progress) -> Done:
+def _work(runner: Runner, stage: Stage, progress: Progress) -> TimedOutcome:
     keep_freed_memory()
     began, began_on_cpu = time.monotonic(), time.process_time()
     outcome = runner.carry_out(stage, progress)
-    return Done(outcome, time.monotonic() - began, time.process_time() - began_on_cpu)
+    return TimedOutcome(outcome, time.monotonic() - began, time.process_time() - began_on_cpu)

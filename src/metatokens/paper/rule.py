@@ -84,11 +84,10 @@ def prompt_variance(answers: Sequence[Array]) -> float:
         answers: for each side an array (runs, prompts) of what a run has at a prompt, negative on the side that is
             subtracted. Every side has the same prompts.
     """
-    n = answers[0].shape[1]
     added = float(np.var(sum(side.mean(axis=0) for side in answers), ddof=1))
     for side in answers:
+        runs, n = side.shape
         residual = side - side.mean(axis=0) - side.mean(axis=1, keepdims=True) + side.mean()
-        runs = len(side)
         added -= float((residual**2).sum()) / max(runs - 1, 1) / (n - 1) / runs
     return added / n
 
@@ -100,8 +99,8 @@ def effect(strata: Sequence[Stratum], level: float = LEVEL) -> Effect:
     strata_by_task = Counter(stratum.task for stratum in strata)
     weights = [1 / len(strata_by_task) / strata_by_task[stratum.task] for stratum in strata]
     value = sum(weight * stratum.value for weight, stratum in zip(weights, strata, strict=True))
-    run_variances: list[float] = []  # of the means over runs, one for each sample
-    freedoms: list[int] = []
+    variances: list[float] = []  # of the means over runs, one for each sample
+    spread = 0.0
     prompt_errors = dict.fromkeys(strata_by_task, 0.0)
     for weight, stratum in zip(weights, strata, strict=True):
         # Strata of a task may share prompts: they count as wholly dependent.
@@ -109,13 +108,11 @@ def effect(strata: Sequence[Stratum], level: float = LEVEL) -> Effect:
         for sample in stratum.samples:
             if len(sample) < 2:
                 return Effect(value)
-            run_variances.append(weight**2 * float(np.var(sample, ddof=1)) / len(sample))
-            freedoms.append(len(sample) - 1)
-    run_variance = sum(run_variances)
+            variances.append(weight**2 * float(np.var(sample, ddof=1)) / len(sample))
+            spread += variances[-1] ** 2 / (len(sample) - 1)
     # The degrees of freedom are of the runs alone, so that the prompts never narrow the interval.
-    spread = sum(variance**2 / freedom for variance, freedom in zip(run_variances, freedoms, strict=True))
-    freedom = run_variance**2 / spread if spread else inf
-    error = sqrt(run_variance + sum(task_error**2 for task_error in prompt_errors.values()))
+    freedom = sum(variances) ** 2 / spread if spread else inf
+    error = sqrt(sum(variances) + sum(task_error**2 for task_error in prompt_errors.values()))
     reach = float(stdtrit(freedom, (1 + level) / 2)) * error
     return Effect(value, value - reach, value + reach, error, freedom)
 
@@ -163,21 +160,16 @@ def verdict_everywhere(strata: Sequence[Stratum], kind: Kind, smallest: float, *
 def p_value(measured: Effect, kind: Kind, smallest: float) -> float:
     """The p-value of the verdict: the largest over the boundaries that the interval excludes; 1 if there is none."""
     supports, contradicts = boundaries(kind, smallest)
-    excluded_by = {
-        "supported": [supports],
-        "contradicted": [contradicts],
-        "equivalent": [-smallest, smallest],
-    }
+    excluded_by = {"supported": [supports], "contradicted": [contradicts], "equivalent": [-smallest, smallest]}
     excluded = excluded_by.get(verdict(measured, kind, smallest), [])
-    return max((measured.p(boundary) for boundary in excluded), default=1.0)
+    return max(map(measured.p, excluded), default=1.0)
 
 
 def holm(ps: Mapping[str, float]) -> dict[str, bool]:
     """Which of several verdicts hold after Holm's correction for their number, at 5 % in all."""
-    by_p = sorted(ps.items(), key=lambda item: item[1])
     holds = {}
     all_hold = True
-    for rank, (name, p) in enumerate(by_p):
+    for rank, (name, p) in enumerate(sorted(ps.items(), key=lambda item: item[1])):
         all_hold = all_hold and p <= (1 - LEVEL) / (len(ps) - rank)
         holds[name] = all_hold
     return holds

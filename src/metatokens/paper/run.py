@@ -2,8 +2,7 @@
 
 import platform
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -16,7 +15,7 @@ from metatokens.paper.display import Display
 from metatokens.paper.plan import Stage, select, stages
 from metatokens.paper.pools import Pool, open_pool
 from metatokens.paper.presets import preset
-from metatokens.paper.records import ModelInfo, RunInfo
+from metatokens.paper.records import ModelInfo, RunInfo, StageRecord
 from metatokens.paper.run_log import RunLog
 from metatokens.paper.runner import WEIGHTS, Runner
 from metatokens.paper.variants import Preset
@@ -58,17 +57,18 @@ def reproduce(
     sizes = preset(name)
     sizes = replace(sizes, corpus=corpus or sizes.corpus, book=book or sizes.book)
     plan = select(stages(sizes), only)
-    about = {"preset": name, "corpus": sizes.corpus, "book": sizes.book, "tokenizer": sizes.tokenizer}
+    settings = {"preset": name, "corpus": sizes.corpus, "book": sizes.book, "tokenizer": sizes.tokenizer}
     pool = open_pool(Runner(out.resolve(), name, sizes), executor, workers, job or {})
-    with pool, open_run(out, about, overwrite=overwrite):  # a pool refuses its options before a run is replaced
+    with pool, open_run(out, settings, overwrite=overwrite):  # a pool refuses its options before a run is replaced
         log = RunLog(out)
         log.check(plan)
-        left = _unfinished(log, plan)
-        if left or not log.is_packed:
-            log.resume()
-        created, began, is_first = now(), time.monotonic(), not log.entries
-        if left or not (out / "run.json").exists():
-            (out / "run.json").unlink(missing_ok=True)  # so that the next try writes it if this one does not
+        log.resume()
+        left = _stages_left(log, plan)
+        provenance = out / "run.json"
+        if left or not provenance.exists():
+            provenance.unlink(missing_ok=True)  # so that the next try writes it if this one does not
+            created, began = now(), time.monotonic()
+            is_first = not log.entries
             try:
                 _carry_out(log, plan, left, pool, task_done)
             finally:
@@ -84,66 +84,62 @@ def unfinished(name: str, out: Path, *, only: str | None = None) -> list[Stage]:
     plan = select(stages(preset(name)), only)
     log = RunLog(out)
     log.check(plan)
-    left = _unfinished(log, plan)
-    return [stage for stage in plan if stage.name in left]
+    return _stages_left(log, plan)
 
 
-def _unfinished(log: RunLog, plan: list[Stage]) -> set[str]:
+def _stages_left(log: RunLog, plan: list[Stage]) -> list[Stage]:
     """The stages that are not in the log, and those whose product one of them needs and that is missing.
 
     So a run can go on from its records if the weights were not kept.
     """
-    unfinished: set[str] = set()
+    left: list[Stage] = []
     needed: set[str] = set()
     for stage in reversed(plan):  # each stage follows those that it needs
-        product = None if stage.product is None else log.out / stage.product
-        is_missing = product is not None and stage.name in needed and not product.exists()
+        is_missing = stage.name in needed and stage.product is not None and not (log.out / stage.product).exists()
         if is_missing or stage.name not in log.entries:
-            unfinished.add(stage.name)
+            left.append(stage)
             needed.update(stage.after)
-    return unfinished
+    return left[::-1]
 
 
-def _carry_out(log: RunLog, plan: list[Stage], left: set[str], pool: Pool, task_done: Callable[[], None]) -> None:
-    by_name = {stage.name: stage for stage in plan}
-    order = TopologicalSorter({stage.name: stage.after for stage in plan})
+def _carry_out(log: RunLog, plan: list[Stage], left: list[Stage], pool: Pool, task_done: Callable[[], None]) -> None:
+    """Carry out the stages that are left, each once those that it needs are done."""
+    by_name = {stage.name: stage for stage in left}
+    order = TopologicalSorter({stage.name: [name for name in stage.after if name in by_name] for stage in left})
     order.prepare()
-    ready: list[str] = []
+    untested = {stage.name: stage.subject["task"] for stage in left if stage.method == "evaluate"}
+    ready: list[Stage] = []
     running: set[str] = set()
-    task_of = {name: by_name[name].subject["task"] for name in left if by_name[name].method == "evaluate"}
-    asked = Counter(task_of.values())
     with Display({stage.name: stage.cost for stage in plan}) as display:
+        for stage in plan:
+            if stage.name not in by_name:
+                display.skip(stage.name)
         while order.is_active():
-            while names := order.get_ready():  # skipping a finished stage may make others ready
-                for name in names:
-                    if name not in left:
-                        display.skip(name)
-                        order.done(name)
-                    else:
-                        ready.append(name)
-            ready.sort(key=lambda name: (-by_name[name].priority, by_name[name].cost))
+            ready += [by_name[name] for name in order.get_ready()]
+            ready.sort(key=lambda stage: (-stage.priority, stage.cost))
             while ready and len(running) < pool.size:  # the longest first, so that they do not run alone at the end
-                name = ready.pop()
-                pool.submit(by_name[name])
-                running.add(name)
-            if running:
-                finished = []
-                for name, found in pool.finished():
-                    log.add(by_name[name], found)  # at once, since the next stage may have failed
-                    finished.append(name)
-                for name, fraction in pool.progress():
-                    display.update(name, fraction)
-                for name in finished:
-                    running.remove(name)
-                    display.finish(name)
-                    order.done(name)
-                display.refresh(running)
-                tested = Counter(
-                    by_name[name].subject["task"] for name in finished if by_name[name].method == "evaluate"
-                )
-                asked -= tested  # tasks without a model left disappear
-                if asked and tested.keys() - asked.keys():
-                    task_done()
+                stage = ready.pop()
+                pool.submit(stage)
+                running.add(stage.name)
+            finished = []
+            for name, outcome in pool.finished():
+                log.add(by_name[name], outcome)  # at once, since the next stage may have failed
+                finished.append(name)
+            for name, fraction in pool.progress():
+                display.update(name, fraction)
+            for name in finished:
+                running.remove(name)
+                display.finish(name)
+                order.done(name)
+            display.refresh(running)
+            if _tests_end(untested, finished):
+                task_done()
+
+
+def _tests_end(untested: dict[str, str], finished: list[str]) -> bool:
+    """Take the finished tests out of those that are left; whether a task has no more of them, and another one has."""
+    tested = {untested.pop(name) for name in finished if name in untested}
+    return bool(untested) and not tested <= {*untested.values()}
 
 
 def _write_provenance(log: RunLog, name: str, sizes: Preset, **run: Any) -> None:
@@ -152,38 +148,51 @@ def _write_provenance(log: RunLog, name: str, sizes: Preset, **run: Any) -> None
     if "tokenize" not in entries:
         return
     plan = {stage.name: stage for stage in stages(sizes)}
-    given = {"corpus": sizes.corpus, "book": sizes.book}
-    options = [f" --{option} '{spec}'" for option, spec in given.items() if spec != getattr(preset(name), option)]
-    provenance = {
-        "command": f"metatokens reproduce --preset {name} --out {log.out.name}{''.join(options)}",
-        "preset": name,
-        "recipes": {  # including defaults
-            stage.name: stage.options["recipe"].model_dump(mode="json")
-            for stage in plan.values()
-            if stage.name in entries and "recipe" in stage.options
-        },
-        "corpus": entries["tokenize"].facts["corpus"],
-        "models": {
-            one.name: ModelInfo(
-                parameters=entries[stage].facts.get("parameters"),
-                weights_sha256=entries[stage].facts.get(WEIGHTS),
-                description=one.description,
-            )
-            for one in sizes.models
-            if (stage := f"{one.made_by}-{one.name}") in entries
-        },
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cores": available_cores(),
-        "versions": library_versions(),
-        "finished": now(),
-        "stages": [
-            entry.model_dump(include={"name", "seconds", "cpu_seconds"})
-            | (plan[entry.name].fields(name) if entry.name in plan else {})
-            for entry in entries.values()
-        ],
+    recipes = {}  # including defaults
+    for stage in plan.values():
+        if stage.name in entries and "recipe" in stage.options:
+            recipes[stage.name] = stage.options["recipe"].model_dump(mode="json")
+    finished = []
+    for entry in entries.values():
+        subject = plan[entry.name].fields(name) if entry.name in plan else {}
+        times = entry.model_dump(include={"name", "seconds", "cpu_seconds"})
+        finished.append(StageRecord(**times, **subject))
+    info = RunInfo(
+        command=_command(log.out, name, sizes),
+        preset=name,
+        recipes=recipes,
+        corpus=entries["tokenize"].facts["corpus"],
+        models=dict(_model_infos(log, sizes)),
+        python=platform.python_version(),
+        platform=platform.platform(),
+        cores=available_cores(),
+        versions=library_versions(),
+        finished=now(),
+        stages=finished,
         **run,
-    }
-    write_whole(
-        log.out / "run.json", RunInfo.model_validate(provenance).model_dump_json(exclude_defaults=True).encode()
     )
+    write_whole(log.out / "run.json", info.model_dump_json(exclude_defaults=True).encode())
+
+
+def _command(out: Path, name: str, sizes: Preset) -> str:
+    command = f"metatokens reproduce --preset {name} --out {out.name}"
+    for option in ("corpus", "book"):
+        text = getattr(sizes, option)
+        if text != getattr(preset(name), option):
+            command += f" --{option} '{text}'"
+    return command
+
+
+def _model_infos(log: RunLog, sizes: Preset) -> Iterator[tuple[str, ModelInfo]]:
+    for model in sizes.models:
+        stage = f"{model.made_by}-{model.name}"
+        if stage in log.entries:
+            facts = log.entries[stage].facts
+            yield (
+                model.name,
+                ModelInfo(
+                    parameters=facts.get("parameters"),
+                    weights_sha256=facts.get(WEIGHTS),
+                    description=model.description,
+                ),
+            )

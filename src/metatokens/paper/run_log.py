@@ -20,13 +20,14 @@ from pydantic import BaseModel, ValidationError
 from metatokens.errors import UserError
 from metatokens.files import append_lines, write_whole
 from metatokens.paper.plan import Stage
-from metatokens.paper.pools import Done
+from metatokens.paper.pools import TimedOutcome
 from metatokens.paper.records import PACKED
 from metatokens.paper.runner import WEIGHTS
 from metatokens.records import library_versions, now, read_text
 from metatokens.training.run_folder import differences
 
 LOG = "stages.jsonl"
+# The files of lines, by the field of an outcome whose records they hold.
 FILES = {"results": "results.jsonl", "measurements": "analysis.jsonl", "curves": "curves.jsonl"}
 
 
@@ -58,11 +59,6 @@ class RunLog:
                 raise UserError(f"{out / LOG}, line {number} repeats the stage {entry.name!r}.")
             self.entries[entry.name] = entry
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether no file of lines is plain, because the run is finished or has not begun."""
-        return not any((self.out / file).exists() for file in FILES.values())
-
     def pack(self) -> None:
         """Compress the files of lines; the same lines give the same bytes."""
         for file in FILES.values():
@@ -85,37 +81,41 @@ class RunLog:
     def check(self, plan: Iterable[Stage]) -> None:
         """Refuse a plan in which a finished stage has other settings."""
         for stage in plan:
-            entry = self.entries.get(stage.name)
+            if stage.name not in self.entries:
+                continue
+            recorded = {**self.entries[stage.name].settings}
+            if recorded.get("noise_seeds") == 1:  # an option of older versions; all stages are so now
+                del recorded["noise_seeds"]
             settings = json.loads(json.dumps(stage.settings))
-            for key, before, after in differences(entry.settings, settings) if entry is not None else ():
+            for key, before, after in differences(recorded, settings):
                 raise UserError(
                     f"{self.out} holds the stage {stage.name} with other settings ({key} was {before!r} and is now "
                     f"{after!r}); give a new folder, or --overwrite to replace the run."
                 )
 
-    def add(self, stage: Stage, done: Done) -> None:
+    def add(self, stage: Stage, timed: TimedOutcome) -> None:
         """Append a stage and its records; nothing for a stage that ran again because its product was missing.
 
         Training again on another machine gives other weights, which finished stages have not measured: warn then.
         """
-        if before := self.entries.get(stage.name):
-            if before.facts.get(WEIGHTS) != done.outcome.facts.get(WEIGHTS):
+        facts = timed.outcome.facts
+        if stage.name in self.entries:
+            if self.entries[stage.name].facts.get(WEIGHTS) != facts.get(WEIGHTS):
                 print(f"{stage.name} gave other weights than those that finished stages measured.", file=sys.stderr)
             return
-        found = {
-            "results": [record.line() for record in done.outcome.results],
-            "measurements": [record.line() for record in done.outcome.measurements],
-            "curves": [record.line() for record in done.outcome.curves],
-        }
-        for kind, lines in found.items():
-            append_lines(self.out / FILES[kind], lines)
+        numbers = {}
+        for kind, file in FILES.items():
+            lines = [record.line() for record in getattr(timed.outcome, kind)]
+            append_lines(self.out / file, lines)
+            if lines:
+                numbers[kind] = len(lines)
         entry = FinishedStage(
             name=stage.name,
-            seconds=round(done.seconds, 3),
-            cpu_seconds=round(done.cpu_seconds, 3),
+            seconds=round(timed.seconds, 3),
+            cpu_seconds=round(timed.cpu_seconds, 3),
             settings=stage.settings,
-            facts=done.outcome.facts,
-            lines={kind: len(lines) for kind, lines in found.items() if lines},
+            facts=facts,
+            lines=numbers,
             finished=now(),
             versions=library_versions(),
         )
@@ -144,6 +144,5 @@ def _cut(path: Path, count: int) -> None:
     """Drop everything after the first `count` lines."""
     if path.exists():
         with path.open("rb") as file:
-            kept = sum(len(line) for line in islice(file, count))
-        if kept < path.stat().st_size:
-            os.truncate(path, kept)
+            size = sum(len(line) for line in islice(file, count))
+        os.truncate(path, size)

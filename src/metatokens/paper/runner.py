@@ -9,7 +9,6 @@ into the run's folder; the process that runs the plan writes the records of the 
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,19 @@ from metatokens.files import write_whole
 from metatokens.looking.look import look
 from metatokens.looking.page import to_html
 from metatokens.model.interventions import Intervention, intervene
-from metatokens.paper.plan import PRETRAINED, Stage, examples_name
+from metatokens.paper.plan import Stage, examples_name
 from metatokens.paper.records import LOOKS, CurvePoint
-from metatokens.paper.variants import Preset, TrainedModel, finetune_recipe, lengths_tested, pretrain_recipe
+from metatokens.paper.variants import (
+    Counts,
+    CountsByCondition,
+    Preset,
+    TrainedModel,
+    finetune_recipe,
+    lengths_tested,
+    pretrain_recipe,
+    up_to,
+    with_data,
+)
 from metatokens.recipe import FinetuneRecipe, Phase, PretrainRecipe
 from metatokens.records import About, ExampleRecord, Measurement, Result, read_lines
 from metatokens.retrofit.injection import add_meta_attention
@@ -53,6 +62,9 @@ from metatokens.training.trainer import Progress
 WEIGHTS = "weights_sha256"  # the fact that holds the checksums of a training stage's weights
 MOST_TEXT = 10_000_000  # tokens for perplexity; the held-out part of C4 has 7.8 billion
 PROBED = 200  # test prompts of a learning curve
+
+Tests = Mapping[int, Sequence[Encoded]]
+"""Test examples by length."""
 
 
 class Outcome(BaseModel):
@@ -80,6 +92,8 @@ class Runner:
         method: Callable[..., Outcome] = getattr(self, stage.method)
         return method(progress, **stage.subject, **stage.options)
 
+    # --- The stages
+
     def tokenize(self, progress: Progress) -> Outcome:
         """Write the token store, with a tokenizer trained on the tasks' words too."""
         store = write_token_store(
@@ -92,31 +106,25 @@ class Runner:
 
     def describe_tasks(self, progress: Progress) -> Outcome:
         """Write an example of each task to `examples.jsonl`."""
-        tokenizer, shortest = self.tokenizer(), min(self.preset.test_counts)
         with (self.out / "examples.jsonl").open("w", encoding="utf-8") as file:
             for task in TASKS:
-                [example] = draw_test_examples(
-                    task, shortest, 1, tokenizer, condition="paper", documents=self.documents(task)
-                )
+                [example] = self._draw(task, "paper", min(self.preset.test_counts), 1)
                 file.write(ExampleRecord.model_validate(example.to_record()).line() + "\n")
         return Outcome()
 
-    def draw_tests(self, progress: Progress, *, task: str, condition: str, counts: Mapping[int, int]) -> Outcome:
+    def draw_tests(self, progress: Progress, *, task: str, condition: str, counts: Counts) -> Outcome:
         """Write a task's encoded test examples in a condition, and measure what shortcuts score on them."""
-        tokenizer, documents = self.tokenizer(), self.documents(task)
-        tests = {
-            length: draw_test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
-            for length, n in counts.items()
-        }
+        tests = {length: self._draw(task, condition, length, n) for length, n in counts.items()}
         for length, examples in tests.items():
-            ExampleStore.write(self.test_file(task, condition, length), examples)
+            ExampleStore.write(self._test_file(task, condition, length), examples)
         (self.out / "examples" / task / f"tests-{condition}").touch()
-        return Outcome(results=shortcut_rates(task, condition, tests, tokenizer, documents, recipe=self.name))
+        rates = shortcut_rates(task, condition, tests, self._tokenizer(), self._documents(task), recipe=self.name)
+        return Outcome(results=rates)
 
     def draw_examples(self, progress: Progress, *, task: str, recipe: FinetuneRecipe) -> Outcome:
         """Write a recipe's encoded training examples, which other recipes may share."""
-        source = train_source(recipe, task, self.tokenizer(), self.documents(task))
-        folder = self.examples(task, recipe)
+        source = train_source(recipe, task, self._tokenizer(), self._documents(task))
+        folder = self._examples(task, recipe)
         for phase in recipe.phases():
             train_examples(recipe, source, phase, folder)
         (folder / "complete").touch()
@@ -124,100 +132,84 @@ class Runner:
 
     def pretrain(self, progress: Progress, *, model: TrainedModel, recipe: PretrainRecipe) -> Outcome:
         """Pretrain a model."""
-        folder = self.pretrained(model)
-        pretrain(self._here(recipe), folder, progress=progress)
-        return self._pretrained(model, folder)
+        pretrain(self._with_tokens(recipe), self.out / model.weights, progress=progress)
+        return self._pretrained(model)
 
     def fetch(self, progress: Progress, *, model: TrainedModel, published: str) -> Outcome:
         """Give a published model a meta-token; its vocabulary must be that of the token store."""
-        source, folder = fetch_model(Path(published)), self.pretrained(model)
+        source = fetch_model(Path(published))
         tokenizer = load_tokenizer(str(source))
-        if tokenizer.get_vocab() != self.tokenizer().get_vocab():
+        if tokenizer.get_vocab() != self._tokenizer().get_vocab():
             raise UserError(f"{published} and the token store {self.out / 'tokens'} have different vocabularies.")
+        folder = self.out / model.weights
         folder.mkdir(parents=True, exist_ok=True)
         save_model(add_meta_attention(load_base(source), tokenizer, layers=[]), tokenizer, folder)
-        return Outcome(facts={"parameters": _parameters(folder / "model.safetensors")})
+        return Outcome(facts={"parameters": _parameters(folder)})
 
     def extend(self, progress: Progress, *, model: TrainedModel, recipe: PretrainRecipe, factor: float) -> Outcome:
         """Extend the context of another pretrained model, and pretrain it further."""
         assert model.pretrained_as is not None
-        folder = self.pretrained(model)
         extend(
-            self.pretrained(self.models[model.pretrained_as]),
-            folder,
+            self.out / self.models[model.pretrained_as].weights,
+            self.out / model.weights,
             factor=factor,
-            recipe=self._here(recipe),
+            recipe=self._with_tokens(recipe),
             original_length=pretrain_recipe(self.preset, model).data.block_size,
             progress=progress,
         )
-        return self._pretrained(model, folder)
+        return self._pretrained(model)
 
     def perplexity(self, progress: Progress, *, model: TrainedModel) -> Outcome:
         """Perplexity on held-out text and a book, if any: without meta-tokens, and in the model's own placement.
 
         A model whose share of meta-tokens differs from that of the plain `meta` is measured only without meta-tokens.
         """
-        own = pretrain_recipe(self.preset, model).data
+        trained_on = pretrain_recipe(self.preset, model).data
         # All models read the same text, in the blocks of the plain `meta`.
-        data = pretrain_recipe(self.preset, TrainedModel(model="meta")).data
-        pretrained, tokenizer = load_model(self.pretrained(model)), self.tokenizer()
-        placements = ["none", own.placement] if own.fraction == data.fraction else ["none"]
-        texts = {"held_out": str(self.out / "tokens")} | ({"book": self.preset.book} if self.preset.book else {})
+        blocks = pretrain_recipe(self.preset, TrainedModel(model="meta")).data
+        placements = ["none"]
+        if trained_on.placement != "none" and trained_on.fraction == blocks.fraction:
+            placements.append(trained_on.placement)
+        texts = {"held_out": str(self.out / "tokens")}
+        if self.preset.book:
+            texts["book"] = self.preset.book
+        pretrained = load_model(self.out / model.weights)
         results = []
-        for source, spec in texts.items():
-            text = held_out_text(spec, tokenizer, MOST_TEXT)
-            for placement in dict.fromkeys(placements):
-                results.append(
-                    perplexity(
-                        pretrained,
-                        text,
-                        model.about(self.name),
-                        block_size=data.block_size,
-                        fraction=data.fraction,
-                        placement=placement,
-                        source=source,
-                    )
+        for source, corpus in texts.items():
+            text = held_out_text(corpus, self._tokenizer(), MOST_TEXT)
+            for placement in placements:
+                result = perplexity(
+                    pretrained,
+                    text,
+                    model.about(self.name),
+                    block_size=blocks.block_size,
+                    fraction=blocks.fraction,
+                    placement=placement,
+                    source=source,
                 )
+                results.append(result)
         return Outcome(results=results)
 
     def finetune(
         self, progress: Progress, *, model: TrainedModel, task: str, recipe: FinetuneRecipe, probe_steps: int | None
     ) -> Outcome:
         """Fine-tune a pretrained model on a task; its learning curve covers all phases up to the first train length."""
-        folder, examples = self.out / "models" / model.name / task, self.examples(task, recipe)
-        first, condition = recipe.task.train_lengths[0], recipe.task.condition
-        tests, sees = ExampleStore(self.test_file(task, condition, first))[:PROBED], recipe.task.question_sees
-
-        def probe(model: PreTrainedModel, phase: Phase) -> Probe | None:
-            if not probe_steps or phase.train_length != first:
-                return None
-            alone = LandmarksAlone(model, self.tokenizer()) if sees else None
-            return Probe(probe_steps, lambda model: {"exact_match": exact_match(model, tests, alone), "n": len(tests)})
-
+        folder = self.out / "models" / model.name / task
         finetune(
             recipe,
-            self.pretrained(self.models[model.start]),
+            self.out / self.models[model.start].weights,
             folder,
             task=task,
-            documents=self.documents(task),
-            examples=examples,
+            documents=self._documents(task),
+            examples=self._examples(task, recipe),
             progress=progress,
-            probe=probe,
+            probe=self._probing(task, recipe, probe_steps) if probe_steps else None,
         )
-        curves: list[CurvePoint] = []
-        weights: dict[str, str] = {}
-        steps, seen = 0, 0.0
-        for phase in recipe.phases():
-            if phase.train_length != first:
-                steps, seen = 0, 0.0
-            tokens = phase.settings.batch * self.text_tokens(ExampleStore(examples / phase.file))
-            about = model.about(self.name, task=task, train_length=phase.train_length)
-            curves += _curve(folder / phase.name, about, tokens, steps, seen)
-            done = _logged(folder / phase.name)[-1]["step"]
-            steps, seen = steps + done, seen + done * tokens
-            if phase.curriculum is None:
-                weights[phase.name] = weights_sha256(folder / phase.name)
-        return Outcome(curves=curves, facts={WEIGHTS: weights})
+        tuned = [phase.name for phase in recipe.phases() if phase.curriculum is None]
+        return Outcome(
+            curves=list(self._learning_curve(model, task, recipe, folder)),
+            facts={WEIGHTS: {name: weights_sha256(folder / name) for name in tuned}},
+        )
 
     def evaluate(
         self,
@@ -225,44 +217,35 @@ class Runner:
         *,
         model: TrainedModel,
         task: str,
-        counts: Mapping[str, Mapping[int, int]],
+        counts: CountsByCondition,
         train_lengths: Sequence[int],
-        ratio: int | None = None,
+        ratio: float | None = None,
         question_sees: str | None = None,
     ) -> Outcome:
         """Accuracy of a fine-tuned model, by condition and length, up to `ratio` times the train length."""
         results = []
-        for tuned, about in self._tuned(model, task, train_lengths):
-            longest = math.inf if ratio is None else ratio * (about.train_length or 0)
-            alone = LandmarksAlone(tuned, self.tokenizer()) if question_sees else None
-            for condition, own in counts.items():
-                tests = self.tests(task, condition, {length: n for length, n in own.items() if length <= longest})
-                measured = evaluate(tuned, tests, about.model_copy(update={"condition": condition}), alone=alone)
+        for train_length in train_lengths:
+            tuned, subject = self._tuned(model, task, train_length)
+            longest = math.inf if ratio is None else ratio * train_length
+            alone = LandmarksAlone(tuned, self._tokenizer()) if question_sees else None
+            for condition, counts_by_length in counts.items():
+                tests = self._tests(task, condition, up_to(longest, counts_by_length))
+                measured = evaluate(tuned, tests, subject.model_copy(update={"condition": condition}), alone=alone)
                 results += [self._with_answer(result, tuned, tests, alone) for result in measured]
         return Outcome(results=results)
 
     def intervene(
-        self,
-        progress: Progress,
-        *,
-        model: TrainedModel,
-        task: str,
-        interventions: Sequence[str],
-        counts: Mapping[int, int],
-        noise_seeds: int,
+        self, progress: Progress, *, model: TrainedModel, task: str, interventions: Sequence[str], counts: Counts
     ) -> Outcome:
-        """Accuracy of a fine-tuned model under interventions; each seed of a noise gets another part of the prompts."""
+        """Accuracy of a fine-tuned model under interventions; noise is drawn once, for all prompts."""
+        tests = self._tests(task, "paper", counts)
         results = []
-        for tuned, about in self._tuned(model, task, lengths_tested(self.preset, model, task)):
-            tests = self.tests(task, "paper", counts)
+        for train_length in lengths_tested(self.preset, model, task):
+            tuned, subject = self._tuned(model, task, train_length)
             for change in map(Intervention.parse, interventions):
-                for seed in range(noise_seeds) if change.is_random else [None]:
-                    part = (
-                        tests if seed is None else {length: each[seed::noise_seeds] for length, each in tests.items()}
-                    )
-                    changed = about.model_copy(update={"intervention": str(change), "noise_seed": seed})
-                    with intervene(tuned, change, seed=seed or 0):
-                        results += evaluate(tuned, part, changed)
+                update = {"intervention": str(change), "noise_seed": 0 if change.is_random else None}
+                with intervene(tuned, change):
+                    results += evaluate(tuned, tests, subject.model_copy(update=update))
         return Outcome(results=results)
 
     def analyze(
@@ -278,117 +261,145 @@ class Runner:
         interventions: Sequence[str | None],
     ) -> Outcome:
         """Run one of the analyses on a fine-tuned model."""
-        [(tuned, about)] = self._tuned(model, task, [train_length])
-        about = about.model_copy(update={"length": length})
-        examples = draw_test_examples(
-            task, length, n, self.tokenizer(), condition="paper", documents=self.documents(task)
-        )
+        tuned, subject = self._tuned(model, task, train_length)
+        subject = subject.model_copy(update={"length": length})
+        examples = self._draw(task, "paper", length, n)
         if kind == "sharpness":
-            return Outcome(measurements=sharpness(tuned, examples, about))
+            return Outcome(measurements=sharpness(tuned, examples, subject))
+        measurements: list[Measurement] = []
         if kind == "residual":
-            found = residual(tuned, examples, about)
+            measurements += residual(tuned, examples, subject)
         else:
-            found = [
-                measurement
-                for change in (None if name is None else Intervention.parse(name) for name in interventions)
-                for measurement in rate_distortion(tuned, examples, about, fits=3, intervention=change, held_out=n // 5)
-            ]
+            for name in interventions:
+                change = None if name is None else Intervention.parse(name)
+                measurements += rate_distortion(tuned, examples, subject, fits=3, intervention=change, held_out=n // 5)
         # Only the changes that sharpness measures keep their quantiles; no table or figure reads them.
-        return Outcome(measurements=[one.model_copy(update={"quantiles": None}) for one in found])
+        return Outcome(
+            measurements=[measurement.model_copy(update={"quantiles": None}) for measurement in measurements]
+        )
 
     def look(self, progress: Progress, *, task: str, trained: Mapping[str, int]) -> Outcome:
         """Write a page of the models' attention in the example that `describe_tasks` wrote."""
-        shown = next(one for one in read_lines(self.out / "examples.jsonl", ExampleRecord) if one.task == task)
-        looks = [
-            look(
-                load_model(self.out / "models" / name / task / str(length)),
-                self.tokenizer(),
-                shown.prompt,
-                shown.markers,
-                name=name,
-            )
-            for name, length in trained.items()
-        ]
+        examples = {example.task: example for example in read_lines(self.out / "examples.jsonl", ExampleRecord)}
+        example = examples[task]
+        looks = []
+        for name, length in trained.items():
+            model = load_model(self.out / "models" / name / task / str(length))
+            looks.append(look(model, self._tokenizer(), example.prompt, example.markers, name=name))
         page = self.out / LOOKS / f"{task}.html"
         page.parent.mkdir(exist_ok=True)
         write_whole(page, to_html(looks).encode())
         return Outcome()
 
+    # --- What they share
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        """The token store's tokenizer."""
+        return load_tokenizer(str(self.out / "tokens" / "tokenizer"))
+
+    def _documents(self, task: str) -> Sequence[str]:
+        """The texts from which a task takes its excerpts."""
+        return documents_for(task, self.preset.corpus)
+
+    def _with_tokens(self, recipe: PretrainRecipe) -> PretrainRecipe:
+        """The recipe with this run's tokens."""
+        return with_data(recipe, tokens=self.out / "tokens")
+
+    def _draw(self, task: str, condition: str, length: int, n: int) -> Any:
+        """Test examples of one length."""
+        documents = self._documents(task)
+        return draw_test_examples(task, length, n, self._tokenizer(), condition=condition, documents=documents)
+
+    def _test_file(self, task: str, condition: str, length: int) -> Path:
+        return self.out / "examples" / task / f"test-{condition}-{length}.arrow"
+
+    def _tests(self, task: str, condition: str, counts: Counts) -> dict[int, Sequence[Any]]:
+        """The first test examples of each length."""
+        return {length: ExampleStore(self._test_file(task, condition, length))[:n] for length, n in counts.items()}
+
+    def _examples(self, task: str, recipe: FinetuneRecipe) -> Path:
+        """The folder of a recipe's encoded training examples."""
+        return self.out / "examples" / task / examples_name(recipe)
+
+    def _pretrained(self, model: TrainedModel) -> Outcome:
+        folder = self.out / model.weights
+        facts = {"parameters": _parameters(folder), WEIGHTS: weights_sha256(folder)}
+        return Outcome(curves=list(_curve(folder, model.about(self.name))), facts=facts)
+
+    def _tuned(self, model: TrainedModel, task: str, train_length: int) -> tuple[PreTrainedModel, About]:
+        """A fine-tuned model, and the fields of its results in the condition `paper`."""
+        subject = model.about(
+            self.name,
+            task=task,
+            condition="paper",
+            train_condition=finetune_recipe(self.preset, model, task).task.condition,
+            train_length=train_length,
+        )
+        return load_model(self.out / "models" / model.name / task / str(train_length)), subject
+
     def _with_answer(
-        self,
-        result: Result,
-        model: PreTrainedModel,
-        tests: Mapping[int, Sequence[Encoded]],
-        alone: LandmarksAlone | None,
+        self, result: Result, model: PreTrainedModel, tests: Tests, alone: LandmarksAlone | None
     ) -> Result:
         """A result with the model's answer to its first prompt, if that is the one that `describe_tasks` wrote."""
         shortest = min(self.preset.test_counts)
         is_shown = (result.condition, result.length, result.metric) == ("paper", shortest, "exact_match")
         if not is_shown or result.value is None:
             return result
-        said = answer(model, tests[shortest][0], self.tokenizer(), alone)
-        return result.model_copy(update={"answer": said})
+        text = answer(model, tests[shortest][0], self._tokenizer(), alone)
+        return result.model_copy(update={"answer": text})
 
-    def pretrained(self, model: TrainedModel) -> Path:
-        """The folder of a model before fine-tuning."""
-        return self.out / "models" / model.name / PRETRAINED[model.made_by]
+    def _probing(self, task: str, recipe: FinetuneRecipe, steps: int) -> Callable[[Any, Phase], Probe | None]:
+        """The accuracy on some test prompts, measured while a model is trained up to its first train length."""
+        first = recipe.task.train_lengths[0]
+        tests = ExampleStore(self._test_file(task, recipe.task.condition, first))[:PROBED]
 
-    def examples(self, task: str, recipe: FinetuneRecipe) -> Path:
-        """The folder of a recipe's encoded training examples."""
-        return self.out / "examples" / task / examples_name(recipe)
+        def probe(model: PreTrainedModel, phase: Phase) -> Probe | None:
+            if phase.train_length != first:
+                return None
+            alone = LandmarksAlone(model, self._tokenizer()) if recipe.task.question_sees else None
+            return Probe(steps, lambda model: {"exact_match": exact_match(model, tests, alone), "n": len(tests)})
 
-    def test_file(self, task: str, condition: str, length: int) -> Path:
-        """The file of encoded test examples of one length."""
-        return self.out / "examples" / task / f"test-{condition}-{length}.arrow"
+        return probe
 
-    def tests(self, task: str, condition: str, counts: Mapping[int, int]) -> dict[int, Sequence[Any]]:
-        """The first test examples of each length."""
-        return {length: ExampleStore(self.test_file(task, condition, length))[:n] for length, n in counts.items()}
+    def _learning_curve(
+        self, model: TrainedModel, task: str, recipe: FinetuneRecipe, folder: Path
+    ) -> Iterator[CurvePoint]:
+        """The points of all phases; steps and tokens go on through the phases up to the first train length."""
+        steps, seen = 0, 0.0
+        for phase in recipe.phases():
+            if phase.train_length != recipe.task.train_lengths[0]:
+                steps, seen = 0, 0.0
+            tokens = phase.settings.batch * self._text_tokens(self._examples(task, recipe) / phase.file)
+            subject = model.about(self.name, task=task, train_length=phase.train_length)
+            yield from _curve(folder / phase.name, subject, tokens, steps, seen)
+            steps_of_phase = _logged(folder / phase.name)[-1]["step"]
+            steps += steps_of_phase
+            seen += steps_of_phase * tokens
 
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The token store's tokenizer."""
-        return load_tokenizer(str(self.out / "tokens" / "tokenizer"))
-
-    def text_tokens(self, examples: ExampleStore) -> float:
+    def _text_tokens(self, file: Path) -> float:
         """The mean number of text tokens of an example."""
-        marker = meta_token_id(self.tokenizer())
+        marker = meta_token_id(self._tokenizer())
+        examples = ExampleStore(file)
         return sum(int((np.asarray(example.input_ids) != marker).sum()) for example in examples) / len(examples)
-
-    def documents(self, task: str) -> Sequence[str]:
-        """The texts from which a task takes its excerpts."""
-        return documents_for(task, self.preset.corpus)
-
-    def _here(self, recipe: PretrainRecipe) -> PretrainRecipe:
-        """The recipe with this run's tokens."""
-        return recipe.model_copy(update={"data": recipe.data.model_copy(update={"tokens": self.out / "tokens"})})
-
-    def _pretrained(self, model: TrainedModel, folder: Path) -> Outcome:
-        facts = {"parameters": _parameters(folder / "model.safetensors"), WEIGHTS: weights_sha256(folder)}
-        return Outcome(curves=list(_curve(folder, model.about(self.name))), facts=facts)
-
-    def _tuned(self, model: TrainedModel, task: str, train_lengths: Sequence[int]) -> Iterator[tuple[Any, About]]:
-        """The fine-tuned models of some train lengths, and the fields of their results in the condition `paper`."""
-        trained = {"task": task, "train_condition": finetune_recipe(self.preset, model, task).task.condition}
-        for length in train_lengths:
-            about = model.about(self.name, condition="paper", train_length=length, **trained)
-            yield load_model(self.out / "models" / model.name / task / str(length)), about
 
 
 def _curve(
-    folder: Path, about: About, tokens_a_step: float | None = None, steps: int = 0, seen: float = 0.0
+    folder: Path, subject: About, tokens_a_step: float | None = None, steps: int = 0, seen: float = 0.0
 ) -> Iterator[CurvePoint]:
     """The loss and accuracy that a training logged, after `steps` and `seen` text tokens of earlier phases."""
     for entry in _logged(folder):
         figures = {name: entry[name] for name in ("loss", "exact_match", "n") if name in entry}
         if figures:
             tokens = None if tokens_a_step is None else round(seen + entry["step"] * tokens_a_step)
-            yield CurvePoint(**about.present_fields(step=steps + entry["step"], text_tokens=tokens), **figures)
+            fields = subject.present_fields(step=steps + entry["step"], text_tokens=tokens)
+            yield CurvePoint(**fields, **figures)
 
 
 def _logged(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "curve.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def _parameters(weights: Path) -> int:
-    with safe_open(weights, framework="np") as file:
-        return sum(prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118  (it is no mapping)
+def _parameters(folder: Path) -> int:
+    """The number of parameters of a model's weights."""
+    with safe_open(folder / "model.safetensors", framework="np") as file:
+        return sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118  (it is no mapping)

@@ -104,6 +104,11 @@ class TrainedModel:
             return "fetch"
         return "pretrain" if self.extension is None else "extend"
 
+    @property
+    def weights(self) -> str:
+        """The folder of its weights before fine-tuning, in the run's folder."""
+        return f"models/{self.name}/{'pretrained' if self.extension is None else 'extended'}"
+
     def about(self, preset: str, **fields: Any) -> About:
         """The fields of its records, with further ones."""
         return About(
@@ -159,7 +164,6 @@ class Ablation(Inspection):
     kind: str = "ablation"
     interventions: tuple[str, ...]
     counts: Counts
-    noise_seeds: int = 1  # each is used on another part of the prompts
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

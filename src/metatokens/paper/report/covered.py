@@ -1,15 +1,12 @@
 """What a page begins with, if questions were asked with the text covered: what is covered, and who still answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
-
-import pandas as pd
 
 from metatokens.looking.style import readable
 from metatokens.paper.report.table import Cell, Fields, order
 from metatokens.paper.report.tables import ALONE, Tables
-from metatokens.paper.report.text import PERCENT, listed, name, number
+from metatokens.paper.report.text import PERCENT, listed, number
 from metatokens.records import ExampleRecord
 from metatokens.tasks.content import OPENING
 
@@ -31,72 +28,64 @@ class Asked:
     kv_kept: float
     """The share of the text's keys and values that the covered text leaves."""
 
+    def __str__(self) -> str:
+        return f"{self.model} ({MODELS[self.model]})" if self.model in MODELS else self.model
+
+    @property
+    def right(self) -> str:
+        """How many it answers."""
+        covered, in_sight = (PERCENT(cell.estimate()[0]) for cell in (self.covered, self.in_sight))
+        return f"{self.model} answers {covered} % (with the text in sight {in_sight} %)"
+
 
 def asked_covered(tables: Tables) -> dict[str, list[Asked]]:
     """The models that were trained with the text in sight and asked with it covered too, by task; `meta` first."""
-    asked: dict[str, list[Asked]] = {}
+    asked_by_task = {}
     for task, main in tables.tasks.items():
         in_sight = _by_model(tables, main, "")
-        covered = _by_model(tables, main, ALONE)
-        for model in sorted(covered.keys() & in_sight.keys(), key=order, reverse=True):
-            kv_kept = float(covered[model]["kv_kept"].mean())
-            row = Asked(model, Cell.of(in_sight[model]), Cell.of(covered[model]), kv_kept)
-            asked.setdefault(task, []).append(row)
-    return asked
+        covered = _by_model(tables, {**main, "model": [*in_sight]}, ALONE)
+        kv_kept = tables.inputs.measured(**{**main, "intervention": ALONE}).groupby("model")["kv_kept"].mean()
+        models = sorted(covered, key=order, reverse=True)
+        if models:
+            asked_by_task[task] = [Asked(model, in_sight[model], covered[model], kv_kept[model]) for model in models]
+    return asked_by_task
 
 
-def _by_model(tables: Tables, main: Fields, intervention: str) -> dict[str, pd.DataFrame]:
+def _by_model(tables: Tables, main: Fields, intervention: str) -> dict[str, Cell]:
     """The main accuracies of a task under an intervention, by model."""
     accuracies = tables.inputs.measured(**{**main, "intervention": intervention})
-    return {str(model): of_model for model, of_model in accuracies.groupby("model")}
+    return {str(model): Cell.of(of_model) for model, of_model in accuracies.groupby("model")}
 
 
-def sentences(by_task: Mapping[str, Sequence[Asked]]) -> list[str]:
-    """What a meta-token is, what was trained, and what came out on the first task."""
-    task, asked = next(iter(by_task.items()))
-    models = [f"{row.model} ({MODELS[row.model]})" if row.model in MODELS else row.model for row in asked]
-    runs = max(len(row.covered.runs) for row in asked)
-    rights = [
-        f"{row.model} answers {PERCENT(row.covered.estimate()[0])} % "
-        f"(with the text in sight {PERCENT(row.in_sight.estimate()[0])} %)"
-        for row in asked
-    ]
-    counts = listed([number(n) for n in sorted({n for row in asked for n in row.covered.n})], "or")
-    guessing = asked[0].covered.floors[1]
-    chance = f"; guessing gives {PERCENT(guessing)} %" if isfinite(guessing) else ""
-    return [
-        "A meta-token is a learned token between the words of a text: a language model reads it, and is never asked to "
-        "predict it.",
-        f"We trained {listed(models)}, {'once' if runs == 1 else f'up to {runs} times'} each, on questions about texts "
-        "that they saw whole.",
-        f"Then we covered the texts: a question sees their meta-tokens alone, {PERCENT(asked[0].kv_kept)} % of the "
-        f"keys and values. Of {counts} questions of {name(task).lower()}, {listed(rights)}{chance}.",
-    ]
+def counts(asked: Sequence[Asked]) -> str:
+    """How many questions were asked."""
+    n = frozenset[int]().union(*(row.covered.n for row in asked))
+    return listed(list(map(number, sorted(n))), "or")
 
 
 def shown_example(tables: Tables, task: str) -> ExampleRecord | None:
     """The task's example; none if it has no question, or if there are several, as of different runs."""
-    prompts = {
-        example.prompt: example
-        for example in tables.inputs.read.examples
-        if example.task == task and OPENING in example.prompt
-    }
+    examples = tables.inputs.read.examples
+    prompts = {example.prompt: example for example in examples if example.task == task and OPENING in example.prompt}
     return next(iter(prompts.values())) if len(prompts) == 1 else None
 
 
 def answers(tables: Tables, example: ExampleRecord, *, is_covered: bool) -> dict[str, tuple[str, bool]]:
     """What each model answered to the example, in visible characters, and whether that is right; `meta` first."""
+    intervention = ALONE if is_covered else None
     answers_by_model = {
         result.model: result.answer
         for result in tables.inputs.read.results
-        if result.task == example.task
+        if (result.task, result.intervention) == (example.task, intervention)
         and result.answer is not None
-        and not (result.recipe or "").partition("/")[2]  # a variant's
-        and result.intervention == (ALONE if is_covered else None)
+        and "/" not in (result.recipe or "")  # a variant's
     }
     return {
-        model: (readable(answer.strip(" ")) or "nothing", answer == example.completion)
-        for model, answer in sorted(answers_by_model.items(), key=lambda item: order(item[0]), reverse=True)
+        model: (
+            readable(answers_by_model[model].strip(" ")) or "nothing",
+            answers_by_model[model] == example.completion,
+        )
+        for model in sorted(answers_by_model, key=order, reverse=True)
     }
 
 

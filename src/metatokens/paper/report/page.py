@@ -5,7 +5,7 @@ import html
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from urllib.parse import quote as quote_url
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
+from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 from markupsafe import Markup
 from matplotlib.figure import Figure
@@ -20,18 +21,17 @@ from matplotlib.figure import Figure
 from metatokens.errors import UserError
 from metatokens.files import write_whole
 from metatokens.looking.style import PAGE, PHONE, png
-from metatokens.paper.claims import claims, judge
-from metatokens.paper.frame import Inputs, load
+from metatokens.paper.claims import ClaimResult, claims, judge
+from metatokens.paper.frame import SPEEDS, Inputs, load
 from metatokens.paper.report import covered, figures, overview
-from metatokens.paper.report.paper import paper_figure
-from metatokens.paper.report.tables import Tables
-from metatokens.paper.report.text import TOKENS_RIGHT, escape, name, number
+from metatokens.paper.report.tables import Tables, papers_ratio
+from metatokens.paper.report.text import PERCENT, TOKENS_RIGHT, duration, escape, listed, name, number
 
 SIGNATURE = "metatokens report"  # in every page; a page without it is never overwritten
-_PAGES = {"index.html": "report.md", "tables.html": "tables.md"}  # and the Markdown that each is made from
+_PAGES = {"report.md": "index.html", "tables.md": "tables.html"}  # and the HTML that is made from each
 
 Pictures = dict[str, tuple[bytes, bytes]]
-"""By name, for a page and for a phone."""
+"""By name, for a page and for a phtiming."""
 
 
 def write_report(paths: Sequence[Path], out: Path, say: Callable[[str], None] = lambda text: None) -> Path:
@@ -54,108 +54,144 @@ def write_report(paths: Sequence[Path], out: Path, say: Callable[[str], None] = 
     say(f"read {len(inputs.figures):,} figures; making the tables and drawing")
     pictures: Pictures = {}
     texts = _markdown(inputs, out, pictures)
-    files = {out / page: _html(texts[source], pictures).encode() for page, source in _PAGES.items()}
-    files |= {out / page: text.encode() for page, text in texts.items()}
-    drawn = {out / "figures" / f"{picture}.png": page for picture, (page, _) in pictures.items()}
-    pages = [file for file in files if file.is_file()]
-    foreign = [file for file in pages if SIGNATURE.encode() not in file.read_bytes()]
-    foreign += [] if pages else [file for file in drawn if file.exists()]  # a picture next to a report is its own
-    if foreign:
-        raise UserError(f"{foreign[0]} belongs to no report; choose another folder for --out, or remove it.")
-    files |= drawn
+    pages = {out / _PAGES[page]: _html(text, pictures).encode() for page, text in texts.items()}
+    pages |= {out / page: text.encode() for page, text in texts.items()}
+    drawn = {out / "figures" / f"{picture}.png": for_page for picture, (for_page, _) in pictures.items()}
+    _refuse_to_replace(pages, drawn)
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
-        for file, data in files.items():
+        for file, data in (pages | drawn).items():
             write_whole(file, data)
     except OSError as error:
         raise UserError(f"cannot write the report to {out}: {error.strerror}.") from error
     return out / "index.html"
 
 
+def _refuse_to_replace(pages: Sequence[Path], pictures: Sequence[Path]) -> None:
+    """Refuse a folder with a page that is no report's, or with pictures that are not next to timing."""
+    existing = [page for page in pages if page.is_file()]
+    foreign = [page for page in existing if SIGNATURE.encode() not in page.read_bytes()]
+    if not existing:
+        foreign += [picture for picture in pictures if picture.exists()]
+    if foreign:
+        raise UserError(f"{foreign[0]} belongs to no report; choose another folder for --out, or remove it.")
+
+
+# --- The Markdown
+
+
 def _markdown(inputs: Inputs, out: Path, pictures: Pictures) -> dict[str, str]:
     """The pages in Markdown; their pictures are drawn into `pictures`."""
 
-    def picture(draw: Callable[..., Figure], about: Any, alt: str) -> Markup:
-        drawn = draw(about, PAGE)
+    def picture(draw: Callable[..., Figure], data: Any, alt: str) -> Markup:
+        drawn = draw(data, PAGE)
         if not drawn.axes:  # nothing was measured
             return Markup("")
-        pictures[draw.__name__] = png(drawn), png(draw(about, PHONE))
+        pictures[draw.__name__] = png(drawn), png(draw(data, PHONE))
         return Markup(f"![{escape(alt)}](figures/{draw.__name__}.png)")
 
     # Every value is escaped where it is printed, except for what a template marks as markup.
-    environment = _environment(autoescape=True, finalize=escape)
-    environment.filters["markdown"] = lambda table: Markup(table.markdown())
-    environment.filters["href"] = lambda page: Markup(quote_url(os.path.relpath(page, out)))
-    environment.filters["html"] = lambda text: Markup(html.escape(text, quote=False).replace("\n", "&#10;"))
-    environment.filters["inline"] = lambda text: Markup(html.escape(" ".join(text.split()), quote=False))
-    judged = [judge(inputs, claim) for claim in claims()]
-    dates = [one.created for one in inputs.read.results] + [run.finished or run.created for run in inputs.read.runs]
-    recipes = (one.recipe for one in inputs.read.results if one.recipe)  # of a run under way, which has no run.json
-    named = [run.preset for run in inputs.read.runs if run.preset]
-    presets = [*named, *(recipe.partition("/")[0] for recipe in recipes), None]
-    content = {
+    environment = _environment(finalize=escape)
+    environment.filters |= {
+        "markdown": lambda table: Markup(table.markdown()),
+        "href": lambda page: Markup(quote_url(os.path.relpath(page, out))),
+        "html": lambda text: Markup(html.escape(text, quote=False).replace("\n", "&#10;")),
+        "inline": lambda text: Markup(html.escape(" ".join(text.split()), quote=False)),
+    }
+    content = _content(inputs) | {"picture": picture}
+    texts = {}
+    for page in _PAGES:
+        tables = Tables(inputs, by_seed=page == "tables.md")
+        text = environment.get_template(f"{page}.j2").render(content, tables=tables)
+        texts[page] = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    return texts
+
+
+def _content(inputs: Inputs) -> dict[str, Any]:
+    """What the templates speak of."""
+    results = [judge(inputs, claim) for claim in claims()]
+    questions: dict[str, list[ClaimResult]] = {}
+    for result in results:
+        questions.setdefault(result.claim.question, []).append(result)
+    runs = inputs.read.runs
+    dates = [line.created for line in inputs.read.results] + [run.finished or run.created for run in runs]
+    # A run under way has no run.json; its lines have the preset.
+    presets = [run.preset for run in runs] + [(line.recipe or "").partition("/")[0] for line in inputs.read.results]
+    return {
         "inputs": inputs,
-        "judged": judged,
-        "questions": {
-            text: [one for one in judged if one.claim.question == text]
-            for text in dict.fromkeys(one.claim.question for one in judged)
-        },
-        "told": [one for one in judged if one.strata],
-        "has_intervals": any(math.isfinite(one.effect.low) for one in judged),
+        "results": results,
+        "questions": questions,
+        "told": [result for result in results if result.strata],
+        "has_intervals": any(math.isfinite(result.effect.low) for result in results),
         "created": max(filter(None, dates), default=""),
-        "command": lambda one: overview.command(one, presets[0]),
-        "picture": picture,
+        "preset": next(filter(None, presets), None),
         "draw": figures,
         "covered": covered,
         "overview": overview,
-        "paper_figure": paper_figure,
         "tokens_right": TOKENS_RIGHT,
+        "speeds": SPEEDS,
+        "papers_ratio": papers_ratio,
+        "machines": sorted(
+            {f"{timing.device}, {timing.threads} threads, {timing.dtype}" for timing in inputs.read.timings}
+        ),
     }
-    texts = {}
-    for page in _PAGES.values():
-        own = Tables(inputs, by_seed=page == "tables.md")
-        text = environment.get_template(f"{page}.j2").render(content, tables=own)
-        texts[page] = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-    return texts
 
 
 def _environment(**options: Any) -> Environment:
     environment = Environment(
         loader=PackageLoader("metatokens.paper.report", "."),
         undefined=StrictUndefined,
+        autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         **options,
     )
     environment.globals["signature"] = SIGNATURE
-    environment.filters |= {"name": name, "number": number, "markup": Markup}
+    environment.filters |= {"name": name, "number": number, "percent": PERCENT, "duration": duration, "listed": listed}
+    environment.filters["markup"] = Markup
+    environment.tests["finite"] = math.isfinite
     return environment
+
+
+# --- The HTML
+
+
+class _Renderer(RendererHTML):
+    """Tables that scroll, headings with anchors, links between the pages, and pictures inside the page."""
+
+    def table_open(self, *_: Any) -> str:
+        return '<div class="scroll" role="region" tabindex="0"><table>\n'
+
+    def table_close(self, *_: Any) -> str:
+        return "</table></div>\n"
+
+    def heading_open(self, tokens: Sequence[Token], index: int, *_: Any) -> str:
+        return f'<{tokens[index].tag} id="{_anchor(tokens[index + 1])}">'
+
+    def link_open(self, tokens: Sequence[Token], index: int, *rest: Any) -> str:
+        page = tokens[index].attrs["href"]
+        tokens[index].attrs["href"] = _PAGES.get(str(page), page)
+        return self.renderToken(tokens, index, *rest)
+
+    def image(self, tokens: Sequence[Token], index: int, options: Any, pictures: Any) -> str:
+        image = tokens[index]
+        for_page, for_phone = map(_data_url, pictures[Path(str(image.attrs["src"])).stem])
+        phone_source = f'<source media="(max-width: 40rem)" srcset="{for_phone}">'
+        return f'<picture>{phone_source}<img src="{for_page}" alt="{html.escape(image.content)}"></picture>'
 
 
 def _html(markdown: str, pictures: Pictures) -> str:
     """A page of Markdown as HTML that needs nothing else."""
-    parser = MarkdownIt("commonmark", {"html": True}).enable("table")
-    rules: Mapping[str, Callable[[Sequence[Token], int], str]] = {
-        "table_open": lambda tokens, place: '<div class="scroll" role="region" tabindex="0"><table>\n',
-        "table_close": lambda tokens, place: "</table></div>\n",
-        "heading_open": lambda tokens, place: f'<{tokens[place].tag} id="{_anchor(tokens[place + 1])}">',
-        "image": lambda tokens, place: _picture(tokens[place], pictures),
-    }
-    for rule, render in rules.items():
-        parser.add_render_rule(rule, lambda _, tokens, place, *rest, render=render: render(tokens, place))
+    parser = MarkdownIt("commonmark", {"html": True}, renderer_cls=_Renderer).enable("table")
     tokens = parser.parse(markdown)
     headings = [
-        (_anchor(own), _text(own))
-        for before, own in pairwise(tokens)
-        if before.type == "heading_open" and before.tag == "h2"
+        (_anchor(heading), _text(heading))
+        for opening, heading in pairwise(tokens)
+        if opening.type == "heading_open" and opening.tag == "h2"
     ]
-    title = next((_text(own) for own in tokens if own.type == "inline"), "")
-    for own in tokens:
-        for child in own.children or ():
-            if child.type == "link_open" and child.attrs["href"] in _PAGES.values():
-                child.attrs["href"] = next(page for page, source in _PAGES.items() if source == child.attrs["href"])
-    body = Markup(parser.renderer.render(tokens, parser.options, {}))
-    return _environment(autoescape=True).get_template("page.html.j2").render(title=title, headings=headings, body=body)
+    title = next(_text(token) for token in tokens if token.type == "inline")
+    body = Markup(parser.renderer.render(tokens, parser.options, pictures))
+    return _environment().get_template("page.html.j2").render(title=title, headings=headings, body=body)
 
 
 def _text(heading: Token) -> str:
@@ -167,8 +203,5 @@ def _anchor(heading: Token) -> str:
     return re.sub(r"\W+", "-", _text(heading).lower()).strip("-")
 
 
-def _picture(image: Token, pictures: Pictures) -> str:
-    drawn = pictures[Path(str(image.attrs["src"])).stem]
-    page, phone = (f"data:image/png;base64,{base64.b64encode(one).decode()}" for one in drawn)
-    phone_source = f'<source media="(max-width: 40rem)" srcset="{phone}">'
-    return f'<picture>{phone_source}<img src="{page}" alt="{html.escape(image.content)}"></picture>'
+def _data_url(picture: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(picture).decode()}"

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -52,27 +52,24 @@ class Table:
 
     def markdown(self) -> str:
         """The table in Markdown, with its title and its note; columns of figures are set to the right."""
-        alignments = ["---"] * len(self.header)
+        alignments = ["---"]
         for column in range(1, len(self.header)):
-            if all(_is_figure(row[column]) for row in self.rows):
-                alignments[column] = "---:"
-        lines = [_markdown_row(self.header), f"|{'|'.join(alignments)}|\n", *map(_markdown_row, self.rows)]
-        title = f"**{escape(self.title)}**\n\n" if self.title else ""
-        note = f"\n{escape(self.note)}\n" if self.note else ""
-        return "".join([title, *lines, note])
+            is_of_figures = all(_FIGURE.match(_lines_of(row[column])[0]) for row in self.rows)
+            alignments.append("---:" if is_of_figures else "---")
+        text = _markdown_row(self.header) + f"|{'|'.join(alignments)}|\n" + "".join(map(_markdown_row, self.rows))
+        if self.title:
+            text = f"**{escape(self.title)}**\n\n{text}"
+        if self.note:
+            text += f"\n{escape(self.note)}\n"
+        return text
 
 
 def _markdown_row(row: Row) -> str:
-    cells = map(_markdown_cell, row)
-    return f"| {' | '.join(cells)} |\n"
+    return f"| {' | '.join(map(_markdown_cell, row))} |\n"
 
 
 def _markdown_cell(text: Text) -> str:
     return "<br>".join(str(escape(line)) for line in _lines_of(text))
-
-
-def _is_figure(text: Text) -> bool:
-    return _FIGURE.match(_lines_of(text)[0]) is not None
 
 
 def _lines_of(text: Text) -> tuple[str, ...]:
@@ -100,14 +97,11 @@ class Cell:
             return cls()
         seeds = measured["seed"].to_numpy(int)
         values = measured[["value", "low", "high"]].to_numpy(float)
-        means = {int(seed): values[seeds == seed].mean(axis=0) for seed in sorted(set(seeds))}
+        means = {int(seed): values[seeds == seed].mean(axis=0).tolist() for seed in np.unique(seeds)}
         _, low, high = next(iter(means.values()))
-        return cls(
-            runs={seed: float(mean[0]) for seed, mean in means.items()},
-            ends=(float(low), float(high)),
-            n=frozenset(map(int, measured["n"])),
-            floors=(float(measured["shortcut"].iloc[0]), float(measured["chance"].iloc[0])),
-        )
+        shortcut, chance = measured[["shortcut", "chance"]].iloc[0].tolist()
+        runs = {seed: mean for seed, (mean, _, _) in means.items()}
+        return cls(runs, (low, high), frozenset(map(int, measured["n"])), (shortcut, chance))
 
     def estimate(self) -> tuple[float, float, float]:
         """The mean over runs and its 95 % interval: Student's t over runs; of one run, that over its prompts."""
@@ -127,7 +121,7 @@ class Cell:
         text = form(mean)
         if len(self.runs) > 1 and not form.is_log:
             text += f" {PLUS_MINUS} {form(high - mean)}"
-        elif math.isfinite(low) and math.isfinite(high):
+        elif math.isfinite(high - low):
             text += f" ({form(low)} to {form(high)})"
         if len(self.runs) < runs_of_others:
             text += f" [{len(self.runs)}]"
@@ -141,15 +135,6 @@ class _MeasuredRow:
     label: str
     selections: Sequence[Fields]
     cells: Sequence[Cell]
-
-    @property
-    def is_measured(self) -> bool:
-        return any(cell.runs for cell in self.cells)
-
-    @property
-    def floors(self) -> np.ndarray:
-        """The scores of the best shortcut and of chance, (columns, 2)."""
-        return np.array([cell.floors for cell in self.cells]).reshape(-1, 2)
 
     @property
     def prompts(self) -> list[tuple[Any, ...]]:
@@ -185,35 +170,30 @@ def tabulate(
     """
     measured = _measured_rows(inputs, rows, columns)
     if not whole:
-        measured = [row for row in measured if row.is_measured]
+        measured = [row for row in measured if any(cell.runs for cell in row.cells)]
     cells = list(chain.from_iterable(row.cells for row in measured))
     runs = max((len(cell.runs) for cell in cells), default=0)
-    header: list[Text] = [corner, *columns]
-    body: list[list[Text]] = []
-    for row in measured:
-        texts: list[Text] = [row.label]
-        for cell, selection in zip(row.cells, row.selections, strict=True):
-            lines = [cell.shown(form, runs), *below(selection)]
-            if by_seed and runs > 1 and cell.runs:
-                lines.append(f"runs {' '.join(map(form, cell.runs.values()))}")
-            texts.append(lines[0] if len(lines) == 1 else tuple(lines))
-        body.append(texts)
+
+    def text(cell: Cell, selection: Fields) -> Text:
+        lines = [cell.shown(form, runs), *below(selection)]
+        if by_seed and runs > 1 and cell.runs:
+            lines.append(f"runs {' '.join(map(form, cell.runs.values()))}")
+        return lines[0] if len(lines) == 1 else tuple(lines)
+
+    header = [corner, *columns]
+    body: list[list[Text]] = [[row.label, *map(text, row.cells, row.selections)] for row in measured]
     if form.chance and measured:
         _add_floors(header, body, measured, form)
-    return Table(title, tuple(header), [tuple(texts) for texts in body], _note(form, cells))
+    return Table(title, tuple(header), list(map(tuple, body)), _note(form, cells))
 
 
 def _measured_rows(inputs: Inputs, rows: Mapping[str, Fields], columns: Mapping[str, Fields]) -> list[_MeasuredRow]:
     """The rows; their figures are looked for among those that have what all selections have in common."""
-    selections = {
-        (label, heading): {**row, **column}
-        for (label, row), (heading, column) in product(rows.items(), columns.items())
-    }
-    common = _common_fields([{"metric": "exact_match", **selection} for selection in selections.values()])
+    selections = {label: [{**row, **column} for column in columns.values()] for label, row in rows.items()}
+    common = _common_fields([{"metric": "exact_match", **cell} for cell in chain.from_iterable(selections.values())])
     candidates = replace(inputs, figures=select(inputs.figures, **common))
-    measured: list[_MeasuredRow] = []
-    for label in rows:
-        of_row = [selections[label, heading] for heading in columns]
+    measured = []
+    for label, of_row in selections.items():
         cells = [Cell.of(candidates.select(**selection)) for selection in of_row]
         measured.append(_MeasuredRow(label, of_row, cells))
     return measured
@@ -222,21 +202,20 @@ def _measured_rows(inputs: Inputs, rows: Mapping[str, Fields], columns: Mapping[
 def _common_fields(selections: Sequence[Fields]) -> Fields:
     if not selections:
         return {}
-    common = {}
-    for key, value in selections[0].items():
-        if all(key in selection and selection[key] == value for selection in selections):
-            common[key] = value
+    common = dict(selections[0])
+    for selection in selections:
+        common = {key: value for key, value in common.items() if key in selection and selection[key] == value}
     return common
 
 
-def _add_floors(header: list[Text], body: list[list[Text]], rows: Sequence[_MeasuredRow], form: Form) -> None:
+def _add_floors(header: list[str], body: list[list[Text]], rows: Sequence[_MeasuredRow], form: Form) -> None:
     """Add the scores of the best shortcut and of chance: columns if all cells of a row have the same prompts, or rows
     if all cells of a column do.
     """
     is_of_row = all(len(set(row.prompts)) == 1 for row in rows)
     is_of_column = all(row.prompts == rows[0].prompts for row in rows)
-    shortcuts, guesses = np.moveaxis(np.array([row.floors for row in rows]), -1, 0)
-    for name, scores in ((SHORTCUT, shortcuts), (form.chance, guesses)):
+    floors = np.array([[cell.floors for cell in row.cells] for row in rows])  # (rows, columns, 2)
+    for name, scores in zip((SHORTCUT, form.chance), np.moveaxis(floors, -1, 0), strict=True):
         if not np.isfinite(scores).any():
             continue
         if is_of_row:
@@ -258,20 +237,21 @@ def _note(form: Form, cells: Sequence[Cell]) -> str:
     runs = sorted({len(cell.runs) for cell in cells if cell.runs})
     if not runs:
         return "Not run."
-    if runs[-1] > 1:
-        interval = f"95 % interval over {runs[-1]} training runs (Student's t)"
-        figure = f"the geometric mean ({interval})" if form.is_log else f"the mean {PLUS_MINUS} its {interval}"
-    else:
+    interval = f"95 % interval over {runs[-1]} training runs (Student's t)"
+    if runs[-1] == 1:
         figure = "of one run (95 % interval over its prompts)"
+    elif form.is_log:
+        figure = f"the geometric mean ({interval})"
+    else:
+        figure = f"the mean {PLUS_MINUS} its {interval}"
     if len(runs) > 1:
         figure += "; [k]: k runs"
         if runs[0] == 1:
             figure += ", and of one run the interval over its prompts"
     n = sorted(frozenset[int]().union(*(cell.n for cell in cells)))
+    counts = f"{number(n[0])} to {number(n[-1])}"
     if len(n) < 4:
-        counts = listed([number(count) for count in reversed(n)], "or")
-    else:
-        counts = f"{number(n[0])} to {number(n[-1])}"
+        counts = listed(list(map(number, reversed(n))), "or")
     return f"{form.what}: {figure}. n = {counts} {form.counted} a run."
 
 
@@ -281,13 +261,10 @@ def models(inputs: Inputs, **where: Any) -> Selections:
     Returns:
         The fields by label: `meta`, or `meta, learned positions, to 512`.
     """
-    measured = inputs.measured(**where)
-    settings = measured[["model", *_APART]].drop_duplicates()
+    settings = inputs.measured(**where)[["model", *_APART]].drop_duplicates()
     differing = [column for column in _APART if settings[column].nunique(dropna=False) > 1]
-    rows = [{key: plain(value) for key, value in row.items()} for row in settings.to_dict("records")]
-    rows.sort(key=_order_of_model)
     by_label: Selections = {}
-    for row in rows:
+    for row in sorted(plain_rows(settings), key=_order_of_model):
         words = [_words(column, row[column]) for column in differing if row[column]]
         by_label[", ".join([row["model"], *words])] = {**where, **row}
     return by_label
@@ -298,6 +275,17 @@ def _order_of_model(row: Fields) -> tuple[Any, ...]:
     return position, *order(row["model"]), row["train_length"] or 0, row["variant"]
 
 
+def _words(column: str, value: Any) -> str:
+    if column == "position_embedding":
+        return POSITIONS.get(value, value)
+    return _APART[column].format(value)
+
+
+def plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of a frame, with values as selections have them."""
+    return [{key: plain(value) for key, value in row.items()} for row in frame.to_dict("records")]
+
+
 def plain(value: Any) -> Any:
     """A value of a frame as selections have it: NaN as None, a whole number as one."""
     if not isinstance(value, float):
@@ -305,12 +293,6 @@ def plain(value: Any) -> Any:
     if math.isnan(value):
         return None
     return int(value) if value.is_integer() else value
-
-
-def _words(column: str, value: Any) -> str:
-    if column == "position_embedding":
-        return POSITIONS.get(value, str(value))
-    return _APART[column].format(value)
 
 
 def in_order(names: Iterable[str]) -> list[str]:

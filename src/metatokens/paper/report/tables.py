@@ -1,32 +1,35 @@
 """The tables of the report. A method of `Tables` makes one table; without data it has no rows."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, product
+from importlib.resources import files
+from itertools import product
+from math import nan
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import yaml
 
-from metatokens.paper.frame import RATES, SPEEDS, Inputs, learned_from, learning_curves
+from metatokens.paper.frame import RATES, Inputs, learned_from, learning_curves
 from metatokens.paper.records import Timing
-from metatokens.paper.report.paper import first_token_ratio, paper_table
+from metatokens.paper.report.paper import paper_table
 from metatokens.paper.report.table import (
     POSITIONS,
     Cell,
     Fields,
-    Row,
     Selections,
     Table,
     in_order,
     models,
     order,
     plain,
+    plain_rows,
     tabulate,
 )
-from metatokens.paper.report.text import NOT_RUN, PERCENT, TOKENS_RIGHT, Form, duration, name, number
+from metatokens.paper.report.text import PERCENT, TOKENS_RIGHT, Form, name, number
 
 LENGTH_TABLES = {"list_recall": 7, "segment_counting": 8, "parity": 9, "copying": 10}
 ABLATION_TABLES = {"list_recall": (11, 15), "segment_counting": (12,), "parity": (13,), "copying": (14, 16)}
@@ -41,12 +44,9 @@ CONDITIONS = {
 }
 LONGEST = 512  # tokens: our train length next to the GPT-Neo of the paper, which has none
 WINDOWS = {"yarn4": 4096, "yarn8": 8192}  # the paper's, in tokens
-DISTANCES = (1, 2, 3, 4, 8, 16, 32)  # tokens before a meta-token
-MODULES = {"attention": "attention", "second_attention": "second attention"}
 ALONE = "landmarks_alone"  # an intervention
 RECIPES = {"half-rate": "half the rate", "twice-rate": "twice the rate", "longer": "three times the steps"}
 FACTS = {"facts_1": "one fact", "facts_2": "two facts", "facts_4": "four facts", "facts_8": "eight facts"}
-KEYS = ("earlier_meta", "before_meta", "after_meta", "itself", "near", "first", "other")
 SUBJECTS = {"last meta-token": ("meta", ""), "no position": ("meta", "no_pos"), "text before it": ("text", "")}
 SPLITS = {"held_out": "held out", "fit": "as the paper, on the 50 fitted"}
 STEPS = Form("Training steps", is_log=True)
@@ -55,6 +55,9 @@ COSINE = Form("Cosine, centred", digits=3, counted="values")
 NATS = Form("Change, in nats", digits=3, counted="values")
 SHARE = Form("Share, in %", 100.0, 1, counted="values")
 DISTORTION = Form("Distortion, in nats", digits=3, counted="fits")
+
+Lines = Callable[[Fields], list[str]]
+"""The lines below a figure, from the fields of its cell."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Tables:
     def variants(self) -> list[tuple[str, str]]:
         """The variants of models, each with a task that it was tested on."""
         accuracies = self._accuracies(variant=self._any("variant"))
-        pairs = accuracies[["variant", "task"]].drop_duplicates().itertuples(index=False, name=None)
+        pairs = set(zip(accuracies["variant"], accuracies["task"], strict=True))
         return sorted((variant, task) for variant, task in pairs if variant)
 
     def each(self, table_name: str, *arguments: Any) -> list[Table]:
@@ -82,12 +85,14 @@ class Tables:
         tables = [getattr(self, table_name)(task, *arguments) for task in self.tasks]
         return [table for table in tables if table.rows]
 
+    # --- Accuracies
+
     def learned(self) -> Table:
         """Each model on each task at the train length, on other kinds of prompts, and trained among landmarks."""
         rows: Selections = {}
         tested: set[str] = set()
         for task, main in self.tasks.items():
-            tested |= set(self.inputs.measured(**main)["model"])
+            tested.update(self.inputs.measured(**main)["model"])
             rows[name(task)] = main
             for other in self._other_conditions(task):
                 label = f"{name(task)}, {CONDITIONS.get(other['condition'], other['condition'])}"
@@ -98,7 +103,7 @@ class Tables:
                 rows[label] = {**main, **other}
         return self._table("", "task", rows, _columns_of_models(tested))
 
-    def _other_conditions(self, task: str) -> list[Fields]:
+    def _other_conditions(self, task: str) -> Iterable[Fields]:
         """In which other conditions the task was measured: the longest of long prompts, else the shortest."""
         main = self.tasks[task]
         alike = _without(main, "condition", "train_condition", "length", "variant", "metric")
@@ -107,11 +112,11 @@ class Tables:
         is_main_condition = accuracies["condition"] == main["condition"]
         is_other = np.where(is_trained_as_main, ~is_main_condition, accuracies["condition"] == "landmark")
         others: dict[tuple[str, str], Fields] = {}
-        for fields in _distinct(accuracies[is_other], ["variant", "condition", "train_condition", "length"]):
+        for fields in _distinct(accuracies[is_other], "variant", "condition", "train_condition", "length"):
             key = fields["variant"], fields["condition"]
             if key not in others or fields["condition"] == "long_prompt":
                 others[key] = fields
-        return list(others.values())
+        return others.values()
 
     def by_length(self, task: str, form: Form = PERCENT) -> Table:
         """Tables 7 to 10, Figure 1: each model by the length of its prompts; the paper's figure below ours."""
@@ -129,6 +134,14 @@ class Tables:
         selection = {"task": task, "variant": variant, "train_condition": trained, "condition": conditions}
         return self._by(selection, f"{name(task)}, {variant or 'other prompts'}", ["condition", "length"], form)
 
+    def _by(self, selection: Fields, title: str, keys: list[str], form: Form, **options: Any) -> Table:
+        """A row for each model with these fields, a column for each combination of keys that was measured."""
+        metric = "token_accuracy" if form == TOKENS_RIGHT else "exact_match"
+        selection = {**selection, "metric": metric}
+        return self._table(
+            title, "model", models(self.inputs, **selection), self._columns(selection, *keys), form=form, **options
+        )
+
     def other_recipes(self, task: str) -> Table:
         """Each model with other learning rates, and with more steps, at the train length."""
         columns = {"as above": {"variant": ""}}
@@ -138,28 +151,6 @@ class Tables:
         rows = models(self.inputs, **self.tasks[task]) if len(columns) > 1 else {}
         return self._table(name(task), "model", rows, columns)
 
-    def _by(self, selection: Fields, title: str, keys: list[str], form: Form, **options: Any) -> Table:
-        """A row for each model with these fields, a column for each combination of keys that was measured."""
-        metric = "token_accuracy" if form == TOKENS_RIGHT else "exact_match"
-        selection = {**selection, "metric": metric}
-        columns = {_heading(fields): fields for fields in _distinct(self.inputs.measured(**selection), keys)}
-        return self._table(title, "model", models(self.inputs, **selection), columns, form=form, **options)
-
-    def sooner(self) -> Table:
-        """Training steps until a task is learned: the first measurement from which accuracy stays at 90 % or more."""
-        never_learned: Counter[tuple[str, str, str]] = Counter()
-        for (task, model, positions, _), points in learning_curves(self.inputs.curves).items():
-            if np.isinf(learned_from(points)):
-                never_learned[task, model, positions] += 1
-
-        def below(fields: Fields) -> list[str]:
-            runs = never_learned[fields["task"], fields["model"], fields["position_embedding"]]
-            return [f"{runs} not learned"] if runs else []
-
-        rows = models(self.inputs, metric="log_steps_to_learn")
-        columns = {name(task): {"task": task} for task in self.tasks}
-        return self._table("", "model", rows, columns, form=STEPS, below=below)
-
     def yarn(self, task: str) -> Table:
         """Table 1: exact match by length of models whose window was extended; token accuracy and the paper's below."""
         selection = {"metric": "exact_match", "task": task, "variant": [*WINDOWS]}
@@ -167,12 +158,11 @@ class Tables:
 
         def below(fields: Fields) -> list[str]:
             tokens = Cell.of(self.inputs.measured(**{**fields, "metric": "token_accuracy"}))
-            if not tokens.runs:
-                return papers(fields)
-            return [f"tokens {PERCENT(tokens.estimate()[0])}", *papers(fields)]
+            lines = [f"tokens {PERCENT(tokens.estimate()[0])}"] if tokens.runs else []
+            return lines + papers(fields)
 
-        columns = {_heading(fields): fields for fields in _distinct(self.inputs.measured(**selection), ["length"])}
-        return self._table(name(task), "model", models(self.inputs, **selection), columns, below=below)
+        rows = models(self.inputs, **selection)
+        return self._table(name(task), "model", rows, self._columns(selection, "length"), below=below)
 
     def ablations(self, task: str, every: bool = False) -> Table:
         """Tables 2 and 11 to 17: what is taken from the meta-tokens, or noise on positions; the paper's below ours.
@@ -182,25 +172,20 @@ class Tables:
         interventions = [kind for kind in self._any("intervention") if kind not in ("", ALONE)]
         selection = {"metric": "exact_match", "task": task, "intervention": interventions}
         measured = self.inputs.measured(**selection)
+        columns = {_intervention(kind): {"intervention": kind} for kind in ["", *in_order(measured["intervention"])]}
         rows: Selections = {}
-        for lengths in _distinct(measured, ["train_length", "length"]):
-            train_length, length = lengths["train_length"], lengths["length"]
-            if not every and length != train_length:
+        for lengths in _distinct(measured, "train_length", "length"):
+            if not every and lengths["length"] != lengths["train_length"]:
                 continue
+            heading = " \u2192 ".join(map(_length, lengths.values()))
             for model, fields in models(self.inputs, **selection, **lengths).items():
-                label = f"{model}, {_length(train_length)} \u2192 {_length(length)}"
-                rows[label] = {**fields, **lengths}
-        columns: Selections = {}
-        if rows:
-            for kind in ["", *in_order(measured["intervention"])]:
-                columns[_intervention(kind)] = {"intervention": kind}
+                rows[f"{model}, {heading}"] = fields
         at_train_length = _papers(*ABLATION_TABLES.get(task, ()))
         by_length = _papers(*BY_LENGTH_TABLES.get(task, ()))
 
         def below(fields: Fields) -> list[str]:
-            if fields["length"] != fields["train_length"]:
-                return by_length(fields)
-            return at_train_length(fields) or by_length(fields)
+            is_at_train_length = fields["length"] == fields["train_length"]
+            return (is_at_train_length and at_train_length(fields)) or by_length(fields)
 
         return self._table(name(task), "model", rows, columns, below=below)
 
@@ -208,9 +193,7 @@ class Tables:
         """How much is recalled through landmarks alone; with all text in sight, where a model was tested so too."""
         measured = self._accuracies(variant=self._any("variant"), intervention=ALONE)
         rows: Selections = {}
-        for fields in _distinct(
-            measured, ["condition", "task", "variant", "train_condition", "train_length", "length"]
-        ):
+        for fields in _distinct(measured, "condition", "task", "variant", "train_condition", "train_length", "length"):
             label = name(fields["task"])
             if fields["condition"] in FACTS:
                 label = f"{FACTS[fields['condition']]} per landmark"
@@ -224,110 +207,6 @@ class Tables:
             share_of_cache = self.inputs.measured(**alone)["kv_kept"].mean()
             rows[f"{label}, {PERCENT(share_of_cache)} % of the KV"] = alone
         return self._table("", "", rows, _columns_of_models(measured["model"]))
-
-    def perplexity(self) -> Table:
-        """The perplexity of text, with and without meta-tokens inserted."""
-        selection = {"metric": "perplexity", "text": self._any("text"), "variant": self._any("variant")}
-        columns: Selections = {}
-        for fields in _distinct(self.inputs.measured(**selection), ["text", "condition"]):
-            inserted = "alone" if fields["condition"] == "none" else f"meta-tokens {fields['condition']}"
-            columns[f"{name(fields['text'])}, {inserted}"] = fields
-        return self._table("", "model", models(self.inputs, **selection), columns, form=PERPLEXITY)
-
-    def shortcuts(self) -> Table:
-        """The score of each shortcut."""
-        measured = self.inputs.measured(metric="shortcut")
-        rows: Selections = {}
-        for fields in _distinct(measured, ["task", "condition", "model"]):
-            label = f"{name(fields['task'])}, {fields['condition']}: {fields['model']}"
-            rows[label] = {"metric": "shortcut", **fields}
-        columns = {_heading(fields): fields for fields in _distinct(measured, ["length"])}
-        return tabulate(self.inputs, "", "shortcut", rows, columns, form=Form("Exactly right, in %", 100.0, 1))
-
-    def sharpness(self) -> Table:
-        """Figure 2, left and middle: what the meta-tokens' embeddings change."""
-        attention = {"logit": "logit at a meta-token", "log_odds": "log-odds at it", "entropy": "entropy"}
-        output = {"top_logit": "top output logit", "answer_logit": "the answer's logit", "entropy": "output entropy"}
-        markers = {"context": "within the prompt", "final": "at its end"}
-        rows: Selections = {}
-        for module, module_name in MODULES.items():
-            for quantity, words in attention.items():
-                metric = f"attention_{quantity}_change"
-                rows[f"{module_name}: {words}"] = {"metric": metric, "module": module, "layer": None}
-        for quantity, words in output.items():
-            for marker, at_marker in markers.items():
-                rows[f"{words} {at_marker}"] = {"metric": f"output_{quantity}_change", "marker": marker}
-        return self._inside("output_entropy_change", rows, NATS)
-
-    def premise(self) -> Table:
-        """Theorem 4.1: where its premise holds, and whether the entropy fell."""
-        rows: Selections = {}
-        for module, module_name in MODULES.items():
-            in_module: Fields = {"module": module, "layer": None}
-            rows[f"{module_name}: rows with \u03b1 > exp(\u2212H)"] = {"metric": "premise_holds", **in_module}
-            for premise, boosted in product((True, False), repeat=2):
-                premise_words = "held" if premise else "missing"
-                key_words = "boosted" if boosted else "not boosted"
-                label = f"{module_name}, premise {premise_words}, key {key_words}: entropy fell"
-                rows[label] = {"metric": "entropy_fell", "premise": premise, "boosted": boosted, **in_module}
-        return self._inside("output_entropy_change", rows, SHARE)
-
-    def caching(self) -> Table:
-        """Figure 2, right: the cosine of a meta-token, and of the text before it, with the tokens before."""
-        selection: dict[str, Any] = {"metric": "similarity_centred", "marker": "context"}
-        selection["layer"] = self.inputs.measured(**selection)["layer"].max()
-        rows: Selections = {}
-        for distance in DISTANCES:
-            rows[f"{distance} before, meta-token"] = {**selection, "distance": distance, "subject": "meta"}
-            rows[f"{distance} before, text control"] = {**selection, "distance": distance, "subject": "text"}
-        return self._inside("similarity_centred", rows, COSINE)
-
-    def attention_of_final(self) -> Table:
-        """Figure 3, left: what the final meta-token attends to; below it, what even attention would give."""
-        rows: Selections = {}
-        for module, module_name in MODULES.items():
-            for keys in KEYS:
-                label = f"{module_name}: {keys.replace('_', ' ')}"
-                rows[label] = {"metric": "attention_weight", "module": module, "keys": keys}
-
-        def below(fields: Fields) -> list[str]:
-            even = Cell.of(self.inputs.measured(**{**fields, "metric": "attention_weight_if_uniform"}))
-            return [f"evenly {SHARE(even.estimate()[0])}"] if even.runs else []
-
-        return self._inside("attention_weight", rows, SHARE, below=below)
-
-    def _inside(self, metric: str, rows: Mapping[str, Fields], form: Form, **options: Any) -> Table:
-        """A column for each model that has figures of this metric."""
-        columns = {label: _without(fields, "metric") for label, fields in models(self.inputs, metric=metric).items()}
-        return self._table("", "", rows, columns, form=form, **options)
-
-    def rate_distortion(self) -> Table:
-        """Figure 3, right: the distortion at some rates."""
-        rows: Selections = {}
-        for split, (words, (subject, intervention)), model in product(
-            SPLITS, SUBJECTS.items(), ("gpt2", "twin", "meta")
-        ):
-            rows[f"{SPLITS[split]}: {model}, {words}"] = {
-                "metric": "distortion_at_rate",
-                "model": model,
-                "split": split,
-                "subject": subject,
-                "intervention": intervention,
-            }
-        columns = {f"{rate:g} nats": {"rate": rate} for rate in RATES}
-        return self._table("", "scored, model, place", rows, columns, form=DISTORTION)
-
-    def speed(self) -> Table:
-        """Table 3: times in one run, side by side; the paper's code was dense."""
-        shown = [
-            timing
-            for timing in self.inputs.read.timings
-            if timing.benchmark in SPEEDS and timing.against in ("gpt2", "meta", "meta, inserting")
-        ]
-        rows = [_speed_row(timing) for timing in sorted(shown, key=lambda timing: timing.benchmark)]
-        machines = {f"{timing.device}, {timing.threads} threads, {timing.dtype}" for timing in self.inputs.read.timings}
-        header = ("what", "text tokens a second", "ms to the first token", "times as long")
-        return Table("", (*header, "paper", "by operations", "rounds"), rows, "; ".join(sorted(machines)))
 
     def papers(self, table: int) -> Table:
         """All of a table of the paper; our figure of the same setting, where there is one, above the paper's."""
@@ -346,57 +225,103 @@ class Tables:
             rows[_paper_label(theirs)] = ours
         columns: Selections = {}
         for column in paper.columns:
-            if column.get("metric") == "gain":
-                continue
             if "length" in column:
                 columns[number(column["length"])] = {**column, "length": column["length"] // scale}
-            else:
+            elif column.get("metric") != "gain":
                 columns[_intervention(column["intervention"])] = column
         title = f"Table {table}: {paper.title}"
         ours_and_theirs = self._table(title, "model", rows, columns, below=_papers(table, scale=scale), whole=True)
         return replace(ours_and_theirs, note=" ".join([ours_and_theirs.note, *paper.notes]))
 
-    def models(self) -> Table:
-        """The models of a run, with their numbers of parameters."""
-        infos = dict(chain.from_iterable(run.models.items() for run in self.inputs.read.runs))
-        rows = []
-        for model, info in infos.items():
-            parameters = NOT_RUN if info.parameters is None else number(info.parameters)
-            rows.append((model, info.description, parameters))
-        return Table("", ("model", "what it is", "parameters"), rows)
+    # --- How soon, perplexity, and shortcuts
 
-    def cost(self) -> Table:
-        """Core time and the number of stages, by what they did."""
-        costs: dict[str, list[float]] = {}
-        for stage in chain.from_iterable(run.stages for run in self.inputs.read.runs):
-            costs.setdefault(stage.kind or "not named", []).append(stage.cost)
-        if costs:
-            costs["in all"] = list(chain.from_iterable(costs.values()))
-        rows = [(kind, number(len(seconds)), duration(sum(seconds))) for kind, seconds in costs.items()]
-        return Table("", ("stages", "number", "core time"), rows)
+    def sooner(self) -> Table:
+        """Training steps until a task is learned: the first measurement from which accuracy stays at 90 % or more."""
+        never_learned = Counter(
+            run[:3] for run, points in learning_curves(self.inputs.curves).items() if np.isinf(learned_from(points))
+        )
 
-    def settings(self) -> Table:
-        """Commands, machines, versions and texts of the runs."""
-        rows: list[tuple[str, str]] = []
-        for run in self.inputs.read.runs:
-            facts: dict[str, Any] = {
-                "command": run.command,
-                "platform": run.platform,
-                "cores": run.cores,
-                "python": run.python,
-                **run.versions,
-                "begun": run.created,
-                "finished": run.finished,
+        def below(fields: Fields) -> list[str]:
+            runs = never_learned[fields["task"], fields["model"], fields["position_embedding"]]
+            return [f"{runs} not learned"] if runs else []
+
+        rows = models(self.inputs, metric="log_steps_to_learn")
+        columns = {name(task): {"task": task} for task in self.tasks}
+        return self._table("", "model", rows, columns, form=STEPS, below=below)
+
+    def perplexity(self) -> Table:
+        """The perplexity of text, with and without meta-tokens inserted."""
+        selection = {"metric": "perplexity", "text": self._any("text"), "variant": self._any("variant")}
+        columns: Selections = {}
+        for fields in _distinct(self.inputs.measured(**selection), "text", "condition"):
+            inserted = "alone" if fields["condition"] == "none" else f"meta-tokens {fields['condition']}"
+            columns[f"{name(fields['text'])}, {inserted}"] = fields
+        return self._table("", "model", models(self.inputs, **selection), columns, form=PERPLEXITY)
+
+    def shortcuts(self) -> Table:
+        """The score of each shortcut."""
+        selection = {"metric": "shortcut"}
+        rows: Selections = {}
+        for fields in _distinct(self.inputs.measured(**selection), "task", "condition", "model"):
+            label = f"{name(fields['task'])}, {fields['condition']}: {fields['model']}"
+            rows[label] = {**selection, **fields}
+        form = replace(PERCENT, chance="")
+        return tabulate(self.inputs, "", "shortcut", rows, self._columns(selection, "length"), form=form)
+
+    # --- What happens inside; inside.yaml has the rows
+
+    def sharpness(self) -> Table:
+        """Figure 2, left and middle: what the meta-tokens' embeddings change."""
+        return self._inside("output_entropy_change", rows_of("sharpness"), NATS)
+
+    def premise(self) -> Table:
+        """Theorem 4.1: where its premise holds, and whether the entropy fell."""
+        return self._inside("output_entropy_change", rows_of("premise"), SHARE)
+
+    def caching(self) -> Table:
+        """Figure 2, right: the cosine of a meta-token, and of the text before it, with the tokens before."""
+        cosine = {"metric": "similarity_centred", "marker": "context"}
+        last_layer = self.inputs.measured(**cosine)["layer"].max()
+        rows = {label: {**cosine, "layer": last_layer, **fields} for label, fields in rows_of("caching").items()}
+        return self._inside("similarity_centred", rows, COSINE)
+
+    def attention_of_final(self) -> Table:
+        """Figure 3, left: what the final meta-token attends to; below it, what even attention would give."""
+
+        def below(fields: Fields) -> list[str]:
+            even = Cell.of(self.inputs.measured(**{**fields, "metric": "attention_weight_if_uniform"}))
+            return [f"evenly {SHARE(even.estimate()[0])}"] if even.runs else []
+
+        return self._inside("attention_weight", rows_of("attention_of_final"), SHARE, below=below)
+
+    def _inside(self, metric: str, rows: Selections, form: Form, **options: Any) -> Table:
+        """A column for each model that has figures of this metric."""
+        columns = {label: _without(fields, "metric") for label, fields in models(self.inputs, metric=metric).items()}
+        return self._table("", "", rows, columns, form=form, **options)
+
+    def rate_distortion(self) -> Table:
+        """Figure 3, right: the distortion at some rates."""
+        rows: Selections = {}
+        for split, words, model in product(SPLITS, SUBJECTS, ("gpt2", "twin", "meta")):
+            subject, intervention = SUBJECTS[words]
+            rows[f"{SPLITS[split]}: {model}, {words}"] = {
+                "metric": "distortion_at_rate",
+                "model": model,
+                "split": split,
+                "subject": subject,
+                "intervention": intervention,
             }
-            for key, value in run.corpus.items():
-                facts[f"corpus, {key}"] = value
-            if run.wall_seconds is not None:
-                facts["wall time"] = duration(run.wall_seconds)
-            rows += [(fact, str(value)) for fact, value in facts.items() if value is not None]
-        return Table("", ("setting", "value"), rows)
+        columns = {f"{rate:g} nats": {"rate": rate} for rate in RATES}
+        return self._table("", "scored, model, place", rows, columns, form=DISTORTION)
+
+    # --- What they share
 
     def _table(self, *arguments: Any, **options: Any) -> Table:
         return tabulate(self.inputs, *arguments, by_seed=self.by_seed, **options)
+
+    def _columns(self, selection: Fields, *keys: str) -> Selections:
+        """A column for each combination of keys that was measured."""
+        return {_heading(fields): fields for fields in _distinct(self.inputs.measured(**selection), *keys)}
 
     def _accuracies(self, **selection: Any) -> pd.DataFrame:
         """The accuracies in every condition, of models that were trained in any."""
@@ -407,27 +332,33 @@ class Tables:
         return sorted(set(self.inputs.figures[column]))
 
 
+def rows_of(table_name: str) -> Selections:
+    """The rows of a table on what happens inside."""
+    text = files("metatokens.paper.report").joinpath("inside.yaml").read_text(encoding="utf-8")
+    rows: Selections = yaml.safe_load(text)[table_name]
+    return rows
+
+
 def _columns_of_models(names: Iterable[str]) -> Selections:
     return {model: {"model": model} for model in in_order(names)}
 
 
-def _main_fields(accuracies: pd.DataFrame) -> dict[str, Any]:
+def _main_fields(accuracies: pd.DataFrame) -> Fields:
     """The fields of a task's main figures: trained on the paper's prompts, rotary positions, where there are such."""
-    fields: dict[str, Any] = {"metric": "exact_match", "variant": "", "task": accuracies["task"].iloc[0]}
-    for column, preferred in (("train_condition", "paper"), ("position_embedding", "rope"), ("condition", None)):
+    fields = {"metric": "exact_match", "variant": "", "task": accuracies["task"].iloc[0]}
+    for column, preferred in (("train_condition", "paper"), ("position_embedding", "rope"), ("condition", "")):
         values = in_order(accuracies[column])
-        preferred = preferred or fields["train_condition"]
-        fields[column] = preferred if preferred in values else values[0]
+        wanted = preferred or fields["train_condition"]
+        fields[column] = wanted if wanted in values else values[0]
         accuracies = accuracies[accuracies[column] == fields[column]]
     train_length, lengths = accuracies["train_length"].min(), accuracies["length"]
     length = train_length if (lengths == train_length).any() else lengths.min()
     return {**fields, "train_length": plain(float(train_length)), "length": plain(float(length))}
 
 
-def _distinct(figures: pd.DataFrame, keys: list[str]) -> list[dict[str, Any]]:
+def _distinct(figures: pd.DataFrame, *keys: str) -> list[dict[str, Any]]:
     """The combinations of values in these columns, each once, in order."""
-    records = figures[keys].drop_duplicates().to_dict("records")
-    rows = [{key: plain(value) for key, value in record.items()} for record in records]
+    rows = plain_rows(figures[[*keys]].drop_duplicates())
     return sorted(rows, key=lambda row: list(map(_order_of_value, row.values())))
 
 
@@ -455,31 +386,18 @@ def _intervention(kind: str) -> str:
     return INTERVENTIONS.get(kind, kind.replace(":", " "))
 
 
-def _speed_row(timing: Timing) -> Row:
-    """A row of the table of speeds: a model's own times, or how they compare with another's."""
-    is_prefill = timing.benchmark == "prefill"
-    label = f"{'the first token' if is_prefill else 'decoding'}, batch {timing.batch}: {timing.model}"
-    ratio = papers_ratio = limit = NOT_RUN
-    if timing.model != timing.against:
-        label += f" / {timing.against}"
-        ratio = f"{timing.ratio:.3f} ({timing.ratio_low:.3f} to {timing.ratio_high:.3f})"
-        limit = f"{timing.limit:.3f}"
-    if (timing.benchmark, timing.model, timing.against) == ("decode", "dense, inserting", "gpt2"):
-        papers_ratio = f"{paper_table(3).at(metric='slowdown', model='meta'):.2f}"
-    if (timing.benchmark, timing.model, timing.against) == ("prefill", "dense", "gpt2"):
-        papers_ratio = f"{first_token_ratio():.2f}"
-    return (
-        label,
-        number(timing.text_tokens / timing.seconds),
-        number(1000 * timing.seconds) if is_prefill else NOT_RUN,
-        ratio,
-        papers_ratio,
-        limit,
-        number(timing.n),
-    )
+def papers_ratio(timing: Timing) -> float | None:
+    """The paper's ratio of the same times (Table 3): with meta-tokens, in its dense code, over without."""
+    compared = (timing.benchmark, timing.model, timing.against)
+    if compared == ("decode", "dense, inserting", "gpt2"):
+        return paper_table(3).at(metric="slowdown", model="meta")
+    if compared == ("prefill", "dense", "gpt2"):
+        with_metas, without = (paper_table(3).at(metric="first_token_ms", model=model) for model in ("meta", "gpt2"))
+        return (with_metas or nan) / (without or nan)
+    return None
 
 
-def _papers(*tables: int, scale: int = 1) -> Callable[[Fields], list[str]]:
+def _papers(*tables: int, scale: int = 1) -> Lines:
     """The line below a figure: the paper's figure, from the first of these tables that has it.
 
     Its prompts are `scale` times as long as ours.
@@ -492,11 +410,8 @@ def _papers(*tables: int, scale: int = 1) -> Callable[[Fields], list[str]]:
                 setting[key] *= scale
         if setting.get("variant") in WINDOWS:
             setting["window"] = WINDOWS[setting["variant"]]
-        for table in tables:
-            value = paper_table(table).at(**setting)
-            if value is not None:
-                return [f"paper {value:.1f}"]
-        return []
+        values = [paper_table(table).at(**setting) for table in tables]
+        return [f"paper {value:.1f}" for value in values if value is not None][:1]
 
     return below
 
