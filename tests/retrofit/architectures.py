@@ -6,15 +6,17 @@
 import re
 import tempfile
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import cache
 from importlib.metadata import version
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from metatokens import add_meta_attention, load_meta, save_meta
 from metatokens.decoder import logits_at
@@ -23,6 +25,7 @@ from metatokens.retrofit.layers import MetaModule
 from metatokens.training.batches import WithLogitsToKeep
 from tests.checkpointing import checkpoint_activations, keep_activations
 from tests.gradients import far
+from tests.model.agreement import gradients_of
 from tests.numbers import decoder_roundings, rounding_bound
 from tests.retrofit.small import auto_class, small
 
@@ -34,6 +37,7 @@ ROUNDED_GRADIENT = rounding_bound(torch.float32, 2 * ROUNDINGS)  # for gradients
 CORPUS = [
     "the cat sat on a mat while two dogs ran over green hills and a river in spring; nobody saw how they came back"
 ]
+ADDED: dict[str, Any] = {"meta_token_id": META, "heads": 2, "head_size": 16}  # what tests ask `add_meta_attention` for
 MOST_PARAMETERS = 40_000_000
 
 _TOKENS = {"vocab_size": ROWS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -115,13 +119,18 @@ SOME = (
 def base(name: str, **choices: Any) -> PreTrainedModel:
     """A decoder with weights large enough for errors to show."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **ARCHITECTURES[name], **choices) if name in ARCHITECTURES else small(name)
-    model = auto_class(name).from_config(config)
+    model = auto_class(name).from_config(_config(name, choices))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0, 0.08)
     return model.eval()
+
+
+def _config(name: str, choices: dict[str, Any]) -> PreTrainedConfig:
+    if name not in ARCHITECTURES:
+        return small(name)
+    return AutoConfig.for_model(name, **ARCHITECTURES[name] | choices)
 
 
 def fails_in(release: str, *values: Any, why: str) -> Any:
@@ -143,16 +152,24 @@ def train_like(model: PreTrainedModel) -> PreTrainedModel:
 def retrofitted(
     name: str, *, freeze: bool = False, dtype: torch.dtype = torch.float32, **choices: Any
 ) -> PreTrainedModel:
-    """The same decoder with meta-attention that has an effect."""
-    options = {"meta_token_id": META, "heads": 2, "head_size": 16}
+    """The same decoder with meta-attention that has an effect, for the caller to change."""
+    model = deepcopy(shared(name, freeze=freeze, dtype=dtype, **choices))
+    torch.manual_seed(3)  # what a test draws next does not depend on whether the model was made before
+    return model
+
+
+@cache
+def shared(name: str, *, freeze: bool = False, dtype: torch.dtype = torch.float32, **choices: Any) -> PreTrainedModel:
+    """A `retrofitted` model made once, for tests that do not change it."""
     model = base(name, **choices)
     model = model if dtype == model.dtype else model.to(dtype)  # which also casts complex buffers
-    return train_like(add_meta_attention(model, **options, freeze=freeze))
+    return train_like(add_meta_attention(model, **ADDED, freeze=freeze))
 
 
 def fit(model: torch.nn.Module, ids: Tensor, *, steps: int, rate: float) -> None:
     """Train what is not frozen on one batch, whose loss must fall."""
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=rate)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=rate)
     losses = []
     for _ in range(steps):
         loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
@@ -192,32 +209,35 @@ WITHOUT_FLOAT64 = {"xglm"}  # its own mask overflows
 def wrong_sites(name: str) -> float:
     """How many sites are not the attention, or the norm after it, for several precisions, weights and outliers."""
     wrong = 0
-    dtypes = [torch.float32, torch.bfloat16, torch.float16, *([] if name in WITHOUT_FLOAT64 else [torch.float64])]
     expected = r"post_(self_attn|attention)_layernorm" if name in _NORM_BEHIND else r"((self|linear)_)?att(n|ention)"
-    for dtype in dtypes:
-        for make in (
-            base,
-            lambda name: AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **ARCHITECTURES[name])),
-        ):
-            for outlier in (0.0, 100.0):  # as in the residual stream of large language models
-                model = make(name).to(dtype)
-                if dtype == torch.float64 and hasattr(model.config, "_experts_implementation"):
-                    model.set_experts_implementation("batched_mm")  # torch multiplies no groups in float64
-                model.get_input_embeddings().weight.data[:, 3] += outlier
-                sites = add_meta_attention(model, meta_token_id=META).config.meta_attention["sites"]
-                wrong += sum(re.fullmatch(expected, site) is None for site in sites)
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    for dtype, make, outlier in product(dtypes, (base, _initial), (0.0, 100.0)):
+        if dtype == torch.float64 and name in WITHOUT_FLOAT64:
+            continue
+        model = make(name).to(dtype)
+        if dtype == torch.float64 and hasattr(model.config, "_experts_implementation"):
+            model.set_experts_implementation("batched_mm")  # torch multiplies no groups in float64
+        # Large language models have such outliers in the residual stream.
+        model.get_input_embeddings().weight.data[:, 3] += outlier
+        sites = add_meta_attention(model, meta_token_id=META).config.meta_attention["sites"]
+        wrong += sum(re.fullmatch(expected, site) is None for site in sites)
     return float(wrong)
+
+
+def _initial(name: str) -> PreTrainedModel:
+    """A decoder with the weights that transformers draws."""
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **ARCHITECTURES[name]))
 
 
 def text_error(name: str) -> float:
     """Logits for text: with trained meta-attention against the base."""
-    return error(logits(retrofitted(name), text()), logits(base(name), text()))
+    return error(logits(shared(name), text()), logits(base(name), text()))
 
 
 def start_error(name: str) -> float:
     """Logits for meta-tokens: with initial meta-attention against the base, given the meta-token's embedding."""
     plain, ids = base(name), with_meta_tokens()
-    model = add_meta_attention(base(name), meta_token_id=META, heads=2, head_size=16)
+    model = add_meta_attention(base(name), **ADDED)
     embeddings = model.get_input_embeddings()(ids)
     with torch.no_grad():
         return error(logits(model, ids), plain(inputs_embeds=embeddings, use_cache=False).logits[..., :META])
@@ -225,7 +245,7 @@ def start_error(name: str) -> float:
 
 def cached_error(name: str) -> float:
     """Logits of a sequence read in small pieces with the cache, against the same read at once."""
-    model, ids = retrofitted(name), with_meta_tokens()
+    model, ids = shared(name), with_meta_tokens()
     cuts = (0, 10, 11, 12, 15, 16, 17, 18, 20, LENGTH)
     past, read = None, []
     for first, last in pairwise(cuts):
@@ -236,19 +256,24 @@ def cached_error(name: str) -> float:
     return error(torch.cat(read, dim=1), logits(model, ids))
 
 
+def with_padding(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids with five tokens of padding before the first row, whose end is left out, and their mask."""
+    padded, mask = ids.clone(), torch.ones_like(ids)
+    padded[0, :5] = mask[0, :5] = 0
+    padded[0, 5:] = ids[0, : LENGTH - 5]
+    return padded, mask
+
+
 def padded_error(name: str) -> float:
     """Logits of a left-padded row, against the row alone."""
-    model, ids = retrofitted(name), with_meta_tokens()
-    padded = ids.clone()
-    padded[0] = torch.cat([torch.zeros(5, dtype=torch.long), ids[0, :19]])
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
+    model, ids = shared(name), with_meta_tokens()
+    padded, mask = with_padding(ids)
     positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
     try:
         got = logits(model, padded, attention_mask=mask, position_ids=positions)
     except TypeError:  # some derive positions from the mask
         got = logits(model, padded, attention_mask=mask)
-    return error(got[0, 5:], logits(model, ids[:1, :19])[0])
+    return error(got[0, 5:], logits(model, ids[:1, : LENGTH - 5])[0])
 
 
 def reload_error(name: str, dtype: torch.dtype = torch.float32) -> float:
@@ -257,15 +282,18 @@ def reload_error(name: str, dtype: torch.dtype = torch.float32) -> float:
         base(name).to(dtype).save_pretrained(Path(folder) / "base")
         load = type(base(name)).from_pretrained  # not an Auto class, which does not find all types
         plain, fresh, other = (load(Path(folder) / "base").eval() for _ in range(3))
-        model = train_like(add_meta_attention(fresh, meta_token_id=META, heads=2, head_size=16))
+        model = train_like(add_meta_attention(fresh, **ADDED))
         model.save_pretrained(Path(folder) / "whole")
         save_meta(model, Path(folder) / "meta")
         whole = auto_class(name).from_pretrained(Path(folder) / "whole").eval()
         put_together = load_meta(other, Path(folder) / "meta")
         assert model.dtype == whole.dtype == put_together.dtype == dtype
         expected = logits(model, with_meta_tokens())
-        reloaded = [error(logits(one, with_meta_tokens()), expected) for one in (whole, put_together)]
-        return max(*reloaded, error(logits(model, text()), logits(plain, text())))
+        return max(
+            error(logits(whole, with_meta_tokens()), expected),
+            error(logits(put_together, with_meta_tokens()), expected),
+            error(logits(model, text()), logits(plain, text())),
+        )
 
 
 def half_error(name: str) -> float:
@@ -295,29 +323,33 @@ def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     first, second = with_meta_tokens(seed=4), with_meta_tokens(seed=5)
     second[:, 5:9] = META
     (model(first, labels=first).loss + 2 * model(second, labels=second).loss).backward()
-    return {key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None}
+    return gradients_of(model)
 
 
 def scored_columns_error(name: str) -> float:
     """How far loss and gradients are from those with all logits when only columns with a label have logits."""
-    model, ids = retrofitted(name, freeze=False).train(), with_meta_tokens()
+    model, ids = retrofitted(name).train(), with_meta_tokens()
     labels = ids.clone()
     labels[:, :9], labels[0, 12:], labels[1, :14] = -100, -100, -100
-    batch, found = {"input_ids": ids, "labels": labels}, []
-    for given in (batch, WithLogitsToKeep(lambda items: batch)([])):
+    in_full = {"input_ids": ids, "labels": labels}
+    at_labels = WithLogitsToKeep(lambda items: in_full)([])
+    losses, gradients = [], []
+    for batch in (in_full, at_labels):
         model.zero_grad()
         torch.manual_seed(7)  # for the base's dropout
-        out = model(**given)
+        out = model(**batch)
         out.loss.backward()
-        found.append([out.loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)])
+        losses.append(out.loss.detach())
+        gradients.append(gradients_of(model))
     assert out.logits.shape[1] == LENGTH - 11  # the first eight, the last, and two that neither row is scored on
-    return max(far(a, b) for a, b in zip(*found, strict=True))
+    expected, actual = gradients
+    return max(far(*losses), *(far(actual[name], gradient) for name, gradient in expected.items()))
 
 
 @torch.no_grad()
 def pieces_error(name: str) -> float:
     """Logits of some positions computed in pieces, against those of all positions at once."""
-    model, ids = retrofitted(name), with_meta_tokens()
+    model, ids = shared(name), with_meta_tokens()
     chosen = torch.rand(ids.shape, generator=torch.Generator().manual_seed(8)) < 0.5
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("metatokens.decoder.PIECE", 5 * ROWS)
@@ -337,10 +369,7 @@ WAYS: list[dict[str, Any]] = [
 
 def generation_differences(name: str, ways: Sequence[dict[str, Any]] = WAYS) -> float:
     """In how many ways of generating (greedy, beams, sampling, inserted meta-tokens) the cache changes the output."""
-    model, ids = retrofitted(name), with_meta_tokens()
-    ids[0] = torch.cat([torch.zeros(5, dtype=torch.long), ids[0, :19]])
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
+    model, (ids, mask) = shared(name), with_padding(with_meta_tokens())
     different = 0
     for way in ways:
         outcomes = []
@@ -382,7 +411,7 @@ def saved_error(name: str, make: Callable[[str], PreTrainedModel]) -> float:
 def put_together_error(name: str) -> float:
     """Logits of a base with a loaded delta, against the model that the delta was saved from."""
     with tempfile.TemporaryDirectory() as folder:
-        model = retrofitted(name)
+        model = shared(name)
         save_meta(model, folder)
         return error(logits(load_meta(base(name), folder), with_meta_tokens()), logits(model, with_meta_tokens()))
 
@@ -415,23 +444,34 @@ def outcome(name: str) -> tuple[str, str]:
     falls short of this.
     """
     try:
-        if name not in ARCHITECTURES:
-            with torch.device("meta"):
-                empty = auto_class(name).from_config(small(name))
-            if (count := sum(one.numel() for one in empty.parameters())) > MOST_PARAMETERS:
-                return "not built", f"small, it has {count:,} parameters"
+        if name not in ARCHITECTURES and (count := _parameters(name)) > MOST_PARAMETERS:
+            return "not built", f"small, it has {count:,} parameters"
         base(name)
     except Exception as error:  # of any type
         return "not built", f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     try:
-        retrofitted(name)
-        found = {"text": text_error(name), "put together": put_together_error(name)}
-        found |= {"reloaded": saved_error(name, retrofitted), "generation": generation_differences(name, WAYS[3:4])}
+        errors = {
+            "text": text_error(name),
+            "put together": put_together_error(name),
+            "reloaded": saved_error(name, retrofitted),
+            "generation": generation_differences(name, WAYS[3:4]),
+        }
     except UserError as refusal:
         return "refused", str(refusal)
     excuses = []
-    if found["generation"] and base_cache_error(name) > 1e-3:
-        found["generation"], excuses = 0.0, ["the base's own cache changes its logits"]
-    if found["reloaded"] and saved_error(name, base):
-        found["reloaded"], excuses = 0.0, [*excuses, "the base itself does not come back from disk"]
-    return ("wrong", str(found)) if any(found.values()) else ("taken", ", and ".join(excuses))
+    if errors["generation"] and base_cache_error(name) > 1e-3:
+        del errors["generation"]
+        excuses.append("the base's own cache changes its logits")
+    if errors["reloaded"] and saved_error(name, base):
+        del errors["reloaded"]
+        excuses.append("the base itself does not come back from disk")
+    if any(errors.values()):
+        return "wrong", str(errors)
+    return "taken", ", and ".join(excuses)
+
+
+def _parameters(name: str) -> int:
+    """How many parameters the small model of a type has, which is not built for that."""
+    with torch.device("meta"):
+        empty = auto_class(name).from_config(small(name))
+    return sum(parameter.numel() for parameter in empty.parameters())
