@@ -1,14 +1,11 @@
 """A second attention of your own: meta-tokens that see one another, and also the text right before them.
 
-    model = NearTextModel(NearTextConfig(vocab_size=64, meta_token_id=63))
-
-It trains and generates like every model of the family, with any cache of transformers and with a text window.
+`NearTextModel(NearTextConfig(vocab_size=64, meta_token_id=63))` trains and generates like every model of the family.
 """
 
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM
@@ -23,18 +20,21 @@ class NearTextAttention(MetaAttention):
 
     needs_all_rows = True  # text has keys and values here, so the model does not gather the meta-tokens' rows
 
-    def forward(self, x: Tensor, *, rows: DenseRows, cache: Any, mask: Any, rotary: Any, **others: Any) -> Any:
+    def forward(self, x: torch.Tensor, *, rows: DenseRows, cache: Any, mask: Any, rotary: Any, **others: Any) -> Any:
         """The output for x, both (batch, length, width), which the model adds at meta-tokens; and no weights."""
         q, k, v = self.project(x, rotary, others["log_keys"])
-        is_meta = rows.valid[:, None, :, None].to(k)
-        k, v = torch.cat([k, is_meta], dim=-1), pad(v, (0, 1))  # a cache holds which keys are meta-tokens, too
+        is_meta = rows.valid[:, None, :, None].expand_as(k[..., :1])
+        k, v = torch.cat([k, is_meta.to(k)], dim=-1), pad(v, (0, 1))  # a cache holds which keys are meta-tokens, too
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         k, is_meta_key, v = k[..., :-1], k[..., -1] == 1, v[..., :-1]
-        cached, keys = k.shape[2] - q.shape[2], k.shape[2]
-        seen = torch.ones(x.shape[1], keys, dtype=torch.bool, device=x.device).tril(cached)
+        is_static = cache is not None and cache.is_compileable
+        if is_static and self.config.text_window is not None:
+            raise ValueError("such a cache mixes up the order of the keys; use one that grows")
+        cached = 0 if is_static else k.shape[2] - x.shape[1]
+        seen = torch.ones(x.shape[1], k.shape[2], dtype=torch.bool, device=x.device).tril(cached)
         if mask is not None:
-            seen = shown(mask)[..., -keys:]
+            seen = shown(mask)[..., -k.shape[2] :]
         seen_from_key_on = seen.flip(-1).cumsum(-1).flip(-1)  # how many keys M shows from a key to the query
         allowed = seen & ((seen_from_key_on <= NEAR) | is_meta_key[:, :, None, :])
         out = scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=self.scaling)

@@ -130,7 +130,7 @@ def test_blocks_that_share_keys_and_values_get_no_module(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["mllama", "moshi"])
 def test_a_head_with_fewer_rows_than_the_table(name: str) -> None:
     assert base(name).get_input_embeddings().weight.shape[0] > ROWS
-    with pytest.raises(UserError, match=r"has 320 rows and its table of embeddings 32\d: give, without a tokenizer"):
+    with pytest.raises(UserError, match="has 320 rows, fewer than its table of embeddings: give, without a tokenizer"):
         add_meta_attention(base(name), meta_token_id=ROWS)
     model = retrofitted(name)
     assert torch.equal(logits(model, text()), logits(base(name), text()))
