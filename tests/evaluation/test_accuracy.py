@@ -224,7 +224,8 @@ def counts_in_the_whole_list(example: Example) -> bool:
     return items.count(item) == int(example.completion)
 
 
-def test_shortcut_rates(draw: Draw, small_store: TokenStore) -> None:
+def test_shortcut_rates(draw: Draw, small_store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "SHORTCUT_PROMPTS", 20)
     examples = draw("segment_counting", 64, 30)
     rate = sum(map(counts_in_the_whole_list, examples)) / 30
 
@@ -235,4 +236,5 @@ def test_shortcut_rates(draw: Draw, small_store: TokenStore) -> None:
     assert len(by_name) > 1
     assert {(result.metric, result.condition, result.length) for result in results} == {("shortcut", "paper", 64)}
     assert (result.value, result.n) == (pytest.approx(rate), 30)
-    assert result.low < rate < result.high
+    assert result.low <= rate < result.high
+    assert max(result.value for result in results) > 0

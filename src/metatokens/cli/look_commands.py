@@ -1,7 +1,7 @@
 """The commands that show something: examples of a task, continued text, the inside of a model."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -180,7 +180,7 @@ def _print_continued(
     records: "Sequence[Example]", continuations: "Iterable[Continuation]", *, show_meta: bool, as_json: bool
 ) -> None:
     """Print records with their continuations, as a table or as JSON lines as soon as each is there."""
-    rows = (
+    rows: Iterator[dict[str, Any]] = (
         {"prompt": record.prompt, "markers": record.markers, **_fields(continuation, show_meta)}
         for record, continuation in zip(records, continuations, strict=True)
     )

@@ -105,7 +105,7 @@ def small_multiples(panels: Mapping[str, Panel], order: Collection[str], width: 
         handle_of |= dict(zip(labels, handles, strict=True))
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
-    _label_axes_once(grid[: len(panels)], columns)
+    _label_axes_once(list(grid[: len(panels)]), columns)
     ordered = sorted(handle_of, key=lambda label: [*order, label].index(label))
     legend_height = _add_legend(figure, {label: handle_of[label] for label in ordered}, width)
     figure.set_figheight(rows * _PANEL_HEIGHT + legend_height)
