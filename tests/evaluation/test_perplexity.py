@@ -78,11 +78,7 @@ def test_a_model_without_a_meta_token_reads_any_text(small_model: Models, text: 
 
 
 @pytest.mark.parametrize("placement", ["none", "uniform", "periodic"])
-@pytest.mark.parametrize("second_attention", ["meta", "causal"])
-def test_perplexity_and_its_interval(
-    second_attention: str, placement: str, small_model: Models, text: np.ndarray
-) -> None:
-    model = load_model(small_model(second_attention=second_attention))
+def test_perplexity_and_its_interval(placement: str, model: MetaGPT2ForCausalLM, text: np.ndarray) -> None:
     is_plain = placement == "none"
     blocks = text_blocks(text) if is_plain else placed_blocks(text, placement, model.config.meta_token_id)
     losses = losses_by_hand(model, blocks)

@@ -80,34 +80,49 @@ def draw_curves(curves: Curves) -> Figure:
     panels: dict[str, Panel] = {"Loss": partial(_draw_losses, curves, styles)}
     if any(_values(points, "exact_match") for points in curves.values()):
         panels["Exact match"] = partial(_draw_exact_match, curves, styles)
-    return small_multiples(panels, [label for name in curves for label in (name, f"{name}, held out")], PAGE)
+    order = []
+    for name in curves:
+        order += [name, _held_out(name)]
+    return small_multiples(panels, order, PAGE)
+
+
+def _held_out(name: str) -> str:
+    return f"{name}, held out"
 
 
 def _values(points: Sequence[Point], figure: str) -> dict[int, float]:
     """A figure by step."""
-    value_of_step = {point.step: getattr(point, figure) for point in points if getattr(point, figure) is not None}
-    return dict(sorted(value_of_step.items()))
+    values = {}
+    for point in points:
+        value = getattr(point, figure)
+        if value is not None:
+            values[point.step] = value
+    return dict(sorted(values.items()))
 
 
 def _draw_losses(curves: Curves, styles: Mapping[str, Style], axes: Axes) -> None:
     for name, points in curves.items():
-        trained, held_out = _values(points, "loss"), _values(points, "eval_loss")
+        held_out = _values(points, "eval_loss")
         alpha = 0.55 if held_out else 1.0
-        axes.plot(list(trained), list(trained.values()), color=styles[name].colour, lw=1.6, alpha=alpha, label=name)
-        if held_out:
-            marked = _marked(styles[name], held_out)
-            axes.plot(list(held_out), list(held_out.values()), label=f"{name}, held out", **marked)
+        _plot(axes, _values(points, "loss"), color=styles[name].colour, lw=1.6, alpha=alpha, label=name)
+        _plot_marked(axes, held_out, styles[name], label=_held_out(name))
     by_step(axes, "loss, nats a token")
 
 
 def _draw_exact_match(curves: Curves, styles: Mapping[str, Style], axes: Axes) -> None:
     for name, points in curves.items():
-        exact = _values(points, "exact_match")
-        if exact:
-            axes.plot(list(exact), [100 * value for value in exact.values()], **_marked(styles[name], exact))
+        percent = {step: 100 * value for step, value in _values(points, "exact_match").items()}
+        _plot_marked(axes, percent, styles[name])
     by_step(axes, "exactly right, %")
     axes.set(ylim=(-4, 104), yticks=range(0, 101, 25))
 
 
-def _marked(style: Style, values: Mapping[int, float]) -> dict[str, Any]:
-    return line(style, markevery=max(1, len(values) // 12), markersize=0.75 * style.size)
+def _plot_marked(axes: Axes, values: Mapping[int, float], style: Style, **settings: Any) -> None:
+    """Draw a line with markers at about a dozen steps, if there are values."""
+    if values:
+        every = max(1, len(values) // 12)
+        _plot(axes, values, **line(style, markevery=every, markersize=0.75 * style.size), **settings)
+
+
+def _plot(axes: Axes, values: Mapping[int, float], **settings: Any) -> None:
+    axes.plot(list(values), list(values.values()), **settings)

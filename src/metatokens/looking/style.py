@@ -158,7 +158,8 @@ def _legend_columns(names: Sequence[str], width: float) -> int:
     """How many columns of a legend fit into a width, in inches; they are filled one after the other."""
     for columns in range(6, 1, -1):
         longest_names = [max(map(len, column), default=0) for column in np.array_split(names, columns)]
-        if 0.68 * columns + sum(longest_names) * SIZE / _LETTERS <= width:
+        letters_width = sum(longest_names) * SIZE / _LETTERS
+        if 0.68 * columns + letters_width <= width:
             return columns
     return 1
 
