@@ -129,6 +129,8 @@ def test_packed_sequences_train_as_separate_rows_do(
         model = MetaGPT2ForCausalLM.from_pretrained(folder)
         trainer = Trainer(model, arguments, train_dataset=items(ids, ignored=meta), data_collator=collator)
         trainer.train()
-        losses.append((trainer.state.log_history[0]["loss"], trainer.evaluate(items(ids))["eval_loss"]))
+        in_training = trainer.state.log_history[0]["loss"]
+        in_evaluation = trainer.evaluate(items(ids))["eval_loss"]
+        losses.append((in_training, in_evaluation))
     rows, packed = losses
     assert packed == pytest.approx(rows, abs=2e-4)  # Trainer rounds what it logs

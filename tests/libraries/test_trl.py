@@ -191,7 +191,8 @@ def test_the_loss_of_packed_sequences_is_that_of_each_alone(
         for name, weight in model.named_parameters():
             if "meta_attention" in name:
                 weight.data.normal_()
-    texts = Dataset.from_list([{"input_ids": list(range(5, 6 + number))} for number in (0, 5, 8, 12, 3, 7)])
+    lengths = (1, 6, 9, 13, 4, 8)
+    texts = Dataset.from_list([{"input_ids": list(range(5, 5 + length))} for length in lengths])
     arguments = SFTConfig(str(tmp_path), **TWO_STEPS, **options)
     trainer = SFTTrainer(model, arguments, train_dataset=texts, processing_class=tokenizer)
     trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer, "every:3")

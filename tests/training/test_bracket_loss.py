@@ -35,8 +35,9 @@ def slow_labels(row: Sequence[int], meta: int) -> tuple[list[bool], list[bool]]:
 
 
 def test_the_bracket_is_between_the_first_two_meta_tokens_of_the_prompt() -> None:
-    meta, draw = 9, np.random.default_rng(0)
-    rows = [draw.choice([5, 6, 7, meta], size=20, p=[0.3, 0.3, 0.2, 0.2]).tolist() for _ in range(50)]
+    meta = 9
+    draw = np.random.default_rng(0)
+    rows = draw.choice([5, 6, 7, meta], size=(50, 20), p=[0.3, 0.3, 0.2, 0.2]).tolist()
     rows.append([5] * 20)
     is_scored, is_inside = bracket_labels(torch.tensor(rows), meta)
     for number, row in enumerate(rows):
@@ -70,19 +71,24 @@ def test_the_auxiliary_loss_is_that_of_a_linear_head_after_each_block_but_the_la
     with bracket_loss(model, 0.5, 4):
         model.bracket_heads.double()
         (head,) = model.bracket_heads
-        weight, bias = head.weight[0].detach().numpy(), head.bias.item()
+        weight = head.weight[0].detach().numpy()
+        bias = head.bias.item()
         in_training = float(model(input_ids=ids, labels=ids).loss.detach())
         in_evaluation = float(model.eval()(input_ids=ids, labels=ids).loss.detach())
-    states = model(input_ids=ids, output_hidden_states=True).hidden_states[1][0].detach().numpy()
+    output = model(input_ids=ids, output_hidden_states=True)
+    states = output.hidden_states[1][0].detach().numpy()
+    is_scored, is_inside = slow_labels(ids[0].tolist(), small_store.manifest.meta_token_id)
     losses = []
-    for state, is_scored, is_inside in zip(
-        states, *slow_labels(ids[0].tolist(), small_store.manifest.meta_token_id), strict=True
-    ):
+    for index in np.flatnonzero(is_scored):
+        state = states[index]
         normed = (state - state.mean()) / np.sqrt(state.var() + 1e-5)
         probability = 1 / (1 + np.exp(-(weight @ normed + bias)))
-        if is_scored:
-            losses.append(-3 * np.log(probability) if is_inside else -np.log(1 - probability))
-    assert in_training - plain == pytest.approx(0.5 / 4 * np.mean(losses), abs=ROUNDED * plain)
+        if is_inside[index]:
+            losses.append(-3 * np.log(probability))
+        else:
+            losses.append(-np.log(1 - probability))
+    expected = 0.5 / 4 * np.mean(losses)
+    assert in_training - plain == pytest.approx(expected, abs=ROUNDED * plain)
     assert in_evaluation == pytest.approx(plain, rel=ROUNDED)
     assert not hasattr(model, "bracket_heads")
 

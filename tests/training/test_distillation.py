@@ -22,7 +22,10 @@ from tests.retrofit.architectures import META, base, train_like
 from tests.training.conftest import Models, figures_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's
-ROWS = [[5, META, 9, 8, META, META, 7, 6, 5, 4, 11, 12], [META, 20, 21, META, 22, 23, 24]]
+ROWS = [
+    [5, META, 9, 8, META, META, 7, 6, 5, 4, 11, 12],
+    [META, 20, 21, META, 22, 23, 24],
+]
 
 
 def batch_of(rows: list[list[int]]) -> dict[str, Tensor]:
@@ -48,7 +51,8 @@ def slow_divergence(model: Any, plain: Any, entries: int) -> tuple[float, int]:
         for index in range(3, len(row)):
             text = [token for token in row[:index] if token != META]
             if row[index] != META and text:
-                wanted, predicted = next_token(plain, text, entries), next_token(model, row[:index], entries)
+                wanted = next_token(plain, text, entries)
+                predicted = next_token(model, row[:index], entries)
                 total += float((wanted.exp() * (wanted - predicted)).sum())
                 count += 1
     return total, count

@@ -40,7 +40,9 @@ def test_the_loss_is_on_the_answer_or_the_sequence_and_never_on_meta_tokens(
     loss_on: str, labels: list[list[int]]
 ) -> None:
     collator = Collator(pad_token_id=END, meta_token_id=META, loss_on=loss_on)
-    batch = collator([example([5, META, 6], [7]), example([5, META, 6, 4, META], [7, 8])])
+    short = example([5, META, 6], [7])
+    long = example([5, META, 6, 4, META], [7, 8])
+    batch = collator([short, long])
     assert batch["input_ids"].tolist() == [
         [5, META, 6, 7, END, END, END, END],
         [5, META, 6, 4, META, 7, 8, END],
@@ -65,25 +67,31 @@ def test_every_epoch_holds_every_example_once_and_with_a_seed_in_an_order_of_its
     assert orders(seed=4)[0] != first
 
 
+def pairs_of(numbers: list[int]) -> list[list[int]]:
+    return [numbers[first : first + 2] for first in range(0, len(numbers), 2)]
+
+
 @pytest.mark.parametrize("count", [1, 30, 100])
 def test_batches_hold_every_example_once_and_similar_lengths_together(count: int) -> None:
-    sizes = np.random.default_rng(0).integers(1, 500, size=(count, 2)).tolist()  # of prompts and of completions
-    examples = [example([5] * prompt, [7] * completion) for prompt, completion in sizes]
+    draw = np.random.default_rng(0)
+    prompts, completions = draw.integers(1, 500, size=(2, count)).tolist()
+    examples = [example([5] * prompts[i], [7] * completions[i]) for i in range(count)]
     dataset = ByLength(examples, batch=2, seed=0)
     read = [dataset[index] for index in range(count)]
     assert Counter(map(id, read)) == Counter(map(id, examples))
     for start in range(0, count, 32):  # a window of 16 batches
-        by_length = sorted(len(row.input_ids) for row in examples[start : start + 32])
-        order = [len(row.input_ids) for row in read[start : start + 32]]
-        pairs = [order[first : first + 2] for first in range(0, len(order), 2)]
-        sorted_pairs = [by_length[first : first + 2] for first in range(0, len(order), 2)]
-        assert sorted(pairs) == sorted_pairs
-        assert len(pairs) < 3 or pairs != sorted_pairs
+        window = slice(start, start + 32)
+        by_length = sorted(len(row.input_ids) for row in examples[window])
+        order = [len(row.input_ids) for row in read[window]]
+        batches, sorted_batches = pairs_of(order), pairs_of(by_length)
+        assert sorted(batches) == sorted_batches
+        assert len(batches) < 3 or batches != sorted_batches
 
 
 def test_the_order_of_batches_depends_on_the_seed_and_not_on_the_order_of_reading() -> None:
     examples = [example([5] * (1 + number), [7]) for number in range(40)]
-    dataset, other = ByLength(examples, batch=2, seed=0), ByLength(examples, batch=2, seed=1)
+    dataset = ByLength(examples, batch=2, seed=0)
+    other = ByLength(examples, batch=2, seed=1)
     read = [dataset[index] for index in range(40)]
     backwards = [dataset[index] for index in reversed(range(40))]
     read_by_other = [other[index] for index in range(40)]

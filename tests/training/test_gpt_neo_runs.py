@@ -134,9 +134,9 @@ def test_its_answers_are_scored_like_transformers_own(small_store: TokenStore, m
     is_right = []
     for example in tests:
         ids = torch.tensor(example.input_ids)
-        predicted = plain.eval()(ids[None]).logits[0, :, :meta].argmax(-1)
-        answer = slice(example.answer_start, None)
-        is_right += (predicted[:-1] == ids[1:])[answer.start - 1 :].tolist()
+        logits = plain.eval()(ids[None]).logits[0, :-1, :meta]
+        is_predicted = logits.argmax(-1) == ids[1:]
+        is_right += is_predicted[example.answer_start - 1 :].tolist()
     token_accuracy = evaluate(model, {64: tests}, About(model="gpt-neo", task="parity"))[1]
     assert token_accuracy.n == len(is_right)
     assert token_accuracy.value == sum(is_right) / len(is_right)
@@ -148,7 +148,10 @@ def test_masks_in_an_old_file_are_passed_over_and_other_tensors_are_not(
     plain = published(small_store, tmp_path).eval()
     file, block = tmp_path / "model.safetensors", "transformer.h.1.attn.attention"
     weights, ids = load_file(file), torch.arange(20)[None]
-    old = {f"{block}.masked_bias": torch.tensor(-1e9), f"{block}.bias": torch.zeros(1, 1, 72, 72, dtype=torch.uint8)}
+    old = {
+        f"{block}.masked_bias": torch.tensor(-1e9),
+        f"{block}.bias": torch.zeros(1, 1, 72, 72, dtype=torch.uint8),
+    }
     save_file(weights | old, file, metadata={"format": "pt"})
     torch.testing.assert_close(load_model(tmp_path)(ids).logits, plain(ids).logits)
     save_file(weights | {f"{block}.q_proj.bias": torch.zeros(16)}, file, metadata={"format": "pt"})

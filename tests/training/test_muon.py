@@ -28,31 +28,44 @@ def orthogonalized(gradient: np.ndarray) -> np.ndarray:
     return np.asarray(left @ np.diag(values) @ right)
 
 
+def papers_update(momentum: np.ndarray, gradient: np.ndarray, learning_rate: float) -> np.ndarray:
+    """The change of a matrix: Nesterov's momentum, orthogonalized, and larger for tall matrices."""
+    rows, columns = gradient.shape
+    nesterov = 0.05 * gradient + 0.95 * momentum
+    scale = math.sqrt(max(1, rows / columns))
+    return -learning_rate * scale * orthogonalized(nesterov)
+
+
 @pytest.mark.parametrize("shape", [(12, 4), (6, 6), (4, 12)])
 def test_two_steps_of_a_matrix_are_those_of_the_paper(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    draw, count = np.random.default_rng(0), 3
     monkeypatch.setattr(muon, "STACKED", 2 * math.prod(shape))  # a stack of two matrices, and the third by itself
-    starts = draw.normal(size=(count, *shape))
-    gradients = draw.normal(size=(2, count, *shape))
+    draw = np.random.default_rng(0)
+    starts = draw.normal(size=(3, *shape))
+    gradients = draw.normal(size=(2, 3, *shape))
     matrices = [torch.nn.Parameter(torch.tensor(start)) for start in starts]
-    untrained = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))  # without a gradient
-    adamw = torch.optim.AdamW([*matrices, untrained], lr=0.004)
-    optimizer = MuonWithAdamW([untrained, *matrices], adamw, 0.02)
-    momenta, change = np.zeros_like(starts), np.zeros_like(starts)
+    adamw = torch.optim.AdamW(matrices, lr=0.004)
+    optimizer = MuonWithAdamW(matrices, adamw, 0.02)
     for step in gradients:
         for matrix, gradient in zip(matrices, step, strict=True):
             matrix.grad = torch.tensor(gradient)
         optimizer.step()
-        momenta = 0.95 * momenta + 0.05 * step
-        nesterov = 0.05 * step + 0.95 * momenta
-        updates = np.array([orthogonalized(matrix) for matrix in nesterov])
-        change -= 0.02 * math.sqrt(max(1, shape[0] / shape[1])) * updates
-    ours = np.array([matrix.detach().numpy() for matrix in matrices]) - starts
-    # A checkpoint has the momentum of each matrix by itself, whatever was stacked.
-    buffers = np.array([optimizer.state[matrix]["momentum_buffer"] for matrix in matrices])
-    np.testing.assert_allclose(ours, change, atol=1e-5 * np.abs(change).max())
-    np.testing.assert_allclose(buffers, momenta, rtol=1e-12)
-    assert not untrained.any()
+    for matrix, start, (first, second) in zip(matrices, starts, gradients.swapaxes(0, 1), strict=True):
+        momentum = 0.05 * first
+        change = papers_update(momentum, first, 0.02)
+        momentum = 0.95 * momentum + 0.05 * second
+        change += papers_update(momentum, second, 0.02)
+        ours = matrix.detach().numpy() - start
+        # A checkpoint has the momentum of each matrix by itself, whatever was stacked.
+        buffer = optimizer.state[matrix]["momentum_buffer"]
+        np.testing.assert_allclose(ours, change, atol=1e-5 * np.abs(change).max())
+        np.testing.assert_allclose(buffer, momentum, rtol=1e-12)
+
+
+def test_a_matrix_without_a_gradient_stays() -> None:
+    matrix = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = MuonWithAdamW([matrix], torch.optim.AdamW([matrix]), 0.02)
+    optimizer.step()
+    assert torch.equal(matrix, torch.ones(2, 2))
 
 
 def test_the_other_parameters_are_adamws() -> None:
@@ -83,27 +96,33 @@ def trainer(small_model: Models, finetuning: Finetuning, trainer_of: TrainerOf, 
 
 
 def test_embeddings_biases_and_norms_are_adamws(trainer: MetaTokenTrainer) -> None:
-    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
     decayed, plain, matrices = trainer.optimizer.param_groups
-    by_muon = {names[parameter] for parameter in matrices["params"]}
-    in_blocks = {name for parameter, name in names.items() if parameter.ndim == 2 and ".layers." in name}
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
     tables = {names[parameter] for parameter in decayed["params"]}
     dimensions = {parameter.ndim for parameter in plain["params"]}
-    assert by_muon == in_blocks
+    by_muon = {names[parameter] for parameter in matrices["params"]}
+    rest = {*names.values()} - by_muon - tables
     assert tables == {"model.embed_tokens.weight", "model.learned_positions.weight"}
     assert dimensions == {1}
-    assert len(by_muon) + len(tables) + len(plain["params"]) == len(names)
+    assert len(by_muon) == 2 * 6  # of each block: two attentions' two projections and the feed-forward's two
+    assert len(rest) == len(plain["params"])
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert "weight_decay" not in matrices
 
 
 @pytest.mark.parametrize("kind", ["bloom", "gpt_neox", "llama", "mpt"])  # their lists of blocks have other names
 def test_the_blocks_of_any_decoder_are_found(kind: str) -> None:
-    sizes = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=48,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    model = AutoModelForCausalLM.from_config(config)
     tables = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
     expected = {parameter for parameter in model.parameters() if parameter.ndim == 2} - tables
-    model.tower = torch.nn.Sequential(torch.nn.Linear(4, 4))  # such as for images
+    model.tower = torch.nn.Linear(4, 4)  # such as for images
     model.config.meta_token_id = 47
     assert set(block_matrices(model)) == expected
     with bracket_loss(model, 1.0, 1):

@@ -93,7 +93,8 @@ def test_a_drill_asks_for_the_tokens_in_its_bracket(task: str, small_store: Toke
         drill = draw_drill(source, index, 64, Sizes((2, 3), ((3, 10),)))
         ids = drill.input_ids.tolist()
         first, second, last = (drill.input_ids == meta).nonzero()[0].tolist()
-        bracketed, rest = ids[first + 1 : second], ids[second + 1 : last - len(question)]
+        bracketed = ids[first + 1 : second]
+        rest = ids[second + 1 : last - len(question)]
         context = [*ids[:first], *bracketed, *rest]
         sizes.add(len(bracketed))
         assert last == drill.answer_start - 1 < 64

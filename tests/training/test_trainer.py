@@ -153,7 +153,7 @@ def test_a_loss_that_is_no_number_stops_and_leaves_the_last_good_checkpoint(
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(MetaTokenTrainer, "training_step", spoil)
-    with pytest.raises(UserError, match="before step 6: the loss is nan .* on the items 20 to 23 of the"):
+    with pytest.raises(UserError, match=r"before step 6: the loss is nan .* on the items 20 to 23 of the"):
         pretrain(pretraining(), tmp_path / "run")
     assert contents(checkpoints) == before
     assert last_good_checkpoint(checkpoints) == checkpoints / "checkpoint-4"

@@ -22,7 +22,8 @@ IDS = torch.arange(24).view(2, 12)
 def test_half_of_the_sequences_have_one_jump_at_any_place_and_of_any_size() -> None:
     torch.manual_seed(0)
     drawn = jumped_positions(8000, 10, 30)
-    gaps = torch.cat([drawn[:, :1], drawn.diff(dim=1) - 1], dim=1)  # before the first position too
+    before_the_first = drawn[:, :1]
+    gaps = torch.cat([before_the_first, drawn.diff(dim=1) - 1], dim=1)
     jumps_of_a_row = gaps.gt(0).sum(dim=1)
     has_jump = jumps_of_a_row == 1
     indices = np.bincount(gaps[has_jump].argmax(dim=1), minlength=10)
