@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from metatokens.checkpoint import load_model
-from metatokens.data.blocks import BlockDataset
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.training.pretrain import pretrain
@@ -252,13 +251,6 @@ def test_the_number_of_loading_workers_changes_nothing(
     assert curve(tmp_path / "run") == curve(undisturbed)
 
 
-def test_accumulated_batches_are_one_large_batch(pretraining: Pretraining, undisturbed: Path, tmp_path: Path) -> None:
-    recipe = pretraining("training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=4")
-    pretrain(recipe, tmp_path / "run")
-    for ours, theirs in zip(curve(tmp_path / "run"), curve(undisturbed), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
-
-
 def test_the_curve_has_the_first_step_and_every_logged_one(
     pretraining: Pretraining, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -299,19 +291,6 @@ def test_a_run_starts_from_an_own_checkpoint(pretraining: Pretraining, undisturb
     pretrain(pretraining(*ONE_STEP), tmp_path / "run", init=undisturbed)
     start, end = load_file(undisturbed / "model.safetensors"), load_file(tmp_path / "run" / "model.safetensors")
     torch.testing.assert_close(end, start, rtol=0, atol=0)
-
-
-def test_a_run_starts_from_a_gpt2_of_transformers(
-    pretraining: Pretraining, small_store: TokenStore, gpt2: Path, tmp_path: Path
-) -> None:
-    recipe = pretraining(*ONE_STEP, "data.placement=none", "model.second_attention=none")
-    pretrain(recipe, tmp_path / "run", init=gpt2)
-    blocks = BlockDataset(small_store, "train", block_size=32, fraction=0.1, placement="none", seed=0)
-    ids = torch.stack([torch.from_numpy(blocks[index]["input_ids"]) for index in range(4)])
-    theirs = GPT2LMHeadModel.from_pretrained(gpt2).eval()
-    with torch.no_grad():
-        expected = theirs(ids, labels=ids).loss.item()
-    assert first_loss(tmp_path / "run") == pytest.approx(expected, rel=ROUNDED)
 
 
 def test_a_gpt2_is_given_a_second_attention_and_a_meta_token_and_resumes(

@@ -4,7 +4,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +49,6 @@ def test_overwrite_keeps_what_the_run_reads_and_folders_of_others(tmp_path: Path
     with pytest.raises(UserError, match=r"its settings\.json holds no settings of a run"):
         is_finished(foreign, SETTINGS, overwrite=True)
     assert (foreign / "settings.json").read_text() == '{"editor.fontSize": 12}'
-
-
-def test_the_first_process_may_write_the_settings_while_another_one_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, look = tmp_path / "run", Path.iterdir
-    out.mkdir()
-
-    def written_meanwhile(folder: Path) -> Iterator[Path]:
-        (out / "settings.json").write_text(json.dumps(SETTINGS))
-        return look(folder)
-
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(Path, "iterdir", written_meanwhile)
-    assert is_finished(out, SETTINGS) is False
 
 
 def test_another_process_waits_for_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Position jumps: how they are drawn, and which steps have them."""
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +9,10 @@ from scipy.stats import chisquare
 
 from metatokens.checkpoint import load_model
 from metatokens.errors import UserError
-from metatokens.training.finetune import finetune
 from metatokens.training.positions import jumped_positions, position_jumps
 from metatokens.training.pretrain import pretrain
 from tests.numbers import ROUNDED
-from tests.training.conftest import Finetuning, Models, Pretraining, interrupt, result, weights
+from tests.training.conftest import Models, Pretraining
 
 IDS = torch.arange(24).view(2, 12)
 
@@ -65,22 +63,6 @@ def test_a_learned_table_must_hold_the_limit(small_model: Models) -> None:
     model = load_model(small_model(position_embedding="learned", max_position_embeddings=48))
     with pytest.raises(UserError, match="longer than the 48 learned positions"), position_jumps(model, 49):
         pass
-
-
-def test_jumps_are_drawn_at_the_train_lengths_and_not_in_stages(
-    model: Path, finetuning: Finetuning, steps: type, tmp_path: Path
-) -> None:
-    stages = "task.stages=[{lists: [2, 3], items: [3, 4], max_steps: 4}]"
-    short = ("training.max_steps=2", stages)
-    recipe = finetuning("training.position_jumps=500", *short)
-    finetune(recipe, model, tmp_path / "undisturbed", task="parity")
-    run = partial(finetune, recipe, model, tmp_path / "run", task="parity")
-    interrupt(run, steps, 5)
-    run()
-    finetune(finetuning(*short), model, tmp_path / "plain", task="parity")
-    assert result(tmp_path / "run") == result(tmp_path / "undisturbed")
-    assert weights(tmp_path / "run" / "stage-1") == weights(tmp_path / "plain" / "stage-1")
-    assert weights(tmp_path / "run" / "64") != weights(tmp_path / "plain" / "64")
 
 
 def test_fewer_positions_than_tokens_are_refused(pretraining: Pretraining, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """YaRN's rotary tables against transformers, the authors' formula and the YaRN paper's, and where they are used."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,16 +92,6 @@ def test_both_attentions_use_them(second_attention: str, monkeypatch: pytest.Mon
     largest = expected.abs().max().item()
     torch.testing.assert_close(extended_logits, expected, rtol=0, atol=3e-6 * largest, check_dtype=False)
     assert (plain - expected).abs().max() > 0.05 * largest
-
-
-def test_a_loaded_model_has_them_too(tmp_path: Path) -> None:
-    model = extended(4.0)
-    model.save_pretrained(tmp_path)
-    loaded = MetaGPT2ForCausalLM.from_pretrained(tmp_path)
-    assert loaded.config.max_position_embeddings == ORIGINAL * 4
-    assert loaded.config.rope_parameters == model.config.rope_parameters
-    assert torch.equal(loaded.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
-    assert loaded.model.rotary_emb.attention_scaling == model.model.rotary_emb.attention_scaling
 
 
 def test_the_models_own_base_is_kept() -> None:

@@ -140,7 +140,8 @@ class MetaGPT2Config(PreTrainedConfig):
         if self.second_attention == "meta" and self.meta_token_id is None:
             raise ValueError("second_attention 'meta' needs a meta_token_id")
         meta_token_id = 0 if self.meta_token_id is None else self.meta_token_id
-        if not 0 <= meta_token_id < self.unpadded_vocab_size <= self.vocab_size:
+        in_use = self.unpadded_vocab_size or self.vocab_size
+        if not 0 <= meta_token_id < in_use <= self.vocab_size:
             raise ValueError(
                 f"meta_token_id is {self.meta_token_id}, unpadded_vocab_size {self.unpadded_vocab_size} and vocab_size "
                 f"{self.vocab_size}: the first must be below the second, and that at most the third"

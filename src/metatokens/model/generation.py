@@ -417,7 +417,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        has_window, prompt_length = self.config.text_window is not None, model_kwargs.get("prompt_length")
+        has_window = self.config.text_window is not None
+        prompt_length: Any = model_kwargs.get("prompt_length")  # None: no meta-tokens are inserted
         if prompt_length is not None and generation_mode == GenerationMode.ASSISTED_GENERATION:
             raise UserError("assisted generation does not support inserted meta-tokens.")
         if prompt_length is not None and generation_config.guidance_scale not in (None, 1):

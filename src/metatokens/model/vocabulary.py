@@ -76,5 +76,5 @@ class MetaVocabulary:
 
 def _keep_meta_every(generation_config: GenerationConfig | None) -> None:
     """Have transformers load `meta_every` again; it drops custom settings derived from a model's configuration."""
-    if getattr(generation_config, "meta_every", None) is not None:
+    if generation_config is not None and getattr(generation_config, "meta_every", None) is not None:
         generation_config._from_model_config = False
