@@ -130,7 +130,7 @@ def _train_phases(
                 collator=collator,
                 progress=partial(_report_phase, progress, steps_before, total),
                 probe=probe(model, phase) if probe else None,
-                inside_weight=phase.inside_loss,
+                bracket_weight=phase.inside_loss,
                 schedule_start=phase.schedule_start,
             )
             is_trained = True

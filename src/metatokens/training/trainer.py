@@ -248,7 +248,7 @@ def train(
     collator: Collate,
     progress: Progress,
     probe: Probe | None = None,
-    inside_weight: float | None = None,
+    bracket_weight: float | None = None,
     schedule_start: int = 0,
 ) -> None:
     """Train until `settings.max_steps`, resuming from the last good checkpoint, and write the model to `out`.
@@ -265,7 +265,7 @@ def train(
         collator: makes a batch of items.
         progress: called after a step, at most once a second, and after the last step.
         probe: what to measure during the training, and how often; None measures nothing.
-        inside_weight: the weight of the auxiliary loss `bracket_loss`. Its heads are not saved, so such a training
+        bracket_weight: the weight of the auxiliary loss `bracket_loss`. Its heads are not saved, so such a training
             writes no checkpoints and starts again if it is interrupted.
         schedule_start: the step of the learning rate's schedule at which the training begins.
 
@@ -285,7 +285,7 @@ def train(
         raise UserError(f"{checkpoint} lacks the base's weights, which FSDP needs: continue without training.fsdp.")
     trainer = MetaTokenTrainer(
         model=tuned,
-        args=_arguments(settings, checkpoints, saves=inside_weight is None),
+        args=_arguments(settings, checkpoints, saves=bracket_weight is None),
         train_dataset=dataset,
         processing_class=tokenizer,
         data_collator=_with_hints(collator, model),
@@ -301,7 +301,7 @@ def train(
         trainer.state = state
     else:
         micro_batches = settings.batch // settings.per_device_train_batch_size
-        with position_jumps(model, settings.position_jumps), bracket_loss(model, inside_weight, micro_batches):
+        with position_jumps(model, settings.position_jumps), bracket_loss(model, bracket_weight, micro_batches):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     _save_run(trainer, tuned, out)
 
