@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from metatokens.tasks import curriculum
+from metatokens.tasks import curriculum, module_of
 from metatokens.tasks.phases import Sizes
 from tests.tasks.conftest import CASES
 
@@ -171,9 +171,8 @@ FORMATS = {
 
 @pytest.mark.parametrize("task", FORMATS)
 def test_the_example_that_a_task_draws_is_right(task):
-    drawn = re.search(
-        r"^ *prompt    (.*?)\n *answer   ( .*?)$", curriculum._TASKS[task].__doc__, re.DOTALL | re.MULTILINE
-    )
+    docstring = module_of(task).__doc__
+    drawn = re.search(r"^ *prompt    (.*?)\n *answer   ( .*?)$", docstring, re.DOTALL | re.MULTILINE)
     prompt, answer = re.sub(r"\n +", "\n", drawn[1]), drawn[2]
     assert re.fullmatch(FORMATS[task], prompt)
     assert solve(task, prompt, "paper") == answer
