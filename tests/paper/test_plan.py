@@ -1,5 +1,6 @@
 """The presets and their stages: one text, one set of prompts and one budget for all models."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -70,8 +71,8 @@ def test_a_new_task_is_planned_and_answers_to_its_name(
     metatokens: Callable[[str], tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # The steps of CONTRIBUTING.md.
-    monkeypatch.setitem(curriculum._TASKS, "reversal", parity)
-    monkeypatch.setattr(curriculum, "TASKS", tuple(curriculum._TASKS))
+    monkeypatch.setitem(sys.modules, "metatokens.tasks.reversal", parity)
+    monkeypatch.setattr(curriculum, "TASKS", (*curriculum.TASKS, "reversal"))
     models = tuple(replace(model, tasks=curriculum.TASKS) for model in DEMO.models)  # their default
     recipes = {**DEMO.finetune_recipes, "reversal": "small_parity"}
     monkeypatch.setitem(PRESETS, "demo", replace(DEMO, models=models, finetune_recipes=recipes))
