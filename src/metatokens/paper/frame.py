@@ -32,7 +32,12 @@ GRIDS = ("small", "gpu", "paper")  # the presets whose figures are set next to t
 LEARNED = 0.9  # of the test prompts: a task is learned from the first point on from which accuracy stays there
 SPEEDS = ("prefill", "decode")  # benchmarks that the paper has figures of
 RATES = (0.5, 1.0, 2.0, 4.0)  # nats, at which distortions are compared
-DERIVED = ("log_steps_to_learn", "distortion_at_rate", "slowdown", "log_perplexity")  # metrics that no line has
+DERIVED = (
+    "log_steps_to_learn",
+    "distortion_at_rate",
+    "slowdown",
+    "log_perplexity",
+)  # metrics that no line has
 METRICS = {*get_args(Metric), *get_args(AnalysisMetric), *DERIVED}
 
 _NUMBERS = (
@@ -121,7 +126,11 @@ def load(paths: Sequence[Path]) -> Inputs:
 
 
 def _grid_of(read: RunLines) -> str | None:
-    lines: list[Result | Measurement | CurvePoint] = [*read.results, *read.measurements, *read.points]
+    lines: list[Result | Measurement | CurvePoint] = [
+        *read.results,
+        *read.measurements,
+        *read.points,
+    ]
     recipes = {line.recipe or "" for line in lines}
     presets = {recipe.partition("/")[0] for recipe in recipes}
     grid = next((preset for preset in GRIDS if preset in presets), None)
@@ -217,7 +226,11 @@ def _named(frame: pd.DataFrame) -> pd.DataFrame:
     for model, recipe, window in zip(frame["model"], frame["recipe"], frame["text_window"], strict=True):
         preset, _, variant = recipe.partition("/")
         is_of_preset = preset in PRESETS
-        words = [model, "" if np.isnan(window) else f"window {window:.0f}", "" if is_of_preset else recipe]
+        words = [
+            model,
+            "" if np.isnan(window) else f"window {window:.0f}",
+            "" if is_of_preset else recipe,
+        ]
         variants.append(variant if is_of_preset else "")
         names.append(SEPARATOR.join(filter(None, words)))
     return frame.assign(variant=variants, model=names)

@@ -31,7 +31,12 @@ from metatokens.paper.variants import (
 from metatokens.recipe import FinetuneRecipe, Phase, PretrainRecipe
 
 # The paper's tables by task, unless a model has its own.
-_TASK_TABLES = {"list_recall": "table7", "segment_counting": "table8", "parity": "table9", "copying": "table10"}
+_TASK_TABLES = {
+    "list_recall": "table7",
+    "segment_counting": "table8",
+    "parity": "table9",
+    "copying": "table10",
+}
 
 Fields = dict[str, Any]
 

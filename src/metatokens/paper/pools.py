@@ -179,7 +179,11 @@ class JobPool(Pool):
 
     def submit(self, stage: Stage, tries: int = 1) -> None:
         """Start a stage."""
-        self._running[stage.name] = (self._executor.submit(_work_as_job, self.runner, stage), stage, tries)
+        self._running[stage.name] = (
+            self._executor.submit(_work_as_job, self.runner, stage),
+            stage,
+            tries,
+        )
 
     def finished(self) -> Iterator[tuple[str, TimedOutcome]]:
         """Give the stages that are done, after a short wait."""

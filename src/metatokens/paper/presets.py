@@ -19,7 +19,14 @@ from typing import Any
 import yaml
 
 from metatokens.errors import UserError
-from metatokens.paper.variants import Ablation, Analysis, FurtherTest, LandmarksTest, Preset, TrainedModel
+from metatokens.paper.variants import (
+    Ablation,
+    Analysis,
+    FurtherTest,
+    LandmarksTest,
+    Preset,
+    TrainedModel,
+)
 from metatokens.tasks import TASKS
 
 Fields = dict[str, Any]

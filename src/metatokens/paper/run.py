@@ -15,7 +15,8 @@ from metatokens.paper.display import Display
 from metatokens.paper.plan import Stage, select, stages
 from metatokens.paper.pools import Pool, open_pool
 from metatokens.paper.presets import preset
-from metatokens.paper.records import ModelInfo, RunInfo, StageRecord
+from metatokens.paper.records import ModelInfo, RunInfo
+from metatokens.paper.records import Stage as StageRecord
 from metatokens.paper.run_log import RunLog
 from metatokens.paper.runner import WEIGHTS, Runner
 from metatokens.paper.variants import Preset
@@ -57,9 +58,17 @@ def reproduce(
     sizes = preset(name)
     sizes = replace(sizes, corpus=corpus or sizes.corpus, book=book or sizes.book)
     plan = select(stages(sizes), only)
-    settings = {"preset": name, "corpus": sizes.corpus, "book": sizes.book, "tokenizer": sizes.tokenizer}
+    settings = {
+        "preset": name,
+        "corpus": sizes.corpus,
+        "book": sizes.book,
+        "tokenizer": sizes.tokenizer,
+    }
     pool = open_pool(Runner(out.resolve(), name, sizes), executor, workers, job or {})
-    with pool, open_run(out, settings, overwrite=overwrite):  # a pool refuses its options before a run is replaced
+    with (
+        pool,
+        open_run(out, settings, overwrite=overwrite),
+    ):  # a pool refuses its options before a run is replaced
         log = RunLog(out)
         log.check(plan)
         log.resume()

@@ -101,7 +101,10 @@ class RunLog:
         facts = timed.outcome.facts
         if stage.name in self.entries:
             if self.entries[stage.name].facts.get(WEIGHTS) != facts.get(WEIGHTS):
-                print(f"{stage.name} gave other weights than those that finished stages measured.", file=sys.stderr)
+                print(
+                    f"{stage.name} gave other weights than those that finished stages measured.",
+                    file=sys.stderr,
+                )
             return
         numbers = {}
         for kind, file in FILES.items():

@@ -191,7 +191,13 @@ class Runner:
         return Outcome(results=results)
 
     def finetune(
-        self, progress: Progress, *, model: TrainedModel, task: str, recipe: FinetuneRecipe, probe_steps: int | None
+        self,
+        progress: Progress,
+        *,
+        model: TrainedModel,
+        task: str,
+        recipe: FinetuneRecipe,
+        probe_steps: int | None,
     ) -> Outcome:
         """Fine-tune a pretrained model on a task; its learning curve covers all phases up to the first train length."""
         folder = self.out / "models" / model.name / task
@@ -235,7 +241,13 @@ class Runner:
         return Outcome(results=results)
 
     def intervene(
-        self, progress: Progress, *, model: TrainedModel, task: str, interventions: Sequence[str], counts: Counts
+        self,
+        progress: Progress,
+        *,
+        model: TrainedModel,
+        task: str,
+        interventions: Sequence[str],
+        counts: Counts,
     ) -> Outcome:
         """Accuracy of a fine-tuned model under interventions; noise is drawn once, for all prompts."""
         tests = self._tests(task, "paper", counts)
@@ -243,7 +255,10 @@ class Runner:
         for train_length in lengths_tested(self.preset, model, task):
             tuned, subject = self._tuned(model, task, train_length)
             for change in map(Intervention.parse, interventions):
-                update = {"intervention": str(change), "noise_seed": 0 if change.is_random else None}
+                update = {
+                    "intervention": str(change),
+                    "noise_seed": 0 if change.is_random else None,
+                }
                 with intervene(tuned, change):
                     results += evaluate(tuned, tests, subject.model_copy(update=update))
         return Outcome(results=results)
@@ -342,7 +357,11 @@ class Runner:
     ) -> Result:
         """A result with the model's answer to its first prompt, if that is the one that `describe_tasks` wrote."""
         shortest = min(self.preset.test_counts)
-        is_shown = (result.condition, result.length, result.metric) == ("paper", shortest, "exact_match")
+        is_shown = (result.condition, result.length, result.metric) == (
+            "paper",
+            shortest,
+            "exact_match",
+        )
         if not is_shown or result.value is None:
             return result
         text = answer(model, tests[shortest][0], self._tokenizer(), alone)
@@ -357,7 +376,10 @@ class Runner:
             if phase.train_length != first:
                 return None
             alone = LandmarksAlone(model, self._tokenizer()) if recipe.task.question_sees else None
-            return Probe(steps, lambda model: {"exact_match": exact_match(model, tests, alone), "n": len(tests)})
+            return Probe(
+                steps,
+                lambda model: {"exact_match": exact_match(model, tests, alone), "n": len(tests)},
+            )
 
         return probe
 
@@ -384,7 +406,11 @@ class Runner:
 
 
 def _curve(
-    folder: Path, subject: About, tokens_a_step: float | None = None, steps: int = 0, seen: float = 0.0
+    folder: Path,
+    subject: About,
+    tokens_a_step: float | None = None,
+    steps: int = 0,
+    seen: float = 0.0,
 ) -> Iterator[CurvePoint]:
     """The loss and accuracy that a training logged, after `steps` and `seen` text tokens of earlier phases."""
     for entry in _logged(folder):

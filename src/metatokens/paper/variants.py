@@ -248,7 +248,11 @@ def with_data(recipe: PretrainRecipe, **changes: Any) -> PretrainRecipe:
 def finetune_recipe(sizes: Preset, model: TrainedModel, task: str) -> FinetuneRecipe:
     """A model's fine-tuning recipe for a task."""
     name = model.finetune_recipe or sizes.finetune_recipes[task]
-    overrides = [*sizes.finetune_overrides, *model.finetune_overrides, f"training.seed={model.seed}"]
+    overrides = [
+        *sizes.finetune_overrides,
+        *model.finetune_overrides,
+        f"training.seed={model.seed}",
+    ]
     recipe = load_recipe(FinetuneRecipe, name, overrides)
     rates = {
         "learning_rate": model.rate * recipe.training.learning_rate,
