@@ -25,7 +25,7 @@ from metatokens.looking.style import STYLES, band, line
 from metatokens.paper.claims import ClaimResult, claims, judge
 from metatokens.paper.frame import Inputs, load
 from metatokens.paper.report import overview
-from metatokens.paper.report.table import Cell, Fields, Table, tabulate
+from metatokens.paper.report.table import Cell, Fields, Table, make_table
 from metatokens.paper.report.tables import INTERVENTIONS, PERPLEXITY, RECIPES, Tables
 from metatokens.paper.report.text import NOT_RUN, PERCENT, Form, name, number
 from metatokens.paper.rule import Effect
@@ -104,7 +104,7 @@ def judged() -> list[ClaimResult]:
 
 def grid(corner: str, rows: Rows, columns: Rows, folder: str = "results/small", form: Form = PERCENT) -> str:
     """A table of the figures that have a row's and a column's fields."""
-    return tabulate(run(folder), "", corner, rows, columns, form=form).markdown()
+    return make_table(run(folder), "", corner, rows, columns, form=form).markdown()
 
 
 def models(where: Fields) -> Rows:

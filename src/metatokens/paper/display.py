@@ -24,12 +24,18 @@ class Display:
         self._skipped: set[str] = set()
         self._began = self._last_line = time.monotonic()
         self._console = Console(stderr=True)
-        columns = [BarColumn(), TextColumn("{task.description}")]
-        self._bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
+        self._bar = Progress(
+            BarColumn(),
+            TextColumn("{task.description}"),
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
         self._task = self._bar.add_task("", total=self._total)
 
     def __enter__(self) -> Self:
-        self._bar.start()  # draws on a terminal alone
+        self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:

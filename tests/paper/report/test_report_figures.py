@@ -58,7 +58,7 @@ def test_what_was_not_measured_has_no_figure(tmp_path: Path) -> None:
     bare = load([write(tmp_path, results=[accuracy(0.5)])])
     for draw in (figures.learning, figures.losses, figures.sharpness, figures.similarity, figures.heat_map):
         assert draw(bare).axes == []
-    assert figures.forest([judge(bare, one) for one in claims()]).axes == []
+    assert figures.forest_plot([judge(bare, one) for one in claims()]).axes == []
 
 
 def test_the_loss_on_each_task_is_that_of_its_shortest_prompts(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_accuracy_by_length_is_the_mean_of_the_runs_next_to_the_papers(inputs: I
 
 @pytest.mark.parametrize("width", [PAGE, PHONE])
 def test_the_forest_has_the_interval_of_every_claim(width: float, told: list[ClaimResult]) -> None:
-    [axes] = figures.forest(told, width).axes
+    [axes] = figures.forest_plot(told, width).axes
     intervals = [list(line.get_xdata()) for line in axes.lines if len(line.get_xdata()) == 2]
     points = [float(line.get_xdata()[0]) for line in axes.lines if len(line.get_xdata()) == 1]
     assert len(intervals) == len(points) == len(told) > 5
@@ -108,6 +108,6 @@ def test_verdicts_differ_in_colour_and_in_shape() -> None:
 
 
 def test_equal_figures_give_equal_bytes(told: list[ClaimResult]) -> None:
-    first, second = (png(figures.forest(told[:3])) for _ in range(2))
+    first, second = (png(figures.forest_plot(told[:3])) for _ in range(2))
     assert first == second
     assert first.startswith(b"\x89PNG")

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from metatokens.paper.frame import Inputs, load
 from metatokens.paper.report import figures
-from metatokens.paper.report.table import Cell, Table, models, tabulate
+from metatokens.paper.report.table import Cell, Table, make_table, models
 from metatokens.paper.report.tables import STEPS, Tables
 from metatokens.paper.report.text import Form
 from tests.paper.report.made_lines import Line, accuracy, grid, inner, recall, shortcut, wilson
@@ -71,7 +71,7 @@ def test_every_accuracy_by_length_is_what_a_slow_reader_finds(inputs: Inputs) ->
 def test_a_cell_of_several_runs_and_of_one(read: Read) -> None:
     inputs = read([*runs("meta", 0.9, 0.8, 0.7), *runs("gpt2", 0.5), *runs("twin", 0.6, 0.6)])
     rows = {one: {**ROW, "model": one} for one in ("meta", "gpt2", "twin", "pause")}
-    table = tabulate(inputs, "Title", "model", rows,
+    table = make_table(inputs, "Title", "model", rows,
                      {"512": {"length": 512}})  # fmt: skip
     assert table.rows == [
         ("meta", f"{slow([0.9, 0.8, 0.7])}", "50.0"),
@@ -88,17 +88,17 @@ def test_a_cell_of_several_runs_and_of_one(read: Read) -> None:
 def test_each_run_is_shown_when_asked_for(read: Read) -> None:
     about = {**ROW, "model": "meta", "length": 512}
     inputs = read(runs("meta", 0.9, 0.8))
-    table = tabulate(inputs, "", "", {"meta": about}, {"it": {}}, by_seed=True)
+    table = make_table(inputs, "", "", {"meta": about}, {"it": {}}, by_seed=True)
     assert table.rows[0][1] == (slow([0.9, 0.8]), "runs 90.0 80.0")
 
 
 def test_rows_without_a_figure_are_kept_when_asked_for(read: Read) -> None:
     inputs = read(runs("meta", 0.9))
     rows = {one: {**ROW, "model": one} for one in ("meta", "gpt2")}
-    kept = [tabulate(inputs, "", "", rows, {"512": {"length": 512}}, whole=whole).rows for whole in (False, True)]
+    kept = [make_table(inputs, "", "", rows, {"512": {"length": 512}}, whole=whole).rows for whole in (False, True)]
     assert [[row[0] for row in found] for found in kept] == [["meta"], ["meta", "gpt2"]]
     assert kept[1][1][1] == "\u2013"
-    assert tabulate(inputs, "", "", {}, {}).note == "Not run."
+    assert make_table(inputs, "", "", {}, {}).note == "Not run."
 
 
 def test_the_best_shortcut_is_a_column_or_a_row(read: Read) -> None:
@@ -111,10 +111,10 @@ def test_the_best_shortcut_is_a_column_or_a_row(read: Read) -> None:
     inputs = read([*lines, *rates])
     rows = {one: {**ROW, "model": one} for one in ("meta", "gpt2")}
     columns = {str(length): {"length": length} for length in (256, 512)}
-    by_length = tabulate(inputs, "", "", rows, columns)
+    by_length = make_table(inputs, "", "", rows, columns)
     assert [row[:1] + row[2:] for row in by_length.rows[2:]] == [("best shortcut", "60.0"), ("guessing", "50.0")]
     assert by_length.rows[2][1] == "52.0"
-    turned = tabulate(inputs, "", "", {one: {**ROW, **row} for one, row in columns.items()}, {
+    turned = make_table(inputs, "", "", {one: {**ROW, **row} for one, row in columns.items()}, {
         one: {"model": one} for one in rows
     })  # fmt: skip
     assert turned.header[3:] == ("best shortcut", "guessing")

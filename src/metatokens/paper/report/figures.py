@@ -84,7 +84,7 @@ class _ForestRow:
         return self.top + self.height
 
 
-def forest(results: Sequence[ClaimResult], width: float = PAGE) -> Figure:
+def forest_plot(results: Sequence[ClaimResult], width: float = PAGE) -> Figure:
     """The forest plot: effect, interval and verdict of each claim that has an interval, by question."""
     results = [result for result in results if math.isfinite(result.effect.low)]
     if not results:

@@ -87,8 +87,9 @@ def _markdown(inputs: Inputs, out: Path, pictures: Pictures) -> dict[str, str]:
         drawn = draw(data, PAGE)
         if not drawn.axes:  # nothing was measured
             return Markup("")
-        pictures[draw.__name__] = png(drawn), png(draw(data, PHONE))
-        return Markup(f"![{escape(alt)}](figures/{draw.__name__}.png)")
+        file = draw.__name__.removesuffix("_plot")
+        pictures[file] = png(drawn), png(draw(data, PHONE))
+        return Markup(f"![{escape(alt)}](figures/{file}.png)")
 
     # Every value is escaped where it is printed, except for what a template marks as markup.
     environment = _environment(finalize=escape)

@@ -142,7 +142,7 @@ class _MeasuredRow:
         return [tuple(selection.get(key) for key in _PROMPTS) for selection in self.selections]
 
 
-def tabulate(
+def make_table(
     inputs: Inputs,
     title: str,
     corner: str,

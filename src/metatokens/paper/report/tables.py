@@ -23,11 +23,11 @@ from metatokens.paper.report.table import (
     Selections,
     Table,
     in_order,
+    make_table,
     models,
     order,
     plain,
     plain_rows,
-    tabulate,
 )
 from metatokens.paper.report.text import PERCENT, TOKENS_RIGHT, Form, name, number
 
@@ -266,7 +266,7 @@ class Tables:
             label = f"{name(fields['task'])}, {fields['condition']}: {fields['model']}"
             rows[label] = {**selection, **fields}
         form = replace(PERCENT, chance="")
-        return tabulate(self.inputs, "", "shortcut", rows, self._columns(selection, "length"), form=form)
+        return make_table(self.inputs, "", "shortcut", rows, self._columns(selection, "length"), form=form)
 
     # --- What happens inside; inside.yaml has the rows
 
@@ -317,7 +317,7 @@ class Tables:
     # --- What they share
 
     def _table(self, *arguments: Any, **options: Any) -> Table:
-        return tabulate(self.inputs, *arguments, by_seed=self.by_seed, **options)
+        return make_table(self.inputs, *arguments, by_seed=self.by_seed, **options)
 
     def _columns(self, selection: Fields, *keys: str) -> Selections:
         """A column for each combination of keys that was measured."""
