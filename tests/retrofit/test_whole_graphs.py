@@ -1,6 +1,5 @@
-"""Retrofitted models as one graph: `torch.compile(fullgraph=True)`, `torch.export`, and a compiled decoding step."""
+"""Models as one graph: `torch.compile(fullgraph=True)`, `torch.export`, and a compiled decoding step."""
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ from torch._dynamo.exc import Unsupported
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 from metatokens.errors import UserError
-from tests.gradients import far
+from tests.model.agreement import assert_gradients_close, gradients_by
 from tests.model.tiny_models import tiny_model
 from tests.retrofit.architectures import (
     LENGTH,
@@ -22,14 +21,19 @@ from tests.retrofit.architectures import (
     error,
     logits,
     retrofitted,
+    shared,
     text,
     with_meta_tokens,
 )
+from tests.retrofit.callers import model_of
 
 NAMES = (
     "cohere2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mixtral", "olmo2", "opt", "phi", "qwen3",
     "starcoder2",
 )  # fmt: skip
+META_GPT2 = ("rope-meta", "rope-causal", "rope-none")
+# Compiling takes long, and a block is as good as three.
+one_block = partial(retrofitted, "llama", num_hidden_layers=1)
 
 
 def counted() -> tuple[Callable[..., Any], list[torch.fx.GraphModule]]:
@@ -44,84 +48,92 @@ def counted() -> tuple[Callable[..., Any], list[torch.fx.GraphModule]]:
     return note, graphs
 
 
-def whole(model: PreTrainedModel, backend: Any) -> Any:
+def compiled_whole(model: PreTrainedModel, backend: Any) -> Any:
     return torch.compile(model, fullgraph=True, backend=backend)
 
 
-@pytest.mark.quick(name=["llama"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_compiled_pass_is_one_graph(name: str) -> None:
-    (backend, graphs), model = counted(), retrofitted(name)
-    compiled = whole(model, backend)
-    mask = torch.ones(2, LENGTH, dtype=torch.long)
+@torch.no_grad()
+def assert_compiles_into_one_graph(model: PreTrainedModel) -> None:
+    """For rows with meta-tokens, without any, and padded; the results are those of the model as it is."""
+    backend, graphs = counted()
+    compiled = compiled_whole(model, backend)
+    for ids in (with_meta_tokens(), text(), with_meta_tokens(2)):
+        assert error(compiled(ids, use_cache=False).logits[..., :META], logits(model, ids)) < ROUNDED
+    assert len(graphs) == 1
+
+    mask = torch.ones_like(ids)
     mask[1, :5] = 0
-    with torch.no_grad():
-        for ids in (with_meta_tokens(), text(), with_meta_tokens(2)):
-            assert error(compiled(ids, use_cache=False).logits[..., :META], logits(model, ids)) < ROUNDED
-        assert len(graphs) == 1
-        got = compiled(ids, attention_mask=mask, use_cache=False).logits[..., :META]
-    assert error(got[mask.bool()], logits(model, ids, attention_mask=mask)[mask.bool()]) < ROUNDED
+    output = compiled(ids, attention_mask=mask, use_cache=False).logits[..., :META]
+    expected = logits(model, ids, attention_mask=mask)
+    assert error(output[mask.bool()], expected[mask.bool()]) < ROUNDED
+
+
+def test_a_compiled_pass_of_one_block_is_one_graph() -> None:
+    assert_compiles_into_one_graph(one_block())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_cache_of_a_compiled_pass_goes_on(name: str) -> None:
-    """Such a cache grows. Finding the meta-tokens for it breaks the graph."""
-    (backend, graphs), model, ids = counted(), retrofitted(name), with_meta_tokens()
-    compiled = torch.compile(model, backend=backend)
-    with torch.no_grad():
-        first = compiled(ids[:, :16])
-        for run in (model, compiled):
-            rest = run(ids[:, 16:], past_key_values=copy.deepcopy(first.past_key_values)).logits
-            got = torch.cat([first.logits, rest], dim=1)[..., :META]
-            assert error(got, logits(model, ids)) < ROUNDED
-    assert graphs
+@pytest.mark.parametrize("caller", [*META_GPT2, *NAMES])
+def test_a_compiled_pass_is_one_graph(caller: str) -> None:
+    assert_compiles_into_one_graph(model_of(caller))
 
 
-@pytest.mark.quick(name=["gpt2"])
-@pytest.mark.parametrize("name", NAMES)
-def test_an_exported_pass(name: str) -> None:
-    model = retrofitted(name)
+@pytest.mark.quick(caller=["gpt2"])
+@pytest.mark.parametrize("caller", [*META_GPT2, *NAMES])
+def test_an_exported_pass(caller: str) -> None:
+    model = model_of(caller)
     exported = torch.export.export(model, (), {"input_ids": text(), "use_cache": False}).module()
     for ids in (with_meta_tokens(), text()):
         with torch.no_grad():
-            got = exported(input_ids=ids, use_cache=False).logits[..., :META]
-        assert error(got, logits(model, ids)) < ROUNDED
+            output = exported(input_ids=ids, use_cache=False).logits[..., :META]
+        assert error(output, logits(model, ids)) < ROUNDED
 
 
-@pytest.mark.quick(is_added=[True], heads=[4])
+def test_an_exported_pass_of_any_length_of_a_model_that_forgets() -> None:
+    model = model_of("rope-meta", text_window=6)
+    shapes = {"input_ids": {1: torch.export.Dim.DYNAMIC}, "use_cache": None}
+    inputs = {"input_ids": text(), "use_cache": False}
+    exported = torch.export.export(model, (), inputs, dynamic_shapes=shapes).module()
+    for ids in (with_meta_tokens(), torch.cat([with_meta_tokens(), with_meta_tokens(2)[:, :9]], dim=1)):
+        with torch.no_grad():
+            output = exported(input_ids=ids, use_cache=False).logits[..., :META]
+        assert error(output, logits(model, ids)) < ROUNDED
+
+
 @torch.no_grad()
+@pytest.mark.quick(is_added=[True], heads=[4])
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("is_added", [False, True], ids=["bool", "added"])
 def test_a_mask_of_four_dimensions(is_added: bool, heads: int) -> None:
     """Both forms take from it which positions any head sees; what it adds to logits is the base's."""
-    (backend, _), model, ids = counted(), retrofitted("llama"), with_meta_tokens()
+    (backend, _), model, ids = counted(), one_block(), with_meta_tokens()
     drawn = torch.rand(2, heads, LENGTH, LENGTH, generator=torch.Generator().manual_seed(0))
-    causal = torch.ones(LENGTH, LENGTH).tril().bool()
-    mask = (causal & (drawn < 0.7)) | torch.eye(LENGTH).bool()
+    mask = (drawn < 0.7).tril() | torch.eye(LENGTH).bool()
     if is_added:
         mask = (-3 * drawn).masked_fill(~mask, torch.finfo(torch.float32).min)
-    got = whole(model, backend)(ids, attention_mask=mask, use_cache=False).logits[..., :META]
-    assert error(got, logits(model, ids, attention_mask=mask)) < ROUNDED
+
+    output = compiled_whole(model, backend)(ids, attention_mask=mask, use_cache=False).logits[..., :META]
+
+    assert error(output, logits(model, ids, attention_mask=mask)) < ROUNDED
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("is_added", [False, True], ids=["bool", "added"])
-def test_a_mask_of_four_dimensions_with_a_cache_of_a_fixed_size(is_added: bool) -> None:
-    model, ids = retrofitted("llama"), with_meta_tokens()
+def test_a_mask_of_four_dimensions_with_a_cache_of_a_fixed_size() -> None:
+    """Such a mask is as wide as the cache. This one hides the beginning from the rest."""
+    model, ids = shared("llama"), with_meta_tokens()
     cache = StaticCache(model.config, max_cache_len=LENGTH + 4)
     model(ids[:, :10], past_key_values=cache)
-    mask = torch.ones(LENGTH, LENGTH + 4).tril()[10:].bool()
-    mask[:, :10] = False  # the rest does not see the beginning
-    mask = mask.expand(2, 1, -1, -1)
-    if is_added:
-        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    positions = torch.arange(10, LENGTH)[None]
-    got = model(ids[:, 10:], past_key_values=cache, attention_mask=mask, position_ids=positions).logits[..., :META]
-    assert error(got, logits(model, ids[:, 10:], position_ids=positions)) < ROUNDED
+    is_seen = torch.ones(LENGTH, LENGTH + 4).tril()[10:].bool()
+    is_seen[:, :10] = False
+    mask = torch.zeros(2, 1, *is_seen.shape).masked_fill(~is_seen, torch.finfo(torch.float32).min)
+    rest = {"input_ids": ids[:, 10:], "position_ids": torch.arange(10, LENGTH)[None]}
+
+    output = model(**rest, past_key_values=cache, attention_mask=mask).logits
+
+    assert error(output, model(**rest, use_cache=False).logits) < ROUNDED
 
 
-@pytest.mark.parametrize("make", [tiny_model, partial(retrofitted, "llama")])
+@pytest.mark.parametrize("make", [tiny_model, one_block], ids=["MetaGPT2", "Llama"])
 def test_an_exported_pass_with_a_cache_that_grows_is_refused(make: Callable[[], PreTrainedModel]) -> None:
     with pytest.raises(UserError, match=r"a cache that grows holds meta-tokens alone.* give use_cache=False"):
         torch.export.export(make(), (), {"input_ids": torch.tensor([[3, 4, 5, 6]])}, strict=False)
@@ -130,7 +142,7 @@ def test_an_exported_pass_with_a_cache_that_grows_is_refused(make: Callable[[], 
 def test_a_whole_graph_with_a_cache_that_grows_says_what_breaks_it() -> None:
     backend, _ = counted()
     with pytest.raises(Unsupported, match=r"a cache that grows holds meta-tokens alone.* give use_cache=False"):
-        whole(retrofitted("llama"), backend)(text())
+        compiled_whole(one_block(), backend)(text())
 
 
 # OPT by itself does not compile so. In this small cohere2, with sliding windows alone, a cache does not show its size.
@@ -138,36 +150,40 @@ def test_a_whole_graph_with_a_cache_that_grows_says_what_breaks_it() -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("cohere2", "opt")])
 def test_a_compiled_step_is_one_graph(name: str) -> None:
     (backend, graphs), model, ids = counted(), retrofitted(name), with_meta_tokens()
-    cache, compiled = StaticCache(model.config, max_cache_len=LENGTH + 4), whole(model, backend)
+    cache, compiled = StaticCache(model.config, max_cache_len=LENGTH + 4), compiled_whole(model, backend)
     with torch.no_grad():
         model(ids[:, :10], past_key_values=cache)
-        steps = [compiled(ids[:, place : place + 1], past_key_values=cache).logits for place in range(10, LENGTH)]
+        steps = [compiled(token, past_key_values=cache).logits for token in ids[:, 10:].split(1, dim=1)]
     assert error(torch.cat(steps, dim=1)[..., :META], logits(model, ids)[:, 10:]) < ROUNDED
     # The length is a number of Python in a sliding window: a second graph is for any length, as without meta-attention.
     assert len(graphs) == (2 if name == "gemma3_text" else 1)
 
 
 def test_training_is_one_graph() -> None:
-    (backend, graphs), ids = counted(), with_meta_tokens()
-    gradients = []
-    for is_compiled in (False, True):
-        model = retrofitted("llama").train()
-        run = whole(model, backend) if is_compiled else model
-        run(ids, labels=ids, use_cache=False).loss.backward()
-        gradients.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+    (backend, graphs), model, ids = counted(), one_block().train(), with_meta_tokens()
+    expected = gradients_by(model, model(ids, labels=ids, use_cache=False).loss)
+    compiled = gradients_by(model, compiled_whole(model, backend)(ids, labels=ids, use_cache=False).loss)
     assert len(graphs) == 1
-    assert gradients[0].keys() == gradients[1].keys()
-    assert max(far(one, gradients[1][name]) for name, one in gradients[0].items()) < ROUNDED_GRADIENT
+    assert_gradients_close(compiled, expected, ROUNDED_GRADIENT)
 
 
-@pytest.mark.quick(meta_every=[3])
+@pytest.mark.quick(make=[one_block], meta_every=[3])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, as it compiles
 @pytest.mark.parametrize("meta_every", [None, 3])
-def test_generate_compiles_its_step(meta_every: int | None) -> None:
-    (backend, graphs), model, ids = counted(), retrofitted("llama"), with_meta_tokens()
+@pytest.mark.parametrize(
+    "make",
+    [one_block, *(partial(tiny_model, second_attention=second) for second in ("meta", "causal", "none"))],
+    ids=["Llama", "meta", "causal", "none"],
+)
+def test_generate_compiles_its_step(make: Callable[[], PreTrainedModel], meta_every: int | None) -> None:
+    (backend, graphs), model = counted(), make()
+    ids = with_meta_tokens() % model.config.vocab_size  # META is the last entry of both vocabularies
     options = {"max_new_tokens": 13, "do_sample": False, "eos_token_id": None, "meta_every": meta_every}
     expected = model.generate(ids, **options)
     compiled = CompileConfig(backend=backend, fullgraph=True, dynamic=False, mode=None)
     compiled._compile_all_devices = True  # by default transformers compiles nothing on a CPU
-    assert torch.equal(model.generate(ids, cache_implementation="static", compile_config=compiled, **options), expected)
+
+    output = model.generate(ids, cache_implementation="static", compile_config=compiled, **options)
+
+    assert torch.equal(output, expected)
     assert len(graphs) == (1 if meta_every is None else 2)  # a text token, alone or with an inserted one
