@@ -26,26 +26,28 @@ def generate(model: torch.nn.Module, rows: Sequence[Sequence[int]], **options: A
     ids, mask = pad(rows)
     torch.manual_seed(8)
     out = model.generate(ids, attention_mask=mask, **({"do_sample": False, "pad_token_id": 0} | options))
-    assert torch.equal(out[:, : ids.shape[1]], ids.repeat_interleave(len(out) // len(ids), dim=0))
-    return out[:, ids.shape[1] :]
+    prompts, new = out.split([ids.shape[1], out.shape[1] - ids.shape[1]], dim=1)
+    assert torch.equal(prompts, ids)
+    return new
 
 
-def insert(prompt: Sequence[int], text: Sequence[int], meta_every: int | None) -> list[int]:
+def insert(prompt: Sequence[int], text: Sequence[int], meta_every: int | None, meta: int = META) -> list[int]:
     """The ids that the model has read: the prompt, and `text` with a meta-token after every `meta_every` tokens."""
     sequence = list(prompt)
     for count, token in enumerate(text, start=1):
         sequence.append(token)
         if meta_every and count % meta_every == 0:
-            sequence.append(META)
+            sequence.append(meta)
     return sequence
 
 
-def by_hand(ids: Tensor, mask: Tensor, cache: DynamicCache, meta: int) -> tuple[Tensor, Tensor]:
+def with_inserted(ids: Tensor, mask: Tensor, cache: DynamicCache, meta: int) -> tuple[Tensor, Tensor]:
     """The sequences and their mask, with the meta-tokens that `generate()` inserted when it filled the cache."""
     inserted = getattr(cache, "inserted", ())
-    is_text = torch.ones(ids.shape[1] + len(inserted), dtype=torch.bool)
-    is_text[[text + number for number, text in enumerate(inserted)]] = False
-    whole, whole_mask = ids.new_full((len(ids), len(is_text)), meta), mask.new_ones((len(ids), len(is_text)))
+    length = ids.shape[1] + len(inserted)
+    is_text = torch.ones(length, dtype=torch.bool)
+    is_text[[position + number for number, position in enumerate(inserted)]] = False
+    whole, whole_mask = ids.new_full((len(ids), length), meta), mask.new_ones((len(ids), length))
     whole[:, is_text], whole_mask[:, is_text] = ids, mask
     return whole, whole_mask
 
@@ -57,56 +59,69 @@ def assert_a_chat_goes_on(
     said = torch.tensor(random_rows([9] * len(ids), seed=6))
     ids = torch.cat([ids, said], dim=1)
     mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], dim=1)
-    whole, whole_mask = by_hand(ids, mask, cache, model.config.meta_token_id)
-    fresh = options | {"use_cache": False, "prefill_chunk_size": None}
+    whole, whole_mask = with_inserted(ids, mask, cache, model.config.meta_token_id)
     torch.manual_seed(5)
-    wanted = model.generate(whole, attention_mask=whole_mask, **fresh)[:, whole.shape[1] :]
-    unread, chunk = whole.shape[1] - int(cache.get_seq_length()), options.get("prefill_chunk_size")
-    read, hook = count_tokens_read(model)
+    without_cache = options | {"use_cache": False, "prefill_chunk_size": None}
+    expected = model.generate(whole, attention_mask=whole_mask, **without_cache)[:, whole.shape[1] :]
+
+    unread = whole.shape[1] - int(cache.get_seq_length())
+    counts, hook = count_tokens_read(model)
     torch.manual_seed(5)
     cache.batch_repeat_interleave(options.get("num_beams", 1))  # transformers leaves that to the caller
-    found = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)[:, ids.shape[1] :]
+    new = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)[:, ids.shape[1] :]
     hook.remove()
-    assert torch.equal(found, wanted)
+
+    assert torch.equal(new, expected)
+    chunk = options.get("prefill_chunk_size")
     first = [chunk] * (unread // chunk) if chunk else [unread]
-    assert read[: len(first)] == first  # the cached tokens are not read again
+    assert counts[: len(first)] == first  # the cached tokens are not read again
 
 
-Score = Callable[[Sequence[int]], Tensor]  # log probabilities of the next token, by a dense pass over everything read
+Score = Callable[[list[int]], Tensor]  # log probabilities of the next token, by a dense pass over everything read
 
 
-def score_of(oracle: DenseOracle, seen: Callable[[Sequence[int]], Tensor | None] = lambda read: None) -> Score:
-    """The scores of a `MetaGPT2ForCausalLM`, whose queries see the keys that `seen` returns for what was read."""
+def score_of(oracle: DenseOracle) -> Score:
+    """The scores of a `MetaGPT2ForCausalLM` that sees all text."""
 
-    def score(read: Sequence[int]) -> Tensor:
-        with torch.no_grad():
-            scores = oracle.logits(read, seen(read))[-1].log_softmax(dim=-1)
+    @torch.no_grad()
+    def score(read: list[int]) -> Tensor:
+        scores = oracle.logits(read)[-1].log_softmax(dim=-1)
         scores[META] = -torch.inf
         return scores
 
     return score
 
 
-def beams_of(score: Score, prompt: list[int], length: int, meta_every: int | None, beams: int) -> list[int]:
-    """The text that beam search finds; with one beam, greedy search."""
-    kept: list[tuple[float, list[int]]] = [(0.0, [])]
+def greedy_text(
+    score: Score, prompt: Sequence[int], length: int, meta_every: int | None, meta: int = META
+) -> list[int]:
+    """The text of the likeliest tokens, one after the other."""
+    text: list[int] = []
+    while len(text) < length:
+        text.append(int(score(insert(prompt, text, meta_every, meta)).argmax()))
+    return text
+
+
+def beam_text(score: Score, prompt: Sequence[int], length: int, meta_every: int | None, beams: int) -> list[int]:
+    """The text that beam search finds."""
+    best: list[tuple[float, list[int]]] = [(0.0, [])]
     for _ in range(length):
-        extended = [
-            (total + gain, [*text, token])
-            for total, text in kept
-            for token, gain in enumerate(score(insert(prompt, text, meta_every)).tolist())
-        ]
-        kept = sorted(extended, reverse=True)[:beams]
-    return kept[0][1]
+        extended = []
+        for total, text in best:
+            scores = score(insert(prompt, text, meta_every)).tolist()
+            extended += [(total + gain, [*text, token]) for token, gain in enumerate(scores)]
+        best = sorted(extended, reverse=True)[:beams]
+    return best[0][1]
 
 
-def samples_of(score: Score, prompts: Sequence[list[int]], length: int, meta_every: int | None) -> list[list[int]]:
+def sampled_texts(score: Score, prompts: Sequence[list[int]], length: int, meta_every: int | None) -> list[list[int]]:
     """Texts that are drawn with the seed 8, as transformers draws them."""
     torch.manual_seed(8)
     texts: list[list[int]] = [[] for _ in prompts]
     for _ in range(length):
-        reads = (insert(prompt, text, meta_every) for prompt, text in zip(prompts, texts, strict=True))
-        scores = torch.stack([score(read) for read in reads])
-        for text, token in zip(texts, torch.multinomial(scores.float().softmax(-1), 1).flatten().tolist(), strict=True):
+        reads = [insert(prompt, text, meta_every) for prompt, text in zip(prompts, texts, strict=True)]
+        shares = torch.stack([score(read) for read in reads]).float().softmax(dim=-1)
+        drawn = torch.multinomial(shares, 1).flatten().tolist()
+        for text, token in zip(texts, drawn, strict=True):
             text.append(token)
     return texts
