@@ -5,7 +5,6 @@ import subprocess
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,9 +13,14 @@ import pytest
 from metatokens.paper.report.page import write_report
 from tests.forked import PATIENCE
 from tests.paper.report.made_lines import covered, grid
-from tests.paper.report.pages import undrawn
+from tests.paper.report.pages import main_claims_alone, write_quick_report
 
 PHONE, DESKTOP = (375, 812), (1280, 800)
+
+FAULTY = """<!doctype html>
+<p style="width:600px;font-size:9px">wide</p><img src="absent.png">
+<div class="scroll" style="overflow-x:auto"><p style="width:900px">scrolls</p></div>
+<script>console.error("a fault")</script>"""
 
 # Frames stand in for screens: a window has a least width of its own. What is folded is opened before measuring.
 PROBE = """<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,"><body><script>
@@ -72,9 +76,9 @@ class Sight(NamedTuple):
 class Handler(SimpleHTTPRequestHandler):
     """Serves a folder, notes what was asked for, and takes the probe's findings."""
 
-    requested: ClassVar[set[str]]
-    findings: ClassVar[list[bytes]]
-    done: ClassVar[threading.Event]
+    requested: ClassVar[set[str]] = set()
+    findings: ClassVar[list[bytes]] = []
+    done: ClassVar[threading.Event] = threading.Event()
 
     def do_GET(self) -> None:
         self.requested.add(self.path)
@@ -93,102 +97,130 @@ class Handler(SimpleHTTPRequestHandler):
 def look(chromium: str, folder: Path, *sights: tuple[str, tuple[int, int]]) -> Sight:
     """Open pages of a folder in a browser, each on a screen of some size."""
     (folder / "probe.html").write_text(PROBE.replace("SIGHTS", json.dumps(sights)), encoding="utf-8")
-    state = {"requested": set(), "findings": [], "done": threading.Event()}
-    handler: Any = type("Handler", (Handler,), state)
     flags = (
         "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
         "--disable-component-update --disable-sync --disable-dev-shm-usage --no-proxy-server "
         "--enable-logging=stderr --v=0 --window-size=1400,1000 --remote-debugging-port=0"
     )
     with (
-        ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder))) as server,
+        ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as server,
         (folder / "browser.log").open("w+", encoding="utf-8", errors="replace") as log,
     ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/probe.html"
-        command = [chromium, *flags.split(), f"--user-data-dir={folder / 'profile'}", address]
+        command = [
+            chromium,
+            *flags.split(),
+            f"--user-data-dir={folder / 'profile'}",
+            address,
+        ]
         with subprocess.Popen(command, stdout=log, stderr=log) as browser:
-            answered = handler.done.wait(PATIENCE)
+            answered = Handler.done.wait(PATIENCE)
             browser.terminate()
         server.shutdown()
         log.seek(0)
         lines = log.read().splitlines()
     assert answered, "\n".join(lines[-20:])
-    return Sight(json.loads(handler.findings[0]), [line for line in lines if "CONSOLE" in line], handler.requested)
+    console = [line for line in lines if "CONSOLE" in line]
+    return Sight(json.loads(Handler.findings[0]), console, Handler.requested)
 
 
 @pytest.fixture(scope="module")
-def seen(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Sight:
-    """The demo's page, and the grid's with white pictures, each on a phone and on a desk."""
+def seen(chromium, tmp_path_factory):
+    """The demo's page, the grid's with white pictures, each on a phone and on a desk, and a page with faults."""
     folder = tmp_path_factory.mktemp("report")
-    write_report([covered(folder / "run")], folder / "demo")
-    with undrawn():
-        write_report(grid(folder / "lines"), folder / "grid")
-    sights = product((f"{page}/index.html" for page in ("demo", "grid")), (PHONE, DESKTOP))
-    return look(chromium, folder, *sights)
+    with main_claims_alone():
+        write_report([covered(folder / "run")], folder / "demo")
+    write_quick_report(grid(folder / "lines"), folder / "grid")
+    (folder / "faulty").mkdir()
+    (folder / "faulty" / "index.html").write_text(FAULTY)
+    return look(
+        chromium,
+        folder,
+        ("demo/index.html", PHONE),
+        ("demo/index.html", DESKTOP),
+        ("grid/index.html", PHONE),
+        ("grid/index.html", DESKTOP),
+        ("faulty/index.html", PHONE),
+    )
 
 
-def test_every_image_loads_and_a_phone_gets_pictures_of_its_own(seen: Sight) -> None:
-    phone, desktop, *of_grid = (screen["images"] for screen in seen.screens)
-    assert [len(images) for images in (phone, desktop)] == [3, 3]
-    assert [len(images) for images in of_grid] == [8, 8]
-    assert all(natural > 0 for images in of_grid for natural, _ in images)
-    assert all(0 < small < large for (small, _), (large, _) in zip(phone, desktop, strict=True))
-    # Dense enough for a screen with two dots a pixel, so that letters stay sharp.
-    assert all(natural >= 1.5 * shown for natural, shown in phone + desktop)
+@pytest.fixture(scope="module")
+def screens(seen):
+    """What was measured on each screen of the two reports, and the screen's width and height."""
+    *reports, _ = seen.screens
+    return list(zip(reports, (PHONE, DESKTOP, PHONE, DESKTOP), strict=True))
 
 
-def test_nothing_is_logged_and_nothing_else_is_loaded(seen: Sight) -> None:
-    assert seen.console == []
-    assert seen.requested == {"/probe.html", "/demo/index.html", "/grid/index.html"}
+def test_every_image_loads_and_a_phone_gets_pictures_of_its_own(seen):
+    demo_on_phone, demo_on_desk, grid_on_phone, grid_on_desk, _ = (screen["images"] for screen in seen.screens)
+
+    assert (len(demo_on_phone), len(demo_on_desk)) == (3, 3)
+    assert (len(grid_on_phone), len(grid_on_desk)) == (8, 8)
+    for natural_width, _ in grid_on_phone + grid_on_desk:
+        assert natural_width > 0
+    for (small, _), (large, _) in zip(demo_on_phone, demo_on_desk, strict=True):
+        assert 0 < small < large
+    for natural_width, shown_width in demo_on_phone + demo_on_desk:
+        # Dense enough for a screen with two dots a pixel, so that letters stay sharp.
+        assert natural_width >= 1.5 * shown_width
 
 
-def test_nothing_is_wider_than_the_page(seen: Sight) -> None:
-    for screen, (width, _) in zip(seen.screens, (PHONE, DESKTOP) * 2, strict=True):
+def test_nothing_is_logged_and_nothing_else_is_loaded(seen):
+    from_reports = [line for line in seen.console if "/faulty/" not in line]
+    requested = {path for path in seen.requested if not path.startswith("/faulty/")}
+
+    assert from_reports == []
+    assert requested == {"/probe.html", "/demo/index.html", "/grid/index.html"}
+
+
+def test_nothing_is_wider_than_the_page(screens):
+    for screen, (width, _) in screens:
         assert screen["wide"] == []
         assert screen["cut"] == 0
         assert screen["innerWidth"] == width
         assert screen["scrollWidth"] <= width
 
 
-def test_text_is_large_enough_to_read(seen: Sight) -> None:
-    for screen in seen.screens:
+def test_text_is_large_enough_to_read(screens):
+    for screen, _ in screens:
         assert screen["base"] >= 16
         assert screen["smallest"] >= 14
 
 
-def test_the_first_screen_holds_what_came_out(seen: Sight) -> None:
-    for screen, (_, height) in zip(seen.screens, (PHONE, DESKTOP) * 2, strict=True):
-        first = screen["first"]
-        tops = [first[part][0] for part in ("blockquote", "picture", "table")]
-        assert tops == sorted(tops)
-        assert first["blockquote"][1] < height
-    assert all(screen["first"]["picture"][0] < DESKTOP[1] for screen in seen.screens[1::2])
+def test_the_first_screen_holds_what_came_out(screens):
+    for screen, size in screens:
+        top_of_sentences, bottom_of_sentences = screen["first"]["blockquote"]
+        top_of_picture, _ = screen["first"]["picture"]
+        top_of_table, _ = screen["first"]["table"]
+        assert top_of_sentences <= top_of_picture <= top_of_table
+        assert bottom_of_sentences < size[1]
+        if size == DESKTOP:
+            assert top_of_picture < DESKTOP[1]
 
 
-def test_a_claim_opens_at_a_click(seen: Sight) -> None:
-    assert [screen["opened"] for screen in seen.screens] == [[False, True]] * 4
+def test_a_claim_opens_at_a_click(screens):
+    for screen, _ in screens:
+        before, after = screen["opened"]
+        assert (before, after) == (False, True)
 
 
-def test_the_contents_stay_within_reach(seen: Sight) -> None:
-    for screen, (_, height) in zip(seen.screens, (PHONE, DESKTOP) * 2, strict=True):
+def test_the_contents_stay_within_reach(screens):
+    for screen, (_, height) in screens:
         top, bottom = screen["contents"]
         assert screen["scrolled"] > 1000
         assert 0 <= top < bottom < height / 4
         assert screen["links"] >= 6
 
 
-def test_the_probe_sees_faults(chromium: str, tmp_path: Path) -> None:
-    (tmp_path / "index.html").write_text(
-        '<!doctype html><p style="width:600px;font-size:9px">wide</p><img src="absent.png">'
-        '<div class="scroll" style="overflow-x:auto"><p style="width:900px">scrolls</p></div>'
-        '<script>console.error("a fault")</script>'
-    )
-    sight = look(chromium, tmp_path, ("index.html", PHONE))
-    [screen] = sight.screens
-    assert screen["images"][0][0] == 0
-    assert screen["scrollWidth"] > PHONE[0]
-    assert screen["smallest"] == 9
-    assert [html[:20] for html in screen["wide"]] == ['<p style="width:600p']
-    assert any("a fault" in line for line in sight.console)
-    assert "/absent.png" in sight.requested
+def test_the_probe_sees_faults(seen):
+    faulty = seen.screens[-1]
+    [wide] = faulty["wide"]
+    [logged] = (line for line in seen.console if "/faulty/" in line and "a fault" in line)
+
+    assert faulty["images"][0][0] == 0
+    assert faulty["scrollWidth"] > PHONE[0]
+    assert faulty["smallest"] == 9
+    assert wide.startswith('<p style="width:600p')
+    assert "CONSOLE" in logged
+    assert "/faulty/absent.png" in seen.requested
