@@ -1,4 +1,4 @@
-"""Writes the figures of the README and of these pages from committed result lines; `make figures` runs it.
+"""Writes the tables and draws the pictures of these pages from committed result lines; `make figures` runs it.
 
 The function NAME below writes the block that begins with `<!-- figures: NAME -->`. It only says what a table selects;
 the report's engine makes the table.
@@ -6,7 +6,7 @@ the report's engine makes the table.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -19,29 +19,30 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
 
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.looking.style import STYLES, band, line
 from metatokens.paper.claims import ClaimResult, claims, judge
 from metatokens.paper.frame import Inputs, load
 from metatokens.paper.report import overview
-from metatokens.paper.report.table import Cell, Fields, Table, make_table
-from metatokens.paper.report.tables import INTERVENTIONS, PERPLEXITY, RECIPES, Tables
+from metatokens.paper.report.table import Cell, Fields, Table, tabulate
+from metatokens.paper.report.tables import Tables
 from metatokens.paper.report.text import NOT_RUN, PERCENT, Form, name, number
-from metatokens.paper.rule import Effect
+from metatokens.paper.rule import Effect, effect
 from metatokens.records import unpack_hits
 from metatokens.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+DOCUMENTS = (*sorted((ROOT / "docs").rglob("*.md")), ROOT / "results/forget/README.md")
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
 
 Rows = Mapping[str, Fields]  # selections by label; columns too
 KINDS = {"gpt2": "plain", "pause": "meta-tokens alone", "twin": "second ordinary attention", "meta": "meta-attention"}
+COVERED = ("pause", "twin", "meta")  # the models that have meta-tokens from pretraining on
 LABELS = {Markup(f"`{model}`, {kind}"): model for model, kind in KINDS.items()}
 SMALL: Fields = {"position_embedding": "rope"}
 AT_128: Fields = {**SMALL, "train_length": 128, "length": 128}
-TWICE: Fields = {"task": "list_recall", "train_length": 512, "length": 1024}
 FOUND = (512, 2048, 8192)  # tokens of the texts that facts are looked for in
 FULL_BLOCKS = {
     "the base, full cache": ("full-1-1-untrained", "full"),
@@ -81,8 +82,6 @@ FORGETTING = {
     "landmarks after sentences, a window of 43": ("tokens-1-8-sentence", "tokens"),
     "the same, with meta-attention": ("meta-1-8-sentence", "meta"),
 }
-ADDED_SEEDS = 30  # the first of the four that were added after the verdicts of eight had been published
-FAR: Fields = {"train_length": 128, "length": 2048, "condition": "long_prompt"}
 
 GREYED = ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "text.color")
 GREY = "#7d8590"  # which a white and a dark page show
@@ -104,7 +103,7 @@ def judged() -> list[ClaimResult]:
 
 def grid(corner: str, rows: Rows, columns: Rows, folder: str = "results/small", form: Form = PERCENT) -> str:
     """A table of the figures that have a row's and a column's fields."""
-    return make_table(run(folder), "", corner, rows, columns, form=form).markdown()
+    return tabulate(run(folder), "", corner, rows, columns, form=form).markdown()
 
 
 def models(where: Fields) -> Rows:
@@ -122,60 +121,54 @@ def each_task(**where: Any) -> Rows:
     return {name(task).lower(): {"task": task, **where} for task in TASKS}
 
 
-def summary() -> str:
-    """The README's table: the four tasks at the trained length."""
-    return grid("trained to 128 tokens, tested there", models(SMALL), each_task(**AT_128))
-
-
 def differences() -> str:
-    """The main claims: the differences in each task, their mean, the verdict, and what the last four seeds add."""
-    told = {one.claim.text: one for one in judged() if one.claim.primary}
-    columns = {text.split(": ")[-1].replace(" beats ", " minus "): one for text, one in told.items()}
-    figures = run().figures
-    added = replace(run(), figures=figures[figures.seed >= ADDED_SEEDS])
-    rows = [
-        (name(task), *(points(one.tasks[task]) if task in one.tasks else NOT_RUN for one in columns.values()))
-        for task in TASKS
-    ]
-    rows.append(("mean of tasks", *(points(one.effect) for one in columns.values())))
-    rows.append((Markup("verdict on a lead of `meta`"), *(one.verdict for one in columns.values())))
-    again = (points(judge(added, one.claim).effect) for one in columns.values())
-    rows.append(("mean of tasks in the four seeds added last", *again))
-    return Table("", ("points (95 % interval)", *columns), [*rows]).markdown()
+    """The main claims: the difference in each task, the mean with and without list recall, and the verdict."""
+    main_claims = [result for result in judged() if result.claim.primary]
+    headings = [result.claim.text.split(": ")[-1].replace(" beats ", " minus ") for result in main_claims]
+    rows = [(name(task), *(points_in_task(result, task) for result in main_claims)) for task in TASKS]
+    rows.append(("mean of tasks", *(points(result.effect) for result in main_claims)))
+    rows.append(("mean without list recall", *(points_without_recall(result) for result in main_claims)))
+    rows.append(("verdict on the mean of tasks", *(result.verdict for result in main_claims)))
+    return Table("", ("points (95 % interval)", *headings), rows).markdown()
 
 
-def points(effect: Effect) -> str:
+def points(measured: Effect) -> str:
     """A difference of shares and its interval, in points."""
-    return overview.amount(effect, "points").replace(" points", "")
+    return overview.amount(measured, "points").replace(" points", "")
+
+
+def points_in_task(result: ClaimResult, task: str) -> str:
+    """The same in one task."""
+    return points(result.tasks[task]) if task in result.tasks else NOT_RUN
+
+
+def points_without_recall(result: ClaimResult) -> str:
+    """The same in the mean of the other tasks."""
+    return points(effect([stratum for stratum in result.strata if stratum.task != "list_recall"]))
+
+
+def verdicts(*beginnings: str) -> str:
+    """The claims that begin so."""
+    results = [result for result in judged() if result.claim.text.startswith(beginnings)]
+    rows = [(result.claim.text, points(result.effect), result.verdict) for result in results]
+    return Table("", ("claim", "points (95 % interval)", "verdict"), rows).markdown()
 
 
 def answers() -> str:
-    """The first sentences of the report."""
-    said = overview.sentences(Tables(run()), judged())
-    return "".join(f"- {sentence}\n" for sentence in said)
+    """How many of the paper's claims have each verdict."""
+    counts, *_ = overview.sentences(Tables(run()), judged())
+    return f"{counts}\n"
 
 
 def tasks() -> str:
-    """The four tasks at the trained length, and list recall at twice that."""
-    columns = {**each_task(train_length=128, length=128), "list recall, 512 \u2192 1,024": TWICE}
-    return grid("trained to 128 tokens, tested there", models(SMALL), columns)
+    """The four tasks at the trained length."""
+    return grid("trained to 128 tokens, tested there", models(SMALL), each_task(**AT_128))
 
 
-def by_length(task: str, train_length: int, *tokens: int) -> str:
-    """One task by prompt length."""
-    where = {**SMALL, "task": task, "train_length": train_length}
-    return grid(f"{name(task).lower()}, prompt tokens", models(where), lengths(*tokens))
-
-
-def sooner() -> str:
-    """Steps of fine-tuning until a model answers 90 % of the prompts of 128 tokens."""
-    return Tables(run()).sooner().markdown()
-
-
-def markers() -> str:
-    """List recall with markers that point at the answer, and among decoys."""
-    columns = {text: {"condition": condition} for condition, text in {"paper": "as trained", "decoy": "decoys"}.items()}
-    return grid("list recall, 128 tokens", models({**AT_128, "task": "list_recall"}), columns)
+def covered() -> str:
+    """The four tasks with the text covered, by models that were trained with it in sight."""
+    columns = each_task(**AT_128, intervention="landmarks_alone")
+    return grid("asked with the text covered", models(SMALL), columns)
 
 
 def unmarked() -> str:
@@ -185,49 +178,15 @@ def unmarked() -> str:
     return shown + "\n" + verdicts("Trained where")
 
 
-def other_recipes() -> str:
-    """List recall with other learning rates and with more steps, at both train lengths; the claims on all tasks."""
-    shown = []
-    for train_length in (128, 512):
-        where = {**SMALL, "task": "list_recall", "train_length": train_length, "length": train_length}
-        columns = {what: {"variant": variant} for variant, what in {"": "as above", **RECIPES}.items()}
-        shown.append(grid(f"list recall, trained to {train_length} tokens, tested there", models(where), columns))
-    return "\n".join([*shown, verdicts("At half", "With three")])
-
-
-def verdicts(*beginnings: str) -> str:
-    """The claims that begin so."""
-    told = [one for one in judged() if one.claim.text.startswith(beginnings)]
-    rows = [(one.claim.text, points(one.effect), one.verdict) for one in told]
-    return Table("", ("claim", "points (95 % interval)", "verdict"), rows).markdown()
-
-
-def held() -> str:
-    """Facts recalled through landmarks alone."""
-    return Tables(run()).held().markdown()
-
-
-def no_pos() -> str:
-    """List recall without the meta-tokens' positions or embeddings."""
-    columns = {INTERVENTIONS[what]: {"intervention": what} for what in ("", "no_pos", "no_embed")}
-    return grid("list recall, 128 tokens", models({**AT_128, "task": "list_recall"}), columns)
-
-
-def yarn() -> str:
-    """List recall with windows that YaRN extended."""
-    rows = {
-        f"{model}, window {number(window)}, trained to {number(train)}": {
-            **SMALL, "task": "list_recall", "model": model, "variant": f"yarn{factor}", "train_length": train,
-        }
-        for model in ("gpt2", "meta")
-        for factor, window, train in ((4, 1024, 512), (4, 1024, 1024), (8, 2048, 1024), (8, 2048, 2048))
-    }  # fmt: skip
-    return grid("list recall, prompt tokens", rows, lengths(128, 512, 1024, 2048, 4096))
-
-
-def long_prompts() -> str:
-    """Prompts of 16 times the train length with questions as short as in training."""
-    return grid("prompts of 2,048 tokens", models(SMALL | FAR), each_task())
+def more_steps() -> str:
+    """List recall with three times the steps, at both train lengths; the claims on it."""
+    columns = {
+        f"{length} tokens, {steps}": {"train_length": length, "length": length, "variant": variant}
+        for length in (128, 512)
+        for variant, steps in {"": "as above", "longer": "three times the steps"}.items()
+    }
+    shown = grid("list recall, trained to and tested at", models({**SMALL, "task": "list_recall"}), columns)
+    return shown + "\n" + verdicts("With three")
 
 
 def added() -> str:
@@ -337,16 +296,20 @@ def other_facts() -> str:
 
 
 def smaller_cache() -> str:
-    """The README's row on forgetting: what an eighth of the keys and values keeps, next to all of them."""
+    """What an eighth of the keys and values keeps, next to all of them."""
     prose, *_ = forget()
-    _, limit, _, full, *_ = FULL_BLOCKS.values()
-    _, *asked = OTHER_FACTS.values()
+    base, full_cache, window, full_blocks, *_, untrained = FULL_BLOCKS.values()
     rows = []
-    for label, arm, other in zip(("full cache", "two full blocks"), (limit, full), asked, strict=True):
-        kept = f"{100 * of_arm(prose, arm).kv_kept.mean():.1f}"
-        cells = share_found(arm, 512), share_found(other, 512, "facts_wording"), plus_minus(lost(arm, limit), ".3f")
-        rows.append((label, kept, *cells))
-    heads = "KV kept, %", "facts, %", "facts in another wording, %", "loss of prose, nats"
+    for label, arm in {
+        "the base, full cache": base,
+        "full cache, trained": full_cache,
+        "a window in all blocks, trained": window,
+        "two full blocks, untrained": untrained,
+        "**two full blocks, trained**": full_blocks,
+    }.items():
+        share = f"{100 * of_arm(prose, arm).kv_kept.mean():.1f}"
+        rows.append((Markup(label), share, share_found(arm, 512), plus_minus(lost(arm, full_cache), ".3f")))
+    heads = "keys and values kept, %", "facts found, %", "loss of prose, nats a token"
     return Table("", ("texts of 512 tokens", *heads), rows).markdown()
 
 
@@ -381,44 +344,17 @@ def forgetting_cost() -> str:
         "tokens": "landmarks every 16 tokens, a window of 29",
         "meta": "the same, with meta-attention",
     }
-    rows, lengths_read = [], lines.index.unique("length")
+    lengths_read, rows = (2048, 32768), []
     for model, label in labels.items():
         cells = []
         for length in lengths_read:
-            full, one = lines.loc[length, "full"], lines.loc[length, model]
-            cells.append(f"{one.cache_bytes / 1e6:.1f} of {full.cache_bytes / 1e6:.0f} MB")
-            cells.append(" / ".join(f"{one[what][1] / full[what][1]:.2f}" for what in ("read_per_s", "new_per_s")))
+            full_cache, smaller = lines.loc[length, "full"], lines.loc[length, model]
+            cells.append(f"{smaller.cache_bytes / 1e6:.1f} of {full_cache.cache_bytes / 1e6:.0f} MB")
+            ratios = (smaller[rate][1] / full_cache[rate][1] for rate in ("read_per_s", "new_per_s"))
+            cells.append(" / ".join(f"{ratio:.2f}" for ratio in ratios))
         rows.append((label, *cells))
     heads = (f"{number(length)}: {what}" for length in lengths_read for what in ("cache", "speed"))
     return Table("", ("", *heads), rows).markdown()
-
-
-def perplexity(folder: str = "results/small") -> str:
-    """Perplexity on held-out text, by model."""
-    where = {"metric": "perplexity", "position_embedding": "rope"}
-    return grid("perplexity", models(where), {"held-out text": {"condition": "none"}}, folder, PERPLEXITY)
-
-
-def speed() -> str:
-    """What meta-attention costs, gathered and with the paper's dense mask."""
-    compared = {
-        "a training step at 1,024 positions: `meta` / `gpt2`": ("train", "meta", "gpt2"),
-        "the same: `meta` / `pause`, which reads the same blocks": ("train", "meta", "pause"),
-        "the same: dense mask / gathered": ("train", "dense", "meta"),
-        "the same: `meta` compiled / as it is": ("compile", "meta, compiled", "meta"),
-        "decoding with a meta-token every 10 tokens / without, batch 1": ("decode_1", "meta, inserting", "meta"),
-        "the same, batch 8": ("decode_8", "meta, inserting", "meta"),
-        "the same, batch 1: dense mask / gathered": ("decode_1", "dense, inserting", "meta, inserting"),
-        "decoding, batch 1: our `gpt2` / transformers' GPT-2": ("decode_1", "gpt2-learned", "transformers"),
-    }
-    rows = []
-    for label, (file, model, against) in compared.items():
-        timings = pd.read_json(ROOT / f"benchmarks/results/{file}.jsonl", lines=True)
-        (one,) = timings[(timings.model == model) & (timings.against == against)].itertuples()
-        rows.append(
-            (Markup(label), f"{one.ratio:.2f} ({one.ratio_low:.2f} to {one.ratio_high:.2f})", f"{one.limit:.2f}")
-        )
-    return Table("", ("", "ratio of times", "by arithmetic"), rows).markdown()
 
 
 def cost() -> str:
@@ -430,37 +366,20 @@ def cost() -> str:
 
 
 def demo_tasks() -> str:
-    """The demo's models on the four tasks."""
-    return grid("exactly right, in %", models({}), each_task(length=128), "results/demo")
-
-
-def demo_recall() -> str:
-    """The demo's models with the text covered, on longer lists, and on other markers."""
-    columns: Rows = {
-        "128, text covered": {"length": 128, "intervention": "landmarks_alone"},
-        **lengths(256),
-        "128, landmarks": {"length": 128, "condition": "landmark"},
-        "128, decoys": {"length": 128, "condition": "decoy"},
-    }
-    return grid("list recall, prompt tokens", models({"task": "list_recall"}), columns, "results/demo")
+    """The demo's models on the four tasks, and on list recall with the text covered."""
+    is_covered = {"task": "list_recall", "length": 128, "intervention": "landmarks_alone"}
+    columns = {**each_task(length=128), "list recall, text covered": is_covered}
+    return grid("exactly right, in %", models({}), columns, "results/demo")
 
 
 FIGURES = {
     function.__name__: function
     for function in (
-        summary, differences, answers, cost, tasks, sooner, markers, held, no_pos, yarn, long_prompts, full_differences,
-        unmarked, other_recipes, added, long_texts, forgetting_tasks, forgetting_cost, perplexity, speed, demo_tasks,
-        demo_recall,
+        answers, differences, tasks, covered, unmarked, more_steps, cost, demo_tasks, added, long_texts,
+        smaller_cache, other_facts, full_differences, forgetting_tasks, forgetting_cost,
     )
 }  # fmt: skip
 FIGURES |= {
-    "recall": partial(by_length, "list_recall", 512, 128, 256, 512, 1024, 2048),
-    "parity": partial(by_length, "parity", 128, 128, 256, 512, 1024),
-    "copying": partial(by_length, "copying", 512, 128, 256, 512, 1024),
-    "counting": partial(by_length, "segment_counting", 128, 128, 256, 512, 1024),
-    "demo_perplexity": partial(perplexity, "results/demo"),
-    "other_facts": other_facts,
-    "smaller_cache": smaller_cache,
     "full_blocks": partial(forgetting, FULL_BLOCKS, "window-1-8-brief"),
     "forgetting": partial(forgetting, FORGETTING, "window-1-8"),
 }
@@ -472,38 +391,72 @@ def filled(text: str) -> str:
 
 
 @contextmanager
-def panels(path: Path, count: int, size: tuple[float, float], ticks: Mapping[float, str]) -> Iterator[Sequence[Axes]]:
-    """Panels in a row, with a logarithmic axis to the right that has these ticks; they are written when drawn."""
+def drawing(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
+    """A figure that is written to a file once it is drawn."""
     with mpl.rc_context(STYLE):
-        figure, axes = plt.subplots(1, count, figsize=size, sharey=True, layout="constrained", squeeze=False)
-        yield axes[0]
-        for axis in axes[0]:
-            axis.set_xscale("log", base=2)
-            axis.set_xticks([*ticks], [*ticks.values()], minor=False)
-            axis.spines[["top", "right"]].set_visible(False)
+        figure = plt.figure(figsize=size, layout="constrained")
+        yield figure
         figure.savefig(path, transparent=True, metadata={"Date": None})
         plt.close(figure)
 
 
+def set_logarithmic(axis: Axes, ticks: Mapping[float, str]) -> None:
+    """Give an axis a logarithmic scale to the right, with these ticks."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks([*ticks], [*ticks.values()], minor=False)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
 def draw(path: Path) -> None:
+    """Draw what the models answer with the text covered, and with it in sight by prompt length."""
+    with drawing(path, (10.4, 4.6)) as figure:
+        left, right = figure.subfigures(1, 2, width_ratios=(5, 8), wspace=0.03)
+        draw_covered(left)
+        draw_lengths(right)
+
+
+def draw_covered(figure: SubFigure) -> None:
+    """Draw list recall of three models with all text in sight, and with the text covered."""
+    axis = figure.subplots()
+    looks = {"": ("the text in sight", -0.2, 0.35), "landmarks_alone": ("the text covered", 0.2, 1.0)}
+    for intervention, (label, shift, opacity) in looks.items():
+        for place, model in enumerate(COVERED):
+            where = {**SMALL, **AT_128, "task": "list_recall", "model": model, "intervention": intervention}
+            mean, low, high = (100 * end for end in Cell.of(run().select(**where)).estimate())
+            colour = STYLES[model].colour
+            axis.bar(place + shift, mean, 0.36, color=colour, alpha=opacity)
+            axis.errorbar(place + shift, mean, [[mean - low], [high - mean]], color=GREY, capsize=4)
+            axis.annotate(
+                f"{mean:.1f}", (place + shift, high), (0, 4), textcoords="offset points", ha="center", fontsize=9.5
+            )
+        axis.bar(0, 0, color=GREY, alpha=opacity, label=label)
+    axis.set_xticks(range(len(COVERED)), COVERED)
+    axis.set(ylim=(-3, 119), yticks=range(0, 101, 25), ylabel="exactly right, %")
+    axis.set_title("List recall at 128 tokens", fontweight="bold")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, labelcolor=GREY, loc="upper center", bbox_to_anchor=(0.5, -0.09), ncols=2)
+
+
+def draw_lengths(figure: SubFigure) -> None:
     """Draw accuracy by prompt length on the tasks: the mean of each model's runs, and its interval."""
     styles = STYLES | {"gpt2": replace(STYLES["gpt2"], colour=GREY)}  # which a dark page shows too
-    shown = {length: number(length) for length in (128, 256, 512, 1024, 2048)}
-    with panels(path, 4, (13, 3), shown) as axes:
-        for axis, task in zip(axes, TASKS, strict=True):
-            for model, style in styles.items():
-                where = {**SMALL, "train_length": 512, "task": task, "model": model}
-                cells = {length: Cell.of(run().select(**where, length=length)) for length in shown}
-                cells = {length: cell for length, cell in cells.items() if cell.runs}
-                ends = [[100 * end for end in cell.estimate()] for cell in cells.values()]
-                mean, low, high = zip(*ends, strict=True) if ends else ((), (), ())
-                axis.plot([*cells], mean, label=model, **line(style))
-                band(axis, [*cells], low, high, style)
-            axis.set(ylim=(-3, 103), xlabel="prompt length, tokens")
-            axis.axvspan(110, 512, color=GREY, alpha=0.12, linewidth=0)
-            axis.set_title(name(task), fontweight="bold")
-        axes[0].set_ylabel("exactly right, %")
-        axes[-1].legend(frameon=False, labelcolor=GREY)
+    ticks = {length: number(length) for length in (128, 256, 512, 1024, 2048)}
+    axes = figure.subplots(2, 2, sharex=True, sharey=True)
+    for axis, task in zip(axes.flat, TASKS, strict=True):
+        for model, style in styles.items():
+            where = {**SMALL, "train_length": 512, "task": task, "model": model}
+            cells = {length: Cell.of(run().select(**where, length=length)) for length in ticks}
+            estimates = {length: cell.estimate() for length, cell in cells.items() if cell.runs}
+            mean, low, high = 100 * np.array([*estimates.values()]).T
+            axis.plot([*estimates], mean, label=model, **line(style))
+            band(axis, [*estimates], low, high, style)
+        axis.axvspan(110, 512, color=GREY, alpha=0.12, linewidth=0)
+        axis.set(ylim=(-3, 103))
+        axis.set_title(name(task), fontweight="bold")
+        set_logarithmic(axis, ticks)
+    figure.supxlabel("prompt length, tokens", fontsize=STYLE["font.size"])
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, labelcolor=GREY, ncols=4, loc="outside upper center")
 
 
 def draw_full_blocks(path: Path) -> None:
@@ -516,11 +469,13 @@ def draw_full_blocks(path: Path) -> None:
         "SnapKV, untrained": ("press-1-8", "snapkv", "#2a86c7", "D--"),
     }
     shown = {length: number(length) for length in (512, 1024, 2048, 4096, 8192)}
-    with panels(path, 1, (6, 3.2), shown) as [axis]:
+    with drawing(path, (6, 3.2)) as figure:
+        axis = figure.subplots()
         for label, (recipe, model, colour, form) in looks.items():
             middle, low, high = zip(*(found((recipe, model), length) for length in shown), strict=True)
             axis.plot([*shown], middle, form, color=colour, label=label)
             axis.fill_between([*shown], low, high, color=colour, alpha=0.15, linewidth=0)
+        set_logarithmic(axis, shown)
         axis.set(xlabel="tokens of the text", ylabel="facts found, %", ylim=(-3, 103))
         axis.legend(frameon=False, labelcolor=GREY, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
 
@@ -539,11 +494,13 @@ def draw_forgetting(path: Path) -> None:
     prose, *_ = forget()
     base = of_arm(prose, FULL_BLOCKS["the base, full cache"]).set_index("text").loss
     prose = prose.assign(lost=prose.loss - prose.text.map(base))
-    with panels(path, 1, (6, 5), {share: f"{share:g}" for share in (6.25, 12.5, 25, 50, 100)}) as [axis]:
+    with drawing(path, (6, 5)) as figure:
+        axis = figure.subplots()
         for label, (pattern, colour, form) in looks.items():
             chosen = prose[prose.recipe.str.fullmatch(f"forget/{pattern}")]
             shown = chosen.groupby(["recipe", "model"])[["kv_kept", "lost"]].mean().sort_values("kv_kept")
             axis.plot(100 * shown.kv_kept, shown.lost, form, color=colour, label=label)
+        set_logarithmic(axis, {share: f"{share:g}" for share in (6.25, 12.5, 25, 50, 100)})
         axis.set(xlabel="keys and values kept, %", ylabel="loss of prose minus the\nuntrained base's, nats")
         axis.legend(frameon=False, labelcolor=GREY, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
 
