@@ -341,8 +341,6 @@ def forgetting_cost() -> str:
     labels = {
         "window": "a window of 60",
         "blocks": "blocks 18 and 23 full, a window of 28",
-        "tokens": "landmarks every 16 tokens, a window of 29",
-        "meta": "the same, with meta-attention",
     }
     lengths_read, rows = (2048, 32768), []
     for model, label in labels.items():
