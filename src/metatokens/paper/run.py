@@ -15,8 +15,7 @@ from metatokens.paper.display import Display
 from metatokens.paper.plan import Stage, select, stages
 from metatokens.paper.pools import Pool, open_pool
 from metatokens.paper.presets import preset
-from metatokens.paper.records import ModelInfo, RunInfo
-from metatokens.paper.records import Stage as StageRecord
+from metatokens.paper.records import ModelInfo, RunInfo, StageRecord
 from metatokens.paper.run_log import RunLog
 from metatokens.paper.runner import WEIGHTS, Runner
 from metatokens.paper.variants import Preset
