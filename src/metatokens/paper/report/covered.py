@@ -12,9 +12,9 @@ from metatokens.tasks.content import OPENING
 
 MODELS = {
     "gpt2": "a plain GPT-2",
-    "pause": "meta-tokens alone",
-    "twin": "a second attention among all tokens",
-    "meta": "a second attention among its meta-tokens",
+    "pause": "GPT-2 with meta-tokens",
+    "twin": "GPT-2 with meta-tokens and a second attention among all tokens",
+    "meta": "GPT-2 with meta-tokens and a second attention among these alone",
 }
 
 
