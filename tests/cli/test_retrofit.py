@@ -200,9 +200,9 @@ def test_what_cannot_be_is_refused(base: Path, run: Succeed, refused: Refuse) ->
     refused("retrofit --model base --out new --layers 0,2", "layers is [0, 2]; give a list of some of 0 to 1")
     refused("retrofit --model base --out new --head-size 7", "head_size is 7: input should be a multiple of 2")
     refused(f"{EVALUATE} base", "the model in base has no meta_token_id, which markers need")
-    refused(f"{TUNE} --model model --out new --lora 16", "--lora '16' must be rank=N")
-    refused(f"{TUNE} --model model --out new --keep-adapter", "training.keep_adapter needs training.lora_rank")
-    refused(f"{TUNE} --model model --out new {LORA} --set training.fsdp=true", "lora_rank does not go with")
+    refused(f"{TUNE} --model model --out tuned --lora 16", "--lora '16' must be rank=N")
+    refused(f"{TUNE} --model model --out tuned --keep-adapter", "training.keep_adapter needs training.lora_rank")
+    refused(f"{TUNE} --model model --out tuned {LORA} --set training.fsdp=true", "lora_rank does not go with")
     assert not Path("new").exists()
 
 
@@ -430,7 +430,10 @@ def test_weights_of_a_pretrained_models_size_get_rates_that_fit(
 @pytest.mark.usefixtures("tokens")
 @pytest.mark.quick(delta=[" --delta"])
 @whole_or_delta
-def test_text_is_trained_on_and_the_model_analysed(delta: str, run: Succeed, refused: Refuse) -> None:
+def test_text_is_trained_on_and_the_model_analysed(
+    delta: str, run: Succeed, refused: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("metatokens.analysis.rate_distortion.BETAS", (0.1,))
     file = DELTA if delta else WHOLE
     run(RETROFIT + delta)
 

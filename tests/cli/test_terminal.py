@@ -85,20 +85,25 @@ def records(lines: str) -> list[dict[str, Any]]:
 def test_a_terminal_and_a_pipe_get_a_table_and_a_file_json_lines(
     small_model: Models, workplace: Path, run: Succeed, at_a_terminal: Show
 ) -> None:
-    line = f"evaluate --model {small_model()} --task parity --lengths 64 -n 4 --name small"
+    line = f"evaluate --model {small_model()} --task parity --lengths 64,96 -n 4 --name small"
 
     piped, _ = run(f"{line} --out figures.jsonl")
     printed, _ = run(f"{line} --json")
 
-    exact, tokens = records(printed)
+    exact, *others = records(printed)
     above, headings, *rows = table(piped)
     assert table(at_a_terminal(line)) == table(piped)
-    assert records(at_a_terminal(f"{line} --json")) == records(Path("figures.jsonl").read_text()) == [exact, tokens]
-    assert above == "model small, position embedding rope, task parity, condition paper, length 64, seed 0"
+    assert records(at_a_terminal(f"{line} --json")) == records(Path("figures.jsonl").read_text()) == [exact, *others]
+    assert above == "model small, position embedding rope, task parity, condition paper, seed 0"
     assert headings.split() == ["measured", "value", "95", "%", "interval", "n", "chance"]
     percent = [f"{100 * exact[name]:.1f} %" for name in ("value", "low", "high")]
-    assert rows[0].split() == f"exact match {percent[0]} {percent[1]} to {percent[2]} 4 50.0 %".split()
-    assert rows[1].split()[:2] == ["token", "accuracy"]
+    assert rows[0].split() == f"exact match, length 64 {percent[0]} {percent[1]} to {percent[2]} 4 50.0 %".split()
+    assert [row.split("  ")[0] for row in rows] == [
+        "exact match, length 64",
+        "token accuracy, length 64",
+        "exact match, length 96",
+        "token accuracy, length 96",
+    ]
 
 
 @pytest.mark.parametrize(
