@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from metatokens import encode_prompt, load_meta, save_meta
+from metatokens.analysis import rate_distortion
 from metatokens.checkpoint import load_model, weights_sha256, weights_size
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
