@@ -31,6 +31,11 @@ def write_records(file: str, records: Iterable[Any]) -> None:
     Path(file).write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
+def column(lines: Iterable[dict[str, Any]], name: str) -> list[Any]:
+    """A field of every line."""
+    return [line[name] for line in lines]
+
+
 def read_lines(lines: str) -> list[dict[str, Any]]:
     """Lines of JSON, such as a command prints."""
     return [json.loads(line) for line in lines.splitlines()]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from metatokens.data.store import TokenStore
-from tests.cli.command_lines import PRETRAIN, Models, Refuse, Succeed, read_lines
+from tests.cli.command_lines import PRETRAIN, Models, Refuse, Succeed, column, read_lines
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +32,9 @@ def test_perplexity_with_landmarks(small_model: Models, run: Succeed) -> None:
     printed = [run(measure), run(f"{measure} --landmarks sentence"), run(f"{measure} --landmarks every:6")]
 
     lines = [json.loads(output) for output, _ in printed]
-    assert [line["condition"] for line in lines] == ["none", "sentence", "every:6"]
-    assert len({line["n"] for line in lines}) == 1
-    assert len({line["value"] for line in lines}) == 3
+    assert column(lines, "condition") == ["none", "sentence", "every:6"]
+    assert len(set(column(lines, "n"))) == 1
+    assert len(set(column(lines, "value"))) == 3
 
 
 def test_answers_through_landmarks_alone(small_model: Models, run: Succeed, refused: Refuse) -> None:

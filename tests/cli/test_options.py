@@ -60,7 +60,8 @@ def test_the_documentation_has_a_page_of_the_commands() -> None:
 
     headings = [part.splitlines()[0] for part in page.split("\n## ")[1:]]
     cut_short = [verb for verb, command in COMMANDS.items() if f"`: {command.short_help}\n" not in page]
-    assert headings == [f"`metatokens {verb}`" for verb in COMMANDS]
+    expected = [f"`metatokens {verb}`" for verb in COMMANDS]
+    assert headings == expected
     assert cut_short == []
 
 

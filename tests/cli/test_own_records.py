@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from metatokens.tasks import scoring
-from tests.cli.command_lines import Models, Refuse, Run, Succeed, read_lines, write_records
+from tests.cli.command_lines import Models, Refuse, Run, Succeed, column, read_lines, write_records
 
 OWN = [
     {"prompt": "the cat _PAUSE_ sat", "markers": [7], "completion": " hills"},
@@ -43,7 +42,7 @@ def test_own_records_are_trained_on_and_measured(small_model: Models, run: Succe
     assert last == "models: tuned/data"
     curve = lines_of("tuned/data/curve.jsonl")
     measured = [point for point in curve if "eval_loss" in point]
-    assert [point["step"] for point in measured] == list(range(6, 61, 6))
+    assert column(measured, "step") == list(range(6, 61, 6))
     assert measured[-1]["eval_exact_match"] == 0.5
     exact, tokens = read_lines(output)
     assert (exact["metric"], exact["value"], exact["n"]) == ("exact_match", 0.5, 2)
@@ -51,7 +50,8 @@ def test_own_records_are_trained_on_and_measured(small_model: Models, run: Succe
     assert (tokens["metric"], tokens["model"]) == ("token_accuracy", "tuned/data")
     # Neither the weights nor the losses depend on what was measured.
     assert Path("plain/data/model.safetensors").read_bytes() == Path("tuned/data/model.safetensors").read_bytes()
-    assert lines_of("plain/data/curve.jsonl") == [point for point in curve if "loss" in point]
+    losses = [point for point in curve if "loss" in point]
+    assert lines_of("plain/data/curve.jsonl") == losses
 
 
 @pytest.mark.usefixtures("records")
@@ -68,22 +68,6 @@ def test_predictions_are_the_answers_to_all_records(small_model: Models, run: Su
     assert prediction_of_wrong != OWN[2]["completion"]
 
 
-def test_each_prompt_of_a_task_is_scored_once_for_predictions(
-    workplace: Path, small_model: Models, run: Succeed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scored: list[int] = []
-    hits = scoring._hits
-    monkeypatch.setattr(scoring, "_hits", lambda *args: scored.append(len(args[1])) or hits(*args))
-
-    evaluate = f"evaluate --model {small_model()} --task parity --lengths 64,128 -n 6"
-    output, _ = run(f"{evaluate} --predictions parity.jsonl --json")
-
-    answers = [answer["exact"] for answer in lines_of("parity.jsonl")]
-    values = [line["value"] for line in read_lines(output) if line["metric"] == "exact_match"]
-    assert sum(scored) == 12
-    assert values == [sum(answers[:6]) / 6, sum(answers[6:]) / 6]
-
-
 def test_records_with_landmarks_are_trained_on_and_measured_alike(
     workplace: Path, small_model: Models, run: Succeed, refused: Refuse
 ) -> None:
@@ -94,9 +78,9 @@ def test_records_with_landmarks_are_trained_on_and_measured_alike(
     tuned, _ = run(f"{tune} --landmarks line --out tuned --json")
     evaluated, _ = run("evaluate --model tuned/data --data own.jsonl --landmarks line --json")
 
-    values_of = [[(line["value"], line["condition"]) for line in read_lines(output)] for output in (tuned, evaluated)]
-    assert values_of[0] == values_of[1]
-    assert {condition for _, condition in values_of[0]} == {"line"}
+    after_tuning, again = read_lines(tuned), read_lines(evaluated)
+    assert column(after_tuning, "value") == column(again, "value")
+    assert column(after_tuning, "condition") == column(again, "condition") == ["line", "line"]
     assert json.loads(Path("tuned/settings.json").read_text())["recipe"]["task"]["landmarks"] == "line"
     refused(f"{tune} --landmarks sentence --out tuned", "task.landmarks was 'line' and is now 'sentence'")
 

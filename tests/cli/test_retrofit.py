@@ -175,9 +175,8 @@ def test_a_base_in_half_precision_is_trained_by_small_steps(kind: str, base: Pat
         if not any(part in name for part in without_gradient):
             assert (after[name] != before[name].float()).float().mean() > 0.7, name
     if kind != "lora":
-        assert {
-            name for name in after if not torch.equal(after[name].to(before[name].dtype), before[name])
-        } <= in_float32
+        trained = {name for name in after if not torch.equal(after[name].to(before[name].dtype), before[name])}
+        assert trained <= in_float32
 
 
 def test_perplexity_is_the_bases(base: Path, run: Succeed) -> None:
@@ -218,22 +217,6 @@ def test_a_base_of_the_hub_keeps_its_name(base: Path, run: Succeed, hub: Hub) ->
     assert json_of("model/meta_tokens.json")["meta_attention"]["base"] == "someone/base"
     assert "cached" not in Path("model/meta_tokens.json").read_text()
     assert run(f"{GENERATE} model --meta-every 1") == run(f"{GENERATE} same --meta-every 1")
-
-
-@warnings_of_peft
-def test_an_adapter_of_a_model_of_the_hub_keeps_its_name(base: Path, run: Succeed, hub: Hub) -> None:
-    hub({"someone/model": "cached"})
-    run(RETROFIT)
-    run(f"{TUNE} {ADAPTER} --model model --out first")
-    Path("model").rename("cached")
-    settings = json_of("first/64/adapter_config.json") | {"base_model_name_or_path": "someone/model"}
-    Path("first/64/adapter_config.json").write_text(json.dumps(settings))
-    Path("first/64/manifest.json").unlink()
-
-    run(f"{TUNE} {ADAPTER} --model first/64 --out second")
-
-    assert json_of("second/64/adapter_config.json")["base_model_name_or_path"] == "someone/model"
-    run(f"{GENERATE} second/64")
 
 
 @warnings_of_peft
@@ -309,7 +292,8 @@ def test_lora_changes_the_base_and_comes_back(layers: str, base: Path, run: Succ
     trained = changed(before, after)
     assert saved.name == "adapter_model.safetensors"
     assert added(before) <= trained
-    assert {name.split(".")[-2] for name in trained - added(before)} == LAYERS
+    adapted = {name.split(".")[-2] for name in trained - added(before)}
+    assert adapted == LAYERS
     run(f"{EVALUATE} tuned/64")
 
     # Cut off before its last step, it goes on from its checkpoint and ends the same.
@@ -400,7 +384,8 @@ def test_no_file_names_the_place_of_the_base(delta: str, base: Path, run: Succee
     run(f"{TUNE} --model {root / 'model'} --out kept {ADAPTER}")
 
     texts = [path for path in root.rglob("*") if path.suffix in (".json", ".md", ".jsonl", ".jinja")]
-    assert [path for path in texts if str(root) in path.read_text()] == []
+    naming_it = [path for path in texts if str(root) in path.read_text()]
+    assert naming_it == []
     run(f"{GENERATE} deeper/tuned/64")
     run(f"{GENERATE} kept/64")
     if delta:  # the folder is moved with its base, and then away from it

@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ def test_samples_are_records(task: str, corpus: str, workplace: Path, small_stor
 
     Path("records.jsonl").write_text(output)
     examples = read_examples(Path("records.jsonl"), small_store.tokenizer)
-    assert [example.index for example in examples] == [0, 1, 2]
-    assert {(example.task, example.split, example.condition) for example in examples} == {(task, "train", "decoy")}
+    origins = [(example.task, example.split, example.condition, example.index) for example in examples]
+    assert origins == list(product([task], ["train"], ["decoy"], [0, 1, 2]))
 
 
 def test_generation_continues_the_prompt(small_model: Models, run: Succeed) -> None:

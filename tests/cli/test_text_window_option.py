@@ -15,7 +15,7 @@ import torch
 from metatokens import encode_prompt
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
-from tests.cli.command_lines import FINETUNE, PRETRAIN, Models, Refuse, Succeed, read_lines, write_records
+from tests.cli.command_lines import FINETUNE, PRETRAIN, Models, Refuse, Succeed, column, read_lines, write_records
 from tests.model.text_window import seen
 from tests.numbers import ROUNDED_PERPLEXITY
 
@@ -124,7 +124,8 @@ def test_perplexity_with_a_window(small_model: Models, run: Succeed) -> None:
     plain, whole, small, landmarks = (json.loads(run(f"{measure} {option}")[0]) for option in options)
 
     assert whole["value"] == pytest.approx(plain["value"], rel=ROUNDED_PERPLEXITY)
-    assert len({round(line["value"], 6) for line in (plain, small, landmarks)}) == 3
+    values = {round(value, 6) for value in column([plain, small, landmarks], "value")}
+    assert len(values) == 3
     assert "kv_kept" not in plain
     assert (whole["kv_kept"], small["kv_kept"]) == (1, 8 / 32)
     assert landmarks["kv_kept"] == round(11 / 36, 4)  # the fourth landmark is the last key

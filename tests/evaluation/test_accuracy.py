@@ -14,7 +14,7 @@ from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
 from metatokens.evaluation import accuracy
-from metatokens.evaluation.accuracy import TEST_SEED, evaluate, score, shortcut_rates
+from metatokens.evaluation.accuracy import evaluate, score, shortcut_rates
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.records import About, Result
 from metatokens.tasks.curriculum import TASKS
@@ -156,16 +156,6 @@ def test_batches_do_not_change_the_scores(small_model: Models, draw: Draw) -> No
     assert (exact[::-1], tokens[::-1]) == alone
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("length", [64, 128])
-def test_a_bin_holds_prompts_of_its_lengths_from_the_test_split(task: str, length: int, draw: Draw) -> None:
-    examples = draw(task, length, 8)
-    lengths = [example.n_tokens for example in examples]
-    assert length / 2 < min(lengths) <= max(lengths) <= length
-    assert {(example.split, example.seed) for example in examples} == {("test", TEST_SEED)}
-    assert draw(task, length, 12)[:8] == examples
-
-
 def bits(values: list[bool]) -> bytes:
     """The first prompt in the highest bit of the first byte, the last byte filled with zeros."""
     digits = "".join(str(int(value)) for value in values)
@@ -234,7 +224,6 @@ def test_shortcut_rates(draw: Draw, small_store: TokenStore, monkeypatch: pytest
     by_name = {result.model: result for result in results}
     result = by_name["the count in the whole list"]
     assert len(by_name) > 1
-    assert {(result.metric, result.condition, result.length) for result in results} == {("shortcut", "paper", 64)}
+    assert (result.metric, result.condition, result.length) == ("shortcut", "paper", 64)
     assert (result.value, result.n) == (pytest.approx(rate), 30)
     assert result.low <= rate < result.high
-    assert max(result.value for result in results) > 0

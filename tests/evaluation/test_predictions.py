@@ -46,8 +46,8 @@ def test_predictions_are_those_of_greedy_generation(
     predictions = list(predict(model, answered, tokenizer, exact))
 
     assert 0 < sum(exact) < len(exact)
-    assert [prediction.exact for prediction in predictions] == exact
-    for example, prediction in zip(answered, predictions, strict=True):
+    for example, prediction, is_exact in zip(answered, predictions, exact, strict=True):
+        assert prediction.exact == is_exact
         assert (prediction.prompt, tuple(prediction.markers)) == (example.prompt, example.markers)
         assert prediction.completion == example.completion
         if prediction.exact:

@@ -54,7 +54,8 @@ def test_each_run_and_phase_has_its_losses_and_what_was_measured() -> None:
         "tuned/128": [[2, 2], [4, 1]],  # the newest checkpoint
     }
     assert measured.get_xydata().tolist() == [[4, 25]]
-    assert [text.get_text() for text in legend.get_texts()] == list(drawn)
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels == list(drawn)
     assert colours["tuned/64"] == colours["tuned/64, held out"]
     assert len(set(colours.values())) == 3
 
