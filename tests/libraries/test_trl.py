@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -199,18 +200,16 @@ def test_the_loss_of_packed_sequences_is_that_of_each_alone(
     batch = next(iter(trainer.get_train_dataloader()))
     ids, is_first = batch["input_ids"][0], batch["position_ids"][0] == 0
     is_meta = ids == tokenizer.meta_token_id
-    total, count = 0.0, 0
-    for sequence in ids.tensor_split(is_first.nonzero()[1:, 0]):
-        labels = sequence.masked_fill(sequence == tokenizer.meta_token_id, -100)[None]
-        scored = int((labels[:, 1:] != -100).sum())
-        if scored:
-            alone = {"input_ids": sequence[None], "labels": labels, "attention_mask": torch.ones_like(labels)}
-            total += scored * float(trainer.compute_loss(model, alone))
-            count += scored
+    rows = ids.tensor_split(is_first.nonzero()[1:, 0])
+    padded = pad_sequence(rows, batch_first=True)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    is_ignored = (mask == 0) | (padded == tokenizer.meta_token_id)
+    apart = {"input_ids": padded, "attention_mask": mask, "labels": padded.masked_fill(is_ignored, -100)}
+    expected = float(trainer.compute_loss(model, apart))
     assert is_first.sum() > 2
     assert is_meta.sum() > 2
     assert torch.equal(batch["labels"][0], ids.masked_fill(is_first | is_meta, -100))
-    assert float(trainer.compute_loss(model, dict(batch))) == pytest.approx(total / count, rel=ROUNDED)
+    assert float(trainer.compute_loss(model, dict(batch))) == pytest.approx(expected, rel=ROUNDED)
     assert learns(trainer)
 
 

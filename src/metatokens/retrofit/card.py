@@ -19,12 +19,13 @@ def model_card(
     """A card that describes a retrofitted model, its training and its results, for the repository `name`."""
     settings = MetaSettings(**model.config.meta_attention)
     base = settings.base
-    is_folder = base.startswith("../") or (base != "" and Path(base).is_dir())
+    is_on_hub = base != "" and not base.startswith("../") and not Path(base).is_dir()
+    name_of_base = base if is_on_hub else Path(base).name
     if licence is None and base:
         licence = _licence_of(base)
     measured = [result for result in results if result.value is not None]
     data = ModelCardData(
-        base_model=None if is_folder or not base else base,
+        base_model=base if is_on_hub else None,
         library_name="transformers",
         license=licence,
         tags=["meta-tokens", "metatokens"],
@@ -35,7 +36,7 @@ def model_card(
         data,
         template_path=str(_TEMPLATE),
         name=name,
-        base=(Path(base).name if is_folder else base) or f"A {type(model).__name__}",
+        base=name_of_base or f"A {type(model).__name__}",
         settings=settings,
         trained=trained,
         results=measured,
