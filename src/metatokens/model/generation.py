@@ -26,10 +26,9 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from metatokens.errors import UserError
-from metatokens.model.cache import InsertedTokens
+from metatokens.model.cache import InsertedTokens, give
 from metatokens.model.configuration import MetaGPT2Config, never_generated
 from metatokens.model.continuous_batching import MetaManager, further_layers
-from metatokens.model.mixins import add_mixin
 from metatokens.model.positions import check_length, check_positions, position_ids_from_mask, steady_length
 from metatokens.model.releases import CACHE, PEFTS_CACHE, cache_among, check_learned_prompts, with_cache_renamed
 
@@ -73,17 +72,19 @@ class Interleaved(NamedTuple):
     Attributes:
         ids: (batch, length).
         mask: (batch, length); a meta-token that is inserted behind padding is padding.
+        text_before: for each inserted meta-token, the number of text tokens in front of it.
         meta_indices: where meta-tokens were inserted.
         text_indices: (length,), for each token the last text token up to it.
     """
 
     ids: Tensor
     mask: Tensor
+    text_before: list[int]
     meta_indices: list[int]
     text_indices: Tensor
 
     @classmethod
-    def of(cls, text: Tensor, mask: Tensor, text_before: Sequence[int], meta_token_id: int) -> "Interleaved":
+    def of(cls, text: Tensor, mask: Tensor, text_before: list[int], meta_token_id: int) -> "Interleaved":
         """Insert a meta-token behind each of these numbers of text tokens, ascending."""
         meta_indices = [count + earlier for earlier, count in enumerate(text_before)]
         length = text.shape[1] + len(meta_indices)
@@ -91,7 +92,7 @@ class Interleaved(NamedTuple):
         is_meta[meta_indices] = True
         text_indices = (~is_meta).cumsum(0) - 1
         ids = text[:, text_indices].masked_fill(is_meta, meta_token_id)
-        return cls(ids, mask[:, text_indices], meta_indices, text_indices)
+        return cls(ids, mask[:, text_indices], text_before, meta_indices, text_indices)
 
 
 class MetaTokenGenerationMixin(GenerationMixin):
@@ -180,7 +181,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         if meta_every is not None:
             settings.use_async_batching = False  # its next batch would begin before it is known what is inserted
         manager = super().init_continuous_batching(generation_config, settings, *args, **kwargs)
-        add_mixin(manager, MetaManager)
+        give(manager, MetaManager)
         manager.meta_every = meta_every
         return manager
 
@@ -235,7 +236,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
             mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
             text_before = _inserted_behind(cache, prompt_length, insert_every, input_ids.shape[1])
             sequence = Interleaved.of(input_ids, mask, text_before, self.config.meta_token_id)
-            return self._inputs_of(sequence, text_before, cache, prompt_length if chooses_text else None, kwargs)
+            return self._inputs_of(sequence, cache, kwargs, text_after=prompt_length if chooses_text else None)
         step = self._prepared_inputs(input_ids, attention_mask, kwargs | {CACHE: cache, "inputs_embeds": inputs_embeds})
         if chooses_text and kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration"):
             step["meta_positions"] = _in_all_rows([], step["input_ids"])
@@ -259,22 +260,21 @@ class MetaTokenGenerationMixin(GenerationMixin):
     def _inputs_of(
         self,
         sequence: Interleaved,
-        text_before: list[int],
         cache: Any,
-        text_after: int | None,
         inputs: dict[str, Any],
+        *,
+        text_after: int | None,
     ) -> dict[str, Any]:
         """The inputs of one step with inserted meta-tokens; the cache is told of them.
 
         Args:
             sequence: the whole sequence.
-            text_before: the numbers of text tokens in front of its inserted meta-tokens.
             cache: what was read of the sequence.
-            text_after: all text behind so many text tokens is known to have no other meta-tokens; None: no text is.
             inputs: further inputs of the model.
+            text_after: all text behind so many text tokens is known to have no other meta-tokens; None: no text is.
         """
         length = sequence.ids.shape[1]
-        cached = self._tell_cache(cache, sequence, text_before, inputs)
+        cached = self._tell_cache(cache, sequence, inputs)
         if cached >= length:
             raise UserError(
                 f"the cache holds {cached} tokens and the sequence has {length}: give the whole sequence as input_ids. "
@@ -298,12 +298,12 @@ class MetaTokenGenerationMixin(GenerationMixin):
             step["meta_positions"] = _in_all_rows(new, step["input_ids"])
         return step
 
-    def _tell_cache(self, cache: Any, sequence: Interleaved, text_before: list[int], inputs: dict[str, Any]) -> int:
+    def _tell_cache(self, cache: Any, sequence: Interleaved, inputs: dict[str, Any]) -> int:
         """Record in a cache where meta-tokens are inserted; return how many tokens it holds."""
         if cache is None:
             return 0
-        add_mixin(cache, InsertedTokens)
-        cache.inserted = text_before
+        give(cache, InsertedTokens)
+        cache.inserted = sequence.text_before
         if inputs.get("is_first_iteration"):
             cache.hide(sequence.mask)
         return int(cache.get_seq_length())
