@@ -77,7 +77,8 @@ def test_it_trains_evaluates_predicts_and_loads_the_best_model(folder: Path, ids
 
 
 def first_loss(model: Any, data: list[dict[str, Tensor]], out: Path, **settings: Any) -> float:
-    arguments = TrainingArguments(str(out), max_steps=1, **QUIET | {"per_device_train_batch_size": 12} | settings)
+    settings = {"per_device_train_batch_size": 12} | settings
+    arguments = TrainingArguments(str(out), max_steps=1, **QUIET, **settings)
     trainer = Trainer(model, arguments, train_dataset=data)
     trainer.train()
     return float(trainer.state.log_history[0]["loss"])
@@ -123,7 +124,9 @@ def test_with_gradients_accumulated_it_is_nearly_so(folder: Path, ids: Tensor, t
 def test_packed_sequences_train_as_separate_rows_do(
     second_attention: str, has_lengths: bool, small_model: Any, ids: Tensor, tmp_path: Path
 ) -> None:
-    folder, meta, losses = small_model(second_attention=second_attention), int(ids[0, 3]), []
+    folder = small_model(second_attention=second_attention)
+    meta = int(ids[0, 3])
+    losses = []
     for collator in (None, DataCollatorWithFlattening(return_flash_attn_kwargs=has_lengths)):
         arguments = TrainingArguments(str(tmp_path), max_steps=2, per_device_train_batch_size=6, **QUIET)
         model = MetaGPT2ForCausalLM.from_pretrained(folder)

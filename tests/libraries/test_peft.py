@@ -91,7 +91,15 @@ LINEAR = {"target_modules": "all-linear", "exclude_modules": r".*meta_attention.
 
 
 # transformers' GPT-2 has no linear layers, only what PEFT's default for it names.
-@pytest.mark.parametrize(("name", "choices"), [("gpt2", {}), ("llama", LINEAR), ("phi", {}), ("gemma2", LINEAR)])
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("gpt2", {}),
+        ("llama", LINEAR),
+        ("phi", {}),
+        ("gemma2", LINEAR),
+    ],
+)
 def test_an_adapter_of_a_retrofitted_model(name: str, choices: dict[str, Any], tmp_path: Path) -> None:
     fresh = partial(retrofitted, name, freeze=True)
     lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, modules_to_save=["meta_attention", "meta_token"], **choices)
@@ -106,29 +114,34 @@ def test_an_adapter_of_a_retrofitted_model(name: str, choices: dict[str, Any], t
     assert adapters ^ added == trained
 
 
-def test_a_prefix_is_seen_by_causal_attention_and_not_by_the_second_module(folder: Path, ids: Tensor) -> None:
-    base = MetaGPT2ForCausalLM.from_pretrained(folder).eval()
+def adapted(folder: Path, name: str) -> peft.PeftModel:
+    """A model with an untrained adapter."""
     torch.manual_seed(0)
-    model = peft.get_peft_model(base, deepcopy(ADAPTERS["prefix"])).eval()
+    return peft.get_peft_model(MetaGPT2ForCausalLM.from_pretrained(folder), deepcopy(ADAPTERS[name])).eval()
+
+
+def test_a_prefix_is_seen_by_causal_attention_and_not_by_the_second_module(folder: Path, ids: Tensor) -> None:
+    model, base = adapted(folder, "prefix"), MetaGPT2ForCausalLM.from_pretrained(folder).eval()
     prefix = model.get_prompt(batch_size=2)
     cache = MetaTokenCache(base.config)  # by hand: its first store is the prefix
     for number, layer in enumerate(prefix.layers):
         cache.update(layer.keys.clone(), layer.values, number)
     mask = torch.ones(2, 3 + ids.shape[1])
     tuned = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-    torch.testing.assert_close(base(ids, attention_mask=mask, past_key_values=cache).logits, tuned)
+    by_hand = base(ids, attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(by_hand, tuned)
     assert (tuned - base(ids).logits).abs().max() > 1e-3
 
 
 def test_meta_tokens_are_not_inserted_behind_learned_prompts(folder: Path, ids: Tensor) -> None:
-    model = peft.get_peft_model(MetaGPT2ForCausalLM.from_pretrained(folder), deepcopy(ADAPTERS["prompt"]))
+    model = adapted(folder, "prompt")
     with pytest.raises(UserError, match="cannot be inserted after learned prompts"):
         model.generate(input_ids=ids, max_new_tokens=6, meta_every=2, pad_token_id=0)
 
 
 @pytest.mark.parametrize("name", ["prompt", "prefix"])
 def test_a_peft_that_does_not_find_the_cache_is_refused(name: str, folder: Path, ids: Tensor) -> None:
-    model = peft.get_peft_model(MetaGPT2ForCausalLM.from_pretrained(folder), deepcopy(ADAPTERS[name]))
+    model = adapted(folder, name)
     prepare = model.base_model_prepare_inputs_for_generation
 
     def under_another_name(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -142,8 +155,9 @@ def test_a_peft_that_does_not_find_the_cache_is_refused(name: str, folder: Path,
 
 def test_without_a_cache_prompts_are_learned_embeddings_and_no_prefix(folder: Path, ids: Tensor) -> None:
     options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **GREEDY}
-    prompts = peft.get_peft_model(MetaGPT2ForCausalLM.from_pretrained(folder), deepcopy(ADAPTERS["prompt"])).eval()
-    prefix = peft.get_peft_model(MetaGPT2ForCausalLM.from_pretrained(folder), deepcopy(ADAPTERS["prefix"]))
-    assert torch.equal(prompts.generate(use_cache=False, **options), prompts.generate(**options))
+    prompts = adapted(folder, "prompt")
+    with_cache = prompts.generate(**options)
+    without_cache = prompts.generate(use_cache=False, **options)
+    assert torch.equal(without_cache, with_cache)
     with pytest.raises(UserError, match="needs use_cache=True"):
-        prefix.generate(use_cache=False, **options)
+        adapted(folder, "prefix").generate(use_cache=False, **options)

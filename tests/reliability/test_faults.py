@@ -163,11 +163,13 @@ def test_a_file_system_that_fills(verb: str, run: Run, is_thorough: bool, tmp_pa
     disk = tmp_path / "disk"
     run.commands.mount(disk, f"size={size}k")
     failures = 0
-    while (ended := run.commands.attempt(run.verbs[verb], disk / "out", **run.plan))[0] != 0:
-        assert_one_sentence(*ended)
+    status, said = run.commands.attempt(run.verbs[verb], disk / "out", **run.plan)
+    while status != 0:
+        assert_one_sentence(status, said)
         failures += 1
         size += step if is_thorough else 20 * step
         run.commands.mount(disk, f"remount,size={size}k")
+        status, said = run.commands.attempt(run.verbs[verb], disk / "out", **run.plan)
     assert failures >= (6 if is_thorough else 1)
     print(f"{verb}: {failures} times full, up to {size} KiB")
     run.is_whole(verb, disk / "out")
