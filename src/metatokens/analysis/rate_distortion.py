@@ -207,7 +207,7 @@ def rate_distortion(
     for schedule, scored in ((PAPER_SCHEDULE, paper_rows), (SCHEDULE, other_rows)):
         for subject, states in states_by_subject.items():
             for point in _points(schedule, states, answers, scored, fits):
-                measured.append(Measurement(**common, **point, subject=subject))
+                measured.append(Measurement(**common, **point | {"subject": subject}))
     return measured
 
 

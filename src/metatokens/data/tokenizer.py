@@ -57,7 +57,7 @@ def load_tokenizer(
     elif spec == "gpt2":
         tokenizer = _pretrained(spec, "the Hugging Face Hub gave no gpt2 tokenizer: pass a folder that holds one.")
     elif spec.startswith("train:"):
-        tokenizer = _train(spec, corpus, extra_texts)
+        tokenizer = _train(spec, corpus or (), extra_texts)
     else:
         raise UserError(f"no tokenizer {spec!r}: give an existing folder, gpt2, or train:N (N entries).")
     if not (
@@ -263,7 +263,7 @@ def load_plain_tokenizer(name: str, complaint: str, **settings: Any) -> PreTrain
         raise UserError(complaint) from error
 
 
-def _train(spec: str, corpus: Iterable[str] | None, extra_texts: Iterable[str]) -> PreTrainedTokenizerFast:
+def _train(spec: str, corpus: Iterable[str], extra_texts: Iterable[str]) -> PreTrainedTokenizerFast:
     digits = spec.removeprefix("train:")
     if not (digits.isdecimal() and MIN_ENTRIES <= int(digits) <= MAX_ENTRIES):
         raise UserError(f"the tokenizer {spec!r} must be train:N with N from {MIN_ENTRIES} to {MAX_ENTRIES}.")

@@ -308,9 +308,9 @@ def _write_shard(work: Work, documents: Iterator[str], part: int, number: int) -
     dtype = np.uint16 if text_vocab_size(work.tokenizer) <= 2**16 else np.uint32
     of_shard = _take(documents, work.plan.shard_characters)
     for texts in iter(lambda: list(_take(of_shard, BATCH_CHARACTERS)), []):
-        for text, ids in zip(texts, encode_documents(work.tokenizer, texts), strict=True):
+        for text, document in zip(texts, encode_documents(work.tokenizer, texts), strict=True):
             split = _split_of(text, work.plan)
-            encoded[split].append(np.array(ids, dtype))
+            encoded[split].append(np.array(document, dtype))
             characters[split] += len(text)
     shards: dict[StoreSplit, Shard] = {}
     for split, ids_of_documents in encoded.items():
