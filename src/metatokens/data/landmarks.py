@@ -9,9 +9,12 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from metatokens.data.insertion import Ids
 from metatokens.data.tokenizer import meta_token_id
 from metatokens.errors import UserError
 from metatokens.recipe import landmark_rule
+
+Marks = npt.NDArray[np.bool_]
 
 # The tokens before and after a place that decide whether it has a landmark; no rule reads more bytes than these have.
 BEFORE, AFTER = 72, 4
@@ -91,7 +94,7 @@ class Landmarks:
         if not any(white in piece for piece in self._pieces):
             raise UserError(f"landmarks by {rule} need white space that the tokenizer drops; every:N needs none.")
 
-    def __call__(self, ids: npt.ArrayLike, start: int = 0) -> npt.NDArray[np.bool_]:
+    def __call__(self, ids: npt.ArrayLike, start: int = 0) -> Marks:
         """Find the tokens after which a meta-token goes.
 
         Args:
@@ -112,7 +115,7 @@ class Landmarks:
         """The ids, (length,), with the meta-tokens inserted, (length + meta-tokens,)."""
         return np.insert(np.array(ids, np.int64), np.flatnonzero(self(ids)) + 1, self.meta_token_id).tolist()
 
-    def _behind(self, text: npt.NDArray[np.int64], start: int) -> npt.NDArray[np.bool_]:
+    def _behind(self, text: Ids, start: int) -> Marks:
         """The same for a text without meta-tokens."""
         if self._every:
             return np.arange(start + 1, start + len(text) + 1) % self._every == 0

@@ -85,8 +85,8 @@ class SplitCounts(StoreRecord):
 
     @classmethod
     def of(cls, shards: Iterable[Shard]) -> "SplitCounts":
-        """Add up the shards, except those without documents, which are not stored."""
-        shards = tuple(shard for shard in shards if shard.documents)
+        """Add up the shards."""
+        shards = tuple(shards)
         return cls(
             documents=sum(shard.documents for shard in shards),
             characters=sum(shard.characters for shard in shards),

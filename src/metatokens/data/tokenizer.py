@@ -222,7 +222,7 @@ def text_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def padded_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """The model's vocabulary: the entries and the meta-token, rounded up to a multiple of 64 (50304 for GPT-2)."""
-    return math.ceil(max(len(tokenizer), meta_token_id(tokenizer) + 1) / 64) * 64
+    return math.ceil(len(tokenizer) / 64) * 64
 
 
 def check_meta_token(config: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -15,9 +15,11 @@ neither the number of processes nor an interruption changes a byte of the store.
 import importlib.metadata
 import platform
 import shutil
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -71,7 +73,7 @@ class Plan(StoreRecord):
 
 
 class FinishedShard(StoreRecord):
-    """The manifest's entries of a finished shard."""
+    """The manifest's entries of a finished shard; none for a split of which it has no document."""
 
     shards: dict[StoreSplit, Shard]
 
@@ -217,14 +219,14 @@ def _finish(staging: Path, workers: int) -> None:
     plan = Plan.model_validate_json((staging / PLAN).read_bytes())
     tokenizer = load_tokenizer(str(staging / TOKENIZER))
     _write_parts(Work(staging, plan, tokenizer), workers)
-    finished = [FinishedShard.model_validate_json(path.read_bytes()).shards for path in staging.glob("done/*.json")]
-    finished.sort(key=lambda shards: shards["train"].name)
+    records = sorted(staging.glob("done/*.json"))  # in the order of the corpus
+    finished = [FinishedShard.model_validate_json(path.read_bytes()).shards for path in records]
     manifest = Manifest(
         settings=plan.settings,
         vocab_size=text_vocab_size(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         meta_token_id=meta_token_id(tokenizer),
-        splits={split: SplitCounts.of(shards[split] for shards in finished) for split in SPLITS},
+        splits={split: SplitCounts.of(shards[split] for shards in finished if split in shards) for split in SPLITS},
         tokenizer={path.name: file_sha256(path) for path in sorted((staging / TOKENIZER).iterdir())},
         metatokens=importlib.metadata.version("metatokens"),
     )
@@ -301,35 +303,44 @@ def _shard_record(work: Work, part: int, number: int) -> Path:
 # --- a shard
 
 
+@dataclass
+class _Encoded:
+    """The documents of a shard that are in one split."""
+
+    ids: list[Ids] = field(default_factory=list)
+    characters: int = 0
+
+
 def _write_shard(work: Work, documents: Iterator[str], part: int, number: int) -> bool:
     """Write the next shard of a part, of both splits; return whether any document was left."""
-    encoded: dict[StoreSplit, list[Ids]] = {split: [] for split in SPLITS}
-    characters = dict.fromkeys(SPLITS, 0)
-    dtype = np.uint16 if text_vocab_size(work.tokenizer) <= 2**16 else np.uint32
-    of_shard = _take(documents, work.plan.shard_characters)
-    for texts in iter(lambda: list(_take(of_shard, BATCH_CHARACTERS)), []):
-        for text, document in zip(texts, encode_documents(work.tokenizer, texts), strict=True):
-            split = _split_of(text, work.plan)
-            encoded[split].append(np.array(document, dtype))
-            characters[split] += len(text)
     shards: dict[StoreSplit, Shard] = {}
-    for split, ids_of_documents in encoded.items():
-        ids = np.concatenate([np.empty(0, dtype), *ids_of_documents])
-        content = _arrow_file(ids)
+    for split, encoded in _encode_shard(work, documents).items():
+        content = _arrow_file(np.concatenate(encoded.ids))
         shards[split] = Shard(
             part=part,
             number=number,
-            documents=len(ids_of_documents),
-            characters=characters[split],
-            tokens=len(ids) - len(ids_of_documents),
+            documents=len(encoded.ids),
+            characters=encoded.characters,
+            tokens=sum(map(len, encoded.ids)) - len(encoded.ids),
             sha256=sha256_of(content),
         )
-        if ids_of_documents:
-            write_whole(work.folder / split / shards[split].name, content)
-    if not any(encoded.values()):
-        return False
-    write_whole(_shard_record(work, part, number), FinishedShard(shards=shards).model_dump_json().encode())
-    return True
+        write_whole(work.folder / split / shards[split].name, content)
+    if shards:
+        write_whole(_shard_record(work, part, number), FinishedShard(shards=shards).model_dump_json().encode())
+    return bool(shards)
+
+
+def _encode_shard(work: Work, documents: Iterator[str]) -> dict[StoreSplit, _Encoded]:
+    """Encode the next documents of a part, as many as a shard takes."""
+    encoded: dict[StoreSplit, _Encoded] = defaultdict(_Encoded)
+    dtype = np.uint16 if text_vocab_size(work.tokenizer) <= 2**16 else np.uint32
+    of_shard = _take(documents, work.plan.shard_characters)
+    for texts in iter(lambda: list(_take(of_shard, BATCH_CHARACTERS)), []):
+        for text, ids in zip(texts, encode_documents(work.tokenizer, texts), strict=True):
+            of_split = encoded[_split_of(text, work.plan)]
+            of_split.ids.append(np.array(ids, dtype))
+            of_split.characters += len(text)
+    return encoded
 
 
 def _take(documents: Iterator[str], characters: int) -> Iterator[str]:
