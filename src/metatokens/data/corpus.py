@@ -136,7 +136,8 @@ def _files(spec: str) -> list[str]:
     """The files of a corpus; none if it has another source."""
     if spec == BUILTIN or spec.startswith(HUB):
         return []
-    path = os.path.expanduser(spec)
+    with _reading(spec):  # no name of a file has a NUL
+        path = os.path.expanduser(spec)
     matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
     files = list(filter(os.path.isfile, matches))
     if not files:
