@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from metatokens.paper.report.paper import PaperTable, paper_table
+from metatokens.paper.report.paper_numbers import PaperTable, paper_table
 
 TABLES = (1, 2, 3, *range(7, 18))
 SPLITS = {"small": 128, "medium": 256, "hard": 512, "extra-hard": 1024, "long": 2048}

@@ -266,12 +266,18 @@ def _steps_to_learn(curves: pd.DataFrame) -> Iterator[Fields]:
     trained: dict[tuple[str, str], list[float]] = {}
     for (task, _, positions, _), points in by_run.items():
         trained.setdefault((task, positions), []).append(points["step"].iloc[-1])
-    for run, points in by_run.items():
-        fields = dict(zip(_RUN, run, strict=True))
-        tau = min(trained[fields["task"], fields["position_embedding"]])
-        steps = min(learned_from(points), tau)
-        outcome = {"value": np.log(steps), "chance": np.log(tau), "n": points["n"].max()}
-        yield {"metric": "log_steps_to_learn", **fields, **outcome}
+    for (task, model, positions, seed), points in by_run.items():
+        tau = min(trained[task, positions])
+        yield {
+            "metric": "log_steps_to_learn",
+            "task": task,
+            "model": model,
+            "position_embedding": positions,
+            "seed": seed,
+            "n": points["n"].max(),
+            "value": np.log(min(learned_from(points), tau)),
+            "chance": np.log(tau),
+        }
 
 
 def _distortions(figures: pd.DataFrame) -> Iterator[Fields]:

@@ -229,7 +229,7 @@ def _finetune_stage(model: TrainedModel, sizes: Preset, task: str, estimate: "_E
 
 def _evaluate_stage(model: TrainedModel, sizes: Preset, task: str, estimate: "_Estimate") -> Stage:
     counts, lengths = counts_of(sizes, model, task), lengths_tested(sizes, model, task)
-    options = {"counts": counts, "train_lengths": lengths, "ratio": sizes.test_ratio}
+    options: Fields = {"counts": counts, "train_lengths": lengths, "ratio": sizes.test_ratio}
     question_sees = finetune_recipe(sizes, model, task).task.question_sees
     if question_sees:
         options["question_sees"] = question_sees

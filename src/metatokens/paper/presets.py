@@ -11,9 +11,10 @@
    stage to `stages.jsonl`. A stage that is in there is not carried out again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.resources import files
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import yaml
@@ -37,7 +38,6 @@ _INSPECTIONS = {
     "analyses": Analysis,
     "landmarks_tests": LandmarksTest,
 }
-_BY_TASK = ("finetune_recipes", "extra_conditions", "probe_steps")
 
 
 def preset(name: str) -> Preset:
@@ -54,45 +54,58 @@ def _read() -> dict[str, Preset]:
 
 
 def _preset(block: Fields) -> Preset:
-    models = [model for grid in block["models"] for model in _models(grid)]
-    inspections = []
-    for kind, inspections_of_kind in block.get("inspections", {}).items():
-        for inspection in inspections_of_kind:
-            fields = inspection | {"models": _names(inspection["models"])}
-            inspections.append(_INSPECTIONS[kind](**fields))
-    by_task = {key: _for_each_task(block[key]) for key in _BY_TASK if key in block}
-    shown = _names(block.get("looked_into", []))
-    expanded = {"models": models, "inspections": inspections, "looked_into": shown}
-    return Preset(**block | by_task | expanded)
+    fields = dict(block)
+    fields["models"] = _models_of(block["models"])
+    fields["looked_into"] = _names_of(block.get("looked_into", []))
+    fields["inspections"] = []
+    for kind, inspections in block.get("inspections", {}).items():
+        for inspection in inspections:
+            names = _names_of(inspection["models"])
+            fields["inspections"].append(_INSPECTIONS[kind](**inspection | {"models": names}))
+    for name in ("finetune_recipes", "extra_conditions", "probe_steps"):
+        if name in block:
+            fields[name] = _by_task(block[name])
+    return Preset(**fields)
 
 
-def _models(grid: Fields) -> Iterator[TrainedModel]:
+def _models_of(grids: list[Fields]) -> list[TrainedModel]:
+    return list(chain.from_iterable(_models(**grid) for grid in grids))
+
+
+def _names_of(grids: list[Fields]) -> list[str]:
+    return [model.name for model in _models_of(grids)]
+
+
+def _models(
+    *,
+    models: list[str],
+    seeds: Sequence[int] = (0,),
+    variants: dict[str, Fields] | None = None,
+    shares_pretraining: bool = False,
+    priority: int = 1,
+    pause_waits: int = 0,
+    **fields: Any,
+) -> Iterator[TrainedModel]:
     """The models that a grid stands for."""
-    shared = {"priority": 1, "pause_waits": 0, "seed": 0} | grid
-    priority, pause_waits = shared.pop("priority"), shared.pop("pause_waits")
-    models, seeds = _as_list(shared.pop("model")), _as_list(shared.pop("seed"))
-    variants = shared.pop("variants", None) or {shared.get("variant", ""): {}}
-    for (order, seed), model, (variant, changes) in product(enumerate(seeds), models, variants.items()):
-        fields = shared | changes | {"model": model, "seed": seed, "variant": variant}
-        fields["priority"] = priority + order + (pause_waits if model == "pause" else 0)
-        if fields.get("pretrained_as") == "plain":
-            fields["pretrained_as"] = TrainedModel(model=model, seed=seed).name
-        yield TrainedModel(**fields)
+    changes_by_variant = variants or {fields.pop("variant", ""): {}}
+    for (order, seed), model, variant in product(enumerate(seeds), models, changes_by_variant):
+        plain = TrainedModel(model=model, seed=seed)
+        yield replace(
+            plain,
+            variant=variant,
+            pretrained_as=plain.name if shares_pretraining else None,
+            priority=priority + order + (pause_waits if model == "pause" else 0),
+            **fields | changes_by_variant[variant],
+        )
 
 
-def _names(grids: list[Fields]) -> list[str]:
-    return [model.name for grid in grids for model in _models(grid)]
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _for_each_task(value: Any) -> Fields:
-    """A value for each task; in the name of a recipe, `{task}` stands for it."""
+def _by_task(value: Any) -> Fields:
+    """A value for each task, if it is not by task; in the name of a recipe, `{task}` stands for the task."""
     if isinstance(value, dict):
         return value
-    return {task: value.format(task=task) if isinstance(value, str) else value for task in TASKS}
+    if isinstance(value, str):
+        return {task: value.format(task=task) for task in TASKS}
+    return dict.fromkeys(TASKS, value)
 
 
 PRESETS = _read()

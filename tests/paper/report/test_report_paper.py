@@ -1,6 +1,6 @@
 """The paper's numbers by the fields of a result; results/check_paper_numbers.py compares them with the paper itself."""
 
-from metatokens.paper.report.paper import paper_table
+from metatokens.paper.report.paper_numbers import paper_table
 
 TABLES = (1, 2, 3, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17)
 

@@ -35,7 +35,7 @@ from metatokens.paper.claims import ClaimResult
 from metatokens.paper.frame import Inputs, distortion_curves, distortions_at, learning_curves, select, trained_to
 from metatokens.paper.report.covered import Asked
 from metatokens.paper.report.overview import MARKS, effect_text, numbered
-from metatokens.paper.report.paper import paper_table
+from metatokens.paper.report.paper_numbers import paper_table
 from metatokens.paper.report.table import Cell, in_order, models, order
 from metatokens.paper.report.tables import ALONE, FACTS, LENGTH_TABLES, SPLITS, SUBJECTS, Tables, rows_of
 from metatokens.paper.report.text import PERCENT, name, number
@@ -75,13 +75,7 @@ class _ForestRow:
     lines: list[str]
     result: ClaimResult | None
     top: float
-    height: float
-    interval: float = math.nan
-    """The height of the interval."""
-
-    @property
-    def bottom(self) -> float:
-        return self.top + self.height
+    bottom: float
 
 
 def forest_plot(results: Sequence[ClaimResult], width: float = PAGE) -> Figure:
@@ -121,20 +115,16 @@ def forest_plot(results: Sequence[ClaimResult], width: float = PAGE) -> Figure:
 
 def _forest_rows(results: Sequence[ClaimResult], is_wide: bool) -> list[_ForestRow]:
     """The rows from top to bottom. On a phone an interval is below its claim, elsewhere next to it."""
-    lines_of = partial(wrap, width=58 if is_wide else 44, break_on_hyphens=False)
     rows: list[_ForestRow] = []
-    top = 0.0
     for question in dict.fromkeys(result.claim.question for result in results):
-        lines = lines_of(question)
-        rows.append(_ForestRow(lines, None, top, len(lines) + 0.5))
-        top = rows[-1].bottom
-        for result in results:
-            if result.claim.question == question:
-                lines = lines_of(f"{MARKS[result.verdict]} {numbered(result)}")
-                height = len(lines) + (0.35 if is_wide else 2.3)
-                interval = top + (height / 2 if is_wide else height - 0.5)
-                rows.append(_ForestRow(lines, result, top, height, interval))
-                top = rows[-1].bottom
+        claims = [result for result in results if result.claim.question == question]
+        for result in (None, *claims):
+            text, margin = question, 0.5
+            if result is not None:
+                text, margin = f"{MARKS[result.verdict]} {numbered(result)}", 0.35 if is_wide else 2.3
+            lines = wrap(text, width=58 if is_wide else 44, break_on_hyphens=False)
+            top = rows[-1].bottom if rows else 0.0
+            rows.append(_ForestRow(lines, result, top, top + (len(lines) + margin)))
     return rows
 
 
@@ -150,13 +140,15 @@ def _scale_in_points(axes: Axes) -> None:
 
 def _draw_claim(axes: Axes, row: _ForestRow, result: ClaimResult, is_wide: bool) -> None:
     """The interval, and the effect in words: right of it, or on a phone above it."""
-    x, y = 1.05, row.interval
+    text_x, text_y = 1.05, (row.top + row.bottom) / 2
+    interval_y = text_y
     if not is_wide:
-        x, y = 0.05, row.top + len(row.lines) + 0.65
+        text_x, text_y = 0.05, row.top + len(row.lines) + 0.65
+        interval_y = row.bottom - 0.5
         _draw_zone(axes, row.bottom - 1.0, row.bottom)
-    _draw_effect(axes, result, row.interval)
+    _draw_effect(axes, result, interval_y)
     colour, _ = MARKERS.get(result.verdict, OPEN)
-    _write(axes, x, y, effect_text(result), va="center", color=colour)
+    _write(axes, text_x, text_y, effect_text(result), va="center", color=colour)
 
 
 def _draw_zone(axes: Axes, top: float, bottom: float) -> None:

@@ -15,7 +15,7 @@ import yaml
 
 from metatokens.paper.frame import RATES, Inputs, learned_from, learning_curves
 from metatokens.paper.records import Timing
-from metatokens.paper.report.paper import paper_table
+from metatokens.paper.report.paper_numbers import paper_table
 from metatokens.paper.report.table import (
     POSITIONS,
     Cell,
@@ -32,9 +32,19 @@ from metatokens.paper.report.table import (
 from metatokens.paper.report.text import PERCENT, TOKENS_RIGHT, Form, name, number
 
 LENGTH_TABLES = {"list_recall": 7, "segment_counting": 8, "parity": 9, "copying": 10}
-ABLATION_TABLES = {"list_recall": (11, 15), "segment_counting": (12,), "parity": (13,), "copying": (14, 16)}
+ABLATION_TABLES = {
+    "list_recall": (11, 15),
+    "segment_counting": (12,),
+    "parity": (13,),
+    "copying": (14, 16),
+}
 BY_LENGTH_TABLES = {"list_recall": (17, 2)}  # of ablations at other lengths than the train length
-INTERVENTIONS = {"": "unchanged", "no_pos": "no position", "no_embed": "no embedding", "neither": "neither"}
+INTERVENTIONS = {
+    "": "unchanged",
+    "no_pos": "no position",
+    "no_embed": "no embedding",
+    "neither": "neither",
+}
 CONDITIONS = {
     "paper": "marked",
     "landmark": "landmarks",
@@ -45,9 +55,22 @@ CONDITIONS = {
 LONGEST = 512  # tokens: our train length next to the GPT-Neo of the paper, which has none
 WINDOWS = {"yarn4": 4096, "yarn8": 8192}  # the paper's, in tokens
 ALONE = "landmarks_alone"  # an intervention
-RECIPES = {"half-rate": "half the rate", "twice-rate": "twice the rate", "longer": "three times the steps"}
-FACTS = {"facts_1": "one fact", "facts_2": "two facts", "facts_4": "four facts", "facts_8": "eight facts"}
-SUBJECTS = {"last meta-token": ("meta", ""), "no position": ("meta", "no_pos"), "text before it": ("text", "")}
+RECIPES = {
+    "half-rate": "half the rate",
+    "twice-rate": "twice the rate",
+    "longer": "three times the steps",
+}
+FACTS = {
+    "facts_1": "one fact",
+    "facts_2": "two facts",
+    "facts_4": "four facts",
+    "facts_8": "eight facts",
+}
+SUBJECTS = {
+    "last meta-token": ("meta", ""),
+    "no position": ("meta", "no_pos"),
+    "text before it": ("text", ""),
+}
 SPLITS = {"held_out": "held out", "fit": "as the paper, on the 50 fitted"}
 STEPS = Form("Training steps", is_log=True)
 PERPLEXITY = Form("Perplexity", digits=1, counted="text tokens", chance="token frequencies alone")
@@ -131,7 +154,12 @@ class Tables:
         if not variant:
             trained = [main["train_condition"]]
             conditions.remove(main["condition"])
-        selection = {"task": task, "variant": variant, "train_condition": trained, "condition": conditions}
+        selection = {
+            "task": task,
+            "variant": variant,
+            "train_condition": trained,
+            "condition": conditions,
+        }
         return self._by(selection, f"{name(task)}, {variant or 'other prompts'}", ["condition", "length"], form)
 
     def _by(self, selection: Fields, title: str, keys: list[str], form: Form, **options: Any) -> Table:
@@ -139,7 +167,12 @@ class Tables:
         metric = "token_accuracy" if form == TOKENS_RIGHT else "exact_match"
         selection = {**selection, "metric": metric}
         return self._table(
-            title, "model", models(self.inputs, **selection), self._columns(selection, *keys), form=form, **options
+            title,
+            "model",
+            models(self.inputs, **selection),
+            self._columns(selection, *keys),
+            form=form,
+            **options,
         )
 
     def other_recipes(self, task: str) -> Table:
@@ -251,7 +284,11 @@ class Tables:
 
     def perplexity(self) -> Table:
         """The perplexity of text, with and without meta-tokens inserted."""
-        selection = {"metric": "perplexity", "text": self._any("text"), "variant": self._any("variant")}
+        selection = {
+            "metric": "perplexity",
+            "text": self._any("text"),
+            "variant": self._any("variant"),
+        }
         columns: Selections = {}
         for fields in _distinct(self.inputs.measured(**selection), "text", "condition"):
             inserted = "alone" if fields["condition"] == "none" else f"meta-tokens {fields['condition']}"
@@ -325,7 +362,10 @@ class Tables:
 
     def _accuracies(self, **selection: Any) -> pd.DataFrame:
         """The accuracies in every condition, of models that were trained in any."""
-        conditions = {"condition": self._any("condition"), "train_condition": self._any("train_condition")}
+        conditions = {
+            "condition": self._any("condition"),
+            "train_condition": self._any("train_condition"),
+        }
         return self.inputs.measured(**conditions | selection)
 
     def _any(self, column: str) -> list[str]:
@@ -346,7 +386,11 @@ def _columns_of_models(names: Iterable[str]) -> Selections:
 def _main_fields(accuracies: pd.DataFrame) -> Fields:
     """The fields of a task's main figures: trained on the paper's prompts, rotary positions, where there are such."""
     fields = {"metric": "exact_match", "variant": "", "task": accuracies["task"].iloc[0]}
-    for column, preferred in (("train_condition", "paper"), ("position_embedding", "rope"), ("condition", "")):
+    for column, preferred in (
+        ("train_condition", "paper"),
+        ("position_embedding", "rope"),
+        ("condition", ""),
+    ):
         values = in_order(accuracies[column])
         wanted = preferred or fields["train_condition"]
         fields[column] = wanted if wanted in values else values[0]
