@@ -330,7 +330,10 @@ class Runner:
 
     def _tests(self, task: str, condition: str, counts: Counts) -> dict[int, Sequence[Any]]:
         """The first test examples of each length."""
-        return {length: ExampleStore(self._test_file(task, condition, length))[:n] for length, n in counts.items()}
+        tests: dict[int, Sequence[Any]] = {}
+        for length, n in counts.items():
+            tests[length] = ExampleStore(self._test_file(task, condition, length))[:n]
+        return tests
 
     def _examples(self, task: str, recipe: FinetuneRecipe) -> Path:
         """The folder of a recipe's encoded training examples."""
@@ -401,8 +404,8 @@ class Runner:
     def _text_tokens(self, file: Path) -> float:
         """The mean number of text tokens of an example."""
         marker = meta_token_id(self._tokenizer())
-        examples = ExampleStore(file)
-        return sum(int((np.asarray(example.input_ids) != marker).sum()) for example in examples) / len(examples)
+        numbers = [int((np.asarray(example.input_ids) != marker).sum()) for example in ExampleStore(file)]
+        return sum(numbers) / len(numbers)
 
 
 def _curve(
